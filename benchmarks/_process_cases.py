@@ -156,7 +156,8 @@ CASES = {
     "join, uneven inputs": Case(batches=(STEPS - 2, STEPS)),
     "static graph": Case(lambda model, group: parallel(model, group, static_graph=True)),
     "unused branches": Case(
-        lambda model, group: parallel(model, group, find_unused_parameters=True), architecture=Branches
+        lambda model, group: parallel(model, group, find_unused_parameters=True, gradient_as_bucket_view=True),
+        architecture=Branches,
     ),
     "gradients as views of buckets": Case(lambda model, group: parallel(model, group, gradient_as_bucket_view=True)),
     "float16 payloads (payload_hook)": Case(hooked(torch.float16, hu.scaled.payload_hook), gradient=F16),
@@ -373,7 +374,8 @@ def loaded(process: Process, folder: str) -> dict:
         model, scaler, optimizer = prepared(process, wrap)
         state = state_of(model, scaler, optimizer)
         checkpoint.load(state, checkpoint_id=f"{folder}/{wrap}")
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        inner = model.module if isinstance(model, Parallel) else model
+        set_state_dict(inner, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         if scaler is not None:
             scaler.load_state_dict(state["scaler"])
         truth = torch.load(f"{folder}/{wrap}.pt")

@@ -76,12 +76,12 @@ def _trial(proposal: ExponentProposal | None, true: Tensor, format: Format) -> T
 
 def tried(kind: str, name: str) -> Trial:
     """One gradient, a product's or a loss's, in the format of a name; drawn by `random` and torch."""
-    policy, format, global_site = UnderflowBound(share=SHARE), get(name), Site("global", None, 0)
-    site = Site("product", global_site, 0)
+    policy, format = UnderflowBound(share=SHARE), get(name)
+    site = Site("product", Site("global", None, 0), 0)
     if kind == "loss":
         true = gradient_of_a_loss().double()
-        return _trial(policy.propose_bounds_at_loss(site, true.float(), format, global_site), true, format)
+        return _trial(policy.propose_bounds_at_loss(site, true.float(), format), true, format)
     k = random.choice([16, 64, 256])
     gradient, weight = numbers(512, k), numbers(k, 128)
-    proposal = policy.propose_bounds(site, SecondFactor(weight, "left").align_operands(gradient), format, global_site)
+    proposal = policy.propose_bounds(site, SecondFactor(weight, "left").align_operands(gradient), format)
     return _trial(proposal, gradient.double() @ weight.double(), format)

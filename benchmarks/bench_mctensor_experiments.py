@@ -20,12 +20,14 @@ process."""
 def trials(task, seeds: int) -> dict[str, list[dict]]:
     """Every recipe from the same starts."""
     from halfulp import recipes
+    from halfulp.trials.running._plan import Trial
+    from halfulp.trials.running._trial import run_trial
 
     data = task.load()
     found: dict[str, list[dict]] = {name: [] for name in RECIPES}
     for seed in range(seeds):
         for name in RECIPES:
-            found[name].append(task.trial(recipes.get(name), seed, task.steps, data))
+            found[name].append(run_trial(Trial(task, recipes.get(name), seed, task.steps), data))
             print("done", task.name, name, seed, flush=True)
     return found
 

@@ -25,15 +25,13 @@ def model_and_batch(shape: str):
     import torch
     from torch import nn
 
-    from halfulp.trials.tasks._text import GPT, FusedAttentionBlock
+    from halfulp.trials.tasks._text import GPT
 
     torch.manual_seed(0)
     kind, width = shape.split()
     if kind == "gpt":
         ids = torch.randint(0, 96, (2, 4, 128))
-        return GPT(96, width=int(width), layers=2, heads=int(width) // 32, time=128, block=FusedAttentionBlock), tuple(
-            ids
-        )
+        return GPT(96, width=int(width), layers=2, heads=int(width) // 32, time=128, fused=True), tuple(ids)
     layers = (nn.Linear(784, 1024), nn.LayerNorm(1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU())
     return nn.Sequential(*layers, nn.Linear(1024, 10)), (torch.randn(256, 784), torch.randint(0, 10, (256,)))
 

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from halfulp.trials._defaults import REFERENCE, VERDICT_TONES
 from halfulp.trials.evidence._row import FinishedTrials, Row
 from halfulp.trials.page._curves import SVG_SETTINGS, render_figure_as_svg
-from halfulp.trials.suite._report import SuiteEvidence
 from halfulp.trials.suite._statements import COMMON_RECIPES, SUITE_TASKS
+from halfulp.trials.suite._suite import SuiteEvidence
 
 HERE = Path(__file__).parent
 THEMES = {

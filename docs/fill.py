@@ -42,18 +42,15 @@ def filled(page: str) -> str:
 def recomputed(comparison: str) -> str:
     """The JSON of a comparison with the rows that follow from its trials today."""
     from halfulp.trials import Evidence
-    from halfulp.trials.suite._report import SuiteEvidence
+    from halfulp.trials.suite._suite import SuiteEvidence
 
-    kind = SuiteEvidence if "suite trials" in json.loads(comparison) else Evidence
+    kind = SuiteEvidence if "statements" in json.loads(comparison) else Evidence
     return kind.from_json(comparison).to_json()
 
 
 def comparisons() -> list[Path]:
     """The files that `halfulp compare` wrote."""
-    kinds = {"trials", "suite trials"}
-    return [
-        path for path in sorted(RESULTS.glob("*.json")) if kinds & set(json.loads(path.read_text(encoding="utf-8")))
-    ]
+    return [path for path in sorted(RESULTS.glob("*.json")) if "trials" in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def pages() -> list[Path]:

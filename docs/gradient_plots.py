@@ -8,9 +8,7 @@ import copy
 import json
 import math
 import platform
-import tempfile
 import time
-from pathlib import Path
 
 import plots
 import torch
@@ -38,23 +36,21 @@ def train(policy: str, seed: int = 0) -> dict:
     rule = getattr(hu.optim, subject.rule)
     optimizer = rule(model.named_parameters(), report_interval=0, **subject.hyper)
     found: dict = {"layers": layers_of(model), "steps": [], "need": [], "limit": [], "underflow": [], "skipped": 0}
-    with tempfile.TemporaryDirectory() as folder:
-        recorder = scaler.record(Path(folder) / "sites.jsonl")
-        for step, (inputs, targets) in enumerate(subject.batches(data, seed, subject.steps)):
-            for group in optimizer.param_groups:
-                group["lr"] = subject.hyper["lr"] * subject.rate(step, subject.steps)
-            sampled = step % INTERVAL == 0
-            plain = copy.deepcopy(model) if sampled else None
-            stored = gradients_of(model) if sampled else {}
-            optimizer.zero_grad()
-            scaler.scale(subject.loss(model(inputs), targets)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            found["skipped"] += not scaler.last_step.applied
-            if sampled and scaler.last_step.applied:
-                count(found, step, plain, stored, subject.loss, inputs, targets)
-        recorder.close()
-        lines = [json.loads(line) for line in recorder.path.read_text().splitlines()]
+    lines: list[dict] = []
+    for step, (inputs, targets) in enumerate(subject.batches(data, seed, subject.steps)):
+        for group in optimizer.param_groups:
+            group["lr"] = subject.hyper["lr"] * subject.rate(step, subject.steps)
+        sampled = step % INTERVAL == 0
+        plain = copy.deepcopy(model) if sampled else None
+        stored = gradients_of(model) if sampled else {}
+        optimizer.zero_grad()
+        scaler.scale(subject.loss(model(inputs), targets)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        lines.append({"iteration": step + 1, **scaler.sites().to_dict()})
+        found["skipped"] += not scaler.last_step.applied
+        if sampled and scaler.last_step.applied:
+            count(found, step, plain, stored, subject.loss, inputs, targets)
     found["exponents"] = [in_force(lines, step, found["layers"]) for step in found["steps"]]
     return found
 
@@ -114,7 +110,7 @@ def overflows(largest: float) -> int:
 
 
 def in_force(lines: list[dict], step: int, layers: list[str]) -> list[int]:
-    """The exponents of a step: a recorded line holds those from its iteration on."""
+    """The exponents of a step: a line holds those from its iteration on."""
     before = [line["sites"] for line in lines if line["iteration"] <= step]
     rows = {row["site"]: row["exponent"] for row in before[-1]} if before else {}
     return [rows.get(layer, rows.get("global", START)) for layer in layers]

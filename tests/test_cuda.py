@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.trials.tasks._text import GPT, FusedAttentionBlock
+from halfulp.trials.tasks._text import GPT
 
 pytestmark = pytest.mark.cuda
 TIME = 32
@@ -17,7 +17,7 @@ TIME = 32
 def _model():
     """A small GPT and a batch, the same on every device."""
     torch.manual_seed(0)
-    model = GPT(32, width=32, layers=2, heads=2, time=TIME, block=FusedAttentionBlock)
+    model = GPT(32, width=32, layers=2, heads=2, time=TIME, fused=True)
     ids = torch.randint(0, 32, (4, TIME + 1), generator=torch.Generator().manual_seed(1))
     return model, ids
 

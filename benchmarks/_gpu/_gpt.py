@@ -25,7 +25,7 @@ def model_and_batch(run: Run):
     """A fresh float32 model on the device, and a batch of token ids; the same at every call."""
     import torch
 
-    from halfulp.trials.tasks._text import GPT, FusedAttentionBlock
+    from halfulp.trials.tasks._text import GPT
 
     made, batch = sizes(run)
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def model_and_batch(run: Run):
             layers=made["layers"],
             heads=made["heads"],
             time=made["time"],
-            block=FusedAttentionBlock,
+            fused=True,
         )
     generator = torch.Generator().manual_seed(1)
     # Tokens that follow from those before, so that there is something to learn.

@@ -123,11 +123,11 @@ class Training(dict[str, Callable[[], object]]):
 
 def training(storage: str) -> Training:
     """A training step of the two-layer GPT, in a storage, or of a plain one."""
-    from halfulp.trials.tasks._text import GPT, FusedAttentionBlock
+    from halfulp.trials.tasks._text import GPT
 
     torch.manual_seed(0)
     ids = torch.randint(0, 64, (4, 33))
-    model = GPT(64, width=64, layers=2, heads=2, time=32, block=FusedAttentionBlock)
+    model = GPT(64, width=64, layers=2, heads=2, time=32, fused=True)
     if storage == "fp8 products":
         model = hu.scalify(model, torch.float16, matmul="fp8")
     elif storage != "plain":

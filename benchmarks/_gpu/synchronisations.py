@@ -186,11 +186,11 @@ def _small(run: Run):
     """Two layers of the GPT: as many synchronisations per layer as twelve have."""
     import torch
 
-    from halfulp.trials.tasks._text import GPT, FusedAttentionBlock
+    from halfulp.trials.tasks._text import GPT
 
     torch.manual_seed(0)
     ids = torch.randint(0, 64, (4, 33)).to(run.device)
-    model = GPT(64, width=64, layers=2, heads=2, time=32, block=FusedAttentionBlock).to(run.device)
+    model = GPT(64, width=64, layers=2, heads=2, time=32, fused=True).to(run.device)
     return model, (ids[:, :-1], ids[:, 1:])
 
 

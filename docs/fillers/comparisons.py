@@ -139,7 +139,7 @@ def compare_setting() -> str:
 
 
 def _suite(file: str) -> Any:
-    from halfulp.trials.suite._report import SuiteEvidence
+    from halfulp.trials.suite._suite import SuiteEvidence
 
     path = RESULTS / file
     return SuiteEvidence.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
@@ -148,7 +148,7 @@ def _suite(file: str) -> Any:
 @place
 def evidence() -> str:
     """The papers' suite: statements, a table per task, and what was left out."""
-    from halfulp.trials.suite._report import write_report_sections
+    from halfulp.trials.suite._suite import write_report_sections
 
     found = _suite("evidence.json")
     return "" if found is None else write_report_sections(found)

@@ -20,4 +20,4 @@ def __getattr__(name: str) -> object:
 
 
 _torch_floor.check_torch_version()
-_torch_import.register_with_torch()
+_torch_import.call_after_import("torch", _torch_import.register_with_torch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _MOST_LISTED = 5
 # Packages whose lines no user wrote.
@@ -35,6 +35,16 @@ def listed(names: Iterable[object]) -> str:
     names = list(names)
     rest = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
     return ", ".join(map(repr, names[:_MOST_LISTED])) + rest
+
+
+def align_columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
+    """Return the rows of a table as lines with aligned columns.
+
+    >>> align_columns([("name", "bits"), ("e4m3fn", "8")])
+    ['name    bits', 'e4m3fn  8']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [gap.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def name_differences(missing: Iterable[object], unknown: Iterable[object]) -> str:

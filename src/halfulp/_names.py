@@ -34,7 +34,9 @@ def enter(kind: str, registry: dict[str, Any], name: str, entry: object, words: 
         raise ValueError(f"{kind}: a name is a word without blanks, commas and slashes, got {name!r}")
     if words is None or not words.strip():
         raise ValueError(f"{kind} {name!r} has no words that say what it is: tables and pages print them")
-    if name in registry and not _is_same_entry(registry[name], entry):
+    there = registry.get(name, entry)
+    same = [getattr(there, field, None) == getattr(entry, field, "") for field in ("__module__", "__qualname__")]
+    if there != entry and not (isinstance(entry, type) and all(same)):
         raise ValueError(f"{kind} {name!r} exists already: choose another name")
     registry[name] = entry
     _DESCRIPTIONS_BY_KIND.setdefault(kind, {})[name] = " ".join(words.partition("\n\n")[0].split())
@@ -58,12 +60,6 @@ def described(kind: str) -> dict[str, str]:
     It imports nothing: whoever named an entry of their own has imported what registers it.
     """
     return dict(_DESCRIPTIONS_BY_KIND.get(kind, {}))
-
-
-def _is_same_entry(there: object, entry: object) -> bool:
-    if isinstance(entry, type):
-        return all(getattr(there, field, None) == getattr(entry, field) for field in ("__module__", "__qualname__"))
-    return there == entry
 
 
 def unknown(kind: str, given: object, allowed: Iterable[str]) -> str:

@@ -18,14 +18,6 @@ OPERATOR_PACKAGES = ("rounding", "arithmetic", "mctensor", "scaled", "gradients"
 _here = threading.local()
 
 
-def register_with_torch() -> None:
-    """Let torch.load read halfulp's tensors and torch.ops.halfulp find its operators: now, or when torch is imported.
-
-    Neither imports a layer of halfulp before a file or a graph asks for it.
-    """
-    call_after_import("torch", _register_with_module)
-
-
 def call_after_import(name: str, call: Callable[[ModuleType], None]) -> None:
     """Call a function with a module: now, or as soon as somebody has imported it."""
     module = sys.modules.get(name)
@@ -65,8 +57,11 @@ class _ImportWatcher:
         loader.exec_module = exec_module
 
 
-def _register_with_module(torch: ModuleType) -> None:
-    """Register halfulp's classes and operators with torch; skipped for a torch that is too old."""
+def register_with_torch(torch: ModuleType) -> None:
+    """Let torch.load read halfulp's tensors and torch.ops.halfulp find its operators; not in a torch that is too old.
+
+    Neither imports a layer of halfulp before a file or a graph asks for it.
+    """
     if is_older(torch.__version__):
         return
     torch.serialization.add_safe_globals([(import_when_called(name), name) for name in SAVED_FUNCTIONS])

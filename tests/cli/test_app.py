@@ -124,7 +124,7 @@ def test_compare_writes_everything_and_resumes(tmp_path: Path, run, monkeypatch:
     assert code == 0, errors
     assert "training loss" in printed
     out = tmp_path / "halfulp-compare"
-    assert {path.name for path in out.iterdir()} == {".lock", "trials", "compare.json", "compare.html"}
+    assert {path.name for path in out.iterdir()} == {"trials", "compare.json", "compare.html"}
     before = {path.name: path.stat().st_mtime_ns for path in (out / "trials").iterdir()}
     code, _, errors = run(*COMPARE, "--resume")
     assert code == 0, errors

@@ -52,7 +52,7 @@ def test_bad_input_is_one_line_and_exit_code_2(pair, capsys):
     (pair / "empty").mkdir()
     torch.save({"other": torch.ones(2)}, pair / "other.pt")
     for given, said in (
-        ("cut.pt", "truncated"),
+        ("cut.pt", "damaged"),
         ("missing.pt", "does not exist"),
         ("empty", "empty folder"),
         ("a.pt", "the same checkpoint"),

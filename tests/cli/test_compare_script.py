@@ -73,15 +73,17 @@ def test_a_script_under_recipes(compare):
     text = SCRIPT.format(parameters="[{'params': model[0].parameters()}, {'params': model[1:].parameters()}]")
     code, out, err = compare(text, "--recipe", "bf16,bf16-kahan,fp16-adaptive", "--json", "--", "--epochs", "3")
     assert code == 0, err
-    rows = {row["recipe"]: row for row in json.loads(out)["recipes"]}
-    assert list(rows) == ["fp32", "fp32-twin", "bf16", "bf16-kahan", "fp16-adaptive"]
+    found = json.loads(out)
+    rows = {row["recipe"]: row for row in found["rows"]}
+    assert list(rows) == ["fp32", "fp32-twin", "bf16", "bf16-kahan"]
     assert rows["fp32"]["verdict"] == "reference"
-    assert all(len(row["curve"]) == 40 for row in rows.values() if row["verdict"] != "cannot")
-    assert {row["steps"] for row in rows.values() if row["verdict"] != "cannot"} == {40}
+    assert all(len(record["result"]["curve"]) == 40 for record in found["trials"])
+    assert {record["settings"]["steps"] for record in found["trials"]} == {40}
     assert abs(rows["bf16-kahan"]["gap"]) < rows["bf16"]["gap"], "rounding to nearest loses updates of 1e-4"
     assert rows["bf16"]["bytes_per_parameter"] < rows["bf16-kahan"]["bytes_per_parameter"]
-    assert rows["fp16-adaptive"]["verdict"] == "cannot"
-    assert "AdaptiveGradScaler" in rows["fp16-adaptive"]["reason"]
+    (refused,) = found["run"]["refused"]
+    assert refused["recipe"] == "fp16-adaptive"
+    assert "could not be used: its gradients go through hu.AdaptiveGradScaler" in refused["why"]
     kept = Path("halfulp-compare", "compare-script.json").read_text()
     assert json.loads(kept) == json.loads(out)
     assert "script.py" not in kept
@@ -149,17 +151,16 @@ def test_a_reference_that_does_not_learn_gives_no_verdict_and_a_scaler_no_other_
     scaled = scaled.replace("for step", "scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)\nfor step")
     assert scaled != text
     _, out, _ = compare(text, "--recipe", "fp32", "--json")
-    plain = json.loads(out)["recipes"][0]["loss"]
+    plain = json.loads(out)["rows"][0]["loss"]
     _, out, _ = compare(scaled, "--recipe", "fp32", "--json")
-    assert json.loads(out)["recipes"][0]["loss"] == pytest.approx(plain, rel=1e-5)
+    assert json.loads(out)["rows"][0]["loss"] == pytest.approx(plain, rel=1e-5)
     code, out, err = compare(text.replace("lr=1e-3", "lr=1e30"), "--recipe", "bf16", "--json")
     assert code == 0, err
-    rows = {row["recipe"]: row for row in json.loads(out)["recipes"]}
-    assert rows["bf16"]["verdict"] == "no verdict"
-    assert rows["fp32"]["reason"] == "its loss is not finite: it did not learn"
-    assert "the script does not learn as it is" in json.loads(out)["notes"][0]
-    page = Path("halfulp-compare", "compare-script.html").read_text().replace("</span> <span>", " ")
-    assert "Float32 itself did not learn" in page
+    rows = {row["recipe"]: row for row in json.loads(out)["rows"]}
+    assert rows["bf16"]["verdict"] in ("no verdict", "diverged")
+    assert rows["fp32"]["verdict"] == "diverged"
+    assert "the script does not learn as it is" in json.loads(out)["run"]["notes"][0]
+    assert "the script does not learn as it is" in Path("halfulp-compare", "compare-script.html").read_text()
 
 
 @pytest.mark.usefixtures("forked_runs")
@@ -180,7 +181,7 @@ def test_a_recipe_under_which_it_crashes_is_a_row(compare):
     text = SCRIPT.format(parameters="model.parameters()").replace("x @ truth", "x @ truth.to(model[0].weight.dtype)")
     code, out, err = compare(text, "--recipe", "bf16,bf16-split")
     assert code == 2, err
-    assert "crashed" in out
+    assert "bf16-split crashed: RuntimeError" in out
     assert "the script crashed under bf16, bf16-split; all that it said is in halfulp-compare/error.log" in err
     assert Path("halfulp-compare", "compare-script.html").exists()
     assert "RuntimeError" in Path("halfulp-compare", "error.log").read_text()

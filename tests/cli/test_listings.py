@@ -86,21 +86,13 @@ def test_env_prints_every_part_as_a_table_and_as_json(capsys: pytest.CaptureFixt
     assert [word for word in words if word not in table] == []
 
 
-def test_env_needs_nothing_of_the_command_line(forked: Callable[..., tuple[int, str]]) -> None:
-    """Without typer and rich, whose absence may be what is reported."""
+def test_without_typer_the_data_of_env_are_at_hand(forked: Callable[..., tuple[int, str]]) -> None:
     program = (
         "import sys; sys.modules['typer'] = sys.modules['rich'] = None; from halfulp.cli import main; main(['env'])"
     )
     code, printed = forked(program, number="bare")
-    assert code == 0, printed
-    assert "processor name: " in printed
-    assert "cache writable: " in printed
-    code, printed = forked(program.replace("'env'", "'env', '--json'"), number="bare")
-    assert code == 0, printed
-    assert json.loads(printed)["versions"]["torch"]
-    code, printed = forked(program.replace("'env'", "'formats'"), number="bare")
     assert (code, printed.count("\n")) == (2, 1)
-    assert "halfulp[cli]" in printed
+    assert "pip install 'halfulp[cli]'; halfulp.environment.describe_environment() tells" in printed
 
 
 def test_outputs_whose_encoding_lacks_letters(forking: Callable) -> None:

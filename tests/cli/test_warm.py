@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def listed(*chosen: list[str] | None) -> list[str]:
-    return [f"{job.group}: {job.name}" for job in list_jobs(*chosen)]
+    return [name for name, _ in list_jobs(*chosen)]
 
 
 def test_everything_that_is_registered_is_run(cache) -> None:

@@ -461,7 +461,7 @@ dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_s
 processes = GradientSharingProcesses()
 processes._add_group(dist.group.WORLD)
 for pair in ((3, -5), (-5, 3), (7, 7), (0, 60), (-60, -30)):
-    found = processes.agree_on_minimum("update", 7, [pair[rank], rank], lambda: torch.device("cpu"))
+    found = processes.agree_on_minimum("update", 7, [pair[rank], rank])
     assert found == [min(pair), 0], pair
 dist.barrier()
 dist.destroy_process_group()

@@ -1,6 +1,5 @@
 """AdaptiveGradScaler as torch's GradScaler: the same calls, and with one scale the same numbers."""
 
-import contextlib
 import io
 import itertools
 import weakref
@@ -244,19 +243,14 @@ def step_once(model, scaler):
     scaler.update()
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_state_of_another_model_is_refused(known, seed):
+def test_a_state_of_another_model_is_refused(seed):
     small, large = mlp(2), mlp(4)
     scalers = [hu.AdaptiveGradScaler(model) for model in (small, large)]
     step_once(large, scalers[1])
     other = scalers[1].state_dict()
-    if known:
-        step_once(small, scalers[0])
-        with pytest.raises(ValueError, match=r"another model.*unknown '4', '6'\."):
-            scalers[0].load_state_dict(other)
-    else:
-        with pytest.raises(ValueError, match=r"another model.*unknown '4', '6'\."):
-            scalers[0].load_state_dict(other)
+    step_once(small, scalers[0])
+    with pytest.raises(ValueError, match=r"another model.*unknown '4', '6'\."):
+        scalers[0].load_state_dict(other)
     assert "4" not in sites(scalers[0])
 
 
@@ -806,9 +800,8 @@ def test_an_infinity_skips_whom_it_concerns_and_lowers_the_scale_once(spoilt, un
     assert found[1] == 2.0**11
 
 
-@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("clips", [True, False])
-def test_a_loss_for_each_optimizer(to_none, clips, seed):
+def test_a_loss_for_each_optimizer(clips, seed):
     model, twin, scaler = pair()
     seen, wanted = [], []
     optimizers = [seen_by(SGD(model.parameters(), lr=0.1), model, seen) for _ in range(2)]
@@ -816,8 +809,8 @@ def test_a_loss_for_each_optimizer(to_none, clips, seed):
     for _ in range(2):
         for optimizer, other in zip(optimizers, theirs):
             x = batch()
-            optimizer.zero_grad(set_to_none=to_none)
-            other.zero_grad(set_to_none=to_none)
+            optimizer.zero_grad()
+            other.zero_grad()
             backward(model, x, scaler)
             backward(twin, x)
             if clips:
@@ -830,24 +823,7 @@ def test_a_loss_for_each_optimizer(to_none, clips, seed):
         assert_equal(one, other)
 
 
-def test_a_backward_pass_elsewhere_leaves_shared_gradients_unscaled(seed):
-    model, twin, scaler = pair()
-    parts, their_parts = [list(m.parameters()) for m in (model, twin)]
-    optimizers = [SGD(parts, lr=0.1), SGD(parts[2:], lr=0.1)]
-    theirs = [SGD(their_parts, lr=0.1), SGD(their_parts[2:], lr=0.1)]
-    x = batch()
-    backward(model, x, scaler)
-    scaler.unscale_(optimizers[0])
-    # This one reaches the first layer alone, whose gradient is made anew.
-    parts[0].grad = parts[1].grad = None
-    scaler.scale(parts[0].square().sum() + parts[1].sum()).backward()
-    torch.nn.utils.clip_grad_norm_(parts[2:], 1e-3)
-    scaler.step(optimizers[1])
-    scaler.update()
-    backward(twin, x)
-    torch.nn.utils.clip_grad_norm_(their_parts[2:], 1e-3)
-    theirs[1].step()
-    assert_equal(parts[2:], their_parts[2:])
+LATER_PASS = r"a scaled backward pass ran after unscale_\(\).*call scaler\.update"
 
 
 @pytest.mark.parametrize("call", ["unscale_ of another", "step of another", "step"])
@@ -859,7 +835,7 @@ def test_a_sum_of_divided_and_scaled_gradients_is_refused(call, seed):
     backward(model, batch(), scaler)
     before = [p.clone() for p in model.parameters()]
     act = {"unscale_ of another": scaler.unscale_, "step of another": scaler.step, "step": scaler.step}[call]
-    with pytest.raises(ValueError, match=r"the gradient of 0\.weight was unscaled, and a scaled backward pass"):
+    with pytest.raises(ValueError, match=LATER_PASS):
         act(first if call == "step" else second)
     assert_equal(list(model.parameters()), before)
     # As it says: cleared, the next one is scaled alone.
@@ -951,64 +927,9 @@ def test_a_second_pass_after_unscaling_is_stepped_with_unscaled_or_refused(to_no
     backward(model, x, scaler)
     before = [p.detach().clone() for p in model.parameters()]
     if not updates:
-        told = r"gradient of 0\.weight comes from a scaled.*still scaled: call scaler\.update"
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=LATER_PASS):
             scaler.step(optimizer)
         assert_equal(list(model.parameters()), before)
         return
     scaler.step(optimizer)
     assert_equal(grads_of(model), first)
-
-
-def test_a_gradient_that_only_a_later_pass_made_is_not_stepped_with_scaled(seed):
-    """As an expert's or a head's that the first pass did not reach."""
-    model, _, scaler = pair()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    model[0].requires_grad_(False)
-    backward(model, batch(), scaler)
-    scaler.unscale_(optimizer)
-    optimizer.zero_grad()
-    model.requires_grad_(True)
-    backward(model, batch(), scaler)
-    for parameter in list(model.parameters())[2:]:
-        parameter.grad = None
-    with pytest.raises(
-        ValueError, match=r"gradient of 0\.weight comes from a scaled.*still scaled: call scaler\.update"
-    ):
-        scaler.step(optimizer)
-
-
-def test_a_gradient_replaced_after_unscaling_takes_no_scaled_one(seed):
-    model, _, scaler = pair()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    backward(model, batch(), scaler)
-    scaler.unscale_(optimizer)
-    for parameter in model.parameters():
-        parameter.grad = parameter.grad.clamp(-1, 1)
-    backward(model, batch(), scaler)
-    with pytest.raises(
-        ValueError, match=r"gradient of 0\.weight comes from a scaled.*still scaled: call scaler\.update"
-    ):
-        scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_gradients_of_a_second_pass_that_the_user_divides_are_stepped_with(in_place, seed):
-    model, _, scaler = pair()
-    x, optimizer = batch(), SGD(model.parameters(), lr=0.1)
-    backward(model, x, scaler)
-    scaler.unscale_(optimizer)
-    true = grads_of(model)
-    optimizer.zero_grad()
-    backward(model, x, scaler)
-    for parameter in model.parameters():
-        if in_place:
-            parameter.grad.div_(scaler.get_scale())
-        else:
-            parameter.grad = parameter.grad / scaler.get_scale()
-    told = pytest.warns(
-        RuntimeWarning, match=r"0\.weight comes.*written since: it is taken as unscaled.*scaler\.update"
-    )
-    with told if in_place else contextlib.nullcontext():
-        scaler.step(optimizer)
-    assert_equal(grads_of(model), true)

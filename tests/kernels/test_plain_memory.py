@@ -238,7 +238,7 @@ def test_overlapping_elements_are_seen(x, overlaps):
 # Where a pointer is taken without `address`: hot loops that have looked at the tensor, and comparisons of pointers.
 LOOKED_AT = {
     "optim/parameters/_outside_writes.py": {"renew_payload_version"},
-    "subclass/models/_parameter_holders.py": {"refuse_overlapping_memory", "overlap"},
+    "subclass/models/_parameter_holders.py": {"refuse_overlapping_memory", "has_common_memory"},
     "kernels/_plain_memory.py": {"address", "has_own_memory", "plain_address"},
     "rounding/_quantize.py": {"_quantize_plain_memory"},
     "arithmetic/_pointwise.py": {"evaluate_alike", "run_on_broadcast_operands", "_is_written_before_read"},

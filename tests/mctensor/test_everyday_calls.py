@@ -145,7 +145,6 @@ CALLS = {
     "argsort": lambda o: o.a.argsort(0),
     "topk": lambda o: (o.a.topk(2).values, o.a.gather(1, o.a.topk(2).indices)),  # which of two ties is anyone's
     "median": lambda o: (o.a.median(), o.a.median(1)),
-    "cummax": lambda o: o.a.cummax(1),
     "gather": lambda o: o.a.gather(1, o.index),
     "index_select": lambda o: o.a.index_select(0, torch.tensor([2, 2, 0])),
     "scatter_add": lambda o: o.a.scatter_add(1, o.index, o.b),

@@ -12,7 +12,6 @@ from halfulp.observation._record import (
     StepRecord,
     TensorRecord,
     record_to_plain_data,
-    to_plain_data,
 )
 
 
@@ -53,6 +52,6 @@ def test_of_a_groups_options_numbers_stay() -> None:
 
 
 def test_an_empty_record() -> None:
-    data = to_plain_data(Record())
+    data = record_to_plain_data(Record())
     assert data["parameters"] == data["tensors"] == data["averages"] == []
     assert data["loss_dtype"] is None

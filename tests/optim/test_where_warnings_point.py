@@ -11,13 +11,6 @@ from halfulp.kernels import _engine as _engines
 from halfulp.optim import _lost_updates
 
 
-class EMAModel:
-    """Averages as libraries keep them."""
-
-    def __init__(self, model):
-        self.shadow_params = [p.detach().clone() for p in model.parameters()]
-
-
 def _model(dtype=torch.bfloat16):
     return torch.nn.Linear(4, 4).to(dtype)
 
@@ -30,20 +23,6 @@ def _step(optimizer):
 
 def _optimizer(model, **options):
     return hu.optim.SGD(model.named_parameters(), **{"lr": 2.0**-20, **options})
-
-
-def _averages_that_live():
-    model = _model()
-    average = EMAModel(model)
-    _step(_optimizer(model))
-    return average
-
-
-def _averages_that_live_beside_a_wrapped_one():
-    model = _model()
-    average = EMAModel(model)
-    _step(hu.optim.wrap(torch.optim.RMSprop, model.parameters(), weight_update="split"))
-    return average
 
 
 def _averages_that_are_made():
@@ -66,8 +45,6 @@ def _updates_that_are_lost():
 
 
 CASES = {
-    _averages_that_live: "keeps its averages",
-    _averages_that_live_beside_a_wrapped_one: "keeps its averages",
     _averages_that_are_made: "keeps its averages",
     _rate_that_jumps: "repaid",
     _updates_that_are_lost: "cancelled",

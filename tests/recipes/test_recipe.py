@@ -52,6 +52,7 @@ def test_frozen_and_keyword_only() -> None:
         ({"emulate": "bf61"}, "bf16"),
         ({"perturb": float("nan")}, "finite"),
         ({"perturb": -1.0}, ">= 0"),
+        ({"perturb": 1e-7, "payload": "float16"}, "how far float32 itself drifts"),
         ({"name": "  "}, "name"),
         ({"format": "e8m3", "param_dtype": "bfloat16"}, "one of the two"),
         ({"weight_update": "kahan"}, "param_dtype="),

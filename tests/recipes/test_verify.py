@@ -14,11 +14,8 @@ from halfulp.kernels import same_bits
 from halfulp.mctensor import multicomponent, single_component
 from halfulp.recipes import _verify, verify
 from halfulp.recipes._training_step import (
-    make_default_loss,
     relative_difference,
-    run_in_float64,
     run_one_step,
-    run_reference,
     select_gradients,
 )
 from halfulp.scaled import ScaledTensor, scalify, unscalify
@@ -399,12 +396,6 @@ class DrawsByNumPy(_Net):
         return x * float(np.random.rand())
 
 
-class KeepsAnActivation(_Net):
-    def between(self, x):
-        self.kept = [x]
-        return x
-
-
 class TransposedDropout(_Net):
     def between(self, x):
         return F.dropout(x.view(-1, 4, 4).transpose(1, 2), 0.3).reshape(x.shape)
@@ -423,15 +414,6 @@ class MasksByTheLowestNumber(_Net):
         return torch.softmax(rows, -1)
 
 
-class OnlyInFloat32(_Net):
-    """As with kernels that there are for float32 alone."""
-
-    def between(self, x):
-        if x.dtype != torch.float32:
-            raise TypeError("float32 alone")
-        return x - 0.9 * x.mean(0, keepdim=True)
-
-
 class Normalizes(_Net):
     def __init__(self):
         super().__init__()
@@ -442,8 +424,8 @@ class Normalizes(_Net):
 
 
 RIGHT = (
-    *(_Net, Counts, UnsavedBuffer, OwnGenerator, DrawsByPython, DrawsByNumPy, KeepsAnActivation),
-    *(TransposedDropout, ChannelsLastDropout, Normalizes, MasksByTheLowestNumber, OnlyInFloat32),
+    *(_Net, Counts, UnsavedBuffer, OwnGenerator, DrawsByPython, DrawsByNumPy),
+    *(TransposedDropout, ChannelsLastDropout, Normalizes, MasksByTheLowestNumber),
     lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True),
 )
 
@@ -477,28 +459,15 @@ def test_a_gradient_that_is_bounded_inside_the_model_fails_exponents_and_passes_
     assert verify(model, batch, "scaled-fp16", seed=seed).passed
 
 
-def test_a_hook_that_bounds_a_gradient_is_kept_or_refused(seed):
+def test_hooks_on_gradients_are_refused(seed):
     model, batch = _Net(), torch.randn(8, 6)
-    handle = model.last.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-    found = verify(model, batch, "fp16-adaptive", seed=seed)
-    assert not found.passed
-    assert any("'last.weight'" in name for name in found.wrong)
-    with pytest.raises(ValueError, match=r"'last.weight' has hooks, which would never run"):
-        verify(model, batch, "scaled-fp16", seed=seed)
-    handle.remove()
-    handle = model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    for recipe in RECIPES:
-        with pytest.raises(ValueError, match=r"'last.weight' has a hook that runs after.*remove it for the proof"):
-            verify(model, batch, recipe, seed=seed)
-    handle.remove()
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        handle = getattr(model.last.weight, register)(lambda tensor: None)
+        for recipe in RECIPES:
+            with pytest.raises(ValueError, match=r"'last.weight' has a hook on its gradient.*remove it for the proof"):
+                verify(model, batch, recipe, seed=seed)
+        handle.remove()
     assert verify(model, batch, "fp16-adaptive", seed=seed).passed
-
-
-def test_a_hook_that_is_linear_passes(seed):
-    model = _Net()
-    model.last.weight.register_hook(lambda gradient: gradient * 0.5)
-    found = verify(model, torch.randn(8, 6), "fp16-adaptive", seed=seed)
-    assert found.passed, found
 
 
 def _flushing(rule):
@@ -523,7 +492,6 @@ def _off(factor):
         (aten.tanh_backward.default, _flushing, _Net, None, "operator aten.tanh_backward.default in the backward pass"),
         (aten.tanh_backward.default, _off(1 + 1e-4), _Net, None, "gradient 'first.weight'"),
         (aten.tanh.default, _off(1 - 1e-5), _Net, None, "operator aten.tanh.default in the model"),
-        (aten.tanh_backward.default, _off(1.01), OnlyInFloat32, None, "gradient 'first.weight'"),
     ],
 )
 def test_a_wrong_rule_fails_wherever_it_shows(operator, wrong, model, loss, words, seed, monkeypatch):
@@ -532,15 +500,6 @@ def test_a_wrong_rule_fails_wherever_it_shows(operator, wrong, model, loss, word
     assert not found.passed
     assert words in found.wrong, found
     assert found.first[0] == str(operator)
-
-
-def test_where_float64_does_not_run_other_rounding_errors_tell_what_float32_loses(seed):
-    model, batch, loss = OnlyInFloat32(), torch.randn(8, 6), make_default_loss(0)
-    plain = run_reference(model, batch, loss)
-    other = run_in_float64(model, batch, loss, plain)
-    off = {name: relative_difference(plain[name], other[name]) for name in select_gradients(plain)}
-    assert 0 < off["gradient 'first.weight'"] < 1e-4
-    assert max(off.values()) < 1e-3
 
 
 class WrongBuffer(_Net):

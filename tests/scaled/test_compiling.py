@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from halfulp.scaled import ScaledTensor, scalify
 from halfulp.subclass import strict
-from halfulp.trials.tasks._text import GPT, FusedAttentionBlock
+from halfulp.trials.tasks._text import GPT
 
 from ..samples import drawn
 
@@ -31,7 +31,7 @@ def _mlp_batch(rows: int = 24) -> tuple:
 
 
 def _gpt() -> nn.Module:
-    return GPT(17, width=16, layers=1, heads=2, time=12, block=FusedAttentionBlock)
+    return GPT(17, width=16, layers=1, heads=2, time=12, fused=True)
 
 
 def _gpt_batch(rows: int = 3) -> tuple:

@@ -82,7 +82,7 @@ def test_a_measured_scale_is_next_to_the_root_mean_square_of_what_is_not_zero(co
 
 def test_beyond_every_scale(seed):
     for dtype, size in ((torch.float16, 1e300), (torch.float8_e4m3fn, 1e42), (torch.float32, 1e200)):
-        with pytest.raises(ValueError, match=r"beyond what any scale holds: torch\.float.* ends at .* at 2\*\*127"):
+        with pytest.raises(ValueError, match=r"out of torch\.float.*: it is beyond what any scale holds"):
             ScaledTensor.encode(torch.tensor([size], dtype=torch.float64), dtype)
         with pytest.raises(ValueError, match="beyond what any scale holds"):
             ScaledTensor.encode(torch.tensor([size], dtype=torch.float64), dtype, scale=1.0)

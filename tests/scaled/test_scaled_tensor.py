@@ -60,7 +60,6 @@ def test_what_cannot_be_a_scaled_tensor_is_refused():
         (lambda: ScaledTensor.encode(torch.ones(3, dtype=torch.complex64)), "allowed are torch.float16"),
         (lambda: ScaledTensor.encode(x, torch.int8), "a payload is one of"),
         (lambda: ScaledTensor.encode(x, scale=3.0), "powers of two"),
-        (lambda: ScaledTensor.encode(x, rounding="stochastic"), "down, up, nearest"),
         (lambda: ScaledTensor.encode(x.to_sparse()), "to_dense"),
         (
             lambda: ScaledTensor.encode(x * 1e6, scale=1.0),

@@ -1,6 +1,5 @@
 """Sinks: files whole to the line whatever ends a run, loggers by what they can do, and none that ends a training."""
 
-import csv
 import json
 import math
 import os
@@ -13,33 +12,22 @@ import pytest
 
 from halfulp.sinks import Outlet, RowFile, outlet
 
-COLUMNS = ["step", "loss", "updates_lost/layers.*.norm.weight"]
 ROW = {"step": 3, "loss": 0.5, "updates_lost/layers.*.norm.weight": None}
 needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 
 
-def test_lines_of_json_and_csv_hold_what_was_given_and_are_continued(tmp_path):
+def test_lines_of_json_hold_what_was_given_and_are_continued(tmp_path):
     rows = [{**ROW, "step": step} for step in range(4)]
-    for name in ("seen.jsonl", "seen.csv"):
-        for start in (0, 2):
-            file = RowFile(tmp_path / name, COLUMNS)
-            file.check()
-            file.write(rows[start : start + 1])
-            file.write(rows[start + 1 : start + 2])
+    for start in (0, 2):
+        file = RowFile(tmp_path / "seen.jsonl")
+        file.check()
+        for row in rows[start : start + 2]:
+            file.write(row)
     assert [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()] == rows
-    with open(tmp_path / "seen.csv", newline="") as file:
-        header, *lines = csv.reader(file)
-    assert header == COLUMNS
-    assert lines == [[str(step), "0.5", ""] for step in range(4)]
-
-
-def test_a_row_of_csv_keeps_the_columns_and_their_order(tmp_path):
-    RowFile(tmp_path / "seen.csv", COLUMNS).write([{"loss": 1.0, "more": 2.0, "step": 7}])
-    assert (tmp_path / "seen.csv").read_text().splitlines()[1] == "7,1.0,"
 
 
 def test_what_json_has_no_word_for_is_a_word(tmp_path):
-    RowFile(tmp_path / "seen.jsonl", ()).write([{"a": math.nan, "b": [-math.inf], "c": {"d": math.inf}}])
+    RowFile(tmp_path / "seen.jsonl").write({"a": math.nan, "b": [-math.inf], "c": {"d": math.inf}})
 
     def refuse(word):
         raise AssertionError(word)
@@ -51,46 +39,40 @@ def test_what_json_has_no_word_for_is_a_word(tmp_path):
 def test_a_line_that_a_killed_run_left_open_stays_alone(tmp_path):
     path = tmp_path / "seen.jsonl"
     path.write_text('{"step": 0}\n{"step": 5, "lo')
-    RowFile(path, ()).write([{"step": 0}])
+    RowFile(path).write({"step": 0})
     assert path.read_text().splitlines() == ['{"step": 0}', '{"step": 5, "lo', '{"step": 0}']
 
 
 def test_anew_replaces_at_the_first_row_and_not_before(tmp_path):
     path = tmp_path / "seen.jsonl"
     path.write_text("old\n")
-    file = RowFile(path, (), anew=True)
+    file = RowFile(path, anew=True)
     file.check()
     assert path.read_text() == "old\n"
-    file.write([{"step": 0}])
-    file.write([{"step": 1}])
+    file.write({"step": 0})
+    file.write({"step": 1})
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
 
 
 def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path):
-    with pytest.raises(ValueError, match=r"a \.jsonl or a \.csv file, got .*seen\.txt"):
-        RowFile(tmp_path / "seen.txt", ())
+    with pytest.raises(ValueError, match=r"a \.jsonl file, got .*seen\.csv.*pandas\.read_json"):
+        RowFile(tmp_path / "seen.csv")
     with pytest.raises(ValueError, match=r"cannot write .*missing.*No such file or directory; give another path"):
-        RowFile(tmp_path / "missing" / "seen.csv", ()).check()
+        RowFile(tmp_path / "missing" / "seen.jsonl").check()
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"cannot write .*folder\.jsonl.*Is a directory"):
-        RowFile(tmp_path / "folder.jsonl", ()).check()
-    (tmp_path / "other.csv").write_text("step,accuracy\n")
-    with pytest.raises(ValueError, match="a CSV of other columns: give another path"):
-        RowFile(tmp_path / "other.csv", COLUMNS).check()
-    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="a CSV of other columns"):
-        RowFile(tmp_path / "binary.csv", COLUMNS).check()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["binary.csv", "folder.jsonl", "other.csv"]
+        RowFile(tmp_path / "folder.jsonl").check()
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.jsonl"]
 
 
 def test_a_killed_process_leaves_whole_lines(tmp_path):
     script = (
         "import os, signal\n"
         "from halfulp.sinks import RowFile\n"
-        "file = RowFile('seen.jsonl', ())\n"
+        "file = RowFile('seen.jsonl')\n"
         "os.mkdir('elsewhere'); os.chdir('elsewhere')\n"
         "for step in range(5):\n"
-        "    file.write([{'step': step}])\n"
+        "    file.write({'step': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=60, env={**os.environ})
@@ -102,7 +84,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
 @needs_full_device
 def test_a_full_disk_closes_the_outlet_with_one_warning_and_nothing_later(tmp_path):
     (tmp_path / "secret.jsonl").symlink_to("/dev/full")
-    one = outlet(tmp_path / "secret.jsonl", COLUMNS)
+    one = outlet(tmp_path / "secret.jsonl")
     with pytest.warns(RuntimeWarning, match=r"No space left on device\) at step 3; the training goes on"):
         one.put(ROW)
     one.put(ROW)
@@ -156,7 +138,7 @@ class Metrics(Run):
 def test_loggers_get_what_is_known_under_a_name_of_its_own():
     writer, run, own, metrics, rows = Writer(), Run(), OwnSteps(), Metrics(), []
     for sink in (writer, run, own, metrics, rows.append):
-        outlet(sink, COLUMNS).put(ROW)
+        outlet(sink).put(ROW)
     assert writer.told == [("halfulp/loss", 0.5, 3)]
     assert run.told == [({"halfulp/step": 3, "halfulp/loss": 0.5}, 3)]
     assert own.told == [{"halfulp/step": 3, "halfulp/loss": 0.5}]
@@ -168,7 +150,7 @@ def test_loggers_get_what_is_known_under_a_name_of_its_own():
 def test_a_summary_writer_takes_rows(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed")
     writer = tensorboard.SummaryWriter(str(tmp_path))
-    one = outlet(writer, COLUMNS)
+    one = outlet(writer)
     one.put({**ROW, "loss": math.nan})
     one.put(ROW)
     writer.close()
@@ -178,4 +160,4 @@ def test_a_summary_writer_takes_rows(tmp_path):
 
 def test_what_takes_no_rows_is_refused():
     with pytest.raises(TypeError, match=r"a sink is a path .* or a function of a dict; got an int"):
-        outlet(3, COLUMNS)
+        outlet(3)

@@ -216,7 +216,7 @@ def scaled_tensors() -> None:
     assert_type(hu.scaled.linear_fp8(torch.randn(16, 16), torch.randn(16, 16)), Tensor)
     assert_type(hu.scaled.eight_bit_engine("cpu"), Literal["scaled_mm", "emulated"])
     assert_type(hu.scaled.round_to_power(torch.tensor(3.0), "up"), Tensor)
-    model = hu.scalify(nn.Linear(4, 4), torch.float16, rescale={"": "gradient"})
+    model = hu.scalify(nn.Linear(4, 4), torch.float16, rescale=["*"])
     assert_type(model, nn.Linear)
     assert_type(hu.scaled.plain_state_dict(model.state_dict()), dict[str, Any])
     assert_type(hu.fallbacks(model), dict[str, int])
@@ -275,16 +275,14 @@ def kernels() -> None:
 
 def recipes() -> None:
     """A recipe is data, and what it converts keeps its type."""
-    recipe = hu.Recipe(
-        name="x", param_dtype=torch.bfloat16, weight_update={"*": "kahan"}, state_dtype=hu.formats.bf16.torch_dtype
-    )
+    recipe = hu.Recipe(name="x", param_dtype="bfloat16", weight_update=(("*", "kahan"),), state_dtype="bfloat16")
     assert_type(recipe, hu.recipes.Recipe)
     assert_type(recipe.param_dtype, str | None)
     assert_type(recipe.weight_update, str | tuple[tuple[str, str], ...] | None)
     assert_type(recipe.float32, tuple[str, ...])
     assert_type(recipe.to_json(), str)
     assert_type(hu.Recipe.from_json(recipe.to_json()), hu.Recipe)
-    assert_type(hu.Recipe(name="y", gradient_format=hu.formats.fp16, gradient_scale=1024).gradient_format, str | None)
+    assert_type(hu.Recipe(name="y", gradient_format="fp16", gradient_scale=1024).gradient_format, str | None)
     assert_type(hu.recipes.get("bf16-kahan"), hu.Recipe)
     assert_type(hu.recipes.names(), list[str])
     model = hu.convert(nn.Linear(4, 2), recipe)
@@ -514,7 +512,7 @@ def registries_read_only(operator: OpOverload, packet: OpOverloadPacket) -> None
 
 def distributed_read_only(bucket: Any, model: nn.parallel.DistributedDataParallel) -> None:
     """The hooks that DistributedDataParallel takes."""
-    reduction = hu.gradients.reduce_in_bfloat16(model, "feedback", seed=1)
+    reduction = hu.gradients.reduce_in_bfloat16(model)
     assert_type(reduction, hu.gradients.NarrowReduction)
     reduction.load_state_dict(reduction.state_dict())
     assert_type(reduction.bytes_sent, int)

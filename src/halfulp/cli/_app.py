@@ -4,7 +4,7 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 from .._extensions import load_extensions, load_inherited_extensions
-from ._errors import escape_missing_letters, exit_with_error, print_json
+from ._errors import escape_missing_letters, exit_with_error
 
 # What typer makes of a KeyboardInterrupt; older ones raise Abort.
 _INTERRUPTED_EXIT_CODE = 130
@@ -24,10 +24,10 @@ def _run_application(arguments: list[str] | None) -> int:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
-        command, *options = (sys.argv[1:] if arguments is None else arguments) or [""]
-        if command == "env" and options in ([], ["--json"]):
-            return _print_environment(json=bool(options))
-        exit_with_error(f"the command line needs {error.name}: pip install 'halfulp[cli]'")
+        exit_with_error(
+            f"the command line needs {error.name}: pip install 'halfulp[cli]'; halfulp.environment."
+            "describe_environment() tells without it what halfulp env prints"
+        )
     try:
         code = application()(arguments, prog_name="halfulp", standalone_mode=False)
     except (ValueError, NotImplementedError, ImportError) as error:
@@ -41,18 +41,6 @@ def _run_application(arguments: list[str] | None) -> int:
     if code == _INTERRUPTED_EXIT_CODE:
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0
-
-
-def _print_environment(json: bool) -> int:
-    """Print what `halfulp env` does without the packages of the command line, which may be what is broken."""
-    from ..environment import describe_environment, list_environment_lines
-
-    if json:
-        print_json(describe_environment())
-        return 0
-    for what, here in list_environment_lines(describe_environment()):
-        print(f"{what}: {here}")
-    return 0
 
 
 def application() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import json as encoder
 import os
 import sys
@@ -17,9 +16,7 @@ from ..pages import require, write_whole
 from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from ._conventions import (
     JsonOption,
-    choose_verdict_style,
     describe_option,
-    format_cell,
     list_recipe_names,
     list_task_names,
     make_console,
@@ -91,33 +88,32 @@ def compare_script(
     prepare_out_folder(out, "compare-script")
     running = ""
 
-    def tell(recipe: str, row: Any, seconds: float) -> None:
+    def tell(recipe: str, said: str, seconds: float) -> None:
         nonlocal running
         running = recipe
-        if row is None:
+        if said:
+            print(f"{recipe:<20} {said}  {seconds:.1f} s", file=sys.stderr)
+        else:
             print(f"{recipe} ...", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
-            return
-        said = f"loss {row.loss:.4g} after {row.steps:,} steps" if row.loss is not None else row.verdict
-        print(f"{recipe:<20} {said}  {seconds:.1f} s", file=sys.stderr)
 
     try:
-        found = compare(script, arguments, recipes, module, listen=tell)
+        found, outputs = compare(script, arguments, recipes, module, listen=tell)
     except ScriptError as error:
         exit_with_error(f"{error}{_write_error_log(out, error.said)}")
     except KeyboardInterrupt:
         exit_with_error(f"interrupted while the script ran under {running}: nothing is written")
-    content = found.to_dict()
-    if as_json:
-        print_json(content)
-    else:
-        _print_script_comparison(found)
-    write_whole(Path(out, _JSON_NAME), json.dumps(content, indent=1, allow_nan=False))
+    write_whole(Path(out, _JSON_NAME), found.to_json())
     found.to_html(Path(out, _PAGE_NAME))
-    if not as_json:
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _print_tables(found)
+        for one in found.run["refused"]:
+            print(f"{one['recipe']} {one['why']}")
         print(f"\n{Path(out, _PAGE_NAME)} shows the curves; {Path(out, _JSON_NAME)} holds the numbers.")
-    if crashed := [row.recipe for row in found.rows if row.verdict == "crashed"]:
-        said = "\n".join(f"== {recipe}\n{found.runs[recipe].error_output}" for recipe in crashed)
-        exit_with_error(f"the script crashed under {', '.join(crashed)}{_write_error_log(out, said)}")
+    if outputs:
+        said = "\n".join(f"== {recipe}\n{printed}" for recipe, printed in outputs.items())
+        exit_with_error(f"the script crashed under {', '.join(outputs)}{_write_error_log(out, said)}")
 
 
 def _write_error_log(out: str, said: str) -> str:
@@ -126,24 +122,6 @@ def _write_error_log(out: str, said: str) -> str:
         return ""
     write_whole(Path(out, _LOG_NAME), said)
     return f"; all that it said is in {Path(out, _LOG_NAME)}"
-
-
-def _print_script_comparison(found: Any) -> None:
-    from rich.text import Text
-
-    shown = make_console()
-    headers = ["recipe", "steps", "loss", "gap to fp32", "bytes/param", "verdict"]
-    rows = found.rows
-    why = ["why"] if any(row.reason for row in rows) else []
-    table = make_plain_table([*headers, *why], right=headers[1:5], fold=why)
-    for row in rows:
-        numbers = (row.steps, row.loss, row.gap, row.bytes_per_parameter)
-        cells = [row.recipe, *map(format_cell, numbers), row.verdict, *([row.reason] if why else [])]
-        table.add_row(*map(Text, cells), style=choose_verdict_style(row.verdict))
-    shown.print()
-    shown.print(table)
-    for note in found.write_notes():
-        shown.print(Text(note, style="dim"))
 
 
 DEFAULT_FOLDER = "halfulp-compare"
@@ -207,7 +185,9 @@ def compare(
             "tasks": split_names(task, ()) or None,
             "recipes": split_names(recipe, ()) or None,
         }
-        _run_suite(suite, "halfulp-evidence" if out == DEFAULT_FOLDER else out, workers, json, options)
+        if suite != "papers":
+            exit_with_error(f"no suite {suite!r}; there is papers")
+        _run_suite("halfulp-evidence" if out == DEFAULT_FOLDER else out, workers, json, options)
         return
     if module and script is None:
         exit_with_error("-m needs the name of a module: halfulp compare -m package.train")
@@ -233,42 +213,28 @@ def compare(
     print(f"{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
 
 
-def _run_suite(suite: str, out: str, workers: int | None, json: bool, options: dict[str, Any]) -> None:
-    """Train a suite, print its statements, and say where the tables are."""
-    from ..trials.suite._run import run_suite
+def _run_suite(out: str, workers: int | None, json: bool, options: dict[str, Any]) -> None:
+    """Train the suite, print its statements, and say where the tables are and which trials failed."""
+    from ..trials.suite._suite import group_failed_trials, run_suite
 
-    evidence = run_trials(partial(run_suite, suite), out, workers=workers, **options)
+    evidence = run_trials(run_suite, out, workers=workers, **options)
+    content = evidence.to_dict()
     if json:
-        print_json(evidence.to_dict())
+        print_json(content)
     else:
-        _print_statements(evidence, out)
-    _fail_for_failed_trials(evidence, out)
-
-
-def _print_statements(evidence: Any, out: str) -> None:
-    from ..trials.suite._statements import judge_statements
-
-    table = make_plain_table(["statement", "verdict"], fold=["statement"])
-    for one in judge_statements(evidence):
-        table.add_row(f"{one.claim} ({one.source})", one.verdict)
-    make_console().print(table)
-    print(f"\n{_describe_run(evidence.run)}")
-    print(f"{Path(out, 'evidence.md')} has every table; evidence.html shows the curves, evidence.json the numbers.")
-
-
-def _fail_for_failed_trials(evidence: Any, out: str) -> None:
-    """End with an error where trials failed: how many, where, and the first one's message."""
-    from ..trials.suite._report import group_failed_trials
-
-    failed = group_failed_trials(evidence)
-    if not failed:
-        return
-    count = len(evidence.run["failed"])
-    where = ", ".join(f"{task} · {recipe} (seed {seeds})" for task, recipe, seeds, _ in failed)
-    exit_with_error(
-        f"{count} of {count + len(evidence.trials)} trials failed: {where}; the first said {failed[0][3]}; the others "
-        f"are kept in {out}, --resume tries these again"
-    )
+        table = make_plain_table(["statement", "verdict"], fold=["statement"])
+        for one in content["statements"]:
+            table.add_row(f"{one['claim']} ({one['source']})", one["verdict"])
+        make_console().print(table)
+        print(f"\n{_describe_run(evidence.run)}")
+        print(f"{Path(out, 'evidence.md')} has every table; evidence.html shows the curves, evidence.json the numbers.")
+    if failed := group_failed_trials(evidence):
+        count = len(evidence.run["failed"])
+        where = ", ".join(f"{task} · {recipe} (seed {seeds})" for task, recipe, seeds, _ in failed)
+        exit_with_error(
+            f"{count} of {count + len(evidence.trials)} trials failed: {where}; the first said {failed[0][3]}; the "
+            f"others are kept in {out}, --resume tries these again"
+        )
 
 
 def _describe_run(run: dict[str, Any]) -> str:
@@ -281,16 +247,20 @@ def _describe_run(run: dict[str, Any]) -> str:
     return f"{run['trained']} trials in {describe_duration(run['seconds'])}, by {workers} on {run['processor']}."
 
 
+_STYLES_BY_TONE = {"good": "green", "bad": "red", "open": "yellow"}
+
+
 def _print_tables(evidence: Any) -> None:
     from rich.text import Text
 
-    from ..trials.evidence._table import format_cells, write_table_notes
+    from ..trials._defaults import VERDICT_TONES
+    from ..trials.evidence._table import format_cells, list_headers, write_table_notes
 
     shown = make_console()
     for task in evidence.tasks():
         rows = evidence.rows(task)
         lines = [format_cells(evidence, row) for row in rows]
-        headers = list(lines[0])
+        headers = list_headers(evidence, task)
         widths = (2 + max(len(header), *(len(line[header]) for line in lines)) for header in headers)
         parts = [headers] if shown.width >= sum(widths) else [headers[:4], ["recipe", *headers[4:]]]
         shown.print(f"\n[bold]{task}[/bold]")
@@ -298,7 +268,8 @@ def _print_tables(evidence: Any) -> None:
             right = [header for header in part if header not in ("recipe", "verdict")]
             table = make_plain_table(part, right=right)
             for row, line in zip(rows, lines):
-                table.add_row(*(line[header] for header in part), style=choose_verdict_style(row.verdict))
+                style = _STYLES_BY_TONE.get(VERDICT_TONES.get(row.verdict or "", ""), "")
+                table.add_row(*(line[header] for header in part), style=style)
             shown.print(table)
         for note in write_table_notes(evidence, task):
             shown.print(Text(note, style="dim"))

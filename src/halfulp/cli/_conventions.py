@@ -84,17 +84,6 @@ def make_plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int
     return table
 
 
-def choose_verdict_style(verdict: str | None) -> str:
-    """Return the colour of a verdict's line in a terminal.
-
-    >>> choose_verdict_style("no difference"), choose_verdict_style("reference")
-    ('green', '')
-    """
-    from ..trials._defaults import VERDICT_TONES
-
-    return {"good": "green", "bad": "red", "open": "yellow"}.get(VERDICT_TONES.get(verdict or "", ""), "")
-
-
 def format_cell(value: Any) -> str:
     """Return a value as a table's text.
 

@@ -50,7 +50,7 @@ def observe(
     observed. While the script runs, each sampled step becomes a line of observe.jsonl, which a killed run leaves. With
     --json what the script prints goes to stderr. Under torchrun the first process alone writes.
     """
-    from ..observation.scripts import EXIT_TERMINATED, ScriptEnding, ScriptWatch, TerminationHandler, run_script
+    from ..observation.scripts import ScriptWatch, exit_on_termination, run_script
 
     rank = os.environ.get("RANK", "0")
     first = not rank.isdigit() or int(rank) == 0  # of torchrun's processes
@@ -80,10 +80,10 @@ def observe(
                 _print_to_stderr(" ".join(str(error).split()))
                 return 2
 
-        with TerminationHandler(lambda: leave(ScriptEnding(EXIT_TERMINATED, "terminated"))) as termination:
+        with exit_on_termination() as ignore_termination:
             with watch:
                 ending = run_script(script, arguments or [], module=module, leave=leave)
-            termination.delay_signals()
+                ignore_termination()
             elsewhere.close()
             if os.getpid() != own or not _is_reporter(first, watch):
                 return ending.code
@@ -92,19 +92,19 @@ def observe(
 
 def _write_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: str, json: bool) -> int:
     """Print and write the report; return the exit code."""
+    from ..observation.scripts import PROCESS_REMEDY
+
     report = watch.make_report(ending.reason)
     how = _WORDS_OF_EARLY_ENDINGS.get(ending.reason)
     if not report.steps:
-        children = watch.children.explain_unseen()
         if ending.code:
-            said = f"the script {how or ending.reason} before a torch optimizer stepped: nothing was observed"
-            _print_to_stderr(f"{said}; {children}" if children else said)
+            said = f"the script {how or ending.reason} before a torch optimizer had stepped twice"
+            _print_to_stderr(f"{said}: nothing was observed, as a training is from its second step on")
             return ending.code
-        reasons = [*report.unseen, *([children] if children else [])]
-        why = "; ".join(reasons) or "give a script that trains in its own process, by an optimizer of torch's kind"
-        exit_with_error(f"the script never stepped a torch optimizer that can be observed: {why}")
+        why = "; ".join([*report.unseen, f"a training is observed from its second step on; {PROCESS_REMEDY}"])
+        exit_with_error(f"the script never stepped a torch optimizer twice that can be observed: {why}")
     if how:
-        said = f"the script {how} after {report.steps} steps"
+        said = f"the script {how} after {report.steps} observed steps"
         report.unseen.insert(0, f"{said}: this is what was observed until then")
         _print_to_stderr(f"{said}; what was observed until then:")
     if json:
@@ -160,10 +160,10 @@ def audit(
 def _print_audit(found: Any) -> None:
     from rich.text import Text
 
-    from ..observation._finding import listing
+    from ..observation._finding import format_findings
 
     shown = make_console()
-    for line in listing(found.findings):
+    for line in format_findings(found.findings):
         shown.print(Text(line, style=_SEVERITY_STYLES.get(line.split(" ", 1)[0], "")))
     shown.print()
     columns = ["tensors", "dtypes", "elements", "unchanged", "median ulps", "verdict"]
@@ -280,6 +280,8 @@ def verify(
 
 
 def _load_task_to_verify(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
+    import torch
+
     from ..trials.tasks import get
 
     task = get(name, data)
@@ -287,7 +289,7 @@ def _load_task_to_verify(name: str, data: str | None, seed: int) -> tuple[Any, A
         exit_with_error(f"task {name!r} has a training loop of its own and no model to verify")
     found = task.load()
     model = task.model(found, seed)
-    inputs, targets = next(task.batches(found, seed, 1))
+    inputs, targets = (x.float() if x.dtype == torch.float64 else x for x in next(task.batches(found, seed, 1)))
     return model, inputs, lambda logits: task.loss(logits, targets)
 
 

@@ -19,7 +19,6 @@ _FORMAT_COLUMNS = {
     "torch_dtype": "torch",
 }
 _TEXT_COLUMNS = ("name", "nan", "overflow", "torch_dtype")
-_COLUMNS_OF_WIDE_TERMINALS = ("nan", "overflow", "torch_dtype", "infinities")
 
 
 def formats(json: JsonOption = False) -> None:
@@ -30,7 +29,7 @@ def formats(json: JsonOption = False) -> None:
         print_json({"formats": rows(), "block_formats": block_rows()})
         return
     shown = make_console()
-    fields = [field for field in _FORMAT_COLUMNS if shown.width >= 130 or field not in _COLUMNS_OF_WIDE_TERMINALS]
+    fields = list(_FORMAT_COLUMNS)[: None if shown.width >= 130 else 9]  # the others on wide terminals alone
     right = [_FORMAT_COLUMNS[field] for field in fields if field not in _TEXT_COLUMNS]
     table = make_plain_table([_FORMAT_COLUMNS[field] for field in fields], right=right, gap=1)
     for row in rows():

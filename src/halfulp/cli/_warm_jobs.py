@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,61 +23,42 @@ _OPTIONS_BY_OPTIMIZER: dict[str, Sequence[dict[str, Any]]] = {"SGD": ({}, {"mome
 _TENSOR_WIDTH = 256  # whole blocks of 8-bit states
 
 
-@dataclass(frozen=True)
-class WarmUpJob:
-    """A small run that puts its kernels into the cache."""
-
-    group: str
-    name: str
-    run: Callable[[], object]
-    may_be_refused: bool = False
+# A small run that puts its kernels into the cache, and what it is called.
+WarmUpJob = tuple[str, Callable[[], object]]
 
 
 def list_jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) -> Iterator[WarmUpJob]:
-    """Yield jobs for some recipes or all, and chosen optimizers or all; some may be refused."""
-    optimizer_names = list(optim.OPTIMIZERS) if chosen is None else chosen
-    for name in optimizer_names:
+    """Yield jobs for some recipes or all, and chosen optimizers or all."""
+    names = list(optim.OPTIMIZERS) if chosen is None else chosen
+    for name in names:
         if name not in optim.OPTIMIZERS:
             raise ValueError(unknown("optimizer", name, optim.OPTIMIZERS))
+    calls = [(name, options) for name in names for options in _OPTIONS_BY_OPTIMIZER.get(name, ({},))]
     if recipe_names is not None:
-        known = [recipes.get(name) for name in recipe_names]
-        for recipe, name in itertools.product(known, optimizer_names):
-            for options in _OPTIONS_BY_OPTIMIZER.get(name, ({},)):
-                train = partial(_train_small_model, recipe, name, options)
-                yield WarmUpJob("recipes", f"{recipe.name}, {_format_call(name, options)}", train, chosen is None)
+        for recipe, (name, options) in itertools.product([recipes.get(one) for one in recipe_names], calls):
+            train = partial(_train_small_model, recipe, name, options)
+            yield f"recipes: {recipe.name}, {_format_call(name, options)}", train
         return
-    for name in optimizer_names:
-        yield from _list_step_jobs(name)
-    if set(optimizer_names) != set(optim.OPTIMIZERS):
+    # Every weight update, dtype and storage of states that an optimizer accepts together.
+    for (name, options), dtype, update, state in itertools.product(
+        calls, (*_NARROW_DTYPES, torch.float32), (None, *WEIGHT_UPDATES), _STATE_DTYPES
+    ):
+        given = {"lr": 1e-3, "weight_update": update, "state_dtype": state, **options}
+        if (dtype == torch.float32) != (update is None) or _are_options_refused(name, dtype, given):
+            continue
+        told = ", ".join(filter(None, (str(dtype), update, f"states {state or dtype}"))).replace("torch.", "")
+        yield f"steps: {_format_call(name, options)}: {told}", partial(_run_steps, name, dtype, given)
+    if set(names) != set(optim.OPTIMIZERS):
         return
     for name, mode in itertools.product((*formats.names(), *formats.block_names()), MODES):
-        yield WarmUpJob("roundings", f"{name}, {mode}", partial(_quantize_samples, name, mode))
+        yield f"roundings: {name}, {mode}", partial(_quantize_samples, name, mode)
     for dtype, components in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (2, 3)):
-        named = f"{components} x {str(dtype).removeprefix('torch.')}"
-        yield WarmUpJob("expansions", f"MCTensor of {named}", partial(_run_expansion_operators, dtype, components))
+        run = partial(_run_expansion_operators, dtype, components)
+        yield f"expansions: MCTensor of {components} x {dtype}".replace("torch.", ""), run
 
 
 def _format_call(name: str, options: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})"
-
-
-def _list_step_jobs(name: str) -> Iterator[WarmUpJob]:
-    """Yield a job for every weight update, dtype and storage of states that an optimizer accepts together."""
-    for options, dtype, update, state in itertools.product(
-        _OPTIONS_BY_OPTIMIZER.get(name, ({},)), (*_NARROW_DTYPES, torch.float32), (None, *WEIGHT_UPDATES), _STATE_DTYPES
-    ):
-        if (dtype == torch.float32) != (update is None):
-            continue
-        given = {"lr": 1e-3, "weight_update": update, "state_dtype": state, **options}
-        if _are_options_refused(name, dtype, given):
-            continue
-        states = str(state or dtype).removeprefix("torch.")
-        told = ", ".join(filter(None, (str(dtype).removeprefix("torch."), update, f"states {states}")))
-        yield WarmUpJob(
-            "steps",
-            f"{_format_call(name, options)}: {told}",
-            partial(_run_steps, name, dtype, given),
-        )
 
 
 def _are_options_refused(name: str, dtype: torch.dtype, given: dict[str, Any]) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -47,14 +46,11 @@ class Emulation:
         return plain
 
     @property
-    def __code__(self) -> types.CodeType:
-        """The plain forward pass's, which torch.export reads before it calls."""
-        return self._original_forward.__code__
+    def __code__(self) -> NoReturn:
+        """Raise to torch.export and torch.jit.script, which read this, or the next, before they call."""
+        raise NotScriptedError(describe_refusal("torch.export or torch.jit.script"))
 
-    @property
-    def __globals__(self) -> dict[str, Any]:
-        """Raise: torch.jit.script reads this first, and would compile the source of this class."""
-        raise NotScriptedError(describe_refusal("torch.jit.script"))
+    __globals__ = __code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, or the function, with every operator rounded.

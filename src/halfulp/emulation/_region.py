@@ -330,7 +330,12 @@ class Region:
     def __enter__(self) -> Region:
         modes = _get_modes()
         if modes and modes[-1].task == torch._C._current_graph_task_id():
-            _check_equal_settings(self.rounder, modes[-1].rounder)
+            rounder, around = self.rounder, modes[-1].rounder
+            if around.settings != rounder.settings:
+                raise RuntimeError(
+                    f"emulation of {rounder.format.name} inside an emulation of {around.format.name} with other "
+                    "settings: each operator is rounded once, so one of them has to end first"
+                )
             self._entered.append(None)
             return self
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
@@ -376,14 +381,6 @@ def refuse_recording() -> None:
         raise NotImplementedError(describe_refusal("torch.jit.trace"))
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         raise NotImplementedError(describe_refusal("make_fx"))
-
-
-def _check_equal_settings(rounder: Rounder, around: Rounder) -> None:
-    if around.settings != rounder.settings:
-        raise RuntimeError(
-            f"emulation of {rounder.format.name} inside an emulation of {around.format.name} with other settings: each "
-            "operator is rounded once, so one of them has to end first"
-        )
 
 
 def _emulate_function(rounder: Rounder, function: Callable) -> Callable:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +42,7 @@ class Rounder:
         self.backward: Counter[str] = Counter()
         self.plain: Counter[str] = Counter()
         self.kept: Counter[str] = Counter()
-        self._draws = itertools.count()
+        self._draw_count = 0
 
     @property
     def settings(self) -> tuple[Format, Rounding, str | None]:
@@ -55,16 +53,6 @@ class Rounder:
     def is_replayable(self) -> bool:
         """Whether operators that run again from the same generator state give the same bits."""
         return not isinstance(self.rounding, Stochastic) or self.rounding.seed is None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the settings and the position in the random stream; a copy's tally starts anew."""
-        position = next(self._draws)
-        self._draws = itertools.count(position)  # a look at where it stands: Python 3.14 copies no iterator
-        return {"settings": self.settings, "draws": (position,)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Rounder.__init__(self, *state["settings"])
-        self._draws = itertools.count(*state["draws"])
 
     def round_in_place(self, x: Tensor, source: str) -> int:
         """Round x in place; return the number of tensors rounded, 0 if x has no floating numbers."""
@@ -106,7 +94,10 @@ class Rounder:
         """Return the key of the next rounding's random bits."""
         if not isinstance(self.rounding, Stochastic):
             return 0
-        return mix64(draw_key(), 0) if self.rounding.seed is None else mix64(self.rounding.seed, next(self._draws))
+        if self.rounding.seed is None:
+            return mix64(draw_key(), 0)
+        self._draw_count += 1
+        return mix64(self.rounding.seed, self._draw_count - 1)
 
     def _view_real(self, x: Tensor, source: str) -> Tensor:
         """Return x as a plain tensor of real numbers, in x's memory unless its conjugate or negative bit is set."""

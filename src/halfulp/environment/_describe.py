@@ -9,7 +9,6 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from .._torch_floor import OLDEST_TORCH, is_older
@@ -28,8 +27,14 @@ def describe_environment() -> dict[str, Any]:
     >>> sorted(describe_environment())
     ['cache', 'devices', 'engines', 'processor', 'products', 'system', 'torch', 'variables', 'versions']
     """
+    from .. import __version__
+
     parts: dict[str, Callable[[], Any]] = {
-        "versions": _describe_versions,
+        "versions": lambda: {
+            "halfulp": __version__,
+            "Python": platform.python_version(),
+            **{name: find_version(name) for name in _LISTED_PACKAGES},
+        },
         "system": lambda: {
             "platform": platform.platform(),
             "executable": sys.executable,
@@ -50,7 +55,13 @@ def describe_environment() -> dict[str, Any]:
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLE_PREFIXES)
         },
     }
-    return {name: _describe_or_error(part) for name, part in parts.items()}
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
+        try:
+            found[name] = part()
+        except Exception as error:  # one broken driver does not end the report
+            found[name] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return found
 
 
 def list_environment_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -80,24 +91,6 @@ def _format_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_format_value, value)) or "none that matters here is known"
     return "not there" if value is None else str(value)
-
-
-def _describe_or_error(part: Callable[[], Any]) -> Any:
-    """Return a call's result, or its error as text: one broken driver does not end the report."""
-    try:
-        return part()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-
-
-def _describe_versions() -> dict[str, str | None]:
-    from .. import __version__
-
-    return {
-        "halfulp": __version__,
-        "Python": platform.python_version(),
-        **{name: find_version(name) for name in _LISTED_PACKAGES},
-    }
 
 
 def find_version(package: str) -> str | None:
@@ -154,18 +147,12 @@ def describe_cache() -> dict[str, Any]:
     folder = cache_folder()
     if folder is None:
         return {"folder": None, "writable": False, "reason": "no home folder"}
-    reason = _why_not_writable(folder)
-    return {"folder": str(folder), "writable": not reason, **({"reason": reason} if reason else {})}
-
-
-def _why_not_writable(folder: Path) -> str:
-    """Return why a folder cannot be written, by trying: permissions do not tell of full disks."""
     there = next((one for one in (folder, *folder.parents) if one.exists()), folder)
     try:
-        with tempfile.TemporaryFile(dir=there):
-            return ""
+        with tempfile.TemporaryFile(dir=there):  # permissions do not tell of full disks
+            return {"folder": str(folder), "writable": True}
     except OSError as error:
-        return f"{there}: {error.strerror or error}"
+        return {"folder": str(folder), "writable": False, "reason": f"{there}: {error.strerror or error}"}
 
 
 def _list_devices() -> list[dict[str, Any]]:
@@ -174,13 +161,10 @@ def _list_devices() -> list[dict[str, Any]]:
 
     found: list[dict[str, Any]] = []
     for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
+        module = getattr(torch, kind)
+        if module.is_available():
             found += [_describe_device(module, kind, index) for index in range(module.device_count())]
-    if torch.backends.mps.is_available():
-        found.append({"kind": "mps", "index": 0, "name": processor_name(), "capability": None})
-    accelerator = getattr(torch, "accelerator", None)
-    current = accelerator.current_accelerator() if accelerator is not None and accelerator.is_available() else None
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if current is not None and current.type not in {device["kind"] for device in found}:
         found.append({"kind": current.type, "index": 0, "name": current.type, "capability": None})
     return found

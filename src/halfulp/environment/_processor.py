@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import subprocess
-import sys
-from collections.abc import Mapping
+import re
 from pathlib import Path
+from typing import Any
 
 _CPUINFO_FILE = Path("/proc/cpuinfo")
 # What is printed, and LLVM's names of it.
@@ -61,12 +60,13 @@ def processor_name() -> str:
     >>> bool(processor_name())
     True
     """
-    found = ""
-    if sys.platform == "darwin":
-        found = _read_sysctl("machdep.cpu.brand_string")
-    elif rows := _read_cpuinfo():
-        found = next((rows[key] for key in ("model name", "cpu", "cpu model") if rows.get(key)), "")
-    return " ".join((found or _read_llvm_name() or platform.processor() or platform.machine() or "unknown").split())
+    try:
+        rows = _CPUINFO_FILE.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # of other systems than Linux
+        rows = ""
+    found = re.search(r"^(?:model name|cpu|cpu model)\s*:\s*(\S.*)$", rows, re.MULTILINE)
+    names = found and found[1], _ask_llvm("get_host_cpu_name"), platform.processor(), platform.machine(), "unknown"
+    return " ".join(str(next(filter(None, names))).split())
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def list_instructions() -> tuple[str, ...]:
     >>> set(list_instructions()) <= {*_LLVM_INSTRUCTION_NAMES}
     True
     """
-    found = _read_llvm_features()
+    found = _ask_llvm("get_host_cpu_features") or {}
     return tuple(name for name, own in _LLVM_INSTRUCTION_NAMES.items() if found.get(own))
 
 
@@ -91,44 +91,11 @@ def core_count() -> int:
     return os.cpu_count() or 1
 
 
-def _read_cpuinfo() -> dict[str, str]:
-    """Return the first value of each of Linux's keys; empty on other systems."""
-    try:
-        lines = _CPUINFO_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    rows: dict[str, str] = {}
-    for line in lines:
-        key, colon, value = line.partition(":")
-        if colon:
-            rows.setdefault(key.strip().lower(), value.strip())
-    return rows
-
-
-def _read_sysctl(*arguments: str) -> str:
-    """Return a value that macOS tells of the machine; empty where it has none."""
-    try:
-        command = ["/usr/sbin/sysctl", "-n", *arguments]
-        return subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=5
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _read_llvm_name() -> str:
+def _ask_llvm(function: str) -> Any:
+    """Return the result of a function of LLVM's; None where it is missing or does not know the processor."""
     try:
         from llvmlite import binding
 
-        return str(binding.get_host_cpu_name())
-    except Exception:  # missing, or of a library that does not load
-        return ""
-
-
-def _read_llvm_features() -> Mapping[str, bool]:
-    try:
-        from llvmlite import binding
-
-        return dict(binding.get_host_cpu_features())
-    except Exception:  # missing, of a library that does not load, or a processor that LLVM does not know
-        return {}
+        return getattr(binding, function)()
+    except Exception:
+        return None

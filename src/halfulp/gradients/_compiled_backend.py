@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,9 @@ from . import _functions
 from ._compiled_placement import (
     HALF_DTYPES,
     Edge,
+    MeasuredGradient,
     SitePlacement,
     SitePlan,
-    find_viewed_node,
-    is_cast_to_float16,
-    is_float16,
     name_nested_function,
 )
 from ._functions import OperatorKind, classify_function, get_function_name
@@ -123,43 +121,10 @@ def move_gradients(module: GraphModule, plan: SitePlan, scaler: str) -> None:
     edges = placement.list_edges()
     writer = BackwardGraphWriter(module, scaler, placement.list_site_keys(), edges)
     moved = {writer.write_move(edge): edge for edge in edges}
-    for key, gradients in _list_limiting_gradients(placement, moved).items():
+    for key, gradients in placement.list_measured_gradients(moved).items():
         writer.write_measurement(key, gradients)
     module.graph.lint()
     module.recompile()
-
-
-# Which gradient, of what kind, and whether it has the global exponent.
-MeasuredGradient = tuple[Node, str, bool]
-
-
-def _list_limiting_gradients(placement: SitePlacement, moved: dict[Node, Edge]) -> dict[str, list[MeasuredGradient]]:
-    """Return, by site, the gradients to measure: all that may overflow there, each tensor once.
-
-    That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it,
-    between which and its products other functions may lie.
-    """
-    found: dict[str, dict[Node, MeasuredGradient]] = {}
-
-    def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
-        found.setdefault(key, {}).setdefault(find_viewed_node(node), (node, kind, shared))
-
-    for product in placement.list_products(moved):
-        for node in [] if product.is_at_global_exponent else product.read_gradients:
-            add(product.site_key, node, "received")
-        for gradient in product.made_gradients:
-            add(product.site_key, *gradient)
-    for node, edge in moved.items():
-        if edge.target != GLOBAL_KEY and is_float16(node):
-            add(edge.target, node, "received")
-        left = placement.find_stored_gradient(edge.node)
-        if edge.source != GLOBAL_KEY and is_float16(left):
-            add(edge.source, left, placement.name_gradient_kind(left))
-    for node, key in placement.sites.items():
-        if key != GLOBAL_KEY and is_cast_to_float16(node):
-            # It was wide when it came to the site.
-            add(key, node, "received")
-    return {key: list(gradients.values()) for key, gradients in found.items()}
 
 
 class BackwardGraphWriter:
@@ -350,30 +315,23 @@ def warn_of_graph_breaks(inputs: Sequence, backward: Backward) -> None:
         # Marks are where another model ends that is not compiled, whose parameters have sites.
         return node.name() == _COMPILED_NODE_NAME or backward.sites.global_site in node.metadata
 
-    behind = list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
-    broken = {name for node in behind if hasattr(node, "variable") for name in _name_owners(node.variable, backward)}
-    names = _shorten_list(sorted(broken))
-    if names:
+    broken = set()
+    for node in list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends):
+        parameter = getattr(node, "variable", None)
+        if isinstance(parameter, Tensor):
+            name = find_owning_module(parameter, backward)
+            if name is not None:
+                broken.add(repr(name))
+            elif isinstance(parameter, nn.Parameter) and any(one.is_sharded() for one in backward.names):
+                broken.add("modules that fully_shard wraps")  # no module lists its copies
+    if broken:
+        names = ", ".join(sorted(broken)[:5]) + (" and others" if len(broken) > 5 else "")
         warnings.warn(
             f"torch.compile breaks the model's graph and leaves {names} uncompiled, where all gradients have the "
             "global exponent: torch.compile(..., fullgraph=True) shows why; or leave the model uncompiled, too, which "
             "gives them their own",
             stacklevel=2,
         )
-
-
-def _name_owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
-    """Yield the name of the module that holds a parameter, or words for FSDP's copies, which no module lists."""
-    name = find_owning_module(parameter, backward)
-    if name is not None:
-        yield repr(name)
-    elif isinstance(parameter, nn.Parameter) and any(one.is_sharded() for one in backward.names):
-        yield "modules that fully_shard wraps"
-
-
-def _shorten_list(words: list[str], most: int = 5) -> str:
-    rest = len(words) - most
-    return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # sites of a forward graph ------------------------------------------------------------------------------------
@@ -408,7 +366,7 @@ class _SitePlanner:
         self._parts = {str(key): name for one in backward.names for key, name in one.list_parts_by_id().items()}
         self._parameters = dict(parameters)
         self._owners = {
-            x: find_owning_module(x, backward) or _read_parameter_path(node).rpartition(".")[0] or "model"
+            x: find_owning_module(x, backward) or _read_owner_from_source(node) or "model"
             for node, x in parameters.items()
         }
         # The site of each node that a gradient flows to; of several results, those of each.
@@ -457,7 +415,8 @@ class _SitePlanner:
 
     def _visit_node(self, node: Node, path: str) -> None:
         differentiable = [x for x in node.all_input_nodes if self._has_gradient(x)]
-        kind = self._classify_node(node)
+        in_place = not isinstance(node.target, str) and node.target.__name__ in _IN_PLACE_OPERATORS
+        kind: OperatorKind = "in-place" if in_place else classify_function(node.target)
         if kind == "shape":
             # Only the first argument has a gradient.
             differentiable = [x for x in differentiable if x is node.args[0]]
@@ -475,11 +434,6 @@ class _SitePlanner:
         self._sites[node] = self._pick_result_site(node, site)
         if kind == "in-place" and node.args and isinstance(node.args[0], Node):
             self._sites.setdefault(node.args[0], site)
-
-    def _classify_node(self, node: Node) -> OperatorKind:
-        if not isinstance(node.target, str) and node.target.__name__ in _IN_PLACE_OPERATORS:
-            return "in-place"
-        return classify_function(node.target)
 
     def _has_gradient(self, node: Node) -> bool:
         """Return whether gradients flow to a node."""
@@ -566,6 +520,7 @@ def find_owning_module(parameter: Tensor, backward: Backward) -> str | None:
     return next((name for name in (one.find_module_name(parameter) for one in backward.names) if name), None)
 
 
-def _read_parameter_path(node: Node) -> str:
-    """Return the qualified name of the parameter that a graph reads, as far as its source tells."""
-    return ".".join(a or b for a, b in _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source)))
+def _read_owner_from_source(node: Node) -> str:
+    """Return the module that holds the parameter that a graph reads, as far as its source tells."""
+    names = _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source))
+    return ".".join(a or b for a, b in names[:-1])

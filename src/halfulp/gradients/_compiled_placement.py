@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -89,7 +89,8 @@ def find_node_role(node: Node, gradients: Mapping[Node, None]) -> NodeRole:
         return "linear" if plain and node.args[0] in gradients and node.args[1] not in gradients else "other"
     if name not in _LINEAR_MOVE_NAMES or not _is_data_movement(node, name, gradients):
         return "other"
-    return "widening" if _is_widening_cast(node, gradients) else "linear"
+    widens = name in _CAST_NAMES and node.all_input_nodes[0].meta["val"].dtype in HALF_DTYPES
+    return "widening" if widens and node.meta["val"].dtype not in HALF_DTYPES else "linear"
 
 
 def is_floating_tensor(node: Node) -> bool:
@@ -145,27 +146,13 @@ def _is_made_of_zeros(node: object) -> bool:
     return one and _is_made_of_zeros(node.all_input_nodes[0])
 
 
-def is_cast_to_float16(node: Node) -> bool:
-    """Return whether a node casts a wider tensor to float16."""
-    if getattr(node.target, "_opname", None) not in _CAST_NAMES or node.meta["val"].dtype != torch.float16:
-        return False
-    return node.all_input_nodes[0].meta["val"].dtype != torch.float16
-
-
-def is_float16(node: Node) -> bool:
+def _is_float16(node: Node) -> bool:
     """Return whether a node's value is a float16 tensor."""
     value = node.meta["val"]
     return isinstance(value, Tensor) and value.dtype == torch.float16
 
 
-def _is_widening_cast(node: Node, gradients: Mapping[Node, None]) -> bool:
-    if getattr(node.target, "_opname", None) not in _CAST_NAMES:
-        return False
-    narrow = node.all_input_nodes[0].meta["val"].dtype
-    return narrow in HALF_DTYPES and node.meta["val"].dtype not in HALF_DTYPES
-
-
-def find_viewed_node(node: Node) -> Node:
+def _find_viewed_node(node: Node) -> Node:
     """Return the tensor that a node is a view of."""
     while isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _VIEW_NAMES:
         node = node.all_input_nodes[0]
@@ -223,21 +210,8 @@ class Edge:
     readers: list[Node]
 
 
-@dataclasses.dataclass(frozen=True)
-class GradientProduct:
-    """A gradient times another factor.
-
-    Attributes:
-        site_key: Its site.
-        is_at_global_exponent: Whether it works at the global exponent and not at its site's.
-        read_gradients: The gradients among its arguments, as it reads them.
-        made_gradients: The gradients that it makes: which, of what kind, and whether they have the global exponent.
-    """
-
-    site_key: str
-    is_at_global_exponent: bool
-    read_gradients: Sequence[Node]
-    made_gradients: Sequence[tuple[Node, str, bool]]
+# A gradient, of what kind, and whether it has the global exponent.
+MeasuredGradient = tuple[Node, str, bool]
 
 
 class SitePlacement:
@@ -273,28 +247,23 @@ class SitePlacement:
             if node.op == "placeholder" and "tangents" in node.name:
                 self.gradients[node] = None
             elif node.op not in ("placeholder", "output") and any(x in self.gradients for x in node.all_input_nodes):
-                self.roles[node] = role = self._find_role(node)
+                role, path = find_node_role(node, self.gradients), self._find_forward_path(node)
+                if role == "product" and path is not None and path not in self._plan.product_paths:
+                    # A step of another function's derivative, of which the eager front end sees the whole.
+                    role = "other" if self._plan.site_keys[path] == GLOBAL_KEY else "linear"
+                elif role == "linear" and path in self._plan.opening_paths:
+                    role = "opening"
+                self.roles[node] = role
                 if role in ("product", "opening"):
-                    self._calls[node] = self._find_site_key(node)
+                    self._calls[node] = f"backward.{node.name}" if path is None else self._plan.site_keys[path]
                 if role != "shape" and is_floating_tensor(node):
                     self.gradients[node] = None
-
-    def _find_role(self, node: Node) -> NodeRole:
-        role, path = find_node_role(node, self.gradients), self._find_forward_path(node)
-        if role == "product" and path is not None and path not in self._plan.product_paths:
-            # A step of another function's derivative, of which the eager front end sees the whole.
-            return "other" if self._plan.site_keys[path] == GLOBAL_KEY else "linear"
-        return "opening" if role == "linear" and path in self._plan.opening_paths else role
 
     def _find_forward_path(self, node: Node) -> str | None:
         """Return the forward function to whose derivative a node belongs."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
         paths = (name_nested_function(stack[:end]) for end in range(len(stack), 0, -1))
         return next((path for path in paths if path in self._plan.site_keys), None)
-
-    def _find_site_key(self, node: Node) -> str:
-        path = self._find_forward_path(node)
-        return f"backward.{node.name}" if path is None else self._plan.site_keys[path]
 
     def _find_fused_product(self, add: Node) -> Node | None:
         """Return the product that a compiler may fuse with this sum into one addmm; the last of two."""
@@ -348,7 +317,7 @@ class SitePlacement:
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
         if role in ("part", "widening"):
             return inputs[0]
-        if is_float16(node):
+        if _is_float16(node):
             # What is made for parameters, such as a bias, is made of what a product reads.
             inputs += [site for x in node.all_input_nodes if (site := self._preferred.get(x))]
         return self._preferred[node] or max(inputs, key=self._plan.find_site_rank)
@@ -374,26 +343,42 @@ class SitePlacement:
                     found.setdefault((node, target), Edge(node, source, target, [])).readers.append(reader)
         return list(found.values())
 
-    def find_stored_gradient(self, gradient: Node) -> Node:
-        """Return a gradient before it became wider, which it does before it moves."""
-        return gradient.all_input_nodes[0] if self.roles.get(gradient) == "widening" else gradient
+    def list_measured_gradients(self, moved: Mapping[Node, Edge]) -> dict[str, list[MeasuredGradient]]:
+        """Return, by site, the gradients to measure: all that may overflow there, each tensor once.
 
-    def name_gradient_kind(self, gradient: Node) -> str:
-        """Return the kind of measurement of a gradient that a site gives: "passed" or "weight"."""
-        return "passed" if self._leads[gradient] else "weight"
+        That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it,
+        between which and its products other functions may lie.
+        """
+        found: dict[str, dict[Node, MeasuredGradient]] = {}
 
-    def list_products(self, moved: Collection[Node]) -> Iterator[GradientProduct]:
-        """Yield all products after gradients moved, and other functions that make parameters' gradients."""
-        for node in self._calls:
-            # What leads to the gradient of a parameter that was read without a product is a step on the way.
-            if self.roles[node] != "opening" or not any(self.roles.get(x) == "opening" for x in node.users):
-                yield self._describe_product(node, moved)
+        def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
+            found.setdefault(key, {}).setdefault(_find_viewed_node(node), (node, kind, shared))
 
-    def _describe_product(self, node: Node, moved: Collection[Node]) -> GradientProduct:
-        reads = [x for x in node.all_input_nodes if x in self.gradients or x in moved]
-        reads = reads if self.roles[node] == "product" else []
-        several = isinstance(node.meta["val"], tuple | list)
-        made = [*node.users] if several else [self._sums.get(node, node)]
-        made = [x for x in made if x in self.gradients and is_floating_tensor(x)]
-        makes = [(x, self.name_gradient_kind(x), self.sites[x] == GLOBAL_KEY) for x in made]
-        return GradientProduct(self._calls[node], self._find_working_site(node) == GLOBAL_KEY, reads, makes)
+        def name_kind(node: Node) -> str:
+            return "passed" if self._leads[node] else "weight"
+
+        for node, key in self._calls.items():
+            if self.roles[node] == "opening" and any(self.roles.get(x) == "opening" for x in node.users):
+                # A step on the way to the gradient of a parameter that was read without a product.
+                continue
+            if self.roles[node] == "product" and self._find_working_site(node) != GLOBAL_KEY:
+                for x in node.all_input_nodes:
+                    if x in self.gradients or x in moved:
+                        add(key, x, "received")
+            several = isinstance(node.meta["val"], tuple | list)
+            for x in list(node.users) if several else [self._sums.get(node, node)]:
+                if x in self.gradients and is_floating_tensor(x):
+                    add(key, x, name_kind(x), self.sites[x] == GLOBAL_KEY)
+        for node, edge in moved.items():
+            if edge.target != GLOBAL_KEY and _is_float16(node):
+                add(edge.target, node, "received")
+            # Before it became wider, which it does before it moves.
+            left = edge.node.all_input_nodes[0] if self.roles.get(edge.node) == "widening" else edge.node
+            if edge.source != GLOBAL_KEY and _is_float16(left):
+                add(edge.source, left, name_kind(left))
+        for node, key in self.sites.items():
+            narrows = _is_float16(node) and getattr(node.target, "_opname", None) in _CAST_NAMES
+            if key != GLOBAL_KEY and narrows and not _is_float16(node.all_input_nodes[0]):
+                # It was wide when it came to the site.
+                add(key, node, "received")
+        return {key: list(gradients.values()) for key, gradients in found.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -139,9 +139,7 @@ class GradientSharingProcesses:
             for group in () if model is None else _list_fsdp_groups(model):
                 self._add_group(group)
 
-    def agree_on_minimum(
-        self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]
-    ) -> list[int]:
+    def agree_on_minimum(self, occasion: str, iteration: int, values: list[int]) -> list[int]:
         """Return the minimum of each value (two at most) over all processes that share gradients."""
         if not self._groups:
             return values
@@ -154,7 +152,9 @@ class GradientSharingProcesses:
             )
         place = AGREEMENT_OCCASIONS.index(occasion)
         message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
-        found = torch.tensor(message, device=device(), dtype=torch.int64)
+        models = [model for model in (one() for one in self._models) if model is not None]
+        device = next((p.device for model in models for p in model.parameters()), "cpu")
+        found = torch.tensor(message, device=device, dtype=torch.int64)
         for group in self._groups:
             try:
                 dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
@@ -274,7 +274,10 @@ class ExponentController:
 
     def read_overflow(self, flags: list[Tensor]) -> bool:
         """Read whether any flag is set, and the iteration's measurements, by one copy from the device."""
-        binades = self.following.take_binades(flags[0].device) if self.backward.measuring else []
+        binades: list[Tensor] = []
+        if self.backward.measuring:
+            held, self.following.binades = self.following.binades, []
+            binades = [torch.as_tensor(binade, dtype=torch.float32, device=flags[0].device) for binade in held]
         values, measured = self.backward.measurements.read_all([*flags, *binades])
         self._measured += measured
         self.following.read += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
@@ -302,7 +305,7 @@ class ExponentController:
         if not found and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if not found and not backward.measuring:
-            self._suspects = [site for site in backward.reached if not site.is_wide]
+            self._suspects = [site for site in backward.reached if site.format or not site.measured]
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [global_site]
@@ -325,7 +328,7 @@ class ExponentController:
 
     def _agree_on_minimum(self, occasion: str, *values: int) -> list[int]:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
-        return self.processes.agree_on_minimum(occasion, self.iteration, list(values), self.backward.find_device)
+        return self.processes.agree_on_minimum(occasion, self.iteration, list(values))
 
     def set_global_exponent(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""

@@ -191,7 +191,13 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: 
         return change(value) if value.requires_grad or not differentiable else value
     if isinstance(value, dict):
         found = {key: map_tensors(item, change, differentiable) for key, item in value.items()}
-        return value if all(found[key] is item for key, item in value.items()) else _rebuild_dict(value, found)
+        if all(found[key] is item for key, item in value.items()):
+            return value
+        # A subclass (outputs of transformers) in a copy.
+        changed = {} if type(value) is dict else copy.copy(value)
+        for key, item in found.items():
+            changed[key] = item
+        return changed
     if isinstance(value, list | tuple):
         items = [map_tensors(item, change, differentiable) for item in reversed(value)][::-1]
         if all(a is b for a, b in zip(items, value)):
@@ -201,16 +207,6 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: 
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _rebuild_dataclass(value, change, differentiable)
     return value
-
-
-def _rebuild_dict(value: dict, found: dict) -> dict:
-    """Return a dict of the given one's class with new values; a subclass (outputs of transformers) in a copy."""
-    if type(value) is dict:
-        return found
-    changed = copy.copy(value)
-    for key, item in found.items():
-        changed[key] = item
-    return changed
 
 
 def _rebuild_dataclass(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool) -> Any:

@@ -17,13 +17,9 @@ from torch import distributed as dist
 from .. import __version__
 from .._messages import a_kind, listed, name_differences
 from .._torch_versions import ALL_GATHER, lacks
-from ..rounding import Stochastic, quantize
-from ..rounding._random_bits import mix64
 from ..subclass.models._conversion import check_module
 from ..subclass.models._parameter_holders import list_shard_groups
 
-Rounding = Literal["feedback", "stochastic"]
-ALLOWED_ROUNDINGS = ("feedback", "stochastic")
 STATE_VERSION = 1
 _WIRE, _WIDE = torch.bfloat16, torch.float32
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,12 +30,10 @@ class _RoundingRemainders:
     """The remainders that rounding has kept back from gradients, of one parameter or one FSDP2 group.
 
     Attributes:
-        count: how many times it was reduced, which keys the random bits.
         sent: of what this rank sent.
         summed: of the sums that this rank computed for all.
     """
 
-    count: int = 0
     sent: Tensor | None = None
     summed: Tensor | None = None
 
@@ -48,24 +42,23 @@ class NarrowReduction:
     """The state of a narrow reduction, one on each rank; `reduce_in_bfloat16` returns it.
 
     Attributes:
-        rounding: "feedback" or "stochastic".
         group, size: the processes, and how many they are.
         bytes_sent: how many bytes this rank has sent to others so far.
         names: what the state of each parameter, under `fully_shard` of each sharded module, is saved under.
     """
 
-    def __init__(self, rounding: Rounding, seed: int, scaler: Any, group: Any, names: dict[Any, str]) -> None:
-        self.rounding, self.bytes_sent, self.names = rounding, 0, names
-        self._seed, self._scaler, self.group = seed, scaler, group
+    def __init__(self, scaler: Any, group: Any, names: dict[Any, str]) -> None:
+        self.bytes_sent, self.names = 0, names
+        self._scaler, self.group = scaler, group
         self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._remainders: defaultdict[str, _RoundingRemainders] = defaultdict(_RoundingRemainders)
         self._scale = self._read_scale()
         self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """Refuse ranks that differ in options, parameters or the version of halfulp."""
+        """Refuse ranks that differ in parameters or the version of halfulp."""
         names = f"{len(self.names)} names from {next(iter(self.names.values()), None)!r}"
-        mine = (f"halfulp {__version__}", f"rounding={self.rounding!r}", f"seed={self._seed}", names)
+        mine = (f"halfulp {__version__}", names)
         every: list[Any] = [None] * self.size
         dist.all_gather_object(every, mine, group=self.group)
         for rank, theirs in enumerate(every):
@@ -79,15 +72,15 @@ class NarrowReduction:
             name: {key: value for key, value in vars(debt).items() if value is not None}
             for name, debt in self._remainders.items()
         }
-        head = {"version": STATE_VERSION, "rounding": self.rounding, "ranks": self.size, "scale": self._scale}
+        head = {"version": STATE_VERSION, "ranks": self.size, "scale": self._scale}
         return {**head, f"rank_{self._rank}": held}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what this rank's `state_dict` returned: the training goes on with the bits of an uninterrupted one.
 
         Raises:
-            ValueError: the state of another rank or number of ranks, another rounding, other parameters, or of a newer
-                version; nothing is changed.
+            ValueError: the state of another rank or number of ranks, other parameters, or of a newer version; nothing
+                is changed.
         """
         version, mine = state_dict.get("version"), f"rank_{self._rank}"
         if not isinstance(version, int):
@@ -98,8 +91,7 @@ class NarrowReduction:
                 "halfulp"
             )
         saved = next((key for key in state_dict if key.startswith("rank_")), "no rank")
-        theirs = f"{mine if mine in state_dict else saved} of {state_dict['ranks']}, {state_dict['rounding']!r}"
-        ours = f"{mine} of {self.size}, {self.rounding!r}"
+        theirs, ours = f"{mine if mine in state_dict else saved} of {state_dict['ranks']}", f"{mine} of {self.size}"
         if theirs != ours:
             raise ValueError(
                 f"this is the state of {theirs}, not of {ours}: each rank loads its own. Else leave it out: what is "
@@ -129,14 +121,13 @@ class NarrowReduction:
             sent = [
                 self._round_to_bfloat16(name, "sent", gradient.reshape(-1)) for name, gradient in zip(names, gradients)
             ]
-            rows = [self._split_into_rows(payload) for payload in sent]
+            # A row for each rank, padded with zeros.
+            rows = [nn.functional.pad(one, (0, -one.numel() % self.size)).view(self.size, -1) for one in sent]
             widths = [row.shape[1] for row in rows]
             mean = self._exchange_and_sum_rows(torch.cat(rows, 1)) / self.size
             mine = [self._round_to_bfloat16(name, "summed", part) for name, part in zip(names, mean.split(widths))]
             for gradient, part in zip(gradients, self._gather_rows(torch.cat(mine)).split(widths, 1)):
                 gradient.copy_(part.reshape(-1)[: gradient.numel()].view_as(gradient))
-            for name in names:
-                self._remainders[name].count += 1
         finished.set_result(bucket.buffer())
         return finished
 
@@ -151,7 +142,6 @@ class NarrowReduction:
         total = self._exchange_and_sum_rows(rows)
         total = total / self.size if op == dist.ReduceOp.AVG else total
         output.copy_(total if output.dtype == _WIDE else self._round_to_bfloat16(name, "summed", total))
-        self._remainders[name].count += 1
 
     def _round_to_bfloat16(self, name: str, part: Literal["sent", "summed"], given: Tensor) -> Tensor:
         """Round a flat tensor to bfloat16, and keep back what is lost."""
@@ -160,15 +150,12 @@ class NarrowReduction:
             return given
         if given.dtype not in _GRADIENT_DTYPES:
             raise NotImplementedError(f"{name}: a gradient of {given.dtype}: {_WIRE} would lose most of it")
-        if self.rounding == "stochastic":
-            key = mix64(self._seed, *map(ord, name), self._rank, part == "sent")
-            return quantize(given.to(_WIDE), "bf16", Stochastic(seed=key), counter=debt.count).to(_WIRE)
         owed = getattr(debt, part)
         if owed is not None and owed.numel() != given.numel():
             raise NotImplementedError(
                 f"{name}: {given.numel()} elements of gradients are reduced, {owed.numel()} were before: fully_shard "
                 "leaves out parameters without a gradient, and then error feedback cannot tell whose element is "
-                'whose. Shard such layers by a call of their own, or take rounding="stochastic"'
+                "whose. Shard such layers by a call of their own"
             )
         whole = given.to(_WIDE) if owed is None else given.to(_WIDE) + owed
         payload = whole.to(_WIRE)
@@ -176,11 +163,6 @@ class NarrowReduction:
         # An overflow is seen by whoever skips the step, and is not owed for ever.
         setattr(debt, part, torch.where(lost.isfinite(), lost, 0.0))
         return payload
-
-    def _split_into_rows(self, payload: Tensor) -> Tensor:
-        """Return a row for each rank, padded with zeros."""
-        width = -(-payload.numel() // self.size)
-        return nn.functional.pad(payload, (0, width * self.size - payload.numel())).view(self.size, width)
 
     def _exchange_and_sum_rows(self, rows: Tensor) -> Tensor:
         """Send row k to rank k; return the float32 sum of the rows received, in the order of ranks."""
@@ -238,24 +220,21 @@ if dist.is_available():
     _average_bucket_hook.__annotations__ = typing.get_type_hints(_average_bucket_hook)
 
 
-def reduce_in_bfloat16(
-    model: nn.Module, rounding: Rounding = "feedback", *, seed: int = 0, scaler: Any = None
-) -> NarrowReduction:
+def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReduction:
     """Send gradients between processes in bfloat16, half the bytes of float32, and lose nothing over the steps.
 
     Each of n ranks sends its rounded gradient in parts, one to each rank, which sums that part of all in float32;
-    under DistributedDataParallel the means are rounded once more and sent to all. With "feedback" whoever rounds adds
-    what it lost to what it rounds next:
+    under DistributedDataParallel the means are rounded once more and sent to all. Whoever rounds adds what it lost to
+    what it rounds next:
 
         c_i = bf16(g_i + e_i),           e_i <- g_i + e_i - c_i          on every rank i
         a   = bf16(sum_i c_i / n + E),   E   <- sum_i c_i / n + E - a    on the rank that sums the element
 
     so that over the steps the sum of all a is that of all mean gradients, less what is owed at the end: at most half
-    an ulp of one gradient for each rounding. With "stochastic" both roundings are stochastic, exact on average, and
-    nothing is kept. Adding bfloat16 numbers on the wire, as torch's `bf16_compress_hook` does, rounds at each addition,
-    which no rank can feed back. All ranks get the same bits. Source: Seide et al., "1-bit stochastic gradient descent",
-    Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019; of both roundings: Tang et al.,
-    "DoubleSqueeze", ICML 2019.
+    an ulp of one gradient for each rounding. Adding bfloat16 numbers on the wire, as torch's `bf16_compress_hook` does,
+    rounds at each addition, which no rank can feed back. All ranks get the same bits. Source: Seide et al., "1-bit
+    stochastic gradient descent", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019; of
+    both roundings: Tang et al., "DoubleSqueeze", ICML 2019.
 
     Feedback holds 4 bytes per element of gradients on each rank, and 4 / n more under DistributedDataParallel. A
     gradient is sent when the reducer has it, and backward goes on afterwards. What is not finite is sent, and not owed.
@@ -263,17 +242,15 @@ def reduce_in_bfloat16(
     Args:
         model: a DistributedDataParallel, or a model of `fully_shard`, in which what its groups reduce in float32
             (float32 parameters, or `MixedPrecisionPolicy(reduce_dtype=torch.float32)`) is sent in bfloat16.
-        rounding: "feedback" or "stochastic".
-        seed: of the random bits, which are a hash of (seed, parameter, rank, step, element).
         scaler: the gradients' GradScaler or AdaptiveGradScaler, whose scale is the unit of what is owed.
 
     Returns:
         The state: save its `state_dict()` on every rank, and load each rank's own.
 
     Raises:
-        TypeError: no module, a seed that is no int, or no scaler.
-        ValueError: a model in no such wrapper, an unknown rounding, a second communication hook, or ranks that differ
-            in these or in their version of halfulp.
+        TypeError: no module, or no scaler.
+        ValueError: a model in no such wrapper, a second communication hook, or ranks that differ in parameters or in
+            their version of halfulp.
         NotImplementedError: FSDP1, a mesh of two dimensions, parameters with several parts (scaled,
             multi-component), or a torch whose fully_shard takes no reduction.
 
@@ -283,18 +260,23 @@ def reduce_in_bfloat16(
     ValueError: reduce_in_bfloat16 takes a DistributedDataParallel or a model of fully_shard, got a Linear: wrap it
     """
     check_module(model, "reduce_in_bfloat16")
-    if rounding not in ALLOWED_ROUNDINGS:
-        raise ValueError(f"rounding={rounding!r}: allowed are 'feedback' and 'stochastic'")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed={seed!r}: an int, the same on every rank")
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise TypeError(f"scaler= takes the GradScaler or AdaptiveGradScaler of these gradients, got {a_kind(scaler)}")
-    _refuse_unsupported_models(model)
+    if type(model).__name__ == "FullyShardedDataParallel":
+        raise NotImplementedError(
+            "FSDP1 flattens parameters: shard the model by fully_shard, or take its own bf16 hook"
+        )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "decode"):
+            raise NotImplementedError(
+                f"parameter {name!r} is {a_kind(parameter)}, whose gradients have several parts: "
+                "hu.scaled.payload_hook sends those of scaled parameters in float16"
+            )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         if getattr(model, "_comm_hooks", None):
             raise ValueError("this DistributedDataParallel has a communication hook, and takes no second one")
         names = {parameter: name for name, parameter in model.module.named_parameters()}
-        reduction = NarrowReduction(rounding, seed, scaler, model.process_group, names)
+        reduction = NarrowReduction(scaler, model.process_group, names)
         model.register_comm_hook(reduction, _average_bucket_hook)
         return reduction
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # there once something is sharded
@@ -313,20 +295,7 @@ def reduce_in_bfloat16(
             "torch's own all-reduce: take a mesh of one dimension"
         )
     names = {module: name for module, name in sharded.items() if list_shard_groups(module)}
-    reduction = NarrowReduction(rounding, seed, scaler, meshes[0].get_group(), names)
+    reduction = NarrowReduction(scaler, meshes[0].get_group(), names)
     for module, name in reduction.names.items():
         module.set_custom_reduce_scatter(_FsdpReduceScatter(reduction, name))
     return reduction
-
-
-def _refuse_unsupported_models(model: nn.Module) -> None:
-    if type(model).__name__ == "FullyShardedDataParallel":
-        raise NotImplementedError(
-            "FSDP1 flattens parameters: shard the model by fully_shard, or take its own bf16 hook"
-        )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "decode"):
-            raise NotImplementedError(
-                f"parameter {name!r} is {a_kind(parameter)}, whose gradients have several parts: "
-                "hu.scaled.payload_hook sends those of scaled parameters in float16"
-            )

@@ -62,22 +62,17 @@ class Policy(abc.ABC):
         """
         return None
 
-    def propose_bounds(
-        self, site: Site, operands: Operands, format: Format, global_site: Site
-    ) -> ExponentProposal | None:
+    def propose_bounds(self, site: Site, operands: Operands, format: Format) -> ExponentProposal | None:
         """Return bounds of a site's exponent from a product's operands, for policies with ``wants_operands``, or None.
 
         Args:
             site: Whose gradient is stored at its present exponent.
             operands: The gradient, as stored, and what it is multiplied by.
             format: What stores the product.
-            global_site: The global site.
         """
         return None
 
-    def propose_bounds_at_loss(
-        self, site: Site, gradient: Tensor, format: Format, global_site: Site
-    ) -> ExponentProposal | None:
+    def propose_bounds_at_loss(self, site: Site, gradient: Tensor, format: Format) -> ExponentProposal | None:
         """Return the bounds by a wide gradient that is about to be rounded at a site; None without a rule for it."""
         return None
 
@@ -86,7 +81,7 @@ def get_policy(policy: Policy | str) -> Policy:
     """Return the policy of that name with its defaults; a Policy is returned as it is.
 
     >>> get_policy("amax")
-    Amax(headroom=None, weight_headroom=None, measurements=4)
+    Amax(headroom=None, measurements=4)
     """
     if isinstance(policy, Policy):
         return policy
@@ -109,21 +104,18 @@ class Amax(Policy):
         headroom: Powers of two left free above the activations' gradients, which grow in sums on their way, and from
             batch to batch; None for 3, or a sixth of fewer than 18 binades, and where that is more for 8 above the
             median of the measurements that count, or what a format of fewer than 35 binades has beyond 27.
-        weight_headroom: The same above the parameters' gradients.
         measurements: How many of the last measurements count; exponents fall at once and
             rise when a peak is this old.
     """
 
     headroom: int | None = None
-    weight_headroom: int | None = None
     measurements: int = 4
 
     name = "amax"
 
     def __post_init__(self) -> None:
-        for field in ("headroom", "weight_headroom"):
-            if getattr(self, field) is not None:
-                check_integer_option(field, getattr(self, field), 0, 30)
+        if self.headroom is not None:
+            check_integer_option("headroom", self.headroom, 0, 30)
         check_integer_option("measurements", self.measurements, 1, 64)
 
     def exponent(self, site: Site) -> int | None:
@@ -131,10 +123,13 @@ class Amax(Policy):
         if site.format is None:
             # What no narrow format stores has no limit, whatever it was before.
             return None
-        limits = []
-        for kind, sizes in _list_gradient_sizes(site, self.measurements).items():
-            room = self.weight_headroom if kind == "weight" else self.headroom
-            limits.append(find_highest_exponent(site.format) - _find_needed_top(sizes, room, site.format))
+        sizes_by_kind: dict[str, list[float]] = {}
+        for entry in list(site.history)[-self.measurements :]:
+            for kind, size in entry.items():
+                if size > 0:
+                    sizes_by_kind.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
+        highest = min(site.format.emax, _HIGHEST_USED_EXPONENT)
+        limits = [highest - _find_needed_top(sizes, self.headroom, site.format) for sizes in sizes_by_kind.values()]
         return min(limits, default=None)
 
 
@@ -150,22 +145,6 @@ def _find_needed_top(sizes: list[float], room: int | None, format: Format) -> in
     usual = largest + min(_PEAK_ROOM, format.binades // 6)
     above_usual = min(_USUAL_ROOM, format.binades - _BELOW)
     return max(usual, math.frexp(statistics.median(sizes))[1] - 1 + above_usual)
-
-
-def _list_gradient_sizes(site: Site, measurements: int) -> dict[str, list[float]]:
-    """Return, by kind, the nonzero sizes of true gradients over a site's last measurements."""
-    recent = list(site.history)[-measurements:]
-    found: dict[str, list[float]] = {}
-    for entry in recent:
-        for kind, size in entry.items():
-            if size > 0:
-                found.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
-    return found
-
-
-def find_highest_exponent(format: Format) -> int:
-    """Return the power of two that the largest gradients stored in a format may reach."""
-    return min(format.emax, _HIGHEST_USED_EXPONENT)
 
 
 def check_integer_option(field: str, given: object, low: int, high: int) -> None:
@@ -216,7 +195,7 @@ class Measured(Policy):
 
     def exponent(self, site: Site) -> int | None:
         """Return the exponent that this site alone would allow; the scaler takes the least of all sites."""
-        return Amax(self.headroom, self.headroom).exponent(site)
+        return Amax(self.headroom).exponent(site)
 
 
 @dataclasses.dataclass(frozen=True)

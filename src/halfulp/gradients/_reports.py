@@ -1,18 +1,15 @@
-"""Reports of a scaler's steps and sites: LastStep, SiteTable, and Recorder, which writes them to a file."""
+"""Reports of a scaler's steps and sites: LastStep and SiteTable."""
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
 import math
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from ..formats import get
-from ..sinks import Outlet, RowFile
-from ._site import GradientReading, Site, Sites
+from ._site import Site, Sites
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +77,15 @@ class SiteRow:
         return math.log2(get(self.format).max) - math.log2(largest) - self.exponent
 
     @classmethod
-    def from_site(cls, site: Site, kinds: tuple[str, ...] = _GRADIENT_KINDS) -> SiteRow:
-        """Return the row of a site for the given kinds of gradients."""
-        readings = {kind: reading for kind, reading in site.readings.items() if kind in kinds}
+    def from_site(cls, site: Site) -> SiteRow:
+        """Return the row of a site."""
+        readings = site.readings
+        elements = sum(reading.elements for reading in readings.values())
+
+        def average(field: str) -> float | None:
+            total = sum(getattr(one, field) * one.elements for one in readings.values())
+            return total / elements if elements else None
+
         return cls(
             site=site.key,
             exponent=site.exponent,
@@ -90,10 +93,10 @@ class SiteRow:
                 kind: readings[kind].amax if kind in readings and readings[kind].is_finite else None
                 for kind in _GRADIENT_KINDS
             },
-            zero=_average_share(readings, "zero"),
-            subnormal=_average_share(readings, "subnormal"),
-            elements=sum(reading.elements for reading in readings.values()),
-            format=_find_format_name(site, readings),
+            zero=average("zero"),
+            subnormal=average("subnormal"),
+            elements=elements,
+            format=site.format.name if site.format else None,
             overflows=site.overflows,
             merged=site.merged,
         )
@@ -112,26 +115,19 @@ class SiteTable:
     total: int = 0
 
     @classmethod
-    def from_sites(
-        cls, sites: Sites, pattern: str | None, kind: str | None, sort: str | None, limit: int | None
-    ) -> SiteTable:
+    def from_sites(cls, sites: Sites, pattern: str | None, sort: str | None) -> SiteTable:
         """Return the table of the sites that are asked for; see `AdaptiveGradScaler.sites`."""
-        for name, given, allowed in (("kind", kind, _GRADIENT_KINDS), ("sort", sort, _SORT_KEYS)):
-            if given is not None and given not in allowed:
-                raise ValueError(f"{name} is {', '.join(map(repr, allowed))} or None, got {given!r}")
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-            raise ValueError(f"limit is a number of rows, at least 1, or None, got {limit!r}")
+        if sort is not None and sort not in _SORT_KEYS:
+            raise ValueError(f"sort is {', '.join(map(repr, _SORT_KEYS))} or None, got {sort!r}")
         chosen = list(sites)
         if pattern is not None:
             # The key of a site, of its module, or of the layer that it calls.
             patterns = [pattern + rest for rest in ("", ".*", "#*")]
             chosen = [site for site in sites if any(fnmatch.fnmatchcase(site.key, one) for one in patterns)]
-        if kind is not None:
-            chosen = [site for site in chosen if kind in site.readings]
-        rows = [SiteRow.from_site(site, _GRADIENT_KINDS if kind is None else (kind,)) for site in chosen]
+        rows = [SiteRow.from_site(site) for site in chosen]
         if sort is not None:
             rows.sort(key=_SORT_KEYS[sort])
-        return cls(tuple(rows[:limit]), len(sites))
+        return cls(tuple(rows), len(sites))
 
     def __getitem__(self, key: str | int | slice) -> Any:
         """Return a site's row by its key or position, or a table of several; ValueError where there is none."""
@@ -165,21 +161,21 @@ class SiteTable:
         return text if len(self) >= self.total else f"{text}\n({len(self)} of {self.total} sites)"
 
 
-def _make_sort_key(value: Callable[[SiteRow], float | None], largest: bool) -> Callable[[SiteRow], tuple[bool, float]]:
+def _make_sort_key(field: str, sign: int) -> Callable[[SiteRow], tuple[bool, float]]:
     """Return a sort key by which the worst rows come first, and rows without measurements last."""
 
     def key(row: SiteRow) -> tuple[bool, float]:
-        found = value(row)
-        return found is None, 0 if found is None else -found if largest else found
+        found = getattr(row, field)
+        return found is None, sign * (found or 0)
 
     return key
 
 
-_SORT_KEYS = {
-    "underflow": _make_sort_key(lambda row: row.underflow, largest=True),
-    "margin": _make_sort_key(lambda row: row.margin, largest=False),
-    "overflows": _make_sort_key(lambda row: row.overflows, largest=True),
-    "exponent": _make_sort_key(lambda row: row.exponent, largest=False),
+_SORT_KEYS: dict[str, Callable[[SiteRow], Any]] = {
+    "underflow": _make_sort_key("underflow", -1),
+    "margin": _make_sort_key("margin", 1),
+    "overflows": _make_sort_key("overflows", -1),
+    "exponent": _make_sort_key("exponent", 1),
     "site": lambda row: row.site,
 }
 
@@ -198,60 +194,5 @@ def _format_row_cells(row: SiteRow) -> dict[str, str]:
     }
 
 
-def _find_format_name(site: Site, readings: dict[str, GradientReading]) -> str | None:
-    if readings.keys() == site.readings.keys():
-        return site.format.name if site.format else None
-    return next((reading.format.name for reading in readings.values() if reading.format), None)
-
-
 def _format_percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.2f}%"
-
-
-def _average_share(readings: dict[str, GradientReading], field: str) -> float | None:
-    total = sum(reading.elements for reading in readings.values())
-    return sum(getattr(one, field) * one.elements for one in readings.values()) / total if total else None
-
-
-_RECORD_COLUMNS = (
-    *("iteration", "applied", "reason", "site", "exponent", "received", "passed", "weight"),
-    *("zero", "subnormal", "format", "overflows"),
-)
-
-
-class SiteRecorder:
-    """Appends one JSON line per measured iteration, or one CSV line per site and measured iteration.
-
-    A disk that is full ends the record with a warning, and the training goes on.
-
-    Args:
-        path: ``.jsonl`` or ``.csv``; an existing file is continued.
-
-    Raises:
-        ValueError: another ending, a file that cannot be written, or a CSV of other columns.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = RowFile(path, _RECORD_COLUMNS)
-        self._file.check()
-        self.path: Path = Path(path)
-        self._outlet = Outlet("the record of gradient exponents", self._write_row)
-
-    def write_iteration(self, iteration: int, step: LastStep | None, table: SiteTable) -> None:
-        """Write one iteration, at once, so that a killed run keeps what it had; nothing once closed."""
-        if self._outlet.closed:
-            return
-        applied, reason = (step.applied, step.reason) if step else (None, "")
-        self._outlet.put({"iteration": iteration, "applied": applied, "reason": reason, "sites": table})
-
-    def _write_row(self, row: Any) -> None:
-        table, common = row["sites"], {key: value for key, value in row.items() if key != "sites"}
-        if not self._file.is_csv:
-            self._file.write([{**common, **table.to_dict()}])
-            return
-        sites = [dataclasses.asdict(one) for one in table.rows]
-        self._file.write([{**common, **site, **site["amax"]} for site in sites])
-
-    def close(self) -> None:
-        """Close the recorded file."""
-        self._outlet.close()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import os
 import sys
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
-from torch.autograd import Variable
 
 from .._messages import a_kind
 from ..formats import Format
@@ -24,10 +20,10 @@ from ..kernels import uncompiled
 from ..rounding import Rounding
 from ._controller import ExponentController
 from ._policy import Policy, get_policy
-from ._reports import LastStep, SiteRecorder, SiteTable
+from ._reports import LastStep, SiteTable
 from ._site import HIGHEST, parse_scale_exponent
-from ._state import check_entries, check_sites, index_sites, reduce_scaler, resume_scaler, save_sites
-from .eager._attach import attach_scaler, get_wrapped_model
+from ._state import check_sites, read_sites, save_sites
+from .eager._attach import attach_scaler
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
 
@@ -94,15 +90,12 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         float32_outputs: bool | None = None,
         enabled: bool = True,
     ) -> None:
-        before, models, policy = set(vars(self)), list_models(model), get_policy(policy)
+        models, policy = list_models(model), get_policy(policy)
         device = next((p.device.type for one in models for p in one.parameters()), "cpu")
         super().__init__(device, init_scale=init_scale, enabled=enabled)
-        self._options: dict[str, Any] = {"policy": policy, "init_scale": init_scale, "interval": interval}
-        self._options |= {"format": format, "rounding": rounding, "floor": floor, "ceiling": ceiling}
-        self._options |= {"float32_outputs": float32_outputs}
         self.last_step: LastStep | None = None
-        self._recorders: list[SiteRecorder] = []
-        self._unscaled = UnscaledGradients()
+        # By a parameter's identity: the gradient that was divided since the last update, and after how many passes.
+        self._divided: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
         self._scale_was_read = False
@@ -129,8 +122,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             except (TypeError, ValueError):
                 self.detach()
                 raise
-        # A subclass has attributes of its own besides, which its pickles hold.
-        self._own = {"_own", *vars(self)} - before
 
     # what GradScaler has --------------------------------------------------------------------------------------
 
@@ -165,7 +156,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if scaled.requires_grad:
             node: Any = scaled.grad_fn
             node.register_prehook(backward.open_edges)
-            node.register_prehook(self._unscaled.begin_backward_pass)
         self._controller.losses.append(output.detach())
         return scaled
 
@@ -176,7 +166,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Gradients set by hand are multiplied by ``get_scale()`` before. What optimizers share is divided once.
 
         Raises:
-            ValueError: no `scale` or `get_scale` since the last update; a divided gradient that backward added to.
+            ValueError: no `scale` or `get_scale` since the last update; a backward pass after an optimizer that shares
+                a gradient was unscaled.
             RuntimeError: called twice, or after step.
         """
         if not self._enabled:
@@ -194,17 +185,29 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "constant power of two and divide every stage's gradients by it"
             )
         controller.backward.close_edges_after_backward()
-        self._unscaled.check_units(optimizer, self._models)
         self._make_scale_tensor(torch.device(self._device))
         super().unscale_(optimizer)
+        self._per_optimizer_states[id(optimizer)]["passes"] = controller.backward.passes
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale the gradients that are still scaled, as GradScaler does; check those that were divided already."""
-        # Float16 is allowed where torch only checks, and divides none.
-        known = UnscaledGradients() if allow_fp16 else self._unscaled
-        scaled, divided = known.split_parameters(optimizer)
+        """Unscale the gradients that are still scaled, as GradScaler does; check those that were divided already.
+
+        Optimizers that share a parameter share its gradient, which is divided for the first one that unscales; torch's
+        GradScaler divides again for each.
+        """
+        passes = self._controller.backward.passes
+        scaled, divided = [], []
+        for parameter in _list_parameters_with_gradients(optimizer):
+            gradient, divided_at = self._divided.get(id(parameter), (None, 0))
+            # Float16 is allowed where torch only checks, and divides none.
+            if allow_fp16 or gradient is None or gradient() is not parameter.grad:
+                scaled.append(parameter)
+            elif divided_at != passes:
+                raise ValueError(_PASS_AFTER_UNSCALING)
+            else:
+                divided.append(parameter)
         flags: dict[torch.device, Tensor] = {}
         # torch leaves values as they are, bit for bit, under an inverse of 1.
         for parameters, factor in (
@@ -215,7 +218,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 held: Any = SimpleNamespace(param_groups=[{"params": alike}])
                 for device, flag in super()._unscale_grads_(held, factor, found_inf, allow_fp16).items():
                     flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
-        known.mark_as_divided(parameter for group in optimizer.param_groups for parameter in group["params"])
+        if not allow_fp16:
+            self._divided |= {id(one): (weakref.ref(one.grad), passes) for one in scaled if one.grad is not None}
         return flags
 
     @uncompiled
@@ -238,21 +242,41 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        self._unscaled.check_units(optimizer, self._models, divided=state["stage"] is OptState.UNSCALED)
-        if is_handling_overflow(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        if state["stage"] is OptState.UNSCALED and state["passes"] != self._controller.backward.passes:
+            raise ValueError(_PASS_AFTER_UNSCALING)
+        handles_overflow = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if handles_overflow and "grad_scaler" in inspect.signature(optimizer.step).parameters:
             raise TypeError(
                 "the optimizer's step takes grad_scaler=, the older form of torch's contract: let it read the "
                 "attributes grad_scale and found_inf, which are set on it during a step"
             )
-        if state["stage"] is OptState.READY and not is_stepped_without_gradients(optimizer):
+        # As GradScaler steps torch's fused ones.
+        without_gradients = handles_overflow and next(_list_parameters_with_gradients(optimizer), None) is None
+        if state["stage"] is OptState.READY and not without_gradients:
             self.unscale_(optimizer)
         if self._controller.backward.passes:
             self._controller.backward.warn_if_unwatched()
-        flags = collect_overflow_flags(optimizer, state["found_inf_per_device"], self._device)
+        flags = list(state["found_inf_per_device"].values())
+        if not flags and without_gradients:
+            flags = [torch.zeros((), dtype=torch.float32, device=self._device)]
+        if not flags:
+            raise ValueError(
+                "the optimizer's parameters have no gradients: there is nothing to step with. Leave this step out, or "
+                "call another optimizer's zero_grad(), which clears what they share, after all steps"
+            )
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read_overflow(flags)
         self.last_step = self._controller.record_skipped_step() if overflowed else LastStep(applied=True)
-        return step_with_unscaled_gradients(optimizer, flags, overflowed, args, kwargs)
+        if not handles_overflow:
+            return None if overflowed else optimizer.step(*args, **kwargs)
+        aware: Any = optimizer
+        # A scale of its own that somebody set stays.
+        aware.grad_scale = getattr(optimizer, "grad_scale", None)
+        aware.found_inf = sum(flag.to(flags[0].device, non_blocking=True) for flag in flags)
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del aware.grad_scale, aware.found_inf
 
     @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -277,16 +301,13 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
         if flags and self._controller.read_overflow(flags):
             self.last_step = self._controller.record_skipped_step()
-        measured = self._controller.backward.measuring
         if exponent is None:
             self._controller.update_exponents()
         else:
             self._controller.set_global_exponent(exponent)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._unscaled.clear()
+        self._divided.clear()
         self._scale_was_read = False
-        for recorder in self._recorders if measured else ():
-            recorder.write_iteration(self._controller.iteration, self.last_step, self.sites())
 
     def get_scale(self) -> float:
         """Return the global scale: a scaled loss over the loss, and a parameter's scaled gradient over the true one.
@@ -310,71 +331,37 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             self._scale = torch.full_like(self._scale, self._compute_global_scale())
         return self._scale.to(device, non_blocking=True)
 
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of steps without overflow after which the scale doubles, for policies that count them.
-
-        Raises:
-            NotImplementedError: another policy, which grows scales by what it measures.
-            ValueError: no whole number of at least 1.
-        """
-        policy = self._controller.policy
-        if not hasattr(policy, "growth_interval"):
-            raise NotImplementedError(
-                f"policy {policy.name!r} grows scales by what it measures, after no number of steps: take "
-                f"policy='dynamic', or Dynamic(growth_interval={new_interval})"
-            )
-        changes: dict[str, Any] = {"growth_interval": new_interval}
-        policy = dataclasses.replace(policy, **changes)
-        self._options["policy"] = self._controller.policy = self._controller.backward.policy = policy
-        self._growth_interval = new_interval
-
     def set_growth_factor(self, new_factor: float) -> None:
-        """Raise unless the factor is 2, by which scales grow.
+        """Refuse: scales are powers of two, which the policy chooses.
 
         Raises:
-            NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
+            NotImplementedError: always, with the policy to give instead.
         """
-        _refuse_other_factor("growth", new_factor, self._growth_factor)
+        raise NotImplementedError(
+            f"scales are powers of two, which the policy chooses, got {new_factor}: give policy= to the scaler, such "
+            "as Dynamic(growth_interval=...)"
+        )
 
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Raise unless the factor is the policy's own.
+    set_backoff_factor = set_growth_factor
 
-        Raises:
-            NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
-        """
-        _refuse_other_factor("backoff", new_factor, self._backoff_factor)
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Refuse, as `set_growth_factor` does."""
+        self.set_growth_factor(new_interval)
 
     # what it tells --------------------------------------------------------------------------------------------
 
-    def sites(
-        self, pattern: str | None = None, *, kind: str | None = None, sort: str | None = None, limit: int | None = None
-    ) -> SiteTable:
-        """Return every gradient's exponent and its last measurement; ``print`` it for a table.
+    def sites(self, pattern: str | None = None, *, sort: str | None = None) -> SiteTable:
+        """Return every gradient's exponent and its last measurement; ``print`` it, or a slice of it, for a table.
 
         Args:
             pattern: Only sites of this name, or in the module of this name; ``*``, ``?`` and ``[...]`` stand for other
                 characters, as in file names.
-            kind: Only gradients that are "received", "passed" on, or a "weight"'s, and sites where these were measured.
             sort: The worst first: "underflow", "margin" (to overflow), "overflows", "exponent", or by name, "site".
-            limit: Only so many of these.
 
         Raises:
-            ValueError: an unknown kind or order, or a limit below 1.
+            ValueError: an unknown order.
         """
-        return SiteTable.from_sites(self._controller.sites, pattern, kind, sort, limit)
-
-    def record(self, path: str | os.PathLike[str]) -> SiteRecorder:
-        """Start writing ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
-
-        Returns:
-            The recorder, whose ``close()`` ends it.
-
-        Raises:
-            ValueError: another ending, or a file that cannot be written.
-        """
-        recorder = SiteRecorder(path)
-        self._recorders.append(recorder)
-        return recorder
+        return SiteTable.from_sites(self._controller.sites, pattern, sort)
 
     def set_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set sites' exponents by hand, all others to 0, and begin a new iteration: for experiments and proofs.
@@ -384,7 +371,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """
         self._controller.assign_exponents(exponents)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._unscaled.clear()
+        self._divided.clear()
 
     def merge(self, *keys: str, reason: str = "by hand") -> None:
         """Let sites follow the global exponent from now on.
@@ -402,7 +389,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """
         from ._compiled_backend import make_backend
 
-        self._controller.backward.following.stop_following()
+        # Compiled graphs cannot lift exponents by the loss.
+        following = self._controller.backward.following
+        following.wanted = following.on = False
         return make_backend(self._controller.backward, name)
 
     # what is saved --------------------------------------------------------------------------------------------
@@ -417,58 +406,41 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         return {**state, "sites": sites, "progress": controller.progress}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle, and a deep copy, holds the models too, whose copies the copy belongs to; recorders stay here.
+        """Raise: a copy would belong to no model.
 
         Raises:
-            ValueError: in the middle of an iteration, or of a scaler that its own model holds.
+            TypeError: always, with what to save or to make instead.
         """
-        return reduce_scaler(self, AdaptiveGradScaler)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        resume_scaler(self, state)
+        raise TypeError(
+            "an AdaptiveGradScaler is not pickled or copied, as it belongs to a model: save scaler.state_dict(), make "
+            "AdaptiveGradScaler(model) of the copied model, and load it there; keep the scaler beside the model"
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, or a GradScaler's state, whose scale becomes the global one.
 
-        Sites are known from the first forward pass on; before it only the modules that they name are compared. Policy,
-        floor and ceiling stay this scaler's.
+        Sites are known from the first forward pass on, and compared from then on. Policy, floor and ceiling stay this
+        scaler's.
 
         Raises:
-            ValueError: an empty state, one with an entry missing or damaged, or one of another model; nothing is
-                changed.
+            ValueError: an empty state, one with an entry missing or of another type, or one of another model; nothing
+                is changed.
         """
         if not self._enabled:
             return
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
-        state_dict = index_sites(state_dict)
-        check_entries(state_dict)
-        given = state_dict.get("sites")
+        controller, given = self._controller, read_sites(state_dict)
         if given is not None:
-            check_sites(given, {site.key for site in self._controller.sites}, self._list_module_names())
-            self._controller.check_random_stream(state_dict["progress"])
-        self._load_checked_state(state_dict)
-
-    def _load_checked_state(self, state_dict: dict[str, Any]) -> None:
-        """Load a checked state of this model."""
-        state_dict = index_sites(state_dict)
-        global_site = parse_scale_exponent("the state's scale", state_dict["scale"])
+            check_sites(given, {site.key for site in controller.sites})
+            controller.check_random_stream(state_dict["progress"])
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
-        if state_dict.get("sites") is None:
-            self._controller.adopt_scale(global_site, int(state_dict["_growth_tracker"]))
+        if given is None:
+            exponent = parse_scale_exponent("the state's scale", state_dict["scale"])
+            controller.adopt_scale(exponent, int(state_dict["_growth_tracker"]))
         else:
-            self._controller.sites.global_site.exponent = global_site
-            self._controller.load_state(state_dict["sites"], state_dict["progress"])
-
-    def _list_module_names(self) -> set[str]:
-        """Return the qualified names of all modules, with which sites' keys begin."""
-        found = {"model", ""}
-        for i, model in enumerate(one() for one in self._models):
-            names = () if model is None else (name for name, _ in get_wrapped_model(model).named_modules())
-            prefix = str(i) if len(self._models) > 1 else ""
-            found |= {f"{prefix}.{name}".strip(".") for name in names}
-        return found
+            controller.load_state(given, state_dict["progress"])
 
     def detach(self) -> None:
         """Restore the models' own forward passes; the scaler cannot be used afterwards."""
@@ -476,14 +448,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             detach()
         self._detach.clear()
         self._enabled = False
-
-
-def _refuse_other_factor(name: str, new_factor: float, factor: float) -> None:
-    if new_factor != factor:
-        raise NotImplementedError(
-            f"scales are powers of two, which the policy chooses, got a {name} factor of {new_factor}: keep {factor}, "
-            "or give policy= to the scaler"
-        )
 
 
 def list_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -498,154 +462,11 @@ def list_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 # unscaling and steps ------------------------------------------------------------------------------------------
 
-_UPDATE_BETWEEN_PASSES = (
-    "call scaler.update() between the passes of a step that has several, such as a sharpness-aware one"
+_PASS_AFTER_UNSCALING = (
+    "a scaled backward pass ran after unscale_(), so that gradients may still hold the scale, or be sums of both: "
+    "unscale and step after all backward passes of an iteration, call zero_grad() before the next one, and call "
+    "scaler.update() between the passes of a step that has several, such as a sharpness-aware one"
 )
-
-
-class _GradientSnapshot:
-    """A snapshot of a parameter's gradient: a weak reference to the tensor and its version counter."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        self._tensor = None if gradient is None else weakref.ref(gradient)
-        self._version = None if gradient is None else gradient._version
-
-    def is_held_by(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's gradient is still this tensor, even if it was written into since."""
-        return self._tensor is not None and parameter.grad is not None and self._tensor() is parameter.grad
-
-    def is_unchanged_in(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's gradient is still this tensor and was not written into since."""
-        if self._tensor is None or parameter.grad is None:
-            return self._tensor is None and parameter.grad is None
-        return self.is_held_by(parameter) and self._version == parameter.grad._version
-
-
-class _UnscaledGradient:
-    """The units of a parameter's gradient since its optimizer was unscaled.
-
-    Attributes:
-        parameter: a weak reference.
-        units: in which it was last left: "divided" by the scale, "scaled" by a later scaled backward pass, or "mixed",
-            a sum of both.
-        left: the gradient as it was left so.
-        begun: the gradient when the scaled backward pass began that runs now; None while none does.
-    """
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter: weakref.ref[Tensor] = weakref.ref(parameter)
-        self.units: Literal["divided", "scaled", "mixed"] = "divided"
-        self.left = _GradientSnapshot(parameter)
-        self.begun: _GradientSnapshot | None = None
-        self._adds_to_divided = False
-
-    def take_snapshot(self) -> None:
-        """Take a snapshot of the gradient before a scaled backward pass."""
-        parameter = self.parameter()
-        if parameter is not None:
-            self.begun = _GradientSnapshot(parameter)
-            # A divided gradient that was changed before the pass may have been set to zero.
-            was_left = self.units == "divided" and self.left.is_unchanged_in(parameter)
-            self._adds_to_divided = parameter.grad is not None and (self.units == "mixed" or was_left)
-
-    def detect_write(self) -> None:
-        """Compare the gradient with the snapshot, to see whether the scaled backward pass wrote into it."""
-        parameter = self.parameter()
-        if parameter is None or parameter.grad is None or self.begun is None or self.begun.is_unchanged_in(parameter):
-            return
-        self.left, self.units = _GradientSnapshot(parameter), "mixed" if self._adds_to_divided else "scaled"
-
-
-class UnscaledGradients:
-    """The gradients that were divided by the scale since the last update.
-
-    Optimizers that share a parameter share its gradient, which is divided for the first one that unscales; torch's
-    GradScaler divides again for each. A gradient stays unscaled, also where it is clipped, until a scaled backward pass
-    writes it or another tensor takes its place.
-    """
-
-    def __init__(self) -> None:
-        self._records: dict[int, _UnscaledGradient] = {}
-        self._pass = -1
-
-    def clear(self) -> None:
-        """Forget all gradients."""
-        self._records.clear()
-
-    def split_parameters(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Return an optimizer's parameters whose gradients are scaled, and those whose gradients were divided."""
-        parts: tuple[list[Tensor], list[Tensor]] = [], []
-        for parameter in _list_parameters_with_gradients(optimizer):
-            record = self._find_record(parameter)
-            parts[record is not None and record.units == "divided"].append(parameter)
-        return parts
-
-    def check_units(
-        self, optimizer: torch.optim.Optimizer, models: Iterable[weakref.ref[Any]], divided: bool = False
-    ) -> None:
-        """Check that no gradient of an optimizer is a sum of divided and scaled values.
-
-        Warns:
-            RuntimeWarning: a gradient that a scaled backward pass left was written since, and will not be divided.
-        """
-        written = ""
-        for parameter in _list_parameters_with_gradients(optimizer):
-            record = self._find_record(parameter)
-            if record is None or record.units == "divided" or not (record.units == "mixed" or divided):
-                continue
-            held = [model for model in (one() for one in models) if model is not None]
-            names = {id(one): name for model in reversed(held) for name, one in model.named_parameters()}
-            said = names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
-            if record.units == "mixed":
-                raise ValueError(
-                    f"the gradient of {said} was unscaled, and a scaled backward pass has added to it since, so that "
-                    "parts of it have another scale: unscale and step after all backward passes of an iteration, or "
-                    "call zero_grad() before the next one"
-                )
-            origin = f"the gradient of {said} comes from a scaled backward pass after unscale_() of its optimizer"
-            if record.left.is_unchanged_in(parameter):
-                raise ValueError(f"{origin}, and is still scaled: {_UPDATE_BETWEEN_PASSES}")
-            # Divided by hand, or clipped as it was.
-            written = written or origin
-        if written:
-            warnings.warn(
-                f"{written}, and was written since: it is taken as unscaled; if it is not, {_UPDATE_BETWEEN_PASSES}",
-                RuntimeWarning,
-                stacklevel=3,  # the line that steps
-            )
-
-    def mark_as_divided(self, parameters: Iterable[Tensor]) -> None:
-        """Mark the gradients of these parameters, where present, as divided."""
-        self._records |= {id(parameter): _UnscaledGradient(parameter) for parameter in parameters}
-
-    def begin_backward_pass(self, _: tuple[Any, ...]) -> None:
-        """Take snapshots as a scaled backward pass begins (the hook of a scaled loss's node)."""
-        number = torch._C._current_graph_task_id()
-        if not self._records or number == self._pass:
-            return
-        self._end_backward_pass()
-        self._pass = number
-        for record in self._records.values():
-            record.take_snapshot()
-        Variable._execution_engine.queue_callback(self._end_backward_pass)
-
-    def _end_backward_pass(self) -> None:
-        """Compare gradients with their snapshots as a backward pass ends, even one that raised."""
-        self._pass = -1
-        for record in self._records.values():
-            record.detect_write()
-            record.begun = None
-
-    def _find_record(self, parameter: Tensor) -> _UnscaledGradient | None:
-        """Return the record of the gradient that a parameter has; None where another tensor took its place."""
-        record = self._records.get(id(parameter))
-        if record is None or record.parameter() is not parameter:
-            return None
-        if self._pass != torch._C._current_graph_task_id():
-            self._end_backward_pass()
-        record.detect_write()
-        return record if record.left.is_held_by(parameter) else None
 
 
 def _list_parameters_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -666,48 +487,3 @@ def _group_by_device_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
         gradient: Any = parameter.grad
         found.setdefault(gradient.device_mesh if is_sharded else None, []).append(parameter)
     return [alike for alike in found.values() if alike]
-
-
-def is_handling_overflow(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer skips overflowed steps by itself, as torch's fused ones do."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def is_stepped_without_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is stepped without any gradient, as GradScaler steps torch's fused ones."""
-    return is_handling_overflow(optimizer) and next(_list_parameters_with_gradients(optimizer), None) is None
-
-
-def collect_overflow_flags(
-    optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor], device: str | torch.device
-) -> list[Tensor]:
-    """Return the overflow flags of an optimizer's gradients, one that is not set where it is stepped without any."""
-    flags = list(found.values())
-    if not flags and is_stepped_without_gradients(optimizer):
-        flags = [torch.zeros((), dtype=torch.float32, device=device)]
-    if not flags:
-        raise ValueError(
-            "the optimizer's parameters have no gradients: there is nothing to step with. Leave this step out, or call "
-            "another optimizer's zero_grad(), which clears what they share, after all steps"
-        )
-    return flags
-
-
-def step_with_unscaled_gradients(
-    optimizer: torch.optim.Optimizer,
-    found: list[Tensor],
-    overflowed: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Step with unscaled gradients; None where they overflowed, unless the optimizer handles that itself."""
-    if not is_handling_overflow(optimizer):
-        return None if overflowed else optimizer.step(*args, **kwargs)
-    aware: Any = optimizer
-    # A scale of its own that somebody set stays.
-    aware.grad_scale = getattr(optimizer, "grad_scale", None)
-    aware.found_inf = sum(flag.to(found[0].device, non_blocking=True) for flag in found)
-    try:
-        return optimizer.step(*args, **kwargs)
-    finally:
-        del aware.grad_scale, aware.found_inf

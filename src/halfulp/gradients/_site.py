@@ -156,11 +156,6 @@ class Site:
         if entry:
             self.history.append(entry)
 
-    @property
-    def is_wide(self) -> bool:
-        """Whether it was measured and all its gradients have float32's range."""
-        return self.measured and self.format is None
-
     def change_reference_binade(self, before: int | None, binade: int | None) -> None:
         """Convert a site's exponent and history to another reference binade (`Sites.set_reference_binade`)."""
         if before is None or binade is None:
@@ -193,17 +188,14 @@ class Sites:
         """Return the site of a key, created at its first use with the previous call's exponent or the lowest in use."""
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = Site(key, self.global_site, self._find_first_exponent(key))
+            place, _, call = key.rpartition("#")
+            before = f"{place}#{int(call) - 1}" if call.isdecimal() and call != "1" else place
+            first = self.start if self.lowest is None else self.lowest
+            if call.isdecimal() and before in self._sites:
+                first = self._sites[before]._exponent
+            site = self._sites[key] = Site(key, self.global_site, first)
             site.merged = UNIFORM_SCALE_REASON if self._uniform else None
         return site
-
-    def _find_first_exponent(self, key: str) -> int:
-        place, _, call = key.rpartition("#")
-        if call.isdecimal():
-            before = self._sites.get(f"{place}#{int(call) - 1}" if call != "1" else place)
-            if before is not None:
-                return before._exponent
-        return self.start if self.lowest is None else self.lowest
 
     def set_reference_binade(self, binade: int | None) -> None:
         """Set the binade of the loss gradients for which exponents are meant.
@@ -512,15 +504,6 @@ class LossFollowing:
             self._room = _LARGEST_POWER - max(map(abs, below))
         self._entered = 0
         self._factors.clear()
-
-    def stop_following(self) -> None:
-        """Stop lifting exponents by the loss from now on, as compiled graphs cannot."""
-        self.wanted = self.on = False
-
-    def take_binades(self, device: torch.device) -> list[Tensor]:
-        """Return this iteration's binades, as tensors on their devices."""
-        binades, self.binades = self.binades, []
-        return [torch.as_tensor(binade, dtype=torch.float32, device=device) for binade in binades]
 
     def begin_iteration(self, iteration: int) -> None:
         """Begin an iteration: decide whether exponents follow the loss in it."""

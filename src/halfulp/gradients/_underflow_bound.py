@@ -301,12 +301,19 @@ def sample_sums(gradient: Tensor, weight: Tensor) -> Tensor:
 # the policies -----------------------------------------------------------------------------------------------
 
 
-def _is_real_number(given: object) -> bool:
-    return isinstance(given, (int, float)) and not isinstance(given, bool)
-
-
 def _find_format_limits(format: Format) -> dict[str, float]:
     return {"u_min": format.smallest_subnormal, "u_max": format.max}
+
+
+def _combine_bounds(exponent: int, alphas: list[LogScale]) -> ExponentProposal | None:
+    """Return the bounds of several rules as one, of a gradient that is stored at an exponent."""
+    if any(map(math.isnan, alphas)):
+        return None
+    lower = max([0.0, *(alpha.lower for alpha in alphas)])
+    upper = min(alpha.upper for alpha in alphas)
+    # Up for what must be reached, down for what must not be passed.
+    least = exponent - floor_to_exponent(-lower)
+    return ExponentProposal(least, HIGHEST if upper == math.inf else exponent + floor_to_exponent(upper))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,49 +324,20 @@ class OperandStatisticsPolicy(Policy):
     range, as a lower bound against underflow and an upper one against overflow; of all products of a site the largest
     lower bound holds, and then the smallest upper one. Statistics are made, and copied to the host
     product by product, in measured iterations only.
-
-    Args:
-        scale_bound: Upper bound of one alpha; the papers take 16 (first version) and 65,504; None is none.
-        accumulated_bound: Upper bound of a site's scale over the global one: the papers' 1024 and 65,504; None is none.
     """
 
-    scale_bound: float | None = None
-    accumulated_bound: float | None = None
-
     wants_operands = True
-
-    def __post_init__(self) -> None:
-        for field in ("scale_bound", "accumulated_bound"):
-            given = getattr(self, field)
-            if given is not None and not (_is_real_number(given) and given > 0):
-                raise ValueError(f"{field} is a positive number, or None for no bound; got {given!r}")
 
     @abc.abstractmethod
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """Return the base-2 logarithms of alpha, by each rule of the policy; NaN where an operand is not finite."""
 
-    def propose_bounds(
-        self, site: Site, operands: Operands, format: Format, global_site: Site
-    ) -> ExponentProposal | None:
+    def propose_bounds(self, site: Site, operands: Operands, format: Format) -> ExponentProposal | None:
         """Return the bounds of a site's exponent by a product's operands; the gradient is stored at the present one."""
         # Zeros alone say nothing of how far to go.
         if not bool(operands.gradient.any()):
             return None
-        return self._combine_bounds(site.exponent, self.log2_alpha(operands, format), site, global_site)
-
-    def _combine_bounds(
-        self, exponent: int, alphas: list[LogScale], site: Site, global_site: Site
-    ) -> ExponentProposal | None:
-        """Return the bounds of several rules as one, of a gradient that is stored at an exponent."""
-        if any(map(math.isnan, alphas)):
-            return None
-        over_global = site.exponent - global_site.exponent
-        cap = min(math.log2(self.accumulated_bound or math.inf) - over_global, math.log2(self.scale_bound or math.inf))
-        lower = max([0.0, *(alpha.lower for alpha in alphas)])
-        upper = min(min(alpha.upper for alpha in alphas), cap + (site.exponent - exponent))
-        # Up for what must be reached, down for what must not be passed.
-        least = exponent - floor_to_exponent(-lower)
-        return ExponentProposal(least, HIGHEST if upper == math.inf else exponent + floor_to_exponent(upper))
+        return _combine_bounds(site.exponent, self.log2_alpha(operands, format))
 
     def exponent(self, site: Site) -> int | None:
         """Return the largest lower bound of all proposals, at most the smallest upper one."""
@@ -388,10 +366,9 @@ class UnderflowBound(OperandStatisticsPolicy):
     name = "underflow-bound"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.version, str) or self.version not in get_args(RuleVersion):
             raise ValueError(f"version is one of {', '.join(get_args(RuleVersion))}; got {self.version!r}")
-        if not (_is_real_number(self.share) and 0 < self.share < 1):
+        if not isinstance(self.share, (int, float)) or not 0 < self.share < 1:
             raise ValueError(f"share is between 0 and 1, both excluded; got {self.share!r}")
 
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
@@ -406,18 +383,14 @@ class UnderflowBound(OperandStatisticsPolicy):
             found.append(scale_by_numbers(sample_sums(operands.gradient, operands.weight), **limits))
         return found
 
-    def propose_bounds_at_loss(
-        self, site: Site, gradient: Tensor, format: Format, global_site: Site
-    ) -> ExponentProposal | None:
+    def propose_bounds_at_loss(self, site: Site, gradient: Tensor, format: Format) -> ExponentProposal | None:
         """Return bounds for a gradient at the loss, by the Gaussian and the lognormal rule and by its numbers."""
         limits: dict[str, Any] = {"share": self.share, **_find_format_limits(format)}
         moments = TensorMoments.measure(gradient)
         if not (moments.finite and moments.amax):
             return None
         alphas = [lognormal(LogMoments.measure(gradient), **limits), underflow_bound(moments, **limits)]
-        return self._combine_bounds(
-            global_site.exponent, [*alphas, scale_by_numbers(gradient, **limits)], site, global_site
-        )
+        return _combine_bounds((site.global_site or site).exponent, [*alphas, scale_by_numbers(gradient, **limits)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ._models import HalfSpace, Manifold, round_to_plain
 
 
-def ranking_loss(
-    points: torch.Tensor, sets: torch.Tensor, scale: float = 1.0, manifold: Manifold | None = None
-) -> torch.Tensor:
+def ranking_loss(points: Tensor, sets: Tensor, scale: float = 1.0, manifold: Manifold | None = None) -> Tensor:
     """Return the mean of -log(exp(-s d(u, v)) / sum over v' of exp(-s d(u, v'))) (Nickel and Kiela, arXiv 1705.08039).
 
     Args:
@@ -37,7 +36,7 @@ def ranking_loss(
 
 
 @torch.no_grad()
-def ranking_gradient(points: torch.Tensor, sets: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def ranking_gradient(points: Tensor, sets: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return `ranking_loss` in the half-space and its gradient, without autograd.
 
     With a = sinh^2(d / 2) = |u - v|^2 / (4 u_y v_y), the derivative of d by a is 1 / sqrt(a (1 + a)), that of a by u is
@@ -62,11 +61,9 @@ def ranking_gradient(points: torch.Tensor, sets: torch.Tensor, scale: float = 1.
     return loss.to(points.dtype), gradient.to(points.dtype)
 
 
-def _compute_distances_and_gradients(
-    u: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _compute_distances_and_gradients(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return d(u, v) in float64, and its derivatives by the coordinates of u and of v."""
-    if type(u) is torch.Tensor:
+    if type(u) is Tensor:
         u, v = u.double(), v.double()
     difference = round_to_plain(u - v, torch.float64)
     above, below = round_to_plain(u[..., -1], torch.float64), round_to_plain(v[..., -1], torch.float64)
@@ -82,7 +79,7 @@ def _compute_distances_and_gradients(
     return 2 * root.asinh(), by_first, by_others
 
 
-def check_sets(points: torch.Tensor, sets: torch.Tensor) -> None:
+def check_sets(points: Tensor, sets: Tensor) -> None:
     """Raise unless sets are rows of at least three numbers of points."""
     if points.dim() != 2:
         raise ValueError(f"points are a table of shape (N, d), got shape {tuple(points.shape)}")
@@ -91,9 +88,6 @@ def check_sets(points: torch.Tensor, sets: torch.Tensor) -> None:
             "sets are int64 of shape (B, 2 + K), each row the number of a point, of its partner and of at least one "
             f"other; got {sets.dtype} of shape {tuple(sets.shape)}"
         )
-
-
-_CANDIDATES_PER_NEGATIVE = 1.5  # candidates per wanted negative where all nodes are equally likely
 
 
 class RankingSets:
@@ -118,14 +112,14 @@ class RankingSets:
     ((2, 5), [[0, 1], [1, 2]])
     """
 
-    def __init__(self, edges: torch.Tensor, nodes: int, others: int = 50, batch: int = 32) -> None:
+    def __init__(self, edges: Tensor, nodes: int, others: int = 50, batch: int = 32) -> None:
         if edges.dtype != torch.int64 or edges.dim() != 2 or edges.shape[1] != 2 or len(edges) == 0:
             raise ValueError(f"edges are int64 of shape (E, 2), got {edges.dtype} of shape {tuple(edges.shape)}")
         if int(edges.min()) < 0 or int(edges.max()) >= nodes:
             raise ValueError(f"edges name nodes {int(edges.min())} to {int(edges.max())}, there are 0 to {nodes - 1}")
         if others < 1 or batch < 1:
             raise ValueError(f"others={others} and batch={batch} are at least 1")
-        self.edges: torch.Tensor = edges
+        self.edges: Tensor = edges
         self.nodes: int = nodes
         self.others: int = others
         self.batch: int = batch
@@ -136,7 +130,7 @@ class RankingSets:
             raise ValueError(f"{int(full.sum())} sources have edges to all other nodes: nothing to rank them against")
         self._popular = torch.bincount(edges[:, 1], minlength=nodes).double() ** 0.75
 
-    def epoch(self, generator: torch.Generator, popular: bool = False) -> Iterator[torch.Tensor]:
+    def epoch(self, generator: torch.Generator, popular: bool = False) -> Iterator[Tensor]:
         """Yield batches of sets to rank, one set for every edge, in shuffled order.
 
         Args:
@@ -148,10 +142,10 @@ class RankingSets:
         drawn = self.draw(self.edges[order], generator, popular)
         yield from drawn.split(self.batch)
 
-    def draw(self, edges: torch.Tensor, generator: torch.Generator, popular: bool = False) -> torch.Tensor:
+    def draw(self, edges: Tensor, generator: torch.Generator, popular: bool = False) -> Tensor:
         """Return the sets of some edges, int64 of shape (len(edges), 2 + K)."""
         sources = edges[:, 0]
-        tries = min(10 * self.others if popular else int(_CANDIDATES_PER_NEGATIVE * self.others) + 8, 32_000)
+        tries = min(10 * self.others if popular else int(1.5 * self.others) + 8, 32_000)
         candidates = self._draw_candidates((len(edges), tries), generator, popular)
         good = ~self._barred[sources.unsqueeze(1), candidates] & self._find_first_occurrences(candidates)
         rank = good.cumsum(1)
@@ -165,8 +159,8 @@ class RankingSets:
         return torch.cat([edges, made], 1)
 
     def _repeat_candidates(
-        self, sources: torch.Tensor, candidates: torch.Tensor, good: torch.Tensor, generator: torch.Generator
-    ) -> torch.Tensor:
+        self, sources: Tensor, candidates: Tensor, good: Tensor, generator: torch.Generator
+    ) -> Tensor:
         """Return a row's valid candidates, repeated until there are enough."""
         found = good.sum(1, keepdim=True)
         for row in (found == 0).nonzero()[:, 0].tolist():
@@ -179,14 +173,14 @@ class RankingSets:
         place = torch.arange(self.others, dtype=torch.int64, device="cpu")
         return in_front.gather(1, torch.where(place < found, place, again.long()))
 
-    def _draw_candidates(self, shape: tuple[int, int], generator: torch.Generator, popular: bool) -> torch.Tensor:
+    def _draw_candidates(self, shape: tuple[int, int], generator: torch.Generator, popular: bool) -> Tensor:
         if not popular:
             return torch.randint(self.nodes, shape, generator=generator, dtype=torch.int64, device="cpu")
         ends = self._popular.cumsum(0)
         marks = torch.rand(shape, dtype=torch.float64, generator=generator, device="cpu") * ends[-1]
         return torch.searchsorted(ends, marks, right=True).clamp_(max=self.nodes - 1)
 
-    def _find_first_occurrences(self, candidates: torch.Tensor) -> torch.Tensor:
+    def _find_first_occurrences(self, candidates: Tensor) -> Tensor:
         """Return where each candidate occurs for the first time in its row."""
         columns = torch.arange(candidates.shape[1], dtype=torch.int16, device="cpu").expand(candidates.shape)
         seen = torch.full((len(candidates), self.nodes), 32_767, dtype=torch.int16, device="cpu")
@@ -210,7 +204,7 @@ class Reconstruction:
 
 
 @torch.no_grad()
-def reconstruction(points: torch.Tensor, edges: torch.Tensor, manifold: Manifold | None = None) -> Reconstruction:
+def reconstruction(points: Tensor, edges: Tensor, manifold: Manifold | None = None) -> Reconstruction:
     """Rank all nodes by their distance from each source of an edge (Nickel and Kiela, arXiv 1705.08039).
 
     Nodes at equal distance share the worst rank, so that an embedding that collapses is not rewarded.

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from .. import arithmetic
 from ..mctensor import MCTensor
 
 
-def round_to_plain(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def round_to_plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the value as a plain tensor of a dtype, by default of the components' own."""
     if isinstance(x, MCTensor):
         if x.scale is None and dtype in (None, x.dtype) and not torch.is_grad_enabled():
@@ -24,19 +25,19 @@ def round_to_plain(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
     return x if dtype is None else x.to(dtype)
 
 
-def match_width(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def match_width(x: Tensor, other: Tensor) -> Tensor:
     """Return x as wide as another value: with all components beside an MCTensor, rounded beside a plain tensor."""
     return x if isinstance(other, MCTensor) else round_to_plain(x)
 
 
-def compute_norm(x: torch.Tensor) -> torch.Tensor:
+def compute_norm(x: Tensor) -> Tensor:
     """Return the length along the last dimension, which is kept; its derivative at 0 is 0."""
     squares = (x * x).sum(-1, keepdim=True)
     still = squares == 0
     return torch.where(still, squares, torch.where(still, torch.ones_like(squares), squares).sqrt())
 
 
-def find_direction_and_length(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def find_direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the direction and the length along the last dimension; where the length is 0, so is the direction.
 
     The largest magnitude is taken out first, so that no square leaves the range.
@@ -48,7 +49,7 @@ def find_direction_and_length(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return part / torch.where(length == 0, torch.ones_like(length), length), length * size
 
 
-def split_tanh(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_tanh(length: Tensor) -> tuple[Tensor, Tensor]:
     """Return tanh(s / 2) and 1 - tanh(s / 2) = 2 / (e^s + 1), each to full relative accuracy.
 
     A length beyond the logarithm of the largest number would lead out of the range; it is cut there.
@@ -57,7 +58,7 @@ def split_tanh(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return grown / (grown + 2), 2 / (grown + 2)
 
 
-def rotate_vector(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+def rotate_vector(vector: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """Rotate a vector by the rotation that takes one unit vector to another and moves nothing across both."""
     middle, _ = find_direction_and_length(start + end)
     return (
@@ -65,7 +66,7 @@ def rotate_vector(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) 
     )
 
 
-def write_rows(target: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) -> None:
+def write_rows(target: Tensor, rows: Tensor | None, value: Tensor) -> None:
     """Assign value to target[rows], or to all of target, outside autograd."""
     if isinstance(target, MCTensor) and isinstance(value, MCTensor) and target.scale is None and value.scale is None:
         torch.autograd.graph.increment_version(target)
@@ -75,9 +76,6 @@ def write_rows(target: torch.Tensor, rows: torch.Tensor | None, value: torch.Ten
         target.copy_(value)
     else:
         target[rows] = value
-
-
-_POINT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Manifold(abc.ABC):
@@ -94,7 +92,7 @@ class Manifold(abc.ABC):
     name: ClassVar[str]
     least: ClassVar[int] = 1
 
-    def distance(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def distance(self, u: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the length of the geodesic between two points, with derivative 0 where they coincide.
 
         Args:
@@ -110,7 +108,7 @@ class Manifold(abc.ABC):
         near = a == 0
         return torch.where(near, torch.zeros_like(a), 2 * torch.where(near, torch.ones_like(a), a).sqrt().asinh())
 
-    def squared_distance(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def squared_distance(self, u: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the square of `distance`, smooth also where the points coincide."""
         a = self._compute_squared_half_sinh(u, v, dtype)
         near = a == 0
@@ -118,11 +116,11 @@ class Manifold(abc.ABC):
         return torch.where(near, 4 * a, 4 * half * half)
 
     @abc.abstractmethod
-    def _compute_squared_half_sinh(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def _compute_squared_half_sinh(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return sinh^2(d / 2)."""
 
     @abc.abstractmethod
-    def exp(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    def exp(self, point: Tensor, step: Tensor) -> Tensor:
         """Return the end of the geodesic that starts at a point along a vector and is as long as it (exponential map).
 
         Args:
@@ -132,49 +130,49 @@ class Manifold(abc.ABC):
         """
 
     @abc.abstractmethod
-    def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
         """Return the vector at a point that `exp` takes to the other point."""
 
     @abc.abstractmethod
-    def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    def transport(self, point: Tensor, step: Tensor, vector: Tensor) -> Tensor:
         """Return a vector at a point, moved in parallel along the geodesic of `exp(point, step)` to its end."""
 
     @abc.abstractmethod
-    def size(self, point: torch.Tensor) -> torch.Tensor:
+    def size(self, point: Tensor) -> Tensor:
         """Return the number of coordinate units per unit length at a point: |v| / size is the length of v; (..., 1)."""
 
     @abc.abstractmethod
-    def project(self, point: torch.Tensor) -> torch.Tensor:
+    def project(self, point: Tensor) -> Tensor:
         """Return the point, or the nearest admissible one where rounding left it outside or on the edge."""
 
     @abc.abstractmethod
-    def _find_points_outside(self, point: torch.Tensor) -> torch.Tensor:
+    def _find_points_outside(self, point: Tensor) -> Tensor:
         """Return which points do not belong to the model, as booleans (...)."""
 
     @abc.abstractmethod
     def _describe_condition(self) -> str:
         """Return the condition on points, in words."""
 
-    def gradient(self, point: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    def gradient(self, point: Tensor, gradient: Tensor) -> Tensor:
         """Return the Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
         size = self.size(point if isinstance(gradient, MCTensor) else round_to_plain(point))
         return size * (size * gradient)
 
-    def norm(self, point: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    def norm(self, point: Tensor, vector: Tensor) -> Tensor:
         """Return the length of a vector at a point; (..., 1)."""
         size = self.size(point if isinstance(vector, MCTensor) else round_to_plain(point))
-        length: torch.Tensor = torch.linalg.vector_norm(round_to_plain(vector / size), dim=-1, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm(round_to_plain(vector / size), dim=-1, keepdim=True)
         return length
 
-    def check(self, points: torch.Tensor) -> None:
+    def check(self, points: Tensor) -> None:
         """Raise unless all points are finite points of the model.
 
         Raises:
             TypeError: no floating tensor.
             ValueError: too few coordinates, or points outside; how many, and which is the first.
         """
-        if not isinstance(points, torch.Tensor) or points.dtype not in _POINT_DTYPES:
-            kind = points.dtype if isinstance(points, torch.Tensor) else type(points).__name__
+        if not isinstance(points, Tensor) or points.dtype not in arithmetic.PRECISION:
+            kind = points.dtype if isinstance(points, Tensor) else type(points).__name__
             raise TypeError(f"points of {self.name} are a tensor of floating numbers, got {kind}")
         if points.dim() == 0 or points.shape[-1] < self.least:
             raise ValueError(
@@ -209,14 +207,14 @@ class PoincareBall(Manifold):
 
     name: ClassVar[str] = "ball"
 
-    def _compute_squared_half_sinh(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def _compute_squared_half_sinh(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
         difference, a, b = u - v, compute_margin(u), compute_margin(v)
         if dtype is not None:
             difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
         ratio = difference / (a.sqrt() * b.sqrt())
         return (ratio * ratio).sum(-1)
 
-    def exp(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    def exp(self, point: Tensor, step: Tensor) -> Tensor:
         """Return the end of the geodesic along a step (see Manifold).
 
         It is the Möbius addition p + m t (v + t p) / n of t = tanh(s / 2) along the unit vector v, where m = 1 - |p|^2,
@@ -228,7 +226,7 @@ class PoincareBall(Manifold):
         n = inwards * inwards + radius * t * both
         return self.project(point + m * (t * (direction + t * place) / n))
 
-    def _compute_geodesic(self, place: torch.Tensor, gap: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _compute_geodesic(self, place: Tensor, gap: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """Return the unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2, computed without cancellation."""
         direction, length = find_direction_and_length(step)
         t, rest = split_tanh(2 * (length / gap))
@@ -236,14 +234,14 @@ class PoincareBall(Manifold):
         both = along + direction
         return direction, t, radius, gap / (1 + radius) + radius * rest, (both * both).sum(-1, keepdim=True)
 
-    def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
         """Return the step to another point: d (1 - |p|^2) / 2 along (1 - |p|^2) (q - p) - |q - p|^2 p."""
         m, difference = compute_margin(point), other - point
         squares = (difference * difference).sum(-1, keepdim=True)
         direction, _ = find_direction_and_length(m * difference - squares * point)
         return direction * (m * (self.distance(point, other).unsqueeze(-1) / 2))
 
-    def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    def transport(self, point: Tensor, step: Tensor, vector: Tensor) -> Tensor:
         """Move a vector along a geodesic (see Manifold): it keeps its length over 1 - |p|^2, and its angle.
 
         The geodesic ends along (1 - t^2 |p|^2) v + 2 t (1 + t <p, v>) p, the derivative by t of what `exp` gives: the
@@ -257,37 +255,32 @@ class PoincareBall(Manifold):
         after, _ = find_direction_and_length(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
         return compute_margin(self.exp(point, step)) / m * rotate_vector(vector, before, after)
 
-    def size(self, point: torch.Tensor) -> torch.Tensor:
+    def size(self, point: Tensor) -> Tensor:
         """Return (1 - |p|^2) / 2."""
         return compute_margin(point) / 2
 
-    def project(self, point: torch.Tensor) -> torch.Tensor:
+    def project(self, point: Tensor) -> Tensor:
         """Move points beyond the radius 1 - 4 ulps back to it."""
-        room = 4 * _find_last_ulp(point)
+        count = len(point.components) if isinstance(point, MCTensor) else 1
+        room = 4 * 2.0 ** -(arithmetic.PRECISION[point.dtype] * count)  # neighbours just below 1, with all components
         outside = round_to_plain(compute_margin(point)).detach() < 2 * room
         if not torch.compiler.is_compiling() and not outside.any():
             return point
         direction, _ = find_direction_and_length(round_to_plain(point))
         return torch.where(outside, direction * (1 - 2 * room), point)
 
-    def _find_points_outside(self, point: torch.Tensor) -> torch.Tensor:
+    def _find_points_outside(self, point: Tensor) -> Tensor:
         return ~(round_to_plain(compute_margin(point)[..., 0]) > 0)
 
     def _describe_condition(self) -> str:
         return "a length below 1"
 
 
-def _find_last_ulp(point: torch.Tensor) -> float:
-    """Return the distance of neighbouring numbers just below 1, with all components."""
-    count = len(point.components) if isinstance(point, MCTensor) else 1
-    return 2.0 ** -(arithmetic.PRECISION[point.dtype] * count)
-
-
-def compute_margin(point: torch.Tensor) -> torch.Tensor:
+def compute_margin(point: Tensor) -> Tensor:
     """Return 1 - |p|^2 without cancellation, (..., 1); of plain tensors exact, rounded once or to 2^-100."""
     if isinstance(point, MCTensor):
         return 1 - (point * point).sum(-1, keepdim=True)
-    rounded_once: Callable[..., torch.Tensor] = _MarginFunction.apply
+    rounded_once: Callable[..., Tensor] = _MarginFunction.apply
     return rounded_once(point)
 
 
@@ -295,20 +288,20 @@ class _MarginFunction(torch.autograd.Function):
     """1 - |p|^2 of plain coordinates, by squares of two components each, with its derivative."""
 
     @staticmethod
-    def forward(context: Any, point: torch.Tensor) -> torch.Tensor:
+    def forward(context: Any, point: Tensor) -> Tensor:
         context.save_for_backward(point)
         if point.dtype != torch.float64:
             wide = point.double()
             return (1 - (wide * wide).sum(-1, keepdim=True)).to(point.dtype)
-        rest: tuple[torch.Tensor, ...] = (torch.ones_like(point[..., :1]),)
+        rest: tuple[Tensor, ...] = (torch.ones_like(point[..., :1]),)
         for x in point.unbind(-1):
             part = x.unsqueeze(-1)
             rest = arithmetic.pointwise("addcmul", rest, (-part,), (part,), components=2, dtype=torch.float64)
         return arithmetic.merge(rest)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        point: torch.Tensor = context.saved_tensors[0]
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        point: Tensor = context.saved_tensors[0]
         return -2 * gradient * point
 
 
@@ -331,7 +324,7 @@ class HalfSpace(Manifold):
     name: ClassVar[str] = "half-space"
     least: ClassVar[int] = 2
 
-    def _compute_squared_half_sinh(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def _compute_squared_half_sinh(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
         difference, a, b = u - v, u[..., -1:], v[..., -1:]
         if dtype is not None:
             difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
@@ -339,7 +332,7 @@ class HalfSpace(Manifold):
         ratio = difference / (2 * (a.sqrt() * b.sqrt()))
         return (ratio * ratio).sum(-1)
 
-    def exp(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    def exp(self, point: Tensor, step: Tensor) -> Tensor:
         """Return the end of the geodesic along a step (see Manifold).
 
         With t = tanh(s / 2), s the length and (h, w) the direction of the step over y:
@@ -352,7 +345,7 @@ class HalfSpace(Manifold):
         height = torch.where(round_to_plain(rise).abs() < 0.5, y + y * rise, y * factor)
         return torch.cat([x + y * aside, _raise_above_zero(height)], -1)
 
-    def _compute_move(self, y: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _compute_move(self, y: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """Return 2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t), as in `exp`."""
         direction, length = find_direction_and_length(step / match_width(y, step))
         h, w = direction[..., :-1], direction[..., -1:]
@@ -365,7 +358,7 @@ class HalfSpace(Manifold):
         n = gap * (gap / rest) + t * (t * (flat / rest))
         return 2 * t * h / n / rest, 2 * t * (w - t) / n / rest, (1 + t) / n, direction, t, rest, n
 
-    def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def log(self, point: Tensor, other: Tensor) -> Tensor:
         """Return the step to another point (see Manifold): sinh(d) (h, w) = ((x' - x) / y', cosh(d) - y / y')."""
         y, up = point[..., -1:], other[..., -1:]
         a = self._compute_squared_half_sinh(point, other, None).unsqueeze(-1)
@@ -378,29 +371,29 @@ class HalfSpace(Manifold):
         )
         return y * (length * direction)
 
-    def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    def transport(self, point: Tensor, step: Tensor, vector: Tensor) -> Tensor:
         """Move a vector along a geodesic (see Manifold): it keeps its length over the height, and its angle."""
         _, _, factor, direction, t, rest, n = self._compute_move(match_width(point[..., -1:], vector), step)
         w = direction[..., -1:]
         end = torch.cat([direction[..., :-1] * factor, (w * (1 + t * t) - 2 * t) / n / rest], -1)
         return factor * rotate_vector(vector, direction, end)
 
-    def size(self, point: torch.Tensor) -> torch.Tensor:
+    def size(self, point: Tensor) -> Tensor:
         """Return the height."""
         return point[..., -1:]
 
-    def project(self, point: torch.Tensor) -> torch.Tensor:
+    def project(self, point: Tensor) -> Tensor:
         """Raise heights below the smallest normal number to it."""
         return torch.cat([point[..., :-1], _raise_above_zero(point[..., -1:])], -1)
 
-    def _find_points_outside(self, point: torch.Tensor) -> torch.Tensor:
+    def _find_points_outside(self, point: Tensor) -> Tensor:
         return ~(round_to_plain(point[..., -1]) > 0)
 
     def _describe_condition(self) -> str:
         return "a last coordinate above 0"
 
 
-def _raise_above_zero(height: torch.Tensor) -> torch.Tensor:
+def _raise_above_zero(height: Tensor) -> Tensor:
     least = torch.finfo(height.dtype).tiny
     if not isinstance(height, MCTensor):
         return height.clamp(min=least)

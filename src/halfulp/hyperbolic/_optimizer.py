@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..mctensor import MCTensor
 from ._models import Manifold, manifold, write_rows
 
-_Loss = TypeVar("_Loss", bound=float | torch.Tensor)
+_Loss = TypeVar("_Loss", bound=float | Tensor)
 
 
 class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -75,9 +76,7 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
                     self._step_parameter(group, parameter, parameter.grad, manifold(group["manifold"]))
         return loss
 
-    def _step_parameter(
-        self, group: dict[str, Any], parameter: torch.Tensor, given: torch.Tensor, space: Manifold
-    ) -> None:
+    def _step_parameter(self, group: dict[str, Any], parameter: Tensor, given: Tensor, space: Manifold) -> None:
         rows, gradient = _find_rows_with_gradient(given)
         if not torch.isfinite(gradient).all():
             raise ValueError(
@@ -94,27 +93,25 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
     def _move_points(
         self,
         group: dict[str, Any],
-        parameter: torch.Tensor,
-        rows: torch.Tensor | None,
+        parameter: Tensor,
+        rows: Tensor | None,
         space: Manifold,
-        point: torch.Tensor,
-        gradient: torch.Tensor,
-    ) -> torch.Tensor:
+        point: Tensor,
+        gradient: Tensor,
+    ) -> Tensor:
         """Return the new points of some rows, given their Riemannian gradients."""
 
-    def _read_state(
-        self, name: str, parameter: torch.Tensor, rows: torch.Tensor | None, gradient: torch.Tensor, width: int
-    ) -> torch.Tensor:
+    def _read_state(self, name: str, parameter: Tensor, rows: Tensor | None, gradient: Tensor, width: int) -> Tensor:
         """Return the state of some rows, `width` numbers per point; zeros before the first step."""
         state = self.state[parameter]
         if name not in state:
             shape = (*parameter.shape[:-1], width)
             wide = isinstance(gradient, MCTensor)
             state[name] = (torch.zeros_like(parameter) if wide else gradient).new_zeros(shape)
-        held: torch.Tensor = state[name]
+        held: Tensor = state[name]
         return held if rows is None else held[rows]
 
-    def _write_state(self, name: str, parameter: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) -> None:
+    def _write_state(self, name: str, parameter: Tensor, rows: Tensor | None, value: Tensor) -> None:
         """Store the state of some rows."""
         if rows is None:
             self.state[parameter][name] = value
@@ -133,7 +130,7 @@ def _check_not_negative(name: str, value: float) -> None:
         raise ValueError(f"{name}={value} is not allowed: it is at least 0")
 
 
-def _find_rows_with_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _find_rows_with_gradient(gradient: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return the rows that have a gradient, each once, and their gradients; None for all rows."""
     if isinstance(gradient, MCTensor) or gradient.layout == torch.strided:
         return None, gradient
@@ -172,7 +169,7 @@ class RiemannianSGD(RiemannianOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | torch.Tensor,
+        lr: float | Tensor,
         manifold: str | Manifold = "half-space",
         momentum: float = 0.0,
     ) -> None:
@@ -182,12 +179,12 @@ class RiemannianSGD(RiemannianOptimizer):
     def _move_points(
         self,
         group: dict[str, Any],
-        parameter: torch.Tensor,
-        rows: torch.Tensor | None,
+        parameter: Tensor,
+        rows: Tensor | None,
         space: Manifold,
-        point: torch.Tensor,
-        gradient: torch.Tensor,
-    ) -> torch.Tensor:
+        point: Tensor,
+        gradient: Tensor,
+    ) -> Tensor:
         if not group["momentum"]:
             return space.exp(point, -group["lr"] * gradient)
         held = self._read_state("momentum_buffer", parameter, rows, gradient, gradient.shape[-1])
@@ -227,7 +224,7 @@ class RiemannianAdam(RiemannianOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
+        lr: float | Tensor = 1e-3,
         manifold: str | Manifold = "half-space",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -241,12 +238,12 @@ class RiemannianAdam(RiemannianOptimizer):
     def _move_points(
         self,
         group: dict[str, Any],
-        parameter: torch.Tensor,
-        rows: torch.Tensor | None,
+        parameter: Tensor,
+        rows: Tensor | None,
         space: Manifold,
-        point: torch.Tensor,
-        gradient: torch.Tensor,
-    ) -> torch.Tensor:
+        point: Tensor,
+        gradient: Tensor,
+    ) -> Tensor:
         beta, gamma = group["betas"]
         number = self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
         mean = self._read_state("exp_avg", parameter, rows, gradient, gradient.shape[-1])

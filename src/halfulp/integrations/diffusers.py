@@ -19,6 +19,7 @@ import torch
 
 from ..optim import EMA
 
+_DECAY_OPTIONS = ("decay", "min_decay", "update_after_step", "use_ema_warmup", "inv_gamma", "power")
 ParametersOrModule = Iterable[torch.nn.Parameter] | torch.nn.Module
 
 
@@ -64,8 +65,7 @@ class EMAModel:
                 raise ValueError(f"{name}={value}: give a number from 0 to 1")
         self.decay, self.min_decay, self.update_after_step = decay, min_decay, update_after_step
         self.use_ema_warmup, self.inv_gamma, self.power = use_ema_warmup, inv_gamma, power
-        self.model_cls, self.model_config = model_cls, model_config
-        self.model = model
+        self.model, self.model_cls, self.model_config = model, model_cls, model_config
         self.ema = EMA(model, self.get_decay, optimizer=optimizer, **options)
         self._applied: contextlib.AbstractContextManager | None = None
         self._is_stored = False
@@ -133,7 +133,8 @@ class EMAModel:
         if self.model_cls is None or self.model_config is None:
             raise ValueError("save_pretrained needs EMAModel(model_cls=..., model_config=...)")
         model = self.model_cls.from_config(self.model_config)
-        model.register_to_config(**self._read_decay_options(), optimization_step=self.optimization_step)
+        decays = {name: getattr(self, name) for name in _DECAY_OPTIONS}
+        model.register_to_config(**decays, optimization_step=self.optimization_step)
         self.copy_to(model.parameters())
         model.save_pretrained(path)
 
@@ -142,7 +143,7 @@ class EMAModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the decays and the averages as plain data."""
-        return {**self._read_decay_options(), "ema": self.ema.state_dict()}
+        return {**{name: getattr(self, name) for name in _DECAY_OPTIONS}, "ema": self.ema.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
@@ -156,12 +157,8 @@ class EMAModel:
                 "the EMA is made"
             )
         self.ema.load_state_dict(state_dict["ema"])
-        for name in self._read_decay_options().keys() & state_dict.keys():
-            setattr(self, name, state_dict[name])
-
-    def _read_decay_options(self) -> dict[str, Any]:
-        names = ("decay", "min_decay", "update_after_step", "use_ema_warmup", "inv_gamma", "power")
-        return {name: getattr(self, name) for name in names}
+        for name in _DECAY_OPTIONS:
+            setattr(self, name, state_dict.get(name, getattr(self, name)))
 
     def _check_own_parameters(self, parameters: ParametersOrModule) -> None:
         if [*map(id, _list_parameters(parameters))] != [*map(id, self.model.parameters())]:

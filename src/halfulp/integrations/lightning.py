@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import weakref
 from typing import Any
 
 import torch
@@ -29,12 +28,6 @@ from ..recipes._convert import find_recipe
 _PACKAGE_NAME = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
 _lightning_package: Any = importlib.import_module(_PACKAGE_NAME)
 _precision_plugins: Any = importlib.import_module(f"{_PACKAGE_NAME}.plugins.precision")
-
-
-# The scalers that plugins have made, by module; a scaler holds its module, which lived for ever otherwise.
-_scalers_by_module: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[AdaptiveGradScaler]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 class Recipe(_precision_plugins.Precision):
@@ -96,12 +89,9 @@ class AdaptiveMixed(_precision_plugins.MixedPrecision):
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Make the scaler of the module, once; its parameters stay as they are."""
-        held = _scalers_by_module.get(module, lambda: None)()
-        if held is not None and held is not self.scaler:
-            held.detach()  # of a plugin before
-        if held is None or held is not self.scaler:
+        is_made = isinstance(self.scaler, AdaptiveGradScaler) and [one() for one in self.scaler._models] == [module]
+        if not is_made:
             self.scaler = AdaptiveGradScaler(module, **self.options)
-            _scalers_by_module[module] = weakref.ref(self.scaler)
         return module
 
 
@@ -115,43 +105,34 @@ class _PlaceholderScaler:
 class Precision(_lightning_package.Callback):
     """Saves the precision contract of module and optimizers in checkpoints, checks it on resume; logs lost updates.
 
+    Schedule-free optimizers show their averages while the module is validated and tested. Averages of the weights are
+    Lightning's own `EMAWeightAveraging`'s, which copies the module in float32, before `Recipe` converts it.
+
     Args:
-        ema_decay: with a number, averages the weights (`hu.optim.EMA`, `callback.ema`): they are what is validated and
-            tested, and their state is in the checkpoint.
         lost_updates: log `lost_updates` at the end of each training epoch.
 
     Raises:
         ValueError: when a training resumes: its checkpoint was saved in another precision.
     """
 
-    def __init__(self, ema_decay: float | None = None, *, lost_updates: bool = True) -> None:
-        self.ema_decay, self.lost_updates = ema_decay, lost_updates
-        self.ema: optim.EMA | None = None
-        self._checkpoint_entries: dict[str, Any] = {}
-        self._average_context: Any = None
-        self._seen_step = 0
+    def __init__(self, *, lost_updates: bool = True) -> None:
+        self.lost_updates = lost_updates
+        self._saved_contract: dict[str, Any] | None = None
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Create the averages of the module as it is trained."""
-        if self.ema_decay is not None:
-            own = [find_inner_optimizer(one) for one in trainer.optimizers]
-            keeps = next((one for one in own if isinstance(one, optim.Optimizer)), None)
-            self.ema = optim.EMA(pl_module, self.ema_decay, optimizer=keeps)
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the contract until the optimizers are there."""
+        self._saved_contract = checkpoint.get("precision_contract")
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the contract."""
+        checkpoint["precision_contract"] = contract(pl_module, self._list_optimizers(trainer)).to_dict()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check and load what the checkpoint held."""
-        if "contract" in self._checkpoint_entries:
-            Contract.from_dict(self._checkpoint_entries["contract"]).check(pl_module, self._list_optimizers(trainer))
-        if self.ema is not None and "ema" in self._checkpoint_entries:
-            self.ema.load_state_dict(self._checkpoint_entries["ema"])
-        self._checkpoint_entries, self._seen_step = {}, trainer.global_step
-        self._switch_optimizers(trainer, "train")
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Update the averages after each step."""
-        if self.ema is not None and trainer.global_step != self._seen_step:
-            self.ema.update()
-        self._seen_step = trainer.global_step
+        """Check the contract that the checkpoint held."""
+        saved, self._saved_contract = self._saved_contract, None
+        if saved is not None:
+            Contract.from_dict(saved).check(pl_module, self._list_optimizers(trainer))
+        self.on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the share of lost updates."""
@@ -161,41 +142,18 @@ class Precision(_lightning_package.Callback):
                 pl_module.log("lost_updates", float(lost), rank_zero_only=True)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Show the averages in the module, also those of schedule-free optimizers."""
+        """Show the averages of schedule-free optimizers in the module."""
         self._switch_optimizers(trainer, "eval")
-        if self.ema is not None and self._average_context is None:
-            self._average_context = self.ema.apply()
-            self._average_context.__enter__()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Put the trained weights back."""
-        if self._average_context is not None:
-            self._average_context, swap = None, self._average_context
-            swap.__exit__(None, None, None)
         self._switch_optimizers(trainer, "train")
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Put the trained weights back."""
-        self.on_validation_end(trainer, pl_module)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the averages, for the checkpoint."""
-        return {} if self.ema is None else {"ema": self.ema.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the averages until there is an EMA to load them."""
-        self._checkpoint_entries |= state_dict
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add the contract."""
-        checkpoint["precision_contract"] = contract(pl_module, self._list_optimizers(trainer)).to_dict()
-
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the contract until the optimizers are there."""
-        if "precision_contract" in checkpoint:
-            self._checkpoint_entries["contract"] = checkpoint["precision_contract"]
+        self._switch_optimizers(trainer, "train")
 
     def _switch_optimizers(self, trainer: Any, mode: str) -> None:
         for one in self._list_optimizers(trainer):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,58 +37,34 @@ from ..recipes._contract import Contract
 CONTRACT_FILE, WEIGHTS_FILE = "precision_contract.json", "float32_weights.safetensors"
 
 
-class OptimizerFactory:
-    """A maker of optimizers by transformers' protocol: the first of the pair that `optimizer` returns.
-
-    Attributes:
-        rule: the name of an optimizer of hu.optim, or a class of torch's, which is wrapped.
-        weight_decay: of the parameters that decay.
-    """
-
-    def __init__(self, rule: str | Callable[..., torch.optim.Optimizer], weight_decay: float) -> None:
-        self.rule, self.weight_decay = rule, weight_decay
-
-    def __call__(self) -> Callable[..., torch.optim.Optimizer]:
-        """Return the function of a model and options that makes the optimizer."""
-        return self.make
-
-    def make(self, model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
-        """Make the optimizer of a model's trainable parameters.
-
-        Raises:
-            ValueError: the model has none.
-            NotImplementedError: FSDP1, which hands over flat parameters.
-        """
-        if type(model).__name__ == "FullyShardedDataParallel":
-            raise NotImplementedError(
-                'FSDP1 flattens parameters, and names and decay groups go: fsdp_config["version"] = 2'
-            )
-        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        if not trained:
-            raise ValueError("no parameter of the model requires a gradient: nothing is to be trained")
-        decaying = set(Trainer.get_decay_parameter_names(_TrainerForDecayNames(), model))
-        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (self.weight_decay, 0.0)]
-        for (name, parameter), plain in zip(trained, plain_names(name for name, _ in trained), strict=True):
-            groups[name not in decaying]["params"].append((plain, parameter))
-        groups = [group for group in groups if group["params"]]
-        if isinstance(self.rule, str):
-            kind = optim.OPTIMIZERS[self.rule]
-            chosen = {"use_muon": options.pop("use_muon")} if "use_muon" in options else {}
-            return kind(kind.split_groups(groups, **chosen), **options)
-        return optim.wrap(self.rule, groups, **options)
-
-
-class _TrainerForDecayNames(Trainer):
-    """A stand-in for a Trainer that tells the names of decaying parameters, which depend on the model alone."""
-
-    def __init__(self) -> None:
-        pass
+def _make_optimizer(
+    rule: str | Callable[..., torch.optim.Optimizer], weight_decay: float, model: torch.nn.Module, **options: Any
+) -> torch.optim.Optimizer:
+    """Make the optimizer of a model's trainable parameters, in the Trainer's two groups of weight decay."""
+    if type(model).__name__ == "FullyShardedDataParallel":
+        raise NotImplementedError(
+            'FSDP1 flattens parameters, and names and decay groups go: fsdp_config["version"] = 2'
+        )
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("no parameter of the model requires a gradient: nothing is to be trained")
+    # Which names decay depends on the model alone, and not on a Trainer.
+    decaying = set(Trainer.get_decay_parameter_names(object.__new__(Trainer), model))
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)]
+    for (name, parameter), plain in zip(trained, plain_names(name for name, _ in trained), strict=True):
+        groups[name not in decaying]["params"].append((plain, parameter))
+    groups = [group for group in groups if group["params"]]
+    if isinstance(rule, str):
+        kind = optim.OPTIMIZERS[rule]
+        chosen = {"use_muon": options.pop("use_muon")} if "use_muon" in options else {}
+        return kind(kind.split_groups(groups, **chosen), **options)
+    return optim.wrap(rule, groups, **options)
 
 
 def optimizer(
     args: TrainingArguments, rule: str | Callable[..., torch.optim.Optimizer] = "AdamW", **options: Any
-) -> tuple[OptimizerFactory, dict[str, Any]]:
-    """Return the value of `Trainer(optimizer_cls_and_kwargs=...)`.
+) -> tuple[Callable[[], Callable[..., torch.optim.Optimizer]], dict[str, Any]]:
+    """Return the value of `Trainer(optimizer_cls_and_kwargs=...)`: a factory by its protocol, and the options.
 
     Args:
         args: the Trainer's: learning rate, weight decay, and for rules of Adam's kind betas and eps come from there;
@@ -98,7 +75,9 @@ def optimizer(
         **options: of the optimizer; they precede those in args. `param_dtype` narrows a float32 model in place.
 
     Raises:
-        ValueError: an unknown name, or options in `args.optim_args` that are not "name=value,name=value".
+        ValueError: an unknown name, or options in `args.optim_args` that are not "name=value,name=value"; and when the
+            Trainer makes the optimizer, of a model without trainable parameters.
+        NotImplementedError: the model is wrapped by FSDP1, which hands over flat parameters.
 
     >>> import halfulp as hu, transformers
     >>> args = transformers.TrainingArguments(output_dir="runs", learning_rate=1e-3, weight_decay=0.1, use_cpu=True)
@@ -118,14 +97,11 @@ def optimizer(
         given |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     elif "adamw_betas" in known:
         given |= {"adamw_betas": (args.adam_beta1, args.adam_beta2), "adamw_eps": args.adam_epsilon}
-    return OptimizerFactory(rule, args.weight_decay), {**given, **_read_optim_args(args.optim_args), **options}
-
-
-def _read_optim_args(text: str | None) -> dict[str, str]:
-    pairs = [entry.partition("=") for entry in (text or "").split(",") if entry.strip()]
+    pairs = [entry.partition("=") for entry in (args.optim_args or "").split(",") if entry.strip()]
     if not all(name.strip() and equal for name, equal, _ in pairs):
-        raise ValueError(f"optim_args={text!r}: write name=value,name=value")
-    return {name.strip(): value.strip() for name, _, value in pairs}
+        raise ValueError(f"optim_args={args.optim_args!r}: write name=value,name=value")
+    given |= {name.strip(): value.strip() for name, _, value in pairs}
+    return lambda: partial(_make_optimizer, rule, args.weight_decay), {**given, **options}
 
 
 class PrecisionCallback(TrainerCallback):

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from .._messages import a_kind
-from ..arithmetic import PRECISION
+from ..arithmetic import MOST, PRECISION
 from ..subclass._in_backward import COMPONENTS, FIRST, check_gradients
 from ..subclass.models._conversion import (
     ParameterRef,
     Where,
     check_has_shape,
     check_module,
-    converted,
+    convert_each,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
@@ -119,37 +119,28 @@ def _read_fitting_tensor(state_dict: Mapping[str, Any], name: str, parameter: MC
         )
     scaled = parameter._scale is not None
     if (count, value.dtype, value._scale is not None) == (own, parameter.dtype, scaled):
-        parts = tuple(_copy_to_own_memory(part) for part in value._parts) if scaled else value._parts
+        # In memory of its own: a change of scale rewrites all of a component's memory.
+        parts = tuple(p.clone() if scaled and p.untyped_storage().nbytes() != p.nbytes else p for p in value._parts)
         return wrap_parts(parts, value._scale, parameter._gradients)
     scale = "auto" if scaled else "none"
     return MCTensor.encode(value, own, parameter.dtype, scale, gradients=parameter._gradients)
 
 
-def _copy_to_own_memory(part: Tensor) -> Tensor:
-    """Return a component in memory of its own: a change of scale rewrites all of a component's memory."""
-    return part if part.untyped_storage().nbytes() == part.numel() * part.element_size() else part.clone()
-
-
 def _read_tensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
     """Return all entries of one parameter as an MCTensor; dtype: of a single component stored beside its scale."""
-    beside = {
-        match[1]: value
-        for entry, value in state_dict.items()
-        if (match := _ENTRY_SUFFIX.search(entry)) and _ENTRY_SUFFIX.sub("", entry) == name
-    }
-    first = state_dict.get(name)
+    first, scale = state_dict.get(name), state_dict.get(f"{name}.{_SCALE_SUFFIX}")
+    rest = [state_dict.get(f"{name}.component_{i}") for i in range(1, MOST)]
+    while rest and rest[-1] is None:
+        rest.pop()
     if first is None:
-        if beside:
-            raise ValueError(f"the file has {sorted(beside)} of {name!r} and not {name!r} itself: it is damaged")
+        if rest or scale is not None:
+            raise ValueError(f"the file has components or the scale of {name!r} and not {name!r} itself: it is damaged")
         return None
     if isinstance(first, MCTensor):
         return first.detach()
-    names = [f"component_{i}" for i in range(1, 1 + sum(bool(re.match(r"component_\d", part)) for part in beside))]
-    rest = [beside.get(part) for part in names]
-    scale = None
-    if _SCALE_SUFFIX in beside:
+    if scale is not None:
         kind = rest[0].dtype if rest and rest[0] is not None else dtype
-        first, scale = _unscale_entry(name, first, beside[_SCALE_SUFFIX], kind)
+        first, scale = _unscale_entry(name, first, scale, kind)
     parts = [part for part in (first, *rest) if isinstance(part, Tensor)]
     if len(parts) <= len(rest) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")
@@ -180,7 +171,6 @@ register(
         what="components",
         plain="plain_state_dict",
         suffix=_ENTRY_SUFFIX,
-        older=(),
         entries=_make_entries,
         fitting=_read_fitting_tensor,
         copy=_copy_components,
@@ -244,8 +234,8 @@ def multicomponent(
     found = list_matching_parameters(list_module_parameters(model, constants=True), where)
     for ref in found:
         _check_parameter(ref)
-    _check_holders(found, "multicomponent")
-    values = converted(found, lambda ref: _to_multicomponent(ref, components, dtype, gradients))
+    check_holders([(ref.name, ref.value) for ref in found if ref.is_parameter], "multicomponent", replaced=True)
+    values = convert_each(found, lambda ref: _to_multicomponent(ref, components, dtype, gradients))
     for ref in found:
         ref.module.__dict__.setdefault(_FORMER_DTYPES_KEY, {}).setdefault(ref.key, ref.value.dtype)
     put_converted(model, found, values)
@@ -276,21 +266,16 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     if dtype is not None:
         check_dtype(dtype)
     found = [ref for ref in list_module_parameters(model, constants=True) if isinstance(ref.value, MCTensor)]
-    _check_holders(found, "single_component")
+    check_holders([(ref.name, ref.value) for ref in found if ref.is_parameter], "single_component", replaced=True)
 
     def plain(ref: ParameterRef) -> Tensor:
         before = ref.module.__dict__.get(_FORMER_DTYPES_KEY, {}).get(ref.key, ref.value.dtype)
         return decode_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
-    put_plain(model, found, converted(found, plain))
+    put_plain(model, found, convert_each(found, plain))
     for module in model.modules():
         module.__dict__.pop(_FORMER_DTYPES_KEY, None)
     return model
-
-
-def _check_holders(found: list[ParameterRef], what: str) -> None:
-    named = [(ref.name, ref.value) for ref in found if ref.is_parameter]
-    check_holders(named, what, replaced=True)
 
 
 def _check_parameter(ref: ParameterRef) -> None:

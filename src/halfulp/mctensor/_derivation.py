@@ -11,33 +11,24 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..arithmetic import PRECISION
 from ..kernels import torch_operators
 from ..subclass import _rule_table as _fallback
 from ..subclass._collectives import derive_collective_rule, is_collective
 from ..subclass._foreach import make_foreach_rule
 from ..subclass._in_backward import disable_result_rounding, gives_plain_gradient
 from ..subclass._rule_table import functional_form, is_written
-from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
+from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation
 from ._result_type import (
     ResultType,
     encode_plain_operands,
     has_plain_operand,
-    limit_large_elements,
     make_result,
     result_type,
-    to_components,
 )
 from ._write import check_takes_fractions, copy_received, write_value
 
 aten = torch_operators("aten")
-_RESIZING_OPERATORS = (
-    *(aten.resize_.default, aten.resize_as_.default, aten.set_.default),
-    *(aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset),
-    *(aten.set_.source_Storage, aten.set_.source_Tensor_storage_offset),
-)
-# torch writes a number into integers here, cut.
-_FILLING_OPERATORS = (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar)
-_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @register_derivation
@@ -52,22 +43,25 @@ def derive_rule(operator: OpOverload) -> Callable:
     name = operator._schema.name.removeprefix("aten::")
     if (rule := make_foreach_rule(operator)) is not None:
         return rule
-    if operator in _RESIZING_OPERATORS:
+    if name.startswith("_fused_") and operator._schema.is_mutable:
+        why = "reads memory as plain numbers (make the optimizer with fused=False)"
+        return functools.partial(_refuse_operator, operator, why)
+    if name in ("resize_", "resize_as_", "set_"):
         return functools.partial(_refuse_operator, operator, "changes memory that views share")
     if operator._can_decompose():
         return functools.partial(_run_composite, operator)
-    return _derive_primitive_rule(operator, name)
+    return _derive_primitive_rule(operator)
 
 
 def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run torch's own decomposition of a composite operator, or treat it as one that has none."""
     results = operator.decompose(*arguments, **options)
     if results is NotImplemented:
-        return _derive_primitive_rule(operator, operator._schema.name.removeprefix("aten::"))(*arguments, **options)
+        return _derive_primitive_rule(operator)(*arguments, **options)
     return results
 
 
-def _derive_primitive_rule(operator: OpOverload, name: str) -> Callable:
+def _derive_primitive_rule(operator: OpOverload) -> Callable:
     if operator._schema.is_mutable:
         functional = functional_form(operator)
         if functional is None:
@@ -83,12 +77,10 @@ def run_in_float64(
 ) -> Any:
     """Run an operator on the values in float64 and return its floating results as components."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, (Tensor, torch.dtype))]
-    wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in _FLOAT_DTYPES]
+    wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in PRECISION]
     form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
     arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
-    if form.scaled:
-        results = tree_map(lambda x: limit_large_elements((x,), leaves)[0] if _is_floating(x) else x, results)
     return tree_map(lambda x: make_result((x,), form) if _is_floating(x) else x, results)
 
 
@@ -96,7 +88,7 @@ def _convert_to_float64(x: Any) -> Any:
     if isinstance(x, MCTensor):
         return decode_to_plain(x, torch.float64)
     if isinstance(x, torch.dtype):
-        return torch.float64 if x in _FLOAT_DTYPES else x
+        return torch.float64 if x in PRECISION else x
     return x.double() if _is_floating(x) else x
 
 
@@ -118,6 +110,12 @@ def _run_without_rule(operator: OpOverload, *arguments: Any, **options: Any) -> 
 def fall_back_to_float64(operator: OpOverload, arguments: tuple, options: dict) -> Any:
     """Run an operator in float64, and count that as a fallback where float64 does not hold the components' digits."""
     form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
+    note_float64_fallback(operator, form)
+    return run_in_float64(operator, arguments, options)
+
+
+def note_float64_fallback(operator: OpOverload, form: ResultType) -> None:
+    """Count that an operator runs in float64, where that does not hold the digits of a result type."""
     if not form.fits_float64:
         _fallback.note_fallback(
             operator,
@@ -125,7 +123,6 @@ def fall_back_to_float64(operator: OpOverload, arguments: tuple, options: dict) 
             "register one by MCTensor.implements",
             "It ran in float64 and lost the digits beyond it",
         )
-    return run_in_float64(operator, arguments, options)
 
 
 def implements_beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[Callable], Callable]:
@@ -211,25 +208,17 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
                 f"{operator}: a result of shape {list(result.shape)} for an output of shape {list(target.shape)}, "
                 "which is not resized as an MCTensor's memory is its views' too: give one of the result's shape"
             )
-        if isinstance(result, MCTensor) and operator not in _FILLING_OPERATORS:
+        # torch's masked_fill_ truncates a number to the target's integer type.
+        if isinstance(result, MCTensor) and operator not in (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar):
             check_takes_fractions(target)
     for target, result in zip(targets, results, strict=True):
         if isinstance(target, MCTensor) or isinstance(result, MCTensor):
-            write_value(target, _drop_large_elements(target, result, given))
+            write_value(target, result)
         else:
             target.copy_(result)
     if not operator._schema.returns:
         return None
     return targets[0] if len(targets) == 1 else tuple(targets)
-
-
-def _drop_large_elements(target: Tensor, result: Any, given: dict) -> Any:
-    """Return a result to be written without large elements, where plain operands do not decide the memory's scale."""
-    if not isinstance(target, MCTensor) or target._scale is None or not isinstance(result, Tensor):
-        return result
-    parts = tuple(part.double() for part in to_components(result, target.device))
-    found = limit_large_elements(parts, tree_leaves(given))
-    return result if found is parts else wrap_parts(found, None, target._gradients)
 
 
 def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
@@ -242,5 +231,5 @@ def _refuse_collective(operator: OpOverload) -> NoReturn:
     """Raise for a collective of MCTensors that has no rule."""
     raise NotImplementedError(
         f"{operator} of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors "
-        "with gradients='first'; send other values as x.decode(torch.float64), or as x.components one by one"
+        "with gradients='first'; send other values as x.decode(torch.float64), or gather x.components one by one"
     )

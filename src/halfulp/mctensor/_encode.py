@@ -19,9 +19,6 @@ from ..arithmetic._pointwise import round_under_scale
 from ..kernels import require_float64, resolve_plain_memory
 
 _FLOAT32_STRUCT = struct.Struct("f")
-# Between these, a float32 and what it leaves are both in float32's normal range.
-_LEAST, _MOST = 2.0**-70, 2.0**100
-_COMPONENT_DTYPE_NAMES = "float16, bfloat16, float32 or float64"
 
 
 def encode_components(
@@ -41,17 +38,6 @@ def encode_components(
         parts = divide_by_scale(tuple(part.double() for part in wide), held, components, dtype)
     check_range(wide[0], parts[0], dtype)
     return tuple(part.contiguous() for part in parts), held
-
-
-def encode_new_tensor(data: Any, components: int, dtype: torch.dtype, scaled: bool, device: Any) -> Any:
-    """Return the components and the scale of `x.new_tensor`; a plain tensor of a dtype that components cannot have."""
-    if dtype not in PRECISION:
-        return torch.tensor(data.decode() if hasattr(data, "decode") else data, dtype=dtype, device=device)
-    if isinstance(data, Tensor) and not data.is_floating_point():
-        data = data.double()
-    return encode_components(
-        data.detach() if isinstance(data, Tensor) else data, components, dtype, "auto" if scaled else "none", device
-    )
 
 
 def canonicalize_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
@@ -86,9 +72,9 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
     """Raise unless components can have this dtype."""
     if dtype not in PRECISION:
         raise ValueError(
-            f"{dtype} data: components are {_COMPONENT_DTYPE_NAMES}. Convert integers with x.double() (exact "
-            "up to 2**53) or give the numbers as a list; keep the real and the imaginary part of complex data as two "
-            "tensors"
+            f"{dtype} data: components are float16, bfloat16, float32 or float64. Convert integers with x.double() "
+            "(exact up to 2**53) or give the numbers as a list; keep the real and the imaginary part of complex data "
+            "as two tensors"
         )
     return dtype
 
@@ -99,10 +85,10 @@ def check_range(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
         return
     lost = payload.isinf() & value.isfinite()
     if bool(lost.any()):
-        largest = value[lost].abs().max()
+        largest, end = float(value[lost].abs().max()), torch.finfo(dtype).max
         raise ValueError(
-            f"{dtype} ends at {torch.finfo(dtype).max:.6g} and a value is {float(largest):.6g}: give scale='auto' or "
-            f"scale=2.0**{_find_fitting_exponent(float(largest), dtype)}, or wider components"
+            f"{dtype} ends at {end:.6g} and a value is {largest:.6g}: give scale='auto' or "
+            f"scale=2.0**{math.frexp(largest)[1] - math.frexp(end)[1] + 4}, or wider components"
         )
 
 
@@ -128,10 +114,10 @@ def split_number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Pa
 
     A kernel whose operands are all float32 stays in float32.
 
-
     A factor may lose 2^-49 of itself, which is within a product's bound; a term of a sum may not.
     """
-    if type(x) not in (int, float) or not (x == 0 or _LEAST < abs(x) < _MOST):
+    # Between these, a float32 and what it leaves are both in float32's normal range.
+    if type(x) not in (int, float) or not (x == 0 or 2.0**-70 < abs(x) < 2.0**100):
         return None
     first = _round_to_float32(x)
     rest = x - first
@@ -196,7 +182,7 @@ def _flatten_lists(x: Any, flat: list) -> tuple[int, ...]:
 
 def _find_exact_value(value: Any) -> Fraction | float:
     """Return a number's exact value; infinities and NaN as floats."""
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, str):
         return _parse_number(value)
     if hasattr(value, "_mpf_"):
         sign, mantissa, exponent, _ = value._mpf_
@@ -224,8 +210,7 @@ def _find_exact_value(value: Any) -> Fraction | float:
     )
 
 
-def _parse_number(text: str | bytes) -> Fraction | float:
-    text = text.decode() if isinstance(text, bytes) else text
+def _parse_number(text: str) -> Fraction | float:
     try:
         return Fraction(text)
     except ZeroDivisionError:
@@ -233,10 +218,9 @@ def _parse_number(text: str | bytes) -> Fraction | float:
     except ValueError:
         pass
     try:
-        value = float.fromhex(text) if "x" in text.lower() else float(text)
+        return float(text)  # of infinities and NaN alone: all others are Fractions
     except ValueError:
         raise ValueError(f"{text!r} is no number") from None
-    return Fraction(value) if math.isfinite(value) else value
 
 
 def _split_exact_value(value: Fraction | float) -> list[float]:
@@ -260,10 +244,6 @@ def _split_exact_value(value: Fraction | float) -> list[float]:
 
 def _find_exponent(value: Fraction) -> int:
     return abs(value.numerator).bit_length() - value.denominator.bit_length()
-
-
-def _find_fitting_exponent(largest: float, dtype: torch.dtype) -> int:
-    return math.frexp(largest)[1] - math.frexp(torch.finfo(dtype).max)[1] + 4
 
 
 def _has_no_values(x: Tensor) -> bool:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..kernels import present_operators, torch_operators, untraced
-from ..subclass._in_backward import refuse_jvp
-from ..subclass._rule_table import functional_form
-from ._derivation import write_results
-from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor
-from ._result_type import encode_plain_operands, has_plain_operand, is_plain, result_type
-from .rules._layers import INTERPOLATION_RULES, INTERPOLATION_RULES_BY_FACTORS
+from ..subclass._rule_table import functional_form, map_arguments_by_name
+from ._derivation import note_float64_fallback, write_results
+from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor, attach_history
+from ._result_type import ResultType, encode_plain_operands, has_plain_operand, is_plain, make_result, result_type
 from .rules._pointwise import make_root_of_half
 
 aten = torch_operators("aten")
@@ -34,26 +34,14 @@ PROMOTED_OPERATORS = (
 )
 
 
-def have_several_dtypes(arguments: Iterable[Any]) -> bool:
-    """Return whether arguments, apart from nested ones, hold tensors of several dtypes."""
-    first = None
-    for x in arguments:
-        if isinstance(x, Tensor):
-            first = first or x.dtype
-            if x.dtype is not first:
-                return True
-    return False
-
-
-def promote_operands(arguments: Any) -> Any:
-    """Return an operator's arguments, nested ones too, with all floating tensors as MCTensors of the promoted dtype.
+def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    """Return an operator's arguments, with all floating tensors as MCTensors of the promoted dtype.
 
     They stay as they are where they have one dtype, or none is an MCTensor.
     """
-    tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.is_floating_point()]
-    first = tensors[0].dtype if tensors else None
-    if all(x.dtype is first for x in tensors) or not any(isinstance(x, MCTensor) for x in tensors):
-        return arguments
+    tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+    if len({x.dtype for x in tensors}) <= 1 or not any(isinstance(x, MCTensor) for x in tensors):
+        return arguments, options
     form = result_type(tensors)
 
     def promoted(x: Any) -> Any:
@@ -61,44 +49,38 @@ def promote_operands(arguments: Any) -> Any:
             return x.to(form.dtype) if x.dtype != form.dtype else x
         return encode_plain_operands(x, form, with_gradients=True) if is_plain(x) else x
 
-    return tree_map(promoted, arguments)
+    return tuple(map(promoted, arguments)), {name: promoted(x) for name, x in options.items()}
 
 
-def _encode_operands_before(steps: Callable) -> Callable:
-    """Return steps that encode plain tensors first where an operand is an MCTensor, else give NotImplemented."""
-
-    def own(*arguments: Any, **options: Any) -> Any:
-        leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
-        if not any(isinstance(x, MCTensor) for x in leaves):
-            return NotImplemented
-        if has_plain_operand(arguments, options):
-            arguments, options = encode_plain_operands((arguments, options), result_type(leaves), with_gradients=True)
-        return steps(*arguments, **options)
-
-    return own
+def _run_encoded(steps: Callable, *arguments: Any, **options: Any) -> Any:
+    """Run steps after plain tensors were encoded, where an operand is an MCTensor; else return NotImplemented."""
+    leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
+    if not any(isinstance(x, MCTensor) for x in leaves):
+        return NotImplemented
+    if has_plain_operand(arguments, options):
+        arguments, options = encode_plain_operands((arguments, options), result_type(leaves), with_gradients=True)
+    return steps(*arguments, **options)
 
 
-def _encode_number_like(value: Any, x: Any) -> Any:
-    """Return a number as a tensor without dimensions that leaves x's dtype."""
+def _choose_or_number(condition: Tensor, a: Any, b: Any) -> Any:
+    """a where the condition holds, b elsewhere, one of which is a number, and leaves the other's dtype."""
+    x, value = (a, b) if isinstance(a, Tensor) else (b, a)
     if not isinstance(x, MCTensor) or isinstance(value, complex):
         return NotImplemented
     if x.dim():
-        return torch.scalar_tensor(value, dtype=torch.float64, device=x.device)
-    return MCTensor.encode(value, len(x._parts), x.dtype, device=x.device)
+        number = torch.scalar_tensor(value, dtype=torch.float64, device=x.device)
+    else:
+        number = MCTensor.encode(value, len(x._parts), x.dtype, device=x.device)
+    return torch.where(condition, x, number) if x is a else torch.where(condition, number, x)
 
 
-def _select_or_decline(condition: Tensor, x: Any, other: Any) -> Any:
-    return NotImplemented if x is NotImplemented or other is NotImplemented else torch.where(condition, x, other)
-
-
-def _make_quantile_rule(operator: Any) -> Callable:
-    def quantile(x: Any, q: float, dim: int | None = None, keepdim: bool = False, **options: Any) -> Any:
-        if not isinstance(x, MCTensor):
-            return NotImplemented
-        at = MCTensor.encode(q, max(2, len(x._parts)), x.dtype, device=x.device)
-        return operator(x, at, dim, keepdim, **options)
-
-    return quantile
+def _find_quantile(
+    operator: OpOverload, x: Any, q: float, dim: int | None = None, keepdim: bool = False, **options: Any
+) -> Any:
+    if not isinstance(x, MCTensor):
+        return NotImplemented
+    at = MCTensor.encode(q, max(2, len(x._parts)), x.dtype, device=x.device)
+    return operator(x, at, dim, keepdim, **options)
 
 
 def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
@@ -121,18 +103,6 @@ def _divide_by_norm(x: Tensor, dim: int, eps: float) -> Tensor:
     with torch.no_grad():
         size.clamp_min_(eps)
     return x / size
-
-
-RULES_WITH_NUMBERS = {
-    aten.where.ScalarOther: lambda condition, x, other: _select_or_decline(condition, x, _encode_number_like(other, x)),
-    aten.where.ScalarSelf: lambda condition, number, x: _select_or_decline(
-        condition, _encode_number_like(number, x), x
-    ),
-    aten.quantile.scalar: _make_quantile_rule(aten.quantile.default),
-    aten.nanquantile.scalar: _make_quantile_rule(aten.nanquantile.default),
-    aten.rms_norm.default: _encode_operands_before(rms_norm),
-    aten.cosine_similarity.default: _encode_operands_before(cosine_similarity),
-}
 
 
 def pad_sequence(
@@ -187,67 +157,17 @@ def pack_padded_sequence_backward(
     return padded if padded is NotImplemented else padded[0]
 
 
-def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
-    """Return the powers of every element, the highest first unless increasing."""
-    if not isinstance(x, MCTensor):
-        return NotImplemented
-    if x.dim() != 1 or (N is not None and N < 0):
-        return NotImplemented
-    count = x.shape[0] if N is None else N
-    powers = torch.cat([torch.ones_like(x)[:, None], x[:, None].expand(-1, max(count - 1, 0))], 1).cumprod(1)
-    powers = powers[:, :count]
-    return powers if increasing else powers.flip(1)
+def _refuse_plain_target(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    if any(isinstance(x, MCTensor) for x in arguments):
+        raise NotImplementedError(f"{operator} writes one component into a plain tensor: give it x.decode()")
+    return NotImplemented
 
-
-def linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """Return points at equal distances from one value to another."""
-    ends = [x for x in (start, end) if isinstance(x, MCTensor)]
-    if not ends or (dtype is not None and not dtype.is_floating_point):
-        return NotImplemented
-    like = ends[0]
-    places = MCTensor.encode(
-        torch.arange(steps, dtype=torch.float64, device="cpu"), len(like._parts), dtype or like.dtype
-    )
-    ratios = places.to(like.device) / max(steps - 1, 1)
-    return start + (end - start) * ratios
-
-
-def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: Any) -> Any:
-    """Return a base to the power of points at equal distances."""
-    exponents = linspace(start, end, steps, **options)
-    return exponents if exponents is NotImplemented else torch.pow(base, exponents)
-
-
-def _draw_normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Any:
-    if not isinstance(std, MCTensor) and not isinstance(mean, MCTensor):
-        return NotImplemented
-    like = std if isinstance(std, MCTensor) else mean
-    return mean + std * torch.empty_like(like).normal_(generator=generator)
-
-
-def _register_three_overloads(function: Callable, packet: Any) -> dict:
-    return {getattr(packet, name): function for name in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")}
-
-
-RULES_OF_PLAIN_TARGETS = {
-    aten.pad_sequence.default: pad_sequence,
-    aten._pad_packed_sequence.default: pad_packed_sequence,
-    aten._pack_padded_sequence_backward.default: pack_padded_sequence_backward,
-    aten.vander.default: vander,
-    aten.normal.float_Tensor: _draw_normal,
-    **_register_three_overloads(linspace, aten.linspace),
-    **_register_three_overloads(logspace, aten.logspace),
-}
-
-
-# The mode in which AOTAutograd traces: older versions of torch say that they compile to Dynamo alone.
-_FAKE_MODE_KEY = torch._C._TorchDispatchModeKey.FAKE
 
 # Those in which operands meet one another, or a constant, before they meet all others. Those that hand all operands to
 # one operator with a rule, as linear does, and those that write running statistics, as batch_norm, need none.
 COMPOSITE_OPERATORS = (
     *(aten.einsum.default, aten.linalg_multi_dot.default, aten.chain_matmul.default, aten.bilinear.default),
-    *(aten.scaled_dot_product_attention.default, aten.rms_norm.default, aten._weight_norm.default),
+    *(aten.rms_norm.default, aten._weight_norm.default),
     *(aten.kl_div.default, aten.poisson_nll_loss.default, aten.margin_ranking_loss.default),
     *(aten.hinge_embedding_loss.default, aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default),
     *(aten.multilabel_margin_loss.default, aten.cross_entropy_loss.default, aten.grid_sampler.default),
@@ -275,27 +195,8 @@ _KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH_KEY)
 _aten_library = torch.library.Library("aten", "IMPL")
 
 
-class _MkldnnSwitch:
-    """Switches mkldnn off for the process while any thread is inside, and then back to what it was."""
-
-    def __init__(self) -> None:
-        self._lock, self._entered, self._before = threading.Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._entered:
-                self._before = torch._C._get_mkldnn_enabled()
-                torch._C._set_mkldnn_enabled(False)
-            self._entered += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._entered -= 1
-            if not self._entered:
-                torch._C._set_mkldnn_enabled(self._before)
-
-
-mkldnn_switch = _MkldnnSwitch()
+# Held while mkldnn is off for the process: its LSTM reads memory as plain numbers.
+_mkldnn_lock = threading.RLock()
 
 
 def _make_entry(operator: OpOverload) -> Callable:
@@ -312,9 +213,8 @@ def _make_entry(operator: OpOverload) -> Callable:
             result = NotImplemented if own is None else own(*arguments, **options)
             if result is not NotImplemented:
                 return result
-            if is_promoted and have_several_dtypes((*arguments, *options.values())):
-                refuse_jvp((x for x in arguments if isinstance(x, Tensor)), str(operator))
-                arguments, options = promote_operands((arguments, options))
+            if is_promoted:
+                arguments, options = promote_operands(arguments, options)
             if is_encoded and has_plain_operand(arguments, options):
                 leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
                 if any(isinstance(x, MCTensor) for x in leaves):
@@ -322,8 +222,13 @@ def _make_entry(operator: OpOverload) -> Callable:
                     arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
         if operator is not aten.lstm.input:
             return operator.redispatch(keys & _KEYS_BELOW_ENTRY, *arguments, **options)
-        with mkldnn_switch:  # its kernel reads memory as plain numbers
-            return operator.redispatch(keys & _KEYS_BELOW_ENTRY, *arguments, **options)
+        with _mkldnn_lock:
+            before = torch._C._get_mkldnn_enabled()
+            torch._C._set_mkldnn_enabled(False)
+            try:
+                return operator.redispatch(keys & _KEYS_BELOW_ENTRY, *arguments, **options)
+            finally:
+                torch._C._set_mkldnn_enabled(before)
 
     return untraced(entered)
 
@@ -336,42 +241,95 @@ def ndtr(x: MCTensor) -> Tensor:
     return torch.erfc(x * factor) * 0.5
 
 
-def _make_traced_interpolation(steps: Callable) -> Callable:
-    """Let a function interpolate where a compiler traces, as torch decomposes it there before it asks a rule."""
+def _run_decoded(operator: OpOverload, arguments: tuple, options: dict, form: ResultType) -> Any:
+    """Run an operator, with autograd, on the values in float64, and return the result as an MCTensor of a type."""
 
-    def interpolate(x: Any, *arguments: Any, **options: Any) -> Any:
-        traced = torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE_MODE_KEY) is not None
-        if not traced or not isinstance(x, MCTensor) or result_type((x,)).fits_float64:
-            return NotImplemented
-        return steps(x, *arguments, **options)
+    def decode(x: Any) -> Any:
+        if isinstance(x, MCTensor):
+            return x.decode(torch.float64)
+        return x.double() if is_plain(x) else x
 
-    return interpolate
+    wide = operator(*map(decode, arguments), **{name: decode(x) for name, x in options.items()})
+    return attach_history(wide, make_result((wide.detach(),), form))
 
 
+def _interpolate(operator: OpOverload, x: Any, *arguments: Any, **options: Any) -> Any:
+    """Interpolate in float64, counted: torch's own steps would round the weights to the components' dtype."""
+    if not isinstance(x, MCTensor) or (form := result_type((x,))).fits_float64:
+        return NotImplemented
+    note_float64_fallback(operator, form)
+    return _run_decoded(operator, (x, *arguments), options, form)
+
+
+def _attend(*arguments: Any, **options: Any) -> Any:
+    """Run attention in float64 where that holds the digits, else step by step."""
+    tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
+    if not any(isinstance(x, MCTensor) for x in tensors):
+        return NotImplemented
+    form, operator = result_type(tensors), aten.scaled_dot_product_attention.default
+    if form.fits_float64:
+        return _run_decoded(operator, arguments, options, form)
+    arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
+    return _attend_in_steps(**map_arguments_by_name(operator, arguments, options))
+
+
+def _attend_in_steps(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: Any, enable_gqa: bool
+) -> Any:
+    """softmax(query key^T scale + mask) value; 0 in a row that is masked whole, as in torch's kernels."""
+    if enable_gqa:  # the heads of keys and values, for the query's groups (arXiv 2305.13245)
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
+    if is_causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(ahead, -math.inf)
+    largest = scores.detach().amax(-1, keepdim=True)
+    shares = (scores - largest.masked_fill(largest == -math.inf, 0.0)).exp()
+    total = shares.sum(-1, keepdim=True)
+    return F.dropout(shares / total.masked_fill(total == 0, 1.0), dropout_p) @ value
+
+
+_INTERPOLATIONS = tuple(
+    getattr(getattr(aten, f"upsample_{name}"), overload)
+    for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
+    for overload in ("default", "vec")
+)
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
-OWN_FUNCTIONS = {aten.special_ndtr.default: ndtr}
-OWN_FUNCTIONS |= {
-    operator: _make_traced_interpolation(rule)
-    for operator, rule in (INTERPOLATION_RULES | INTERPOLATION_RULES_BY_FACTORS).items()
+OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
+    aten.special_ndtr.default: ndtr,
+    aten.scaled_dot_product_attention.default: _attend,
+    **{operator: functools.partial(_interpolate, operator) for operator in _INTERPOLATIONS},
+    aten.where.ScalarOther: _choose_or_number,
+    aten.where.ScalarSelf: _choose_or_number,
+    aten.quantile.scalar: functools.partial(_find_quantile, aten.quantile.default),
+    aten.nanquantile.scalar: functools.partial(_find_quantile, aten.nanquantile.default),
+    aten.rms_norm.default: functools.partial(_run_encoded, rms_norm),
+    aten.cosine_similarity.default: functools.partial(_run_encoded, cosine_similarity),
+    aten.pad_sequence.default: pad_sequence,
+    aten._pad_packed_sequence.default: pad_packed_sequence,
+    aten._pack_padded_sequence_backward.default: pack_padded_sequence_backward,
+    **{
+        operator: functools.partial(_refuse_plain_target, operator)
+        for operator in (
+            *(aten.vander.default, aten.normal.float_Tensor),
+            *(aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor),
+            *(aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor),
+        )
+    },
+    **{
+        operator: functools.partial(write_results, operator, form)
+        for operator in REPLACED_OUT_OPERATORS
+        if (form := functional_form(operator)) is not None
+    },
 }
 _ENCODED_OPERATORS = frozenset(present_operators((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
-OWN_FUNCTIONS |= RULES_WITH_NUMBERS | RULES_OF_PLAIN_TARGETS
 
-
-def _make_out_entry(operator: OpOverload) -> Callable:
-    functional = functional_form(operator)
-    assert functional is not None
-
-    def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
-        return write_results(operator, functional, *arguments, **options)
-
-    return untraced(entered)
-
-
-_ENTERED_OPERATORS = dict.fromkeys(
-    (*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *PROMOTED_OPERATORS)
-)
-for _operators, _entering in ((_ENTERED_OPERATORS, _make_entry), (REPLACED_OUT_OPERATORS, _make_out_entry)):
-    for _operator in present_operators(_operators):
-        _name = _operator.name().removeprefix("aten::")
-        _aten_library.impl(_name, _entering(_operator), ENTRY_KEY_NAME, with_keyset=True)
+for _operator in present_operators(
+    dict.fromkeys((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *PROMOTED_OPERATORS))
+):
+    _aten_library.impl(
+        _operator.name().removeprefix("aten::"), _make_entry(_operator), ENTRY_KEY_NAME, with_keyset=True
+    )

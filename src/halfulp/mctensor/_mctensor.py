@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..arithmetic import Parts, merge
-from ..kernels import define_operator, is_under_transform, untraced
+from ..arithmetic import PRECISION, Parts, merge
+from ..kernels import define_operator, is_under_transform, present_operators, untraced
 from ..subclass._identity import (
     CompositeTensor,
     check_layout,
@@ -27,10 +28,7 @@ from ..subclass._in_backward import (
     refuse_make_fx,
 )
 from ..subclass._rule_table import Given, RuleTable
-from ..subclass.models._parameter_holders import refuse_fully_shard_for
-from . import _encode as _numbers
-from . import _encode as _text
-from ._encode import convert_to_float64
+from ._encode import canonicalize_components, convert_to_float64, encode_components, format_tensor, format_values
 
 _rule_table = RuleTable()
 RULES = _rule_table.rules
@@ -60,6 +58,17 @@ def implements(*operators: OpOverload) -> Callable[[Given], Given]:
     '0.20000000000000'
     """
     return _rule_table.implements(*operators)
+
+
+def implements_each(*operators: OpOverload) -> Callable[[Given], Given]:
+    """Register a function of an operator and its arguments as the rule of each of some operators, as a decorator."""
+
+    def register(rule: Given) -> Given:
+        for operator in present_operators(operators):
+            implements(operator)(functools.wraps(rule)(functools.partial(rule, operator)))
+        return rule
+
+    return register
 
 
 def attach_history(x: Tensor, made: Any) -> Any:
@@ -137,7 +146,6 @@ except RuntimeError as error:
     ) from error
 
 
-@refuse_fully_shard_for
 class MCTensor(CompositeTensor):
     """A tensor whose value is scale * (c[0] + c[1] + ...), with one to four components of one narrow format.
 
@@ -172,7 +180,7 @@ class MCTensor(CompositeTensor):
 
     _value_description = "a sum of components"
     _parts_expression = "each of x.components"
-    _own = ("_parts", "_scale", "_gradients")
+    _value_attributes = ("_parts", "_scale", "_gradients")
 
     def __new__(cls, *arguments: object, **options: object) -> MCTensor:
         raise TypeError("make an MCTensor by MCTensor.encode(values) or MCTensor.from_components(tensors)")
@@ -223,7 +231,7 @@ class MCTensor(CompositeTensor):
             refuse_make_fx("MCTensor")
             refuse_jit_trace("MCTensor")
         source = x.detach() if isinstance(x, Tensor) else x
-        parts, held = _numbers.encode_components(source, components, dtype, scale, device)
+        parts, held = encode_components(source, components, dtype, scale, device)
         made = wrap_parts(parts, held, gradients)
         connected: MCTensor = attach_history(x, made) if isinstance(x, Tensor) else made
         return connected
@@ -247,7 +255,7 @@ class MCTensor(CompositeTensor):
         (tensor(2.), tensor(5.9605e-08), tensor(0.))
         """
         check_gradients(gradients)
-        parts, held = _numbers.canonicalize_components(components, scale)
+        parts, held = canonicalize_components(components, scale)
         return wrap_parts(parts, held, gradients)
 
     @staticmethod
@@ -302,39 +310,32 @@ class MCTensor(CompositeTensor):
         >>> MCTensor.encode(["0.1", "2e5"]).to_strings(5)
         ['0.10000', '2.0000e+5']
         """
-        return _text.format_values(self._parts, self._scale, digits)
+        return format_values(self._parts, self._scale, digits)
 
     def apply_(self, function: Callable[..., Any]) -> MCTensor:
         """Refuse: no Python function takes a sum of components."""
         raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return _text.format_tensor(self, self._parts, self._scale, self._gradients)
+        return format_tensor(self, self._parts, self._scale, self._gradients)
 
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
     ) -> Tensor:
         """Return data with all digits as an MCTensor like this one, or as a plain tensor for another kind of dtype."""
         kind, place = dtype or self.dtype, device or self.device
-        made = _numbers.encode_new_tensor(data, len(self._parts), kind, self._scale is not None, place)
-        made = wrap_parts(made[0], made[1], self._gradients) if isinstance(made, tuple) else made
+        if kind not in PRECISION:
+            plain = data.decode() if hasattr(data, "decode") else data
+            return torch.tensor(plain, dtype=kind, device=place, requires_grad=requires_grad)
+        if isinstance(data, Tensor):
+            data = data.detach() if data.is_floating_point() else data.double()
+        scale = "none" if self._scale is None else "auto"
+        made = wrap_parts(*encode_components(data, len(self._parts), kind, scale, place), self._gradients)
         return made.requires_grad_(requires_grad)
 
-    def new(self, *arguments: Any, device: Any = None) -> Tensor:  # type: ignore[override]
-        """torch's old constructor: of sizes without values, or of data; always an MCTensor like this one."""
-        if len(arguments) == 1 and not isinstance(arguments[0], (int, torch.Size)):
-            return self.new_tensor(arguments[0], device=device)
-        sizes = arguments[0] if arguments and isinstance(arguments[0], torch.Size) else arguments or (0,)
-        made: Tensor = self.new_empty(sizes, device=device)
-        return made
-
-    def type(self, dtype: Any = None, non_blocking: bool = False, **options: Any) -> Any:
-        """Return the name of torch's type of the components, or `to` a dtype or a type of this name."""
-        if dtype is None:
-            return self._parts[0].type()
-        if not isinstance(dtype, torch.dtype):
-            dtype = torch.empty(0, dtype=torch.float32, device="cpu").type(dtype).dtype
-        return self.to(dtype, non_blocking=non_blocking)
+    def new(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Refuse torch's old constructor."""
+        raise TypeError("x.new is of sizes or of data: use x.new_empty(sizes) or x.new_tensor(data)")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch would round a number to the components' dtype before anyone else sees it.
@@ -360,10 +361,10 @@ class MCTensor(CompositeTensor):
         _data_descriptor.__set__(self, value)
         self._parts, self._scale, self._gradients = value._parts, value._scale, value._gradients
 
-    def _inner(self) -> list[Tensor]:
+    def _list_plain_tensors(self) -> list[Tensor]:
         return [*self._parts, *([] if self._scale is None else [self._scale])]
 
-    def _like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
+    def _make_like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
         count = len(self._parts)
         made = wrap_parts(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
         made.requires_grad_(requires_grad)
@@ -371,12 +372,12 @@ class MCTensor(CompositeTensor):
 
     # A compiler reads and replaces the components by name.
     _part_0, _part_1, _part_2, _part_3 = (
-        property(untraced(lambda self, i=i: self._parts[i]), untraced(lambda self, part, i=i: self._set_part(i, part)))
+        property(
+            untraced(lambda self, i=i: self._parts[i]),
+            untraced(lambda self, part, i=i: setattr(self, "_parts", (*self._parts[:i], part, *self._parts[i + 1 :]))),
+        )
         for i in range(4)
     )
-
-    def _set_part(self, position: int, part: Tensor) -> None:
-        self._parts = (*self._parts[:position], part, *self._parts[position + 1 :])
 
     @untraced
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int, bool]]:

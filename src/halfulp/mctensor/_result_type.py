@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -137,7 +136,13 @@ def run_function(name: str, *operands: Any, form: ResultType | None = None) -> T
             return _scale_result(
                 wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUM_FUNCTION_NAMES
             )
-    return run_pointwise(name, convert_operands(name, operands, form.dtype, form.components, form.device), form)
+    converted = convert_operands(name, operands, form.dtype, form.components, form.device)
+    if gives_plain_gradient(form.gradients, form.has_gradient):
+        return pointwise(name, *converted, components=1, dtype=form.dtype)[0]
+    if form.scaled:
+        wide = pointwise(name, *converted, components=count_float64_components(form), dtype=torch.float64)
+        return _scale_result(wide, find_magnitude(wide[0]), form, name in SUM_FUNCTION_NAMES)
+    return wrap_parts(pointwise(name, *converted, components=form.components, dtype=form.dtype), None, form.gradients)
 
 
 def are_operands_alike(a: Any, b: Any) -> bool:
@@ -168,14 +173,11 @@ def convert_operands(name: str, operands: Iterable, dtype: torch.dtype, componen
     return found
 
 
-def run_pointwise(name: str, operands: list[Parts], form: ResultType) -> Tensor:
-    """Run a function of `arithmetic.pointwise` on components and return the result of a type."""
-    if gives_plain_gradient(form.gradients, form.has_gradient):
-        return pointwise(name, *operands, components=1, dtype=form.dtype)[0]
+def choose_working_type(form: ResultType) -> tuple[int, torch.dtype]:
+    """Return the components, and their dtype, that a result is computed in before it becomes one of a type."""
     if form.scaled:
-        wide = pointwise(name, *operands, components=count_float64_components(form), dtype=torch.float64)
-        return _scale_result(wide, find_magnitude(wide[0]), form, name in SUM_FUNCTION_NAMES)
-    return wrap_parts(pointwise(name, *operands, components=form.components, dtype=form.dtype), None, form.gradients)
+        return count_float64_components(form), torch.float64
+    return (1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components), form.dtype
 
 
 def count_float64_components(form: ResultType) -> int:
@@ -226,7 +228,7 @@ def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> P
 
 
 # From this magnitude on a constant stands for infinity.
-LEAST_STAND_IN = 2.0**24
+_LEAST_STAND_IN = 2.0**24
 # To at least so much it saturates: exp(-128) is 0 in float32; and to so many times the largest of the others, beside
 # which these keep all digits.
 _LEAST_LIMIT, _LIMIT_FACTOR = 128.0, 2.0**8
@@ -248,58 +250,18 @@ def limit_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[Pa
 
 
 def limit_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
-    """Return a result's float64 components; what stands for infinity (2^24 and above) in plain operands is clamped.
-
-    Args:
-        result: of an operator that writes at places.
-        operands: all that it was given.
-    """
-    if not any(_may_hold_any(_find_stand_ins(x)) for x in operands if is_plain(x)):
-        return result
-    places = _find_large_elements(result[0])
-    if not _may_hold_any(places):
-        return result
-    return _clamp_at_places(result, places)
-
-
-def limit_updated_elements(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
-    """Return a result's float64 components, brought nearer to the others where plain operands make it large.
-
-    Args:
-        result: of an elementwise function.
-        name: of the function: "div", a name of another with factors, "addcmul" for x + b c, "addcdiv" for x + b / c.
-        operands: x, and one other, or b, c and numbers that multiply them.
-    """
-    if name in ("addcmul", "addcdiv") and not any(isinstance(x, MCTensor) for x in operands[1:]):
-        first, second, *factors = (x.double() if isinstance(x, Tensor) else float(x) for x in operands[1:])
-        product = math.prod(factors, start=first / second if name == "addcdiv" else first * second)
-        large = [_find_stand_ins(product) if isinstance(product, Tensor) and product.dim() else None]
-    else:
-        large = [_find_causes_of_large_results(x, name) for x in operands if is_plain(x)]
-    places = [place for place in large if place is not None and _may_hold_any(place)]
+    """Return a sum's float64 components, brought nearer to the others where plain operands stand for infinity."""
+    large = [_find_stand_ins(x) for x in operands if is_plain(x) and x.dim()]
+    places = [place for place in large if _may_hold_any(place)]
     if not places or result[0].shape != torch.broadcast_shapes(result[0].shape, *(p.shape for p in places)):
         return result
-    return _clamp_at_places(result, functools.reduce(torch.logical_or, places).expand(result[0].shape))
+    whole = functools.reduce(torch.logical_or, places).expand(result[0].shape)
+    return _clamp_components(result, whole, _find_limit(find_magnitude(torch.where(whole, 0.0, result[0]))))
 
 
-def _find_causes_of_large_results(x: Tensor, name: str) -> Tensor | None:
-    if not x.dim():
-        return None
-    factors = torch.where(x == 0, 0.0, x.reciprocal()) if name == "div" else x
-    return _find_stand_ins(factors, among_zeros=name != "mul")
-
-
-def _clamp_at_places(parts: Parts, places: Tensor) -> Parts:
-    return _clamp_components(parts, places, _find_limit(find_magnitude(torch.where(places, 0.0, parts[0]))))
-
-
-def _find_stand_ins(x: Tensor, among_zeros: bool = True) -> Tensor:
-    large = _find_large_elements(x)
-    return find_infinity_stand_ins(x, LEAST_STAND_IN, among_zeros) if _may_hold_any(large) else large
-
-
-def _find_large_elements(x: Tensor) -> Tensor:
-    return (x.abs() >= LEAST_STAND_IN) & x.isfinite()
+def _find_stand_ins(x: Tensor) -> Tensor:
+    large = (x.abs() >= _LEAST_STAND_IN) & x.isfinite()
+    return find_infinity_stand_ins(x, _LEAST_STAND_IN) if _may_hold_any(large) else large
 
 
 def _may_hold_any(places: Tensor) -> bool:
@@ -317,9 +279,6 @@ def _clamp_components(parts: Parts, places: Tensor, limit: Tensor) -> Parts:
     return (first, *(torch.where(beyond, 0.0, part) for part in parts[1:]))
 
 
-_NESTING_CLASSES = (list, tuple, dict)
-
-
 def is_plain(x: Any) -> bool:
     """Return whether an operand is a plain floating-point tensor."""
     return isinstance(x, Tensor) and not isinstance(x, MCTensor) and x.is_floating_point()
@@ -328,7 +287,7 @@ def is_plain(x: Any) -> bool:
 def has_plain_operand(arguments: tuple, options: dict) -> bool:
     """Return whether any operand, lists of operands included, is a plain floating-point tensor."""
     for x in (*arguments, *options.values()):
-        if is_plain(x) or (isinstance(x, _NESTING_CLASSES) and any(map(is_plain, tree_leaves(x)))):
+        if is_plain(x) or (isinstance(x, (list, tuple, dict)) and any(map(is_plain, tree_leaves(x)))):
             return True
     return False
 
@@ -347,16 +306,13 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
     def lift(x: Any) -> Any:
         if not is_plain(x):
             return x
-        made = _encode_plain_operand(x.detach(), form, ranked)
+        parts = to_components(x.detach(), form.device)
+        if ranked and not x.dim():
+            made = wrap_parts(renormalize(parts, form.components, torch.float64), None, form.gradients)
+        elif form.scaled:
+            made = make_scaled_result(tuple(part.double() for part in parts), form)
+        else:
+            made = wrap_parts(renormalize(parts, form.components, form.dtype), None, form.gradients)
         return attach_history(x, made) if with_gradients else made
 
     return tree_map(lift, operands)
-
-
-def _encode_plain_operand(x: Tensor, form: ResultType, ranked: bool) -> MCTensor:
-    parts = to_components(x, form.device)
-    if ranked and not x.dim():
-        return wrap_parts(renormalize(parts, form.components, x.double().dtype), None, form.gradients)
-    if form.scaled:
-        return make_scaled_result(tuple(part.double() for part in parts), form)
-    return wrap_parts(renormalize(parts, form.components, form.dtype), None, form.gradients)

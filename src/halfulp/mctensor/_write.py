@@ -19,7 +19,7 @@ _ROOM_BELOW = 8
 
 def list_inner_tensors(x: Tensor) -> list[Tensor]:
     """Return the plain tensors that hold a tensor's value: components and scale, or the tensor itself."""
-    return x._inner() if isinstance(x, MCTensor) else [x]
+    return x._list_plain_tensors() if isinstance(x, MCTensor) else [x]
 
 
 def copy_received(x: Tensor, value: Tensor) -> None:
@@ -59,7 +59,11 @@ def write_components(
     if not isinstance(x, MCTensor):
         return x.copy_(renormalize(parts, 1, x.dtype)[0])
     if x._scale is not None:
-        return _write_scaled(x, x._scale, parts, is_sum)
+        wide = tuple(part.double() for part in parts)
+        _rescale(x, x._scale, _choose_written_scale(x, x._scale, find_magnitude(wide[0])))
+        for target, part in zip(x._parts, divide_by_scale(wide, x._scale, len(x._parts), x.dtype, is_sum)):
+            target.copy_(part)
+        return x
     if len(parts) != len(x._parts) or parts[0].dtype != x.dtype:
         parts = renormalize(parts, len(x._parts), x.dtype)
     check_in_range(x, parts[0], exact)
@@ -137,15 +141,6 @@ def check_in_range(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | Non
             f"the result is out of the range of {x.dtype} components, and this tensor has no scale to change: it is as "
             "it was. Give it one, MCTensor.encode(x, components, dtype, scale='auto'), or wider components"
         )
-
-
-def _write_scaled(x: MCTensor, scale: Tensor, parts: Parts, is_sum: bool) -> MCTensor:
-    wide = tuple(part.double() for part in parts)
-    wanted = _choose_written_scale(x, scale, find_magnitude(wide[0]))
-    _rescale(x, scale, wanted)
-    for target, part in zip(x._parts, divide_by_scale(wide, scale, len(x._parts), x.dtype, is_sum)):
-        target.copy_(part)
-    return x
 
 
 def _choose_written_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> Tensor:

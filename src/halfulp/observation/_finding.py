@@ -134,8 +134,10 @@ def rank_findings(
             finding.kind,
             frozenset(map(make_name_pattern, finding.where)),
         )
-        there = merged.get(key)
-        merged[key] = finding if there is None else _join_findings(there, finding, (worst or {}).get(finding.code, ""))
+        there, measure = merged.get(key, finding), (worst or {}).get(finding.code, "")
+        most = max(there, finding, key=lambda one: (_read_measure(one, measure), one.confidence))
+        where = tuple(dict.fromkeys([*there.where, *finding.where]))
+        merged[key] = replace(most, where=where, confidence=max(there.confidence, finding.confidence))
     found = list(merged.values())
     follows: dict[int, list[int]] = {i: [] for i in range(len(found))}
     for i, consequence in enumerate(found):
@@ -145,25 +147,15 @@ def rank_findings(
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
 
-    def badness(i: int) -> int:
-        return max(SEVERITIES.index(found[each].severity) for each in [i, *_find_all_consequences(i, follows)])
+    def badness(i: int, *before: int) -> int:
+        consequences = [badness(k, i, *before) for k in follows[i] if k not in before]
+        return max([SEVERITIES.index(found[i].severity), *consequences])
 
     def rank(i: int) -> tuple[object, ...]:
         finding = found[i]
         return -badness(i), i in explained, -finding.confidence, -len(finding.where), finding.code
 
     return [found[i] for i in sorted(follows, key=rank)]
-
-
-def _find_all_consequences(start: int, follows: Mapping[int, Iterable[int]]) -> set[int]:
-    """Return all findings that follow from one, directly or not."""
-    found: set[int] = set()
-    left = [start]
-    while left:
-        new = set(follows[left.pop()]) - found
-        found |= new
-        left += new
-    return found
 
 
 def have_common_place(names: Iterable[str], others: Iterable[str]) -> bool:
@@ -182,12 +174,6 @@ def _is_within_any_module(name: str, others: set[str]) -> bool:
     return any(".".join(parts[:count]) in others for count in range(len(parts)))
 
 
-def _join_findings(one: Finding, other: Finding, measure: str) -> Finding:
-    worst = max(one, other, key=lambda finding: (_read_measure(finding, measure), finding.confidence))
-    where = tuple(dict.fromkeys([*one.where, *other.where]))
-    return replace(worst, where=where, confidence=max(one.confidence, other.confidence))
-
-
 def _read_measure(finding: Finding, measure: str) -> float:
     """Return how bad a finding is by a number among its evidence; minus infinity where it has none."""
     value = finding.evidence.get(measure.removeprefix("-"))
@@ -201,60 +187,14 @@ def find_worst_severity(findings: Iterable[Finding]) -> Severity | None:
     return max((finding.severity for finding in findings), key=SEVERITIES.index, default=None)
 
 
+_WEIGHT_OR_BIAS_PATTERN = re.compile(r"(?<=.)\.(weight|bias)$")
 _SINGULAR_OR_PLURAL_PATTERN = re.compile(r"\[([^|\]]*)\|([^\]]*)\]")
 
 
-@dataclass(frozen=True)
-class Cause:
-    """Findings that one cause explains: a card of a page, a paragraph in a terminal.
-
-    Attributes:
-        findings: ranked; the first is the cause's own.
-    """
-
-    findings: tuple[Finding, ...]
-
-    @property
-    def head_finding(self) -> Finding:
-        """The first finding."""
-        return self.findings[0]
-
-    @property
-    def own_findings(self) -> tuple[Finding, ...]:
-        """The findings of the cause's own code and cure."""
-        return tuple(
-            one for one in self.findings if (one.code, one.cure) == (self.head_finding.code, self.head_finding.cure)
-        )
-
-    @property
-    def following_findings(self) -> dict[str, list[Finding]]:
-        """The others, by code."""
-        found: dict[str, list[Finding]] = {}
-        for one in self.findings:
-            if one not in self.own_findings:
-                found.setdefault(one.code, []).append(one)
-        return found
-
-    @property
-    def severity(self) -> Severity:
-        """The highest among its findings."""
-        return find_worst_severity(self.findings) or "note"
-
-    @property
-    def meaning(self) -> str:
-        """A plain sentence that says what the code stands for; empty for a code that is not known here."""
-        return described("finding").get(self.head_finding.code, "")
-
-    @property
-    def headline(self) -> str:
-        """The diagnosis, in one line, of the own findings that are as severe as the first."""
-        return diagnose_findings([one for one in self.own_findings if one.severity == self.head_finding.severity])
-
-
-def group_by_cause(findings: Iterable[Finding]) -> list[Cause]:
+def group_by_cause(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Group findings by their cause: one code and cure at any place, and its consequences at its own place.
 
-    Notes of a code stay apart from its warnings and errors.
+    Notes of a code stay apart from its warnings and errors. The first of a group is the cause's own.
 
     Args:
         findings: as `rank_findings` orders them.
@@ -262,7 +202,7 @@ def group_by_cause(findings: Iterable[Finding]) -> list[Cause]:
     >>> lost = Finding("updates-lost", ("a.weight",), "error", 1.0, cure="float32")
     >>> decay = Finding("weight-decay-lost", ("a.weight",), "warning", 1.0, explained_by=("updates-lost",))
     >>> other = Finding("weight-decay-lost", ("b.weight",), "warning", 1.0, explained_by=("updates-lost",))
-    >>> [[one.code for one in cause.findings] for cause in group_by_cause([lost, decay, other])]
+    >>> [[one.code for one in group] for group in group_by_cause([lost, decay, other])]
     [['updates-lost', 'weight-decay-lost'], ['weight-decay-lost']]
     """
     groups = [[finding] for finding in findings]
@@ -275,23 +215,21 @@ def group_by_cause(findings: Iterable[Finding]) -> list[Cause]:
         else:
             group += other
             groups = [one for one in groups if one is not other]
-    return [Cause(tuple(group)) for group in groups]
+    return groups
 
 
 def _belong_to_one_cause(group: Sequence[Finding], others: Sequence[Finding]) -> bool:
-    return any(_has_same_cure(group[0], other) or any(_have_one_cause(one, other) for one in group) for other in others)
-
-
-def _has_same_cure(one: Finding, other: Finding) -> bool:
-    return (one.code, one.cure, one.severity == "note") == (other.code, other.cure, other.severity == "note")
-
-
-def _have_one_cause(cause: Finding, finding: Finding) -> bool:
-    """Return whether one finding explains the other, at one place or where one piece of code mends both."""
-    follows, leads = cause.code in finding.explained_by, finding.code in cause.explained_by
-    if cause.write != "" and cause.write == finding.write:
-        return follows or leads
-    return follows and have_common_place(cause.where, finding.where)
+    """Return whether others have the cure of a group, or one of them and one of the group have one cause."""
+    head = group[0]
+    for other in others:
+        if (head.code, head.cure, head.severity == "note") == (other.code, other.cure, other.severity == "note"):
+            return True
+        for one in group:
+            follows, leads = one.code in other.explained_by, other.code in one.explained_by
+            is_mended_alike = one.write != "" and one.write == other.write
+            if (follows or leads) if is_mended_alike else follows and have_common_place(one.where, other.where):
+                return True
+    return False
 
 
 def diagnose_findings(findings: Sequence[Finding]) -> str:
@@ -308,7 +246,7 @@ def diagnose_findings(findings: Sequence[Finding]) -> str:
     'h.4.mlp.up, h.4.mlp.down lose up to 50% of their updates: bf16 weights'
     """
     names = [name for one in findings for name in one.where]
-    modules = list(dict.fromkeys(map(_get_module_name, names)))
+    modules = list(dict.fromkeys(_WEIGHT_OR_BIAS_PATTERN.sub("", name) for name in names))
     place = describe_names(modules)
     template = findings[0].says
     share = next((key for _, key, spec, _ in Formatter().parse(template) if key and spec == "share"), None)
@@ -319,7 +257,9 @@ def diagnose_findings(findings: Sequence[Finding]) -> str:
         values = {"place": place or "the model", "at_lr": describe_lr(worst.evidence), **worst.evidence}
         others = {format_percent(_read_number(one.evidence.get(share))) for one in findings} if share else set()
         try:
-            return _capitalize_sentence(_EvidenceFormatter(len(others) > 1).vformat(words, (), values))
+            said = _EvidenceFormatter(len(others) > 1).vformat(words, (), values)
+            begins_with_name = said.split(" ", 1)[0] not in ("the", "gradients", "outputs")
+            return said if begins_with_name else said[:1].upper() + said[1:]
         except (KeyError, TypeError, ValueError):
             pass  # evidence of another instrument, which lacks a number
     where = describe_names(names)
@@ -344,32 +284,27 @@ def _read_number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else -1.0
 
 
-def _capitalize_sentence(words: str) -> str:
-    """Return a sentence that begins with no name with a capital letter."""
-    first = words.split(" ", 1)[0]
-    return words[:1].upper() + words[1:] if first.isalpha() and first in ("the", "gradients", "outputs") else words
+def describe_cause(group: Sequence[Finding]) -> dict[str, Any]:
+    """Return the diagnosis of findings of one cause as plain data that JSON can hold.
 
-
-def _get_module_name(name: str) -> str:
-    head, _, last = name.rpartition(".")
-    return head if last in ("weight", "bias") and head else name
+    Its headline is of the findings that have the first one's code, cure and severity.
+    """
+    head = group[0]
+    alike = [one for one in group if (one.code, one.cure, one.severity) == (head.code, head.cure, head.severity)]
+    return {
+        "headline": diagnose_findings(alike),
+        "code": head.code,
+        "severity": find_worst_severity(group),
+        "meaning": described("finding").get(head.code, ""),
+        "cure": head.cure,
+        "write": head.write,
+    }
 
 
 def group_causes_as_dicts(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return causes as plain data that JSON can hold; their findings as positions in the list that is given."""
     at = {id(one): k for k, one in enumerate(findings)}
-    return [
-        {
-            "headline": cause.headline,
-            "code": cause.head_finding.code,
-            "severity": cause.severity,
-            "meaning": cause.meaning,
-            "cure": cause.head_finding.cure,
-            "write": cause.head_finding.write,
-            "findings": [at[id(one)] for one in cause.findings],
-        }
-        for cause in group_by_cause(findings)
-    ]
+    return [{**describe_cause(group), "findings": [at[id(one)] for one in group]} for group in group_by_cause(findings)]
 
 
 def choose_headline(causes: Sequence[Any], of: str) -> str:
@@ -416,7 +351,7 @@ _MOST_FINDING_LINES = 3
 TEXT_WHERE_REST_STANDS = "in `findings`, on the page and in its JSON"
 
 
-def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
+def format_findings(findings: Sequence[Finding], most: int = 10) -> list[str]:
     """Return lines of text that list findings, grouped by their cause.
 
     Args:
@@ -428,13 +363,13 @@ def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
     ...     Finding("my-code", (name,), "error", 1.0, {"lost": part}, "keep it in float32", f"{part:.0%} lost", says)
     ...     for name, part in (("up.0.weight", 0.97), ("up.1.weight", 0.95))
     ... ]
-    >>> print(*listing(lost), sep="\\n")
+    >>> print(*format_findings(lost), sep="\\n")
     2 findings, of one cause:
     error    my-code: up.{0,1} lose up to 97% of their updates
              cure: keep it in float32
              up.0.weight: 97% lost
              up.1.weight: 95% lost
-    >>> listing([])
+    >>> format_findings([])
     ['no findings']
     """
     if not findings:
@@ -446,28 +381,30 @@ def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
         if len(findings) > 1
         else f"{many}:"
     ]
-    for cause in causes[:most]:
-        lines += _list_cause_lines(cause)
-    left = sum(len(cause.findings) for cause in causes[most:])
+    for group in causes[:most]:
+        lines += _list_cause_lines(group)
+    left = sum(map(len, causes[most:]))
     if left:
         lines.append(f"{left} more: {TEXT_WHERE_REST_STANDS}")
     return lines
 
 
-def _list_cause_lines(cause: Cause) -> list[str]:
-    head, own = cause.head_finding, cause.own_findings
-    lines = [f"{cause.severity:<8} {head.code}: {cause.headline}"]
-    said = [cause.meaning, f"cure: {head.cure}" if head.cure else ""]
-    first, *more = head.write.splitlines() or [""]
+def _list_cause_lines(group: Sequence[Finding]) -> list[str]:
+    cause = describe_cause(group)
+    own = [one for one in group if (one.code, one.cure) == (cause["code"], cause["cure"])]
+    lines = [f"{cause['severity']:<8} {cause['code']}: {cause['headline']}"]
+    said = [cause["meaning"], f"cure: {cause['cure']}" if cause["cure"] else ""]
+    first, *more = cause["write"].splitlines() or [""]
     said += [f"write: {first}" if first else "", *(f"       {line}" for line in more)]
-    if len(own) > 1 or not cause.headline.lower().endswith(head.summary.lower()):
+    if len(own) > 1 or not cause["headline"].lower().endswith(group[0].summary.lower()):
         said += [f"{describe_names(one.where)}: {one.summary}" for one in own[:_MOST_FINDING_LINES]]
-        said += (
-            [f"{len(own) - _MOST_FINDING_LINES} more: {TEXT_WHERE_REST_STANDS}"]
-            if len(own) > _MOST_FINDING_LINES
-            else []
-        )
-    for code, found in cause.following_findings.items():
+        left = len(own) - _MOST_FINDING_LINES
+        said += [f"{left} more: {TEXT_WHERE_REST_STANDS}"] if left > 0 else []
+    following: dict[str, list[Finding]] = {}
+    for one in group:
+        if one not in own:
+            following.setdefault(one.code, []).append(one)
+    for code, found in following.items():
         names = describe_names(name for one in found for name in one.where)
         numbers = len({one.summary for one in found})
         rest = f" (and {len(found) - 1} more, with other numbers)" if numbers > 1 else ""

@@ -312,9 +312,9 @@ def _make_float64_copy(model: nn.Module) -> nn.Module:
     if is_converted(wide):
         revert(wide)
     wide.double().eval()
-    wide.register_forward_pre_hook(_cast_inputs_to_float64, with_kwargs=True)
+
+    def cast(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))
+
+    wide.register_forward_pre_hook(cast, with_kwargs=True)
     return wide
-
-
-def _cast_inputs_to_float64(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))

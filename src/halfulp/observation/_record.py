@@ -81,8 +81,6 @@ class TensorRecord:
         weight_amax: of the same, where the module has parameters of its own: their largest magnitude; None else.
         sources: activation gradients: the innermost modules that took the output, whose backward passes its gradient
             comes from; the module around it where only that one's own code took it; empty of what the model returns.
-        before_cast: activation gradients that are all zeros: largest magnitude of the last ones where a cast to their
-            type, in code around the module, made them; None where none is known.
         first_nonfinite: the first sampled step with NaN or infinity, and its position in that step's order.
         nonfinite_steps: sampled steps with NaN or infinity.
         sampled: sampled elements.
@@ -111,7 +109,6 @@ class TensorRecord:
     input_amax: float | None = None
     weight_amax: float | None = None
     sources: tuple[str, ...] = ()
-    before_cast: float | None = None
     first_nonfinite: tuple[int, int] | None = None
     nonfinite_steps: int = 0
     sampled: int = 0
@@ -163,8 +160,6 @@ class ParameterRecord:
         update: of its elements.
         decay: of weight decay alone, where the optimizer decays the weight apart from the gradient; None elsewhere.
         accumulation: of gradients that were added to one that was there; None where none was.
-        accumulation_error: root mean square of what rounding made of these sums, over that of the exact sums, over all
-            sampled steps; None where none was.
         states: of each floating-point state tensor, by its name in the optimizer's state; of averages of squares their
             decreases alone.
         state_dtypes: their dtypes.
@@ -188,7 +183,6 @@ class ParameterRecord:
     update: RealisedChanges = field(default_factory=RealisedChanges)
     decay: RealisedChanges | None = None
     accumulation: RealisedChanges | None = None
-    accumulation_error: float | None = None
     states: dict[str, RealisedChanges] = field(default_factory=dict)
     state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     rounding: RoundingRecord | None = None
@@ -276,14 +270,14 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Expectation:
-    """The dtype or format that was asked for, and the one found.
+    """The dtype that was asked for, and the one found.
 
     Attributes:
         pattern: a glob over qualified names.
-        asked: the dtype's or format's name.
+        asked: the dtype's name.
         matched: names that match.
         other: those of them that have something else, and what.
-        source: who asked: "expect", "autocast" or "contract".
+        source: who asked: "expect" or "autocast".
     """
 
     pattern: str
@@ -371,8 +365,6 @@ def to_plain_data(value: Any) -> Any:
     >>> entry["dtype"], entry["histogram"], entry["amin"]
     ('bfloat16', {'-3': 7}, 'inf')
     """
-    if isinstance(value, Record):
-        return record_to_plain_data(value)
     if is_dataclass(value) and not isinstance(value, type):
         found = {field.name: to_plain_data(getattr(value, field.name)) for field in fields(value)}
         if isinstance(value, RealisedChanges):
@@ -400,16 +392,12 @@ def record_to_plain_data(record: Record) -> dict[str, Any]:
     Of a group's options the numbers stay, since the page and the contract need those alone.
     """
     found = {field.name: getattr(record, field.name) for field in fields(record)}
-    found["parameters"] = [_parameter_to_plain_data(parameter) for parameter in record.parameters.values()]
-    for keyed in ("tensors", "averages"):
+    for keyed in ("parameters", "tensors", "averages"):
         found[keyed] = list(found[keyed].values())
-    return {key: to_plain_data(value) for key, value in found.items()}
-
-
-def _parameter_to_plain_data(parameter: ParameterRecord) -> dict[str, Any]:
-    found: dict[str, Any] = to_plain_data(parameter)
-    found["options"] = {key: value for key, value in found["options"].items() if _is_numeric(value)}
-    return found
+    plain = {key: to_plain_data(value) for key, value in found.items()}
+    for parameter in plain["parameters"]:
+        parameter["options"] = {key: value for key, value in parameter["options"].items() if _is_numeric(value)}
+    return plain
 
 
 def _is_numeric(value: Any) -> bool:

@@ -37,10 +37,10 @@ def format_percent(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def times(share: float) -> str:
+def format_multiple(share: float) -> str:
     """Return a share of something as words before it, from the whole on as a multiple.
 
-    >>> f"{times(0.021)} the run's time", f"{times(5.216)} the run's time"
+    >>> f"{format_multiple(0.021)} the run's time", f"{format_multiple(5.216)} the run's time"
     ("2.1% of the run's time", "5.2 times the run's time")
     """
     return f"{format_percent(share)} of" if share < 1 else f"{share:.1f} times"
@@ -92,10 +92,10 @@ def compute_confidence(count: int, half: int = 64) -> float:
 FLOAT32_PRECISION = 24
 
 
-def dtype_name(dtype: torch.dtype | None) -> str:
+def name_dtype(dtype: torch.dtype | None) -> str:
     """Return the short name of a dtype: that of its format where it has one.
 
-    >>> dtype_name(torch.bfloat16), dtype_name(torch.int8), dtype_name(None)
+    >>> name_dtype(torch.bfloat16), name_dtype(torch.int8), name_dtype(None)
     ('bf16', 'int8', 'unknown dtype')
     """
     try:
@@ -168,7 +168,6 @@ def write_optimizer_code(name: str | None, argument: str, is_halfulp: bool = Fal
     """Return the lines that make an optimizer anew as one of hu.optim's, with its groups and a further argument.
 
     Groups of halfulp's own optimizers have the argument already, and would keep it: there it is written into them.
-    Of LBFGS, which hu.optim does not wrap, the lines are none.
 
     >>> print(write_optimizer_code("AdamW", KAHAN_ARGUMENT))
     import halfulp as hu
@@ -186,8 +185,6 @@ def write_optimizer_code(name: str | None, argument: str, is_halfulp: bool = Fal
     if is_halfulp:
         key, _, value = argument.partition("=")
         return f'{_GROUPS_COMMENT}\nfor group in optimizer.param_groups:\n    group["{key}"] = {value}'
-    if name == "LBFGS":
-        return ""
     made = f"hu.optim.{name or 'AdamW'}("
     if name is not None and name not in OPTIMIZERS:
         made = f"hu.optim.wrap({f'torch.optim.{name}' if hasattr(torch.optim, name) else name}, "

@@ -11,7 +11,6 @@ from .._messages import a_kind
 from .._names import enter, read_class_docstring, unknown
 from ..formats import Format
 from ..kernels import keeping_subnormals, uncompiled
-from ..subclass.models._averages import warn_of_living_averages
 from ..subclass.models._parameter_holders import wrap_checkpoint_functions
 from ._checkpoint import CheckpointMixin
 from ._group_options import (
@@ -217,13 +216,13 @@ class Optimizer(CheckpointMixin):
                 self._choose_step_spec(group, parameter, None, read_parameter_name(group, position))
             refuse_overlaps(self.param_groups)
             refuse_unused_update(self, [group] if is_chosen else ())
-            wrappers = check_narrowing([group]) if self._is_built else None
+            sharded = check_narrowing([group]) if self._is_built else None
         except Exception:
             del self.param_groups[before:]
             raise
         note_identities(group, self._identities)
-        if wrappers is not None:
-            narrow_groups(self, [group], wrappers)
+        if sharded is not None:
+            narrow_groups(self, [group], sharded)
 
     def _choose_step_spec(
         self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
@@ -451,14 +450,12 @@ class Optimizer(CheckpointMixin):
         """Take the sums of each parameter of each batch; an optimizer may keep what follows from them."""
 
     def _check_wrappers(self, has_gradients: bool) -> None:
-        """Check what else holds the parameters: wrappers of the model at the first step, averages now and then."""
+        """Check at the first step what else holds the parameters."""
         if not self._stepped:
             broadcast_auxiliary_tensors(self)
             if not has_gradients:
                 refuse_replaced_parameters(self)
         self._stepped += 1
-        if not self._stepped & (self._stepped - 1):  # each time that the steps have doubled
-            warn_of_living_averages(parameter for group in self.param_groups for parameter in group["params"])
 
     def _list_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the gradients that parameters step by, or None."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,27 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from .._messages import a_kind
 from ..gradients._functions import map_tensors, memoize_by_tensor
-from ..subclass.models._conversion import remove_hooks
 from ..subclass.models._float32_products import class_of
-
-# Stands for an entry that a container has not.
-_ABSENT_ENTRY = object()
-
-
-class _ArgumentCopy(NamedTuple):
-    """A copy of an argument, or of what lies in one.
-
-    Attributes:
-        source: what was copied: a tensor, list, dict or data class.
-        copy: what the module was given in its place.
-        before: the copy's version counter when it was made, or its items by key.
-        version: the source's version counter then; None where it has none.
-    """
-
-    source: Any
-    copy: Any
-    before: Any
-    version: int | None
 
 
 class CopiedArguments(dict):
@@ -45,32 +25,19 @@ class CopiedArguments(dict):
 
     def __init__(self, kwargs: dict, given: Any, made: Any) -> None:
         super().__init__(kwargs)
-        self._copies = list({id(one.copy): one for one in _list_copies(given, made)}.values())
+        self._copies = [(copy, _read_state(copy)) for copy in _list_copies(given, made)]
 
-    def return_writes(self, cast: Callable[[Tensor, torch.dtype], Tensor]) -> None:
-        """Give the caller's arguments what the module wrote into the copies of them, which ``cast_finite`` made."""
-        written = [one for one in self._copies if isinstance(one.copy, Tensor) and one.copy._version != one.before]
-        for one in written:
-            if one.version is not None and one.source._version != one.version:
+    def refuse_writes(self, module: nn.Module) -> None:
+        """Raise where the module wrote into a copy, which its caller does not see."""
+        for copy, before in self._copies:
+            now = _read_state(copy)
+            if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
+                what = f"a tensor of {copy.dtype}" if isinstance(copy, Tensor) else a_kind(copy)
                 raise RuntimeError(
-                    f"a module wrote into an argument of shape {tuple(one.source.shape)}, which it was given in "
-                    f"{one.copy.dtype}, and into the caller's own {one.source.dtype} tensor (or another part of the "
-                    "same memory) in one call: let it write by the argument alone, or give it the tensor in "
-                    f"{one.copy.dtype}"
+                    f"{a_kind(module)} wrote into an argument, {what}, that it was given as a copy in the dtype of its "
+                    "weights, so that its caller would not see it: make what it writes into in that dtype, or return "
+                    "the result"
                 )
-        # All are compared before one is written: arguments may be parts of one tensor.
-        with torch.no_grad():
-            unchanged = [one.copy == cast(one.source, one.copy.dtype) for one in written]
-        for one, same in zip(written, unchanged):
-            # The gradient is the copy's everywhere: a product by a weight of 1 changes nothing, but has one.
-            value = one.copy.to(one.source.dtype)
-            with torch.no_grad():
-                value.copy_(torch.where(same, one.source, value))
-            one.source.copy_(value)
-        originals = {id(one.copy): one.source for one in self._copies}
-        for one in self._copies:
-            if not isinstance(one.copy, Tensor):
-                _return_changed_items(one, originals)
 
 
 def cast_with_version_counter(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,48 +48,28 @@ def cast_with_version_counter(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _list_copies(given: Any, made: Any) -> Iterator[_ArgumentCopy]:
-    """Yield every copy in nested arguments."""
+def _list_copies(given: Any, made: Any) -> Iterator[Any]:
+    """Yield every copy in nested arguments: tensors, lists, dicts and data classes."""
     if given is made:
         return
-    if isinstance(given, Tensor):
-        yield _ArgumentCopy(given, made, made._version, None if given.is_inference() else given._version)
-        return
-    inner, now = _read_items(given), _read_items(made)
-    for key, item in inner.items():
-        yield from _list_copies(item, now[key])
     if not isinstance(given, tuple):
-        yield _ArgumentCopy(given, made, now, None)
+        yield made
+    if not isinstance(given, Tensor):
+        now = _read_state(made)
+        for key, item in _read_state(given).items():
+            yield from _list_copies(item, now[key])
 
 
-def _read_items(container: Any) -> dict:
-    """Return the values in a list, tuple, dict or data class, by key."""
-    if isinstance(container, dict):
-        return dict(container)
-    if isinstance(container, list | tuple):
-        return dict(enumerate(container))
-    declared = {field.name: getattr(container, field.name, None) for field in dataclasses.fields(container)}
-    return declared | getattr(container, "__dict__", {})
-
-
-def _return_changed_items(one: _ArgumentCopy, originals: dict[int, Any]) -> None:
-    """Give a container the entries that were put into its copy, or taken out of it."""
-    now = _read_items(one.copy)
-    changed = {key: item for key, item in now.items() if one.before.get(key, _ABSENT_ENTRY) is not item}
-    removed = [key for key in one.before if key not in now]
-    if not changed and not removed:
-        return
-    if isinstance(one.source, list):
-        one.source[:] = [originals.get(id(item), item) for item in one.copy]
-        return
-    for key in removed:
-        del one.source[key]
-    for key, item in changed.items():
-        item = originals.get(id(item), item)
-        if isinstance(one.source, dict):
-            one.source[key] = item
-        else:
-            object.__setattr__(one.source, key, item)
+def _read_state(x: Any) -> dict:
+    """Return the values in a list, tuple, dict or data class, by key; of a tensor one entry that a write replaces."""
+    if isinstance(x, Tensor):
+        return {x._version: None}
+    if isinstance(x, dict):
+        return dict(x)
+    if isinstance(x, list | tuple):
+        return dict(enumerate(x))
+    declared = {field.name: getattr(x, field.name, None) for field in dataclasses.fields(x)}
+    return declared | getattr(x, "__dict__", {})
 
 
 _PLAIN_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -131,17 +78,17 @@ _PLAIN_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MIXED_DTYPE_MODULES = (nn.modules.batchnorm._NormBase,)
 
 
-class _CastHook:
+class CastHook:
     """A hook that casts floating tensors; a class of its own, so that it is found again, copied and pickled."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
 
-class CastInputsHook(_CastHook):
+class CastInputsHook(CastHook):
     """A forward pre-hook that casts inputs, to a fixed dtype or first to that of the module's own parameters.
 
-    With ``writes``, `ReturnWritesHook` finds what was copied.
+    With ``writes``, `RefuseWritesHook` finds what was copied.
     """
 
     def __init__(self, dtype: torch.dtype, writes: bool, is_fixed: bool) -> None:
@@ -165,7 +112,7 @@ class CastInputsHook(_CastHook):
         return cast_args, cast_kwargs
 
 
-class CheckFloat32Hook(_CastHook):
+class CheckFloat32Hook(CastHook):
     """A forward pre-hook of a module that is kept in float32: refuses parameters that something has cast since."""
 
     def __init__(self, name: str) -> None:
@@ -184,7 +131,7 @@ class CheckFloat32Hook(_CastHook):
                 )
 
 
-class CastOutputsHook(_CastHook):
+class CastOutputsHook(CastHook):
     """A forward hook that casts a module's outputs, nested ones too."""
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -192,13 +139,13 @@ class CastOutputsHook(_CastHook):
         return map_tensors(output, lambda x: cast_finite(x, self.dtype), False)
 
 
-class ReturnWritesHook(_CastHook):
-    """A forward hook that gives the caller's arguments what a module wrote into cast copies of them."""
+class RefuseWritesHook(CastHook):
+    """A forward hook that refuses what a module wrote into cast copies of its caller's arguments."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Write into the caller's arguments what the module wrote into copies of them."""
+        """Check the copies of this call."""
         if not torch.compiler.is_compiling() and isinstance(kwargs, CopiedArguments):
-            kwargs.return_writes(cast_finite)
+            kwargs.refuse_writes(module)
 
 
 def cast_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -214,7 +161,11 @@ def cast_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
             given, made = _stored_elements(x), _stored_elements(y)
-            if not _is_cheap_to_read(made) or not math.isfinite(made.sum(dtype=torch.float32)):
+            is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+            is_plain = not is_traced and not torch._C._are_functorch_transforms_active() and type(made) is Tensor
+            # Its numbers can be read without a device synchronisation, a graph break or an error.
+            is_cheap = is_plain and made.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
+            if not is_cheap or not math.isfinite(made.sum(dtype=torch.float32)):
                 made.copy_(torch.where(given.isinf(), made, made.clamp(-largest, largest)))
     return y
 
@@ -224,13 +175,6 @@ def _stored_elements(x: Tensor) -> Tensor:
     if x.layout == torch.sparse_coo:
         return x._values()
     return x.values() if x.is_nested or x.layout != torch.strided else x
-
-
-def _is_cheap_to_read(y: Tensor) -> bool:
-    """Return whether a tensor's numbers can be read without a device synchronisation, a graph break or an error."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
-        return False
-    return type(y) is Tensor and y.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
 
 
 def install_casts(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> None:
@@ -243,42 +187,30 @@ def install_casts(model: nn.Module, islands: Container[str], dtype: torch.dtype)
             module.register_forward_pre_hook(CheckFloat32Hook(name))
         if name in islands:
             if not isinstance(module, _MIXED_DTYPE_MODULES) or module.weight is None:
-                _install_input_hooks(module, torch.float32, is_fixed=True)
+                install_input_hooks(module, torch.float32, is_fixed=True)
             if module is not model:
                 module.register_forward_hook(CastOutputsHook(dtype))
         elif is_inside_modules(name, islands):
             continue
         elif isinstance(module, ParametrizationList):
             for parametrization in module:
-                _install_input_hooks(parametrization, torch.float32, is_fixed=True)
+                install_input_hooks(parametrization, torch.float32, is_fixed=True)
             module.register_forward_hook(CastOutputsHook(dtype))
         elif isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-            _install_input_hooks(module, torch.float32, is_fixed=True)
-            for layer in filter(_has_weights, module.modules()):
+            install_input_hooks(module, torch.float32, is_fixed=True)
+            for layer in filter(has_weights, module.modules()):
                 layer.register_forward_hook(CastOutputsHook(torch.float32))
-        elif isinstance(module, _MIXED_DTYPE_MODULES) or (_has_weights(module) and _multiplies_by_weights(module)):
-            _install_input_hooks(module, dtype)
+        elif isinstance(module, _MIXED_DTYPE_MODULES) or (has_weights(module) and _multiplies_by_weights(module)):
+            install_input_hooks(module, dtype)
     model.register_forward_hook(CastOutputsHook(torch.float32))
 
 
-def install_input_casts(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast inputs of the model's modules with parameters to a wider dtype, which keeps all digits."""
-    for module in model.modules():
-        if _has_weights(module):
-            _install_input_hooks(module, dtype)
-
-
-def _install_input_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
+def install_input_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
     """Install the hooks that cast what a module is given; torch's own modules write into none of it."""
     writes = not class_of(module).__module__.startswith("torch.nn.")
     module.register_forward_pre_hook(CastInputsHook(dtype, writes, is_fixed), with_kwargs=True)
     if writes:
-        module.register_forward_hook(ReturnWritesHook(dtype), with_kwargs=True)
-
-
-def remove_casts(model: nn.Module) -> None:
-    """Remove every hook of this file from a model."""
-    remove_hooks(model.modules(), lambda hook: isinstance(hook, _CastHook))
+        module.register_forward_hook(RefuseWritesHook(dtype), with_kwargs=True)
 
 
 def is_inside_modules(name: str, islands: Container[str]) -> bool:
@@ -287,7 +219,7 @@ def is_inside_modules(name: str, islands: Container[str]) -> bool:
     return any(".".join(parts[:k]) in islands for k in range(len(parts) + 1))
 
 
-def _has_weights(module: nn.Module) -> bool:
+def has_weights(module: nn.Module) -> bool:
     """Return whether a module holds parameters, or computes its weights from parameters of other modules."""
     return any(x is not None for x in module._parameters.values()) or hasattr(module, "parametrizations")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -14,8 +13,8 @@ from ..mctensor._convert_model import single_component
 from ..optim.parameters._narrowing import keep_float32, narrow_parameter, widen_parameter
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
+from ..subclass.models._conversion import remove_hooks
 from ..subclass.models._parameter_holders import (
-    Wrappers,
     check_holders,
     list_holding_optimizers,
     replace_parameter_data,
@@ -46,12 +45,12 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     in float32, as do layers of your own whose weights are vectors alone (scales, frequencies of positions), and every
     tensor is cast where it meets weights: the inputs of a layer to the dtype of its parameters, those of a norm to
     float32 and its output back, and what the model returns to float32, so that a loss has all digits. A cast keeps
-    finite numbers finite (a mask of ``torch.finfo(torch.float32).min`` becomes the narrow dtype's), what is given twice
-    one tensor, and writes into an argument (a cache, a dict or list of them) visible, but in compiled graphs, where
-    they are lost. Integers, buffers and what meets no weight (masks, positions) stay as they are: a module around
-    layers has its inputs cast only if it owns a parameter called weight; another one of its own (a class token) meets
-    them by torch's type promotion, and in a product of two dtypes torch raises. `halfulp.explain` says what each module
-    gets.
+    finite numbers finite (a mask of ``torch.finfo(torch.float32).min`` becomes the narrow dtype's) and what is given
+    twice one tensor. A module of your own that writes into an argument which is cast (a float32 cache, a list of
+    tensors) is refused, but in compiled graphs, where the write is lost. Integers, buffers and what meets no weight
+    (masks, positions) stay as they are: a module around layers has its inputs cast only if it owns a parameter called
+    weight; another one of its own (a class token) meets them by torch's type promotion, and in a product of two dtypes
+    torch raises. `halfulp.explain` says what each module gets.
 
     Afterwards make the optimizer, by `halfulp.recipes.optimizer` (the recipe's own weight updates and states) or by
     hand (``hu.optim.AdamW(model.named_parameters(), weight_update="kahan")``; leave ``param_dtype=`` out). The low
@@ -103,21 +102,24 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     if recipe.narrow:
         check_float16_range(model, recipe, list_kept_parameters(model, kept))
         _refuse_held_parameters(model, "convert")
-    wrappers = _check_parameter_holders(model, recipe, "convert")
+    _check_parameter_holders(model, recipe, "convert")
     buffers: tuple[str, ...] = ()
-    with _restore_weights_on_error(model, recipe):
-        _perturb_weights(model, recipe.perturb, seed)
-        if recipe.components:
-            # All components of gradients too: a float16 gradient alone underflows without loss scaling.
-            multicomponent(model, recipe.components, _get_param_dtype(recipe), gradients="components")
-        elif recipe.payload:
-            scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul, wide="none")
-        elif recipe.param_dtype == "float64":
-            buffers = _widen_to_float64(model)
-        elif recipe.narrow:
-            buffers = _narrow_parameters(model, kept, _get_param_dtype(recipe))
-        _operands.install_rounding(model, recipe)
-    wrappers.follow()
+    if recipe.perturb:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+                parameter.mul_(1 + recipe.perturb * noise.to(parameter.device))
+    if recipe.components:
+        # All components of gradients too: a float16 gradient alone underflows without loss scaling.
+        multicomponent(model, recipe.components, _get_param_dtype(recipe), gradients="components")
+    elif recipe.payload:
+        scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul, wide="none")
+    elif recipe.param_dtype == "float64":
+        buffers = _widen_to_float64(model)
+    elif recipe.narrow:
+        buffers = _narrow_parameters(model, kept, _get_param_dtype(recipe))
+    _operands.install_rounding(model, recipe)
     model.__dict__[_RECORD_ATTRIBUTE] = _ConversionRecord(recipe, buffers)
     return model
 
@@ -148,7 +150,7 @@ def revert(model: ModuleType) -> ModuleType:
     record = model.__dict__[_RECORD_ATTRIBUTE]
     recipe = record.recipe
     _refuse_held_parameters(model, "revert")
-    wrappers = _check_parameter_holders(model, recipe, "revert")
+    _check_parameter_holders(model, recipe, "revert")
     if recipe.components:
         single_component(model)
     elif recipe.payload:
@@ -159,9 +161,10 @@ def revert(model: ModuleType) -> ModuleType:
                 widen_parameter(parameter)
             keep_float32(parameter, False)
         _cast_buffers(model, record.buffers, torch.float32)
-    wrappers.follow()
-    _casts.remove_casts(model)
-    _operands.remove_rounding(model)
+    remove_hooks(model.modules(), lambda hook: isinstance(hook, _casts.CastHook | _operands.ROUNDING_HOOKS))
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), _operands.BlockProducts):
+            del vars(module)["forward"]
     float32_products(model, False)
     del model.__dict__[_RECORD_ATTRIBUTE]
     return model
@@ -224,7 +227,9 @@ def _widen_to_float64(model: nn.Module) -> tuple[str, ...]:
         replace_parameter_data(parameter, parameter.detach().double())
     changed = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
     _cast_buffers(model, changed, torch.float64)
-    _casts.install_input_casts(model, torch.float64)
+    for module in model.modules():
+        if _casts.has_weights(module):
+            _casts.install_input_hooks(module, torch.float64)
     return tuple(changed)
 
 
@@ -234,37 +239,14 @@ def _cast_buffers(model: nn.Module, names: Sequence[str], dtype: torch.dtype) ->
         owner._buffers[key] = owner.get_buffer(key).to(dtype)
 
 
-@contextmanager
-def _restore_weights_on_error(model: nn.Module, recipe: Recipe) -> Iterator[None]:
-    """Return a context that restores a perturbed model's weights if conversion is refused."""
-    held = [(p, p.detach().clone()) for p in model.parameters()] if recipe.perturb else []
-    try:
-        yield
-    except Exception:
-        with torch.no_grad():
-            for parameter, value in held:
-                parameter.copy_(value)
-        raise
-
-
-def _perturb_weights(model: nn.Module, size: float, seed: int) -> None:
-    if not size:
-        return
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
-            parameter.mul_(1 + size * noise.to(parameter.device))
-
-
-def _check_parameter_holders(model: nn.Module, recipe: Recipe, what: str) -> Wrappers:
+def _check_parameter_holders(model: nn.Module, recipe: Recipe, what: str) -> None:
     """Refuse a change of dtype where others hold the parameters (multicomponent and scalify check by themselves)."""
     in_place = recipe.narrow or recipe.param_dtype == "float64"
     if not in_place or recipe.components or recipe.payload:
-        return Wrappers()
+        return
     if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):
         raise ValueError(f"the model is sharded: {what} it before fully_shard, or give the optimizer param_dtype=")
-    return check_holders(model.named_parameters(), what, replaced=False)
+    check_holders(model.named_parameters(), what, replaced=False)
 
 
 def _refuse_held_parameters(model: nn.Module, function: str) -> None:
@@ -280,13 +262,14 @@ def _refuse_wrapped_model(model: object) -> None:
     """Raise for a wrapper that has read the parameters already."""
     if not isinstance(model, nn.Module):
         return
-    kinds = {kind.__name__ for kind in type(model).__mro__}
-    for kind, call in (
-        ("DistributedDataParallel", "DistributedDataParallel(model)"),
-        ("FullyShardedDataParallel", "FullyShardedDataParallel(model)"),
-        ("FSDPModule", "fully_shard(model)"),
-        ("OptimizedModule", "torch.compile(model)"),
-        ("ScriptModule", "torch.jit.script(model)"),
-    ):
-        if kind in kinds:
-            raise ValueError(f"the model is a {kind}, which holds its parameters as they were: convert before {call}")
+    calls = {
+        "DistributedDataParallel": "DistributedDataParallel(model)",
+        "FullyShardedDataParallel": "FullyShardedDataParallel(model)",
+        "FSDPModule": "fully_shard(model)",
+        "OptimizedModule": "torch.compile(model)",
+        "ScriptModule": "torch.jit.script(model)",
+    }
+    for kind in (kind.__name__ for kind in type(model).__mro__ if kind.__name__ in calls):
+        raise ValueError(
+            f"the model is a {kind}, which holds its parameters as they were: convert before {calls[kind]}"
+        )

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ..formats import block_names
 from ..rounding import quantize, straight_through
-from ..subclass.models._conversion import remove_hooks
 from ._plan import rounds_operands
 from ._recipe import Recipe
 
@@ -51,6 +50,9 @@ class RefuseCopiesHook:
         # copy.copy shares the table of parameters, and so all numbers.
         if layer is not self.forward.layer and layer._parameters is not self.forward.layer._parameters:
             _refuse_layer_copy(layer, self.forward.format)
+
+
+ROUNDING_HOOKS = RoundOperandsHook | RoundResultHook | RefuseCopiesHook
 
 
 def _refuse_layer_copy(layer: nn.Module, format: str) -> NoReturn:
@@ -175,11 +177,3 @@ def install_rounding(model: nn.Module, recipe: Recipe) -> None:
             continue
         module.register_forward_pre_hook(RoundOperandsHook(format))
         module.register_forward_hook(RoundResultHook(format), always_call=True)
-
-
-def remove_rounding(model: nn.Module) -> None:
-    """Remove what `install_rounding` added."""
-    remove_hooks(model.modules(), lambda hook: isinstance(hook, RoundOperandsHook | RoundResultHook | RefuseCopiesHook))
-    for module in model.modules():
-        if isinstance(vars(module).get("forward"), BlockProducts):
-            del vars(module)["forward"]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from .._messages import a_kind, listed
+from .._messages import a_kind, align_columns, listed
 from .._qualified_names import make_name_pattern
 from ..formats import block_names
 from ..scaled._scalify import find_eight_bit_forward
@@ -152,25 +152,20 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     >>> describe_eight_bit_products(nn.Linear(32, 10))
     ('fp8 products', '32 x 10: units take multiples of 16, else fp8 is emulated')
     >>> describe_eight_bit_products(nn.Conv2d(3, 8, 3))
-    (None, 'fp8 is for products of linear layers')
+    (None, 'fp8 is for products that linear layers compute by their own forward')
     """
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return None, "MultiheadAttention multiplies by it without calling it"
-    if find_eight_bit_forward(module) is None:
-        if isinstance(module, nn.Linear):
-            return None, "a forward of its own"
-        return None, "fp8 is for products of linear layers" if isinstance(
-            module, _MULTIPLYING_LAYERS
-        ) else _explain_no_product(module)
+    # MultiheadAttention multiplies by its output layer without calling it.
+    is_called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    if not is_called or find_eight_bit_forward(module) is None:
+        words = "fp8 is for products that linear layers compute by their own forward"
+        return None, words if isinstance(module, _MULTIPLYING_LAYERS) else _explain_no_product(module)
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     sides = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else list(weight.shape)
     if all(side % EIGHT_BIT_SIDE_MULTIPLE == 0 for side in sides):
         return "fp8 products", ""
-    return (
-        "fp8 products",
-        f"{sides[0]} x {sides[1]}: units take multiples of {EIGHT_BIT_SIDE_MULTIPLE}, else fp8 is emulated",
-    )
+    multiples = f"units take multiples of {EIGHT_BIT_SIDE_MULTIPLE}, else fp8 is emulated"
+    return "fp8 products", f"{sides[0]} x {sides[1]}: {multiples}"
 
 
 def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
@@ -181,34 +176,15 @@ def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
     layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and "weight" in module._parameters
     if not recipe.operand_format or not layer or any(_matches_module(glob, name, module) for glob in recipe.float32):
         return False
-    return recipe.operand_format not in block_names() or _has_plain_forward(module)
-
-
-def _has_plain_forward(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
-    if forward is not None and not hasattr(forward, "round_example_blocks"):
-        return False
-    return class_of(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
-
-
-def describe_rounded_gradients(module: nn.Module, format: str) -> tuple[str | None, str]:
-    """Return which gradients of a module a ``gradient_format`` rounds, and why not all.
-
-    >>> describe_rounded_gradients(nn.Linear(3, 2), "fp16"), describe_rounded_gradients(nn.LayerNorm(3), "fp16")
-    (('gradients in fp16', ''), (None, 'no product'))
-    """
-    if isinstance(module, _MULTIPLYING_LAYERS):
-        return f"gradients in {format}", ""
-    return None, _explain_no_product(module)
+    is_plain = forward is None or hasattr(forward, "round_example_blocks")
+    is_torchs = class_of(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
+    return recipe.operand_format not in block_names() or (is_plain and is_torchs)
 
 
 def _explain_no_product(module: nn.Module) -> str:
     """Describe a module that is none of torch's layers that multiply."""
     return "no product" if type(module).__module__.startswith("torch.nn.") else "only where its forward multiplies"
-
-
-# A name in a sentence.
-_QUOTED_NAME = re.compile(r"(?<=')[^']*(?=')")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,16 +235,8 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = [("module", "class", "asked for", "gets", "why not"), *_make_table_rows(self.modules)]
-        widths = [max(len(row[k]) for row in rows) for k in range(5)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        bare = list(dict.fromkeys(plan.kind for plan in self.modules if not plan.held_as))
-        left = (
-            [f"Without parameters of their own: {', '.join(bare)}. {_describe_bare_modules(self.recipe)}"]
-            if bare
-            else []
-        )
         size = f"{self.bytes_before:,} bytes of parameters become {self.bytes_after:,}."
-        return "\n".join([self.recipe.explain(), *table, *left, size])
+        return "\n".join([self.recipe.explain(), *align_columns(rows), size])
 
 
 def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
@@ -292,7 +260,6 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     module  class      asked for        gets             why not
     0       Linear     bfloat16, kahan  bfloat16, kahan
     2       LayerNorm  bfloat16, kahan  float32          matches '*Norm*'; float32 needs no weight update
-    Without parameters of their own: Sequential, ReLU. They compute in the dtype of what they are given.
     96 bytes of parameters become 64.
     """
     recipe = _catalog.get(recipe)
@@ -304,7 +271,9 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
         _plan_module(name, module, recipe, islands, keeps, updates, first) for name, module in model.named_modules()
     )
     before = sum(4 * p.numel() for p in model.parameters())
-    after = sum(p.numel() * (4 if id(p) in keeps else _count_element_bytes(recipe)) for p in model.parameters())
+    dtype: torch.dtype = getattr(torch, recipe.payload or recipe.param_dtype or "float32")
+    size = dtype.itemsize * (recipe.components or 1)
+    after = sum(p.numel() * (4 if id(p) in keeps else size) for p in model.parameters())
     return Explanation(recipe, plans, before, after)
 
 
@@ -319,40 +288,37 @@ def _plan_module(
 ) -> ModulePlan:
     """Return the plan of a module's own parameters; tied ones are another's, under the first name."""
     own = {key: p for key, p in module._parameters.items() if p is not None}
-    why_kept = _explain_kept_module(name, islands)
+    why_kept = islands.get(name, "")
+    if not why_kept and is_inside_modules(name, islands):
+        outer = next(island for island in islands if is_inside_modules(name, {island}))
+        why_kept = f"in {outer!r}, which {islands[outer]}"
     if not own:
-        kind, held_as = type(module).__name__, "float32" if why_kept else ""
-        return ModulePlan(name, kind, 0, "", held_as, None, None, why_kept)
+        return ModulePlan(name, type(module).__name__, 0, "", "float32" if why_kept else "", None, None, why_kept)
     names = {key: first[id(p)] for key, p in own.items()}
     tied = {key: other for key, other in names.items() if other != (f"{name}.{key}" if name else key)}
-    stays = {key for key, p in own.items() if id(p) in keeps}
+    stays = [key for key, p in sorted(own.items()) if id(p) in keeps]
     if stays and not why_kept:
-        why_kept = f"shares {listed(sorted(stays))} with a module that stays float32"
+        why_kept = f"shares {listed(stays)} with a module that stays float32"
     wanted = {updates[other] for other in names.values()} - {None}
     stepped = [key for key, p in own.items() if key not in tied and key not in stays and p.requires_grad]
     got = {updates[names[key]] for key in stepped} - {None}
     products, why_no_product = _describe_narrow_products(recipe, name, module)
+    storage = _describe_storage(recipe)
+    held_as = storage if not stays else "float32" if len(stays) == len(own) else f"{storage}, {listed(stays)} float32"
+    formats = {"operands": recipe.operand_format, "gradients": recipe.gradient_format}
+    asked = [f"{recipe.matmul} products"] if recipe.matmul else []
+    asked += [f"{what} in {format}" for what, format in formats.items() if format]
     reasons = [why_kept, *_explain_missing_updates(own, stays, tied, bool(wanted)), why_no_product]
     return ModulePlan(
         name,
         type(module).__name__,
         sum(p.numel() for key, p in own.items() if key not in tied),
-        ", ".join([_describe_storage(recipe), *sorted(map(str, wanted)), *_list_asked_products(recipe)]),
-        _describe_held_dtypes(own, stays, _describe_storage(recipe)),
+        ", ".join([storage, *sorted(map(str, wanted)), *asked]),
+        held_as,
         ", ".join(sorted(map(str, got))) or None,
         products,
         "; ".join(filter(None, reasons)),
     )
-
-
-def _explain_kept_module(name: str, islands: dict[str, str]) -> str:
-    """Return why a module stays float32; empty where it does not."""
-    if not is_inside_modules(name, islands):
-        return ""
-    if name in islands:
-        return islands[name]
-    outer = next(island for island in islands if is_inside_modules(name, {island}))
-    return f"in {outer!r}, which {islands[outer]}"
 
 
 def _describe_narrow_products(recipe: Recipe, name: str, module: nn.Module) -> tuple[str | None, str]:
@@ -365,13 +331,15 @@ def _describe_narrow_products(recipe: Recipe, name: str, module: nn.Module) -> t
         lacks = "operands are rounded in linear layers and convolutions that are not exempt"
         lacks += ", by torch's own forward" if recipe.operand_format in block_names() else ""
     if recipe.gradient_format:
-        gets, why = describe_rounded_gradients(module, recipe.gradient_format)
+        is_rounded = isinstance(module, _MULTIPLYING_LAYERS)
+        gets = f"gradients in {recipe.gradient_format}" if is_rounded else None
+        why = "" if is_rounded else _explain_no_product(module)
         return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
     return operands, lacks
 
 
 def _explain_missing_updates(
-    own: dict[str, nn.Parameter], stays: set[str], tied: dict[str, str], asked: bool
+    own: dict[str, nn.Parameter], stays: list[str], tied: dict[str, str], asked: bool
 ) -> list[str]:
     """Return why some parameters have no weight update of the recipe's."""
     said = [f"{key!r} is {first!r}" for key, first in tied.items()]
@@ -383,12 +351,6 @@ def _explain_missing_updates(
     return said
 
 
-def _describe_held_dtypes(own: dict[str, nn.Parameter], stays: set[str], narrow: str) -> str:
-    if not stays or len(stays) == len(own):
-        return "float32" if stays else narrow
-    return f"{narrow}, {listed(sorted(stays))} float32"
-
-
 def _describe_storage(recipe: Recipe) -> str:
     if recipe.components:
         return f"{recipe.components} x {recipe.param_dtype}"
@@ -397,42 +359,17 @@ def _describe_storage(recipe: Recipe) -> str:
     return f"float32 with values of {recipe.format}" if recipe.format else recipe.param_dtype or "float32"
 
 
-def _list_asked_products(recipe: Recipe) -> list[str]:
-    if recipe.matmul:
-        return [f"{recipe.matmul} products"]
-    said = {"operands": recipe.operand_format, "gradients": recipe.gradient_format}
-    return [", ".join(f"{what} in {format}" for what, format in said.items() if format)] if any(said.values()) else []
-
-
-def _describe_bare_modules(recipe: Recipe) -> str:
-    """Describe what modules without parameters do."""
-    if recipe.emulate:
-        return f"Their outputs are rounded to {recipe.emulate}."
-    if recipe.gradient_format:
-        return f"Gradients of products that they compute are in {recipe.gradient_format}."
-    if recipe.payload or recipe.components:
-        return "They compute with what they are given, payloads with their scales or components."
-    return "They compute in the dtype of what they are given."
-
-
-def _count_element_bytes(recipe: Recipe) -> int:
-    name = recipe.payload or recipe.param_dtype or "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype.itemsize * (recipe.components or 1)
-
-
 def _make_table_rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
     """Return a row for each module that gets something; those that differ in numbers alone share one."""
     grouped: dict[tuple[str, ...], list[ModulePlan]] = {}
     for plan in plans:
         if plan.held_as:
-            why = _QUOTED_NAME.sub(lambda found: make_name_pattern(found[0]), plan.why)
+            # Names in the reasons of alike modules differ in numbers, too.
+            why = re.sub(r"(?<=[.'])\d+(?=[.'])", "*", plan.why)
             grouped.setdefault((make_name_pattern(plan.name), plan.kind, plan.asked, plan.gets, why), []).append(plan)
-    rows: list[tuple[str, ...]] = []
-    for (pattern, kind, asked, gets, why), group in grouped.items():
-        one = group[0]
-        if len(group) == 1:
-            rows.append((one.name or "(the model)", kind, asked, gets, one.why))
-        else:
-            rows.append((f"{pattern} ({len(group)})", kind, asked, gets, why))
-    return rows
+    return [
+        (group[0].name or "(the model)", *words[1:4], group[0].why)
+        if len(group) == 1
+        else (f"{words[0]} ({len(group)})", *words[1:])
+        for words, group in grouped.items()
+    ]

@@ -5,87 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from .._names import described, enter, unknown
 
-if TYPE_CHECKING:
-    import torch
-
-    from ..formats import Format
-
-GivenType = TypeVar("GivenType", contravariant=True)
-HeldType = TypeVar("HeldType", covariant=True)
-
+# Pairs from glob to weight update.
 UpdateByGlob = tuple[tuple[str, str], ...]
-
-
-class ConvertedField(Generic[GivenType, HeldType]):
-    """A dataclass field that is given as `GivenType` and read as `HeldType`, by a conversion.
-
-    Checkers of types know both from `__set__` and `__get__`.
-    """
-
-    def __init__(self, convert: Callable[[GivenType], HeldType], default: HeldType) -> None:
-        self._convert = convert
-        self._default = default
-        self._name = ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object | None, owner: type | None = None) -> HeldType:
-        # dataclasses asks the class for the default.
-        if instance is None:
-            return self._default
-        held: HeldType = vars(instance)[self._name]
-        return held
-
-    def __set__(self, instance: object, value: GivenType) -> None:
-        vars(instance)[self._name] = self._convert(value)
-
-
-# A format by its name or by what bears it, held as the name.
-FormatName = ConvertedField["str | torch.dtype | Format | None", str | None]
-# One weight update for all, or pairs from glob to weight update.
-UpdateNames = ConvertedField[str | Sequence[Sequence[str]] | Mapping[str, str] | None, str | UpdateByGlob | None]
-Globs = ConvertedField[Sequence[str], tuple[str, ...]]
-ScaleOrPolicy = ConvertedField[str | float | None, str | float | None]
-
-
-def read_format_name(value: str | torch.dtype | Format | None) -> str | None:
-    """Return ``torch.bfloat16`` or a Format as the name that JSON can hold; strings and None pass through."""
-    if value is None or isinstance(value, str):
-        return value
-    name = getattr(value, "name", None)
-    return name if isinstance(name, str) else str(value).removeprefix("torch.")
-
-
-def read_updates(value: str | Sequence[Sequence[str]] | Mapping[str, str] | None) -> str | UpdateByGlob | None:
-    """Return pairs from glob to name as tuples; a single name and None pass through, all else is a TypeError."""
-    if value is None or isinstance(value, str):
-        return value
-    given: Any = value.items() if isinstance(value, Mapping) else value
-    try:
-        return tuple((str(glob), str(name)) for glob, name in given)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"weight_update={value!r}: give a name, pairs of a glob and a name, or a dict from glob to name"
-        ) from None
-
-
-def read_globs(value: Sequence[str]) -> tuple[str, ...]:
-    """Return globs as a tuple; what is no list of words is a ValueError."""
-    if not isinstance(value, list | tuple) or not all(isinstance(x, str) and x for x in value):
-        raise ValueError(f"float32={value!r}: give a list of globs over names of modules and classes, () for none")
-    return tuple(value)
-
-
-def read_scale(value: str | float | None) -> str | float | None:
-    """Return a whole number as a float; all else passes through."""
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
 
 PARAM_DTYPES = ("bfloat16", "float16", "float32", "float64")
 STATE_DTYPES = ("bfloat16", "bfloat16x2", "float16", "float32", "8bit", "4bit", "fp8")
@@ -96,6 +22,7 @@ MATMULS = ("fp8",)
 NORMS = ("*Norm*",)
 
 GRADIENT_ROUNDINGS = ("nearest", "stochastic")
+_FORMAT_FIELDS = ("format", "emulate", "operand_format", "gradient_format")
 
 # The weight updates, each with what `Recipe.explain` says of it.
 WEIGHT_UPDATES = {
@@ -133,7 +60,7 @@ class Recipe:
     Args:
         name: What tables call it.
         description: One line for a person.
-        param_dtype: ``"bfloat16"`` or ``"float16"`` (or that torch.dtype); None leaves float32. Also ``"float64"``, for
+        param_dtype: ``"bfloat16"`` or ``"float16"``, by name or dtype; None leaves float32. Also ``"float64"``, for
             a reference, and ``"float32"`` where there are ``components``: these run on ``torch.optim``.
         weight_update: One name for every parameter, or ordered pairs (or a dict) from glob to name. A glob
             is matched against the parameter's qualified name (``"blocks.0.up.weight"``) and against the class
@@ -167,8 +94,8 @@ class Recipe:
             compute in float32, as globs
             over their qualified names (with all that is inside) and over the names of their classes and base classes
             (of modules that hold no others). By default every norm; ``()`` for none.
-        perturb: Each starting weight is multiplied by 1 + perturb * N(0, 1): the control that shows how far two
-            float32 runs drift apart by themselves.
+        perturb: In float32, each starting weight is multiplied by 1 + perturb * N(0, 1): the control that shows how far
+            two runs drift apart by themselves.
 
     Raises:
         ValueError: an unknown name, or choices that exclude each other; the message lists near names.
@@ -180,24 +107,25 @@ class Recipe:
 
     name: str
     description: str = ""
-    param_dtype: FormatName = ConvertedField(read_format_name, None)
-    weight_update: UpdateNames = ConvertedField(read_updates, None)
-    payload: FormatName = ConvertedField(read_format_name, None)
+    param_dtype: str | None = None
+    weight_update: str | UpdateByGlob | None = None
+    payload: str | None = None
     matmul: str | None = None
     components: int | None = None
-    state_dtype: FormatName = ConvertedField(read_format_name, None)
-    format: FormatName = ConvertedField(read_format_name, None)
-    emulate: FormatName = ConvertedField(read_format_name, None)
-    float32: Globs = ConvertedField(read_globs, NORMS)
+    state_dtype: str | None = None
+    format: str | None = None
+    emulate: str | None = None
+    float32: tuple[str, ...] = NORMS
     perturb: float = 0.0
-    operand_format: FormatName = ConvertedField(read_format_name, None)
-    gradient_format: FormatName = ConvertedField(read_format_name, None)
-    gradient_scale: ScaleOrPolicy = ConvertedField(read_scale, None)
+    operand_format: str | None = None
+    gradient_format: str | None = None
+    gradient_scale: str | float | None = None
     gradient_rounding: str = "nearest"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ValueError(f"a recipe needs a name, got {self.name!r}")
+        self._convert_fields()
         own_format = (self.format,) if self.format else ()
         updates = _append_registered(WEIGHT_UPDATES, "weight update")
         _check_among("param_dtype", PARAM_DTYPES, self.param_dtype)
@@ -206,7 +134,7 @@ class Recipe:
         _check_among("payload", PAYLOADS, self.payload)
         _check_among("matmul", MATMULS, self.matmul)
         _check_among("gradient rounding", GRADIENT_ROUNDINGS, self.gradient_rounding)
-        for field in ("format", "emulate", "operand_format", "gradient_format"):
+        for field in _FORMAT_FIELDS:
             _check_format(getattr(self, field), blocks=field == "operand_format")
         scale, policies = self.gradient_scale, _append_registered(GRADIENT_SCALES, "policy")
         if isinstance(scale, str):
@@ -223,11 +151,35 @@ class Recipe:
         for why in self._list_conflicts():
             raise ValueError(f"recipe {self.name!r} has {why}")
 
+    def _convert_fields(self) -> None:
+        """Hold dtypes and formats as their names, pairs and globs as tuples, a whole number as a float."""
+        given = {**vars(self)}
+        for field in ("param_dtype", "payload", "state_dtype", *_FORMAT_FIELDS):
+            if given[field] is not None and not isinstance(given[field], str):
+                given[field] = getattr(given[field], "name", None) or str(given[field]).removeprefix("torch.")
+        if isinstance(given["gradient_scale"], int) and not isinstance(given["gradient_scale"], bool):
+            given["gradient_scale"] = float(given["gradient_scale"])
+        globs, pairs = given["float32"], given["weight_update"]
+        if not isinstance(globs, list | tuple) or not all(isinstance(glob, str) and glob for glob in globs):
+            raise ValueError(f"float32={globs!r}: give a list of globs over names of modules and classes, () for none")
+        given["float32"] = tuple(globs)
+        if pairs is not None and not isinstance(pairs, str):
+            try:
+                pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
+                given["weight_update"] = tuple((str(glob), str(name)) for glob, name in pairs)
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"weight_update={pairs!r}: give a name, pairs of a glob and a name, or a dict from glob to name"
+                ) from None
+        vars(self).update(given)
+
     def _list_conflicts(self) -> Iterator[str]:
         """Yield which fields cannot be together, and what to do."""
         updates, rounds_randomly = self.update_names(), self.gradient_rounding != "nearest"
         wide = self.param_dtype or self.payload or self.emulate
         leave = "leave out param_dtype, payload, components and emulate"
+        if self.perturb and (wide or self.format):
+            yield "perturb=, which shows how far float32 itself drifts: leave out the formats of parameters"
         if self.format and self.param_dtype:
             yield f"param_dtype and format={self.format!r}, which lives inside float32 parameters: give one of the two"
         if updates and not (self.format or self.param_dtype or self.payload):
@@ -383,11 +335,12 @@ def _is_block_format(name: str | None) -> bool:
 
 
 def _check_format(name: str | None, blocks: bool) -> None:
-    if name is None or (blocks and _is_block_format(name)):
-        return
     from .. import formats
 
-    if _is_block_format(name):
+    is_block = _is_block_format(name)
+    if name is None or (blocks and is_block):
+        return
+    if is_block:
         raise ValueError(f"{name} is a block format, whose scales products read: it goes with operand_format= alone")
     formats.get(name)
 
@@ -397,26 +350,6 @@ def _check_fields(data: Mapping[str, Any]) -> None:
     for key in data:
         if key not in allowed:
             raise ValueError(unknown("field of a recipe", key, allowed))
-
-
-def _bf16_recipe(suffix: str, description: str, **fields: Any) -> Recipe:
-    return Recipe(name=f"bf16{suffix}", description=description, param_dtype="bfloat16", **fields)
-
-
-def _fp16_recipe(suffix: str, description: str, **fields: Any) -> Recipe:
-    return Recipe(name=f"fp16{suffix}", description=description, param_dtype="float16", **fields)
-
-
-def _make_few_bit_recipe(format: str, bits: int, update: str) -> Recipe:
-    suffix = "" if update == "nearest" else f"-{update}"
-    return Recipe(
-        name=f"{format}{suffix}",
-        description=f"{bits}-bit floats everywhere, {update} weight updates",
-        weight_update="kahan-literal" if update == "kahan" else update,
-        state_dtype=format,
-        format=format,
-        emulate=format,
-    )
 
 
 def _make_gradient_recipe(
@@ -455,53 +388,72 @@ _SCALED_RECIPE_CHOICES = (
     ("scaled-fp8-stochastic", "the same, products and moments in eight bits", "stochastic", "fp8", "fp8"),
 )
 
-_MIXED_UPDATES = (("*Embedding*", "kahan"), ("*Norm*", "kahan"), ("*", "stochastic"))
+# Name, words, weight update and dtype of the states of recipes with 16-bit parameters, named by their dtype.
+_NARROW_RECIPE_CHOICES: tuple[tuple[str, str, str | UpdateByGlob, str | None], ...] = (
+    ("bf16", "bfloat16, updates rounded to nearest", "nearest", None),
+    ("bf16-stochastic", "bfloat16, updates rounded stochastically", "stochastic", None),
+    ("bf16-kahan", "bfloat16 with a 16-bit residual", "kahan", None),
+    ("bf16-kahan-stochastic", "bfloat16 with a residual and stochastic rounding", "kahan-stochastic", None),
+    ("bf16-split", "bfloat16 plus 16 bits: exact float32 weights", "split", None),
+    ("bf16-split8", "bfloat16 plus 8 bits, 8-bit moments", "split8", "8bit"),
+    ("bf16-feedback", "bfloat16, the lost part goes into the first moment", "feedback", None),
+    ("bf16-master", "bfloat16 with a float32 master copy", "master", None),
+    (
+        "bf16-mixed",
+        "Kahan on embeddings and norms, stochastic elsewhere",
+        (("*Embedding*", "kahan"), ("*Norm*", "kahan"), ("*", "stochastic")),
+        None,
+    ),
+    ("bf16-mc2", "Collage: weights and second moment as two bfloat16 each", "components", "bfloat16x2"),
+    ("fp16", "float16, no scale, updates rounded to nearest", "nearest", None),
+    ("fp16-kahan", "float16 with a 16-bit residual", "kahan", None),
+    ("fp16-split8", "float16 plus 8 bits, 8-bit moments", "split8", "8bit"),
+    ("fp16-master", "float16 with a float32 master copy", "master", None),
+)
+# Name, words, dtype and number of components of recipes that torch.optim steps.
+_COMPONENT_RECIPE_CHOICES = (
+    ("fp16-mc2", "MCTensor: weights as two float16 components, computed with as such", "float16", 2),
+    ("fp16-mc3", "MCTensor: weights as three float16 components, computed with as such", "float16", 3),
+    ("fp64", "float64 everywhere, a wider reference", "float64", None),
+    ("fp64-mc2", "MCTensor: weights as two float64 components", "float64", 2),
+)
 
 _RECIPES = (
     Recipe(name="fp32", description="float32 everywhere, the reference"),
     Recipe(name="fp32-twin", description="float32 from a start that differs by 1e-7, the control", perturb=1e-7),
-    _bf16_recipe("", "bfloat16, updates rounded to nearest", weight_update="nearest"),
-    _bf16_recipe("-stochastic", "bfloat16, updates rounded stochastically", weight_update="stochastic"),
-    _bf16_recipe("-kahan", "bfloat16 with a 16-bit residual", weight_update="kahan"),
-    _bf16_recipe(
-        "-kahan-stochastic", "bfloat16 with a residual and stochastic rounding", weight_update="kahan-stochastic"
-    ),
-    _bf16_recipe("-split", "bfloat16 plus 16 bits: exact float32 weights", weight_update="split"),
-    _bf16_recipe("-split8", "bfloat16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"),
-    _bf16_recipe("-feedback", "bfloat16, the lost part goes into the first moment", weight_update="feedback"),
-    _bf16_recipe("-master", "bfloat16 with a float32 master copy", weight_update="master"),
-    _bf16_recipe(
-        "-mixed", "Kahan on embeddings and norms, stochastic elsewhere", weight_update=_MIXED_UPDATES, float32=()
-    ),
-    _bf16_recipe(
-        "-mc2",
-        "Collage: weights and second moment as two bfloat16 each",
-        weight_update="components",
-        state_dtype="bfloat16x2",
-    ),
-    _fp16_recipe("", "float16, no scale, updates rounded to nearest", weight_update="nearest"),
-    _fp16_recipe("-kahan", "float16 with a 16-bit residual", weight_update="kahan"),
-    _fp16_recipe("-split8", "float16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"),
-    _fp16_recipe("-master", "float16 with a float32 master copy", weight_update="master"),
-    _fp16_recipe("-mc2", "MCTensor: weights as two float16 components, computed with as such", components=2),
-    _fp16_recipe("-mc3", "MCTensor: weights as three float16 components, computed with as such", components=3),
     *(
         Recipe(
             name=name,
             description=words,
-            payload="float16",
+            param_dtype="bfloat16" if name.startswith("bf16") else "float16",
             weight_update=update,
             state_dtype=states,
-            matmul=matmul,
+            # A mix of updates has one for norms.
+            float32=NORMS if isinstance(update, str) else (),
         )
-        for name, words, update, states, matmul in _SCALED_RECIPE_CHOICES
-    ),
-    Recipe(name="fp64", description="float64 everywhere, a wider reference", param_dtype="float64"),
-    Recipe(
-        name="fp64-mc2", description="MCTensor: weights as two float64 components", param_dtype="float64", components=2
+        for name, words, update, states in _NARROW_RECIPE_CHOICES
     ),
     *(
-        _make_few_bit_recipe(format, bits, update)
+        Recipe(name=name, description=words, param_dtype=dtype, components=components)
+        for name, words, dtype, components in _COMPONENT_RECIPE_CHOICES[:2]
+    ),
+    *(
+        Recipe(name=name, description=words, payload="float16", weight_update=update, state_dtype=states, matmul=matmul)
+        for name, words, update, states, matmul in _SCALED_RECIPE_CHOICES
+    ),
+    *(
+        Recipe(name=name, description=words, param_dtype=dtype, components=components)
+        for name, words, dtype, components in _COMPONENT_RECIPE_CHOICES[2:]
+    ),
+    *(
+        Recipe(
+            name=format if update == "nearest" else f"{format}-{update}",
+            description=f"{bits}-bit floats everywhere, {update} weight updates",
+            weight_update="kahan-literal" if update == "kahan" else update,
+            state_dtype=format,
+            format=format,
+            emulate=format,
+        )
         for format, bits in (("e8m5", 14), ("e8m3", 12), ("e8m1", 10))
         for update in ("nearest", "stochastic", "kahan", "kahan-stochastic")
     ),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -40,7 +39,7 @@ def agrees_with_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor
     Args:
         wanted: of plain float32; None where there is none.
         got: to be judged, of the same shape.
-        exact: of the same computation in float64, or with other rounding errors; None where there is no such run.
+        exact: of the same computation in float64; None where there is no such run.
 
     >>> a = torch.tensor([1.0, 1e-7]).repeat(8)
     >>> [agrees_with_float32(a, b, a.double()) for b in (a * (1 + 1e-7), torch.where(a < 1e-6, 0.0, a))]
@@ -103,58 +102,33 @@ def _differs_in_nonfinite(wanted: Tensor, got: Tensor) -> bool:
 _STEP_SEED = 0
 
 
-class _CopyKeptTensors(TorchFunctionMode):
-    """Lets `copy.deepcopy` copy activations that a module keeps; torch copies only leaves."""
-
-    def __torch_function__(self, function: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
-        if function is Tensor.__deepcopy__ and not arguments[0].is_leaf:
-            kept, memo = arguments
-            if id(kept) not in memo:
-                memo[id(kept)] = kept.detach().clone().requires_grad_(True)
-            return memo[id(kept)]
-        return function(*arguments, **(options or {}))
-
-
 def copy_model(model: nn.Module) -> nn.Module:
-    """Return a deep copy that keeps what `copy.deepcopy` drops: the hooks of parameters and of buffers."""
-    for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:
+    """Return a deep copy; hooks of parameters and buffers, which `copy.deepcopy` drops, are refused."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor._post_accumulate_grad_hooks or tensor._backward_hooks:
             raise ValueError(
-                f"parameter {name!r} has a hook that runs after its gradient is accumulated and may change what is "
-                "outside the model: remove it for the proof (handle.remove()), and register it again afterwards"
+                f"{name!r} has a hook on its gradient, which a copy has not, and the proof runs on copies: remove it "
+                "for the proof (handle.remove()), and register it again afterwards"
             )
     try:
-        with _CopyKeptTensors():
-            other = copy.deepcopy(model)
+        return copy.deepcopy(model)
     except (RuntimeError, TypeError, copy.Error) as error:
         raise ValueError(f"the model cannot be copied, and the proof runs on copies: {error}") from error
-    for ours, theirs in zip(_list_hooked_tensors(model), _list_hooked_tensors(other), strict=True):
-        for hook in (ours._backward_hooks or {}).values():
-            theirs.register_hook(hook)
-    return other
-
-
-def _list_hooked_tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from (buffer for buffer in model.buffers() if buffer.requires_grad)
 
 
 @contextlib.contextmanager
 def fix_random_state() -> Iterator[None]:
     """Run a block from the same state of Python's, NumPy's and torch's generators; restore them."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng():
         try:
             torch.manual_seed(_STEP_SEED)
             random.seed(_STEP_SEED)
-            if numpy is not None:
-                numpy.random.seed(_STEP_SEED)
+            numpy.random.seed(_STEP_SEED)
             yield
         finally:
             random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
+            numpy.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager
@@ -180,48 +154,8 @@ def check_untouched(model: nn.Module) -> Iterator[None]:
         )
 
 
-# Results are multiplied by 1, or by 1 more or less this.
-_JITTER_SIZE = 2.0**-23
 # A payload that stands for more may saturate under another scale, or overflow; models take such numbers for "no value".
 _LARGEST = 2.0**96
-
-
-class JitterMode(TorchDispatchMode):
-    """Multiplies the results of operators by 1 - 2^-23, 1 or 1 + 2^-23, element by element at random.
-
-    Rounding errors of another size and sign than a run's own show how far these go on their way, as in stochastic
-    arithmetic (Vignes, "A stochastic arithmetic for reliable scientific computation", 1993). Whole numbers stay, and so
-    does what shares memory with an operand or is written in place.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._generator = torch.Generator().manual_seed(0)
-
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
-        options = options or {}
-        results = operator(*arguments, **options)
-        if operator.is_view or operator._schema.is_mutable:
-            return results
-        given = {_identify_memory(x) for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)}
-        return tree_map(lambda x: self._jitter_result(x, given), results)
-
-    def _jitter_result(self, x: Any, given: set[int]) -> Any:
-        if type(x) is not Tensor or x.dtype != torch.float32 or _identify_memory(x) in given:
-            return x
-        steps = torch.randint(-1, 2, x.shape, generator=self._generator, dtype=torch.float32, device="cpu")
-        factor = 1 + _JITTER_SIZE * steps.to(x.device)
-        # Counts, indices and what stands for no value have no rounding errors.
-        return torch.where((x == x.round()) | (x.abs() > _LARGEST), x, x * factor)
-
-
-def _identify_memory(x: Tensor) -> int:
-    """Return the identity of a tensor's memory, the same for tensors that share it."""
-    try:
-        return x.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # of a tensor without memory of its own
-        return 0
-
 
 LossOfOutput = Callable[[Any], Tensor]
 # The decoded results of one step of a model, by what they are called in a report: "the loss", "output 0",
@@ -229,7 +163,7 @@ LossOfOutput = Callable[[Any], Tensor]
 StepResults = dict[str, Tensor | None]
 GRADIENT_PREFIX = "gradient "
 
-# A run in float64, or with jitter, that is farther from float32's than this drew other random numbers, or computed
+# A run in float64 that is farther from float32's than this drew other random numbers, or computed
 # something else.
 _SAME_RUN_TOLERANCE = 1e-2
 
@@ -274,21 +208,15 @@ def run_reference(model: nn.Module, batch: Any, loss_of: LossOfOutput) -> StepRe
 def run_in_float64(
     model: nn.Module, batch: Any, loss_of: LossOfOutput, plain: StepResults, step: int = 1
 ) -> StepResults | None:
-    """Run the step in float64, or else in float32 with `JitterMode`, to estimate float32's own error.
-
-    None where both raise, or draw other random numbers than the plain run.
-    """
-    for in_float64 in (True, False):
-        try:
-            given = tree_map(lambda x: x.double() if _is_floating(x) else x, batch) if in_float64 else batch
-            other = copy_model(model).double() if in_float64 else copy_model(model)
-            for _ in range(step):
-                found = run_one_step(other, given, loss_of, watch=None if in_float64 else JitterMode())
-        except Exception:  # whatever a model of somebody else's raises in another dtype
-            continue
-        if _is_same_run(plain, found):
-            return found
-    return None
+    """Run the step in float64, to estimate float32's own error; None where it raises or draws other random numbers."""
+    try:
+        other, found = copy_model(model).double(), None
+        for _ in range(step):
+            given = tree_map(lambda x: x.double() if is_floating(x) else x, batch)
+            found = run_one_step(other, given, loss_of)
+    except Exception:  # whatever a model of somebody else's raises in another dtype
+        return None
+    return found if found is not None and _is_same_run(plain, found) else None
 
 
 def _is_same_run(plain: StepResults, other: StepResults) -> bool:
@@ -319,22 +247,27 @@ def run_one_step(
     with fix_random_state(), watch or contextlib.nullcontext():
         output = call_on_batch(model, batch)
         loss = loss_of(output)
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"the loss gave {a_kind(loss)}: give a scalar tensor, loss=lambda output: ...")
-        if loss.numel() != 1:
-            raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
+        check_loss(loss)
         if loss.requires_grad:
             scaled(loss).backward()
     values: StepResults = {"the loss": loss, **list_named_outputs(output)}
-    values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if _is_floating(x)}
+    values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if is_floating(x)}
     values |= list_named_gradients(model)
     return {name: None if x is None else copy_decoded_values(x) for name, x in values.items()}
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that is no scalar."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss gave {a_kind(loss)}: give a scalar tensor, loss=lambda output: ...")
+    if loss.numel() != 1:
+        raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
 
 
 def list_named_outputs(output: Any) -> dict[str, Tensor]:
     """Return the floating tensors among a model's outputs, by what they are called."""
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    return {f"output {index}": x for index, x in enumerate(leaves) if _is_floating(x)}
+    return {f"output {index}": x for index, x in enumerate(leaves) if is_floating(x)}
 
 
 def list_named_gradients(model: nn.Module) -> StepResults:
@@ -353,7 +286,7 @@ def copy_decoded_values(x: Tensor) -> Tensor:
     return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()
 
 
-def _is_floating(x: Any) -> bool:
+def is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
@@ -363,8 +296,12 @@ def call_on_batch(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def make_default_loss(seed: int) -> LossOfOutput:
-    """Return the output's own loss, or its elements under fixed random weights."""
+def choose_loss(given: LossOfOutput | None, seed: int) -> LossOfOutput:
+    """Return the given loss; without one the output's own loss, or its elements under fixed random weights."""
+    if given is not None and not callable(given):
+        raise TypeError(f"the loss is {a_kind(given)}: give a function, loss=lambda output: ...")
+    if given is not None:
+        return given
 
     def loss_of(output: Any) -> Tensor:
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -414,14 +351,11 @@ class OperatorCheckMode(TorchDispatchMode):
         self.unequal: OperatorDifference | None = None
         self.wrong: list[OperatorDifference] = []
         self._module_paths = paths = ["the model"]
-
-        def leave_module(*_: Any) -> None:
-            paths.pop()
-
         self._handles = []
         for name, module in model.named_modules():
             enter = module.register_forward_pre_hook(lambda *_, path=name or "the model": paths.append(path))
-            self._handles += [enter, module.register_forward_hook(leave_module, always_call=True)]
+            leave = module.register_forward_hook(lambda *_: paths.__delitem__(-1), always_call=True)
+            self._handles += [enter, leave]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

@@ -29,8 +29,8 @@ from ._training_step import (
     StepResults,
     agrees_with_float32,
     check_untouched,
+    choose_loss,
     copy_model,
-    make_default_loss,
     measure_difference,
     pair_results,
     run_in_float64,
@@ -227,12 +227,6 @@ class ExponentProof(Proof):
         super().__init__(model, batch, loss, seed)
         self._state: dict[str, Any] | None = None
 
-    def run_under_exponents(self, trials: int) -> Verification:
-        """Run so many draws of exponents, and then passes whose graph is known."""
-        merged = self.merge_sites(trials)
-        replays = 0 if self.wrong else self.check_replays(merged)
-        return self.describe_result("gradients", trials, merged=merged, replays=replays)
-
     def merge_sites(self, trials: int) -> list[str]:
         """Draw exponents and merge sites until all draws are exact, or every site is merged."""
         baseline = self._run_scaled_step({})
@@ -372,24 +366,25 @@ def verify(
             f"recipe {recipe.name!r} rounds by design; verify takes recipes with a payload or a gradient scale, such "
             "as 'scaled-fp16' and 'fp16-adaptive'"
         )
-    _check_arguments(model, loss, trials)
+    _check_arguments(model, trials)
+    loss_of = choose_loss(loss, seed)
     if scaler is not None and [one() for one in scaler._models] != [model]:
         raise ValueError("the scaler is not this model's alone: make one for the model, AdaptiveGradScaler(model)")
-    loss_of = loss or make_default_loss(seed)
     with check_untouched(model):
         if recipe.payload:
             return ScaleProof(model, batch, loss_of, seed).run_under_scales(recipe, trials)
-        found = ExponentProof(model, batch, loss_of, seed).run_under_exponents(trials)
+        proof = ExponentProof(model, batch, loss_of, seed)
+        merged = proof.merge_sites(trials)
+        replays = 0 if proof.wrong else proof.check_replays(merged)
+    found = proof.describe_result("gradients", trials, merged=merged, replays=replays)
     if scaler is not None:
         scaler.merge(*found.merged, reason="not exact by itself")
     return found
 
 
-def _check_arguments(model: nn.Module, loss: LossOfOutput | None, trials: int) -> None:
+def _check_arguments(model: nn.Module, trials: int) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
-    if loss is not None and not callable(loss):
-        raise TypeError(f"the loss is {a_kind(loss)}: give a function, loss=lambda output: ...")
     if trials < 1:
         raise ValueError(f"trials={trials}: give at least 1, as no trial proves nothing")
     for name, parameter in model.named_parameters():

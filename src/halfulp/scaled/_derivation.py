@@ -14,16 +14,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import torch_operators
 from ..subclass import derive_collective_rule, functional_form, is_collective, is_written, note_fallback
-from . import _write
 from ._operands import encode_values, keep_nonzero, logical_dtype, make_scaled_to_fit, result_storage
 from ._payloads import decode_values, to_float32
 from ._powers_of_two import is_concrete
 from ._registry import RULES, RULES_OF_OPERATORS_TO_COME, register_rule_derivation, rule_of
 from ._scaled_tensor import ScaledTensor, enable_lazy_conjugates, to_plain, wrap
-from ._write import check_indexed_write, write_values
+from ._write import write_values
 
 aten = torch_operators("aten")
-_RESIZING_OPERATORS = ("resize_", "resize_as_", "set_")
+_REFUSED_WRITES = ("resize_", "resize_as_", "set_")
 # Primitives that torch's Python formulas call, such as those of forward-mode derivatives.
 _PRIMITIVE_OPERATORS = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 # Not decomposed: their own backward needs other results, or the decomposition draws other random numbers.
@@ -41,12 +40,17 @@ def derive_rule(operator: OpOverload) -> Callable:
     if name in RULES_OF_OPERATORS_TO_COME:
         return RULES_OF_OPERATORS_TO_COME[name]
     if operator._schema.is_mutable:
-        return _derive_write_rule(operator, name)
+        functional = functional_form(operator)
+        if functional is None or name in _REFUSED_WRITES:
+            return functools.partial(_refuse_operator, operator, "writes into its argument")
+        if torch.Tag.inplace_view in operator.tags:
+            return functools.partial(_run_view_in_place, operator, functional)
+        return functools.partial(_run_in_place, operator, functional, name)
     if operator._can_decompose():
         return functools.partial(_run_composite, operator)
     decomposition = None if name.startswith(_UNDECOMPOSED_PREFIXES) else _load_decompositions().get(operator)
     if decomposition is not None:
-        return functools.partial(_run_decomposition, operator, decomposition)
+        return functools.partial(_run_formula, operator, decomposition)
     if operator.is_view:
         return functools.partial(_refuse_operator, operator, "is a view")
     return functools.partial(run_fallback, operator)
@@ -60,25 +64,22 @@ def _load_decompositions() -> dict[OpOverload, Callable]:
     return dict(core_aten_decompositions())
 
 
+def _run_formula(operator: OpOverload, formula: Callable, *arguments: Any, **options: Any) -> Any:
+    results = formula(*arguments, **options)
+    return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
+
+
 def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run torch's own C++ formula of a composite operator, as above autograd: results must not depend on the mode.
 
-    Whole operators arrive here in inference mode alone, and some formulas ask a tensor whether it is of that mode.
+    Whole operators arrive here in inference mode alone, and some formulas ask a tensor whether it is of that mode: they
+    run outside of it, on tensors without it, and their results have it again.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     in_native_code = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
     formula = functools.partial(operator._op_dk, key) if in_native_code else operator.decompose
-    run = _run_in_ordinary_mode if torch.is_inference_mode_enabled() else _call_formula
-    results = run(formula, arguments, options)
-    return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
-
-
-def _call_formula(formula: Callable, arguments: tuple, options: dict) -> Any:
-    return formula(*arguments, **options)
-
-
-def _run_in_ordinary_mode(formula: Callable, arguments: tuple, options: dict) -> Any:
-    """Run a formula outside of inference mode, on tensors without that mode; its results have it again."""
+    if not torch.is_inference_mode_enabled():
+        return _run_formula(operator, formula, *arguments, **options)
     given: dict[int, tuple[ScaledTensor, ScaledTensor]] = {}
 
     def ordinary(x: Any) -> Any:
@@ -94,13 +95,9 @@ def _run_in_ordinary_mode(formula: Callable, arguments: tuple, options: dict) ->
         return given[id(x)][1] if id(x) in given else wrap(x._payload, x._scale, x.dtype, x._home)
 
     with torch.inference_mode(False), torch.no_grad(), enable_lazy_conjugates():
-        results = _call_formula(formula, *tree_map(ordinary, (arguments, options)))
+        plain_arguments, plain_options = tree_map(ordinary, (arguments, options))
+        results = _run_formula(operator, formula, *plain_arguments, **plain_options)
     return tree_map(inferred, results)
-
-
-def _run_decomposition(operator: OpOverload, decomposition: Callable, *arguments: Any, **options: Any) -> Any:
-    results = decomposition(*arguments, **options)
-    return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
 
 
 def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
@@ -123,22 +120,13 @@ def run_on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     arguments, options = tree_map(
         lambda x: decode_values(x, wide) if isinstance(x, ScaledTensor) else x, (arguments, options)
     )
-    return tree_map(lambda x: _encode_result(x, wide, dtype, storage), operator(*arguments, **options))
 
+    def encode(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype)
 
-def _encode_result(x: Any, wide: torch.dtype, dtype: torch.dtype, storage: torch.dtype) -> Any:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        return x
-    return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype)
-
-
-def _derive_write_rule(operator: OpOverload, name: str) -> Callable:
-    functional = functional_form(operator)
-    if functional is None or name in _RESIZING_OPERATORS:
-        return functools.partial(_refuse_operator, operator, "writes into its argument")
-    if torch.Tag.inplace_view in operator.tags:
-        return functools.partial(_run_view_in_place, operator, functional)
-    return functools.partial(_run_in_place, operator, functional, name)
+    return tree_map(encode, operator(*arguments, **options))
 
 
 def _run_in_place(operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any) -> Any:
@@ -153,18 +141,14 @@ def _run_in_place(operator: OpOverload, functional: OpOverload, name: str, *argu
         return operator(*arguments, **options)
     taken = {argument.name for argument in functional._schema.arguments}
     given = {name: value for name, value in given.items() if name in taken}
-    update = _write.begin_update(name, targets[0], given, functional)
     results = tree_leaves(functional(**given))
     if name == "add_":
         results = [_keep_second_moment(targets[0], given["other"], results[0])]
     for target, result in zip(targets, results, strict=True):
         if result.shape != target.shape:
             raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
-    check_indexed_write(name, given, targets[0], results[0])
     for target, result in zip(targets, results, strict=True):
         write_values(target, result)
-    if update is not None:
-        _write.end_update(update, name, targets[0])
     if not operator._schema.returns:
         return None
     return written[0] if len(written) == 1 else tuple(written)

@@ -128,11 +128,12 @@ def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulat
     """
     device = torch.device(device)
     # On CPUs _scaled_mm gives the same sums no faster: they have no eight-bit units.
-    return "scaled_mm" if device.type == "cuda" and _has_eight_bit_units(device.index) else "emulated"
+    return "scaled_mm" if device.type == "cuda" and has_capability(device, 8, 9) else "emulated"
 
 
 @functools.cache
-def _has_eight_bit_units(index: int | None) -> bool:
-    if not torch.cuda.is_available() or torch.version.hip:  # ROCm's eight-bit formats may be others
+def has_capability(device: torch.device, major: int, minor: int) -> bool:
+    """Return whether a CUDA device has at least a compute capability; False under ROCm, whose formats may be others."""
+    if not torch.cuda.is_available() or torch.version.hip:
         return False
-    return torch.cuda.get_device_capability(index) >= (8, 9)
+    return torch.cuda.get_device_capability(device) >= (major, minor)

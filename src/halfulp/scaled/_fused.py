@@ -196,18 +196,9 @@ class FusedKernel(NamedTuple):
     keeps_nonzero: bool = False
 
 
-class KernelTraces(NamedTuple):
-    """A kernel, recorded: its two traces with the instructions of their results."""
-
-    scale_trace: Trace
-    scale_results: tuple[int, ...]
-    element_trace: Trace
-    element_results: tuple[int, ...]
-
-
 @functools.cache
-def record_kernel(kernel: FusedKernel) -> KernelTraces:
-    """Return a kernel's device functions, recorded."""
+def record_kernel(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
+    """Return the traces of a kernel's scales and elements, each with the instructions of its results."""
     scales, numbers, kept = kernel.operand_counts
     wide, found = record_function(
         lambda *x: kernel.scale_function(x[:scales], *x[scales:]), torch.float64, scales + numbers
@@ -226,26 +217,25 @@ def record_kernel(kernel: FusedKernel) -> KernelTraces:
             is_zero = bit_and(code, MAGNITUDE_MASKS[kernel.result_dtype.itemsize]) == ONE_WORD - ONE_WORD
             code = select(is_kept & is_zero, bit_or(code, ONE_WORD), code)
         codes = (code.number,)
-    return KernelTraces(wide, tuple(x.number for x in found), element, codes)
+    return wide, tuple(x.number for x in found), element, codes
 
 
 def run_kernel_by_torch(
     kernel: FusedKernel, payloads: Sequence[Tensor], scales: Sequence[Tensor], numbers: Sequence[float]
 ) -> list[Tensor]:
     """Return the results of a kernel's traces on tensors: its payload if it has one, and the scales that it keeps."""
-    traces, kept = record_kernel(kernel), kernel.operand_counts[2]
+    scale_trace, scale_results, element_trace, element_results = record_kernel(kernel)
+    kept = kernel.operand_counts[2]
     device = (*payloads, *scales)[0].device
     wide = [torch.full((), x, dtype=torch.float64, device=device) for x in numbers]
-    made, _ = run_on_tensors(
-        traces.scale_trace, [], dict(enumerate([*(s.double() for s in scales), *wide])), traces.scale_results
-    )
+    made, _ = run_on_tensors(scale_trace, [], dict(enumerate([*(s.double() for s in scales), *wide])), scale_results)
     found = [x.to(torch.float32) for x in made]
     if kernel.element_function is None:
         return found
     like = payloads[0]
     words = [_view_as_words(x.expand(like.shape)) for x in payloads]
     given: dict[Any, torch.Tensor | float] = dict(enumerate([*words, *found[kept:], *numbers]))
-    ((code,), _) = run_on_tensors(traces.element_trace, [], given, traces.element_results)
+    ((code,), _) = run_on_tensors(element_trace, [], given, element_results)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[kernel.result_dtype.itemsize]
     out = torch.empty_like(like, dtype=kernel.result_dtype)
     out.view(bits).copy_(code & 0xFF if bits == torch.uint8 else code)
@@ -284,17 +274,18 @@ _TRITON_STORE_CASTS = {
 
 def write_kernel_source(kernel: FusedKernel) -> str:
     """Return the source of a Triton module, whose `kernel` takes payloads, scales, results, sizes and numbers."""
-    traces, (scales, numbers, kept) = record_kernel(kernel), kernel.operand_counts
-    made = [f"y{k}" for k in range(len(traces.scale_results))]
+    scale_trace, scale_results, element_trace, element_results = record_kernel(kernel)
+    scales, numbers, kept = kernel.operand_counts
+    made = [f"y{k}" for k in range(len(scale_results))]
     given = [f"tl.load(s{k}).to(tl.float64)" for k in range(scales)]
     given += [f"tl.full([], 1.0, tl.float64) * c{k}" for k in range(numbers)]
-    functions = function_sources("scales", traces.scale_trace, traces.scale_results)
+    functions = function_sources("scales", scale_trace, scale_results)
     lines = ["program = tl.program_id(0)", f"{', '.join(made)} = scales({', '.join([*given, 'None'])})"]
     if kept:
         lines += ["if program == 0:", *(f"    tl.store(r{k}, y{k}.to(tl.float32))" for k in range(kept))]
     names = [*(f"s{k}" for k in range(scales)), *(f"r{k}" for k in range(kept)), *(f"c{k}" for k in range(numbers))]
     if kernel.element_function is not None:
-        functions += [_TRITON_REPEAT, *function_sources("element", traces.element_trace, traces.element_results)]
+        functions += [_TRITON_REPEAT, *function_sources("element", element_trace, element_results)]
         places = ("x0 + i", "x1 + repeat(program, period, BLOCK, same)")
         words = [
             f"tl.load({place}, mask=lanes, other=0){_TRITON_LOAD_CASTS[dtype.itemsize]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import typing
 from collections.abc import Mapping
@@ -69,11 +68,6 @@ def _is_scaled_entry(state_dict: Mapping[str, Any], name: str) -> bool:
     if not value.is_floating_point() or scale.dim() or scale.dtype != torch.float32:
         return False
     return scale.is_meta or bool(scale == _powers.round_to_power(scale))
-
-
-def _make_entries(name: str, value: ScaledTensor) -> dict[str, Tensor]:
-    """Return a parameter's entries: the values under its own name, for every loader, and the scale of their payload."""
-    return {name: _decode_exactly(value), name + _SCALE_SUFFIX: value._scale}
 
 
 def _decode_exactly(x: ScaledTensor) -> Tensor:
@@ -146,8 +140,8 @@ register(
         what="scaled tensors",
         plain="plain_state_dict",
         suffix=re.compile(r"\.payload_scale$"),
-        older=(),
-        entries=_make_entries,
+        # The values under the parameter's own name, for every loader, and the scale of their payload.
+        entries=lambda name, value: {name: _decode_exactly(value), name + _SCALE_SUFFIX: value._scale},
         fitting=_read_entries,
         copy=_copy_parts,
     )
@@ -181,7 +175,12 @@ def payload_hook(
     size = dist.get_world_size(group)
     gradients = bucket.gradients()
     mine = [encode_values(gradient, torch.float32, measure_rms_scale(gradient, kind)) for gradient in gradients]
-    scales = agree_on_scales(mine, functools.partial(_reduce_to_largest, group), size, kind)
+
+    def reduce_to_largest(x: Tensor) -> Tensor:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+        return x
+
+    scales = agree_on_scales(mine, reduce_to_largest, size, kind)
     payloads = [_powers.times_power(x._payload, _powers.scale_ratio(x._scale, scale)) for x, scale in zip(mine, scales)]
     message = torch.cat([to_storage(payload.reshape(-1), kind) for payload in payloads])
     finished = dist.all_reduce(message, group=group, async_op=True).get_future()
@@ -200,8 +199,3 @@ def payload_hook(
 if dist.is_available():
     # torch compares annotations, and knows no strings.
     payload_hook.__annotations__ = typing.get_type_hints(payload_hook)
-
-
-def _reduce_to_largest(group: dist.ProcessGroup | None, x: Tensor) -> Tensor:
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
-    return x

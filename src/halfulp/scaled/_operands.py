@@ -36,11 +36,10 @@ from ._registry import (
     FAMILY_BY_OPERATOR,
     STORAGE_DTYPES,
     ComplexOperand,
-    TransientHome,
     register_promotion,
     rule_of,
 )
-from ._scaled_tensor import ScaledTensor, convert_dtypes, find_home, wrap
+from ._scaled_tensor import ScaledTensor, convert_dtypes, wrap
 
 
 def make_scaled(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
@@ -233,11 +232,6 @@ _STAND_IN_BY_STORAGE = {torch.float8_e4m3fn: 2.0**12}
 _SCALE_ROOM_BY_STORAGE = {torch.float16: 2.0**6, torch.float8_e5m2: 2.0**6}
 
 
-def stand_in_size(storage: torch.dtype) -> float:
-    """Return from which magnitude on an element among smaller ones stands for infinity."""
-    return _STAND_IN_BY_STORAGE.get(storage, INFINITY_STAND_IN)
-
-
 def _is_plain_float_tensor(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and bool(x.dim()) and x.is_floating_point()
 
@@ -252,7 +246,7 @@ def as_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool =
     # What a home of float16 keeps in float32 for now is to fit float16 in the end.
     storage = torch.float16 if like._home == torch.float16 else like._payload.dtype
     size = _find_size_under_factor(storage, factor)
-    least = min(LEAST_SATURATED_STAND_IN * size / stand_in_size(storage), size)
+    least = min(LEAST_SATURATED_STAND_IN * size / _STAND_IN_BY_STORAGE.get(storage, INFINITY_STAND_IN), size)
     is_wide = storage in (torch.float32, torch.bfloat16)
     scale = measure_scale_beside_stand_ins(
         x, storage, size, least, is_negative=False, is_wide=is_wide, among_zeros=among_zeros
@@ -286,8 +280,10 @@ def find_stand_ins(
 
 
 def _find_size_under_factor(storage: torch.dtype, factor: Any) -> float:
+    """Return from which magnitude on an element that a factor multiplies, among smaller ones, stands for infinity."""
     number = abs(float(factor)) if isinstance(factor, (int, float)) else 1.0
-    return min(stand_in_size(storage) / number, _powers.FLOAT32_MAX) if number else _powers.FLOAT32_MAX
+    size = _STAND_IN_BY_STORAGE.get(storage, INFINITY_STAND_IN)
+    return min(size / number, _powers.FLOAT32_MAX) if number else _powers.FLOAT32_MAX
 
 
 def saturate_stand_ins(values: Tensor, scale: Tensor, storage: torch.dtype, *large: Tensor | None) -> Tensor:
@@ -318,15 +314,11 @@ OperandPreparation = Callable[[tuple, dict], tuple[tuple, dict]]
 
 def choose_home(storage: torch.dtype, wide: str) -> torch.dtype | None:
     """Return the home of tensors of a storage: float16 for eight bits, as for products; None if nothing is wider."""
+    if wide not in WIDE_MODES:
+        raise ValueError(f"wide={wide!r}: allowed are {', '.join(map(repr, WIDE_MODES))}")
     if wide == "none" or storage == torch.float32:
         return None
     return torch.float16 if storage in EIGHT_BITS else storage
-
-
-def check_wide(wide: object) -> None:
-    """Raise unless `wide` is a way to choose the operators with float32 payloads."""
-    if wide not in WIDE_MODES:
-        raise ValueError(f"wide={wide!r}: allowed are {', '.join(map(repr, WIDE_MODES))}")
 
 
 def round_to_home(x: ScaledTensor) -> ScaledTensor:
@@ -399,12 +391,10 @@ def is_outer_broadcast(a: Tensor, b: Tensor) -> bool:
 
     Sizes are compared to 1 alone: a graph whose sizes vary would be compiled again where two of them become equal.
     """
-    return _is_broadcast_along(a, b) and _is_broadcast_along(b, a)
-
-
-def _is_broadcast_along(x: Tensor, y: Tensor) -> bool:
-    sizes = zip(reversed(x.shape), reversed(y.shape))
-    return x.dim() < y.dim() or any(one == 1 and other != 1 for one, other in sizes)
+    return all(
+        x.dim() < y.dim() or any(one == 1 and other != 1 for one, other in zip(reversed(x.shape), reversed(y.shape)))
+        for x, y in ((a, b), (b, a))
+    )
 
 
 # By `Family.operands`. Normalisations are left to their rules: they compute in float32 and give results about 1, which
@@ -455,25 +445,20 @@ def make_promoted_rule(operator: OpOverload) -> Callable:
     accumulates = operator._schema.name.removeprefix("aten::") in _ACCUMULATION_OPERATORS
 
     def run(home: Any, arguments: tuple, options: dict) -> Any:
-        if is_in_quotient_formula():
-            if type(home) is not torch.dtype:
-                return _run_formula_step(operator, arguments, options)
-            arguments, options = (arguments, options) if writes else widen_operands(arguments, options)
-        elif type(home) is TransientHome:
-            arguments, options = _map_tensors(_round_transient, arguments, options)
-            home = find_home(arguments, options)
-            if home is None:
-                return rule_of(operator)(*arguments, **options)
+        if home is None:
+            return _run_formula_step(operator, arguments, options)
+        if is_in_quotient_formula() and not writes:
+            arguments, options = widen_operands(arguments, options)
         if prepare is not None:
             arguments, options = prepare(arguments, options)
         results = rule_of(operator)(*arguments, **options)
         written = {id(x) for x in tree_leaves((arguments, options))} if writes else ()
         results = _give_home(results, home, written)
-        return (
-            round_to_home(results)
-            if accumulates and is_above_home(results) and _is_accumulating_gradient()
-            else results
-        )
+        if not accumulates or not is_above_home(results):
+            return results
+        node = torch._C._current_autograd_node()
+        is_stored = node is not None and node.name() == "torch::autograd::AccumulateGrad"
+        return round_to_home(results) if is_stored else results
 
     return run
 
@@ -492,31 +477,20 @@ def _give_home(results: Any, home: torch.dtype, written: Container[int]) -> Any:
 def _run_formula_step(operator: OpOverload, arguments: tuple, options: dict) -> Any:
     """Run a step of a formula that divides by a sum, on float32 payloads, without a home.
 
-    What it makes of nothing but saved values is a step in between; what such a step and others make is a gradient.
+    What it makes of nothing but narrow values is a step in between, in float32; what such a step and others make is a
+    gradient, in the others' storage.
     """
     given = [x for x in tree_leaves((arguments, options)) if type(x) is ScaledTensor]
-    saved = [x._payload.dtype for x in given if type(x._home) is not TransientHome]
-    if operator._schema.is_mutable or not given:
+    narrow = [x._payload.dtype for x in given if x._payload.dtype != torch.float32]
+    if operator._schema.is_mutable or not narrow:
         return rule_of(operator)(*arguments, **options)
-    results = rule_of(operator)(*widen_operands(arguments, options)[0], **widen_operands((), options)[1])
-    storage = common_storage(saved or [x._home.storage for x in given])
-    for result in tree_leaves(results):
-        if type(result) is ScaledTensor and result._payload.dtype != storage:
-            result._home = TransientHome(storage)
-    return tree_map(_round_transient, results) if 0 < len(saved) < len(given) else results
-
-
-def _round_transient(x: Any) -> Any:
-    """Round a result of a step in between to the storage of what the step was given."""
-    if type(x) is not ScaledTensor or type(x._home) is not TransientHome:
-        return x
-    return convert_dtypes(x, x.dtype, x._home.storage)
+    arguments, options = widen_operands(arguments, options)
+    results = rule_of(operator)(*arguments, **options)
+    if len(narrow) == len(given):
+        return results
+    storage = common_storage(narrow)
+    return tree_map(lambda x: convert_dtypes(x, x.dtype, storage) if type(x) is ScaledTensor else x, results)
 
 
 # Operators that autograd runs as a gradient is stored in, or added to, a parameter's `grad`.
 _ACCUMULATION_OPERATORS = ("detach", "clone", "new_empty_strided", "add")
-
-
-def _is_accumulating_gradient() -> bool:
-    node = torch._C._current_autograd_node()
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad"

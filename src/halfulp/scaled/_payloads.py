@@ -10,10 +10,8 @@ from torch import Tensor
 
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._powers_of_two import PowerRounding
 from ._registry import EIGHT_BITS
 
-STORAGES_WITH_INFINITY = (torch.float16, torch.float8_e5m2)
 _STORAGE_WIDTHS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
 # The largest of n numbers is at most sqrt(n) times their root mean square, and float16 ends at nearly 2^16.
 _MOST_QUICK_ELEMENTS = 2**30
@@ -51,11 +49,6 @@ def smallest_number(storage: torch.dtype) -> float:
     return _SMALLEST_NUMBERS[storage]
 
 
-def selectable_payload(x: PayloadWithScale) -> Tensor:
-    """Return the payload for operators that select or negate elements: unchanged where torch has such kernels."""
-    return to_float32(x) if x._payload.dtype in EIGHT_BITS else x._payload
-
-
 def to_float32(x: PayloadWithScale) -> Tensor:
     """Return the payload in float32, in which rules compute."""
     return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
@@ -69,12 +62,14 @@ def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
         values = _round_to_odd(values)
     if storage in (torch.bfloat16, torch.float32):
         return values.to(storage)
-    if _fits(values, storage):
-        return values.to(storage)
+    largest = torch.finfo(storage).max
+    if _powers.is_concrete(values) and values.numel():
+        low, high = torch.aminmax(values)
+        if -largest <= low.item() and high.item() <= largest:
+            return values.to(storage)
     if fused.is_fused(values):
         return fused.finish_payload(values, (), storage, "factor")[0]
-    largest = torch.finfo(storage).max
-    kept = values if storage in STORAGES_WITH_INFINITY else torch.nan
+    kept = torch.nan if storage == torch.float8_e4m3fn else values  # which has no infinity
     return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
 
 
@@ -88,15 +83,6 @@ def _round_to_odd(values: Tensor) -> Tensor:
     cut = torch.where(near.double().abs() > values.abs(), torch.nextafter(near, torch.zeros_like(near)), near)
     odd = (cut.view(torch.int32) | 1).view(torch.float32)
     return torch.where((cut.double() != values) & near.isfinite(), odd, near)
-
-
-def _fits(values: Tensor, storage: torch.dtype) -> bool:
-    """Return whether values are concrete and all within a payload type's range."""
-    if not _powers.is_concrete(values) or not values.numel():
-        return False
-    largest = torch.finfo(storage).max
-    low, high = torch.aminmax(values)
-    return -largest <= low.item() and high.item() <= largest
 
 
 def decode_values(x: PayloadWithScale, dtype: torch.dtype | None = None) -> Tensor:
@@ -118,19 +104,17 @@ def decode_values(x: PayloadWithScale, dtype: torch.dtype | None = None) -> Tens
     return scaled if dtype == wide else scaled.to(dtype)
 
 
-def measure_rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
+def measure_rms_scale(values: Tensor, storage: torch.dtype) -> Tensor:
     """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
 
     Without such values `ZERO_SCALE`. Of values times a power of two it is that times it.
     """
     if not values.numel():
         return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
-    quick = (
-        None if storage in EIGHT_BITS or values.dtype in EIGHT_BITS else _measure_rms_scale_quickly(values, rounding)
-    )
+    quick = None if storage in EIGHT_BITS or values.dtype in EIGHT_BITS else _measure_rms_scale_quickly(values)
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
-    if rounding == "nearest" and values.dtype in fused.PAYLOAD_CODECS and fused.is_fused(values):
+    if values.dtype in fused.PAYLOAD_CODECS and fused.is_fused(values):
         return fused.measure_level(values, storage, _powers.ZERO_SCALE)
     wide = values.detach().to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     finite = torch.nan_to_num(wide, 0.0, 0.0, 0.0)
@@ -139,12 +123,12 @@ def measure_rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRound
     near = _powers.round_to_power(amax)
     finite = finite / near
     rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
-    scale = _powers.round_to_power(near * rms, rounding)
+    scale = _powers.round_to_power(near * rms, "nearest")
     least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
     return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
 
 
-def _measure_rms_scale_quickly(values: Tensor, rounding: PowerRounding) -> float | None:
+def _measure_rms_scale_quickly(values: Tensor) -> float | None:
     """Return the scale of `measure_rms_scale` for ordinary concrete values, in two passes, not eight; else None.
 
     No element of so few is beyond float16's range under it.
@@ -156,4 +140,4 @@ def _measure_rms_scale_quickly(values: Tensor, rounding: PowerRounding) -> float
     norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
     if not _ORDINARY_NORMS[0] < norm < _ORDINARY_NORMS[1]:  # squares that leave float32's range, infinities, NaN, zeros
         return None
-    return _powers.nearest_power(norm / max(int(values.count_nonzero()), 1) ** 0.5, rounding)
+    return _powers.nearest_power(norm / max(int(values.count_nonzero()), 1) ** 0.5)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 PowerRounding = Literal["down", "up", "nearest"]
-POWER_ROUNDINGS = ("down", "up", "nearest")
+POWER_ROUNDINGS = get_args(PowerRounding)
 
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -34,7 +34,8 @@ def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
     >>> round_to_power(torch.tensor([4.0, 5.0, 6.0]), "nearest").tolist(), round_to_power(torch.tensor(4.5), "up")
     ([4.0, 4.0, 8.0], tensor(8.))
     """
-    check_power_rounding(rounding)
+    if rounding not in POWER_ROUNDINGS:
+        raise ValueError(f"rounding={rounding!r}: allowed for powers of two are {', '.join(POWER_ROUNDINGS)}")
     bits = value.to(torch.float32).clamp(SMALLEST_SCALE, LARGEST_SCALE).view(torch.int32)
     if rounding == "up":
         bits = bits + _MANTISSA_BITS
@@ -55,12 +56,6 @@ def nearest_power(value: float, rounding: PowerRounding = "nearest") -> float:
     if rounding == "down" or mantissa == 0.5:
         return math.ldexp(0.5, exponent)
     return math.ldexp(1.0 if rounding == "up" or mantissa >= math.sqrt(0.5) else 0.5, min(exponent, 127))
-
-
-def check_power_rounding(rounding: object) -> None:
-    """Raise unless this is a way of rounding to a power of two."""
-    if rounding not in POWER_ROUNDINGS:
-        raise ValueError(f"rounding={rounding!r}: allowed for powers of two are {', '.join(POWER_ROUNDINGS)}")
 
 
 def as_scale(scale: Tensor | float, device: torch.device | str | None = None) -> Tensor:

@@ -26,13 +26,6 @@ def check_storage(dtype: object) -> torch.dtype:
     return dtype
 
 
-@dataclass(frozen=True)
-class TransientHome:
-    """The home of a float32 result that lives within one formula, and outside of it is rounded to a storage."""
-
-    storage: torch.dtype
-
-
 def check_home(home: object) -> torch.dtype | None:
     """Raise unless tensors can have this home."""
     if home is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import define_operator, is_under_transform, untraced
-from ..subclass.models._conversion import matcher, remove_hooks
+from ..subclass.models._conversion import make_matcher
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._operands import move_level_to_scale
@@ -56,23 +56,11 @@ def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
         raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}")
     if by not in STATISTICS:
         raise ValueError(f"by={by!r}: allowed are {', '.join(STATISTICS)}")
-    check_side(side)
+    if side not in SIDES:
+        raise ValueError(f"side={side!r}: allowed are {', '.join(SIDES)}")
     chosen: type[torch.autograd.Function] = _RescaleUnderTransform if is_under_transform() else _RescaleFunction
     apply: Callable[..., Tensor] = chosen.apply
     return apply(x, by, side) if isinstance(x, ScaledTensor) else x
-
-
-def check_side(side: object) -> None:
-    """Raise unless `side` is a side on which to rescale."""
-    if side not in SIDES:
-        raise ValueError(f"side={side!r}: allowed are {', '.join(SIDES)}")
-
-
-def bring_payload_to_one(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
-    """Return the values under the scale that brings the payload's statistic next to 1."""
-    if not x.numel():
-        return x.clone()
-    return move_level_to_scale(x._payload, x._scale, measure_payload_power(x._payload, by), x._payload.dtype, x.dtype)
 
 
 def measure_payload_power(payload: Tensor, by: Statistic) -> Tensor:
@@ -96,7 +84,16 @@ def measure_payload_power(payload: Tensor, by: Statistic) -> Tensor:
 _rescale_operator = define_operator(
     "rescale_payload(Tensor x, str by) -> Tensor", lambda x, by: x.clone(), lambda x, by: torch.empty_like(x)
 )
-implements(_rescale_operator, family="rescaling")(bring_payload_to_one)
+
+
+@implements(_rescale_operator, family="rescaling")
+def bring_payload_to_one(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
+    """Return the values under the scale that brings the payload's statistic next to 1."""
+    if not x.numel():
+        return x.clone()
+    return move_level_to_scale(x._payload, x._scale, measure_payload_power(x._payload, by), x._payload.dtype, x.dtype)
+
+
 # The identity on values, in second derivatives too.
 torch.library.register_autograd("halfulp::rescale_payload", lambda context, gradient: (gradient, None))
 
@@ -123,76 +120,39 @@ class _RescaleUnderTransform(_RescaleFunction):
         return tangent.view_as(tangent) if context.side == "gradient" else _rescale_operator(tangent, context.by)
 
 
-RescalePlaces = Literal["auto", "norms"] | Iterable[str] | Mapping[str, Side] | None
+RescalePlaces = Literal["auto", "norms"] | Iterable[str] | None
 
-_SIDE_ATTRIBUTE = "_halfulp_rescale"
 _NORM_CLASS_PATTERN = re.compile("Norm(?![a-z])")
 
 
-def find_rescale_sides(model: nn.Module, rescale: RescalePlaces) -> dict[nn.Module, Side]:
-    """Return which modules rescale their first scaled input, and on which side.
+def find_rescaled_modules(model: nn.Module, rescale: RescalePlaces) -> list[nn.Module]:
+    """Return the modules at whose first scaled input the gradient is rescaled.
 
     Raises:
-        ValueError: a name that matches no module, or another side.
+        ValueError: another word, or a name that matches no module.
     """
-    named = dict(model.named_modules())
     if rescale is None:
-        return {}
-    if rescale == "norms":
-        return {module: "gradient" for module in named.values() if _is_norm(module)}
-    if isinstance(rescale, str):
-        allowed = "'auto', 'norms', None, names of modules, and {name: side}"
-        raise ValueError(f"rescale={rescale!r}: allowed are {allowed}")
-    at_inputs: Side = "gradient"
-    wanted = rescale if isinstance(rescale, Mapping) else dict.fromkeys(rescale, at_inputs)
-    sides: dict[nn.Module, Side] = {}
-    for glob, side in wanted.items():
-        check_side(side)
-        matches = matcher([glob], list(named), what="rescale", of="module")
-        for name, module in named.items():
-            if matches(module, name):
-                sides[module] = side if sides.get(module, side) == side else "both"
-    return sides
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a normalisation, by its class's name; modules that hold others are none."""
-    return bool(_NORM_CLASS_PATTERN.search(type(module).__name__)) and not module._modules
-
-
-def install_rescales(sides: Mapping[nn.Module, Side]) -> None:
-    """Rescale at these modules from now on."""
-    for module, side in sides.items():
-        if _SIDE_ATTRIBUTE not in module.__dict__:
-            module.register_forward_pre_hook(_rescale_input, with_kwargs=True)
-        module.__dict__[_SIDE_ATTRIBUTE] = side
-
-
-def remove_rescales(model: nn.Module) -> None:
-    """Remove every rescale from a model."""
-    for module in model.modules():
-        module.__dict__.pop(_SIDE_ATTRIBUTE, None)
-    remove_hooks(model.modules(), lambda hook: hook is _rescale_input)
-
-
-def list_rescales(model: nn.Module) -> dict[str, Side]:
-    """Return the names of the modules that rescale, and on which side."""
-    return {
-        name: module.__dict__[_SIDE_ATTRIBUTE]
-        for name, module in model.named_modules()
-        if _SIDE_ATTRIBUTE in module.__dict__
-    }
+        return []
+    if rescale == "norms":  # by the class's name; modules that hold others are none
+        return [m for m in model.modules() if _NORM_CLASS_PATTERN.search(type(m).__name__) and not m._modules]
+    if isinstance(rescale, (str, Mapping)):
+        raise ValueError(
+            f"rescale={rescale!r}: allowed are 'auto', 'norms', None and names of modules, at whose inputs gradients "
+            "are rescaled; for values call hu.rescale(x) in the model"
+        )
+    named = dict(model.named_modules())
+    matches = make_matcher(list(rescale), list(named), what="rescale", of="module")
+    return [module for name, module in named.items() if matches(module, name)]
 
 
 @untraced
-def _rescale_input(
+def rescale_input_gradient(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Rescale a module's first scaled input: a forward pre-hook."""
-    side = module.__dict__.get(_SIDE_ATTRIBUTE)
+    """Rescale the gradient of a module's first scaled input: a forward pre-hook."""
     given: dict[int | str, Any] = dict(enumerate(arguments)) | options
     place = next((place for place, value in given.items() if isinstance(value, ScaledTensor)), None)
-    if side is None or place is None:
+    if place is None:
         return None
-    given[place] = rescale(given[place], "rms", side)
+    given[place] = rescale(given[place], side="gradient")
     return tuple(given[i] for i in range(len(arguments))), {name: given[name] for name in options}

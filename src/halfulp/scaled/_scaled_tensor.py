@@ -16,15 +16,12 @@ from ..subclass import graph_key
 from ..subclass._identity import CompositeTensor, check_layout, get_saved_marks, restore_saved_marks
 from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import Given, is_in_quotient_formula
-from ..subclass.models._parameter_holders import refuse_fully_shard_for
 from . import _powers_of_two as _powers
 from ._payloads import common_storage, decode_values, measure_rms_scale, to_float32, to_storage
-from ._powers_of_two import PowerRounding
 from ._registry import (
     LOGICAL_DTYPES,
     RULES,
     ComplexOperand,
-    TransientHome,
     check_home,
     check_logical,
     check_storage,
@@ -42,7 +39,6 @@ PICKLE_LAYOUT_VERSION = 1
 _DATA_DESCRIPTOR: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
 
 
-@refuse_fully_shard_for
 class ScaledTensor(CompositeTensor):
     """A tensor whose value is payload x scale: the payload a tensor of a narrow dtype, the scale one power of two.
 
@@ -67,11 +63,11 @@ class ScaledTensor(CompositeTensor):
 
     _payload: Tensor
     _scale: Tensor
-    _home: Any = None  # a dtype, or within a formula a Transient
+    _home: torch.dtype | None = None
 
     _value_description = "a payload with a scale"
     _parts_expression = "x.payload and x.scale"
-    _own = ("_payload", "_scale", "_home")
+    _value_attributes = ("_payload", "_scale", "_home")
 
     def __new__(
         cls,
@@ -113,7 +109,9 @@ class ScaledTensor(CompositeTensor):
                 return promoted_rule_of(operator)(home, arguments, options or {})
             return rule_of(operator)(*arguments, **(options or {}))
         except ComplexOperand:
-            return _run_in_complex_numbers(operator, arguments, options or {})
+            # On values, with plain results: complex numbers carry no scale.
+            with enable_lazy_conjugates():
+                return operator(*tree_map(to_plain, arguments), **tree_map(to_plain, options or {}))
         except (NotImplementedError, RuntimeError):
             _refuse_sparse(operator, arguments, options or {})
             raise
@@ -123,7 +121,6 @@ class ScaledTensor(CompositeTensor):
         x: Tensor,
         dtype: torch.dtype = torch.float16,
         scale: Tensor | float | None = None,
-        rounding: PowerRounding = "nearest",
         home: torch.dtype | None = None,
     ) -> ScaledTensor:
         """Encode a plain tensor as payload x scale.
@@ -135,7 +132,6 @@ class ScaledTensor(CompositeTensor):
             dtype: of the payload: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32.
             scale: a power of two; None takes one next to the root mean square of the finite non-zero values, or as
                 much larger as the largest needs.
-            rounding: how the root mean square becomes a power of two: "down", "up" or "nearest" (in log2).
             home: see `home`.
 
         Returns:
@@ -155,7 +151,6 @@ class ScaledTensor(CompositeTensor):
         refuse_make_fx("ScaledTensor")
         check_storage(dtype)
         check_home(home)
-        _powers.check_power_rounding(rounding)
         if x.dtype not in LOGICAL_DTYPES:
             raise ValueError(
                 f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}; integers carry no scale"
@@ -166,7 +161,7 @@ class ScaledTensor(CompositeTensor):
         if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
             x = x.decode(x.dtype)
         given = None if scale is None else _powers.as_scale(scale, x.device)
-        made: ScaledTensor = convert_tensor(x, _encode_tensor, (x.dtype, dtype, home), dtype, given, rounding, home)
+        made: ScaledTensor = convert_tensor(x, _encode_tensor, (x.dtype, dtype, home), dtype, given, home)
         return made
 
     @staticmethod
@@ -198,8 +193,7 @@ class ScaledTensor(CompositeTensor):
         >>> x.exp().payload.dtype, (x.exp() * x).payload.dtype, (x.exp() @ x.mT).payload.dtype
         (torch.float32, torch.float32, torch.float16)
         """
-        home: torch.dtype | None = None if type(self._home) is TransientHome else self._home
-        return home
+        return self._home
 
     # torch's distributed checkpoints look up every entry of a state_dict as an attribute of the module or tensor.
     payload_scale = scale
@@ -226,10 +220,10 @@ class ScaledTensor(CompositeTensor):
         self._payload = to_storage(to_float32(self), dtype)
         return self
 
-    def _inner(self) -> list[Tensor]:
+    def _list_plain_tensors(self) -> list[Tensor]:
         return [self._payload, self._scale]
 
-    def _like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
+    def _make_like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
         payload, scale = inner
         return wrap(payload, scale, self.dtype, self._home, requires_grad)
 
@@ -248,14 +242,12 @@ class ScaledTensor(CompositeTensor):
         return f"ScaledTensor({', '.join(words)})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        x, marks = self, get_saved_marks(self)
-        if type(x._home) is TransientHome:
-            x = convert_dtypes(x.detach(), x.dtype, x._home.storage)
-        payload = x._payload.detach()
+        payload, marks = self._payload.detach(), get_saved_marks(self)
         # torch.load has no storage class for eight-bit floats.
         stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
-        home = () if x._home is None else (x._home,)
-        return rebuild_scaled_tensor, (PICKLE_LAYOUT_VERSION, stored, payload.dtype, x._scale, x.dtype, *marks, *home)
+        home = () if self._home is None else (self._home,)
+        fields = stored, payload.dtype, self._scale, self.dtype
+        return rebuild_scaled_tensor, (PICKLE_LAYOUT_VERSION, *fields, *marks, *home)
 
     @property
     def data(self) -> Tensor:
@@ -359,12 +351,6 @@ def change_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     return wrap(to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
-def _run_in_complex_numbers(operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Run an operator on values, with plain results: complex numbers carry no scale."""
-    with enable_lazy_conjugates():
-        return operator(*tree_map(to_plain, arguments), **tree_map(to_plain, options))
-
-
 def enable_lazy_conjugates() -> AbstractContextManager[Any]:
     """Let torch see that a complex tensor is still to be conjugated or negated, inside a rule too.
 
@@ -434,16 +420,14 @@ convert_tensor: Callable[..., Any] = _ConvertTensor.apply
 def _convert_to_kind(x: Tensor, dtype: torch.dtype, storage: torch.dtype | None, home: Any) -> Tensor:
     """Return values as a plain tensor, or where there is a storage as a scaled one; a scaled one as it is."""
     if storage is not None:
-        return x if isinstance(x, ScaledTensor) else ScaledTensor.encode(x.to(dtype), storage, None, "nearest", home)
+        return x if isinstance(x, ScaledTensor) else ScaledTensor.encode(x.to(dtype), storage, home=home)
     return x.decode(dtype) if isinstance(x, ScaledTensor) else x.to(dtype)
 
 
-def _encode_tensor(
-    x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: PowerRounding, home: Any
-) -> ScaledTensor:
+def _encode_tensor(x: Tensor, storage: torch.dtype, scale: Tensor | None, home: Any) -> ScaledTensor:
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
     if scale is None:
-        scale = measure_rms_scale(x, storage, rounding)
+        scale = measure_rms_scale(x, storage)
     payload = wide / scale.to(wide.dtype)
     _check_payload_fits(wide, payload.to(torch.float32), storage, scale)
     return wrap(to_storage(payload, storage), scale, x.dtype, home)
@@ -461,15 +445,11 @@ def _check_payload_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale:
     largest = torch.finfo(storage).max
     if bool(((payload.abs() > largest) & x.isfinite()).any()):
         amax = x[x.isfinite()].abs().max().item()
-        if amax / largest > _powers.LARGEST_SCALE:
-            raise ValueError(
-                f"a value of magnitude {amax:g} is beyond what any scale holds: {storage} ends at {largest:g} and "
-                f"scales at 2**127, which makes {largest * _powers.LARGEST_SCALE:g}"
-            )
-        wanted = _powers.nearest_power(amax / largest, "up")
+        is_beyond = amax / largest > _powers.LARGEST_SCALE
+        power = _powers.nearest_power(amax / largest, "up")
+        remedy = "it is beyond what any scale holds" if is_beyond else f"give scale={power:g} or more, or None"
         raise ValueError(
-            f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: give scale="
-            f"{wanted:g} or more, or None"
+            f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: {remedy}"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,12 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._messages import a_kind
 from .._torch_versions import HAS_SAVED_HOOKS
 from ..kernels import define_operator, untraced
-from ..subclass.models._averages import warn_of_narrow_averages
 from ..subclass.models._conversion import (
     ParameterRef,
     Where,
     check_has_shape,
-    converted,
+    convert_each,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
@@ -37,11 +36,10 @@ from ..subclass.models._conversion import (
 )
 from ..subclass.models._float32_products import class_of
 from ..subclass.models._parameter_holders import check_holders
-from . import _rescale
 from ._float8 import linear_fp8
-from ._operands import WideMode, check_wide, choose_home, encode_values, is_above_home, round_to_home, widen_payload
+from ._operands import WideMode, choose_home, encode_values, is_above_home, round_to_home, widen_payload
 from ._registry import LOGICAL_DTYPES, check_storage, implements
-from ._rescale import RescalePlaces
+from ._rescale import RescalePlaces, find_rescaled_modules, rescale_input_gradient
 from ._scaled_tensor import ScaledTensor, convert_tensor
 
 _RECURRENT_CLASSES = (nn.RNNBase, nn.RNNCellBase)
@@ -63,17 +61,14 @@ def round_copy_to_home(x: ScaledTensor) -> ScaledTensor:
 def install_home_hooks(model: nn.Module) -> None:
     """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""
     for module in model.modules():
-        if _is_product_layer(module) and any(
+        # transformers' layer of GPT-2, known by name: the library is not imported for it.
+        is_product = isinstance(module, _PRODUCT_LAYER_CLASSES) or type(module).__name__ == "Conv1D"
+        if is_product and any(
             isinstance(p, ScaledTensor) and p.home is not None for p in module.parameters(recurse=False)
         ):
             module.register_forward_pre_hook(_round_inputs_to_home, with_kwargs=True)
             if isinstance(module, _RECURRENT_CLASSES):
                 module.register_forward_hook(_round_results_to_home)
-
-
-def _is_product_layer(module: nn.Module) -> bool:
-    # transformers' layer of GPT-2, known by name: the library is not imported for it.
-    return isinstance(module, _PRODUCT_LAYER_CLASSES) or type(module).__name__ == "Conv1D"
 
 
 @untraced
@@ -238,21 +233,23 @@ def scalify_function(
     ScaledTensor([3., 6.], scale=2^3, payload=torch.float16)
     """
     check_storage(dtype)
-    check_wide(wide)
+    home = choose_home(dtype, wide)
     if not callable(function):
         raise TypeError(f"scalify takes a module or a function, got {type(function).__name__}")
 
-    like = ScaledTensor(torch.ones((), dtype=torch.float32, device="cpu"), 1.0, home=choose_home(dtype, wide))
-    positions = _positional_names(function)
-
-    def names() -> Iterator[str]:
-        return itertools.chain(positions, itertools.repeat(""))
+    like = ScaledTensor(torch.ones((), dtype=torch.float32, device="cpu"), 1.0, home=home)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        parameters = []
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     @functools.wraps(function)
     def scaled(*arguments: Any, **options: Any) -> Any:
         stays = any(isinstance(x, ScaledTensor) for x in tree_leaves((arguments, options)))
         arguments = tuple(
-            x if "mask" in name else encode_arguments(x, dtype, like) for x, name in zip(arguments, names())
+            x if "mask" in name else encode_arguments(x, dtype, like)
+            for x, name in itertools.zip_longest(arguments, positional[: len(arguments)], fillvalue="")
         )
         options = {name: x if "mask" in name else encode_arguments(x, dtype, like) for name, x in options.items()}
         results = function(*arguments, **options)
@@ -263,15 +260,8 @@ def scalify_function(
     return cast(ModuleOrFunction, scaled)
 
 
-def _positional_names(function: Callable[..., Any]) -> list[str]:
-    """Return the names of positional arguments, as far as the function's signature gives them."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
+# What `scalify` installs at layers, and `unscalify` removes.
+_LAYER_HOOKS = (rescale_input_gradient, _round_inputs_to_home, _round_results_to_home)
 # Payload types with float32's range: gradients need no rescale to stay within it.
 _FULL_RANGE_STORAGES = (torch.float32, torch.bfloat16)
 
@@ -311,9 +301,9 @@ def scalify(
         where: which parameters, a glob over qualified names ("encoder.*.weight"), several of them, or a function of
             the module that holds one and its qualified name; all by default.
         rescale: where gradients are brought back to payloads about 1 (values stay the same): "norms", at the input of
-            every normalisation layer; names of modules (globs), at the gradient of their first scaled argument; a dict
-            of names and sides ("forward", "gradient", "both"); or None. By default "auto": as "norms" where numbers
-            are narrower than float32's range, and nowhere where payloads and products have all of it.
+            every normalisation layer; names of modules (globs), at their first scaled argument; or None. By default
+            "auto": as "norms" where numbers are narrower than float32's range, and nowhere where payloads and products
+            have all of it.
         wide: which results keep a float32 payload. "autocast": those of the operators that torch.autocast computes in
             float32 (exp, log, powers, roots, quotients of tensors, sums, softmax, losses) and of pointwise operators
             on them, until a matrix product, convolution, attention, embedding or recurrent layer brings them back to
@@ -337,7 +327,7 @@ def scalify(
     torch.float16
     """
     check_storage(dtype)
-    check_wide(wide)
+    home = choose_home(dtype, wide)
     if matmul not in (None, "fp8"):
         raise ValueError(f"matmul={matmul!r}: allowed are None and 'fp8'")
     if isinstance(model, type):
@@ -348,17 +338,16 @@ def scalify(
         return scalify_function(model, dtype, wide)
     if rescale == "auto":
         rescale = None if dtype in _FULL_RANGE_STORAGES and matmul is None else "norms"
-    sides = _rescale.find_rescale_sides(model, rescale)
+    rescaled = find_rescaled_modules(model, rescale)
     found = [place for place in list_matching_parameters(list_module_parameters(model), where) if _can_be_scaled(place)]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
-    values = converted(found, lambda place: _scale_parameter(place, dtype, choose_home(dtype, wide)))
+    values = convert_each(found, lambda place: _scale_parameter(place, dtype, home))
     if _keep_gradients_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
     put_converted(model, found, values)
-    warn_of_narrow_averages()
-    _rescale.remove_rescales(model)
-    _rescale.install_rescales(sides)
-    remove_hooks(model.modules(), lambda hook: hook in (_round_inputs_to_home, _round_results_to_home))
+    remove_hooks(model.modules(), lambda hook: hook in _LAYER_HOOKS)
+    for module in rescaled:
+        module.register_forward_pre_hook(rescale_input_gradient, with_kwargs=True)
     install_home_hooks(model)
     _set_product_forwards(model, matmul)
     return model
@@ -388,10 +377,8 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}, and None")
     found = [place for place in list_module_parameters(model) if isinstance(place.value, ScaledTensor)]
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
-    put_plain(model, found, converted(found, lambda place: decode_parameter(place, dtype)))
-    _rescale.remove_rescales(model)
-    own = (_keep_gradients_plain, _round_inputs_to_home, _round_results_to_home)
-    remove_hooks(model.modules(), lambda hook: hook in own)
+    put_plain(model, found, convert_each(found, lambda place: decode_parameter(place, dtype)))
+    remove_hooks(model.modules(), lambda hook: hook in (*_LAYER_HOOKS, _keep_gradients_plain))
     _set_product_forwards(model, None)
     return model
 

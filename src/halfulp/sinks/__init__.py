@@ -1,4 +1,4 @@
-"""Where rows of numbers go while a run goes on: lines of JSON, CSV, loggers by duck type, functions."""
+"""Where rows of numbers go while a run goes on: lines of JSON, loggers by duck type, functions."""
 
 from ._sink import Outlet as Outlet
 from ._sink import Row as Row

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import inspect
-import io
 import json
 import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,11 +30,11 @@ class Outlet:
 
     >>> def full(row):
     ...     raise OSError(28, "No space left on device")
-    >>> outlet = Outlet("the CSV file", full)
+    >>> outlet = Outlet("the file", full)
     >>> with warnings.catch_warnings(record=True):
     ...     outlet.put({"step": 3})
     >>> outlet.said
-    'the CSV file gets no more rows: it raised OSError (No space left on device) at step 3'
+    'the file gets no more rows: it raised OSError (No space left on device) at step 3'
     """
 
     def __init__(self, name: str, write: Callable[[Row], object]) -> None:
@@ -69,19 +67,15 @@ class Outlet:
         self._write = None
 
 
-ROW_FILE_SUFFIXES = (".jsonl", ".csv")
-
-
 class RowFile:
-    """A file of rows: a JSON object per line, or a line of CSV each under a header.
+    """A file of rows, a JSON object per line.
 
     The file is open only while rows are written, unbuffered, so that a run that is killed keeps all rows of before and
     a full disk leaves nothing behind. Rows go behind those that are there. A line that a killed run left without an end
     stays a line of its own.
 
     Args:
-        path: ending in .jsonl or .csv.
-        columns: names of the CSV's columns; other entries of a row are left out, entries that a row lacks stay empty.
+        path: ending in .jsonl.
         anew: whether the first write begins the file anew.
 
     Raises:
@@ -89,70 +83,53 @@ class RowFile:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     file = RowFile(Path(folder, "seen.jsonl"), ())
-    ...     file.write([{"step": 0, "loss": math.nan}, {"step": 50, "loss": 1.5}])
+    ...     file = RowFile(Path(folder, "seen.jsonl"))
+    ...     file.write({"step": 0, "loss": math.nan})
+    ...     file.write({"step": 50, "loss": 1.5})
     ...     print(file.path.read_text(encoding="utf-8"), end="")
     {"step": 0, "loss": "nan"}
     {"step": 50, "loss": 1.5}
     """
 
-    def __init__(self, path: str | os.PathLike[str], columns: Sequence[str], anew: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], anew: bool = False) -> None:
         self.path: Path = Path(path).absolute()  # a script may change to another folder
-        if self.path.suffix not in ROW_FILE_SUFFIXES:
-            raise ValueError(f"rows are written to a .jsonl or a .csv file, got {str(path)!r}")
-        self.columns: tuple[str, ...] = tuple(columns)
+        if self.path.suffix != ".jsonl":
+            raise ValueError(
+                f"rows are written to a .jsonl file, got {str(path)!r}; pandas.read_json(..., lines=True) reads it"
+            )
         self._given_path: str = str(path)
         self._anew = anew
-
-    @property
-    def is_csv(self) -> bool:
-        """Whether it is a CSV file."""
-        return self.path.suffix == ".csv"
 
     def check(self) -> None:
         """Check, before any work, that rows can be appended; nothing is written.
 
         Raises:
-            ValueError: it is a folder, the file or its folder is missing or not writable, or the file holds a CSV of
-                other columns.
+            ValueError: it is a folder, or the file or its folder is missing or not writable.
         """
-        held: list[str] | None = None
         try:
             if not self.path.exists():
                 with tempfile.TemporaryFile(dir=self.path.parent):
                     return
             with open(self.path, "ab"):
                 pass
-            if self.is_csv and self.path.is_file() and not self._anew:
-                with open(self.path, newline="", encoding="utf-8") as file:
-                    held = next(csv.reader(file), None)
         except OSError as error:
             raise ValueError(f"cannot write {self._given_path!r}: {error.strerror}; give another path") from None
-        except (csv.Error, UnicodeDecodeError):
-            held = []
-        if held is not None and held != list(self.columns):
-            raise ValueError(f"{self._given_path!r} holds a CSV of other columns: give another path, or a .jsonl file")
 
-    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows.
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row.
 
         Raises:
             OSError: a full disk, a folder that is gone.
         """
-        with open(self.path, "wb" if self._anew else "ab", buffering=0) as file:
+        with open(self.path, "w+b" if self._anew else "a+b", buffering=0) as file:
             self._anew = False
-            at_begin = not file.tell()
-            text = "" if at_begin or _is_line_ended(self.path) else "\n"
-            if self.is_csv and at_begin:
-                text += _format_csv_line(self.columns)
-            data = (text + "".join(map(self._format_row, rows))).encode()
+            text = json.dumps(replace_nonfinite_numbers(row), ensure_ascii=False, allow_nan=False) + "\n"
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                text = text if file.read(1) == b"\n" else f"\n{text}"
+            data = text.encode()
             while data:
                 data = data[file.write(data) :]
-
-    def _format_row(self, row: Mapping[str, Any]) -> str:
-        if self.is_csv:
-            return _format_csv_line([row.get(column) for column in self.columns])
-        return json.dumps(replace_nonfinite_numbers(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def replace_nonfinite_numbers(value: Any) -> Any:
@@ -164,58 +141,44 @@ def replace_nonfinite_numbers(value: Any) -> Any:
     return [replace_nonfinite_numbers(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _format_csv_line(values: Iterable[Any]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(values)
-    return text.getvalue()
-
-
-def _is_line_ended(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
 LOGGED_NAME_PREFIX = "halfulp/"
-_SINK_KINDS_TEXT = (
-    "a path that ends in .jsonl or .csv, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a dict, or "
-    "a function of a dict"
-)
 
 
 # A path, a function of a dict, an Outlet, or a logger with one of `_WRITERS_BY_METHOD`.
 Sink: TypeAlias = Any
 
 
-def outlet(sink: Sink, columns: Sequence[str], check: bool = True) -> Outlet:
-    """Return the outlet of a sink.
+def outlet(sink: Sink, check: bool = True) -> Outlet:
+    """Return the outlet of a sink, whose rows have a "step".
 
     Args:
         sink: a path, a logger, a function.
-        columns: of its rows, in order; "step" is one.
         check: whether to check that a file can be written.
 
     Raises:
         TypeError: it can take no rows.
         ValueError: a path with another ending, or one that cannot be written.
 
-    >>> outlet(print, ["step"]).put({"step": 3})
+    >>> outlet(print).put({"step": 3})
     {'step': 3}
     """
     if isinstance(sink, Outlet):
         return sink
     if isinstance(sink, str | os.PathLike):
-        file = RowFile(sink, columns)
+        file = RowFile(sink)
         if check:
             file.check()
-        return Outlet("the CSV file" if file.is_csv else "the file of JSON lines", lambda row: file.write([row]))
+        return Outlet("the file of JSON lines", file.write)
     name = f"the {type(sink).__name__}"
     for method, writing in _WRITERS_BY_METHOD.items():
         if callable(getattr(sink, method, None)):
             return Outlet(name, writing(sink))
     if callable(sink):
         return Outlet("the function", lambda row: sink(dict(row)))
-    raise TypeError(f"a sink is {_SINK_KINDS_TEXT}; got {a_kind(sink)}")
+    raise TypeError(
+        "a sink is a path that ends in .jsonl, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a "
+        f"dict, or a function of a dict; got {a_kind(sink)}"
+    )
 
 
 def _make_scalar_writer(writer: Any) -> Callable[[Row], None]:
@@ -228,7 +191,11 @@ def _make_scalar_writer(writer: Any) -> Callable[[Row], None]:
 
 
 def _make_metrics_writer(log: Callable[..., Any]) -> Callable[[Row], None]:
-    with_step = _takes_step_argument(log)
+    try:
+        parameters = inspect.signature(log).parameters.values()
+        with_step = any(one.name == "step" or one.kind is one.VAR_KEYWORD for one in parameters)
+    except (TypeError, ValueError):  # of something built in
+        with_step = True
 
     def write(row: Row) -> None:
         numbers = {LOGGED_NAME_PREFIX + key: value for key, value in _drop_missing(row).items()}
@@ -251,11 +218,3 @@ _WRITERS_BY_METHOD: Mapping[str, Callable[[Any], Callable[[Row], None]]] = {
 def _drop_missing(row: Row) -> dict[str, Any]:
     """Return a row without the entries that are None."""
     return {key: value for key, value in row.items() if value is not None}
-
-
-def _takes_step_argument(log: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(log).parameters.values()
-    except (TypeError, ValueError):  # of something built in
-        return True
-    return any(one.name == "step" or one.kind is one.VAR_KEYWORD for one in parameters)

@@ -67,26 +67,33 @@ def derive_collective_rule(
         return operator.decompose  # older names, which give way to the operators of _c10d_functional
     if operator._schema.name == _WAITED_MARK_OPERATOR:
         return rules[torch.ops._c10d_functional.wait_tensor.default]
-    plain = _find_plain_form(operator)
-    if plain is None or plain not in rules:
+    name = operator._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
+    if operator.namespace not in ("_c10d_functional", "_c10d_functional_autograd") or name not in PLAIN_FORMS:
         return refused
-    name = operator._schema.name.partition("::")[2]
-    on_lists, in_place = "_coalesced" in name, name.endswith("_")
+    plain = getattr(torch.ops._c10d_functional, name).default
+    if plain not in rules:
+        return refused
     if plain._schema.name == operator._schema.name or operator.namespace == "_c10d_functional_autograd":
         return rules[plain]
+    run = _make_waiting_call(plain)
+
+    def run_in_place(x: Tensor, *rest: Any) -> Tensor:
+        write(x, run(x, *rest))
+        return x
+
+    def run_with_out(x: Tensor, *rest: Any, out: Tensor) -> Tensor:
+        write(out, run(x, *rest))
+        return out
+
     if any(argument.is_out for argument in operator._schema.arguments):
-        return _make_out_rule(plain, write)
-    if on_lists:
-        return _make_list_rule(_make_in_place_rule(plain, write) if in_place else _make_waiting_call(plain))
-    return _make_in_place_rule(plain, write) if in_place else refused
-
-
-def _find_plain_form(operator: OpOverload) -> OpOverload | None:
-    """Return the form of `PLAIN_FORMS`, of one tensor into a new one, of an operator; None without one."""
-    if operator.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
-        return None
-    name = operator._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
-    return getattr(torch.ops._c10d_functional, name).default if name in PLAIN_FORMS else None
+        return run_with_out
+    name = operator._schema.name
+    if "_coalesced" in name:
+        run_one: Rule = run_in_place if name.endswith("_") else run
+        return lambda inputs, *rest: [run_one(x, *rest) for x in inputs]
+    if name.endswith("_"):
+        return run_in_place
+    return refused
 
 
 def _make_waiting_call(plain: OpOverload) -> Rule:
@@ -96,33 +103,6 @@ def _make_waiting_call(plain: OpOverload) -> Rule:
         return torch.ops._c10d_functional.wait_tensor.default(plain(x, *rest))
 
     return run
-
-
-def _make_in_place_rule(plain: OpOverload, write: Write) -> Rule:
-    run = _make_waiting_call(plain)
-
-    def run_in_place(x: Tensor, *rest: Any) -> Tensor:
-        write(x, run(x, *rest))
-        return x
-
-    return run_in_place
-
-
-def _make_out_rule(plain: OpOverload, write: Write) -> Rule:
-    run = _make_waiting_call(plain)
-
-    def run_with_out(x: Tensor, *rest: Any, out: Tensor) -> Tensor:
-        write(out, run(x, *rest))
-        return out
-
-    return run_with_out
-
-
-def _make_list_rule(run: Rule) -> Rule:
-    def run_each(inputs: list[Tensor], *rest: Any) -> list[Tensor]:
-        return [run(x, *rest) for x in inputs]
-
-    return run_each
 
 
 def register_collectives(
@@ -163,9 +143,6 @@ def _make_eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[Op
             write(x, reduced(functional.all_reduce.default, x, group, op))
         return tensors, _make_finished_work()
 
-    def allreduce_coalesced_(tensors: list[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-        return allreduce_(tensors, group, op)[1]
-
     def reduce_(tensors: list[Tensor], group: Any, op: Any, root: int, *rest: Any, **options: Any) -> Any:
         for x in tensors:
             value = reduced(functional.all_reduce.default, x, group, op)
@@ -201,20 +178,16 @@ def _make_eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[Op
         write(out, run(x.reshape(-1), group_size(_get_group_name(group)), _get_group_name(group)).reshape(out.shape))
         return out, _make_finished_work()
 
-    made_of: dict[OpOverload, dict[OpOverload, Rule]] = {
-        functional.all_reduce.default: {
-            c10d.allreduce_.default: allreduce_,
-            c10d.allreduce_coalesced_.default: allreduce_coalesced_,
-            c10d.reduce_.default: reduce_,
-        },
-        functional.reduce_scatter_tensor.default: {
-            c10d._reduce_scatter_base_.default: reduce_scatter_base_,
-            c10d.reduce_scatter_.default: reduce_scatter_,
-        },
-        functional.broadcast.default: {c10d.broadcast_.default: broadcast_, c10d.allgather_.default: allgather_},
-        functional.all_gather_into_tensor.default: {c10d._allgather_base_.default: allgather_base_},
-    }
-    return {operator: rule for plain, made in made_of.items() if plain in rules for operator, rule in made.items()}
+    made = (
+        (functional.all_reduce, c10d.allreduce_, allreduce_),
+        (functional.all_reduce, c10d.reduce_, reduce_),
+        (functional.reduce_scatter_tensor, c10d._reduce_scatter_base_, reduce_scatter_base_),
+        (functional.reduce_scatter_tensor, c10d.reduce_scatter_, reduce_scatter_),
+        (functional.broadcast, c10d.broadcast_, broadcast_),
+        (functional.broadcast, c10d.allgather_, allgather_),
+        (functional.all_gather_into_tensor, c10d._allgather_base_, allgather_base_),
+    )
+    return {packet.default: rule for plain, packet, rule in made if plain.default in rules}
 
 
 def _get_group_name(group: Any) -> str:

@@ -18,13 +18,21 @@ from . import _rule_table as _fallback
 Subclass = TypeVar("Subclass", bound=Tensor)
 
 
+def _refuse_fully_shard(x: Tensor) -> NoReturn:
+    raise NotImplementedError(
+        f"fully_shard of {type(x).__name__} parameters: it gathers and reduces one plain tensor per parameter, and "
+        "these have several. Use DistributedDataParallel, or shard plain parameters of a model made again "
+        "(param_dtype= of hu.optim and hu.AdaptiveGradScaler work with fully_shard)"
+    )
+
+
 class CompositeTensor(torch.Tensor):
     """A tensor whose value several plain tensors hold together."""
 
     # What the value is, the expressions that give the plain tensors, and the attributes of `__dict__` that hold them.
     _value_description: ClassVar[str]
     _parts_expression: ClassVar[str]
-    _own: ClassVar[tuple[str, ...]]
+    _value_attributes: ClassVar[tuple[str, ...]]
 
     __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
 
@@ -34,14 +42,17 @@ class CompositeTensor(torch.Tensor):
         def detach(self) -> Self: ...
         def decode(self, dtype: torch.dtype = torch.float64) -> Tensor: ...
 
+    # fully_shard asks for the first of these before it changes a parameter, and older versions for the others.
+    _fsdp_orig_uid = fsdp_pre_all_gather = fsdp_post_all_gather = property(_refuse_fully_shard)
+
     def __init_subclass__(cls) -> None:
         torch.utils.data._utils.collate.default_collate_fn_map[cls] = _stack_batch
 
-    def _inner(self) -> list[Tensor]:
+    def _list_plain_tensors(self) -> list[Tensor]:
         """Return the plain tensors."""
         raise NotImplementedError
 
-    def _like(self, inner: list[Tensor], requires_grad: bool) -> Self:
+    def _make_like(self, inner: list[Tensor], requires_grad: bool) -> Self:
         """Return a leaf made of other plain tensors, otherwise like this one."""
         raise NotImplementedError
 
@@ -52,13 +63,13 @@ class CompositeTensor(torch.Tensor):
 
     def share_memory_(self) -> Self:
         """Move the plain tensors to memory that processes share, in place."""
-        for part in self._inner():
+        for part in self._list_plain_tensors():
             part.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """Return whether processes share the memory."""
-        return all(part.is_shared() for part in self._inner())
+        return all(part.is_shared() for part in self._list_plain_tensors())
 
     def tolist(self) -> float | list[Any]:  # type: ignore[override]
         """Return the values, rounded to float64, as Python floats in nested lists."""
@@ -88,9 +99,10 @@ class CompositeTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
         with torch._C._DisableFuncTorch():  # inside a transform too a copy is no part of what is transformed
-            made = self._like([deepcopy(part, memo) for part in self._inner()], self.requires_grad)
+            made = self._make_like([deepcopy(part, memo) for part in self._list_plain_tensors()], self.requires_grad)
         memo[id(self)] = made
-        made.__dict__.update({k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in self._own})
+        own = self._value_attributes
+        made.__dict__.update({k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in own})
         if self.grad is not None:
             made.grad = deepcopy(self.grad, memo)
         return made

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -156,29 +155,11 @@ def refuse_jit_trace(kind: str) -> None:
         raise NotImplementedError(_make_refusal_text("torch.jit.trace", kind))
 
 
-def refuse_jvp(operands: Iterable[Tensor], what: str) -> None:
-    """Raise inside torch.func.jvp if operands of a product have several dtypes.
-
-    It derives a product outside of all that is made of an MCTensor, by torch's formulas, which have one dtype.
-    """
-    if getattr(sys.modules.get("torch._functorch.eager_transforms"), "JVP_NESTING", 0):
-        dtypes = {x.dtype: None for x in operands if x.is_floating_point()}
-        if len(dtypes) > 1:
-            raise NotImplementedError(
-                f"torch.func.jvp of {what} with an MCTensor and operands of {', '.join(map(str, dtypes))}: give all "
-                "one dtype, x.to(parameter.dtype) say, or take torch.autograd.forward_ad, which needs no such thing"
-            )
-
-
-def refuse_recorders_at_call(model: nn.Module, arguments: tuple) -> None:
-    """Raise as a model is called if torch.jit.trace records it, or torch.func.jvp would derive it in several dtypes."""
+def refuse_tracing_of(model: nn.Module) -> None:
+    """Raise where torch.jit.trace records a call of a model with parameters of these classes."""
     if torch._C._is_tracing():
-        kinds = {type(p.data).__name__ for p in model.parameters()}
-        for kind in kinds & _PLAIN_MODEL_MAKERS.keys():
+        for kind in {type(p.data).__name__ for p in model.parameters()} & _PLAIN_MODEL_MAKERS.keys():
             refuse_jit_trace(kind)
-    if getattr(sys.modules.get("torch._functorch.eager_transforms"), "JVP_NESTING", 0):
-        parts = [p for p in model.parameters() if type(p.data).__name__ == "MCTensor"]
-        refuse_jvp([*parts, *(x for x in arguments if isinstance(x, Tensor))] if parts else [], type(model).__name__)
 
 
 def _make_refusal_text(recorder: str, kind: str) -> str:

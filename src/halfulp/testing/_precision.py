@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import formats, recipes
-from .._messages import a_kind
 from .._torch_versions import find_dtype
 from ..mctensor import MCTensor
 from ..observation import Finding, observe
-from ..observation._finding import listing
+from ..observation._finding import format_findings
 from ..observation.findings import get_finding_kind
 from ..recipes import Recipe
 from ..recipes._optimizer import emulate_recipe
@@ -25,12 +24,13 @@ from ..recipes._training_step import (
     LossOfOutput,
     StepResults,
     call_on_batch,
+    check_loss,
     check_untouched,
+    choose_loss,
     copy_model,
     fix_random_state,
     list_named_gradients,
     list_named_outputs,
-    make_default_loss,
     run_reference,
 )
 from ..scaled import ScaledTensor
@@ -82,7 +82,7 @@ def run_short_training(
             with fix_random_state():
                 output = call_on_batch(model, batch)
                 loss = under(loss_of)(output)
-                _check_loss(loss)
+                check_loss(loss)
                 outputs = list_named_outputs(output)
                 terms = _watch_loss_terms(outputs.values()) if is_plain else []
                 (loss if scaler is None else scaler.scale(loss)).backward()
@@ -109,26 +109,16 @@ def run_short_training(
     return found
 
 
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else a_kind(loss)
-        raise ValueError(f"under the recipe the loss gave {given}: give a scalar, loss=lambda output: ...")
-
-
 def _watch_loss_terms(outputs: Iterable[Tensor]) -> list[float]:
     """Return a list that a backward pass fills with norms of x dL/dx: how far an output's own size moves the loss.
 
     Terms of both signs may cancel in the loss, and errors of the outputs do not.
     """
     terms: list[float] = []
-
-    def watch(x: Tensor) -> None:
-        value = _decode_to_float64(x)
-        x.register_hook(lambda gradient: terms.append(float((value * _decode_to_float64(gradient)).norm())))
-
     for x in outputs:
         if x.requires_grad:
-            watch(x)
+            value = _decode_to_float64(x)
+            x.register_hook(lambda grad, value=value: terms.append(float((value * _decode_to_float64(grad)).norm())))
     return terms
 
 
@@ -216,7 +206,7 @@ class PrecisionCheck:
 
     def __str__(self) -> str:
         head = f"{self.recipe} {'passes' if self.passed else 'FAILS'}: {self.setting}"
-        lines = [head, *(listing(self.findings) if self.findings else ())]
+        lines = [head, *(format_findings(self.findings) if self.findings else ())]
         far = self.too_far
         if far:
             lines.append(f"farther from float32 than {self.tolerance:.2g} of its norm:")
@@ -292,12 +282,12 @@ def assert_precision_ok(
     """
     recipe = recipes.get(recipe)
     check_float32_model(model)
-    _check_arguments(loss, steps, tolerance)
+    _check_arguments(steps, tolerance)
     accepted = {accept} if isinstance(accept, str) else set(accept)
     for code in accepted:
         get_finding_kind(code)
     tolerance = compute_default_tolerance(recipe) if tolerance is None else float(tolerance)
-    loss_of = loss or make_default_loss(seed)
+    loss_of = choose_loss(loss, seed)
     hyper = {"lr": lr, **hyper}
     with torch.inference_mode(False), torch.enable_grad(), fix_random_state(), check_untouched(model):
         run_reference(model, batch, loss_of)
@@ -330,14 +320,10 @@ def compute_default_tolerance(recipe: Recipe) -> float:
     names = [recipe.emulate, recipe.gradient_format, recipe.payload, recipe.param_dtype]
     if recipe.matmul == "fp8":
         names.append("e5m2")
-    spacing = max((_get_relative_spacing(name) for name in names if name), default=0.0)
+    spacing = max((formats.get(find_dtype(name) or name).eps for name in names if name), default=0.0)
     if recipe.components:
         spacing = spacing**recipe.components
     return min(MOST_TOLERANCE, max(LEAST_TOLERANCE, TOLERANCE_IN_EPS * spacing))
-
-
-def _get_relative_spacing(name: str) -> float:
-    return formats.get(find_dtype(name) or name).eps
 
 
 def _list_differences(
@@ -374,9 +360,7 @@ def _relative_difference(wanted: Tensor, got: Tensor | None, floor: float) -> fl
     return off / scale if scale else (math.inf if off else 0.0)
 
 
-def _check_arguments(loss: LossOfOutput | None, steps: int, tolerance: float | None) -> None:
-    if loss is not None and not callable(loss):
-        raise TypeError(f"the loss is {a_kind(loss)}: give a function, loss=lambda output: ...")
+def _check_arguments(steps: int, tolerance: float | None) -> None:
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 2:
         raise ValueError(f"steps={steps!r}: give a number of steps, 2 or more")
     if tolerance is not None and not tolerance > 0:

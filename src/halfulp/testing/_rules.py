@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..recipes._training_step import is_floating
 from ..scaled import ScaledTensor
 
 _LARGEST_EXPONENT = 16
@@ -69,7 +70,7 @@ def check_rule(
         for number in range(seed, seed + trials):
             torch.manual_seed(number)
             arguments = tuple(make_arguments())
-            if not any(_is_floating(x) for x in tree_leaves(arguments)):
+            if not any(is_floating(x) for x in tree_leaves(arguments)):
                 raise ValueError("make_arguments returned no floating tensor: there is nothing to give a scale")
             plain, under_one = (
                 _run_operator(operator, arguments, number, gradients, exponent) for exponent in (None, lambda: 0)
@@ -101,7 +102,7 @@ def _run_operator(
     leaves: list[Tensor] = []
 
     def make_leaf(x: Any) -> Any:
-        if not _is_floating(x):
+        if not is_floating(x):
             return x
         leaves.append(_give_scale(x.detach().clone(), exponent))
         return leaves[-1].requires_grad_(gradients)
@@ -120,10 +121,6 @@ def _run_operator(
         found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
         named |= {f"gradient {number}": _decode_scaled(x) for number, x in enumerate(found)}
     return named
-
-
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _give_scale(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:

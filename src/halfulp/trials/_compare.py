@@ -37,7 +37,7 @@ def compare(
         steps: Optimizer steps of every trial; None is each task's own.
         data: The folder for tasks that read files.
         out: A folder for compare.json and compare.html; finished trials are kept there while it runs. One that holds
-            a comparison is refused without ``resume`` or ``overwrite``, one that another process writes into always.
+            a comparison is refused without ``resume`` or ``overwrite``.
         workers: How many processes; None is one per core, at most 8.
         resume: Take over the finished trials that ``out`` holds.
         overwrite: Delete the comparison that ``out`` holds.
@@ -55,6 +55,6 @@ def compare(
         TrialError: a trial crashed or its worker was killed. What had finished is kept in ``out``.
     """
     trials = plan_trials(task, recipes, seeds, steps, data, size)
-    with open_training_run(out, trials, workers, listen, resume, overwrite) as run:
+    with open_training_run(out, workers, listen, resume, overwrite) as run:
         run.train_missing(trials)
     return run.make_evidence()

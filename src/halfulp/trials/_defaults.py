@@ -20,6 +20,6 @@ FAILING_VERDICTS: tuple[str, ...] = ("worse", "diverged")
 # How tables and pages colour a verdict; others are neutral.
 VERDICT_TONES: dict[str, str] = {
     **dict.fromkeys(PASSING_VERDICTS, "good"),
-    **dict.fromkeys((*FAILING_VERDICTS, "crashed"), "bad"),
-    **dict.fromkeys(("unclear", "no verdict", "cannot"), "open"),
+    **dict.fromkeys(FAILING_VERDICTS, "bad"),
+    **dict.fromkeys(("unclear", "no verdict"), "open"),
 }

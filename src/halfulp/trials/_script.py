@@ -7,34 +7,35 @@ import functools
 import inspect
 import json
 import math
-import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from .. import optim, recipes
+from .. import __version__, optim, recipes
 from .._extensions import load_inherited_extensions
+from ..environment import core_count, processor_line
 from ..observation.scripts import ScriptEnding, find_model, run_script, tell_backward_losses
-from ..pages import write_whole
 from ..recipes import Recipe
-from ..recipes._optimizer import choose_state_dtype as recipe_state
-from ..recipes._optimizer import split_groups_by_update
+from ..recipes._convert import is_converted
+from ..recipes._optimizer import choose_state_dtype, split_groups_by_update
 from ._defaults import REFERENCE, TWIN
-from .page._script_page import render_script_page
+from .evidence._evidence import Evidence
+from .evidence._row import Row
 from .running._pool import describe_exit
 from .tasks._task import finite_or_none
 
-REPLACED_OPTIMIZERS = ("SGD", "Adam", "AdamW")
+REPLACED_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 # What chooses an implementation in torch, and no other training.
 _KERNEL_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
@@ -48,37 +49,32 @@ class Substitution:
     """The replacements made for a script's models and optimizers; it keeps none of them alive.
 
     Attributes:
-        models: that were converted.
-        optimizers: that were made for them, ``optimizers_made`` in all.
+        optimizers: that were made for converted models, ``optimizers_made`` in all.
         other_optimizers: names of the classes of other optimizers that stepped.
         step_count: how often any optimizer stepped.
-        recipe_classes: torch's classes whose optimizers, and copies of these, are the recipe's.
     """
 
-    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     optimizers_made: int = 0
     other_optimizers: list[str] = field(default_factory=list)
     step_count: int = 0
-    recipe_classes: frozenset[type] = frozenset()
-
-    def add_optimizer(self, optimizer: Any) -> None:
-        """Add an optimizer of the recipe's."""
-        self.optimizers.add(optimizer)
-        self.optimizers_made += 1
 
     def count_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Count a step of an optimizer (a step hook)."""
         self.step_count += 1
         kind = type(optimizer)
-        is_other = kind not in self.recipe_classes and not _is_of_halfulp(optimizer)
+        is_other = kind not in REPLACED_OPTIMIZERS and not _is_of_halfulp(optimizer)
         if is_other and kind.__name__ not in self.other_optimizers:
             self.other_optimizers.append(kind.__name__)
 
     def bytes_per_parameter(self) -> float | None:
         """Return the mean over parameters of halfulp's optimizers that live; None without any."""
-        found = [(one.bytes_per_parameter(), _count_elements(one)) for one in self.optimizers if _is_of_halfulp(one)]
-        return sum(size * count for size, count in found) / sum(count for _, count in found) if found else None
+        sizes = [
+            (one.bytes_per_parameter(), sum(p.numel() for group in one.param_groups for p in group["params"]))
+            for one in self.optimizers
+            if _is_of_halfulp(one)
+        ]
+        return sum(size * count for size, count in sizes) / max(1, sum(count for _, count in sizes)) if sizes else None
 
     def write_notes(self) -> list[str]:
         """Return what is to be said of a run in which a recipe was used."""
@@ -101,44 +97,8 @@ class Substitution:
 def substitute_optimizers(recipe: Recipe) -> Iterator[Substitution]:
     """Give whoever makes torch.optim's SGD, Adam or AdamW a converted model and the recipe's optimizer.
 
-    A Refusal is raised where the recipe needs more than that.
+    Recipes that scale or round gradients or emulate a format, by objects that the script has to use, are refused.
     """
-    check_recipe_supported(recipe)
-    kinds = {name: getattr(torch.optim, name) for name in REPLACED_OPTIMIZERS}
-    inits = {kind: kind.__init__ for kind in kinds.values()}
-    done = Substitution(recipe_classes=frozenset() if recipe.narrow else frozenset(inits))
-    if recipe.narrow:
-        _replace_torch_classes({name: _make_optimizer_class(kind, recipe, done) for name, kind in kinds.items()}, kinds)
-    else:
-        for kind in inits:
-            kind.__init__ = _make_converting_init(kind, recipe, done)
-    counting = register_optimizer_step_post_hook(done.count_step)
-    try:
-        yield done
-    finally:
-        counting.remove()
-        _replace_torch_classes(kinds, kinds)
-        for kind, init in inits.items():
-            kind.__init__ = init
-
-
-def _replace_torch_classes(classes: dict[str, Any], kinds: dict[str, Any]) -> None:
-    """Put classes where torch's stand: in torch.optim, and in the module of each."""
-    for name, kind in kinds.items():
-        for place in (torch.optim, sys.modules[kind.__module__]):
-            setattr(place, name, classes[name])
-
-
-def _is_of_halfulp(optimizer: Any) -> bool:
-    return type(optimizer).__module__.partition(".")[0] == "halfulp"
-
-
-def _count_elements(optimizer: Any) -> int:
-    return sum(p.numel() for group in optimizer.param_groups for p in group["params"]) or 1
-
-
-def check_recipe_supported(recipe: Recipe) -> None:
-    """Refuse recipes that scale or round gradients or emulate a format, by objects that the script has to use."""
     for need, words in (
         ("gradient_format", "its gradients go through hu.AdaptiveGradScaler, which the script has to call"),
         ("payload", "its parameters carry scales: use hu.scalify(model) and an optimizer of hu.optim in the script"),
@@ -147,77 +107,63 @@ def check_recipe_supported(recipe: Recipe) -> None:
     ):
         if getattr(recipe, need):
             raise RecipeRefusal(words)
+    inits: dict[Any, Any] = {kind: kind.__init__ for kind in REPLACED_OPTIMIZERS}
+    done = Substitution()
+    for kind in inits:
+        kind.__init__ = _make_converting_init(kind, recipe, done)
+    counting = register_optimizer_step_post_hook(done.count_step)
+    try:
+        yield done
+    finally:
+        counting.remove()
+        for kind, init in inits.items():
+            kind.__init__ = init
 
 
-def _make_optimizer_class(own: Any, recipe: Recipe, done: Substitution) -> type:
-    """Return a subclass of an optimizer whose call returns the recipe's; a subclass of it is an optimizer of its own.
-
-    Not `__new__` of torch's own class: one that was set and deleted leaves a class that takes no arguments any more.
-    """
-
-    def make(cls: type, *args: Any, **options: Any) -> Any:
-        if cls is not kind:
-            return object.__new__(cls)
-        return _make_optimizer(own, recipe, done, args, options)
-
-    kind = type(own.__name__, (own,), {"__new__": make, "__module__": own.__module__, "__doc__": own.__doc__})
-    return kind
-
-
-def _make_optimizer(own: Any, recipe: Recipe, done: Substitution, args: tuple, options: dict[str, Any]) -> Any:
-    """Return the recipe's optimizer for what was to be torch's."""
-    given = dict(inspect.signature(own.__init__).bind(None, *args, **options).arguments)
-    groups = _list_param_groups(given.pop("params"))
-    model = _convert_holding_model(groups, recipe, done)
-    names = {id(parameter): key for key, parameter in model.named_parameters()}
-    given = {key: value for key, value in given.items() if key not in ("self", *_KERNEL_OPTIONS)}
-    with _errors_as_refusals():
-        split = []
-        for group in groups:
-            named = [(names[id(parameter)], parameter) for parameter in group["params"]]
-            split += [{**group, **part} for part in split_groups_by_update(recipe, model, named)]
-        kind: Any = optim.OPTIMIZERS[own.__name__]
-        made = kind(split, state_dtype=recipe_state(recipe, kind, given), **given)
-    done.add_optimizer(made)
-    return made
+def _is_of_halfulp(optimizer: Any) -> bool:
+    return type(optimizer).__module__.partition(".")[0] == "halfulp"
 
 
 def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
-    """Return a constructor that converts the model first; the optimizer stays torch's, and a subclass what it is."""
+    """Return a constructor that converts the model first; a narrow recipe's optimizer becomes halfulp's on the way.
+
+    The constructor is replaced, and not the class, which a script may have imported before; subclasses stay theirs.
+    """
     init = kind.__init__
 
     @functools.wraps(init)
-    def convert_and_init(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
+    def convert_and_init(optimizer: Any, *args: Any, **options: Any) -> None:
         if type(optimizer) is not kind:
-            init(optimizer, params, *args, **options)
+            init(optimizer, *args, **options)
             return
-        groups = _list_param_groups(params)
-        _convert_holding_model(groups, recipe, done)
-        init(optimizer, groups, *args, **options)
-        done.add_optimizer(optimizer)
+        given = dict(inspect.signature(init).bind(optimizer, *args, **options).arguments)
+        groups = _list_param_groups(given.pop("params"))
+        model = find_model(parameter for group in groups for parameter in group["params"])
+        if model is None:
+            raise RecipeRefusal("no module holds the optimizer's parameters, so that there is no model to convert")
+        given.pop("self")
+        try:
+            if not is_converted(model):
+                recipes.convert(model, recipe)
+            if recipe.narrow:
+                optimizer.__class__ = own = optim.OPTIMIZERS[kind.__name__]
+                names = {id(parameter): key for key, parameter in model.named_parameters()}
+                groups = [
+                    {**group, **part}
+                    for group in groups
+                    for part in split_groups_by_update(recipe, model, [(names[id(p)], p) for p in group["params"]])
+                ]
+                given = {key: value for key, value in given.items() if key not in _KERNEL_OPTIONS}
+                given["state_dtype"] = choose_state_dtype(recipe, own, given)
+                own.__init__(optimizer, groups, **given)
+            else:
+                init(optimizer, groups, **given)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise RecipeRefusal(" ".join(str(error).split())) from error
+        done.optimizers.add(optimizer)
+        done.optimizers_made += 1
 
     return convert_and_init
-
-
-def _convert_holding_model(groups: list[dict[str, Any]], recipe: Recipe, done: Substitution) -> nn.Module:
-    """Convert the model that holds an optimizer's parameters, unless it has been; return it."""
-    model = find_model(parameter for group in groups for parameter in group["params"])
-    if model is None:
-        raise RecipeRefusal("no module holds the optimizer's parameters, so that there is no model to convert")
-    if model not in done.models:
-        with _errors_as_refusals():
-            recipes.convert(model, recipe)
-        done.models.add(model)
-    return model
-
-
-@contextlib.contextmanager
-def _errors_as_refusals() -> Iterator[None]:
-    """Turn errors of a conversion into a Refusal."""
-    try:
-        yield
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise RecipeRefusal(" ".join(str(error).split())) from error
 
 
 def _list_param_groups(params: Any) -> list[dict[str, Any]]:
@@ -267,13 +213,19 @@ class ScriptRun:
     bytes_per_parameter: float | None = None
     error_output: str = ""
 
-    def describe_ending(self) -> str:
-        """Describe how the process ended."""
-        return f"{self.ending} with exit code {self.exit_code}" if self.ending == "exited" else str(self.ending)
+    def explain_failure(self) -> str:
+        """Return why a recipe has no results; empty where it has."""
+        if self.refusal:
+            return f"could not be used: {self.refusal}"
+        if self.exit_code:
+            return self.describe_ending("")
+        return "" if self.losses else "called no backward of a loss"
 
-    def read_last_error_line(self) -> str:
-        """Return the last line that it said on stderr, which of a crash is the error."""
-        return (self.error_output.strip().splitlines() or [""])[-1].strip()
+    def describe_ending(self, where: str) -> str:
+        """Return how the process ended, and of a crash the last line of stderr, which is the error."""
+        how = f"{self.ending} with exit code {self.exit_code}" if self.ending == "exited" else str(self.ending)
+        line = (self.error_output.strip().splitlines() or [""])[-1].strip()
+        return f"{how}{where}{f': {line}' if line and self.ending == 'crashed' else ''}"
 
     def compute_loss(self, share: float = _FINAL_SHARE) -> float | None:
         """Return the mean over the last losses, or with a negative share over the first; None without any."""
@@ -321,99 +273,74 @@ def run_worker() -> None:
 
 
 @dataclass(frozen=True)
-class ScriptRow:
-    """The results of a script under one recipe.
+class ScriptEvidence(Evidence):
+    """The results of a script under recipes, one run each: a comparison whose task is the script.
 
-    Attributes:
-        loss: mean over the last tenth of the backward passes; None without any, or where it is not finite.
-        gap: loss minus that of float32; None for float32 itself and where either is missing.
-        verdict: "reference", "control", "no difference", "worse", "better", "diverged", "no verdict", "cannot" or
-            "crashed".
-        reason: why it cannot, how it ended, or what else is to be said.
+    ``run`` has besides how it was run the ``notes``, and ``refused``: recipes without results, and why.
     """
 
-    recipe: str
-    steps: int
-    loss: float | None
-    gap: float | None
-    verdict: str
-    reason: str
-    bytes_per_parameter: float | None
+    file_stem: ClassVar[str] = "compare-script"
+
+    def rows(self, task: str | None = None) -> list[Row]:
+        """Return one row per recipe, with verdicts by what the twin's one run differs by."""
+        found = {row.recipe: row for row in super().rows(task)}
+        reference, twin = found[REFERENCE].loss, found[TWIN].gap if TWIN in found else None
+        for name, row in found.items():
+            if row.verdict is not None:
+                continue
+            verdict = "no verdict"
+            if row.gap is not None and twin is not None and reference is not None:
+                alike = abs(row.gap) <= max(_TWIN_GAP_FACTOR * abs(twin), GAP_TOLERANCE * abs(reference))
+                verdict = "no difference" if alike else "worse" if row.gap > 0 else "better"
+            found[name] = replace(row, verdict=verdict)
+        return list(found.values())
 
 
-@dataclass
-class ScriptComparison:
-    """The runs of a script by the recipes' names, float32 first."""
+def _write_notes(runs: dict[str, ScriptRun]) -> list[str]:
+    """Return sentences on how the verdicts came about, and on a reference that did not learn."""
+    reference = runs[REFERENCE]
+    said = [
+        f"One run for each recipe, with the script's own seeds; {reference.steps:,} steps in float32.",
+        f"The loss is what backward passes began with, without a scaler's factor, as the mean over the last tenth. "
+        f"A gap within {GAP_TOLERANCE:.0%} of it, or within {_TWIN_GAP_FACTOR:g} times that of {TWIN}, whose start "
+        f"differs by 1e-7, is no difference.",
+    ]
+    first, last = reference.compute_loss(-_FINAL_SHARE), reference.compute_loss()
+    if finite_or_none(last) is None:
+        said.insert(
+            0, "The loss is not finite in float32: the script does not learn as it is, and no recipe gets a verdict."
+        )
+    elif first is not None and last is not None and not last < first:
+        said.insert(0, f"The loss did not fall in float32, from {first:.4g} to {last:.4g}: the gaps say little.")
+    for name, run in runs.items():
+        other = [] if run.refusal or run.steps == reference.steps else [f"{run.steps:,} steps"]
+        said += [f"{name}: {note}." for note in (*other, *run.notes)]
+    return said
 
-    runs: dict[str, ScriptRun] = field(default_factory=dict)
 
-    @property
-    def rows(self) -> list[ScriptRow]:
-        """One row per recipe, in the order in which they ran."""
-        return [self.make_row(name) for name in self.runs]
-
-    def make_row(self, name: str) -> ScriptRow:
-        """Return the row of a recipe."""
-        run = self.runs[name]
-        verdict, reason = self._judge_run(name, run)
-        if verdict == "cannot":
-            return ScriptRow(name, 0, None, None, verdict, reason, None)
-        loss, reference = finite_or_none(run.compute_loss()), self._read_final_loss(REFERENCE)
-        gap = None if name == REFERENCE or loss is None or reference is None else loss - reference
-        return ScriptRow(name, run.steps, loss, gap, verdict, reason, run.bytes_per_parameter)
-
-    def write_notes(self) -> list[str]:
-        """Return sentences on how the verdicts came about, and on a reference that did not learn."""
-        said = [
-            f"The loss is the mean over the last tenth of the backward passes, of one run with the script's own seeds. "
-            f"A gap within {GAP_TOLERANCE:.0%} of it, or within {_TWIN_GAP_FACTOR:g} times that of {TWIN}, whose start "
-            f"differs by 1e-7, is no difference."
-        ]
-        first, last = self.runs[REFERENCE].compute_loss(-_FINAL_SHARE), self.runs[REFERENCE].compute_loss()
-        if self._read_final_loss(REFERENCE) is None:
-            broken = "The loss is not finite in float32: the script does not learn as it is"
-            said.insert(0, f"{broken}, and no recipe gets a verdict.")
-        elif first is not None and last is not None and not last < first:
-            flat = f"The loss did not fall in float32, from {first:.4g} to {last:.4g}: the gaps say little."
-            said.insert(0, flat)
-        return said
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can hold; neither the script's name nor its arguments nor what it printed."""
-        return {
-            "recipes": [{**vars(row), "curve": self.runs[row.recipe].compute_curve()} for row in self.rows],
-            "notes": self.write_notes(),
-        }
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page, whole or not at all."""
-        write_whole(path, render_script_page(self.to_dict()))
-
-    def _read_final_loss(self, name: str) -> float | None:
-        run = self.runs.get(name)
-        return None if run is None or run.exit_code or run.refusal else finite_or_none(run.compute_loss())
-
-    def _judge_run(self, name: str, run: ScriptRun) -> tuple[str, str]:
-        notes = list(run.notes)
-        if run.refusal:
-            return "cannot", run.refusal
-        if run.exit_code:
-            return "crashed", run.read_last_error_line() if run.ending == "crashed" else run.describe_ending()
-        loss, reference = finite_or_none(run.compute_loss()), self._read_final_loss(REFERENCE)
-        twin = self._read_final_loss(TWIN)
-        if name in (REFERENCE, TWIN):
-            broken = ["its loss is not finite: it did not learn"] if loss is None else []
-            return ("reference" if name == REFERENCE else "control"), "; ".join([*broken, *notes])
-        if reference is None or twin is None:
-            return "no verdict", f"{REFERENCE if reference is None else TWIN} did not learn"
-        if loss is None:
-            return "diverged", "; ".join(["its loss is not finite", *notes])
-        if run.steps != self.runs[REFERENCE].steps:
-            notes.insert(0, f"{self.runs[REFERENCE].steps} steps in float32")
-        verdict = "worse" if loss > reference else "better"
-        if abs(loss - reference) <= max(_TWIN_GAP_FACTOR * abs(twin - reference), GAP_TOLERANCE * abs(reference)):
-            verdict = "no difference"
-        return verdict, "; ".join(notes)
+def _make_record(name: str, run: ScriptRun) -> dict[str, Any]:
+    """Return a run as the trial of a comparison."""
+    unknown, loss = {"loss": None, "accuracy": None}, finite_or_none(run.compute_loss())
+    task = {"name": "script", "title": "a training script of one's own", "rule": "the script's own", "hyper": {}}
+    task |= {"batch": "the script's own", "judged_by": "train_loss", "target": ""}
+    versions = {"halfulp": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "settings": {
+            "task": task,
+            "recipe": recipes.get(name).to_dict(),
+            "seed": 0,
+            "steps": run.steps,
+            "versions": versions,
+        },
+        "result": {
+            "curve": run.compute_curve(),
+            "float32": {"train": {"loss": loss, "accuracy": None}, "validation": unknown},
+            "own": unknown,
+            "bytes_per_parameter": run.bytes_per_parameter,
+            **dict.fromkeys(("step_ms", "cancelled", "realised", "diverged_at")),
+            **{"parameters": 0, "targets": 0, "data": "the script's own data"},
+        },
+    }
 
 
 _WORKER_CODE = "from halfulp.trials._script import run_worker; run_worker()"
@@ -432,8 +359,8 @@ def compare_script(
     arguments: Sequence[str],
     names: Sequence[str],
     module: bool = False,
-    listen: Callable[[str, ScriptRow | None, float], None] = lambda recipe, row, seconds: None,
-) -> ScriptComparison:
+    listen: Callable[[str, str, float], None] = lambda recipe, said, seconds: None,
+) -> tuple[ScriptEvidence, dict[str, str]]:
     """Run a script once per recipe, each in a process of its own, and say what its training loss became.
 
     float32 and a twin whose start differs by 1e-7 run first. Where the script makes torch's SGD, Adam or AdamW, its
@@ -442,20 +369,33 @@ def compare_script(
     Args:
         script, arguments: its path, or as a ``module`` the dotted name of one, and its own arguments.
         names: recipes.
-        listen: told each recipe before it runs (with None), and afterwards its row and the seconds that it took.
+        listen: told each recipe before it runs (with ""), and afterwards what became of it and the seconds it took.
+
+    Returns:
+        The evidence, and what the runs that crashed printed to stderr, by recipe.
     """
     for name in names:
         recipes.get(name)
-    found = ScriptComparison()
+    runs: dict[str, ScriptRun] = {}
+    start = time.monotonic()
     for name in dict.fromkeys([REFERENCE, TWIN, *names]):
-        listen(name, None, 0.0)
+        listen(name, "", 0.0)
         begin = time.monotonic()
-        run = _run_script_under(script, arguments, name, module)
+        run = runs[name] = _run_script_under(script, arguments, name, module)
         if name == REFERENCE:
             _check_reference(run)
-        found.runs[name] = run
-        listen(name, found.make_row(name), time.monotonic() - begin)
-    return found
+        loss = run.compute_loss()
+        said = run.explain_failure() or f"loss {loss:.4g} after {run.steps:,} steps"
+        listen(name, said, time.monotonic() - begin)
+    failed = {name: why for name, run in runs.items() if (why := run.explain_failure())}
+    facts = {
+        "notes": _write_notes(runs),
+        "refused": [{"recipe": name, "why": why} for name, why in failed.items()],
+        **{"workers": 1, "cores": core_count(), "seconds": round(time.monotonic() - start, 1)},
+        **{"trained": len(runs), "reused": 0, "processor": processor_line()},
+    }
+    trials = tuple(_make_record(name, run) for name, run in runs.items() if name not in failed)
+    return ScriptEvidence(trials, facts), {name: run.error_output for name, run in runs.items() if run.exit_code}
 
 
 def _run_script_under(script: str, arguments: Sequence[str], recipe: str, module: bool) -> ScriptRun:
@@ -479,8 +419,7 @@ def _check_reference(run: ScriptRun) -> None:
     if run.refusal:
         raise ScriptError(f"the script cannot be compared under recipes: {run.refusal}", run.error_output)
     if run.exit_code:
-        why = f": {run.read_last_error_line()}" if run.error_output.strip() else ""
-        raise ScriptError(f"the script {run.describe_ending()} in float32{why}", run.error_output)
+        raise ScriptError(f"the script {run.describe_ending(' in float32')}", run.error_output)
     if not run.losses:
         raise ScriptError("the script called no backward of a loss: there is nothing to compare", run.error_output)
     if not run.steps:

@@ -1,15 +1,12 @@
 """Forward passes without a region, once their graph is known: the same bits, sites and refusals as with one."""
 
 import copy
-import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import halfulp as hu
 from halfulp.gradients.eager import _attach, _replay
-from halfulp.gradients.eager import _backward as _site_boundaries
 from halfulp.gradients.eager._attach import WatchedForward
 from halfulp.gradients.eager._replay import walk_graph
 
@@ -380,22 +377,3 @@ def test_a_tensor_that_outlives_forward_passes_gets_no_hooks_of_theirs(seed, mon
         scaler.scale(mean_square(y) + same.sum()).backward(retain_graph=True)
     assert replayed(scaler)
     assert len(made) == _replay.count_replays(scaler)
-
-
-def numbered(number):
-    """A node of that number."""
-    return SimpleNamespace(_sequence_nr=lambda: number)
-
-
-def test_nodes_of_forward_passes_are_known_by_numbers_that_several_threads_count(seed, monkeypatch):
-    monkeypatch.setattr(_site_boundaries, "_REMEMBERED_PASSES", 12)
-    draw, unmarked, added = random.Random(seed), _site_boundaries.UnmarkedPasses(), []
-    for _ in range(200):
-        begin = draw.randint(0, 1000)
-        added.append((begin, begin + draw.choice([0, 1, 3, 20])))
-        unmarked.add_pass(*added[-1])
-        made = {number for one in added[-12:] for number in range(*one)}
-        assert all(unmarked.has_node(numbered(number)) for number in made)
-        known = {number for one in added for number in range(*one)}
-        assert not any(unmarked.has_node(numbered(number)) for number in set(range(1100)) - known)
-    assert len(unmarked._begins) <= 24

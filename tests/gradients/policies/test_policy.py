@@ -64,13 +64,9 @@ def _largest(pairs):
     return max(g.abs().max().item() for g, _ in pairs), 2 * max(e.max().item() for _, e in pairs)
 
 
-def least(amax, top, headroom, weight_headroom):
+def least(amax, top, headroom):
     """The equation of `Amax`."""
-    return min(
-        top - (weight_headroom if kind == "weight" else headroom) - math.floor(math.log2(value))
-        for kind, value in amax.items()
-        if value
-    )
+    return min(top - headroom - math.floor(math.log2(value)) for kind, value in amax.items() if value)
 
 
 def run(scaler, model, loss, steps=6):
@@ -97,18 +93,16 @@ def assert_near(amax, expected):
 @pytest.mark.parametrize(
     ("format", "top"), [("fp16", 15), ("e5m2", 15), ("e4m3fn", 8), ("bf16", 15), (torch.float16, 15), (OWN, 15)]
 )
-@pytest.mark.parametrize(("headroom", "weight_headroom"), [(3, 1), (5, 4)])
-def test_amax_is_its_equation(format, top, headroom, weight_headroom, seed):
+@pytest.mark.parametrize("headroom", [1, 3, 5])
+def test_amax_is_its_equation(format, top, headroom, seed):
     model, x = mlp(), batch()
-    scaler = hu.AdaptiveGradScaler(
-        model, format=format, interval=1, init_scale=2.0**6, policy=Amax(headroom, weight_headroom)
-    )
+    scaler = hu.AdaptiveGradScaler(model, format=format, interval=1, init_scale=2.0**6, policy=Amax(headroom))
     tables, before = run(scaler, model, lambda: mean_square(model(x)))
     stored = get(format)
     tiny = {key: math.ldexp(stored.smallest_subnormal / 2, -before[key]) for key in SITES}
     expected = true_amax(model, x, stored.eps / 2, tiny)
     for key, exponent in own(scaler).items():
-        assert exponent == least(recent(tables, key), top, headroom, weight_headroom), key
+        assert exponent == least(recent(tables, key), top, headroom), key
         assert_near(tables[-1][key], expected[key])
     assert {row.format for row in scaler.sites().rows[1:]} == {stored.name}
 
@@ -178,9 +172,7 @@ def test_rules_of_operands_settle_short_of_what_they_do_not_see(seed):
 
 def test_amax_remembers_the_largest_of_the_last_measurements(seed):
     model, x = nn.Sequential(*mlp(), Spiked()), batch()
-    scaler = hu.AdaptiveGradScaler(
-        model, format="fp16", interval=1, init_scale=2.0**4, policy=Amax(8, 8, measurements=3)
-    )
+    scaler = hu.AdaptiveGradScaler(model, format="fp16", interval=1, init_scale=2.0**4, policy=Amax(8, measurements=3))
     factors = [0, 0, 0, 0, 3, 1, 0, 0, 0, -2, -4, -1, -1, -1, -1]
     trail = []
     for power in factors:
@@ -195,7 +187,7 @@ def test_amax_remembers_the_largest_of_the_last_measurements(seed):
 
 def test_amax_under_autocast_is_its_equation(seed):
     model, x = mlp(), batch()
-    scaler = hu.AdaptiveGradScaler(model, interval=1, init_scale=2.0**6, policy=Amax(3, 1))
+    scaler = hu.AdaptiveGradScaler(model, interval=1, init_scale=2.0**6, policy=Amax(3))
 
     def loss():
         with torch.autocast("cpu", torch.float16):
@@ -203,7 +195,7 @@ def test_amax_under_autocast_is_its_equation(seed):
 
     tables, _ = run(scaler, model, loss)
     for key in SITES:
-        assert sites(scaler)[key] == least(recent(tables, key), 15, 3, 1), key
+        assert sites(scaler)[key] == least(recent(tables, key), 15, 3), key
         for kind, pair in true_amax(model, x)[key].items():  # the forward pass is rounded too
             assert pair is None or math.isclose(tables[-1][key][kind], pair[0], rel_tol=0.2)
 
@@ -303,7 +295,7 @@ def test_measured_is_the_least_that_any_gradient_allows(headroom, seed):
     )
     tables, before = run(scaler, model, lambda: mean_square(model(x)))
     every = {(key, kind): value for key in SITES for kind, value in recent(tables, key).items()}
-    assert int(math.log2(scaler.get_scale())) == least(every, 15, headroom, headroom)
+    assert int(math.log2(scaler.get_scale())) == least(every, 15, headroom)
     expected = true_amax(model, x, 2.0**-11, dict.fromkeys(SITES, 2.0 ** (-25 - before["global"])))
     for key in SITES:
         assert_near(tables[-1][key], expected[key])
@@ -313,7 +305,6 @@ def test_measured_is_the_least_that_any_gradient_allows(headroom, seed):
 PUBLISHED = [
     UnderflowBound(),
     UnderflowBound(version="product"),
-    UnderflowBound(scale_bound=16.0, accumulated_bound=1024.0),
     ElementWise(),
     AbsRange(),
 ]
@@ -335,9 +326,6 @@ def test_published_policies_train_and_react(policy, format, power, seed):
     assert all(applied[8:])
     assert max(sites(scaler)[key] for key in SITES) > 0
     assert all(p.isfinite().all() for p in model.parameters())
-    global_site = sites(scaler)["global"]
-    if policy.accumulated_bound:
-        assert all(exponent <= global_site + 10 for exponent in sites(scaler).values())
 
 
 def test_the_rule_at_the_loss_rescues_what_underflows_altogether(seed):

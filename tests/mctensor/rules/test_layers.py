@@ -1,11 +1,13 @@
-"""Interpolation with weights that have the components' digits: against four float64, and torch's own float64."""
+"""Interpolation: in float64, against torch's own, and counted where that does not hold the digits."""
+
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from halfulp.mctensor import MCTensor
-from halfulp.subclass import strict
+from halfulp.subclass import FallbackWarning, recorded, strict
 
 SHAPES = {"linear": (2, 5), "bilinear": (1, 4, 5), "trilinear": (1, 3, 4, 2), "bicubic": (1, 4, 5)}
 WAYS = {
@@ -15,7 +17,6 @@ WAYS = {
     "factor": lambda x, mode: F.interpolate(x, scale_factor=1.7, mode=mode),
     "one": lambda x, mode: F.interpolate(x, size=[1] * (x.dim() - 2), mode=mode, align_corners=True),
 }
-BOUNDS = {(2, torch.float64): 2.0**-98, (3, torch.float32): 2.0**-64}
 
 
 def _differentiated(x, way, mode):
@@ -25,25 +26,31 @@ def _differentiated(x, way, mode):
     return found.detach(), torch.autograd.grad((found * weights).sum(), x)[0]
 
 
-def _gap(x, y):
-    return float((MCTensor.encode(x, 4, torch.float64) - y).decode().abs().max() / y.decode().abs().max())
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", SHAPES)
-def test_all_digits_forward_and_backward(mode, way, seed):
-    values = torch.randn(1, *SHAPES[mode])
-    wanted = _differentiated(MCTensor.encode(values, 4, torch.float64, gradients="components"), way, mode)
-    with strict():
-        for form, bound in BOUNDS.items():
-            found = _differentiated(MCTensor.encode(values, *form, gradients="components"), way, mode)
-            assert max(map(_gap, found, wanted)) <= bound
-    assert max(map(_gap, _differentiated(values.double(), way, mode), wanted)) <= 2.0**-44
+@pytest.mark.parametrize("form", [(2, torch.bfloat16), (2, torch.float64), (3, torch.float32)])
+def test_it_has_float64s_digits_forward_and_backward_and_is_counted_beyond(form, mode, way, seed):
+    values = torch.randn(1, *SHAPES[mode]).to(form[1])
+    x = MCTensor.encode(values, *form, gradients="components")
+    with recorded() as counts, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        found = _differentiated(x, way, mode)
+    assert bool(counts) == (form[1] != torch.bfloat16)
+    for mine, wanted in zip(found, _differentiated(values.double(), way, mode)):
+        assert isinstance(mine, MCTensor)
+        gap = (mine.decode() - wanted).abs().max() / wanted.abs().max()
+        assert gap <= (2.0**-14 if form[1] == torch.bfloat16 else 2.0**-48)
 
 
+@pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-def test_a_compiled_one_has_them_too(mode, seed):
+def test_a_strict_or_compiled_one_says_so_too(mode, seed):
     x = MCTensor.encode(torch.randn(1, 1, 4, 5, dtype=torch.float64), 2)
+    with strict(), pytest.raises(NotImplementedError, match=r"upsample_.* has no rule for 2 components"):
+        WAYS["factor"](x, mode)
     compiled = torch.compile(WAYS["factor"], backend="aot_eager", fullgraph=True)
-    assert _gap(compiled(x, mode), WAYS["factor"](MCTensor.encode(x, 4, torch.float64), mode)) <= 2.0**-98
+    with recorded() as counts:
+        found = compiled(x, mode)
+    assert counts
+    assert (found.decode() - WAYS["factor"](x.decode(), mode)).abs().max() < 2.0**-48

@@ -21,14 +21,6 @@ def test_dtype_not_asked():
     assert finding.severity == "error"
     assert str(finding).startswith("layers.{0,1}: bf16 was asked for (autocast); 2 have fp32; ")
     assert severity("dtype-not-asked", asking()) is None
-    assert severity("dtype-not-asked", asking(other=OTHER, source="contract")) is None
-
-
-def test_dtype_changed_on_resume():
-    record = asking(other=OTHER, source="contract")
-    assert severity("dtype-changed-on-resume", record) == "error"
-    assert severity("dtype-changed-on-resume", asking(source="contract")) is None
-    assert severity("dtype-changed-on-resume", asking(other=OTHER)) is None
 
 
 def test_pattern_empty():

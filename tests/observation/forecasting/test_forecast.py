@@ -1,6 +1,5 @@
 """Forecasts: layers and findings against trainings, and weights of odd kinds."""
 
-import copy
 import json
 import math
 
@@ -176,12 +175,14 @@ def test_a_saved_state_is_read_by_name_and_by_position():
         optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         model(torch.randn(4, 16)).square().sum().backward()
         optimizer.step()
-        found = hu.forecast(model.state_dict(), 1e-3, "linear", steps=10, states=optimizer.state_dict())
+        found = hu.forecast(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, 1e-3, "linear", steps=10
+        )
         assert found.start == 1
         assert [layer.name for layer in found.layers] == ["0.weight", "0.bias", "1.weight", "1.bias"]
         assert {layer.updates for layer in found.layers} == {"the optimizer's state"}
     unnamed = torch.optim.AdamW(model.parameters()).state_dict()
-    found = hu.forecast(model[0].state_dict(), 1e-3, states=unnamed, steps=10)
+    found = hu.forecast({"model": model[0].state_dict(), "optimizer": unnamed}, 1e-3, steps=10)
     assert "the 4 optimizer states of the checkpoint have no names" in found.notes[0]
 
 
@@ -215,7 +216,7 @@ def test_a_rate_of_zero_is_no_update():
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "words"),
     [
-        ((3, 0.1), {}, TypeError, "a module, a state dict or a checkpoint's path; got an int"),
+        ((3, 0.1), {}, TypeError, "a module, state dict or checkpoint's path; got an int"),
         (({"w": torch.ones(2)}, "fast"), {}, TypeError, "an Optimizer or a learning rate|got a str"),
         (
             ({"w": torch.ones(2)}, torch.optim.SGD([torch.ones(2)])),
@@ -331,18 +332,12 @@ def test_averages_and_what_no_optimizer_holds_do_not_freeze(tmp_path, seed):
         model(torch.randn(4, 8).bfloat16()).square().mean().backward()
         optimizer.step()
     named = {name for name, _ in model.named_parameters()}
-    averaged = torch.optim.swa_utils.AveragedModel(copy.deepcopy(model).float())
     beside = {"model": model.state_dict(), "ema": model.state_dict()}
     torch.save({**beside, "optimizer": optimizer.state_dict()}, tmp_path / "with.pt")
     torch.save(beside, tmp_path / "without.pt")
-    inside = nn.ModuleDict({"net": model, "average": averaged})
-    whole = {f"net.{name}" for name in named}
     for given, lr, expected in (
         (tmp_path / "with.pt", None, named),
         (tmp_path / "without.pt", 1e-4, named),
-        (inside, 1e-4, whole),
-        (inside.state_dict(), 1e-4, whole),
-        (averaged, 1e-4, {f"module.{name}" for name in named}),
         ({**model.state_dict(), **{f"ema.{name}": p for name, p in model.named_parameters()}}, 1e-4, named),
         ({f"ema.{name}": p for name, p in model.named_parameters()}, 1e-4, {f"ema.{name}" for name in named}),
     ):
@@ -378,7 +373,7 @@ def test_nan_is_said(place):
     state = {"exp_avg": W.clone(), "exp_avg_sq": W.clone(), "step": torch.tensor(3.0)}
     (weights["w"] if place == "weight" else state["exp_avg_sq"])[2, 2] = math.nan
     states = {"state": {0: state}, "param_groups": [{"params": [0, 1], "param_names": ["w", "v"]}]}
-    ahead = hu.forecast(weights, 1e-3, steps=10, states=states)
+    ahead = hu.forecast({"model": weights, "optimizer": states}, 1e-3, steps=10)
     assert "'w' hold NaN or infinity, in weights or states: these elements are left out" in ahead.notes
     assert not any("'v'" in note for note in ahead.notes)
 

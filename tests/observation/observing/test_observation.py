@@ -211,7 +211,8 @@ def test_skips_are_counted_exactly_on_the_host(seed, kind, given, growth_interva
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=growth_interval)
     losses = [torch.inf if draw.random() < 0.3 else 1.0 for _ in range(60)]
     with hu.observe(model, optimizer, interval=draw.randint(1, 9), scaler=scaler if given else None) as seen:
-        skipped = iterations(model, optimizer, scaler, [torch.inf] * draw.randint(0, 3) + losses)
+        first = [torch.inf] * draw.randint(0, 3) if given else [1.0]  # one that is found is so at the first step
+        skipped = iterations(model, optimizer, scaler, first + losses)
     assert seen.record.skipped == skipped
     assert sum(step.skipped for step in seen.record.history) == skipped
     assert {step.loss_scale for step in seen.record.history} <= {2.0**k for k in range(-60, 120)}

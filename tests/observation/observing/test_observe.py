@@ -260,8 +260,8 @@ def test_scalers_are_found_and_their_skips_counted():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     with hu.observe(model, optimizer, interval=1, scheduler=scheduler) as seen:
-        for _ in range(20):
-            scaler.scale(model(torch.randn(4, 6) * 1e3).square().sum()).backward()
+        for step in range(20):  # skips before the first step, at which the scaler is found, are not counted
+            scaler.scale(model(torch.randn(4, 6) * (1e3 if step else 1e-30)).square().sum() * 1e-3).backward()
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
@@ -363,11 +363,12 @@ def test_emulated_models_round_nothing_of_the_watching():
 
 def test_history_is_thinned_and_loses_no_skips():
     from halfulp.observation._record import StepRecord
-    from halfulp.observation.observing._observation import MOST_HISTORY_STEPS, append_step_record
+    from halfulp.observation.observing._observation import MOST_HISTORY_STEPS, thin_history
 
     steps: list[StepRecord] = []
     for k in range(3 * MOST_HISTORY_STEPS):
-        append_step_record(steps, StepRecord(k, False, 0.1, skipped=k % 2, scheduled=1))
+        steps.append(StepRecord(k, False, 0.1, skipped=k % 2, scheduled=1))
+        steps = thin_history(steps) if len(steps) > MOST_HISTORY_STEPS else steps
     assert len(steps) <= MOST_HISTORY_STEPS
     assert sum(step.skipped for step in steps) == 3 * MOST_HISTORY_STEPS // 2
     assert sum(step.scheduled for step in steps) == 3 * MOST_HISTORY_STEPS
@@ -383,7 +384,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="no parameters"):
         hu.observe(nn.ReLU())
     duck = types.SimpleNamespace(param_groups=[], step=lambda: None)
-    with pytest.raises(TypeError, match="no step hooks"):
+    with pytest.raises(TypeError, match="whose step has hooks"):
         hu.observe(model, duck)
     with pytest.raises(TypeError, match="torch optimizers"):
         hu.observe(model, 3)

@@ -110,10 +110,10 @@ def make_audit() -> Audit:
     bf16, fp32 = TensorStatistics(torch.bfloat16), TensorStatistics(torch.float32)
     broken = TensorStatistics(torch.float32, nan=3)
     rows = [
-        TensorAudit(EVIL, (4, 4), 16, "parameter", bf16, bf16, 4, {0: 7, 3: 5}, 3.0, 1.5, 9.0, None, "changed"),
-        TensorAudit("norm.weight", (4,), 4, "parameter", bf16, bf16, 4, {}, 0.0, 0.0, 0.0, None, "unchanged"),
-        TensorAudit("head", (2,), 2, "unknown", bf16, broken, 0, {}, math.nan, math.nan, math.nan, None, "nonfinite"),
-        TensorAudit("none", (0,), 0, "buffer", fp32, fp32, 0, {}, math.nan, math.nan, math.nan, None, "changed"),
+        TensorAudit(EVIL, (4, 4), 16, "parameter", bf16, bf16, 4, 3.0, 1.5, 9.0, "changed"),
+        TensorAudit("norm.weight", (4,), 4, "parameter", bf16, bf16, 4, 0.0, 0.0, 0.0, "unchanged"),
+        TensorAudit("head", (2,), 2, "unknown", bf16, broken, 0, math.nan, math.nan, math.nan, "nonfinite"),
+        TensorAudit("none", (0,), 0, "buffer", fp32, fp32, 0, math.nan, math.nan, math.nan, "changed"),
     ]
     lost = RealisedChanges(100, 90, 100, 10)
     pairs = {"exp_avg": (torch.bfloat16, torch.float32), "step": (None, torch.float32)}

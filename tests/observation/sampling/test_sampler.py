@@ -16,7 +16,7 @@ from halfulp.observation.sampling._sampler import (
     TensorTotals,
     _narrow_sample,
     count_samples,
-    find_runs,
+    draw_runs,
     make_place_key,
     measure_extremes,
     read_numbers,
@@ -65,7 +65,7 @@ def find_sampled_places(key, elements):
     """Return the sampled positions of a tensor's elements in row-major order; the last run may be shorter than 128."""
     if elements <= SAMPLE_SIZE:
         return torch.arange(elements)
-    places = (find_runs(key, elements)[:, None] * RUN_LENGTH + torch.arange(RUN_LENGTH)).flatten()
+    places = (draw_runs([(key, elements)])[0][:, None] * RUN_LENGTH + torch.arange(RUN_LENGTH)).flatten()
     return places[places < elements]
 
 
@@ -187,7 +187,9 @@ def test_places_are_aligned_runs_and_depend_on_step_and_name():
 @pytest.mark.parametrize("elements", [4097, 5000, 40_960])
 def test_every_run_has_the_same_chance(elements):
     runs, trials = -(-elements // RUN_LENGTH), 3000
-    starts = [start for step in range(trials) for start in find_runs(make_place_key(step, "w"), elements).tolist()]
+    starts = [
+        start for step in range(trials) for start in draw_runs([(make_place_key(step, "w"), elements)])[0].tolist()
+    ]
     counts = torch.bincount(torch.tensor(starts), minlength=runs)
     expected = trials * 32 / runs
     # Six standard deviations of a binomial count, at about one in a hundred million for each run.

@@ -342,13 +342,13 @@ def test_a_stage_reads_its_part_of_a_distributed_checkpoint(way, tmp_path, needs
 
 
 LACKS = {
-    ("named", "unnamed"): r"lacks 'param_groups\.layers\..*\.identities': .*model\.named_parameters",
-    ("unnamed", "named"): r"lacks 'param_groups\.layers\..*\.param_names': .*model\.named_parameters",
+    ("named", "unnamed"): r"param_groups\.layers\..*\.identities",
+    ("unnamed", "named"): r"param_groups\.layers\..*\.param_names",
 }
 
 
 @pytest.mark.parametrize(("before", "after"), LACKS)
-def test_a_flat_state_of_the_other_kind_is_refused_with_the_cure(before, after):
+def test_a_flat_state_of_the_other_kind_is_refused_by_torch(before, after):
     def made(kind):
         model = Net()
         given = model.named_parameters() if kind == "named" else model.parameters()
@@ -357,7 +357,7 @@ def test_a_flat_state_of_the_other_kind_is_refused_with_the_cure(before, after):
     model, optimizer = made(before)
     _train(model, optimizer, 0, STEPS)
     saved = _flat(model, optimizer)
-    with pytest.raises(ValueError, match=LACKS[before, after]):
+    with pytest.raises(KeyError, match=LACKS[before, after]):
         _set_flat(*made(after), saved)
     other, resumed = made(before)
     _set_flat(other, resumed, saved)
@@ -366,15 +366,12 @@ def test_a_flat_state_of_the_other_kind_is_refused_with_the_cure(before, after):
     assert final.state[named.layers["0"].weight]["step"] == STEPS
 
 
-def test_a_flat_state_of_other_parameters_or_states_is_refused_in_words():
+def test_a_flat_state_of_other_parameters_or_states_is_refused():
     model = Net("01")
     optimizer = _optimizer(model)
     _train(model, optimizer, 0, 1)
     saved = _flat(model, optimizer)
-    with pytest.raises(ValueError, match=r"lacks .*layers\.[23]\.|holds nothing of parameter"):
+    with pytest.raises((KeyError, ValueError), match=r"layers\.[23]\.|holds nothing of parameter"):
         _set_flat(model := Net(), _optimizer(model), saved)
-    with pytest.raises(ValueError, match=r"lacks .*\.momentum.*another model or optimizer"):
+    with pytest.raises(KeyError, match=r"\.momentum"):
         _set_flat(model := Net("01"), _optimizer(model, kind=hu.optim.SGD), saved)
-    plain = torch.optim.AdamW(model.parameters())
-    with pytest.raises(KeyError):  # what torch says of its own optimizers stays
-        _set_flat(model, plain, {key: value for key, value in saved.items() if not key.endswith(".lr")})

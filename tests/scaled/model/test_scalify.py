@@ -202,7 +202,7 @@ def test_bad_input(seed):
         ({"matmul": "int8"}, "allowed are None and 'fp8'"),
         ({"rescale": "all"}, "allowed are 'auto', 'norms'"),
         ({"rescale": ["9"]}, "matches no module"),
-        ({"rescale": {"0": "left"}}, "allowed are forward"),
+        ({"rescale": {"0": "left"}}, "names of modules"),
     ):
         with pytest.raises(ValueError, match=message):
             hu.scalify(model, **options)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.subclass.models._parameter_holders import overlap
+from halfulp.subclass.models._parameter_holders import has_common_memory
 
 
 class Net(nn.Module):
@@ -206,11 +206,11 @@ def test_a_refused_group_leaves_all_others_as_they_were(seed):
 
 def test_overlap_looks_at_memory_from_the_first_byte_to_the_last():
     x = torch.zeros(4, 6)
-    assert overlap(x[:, :3], x[:, 3:])  # which lie between each other
-    assert not overlap(x[:2], x[2:])
-    assert overlap(x[:, :4], x[:, 3:])
-    assert overlap(x, x.view(torch.int8)[2:3, 5:9])
-    assert not overlap(x[0], x[1])
+    assert has_common_memory(x[:, :3], x[:, 3:])  # which lie between each other
+    assert not has_common_memory(x[:2], x[2:])
+    assert has_common_memory(x[:, :4], x[:, 3:])
+    assert has_common_memory(x, x.view(torch.int8)[2:3, 5:9])
+    assert not has_common_memory(x[0], x[1])
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["flat", "original"])

@@ -4,10 +4,14 @@ import dataclasses
 import json
 
 import pytest
+from torch import nn
 
 from halfulp import recipes
 from halfulp.trials._defaults import DEFAULT_RECIPES, DEFAULT_TASKS
 from halfulp.trials.running._plan import plan_trials
+from halfulp.trials.tasks import Step
+
+STEP = Step(lambda model, number: model.weight.sum(), nn.Linear(1, 1), steps=1)
 
 
 def test_every_combination_once_in_order() -> None:
@@ -49,7 +53,7 @@ def test_settings_are_plain_data() -> None:
         (("digits", ["fp32"], 1, 0, None), "at least 1"),
         (("cifar10", ["fp32"], 1, 1, None), "--data DIR"),
         (("tinyshakespeare", ["fp32"], 1, 1, "/nowhere"), "neither"),
-        ((["digits", "logistic"], ["fp32", "fp16-none"], 1, 1, None), "'logistic' has a training loop.*fp16-none"),
+        ((["digits", STEP], ["fp32", "e8m5"], 1, 1, None), "'step' computes its loss outside of the model.*e8m5"),
     ],
 )
 def test_what_cannot_be_planned(arguments: tuple, words: str) -> None:
@@ -67,7 +71,7 @@ def test_seeds_are_integers(seeds) -> None:
 def test_the_controls_names_are_theirs(name: str) -> None:
     control = recipes.get(name)
     assert plan_trials("digits", [dataclasses.replace(control, description="mine")], 1, 1, None)
-    for change in ({"param_dtype": "bfloat16"}, {"perturb": 1e-3}, {"state_dtype": "8bit"}):
+    for change in ({"param_dtype": "bfloat16", "perturb": 0.0}, {"perturb": 1e-3}, {"state_dtype": "8bit"}):
         with pytest.raises(ValueError, match=rf"'{name}' belongs to float32.*give yours another name"):
             plan_trials("digits", [dataclasses.replace(control, **change)], 1, 1, None)
 

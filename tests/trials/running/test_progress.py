@@ -27,25 +27,19 @@ def test_the_time_left_falls(tiny, monkeypatch: pytest.MonkeyPatch, terminal: bo
     progress = TrialProgress(clock)
     trials = plan_trials(tiny.Tiny(), ["fp32"], 3, 100, None)
     done = {"float32": {"validation": {"loss": 1.5}}, "diverged_at": None}
-    lefts = []
     with progress:
         progress("plan", None, trials)
         for trial in trials:
             progress("start", trial, None)
             clock.now += 30.0
             progress("progress", trial, (50, 2.0))
-            lefts.append(progress.bar.fields["left"])
             clock.now += 30.0
             progress("done", trial, done)
-        total, finished = progress.bar.total, progress.bar.completed
+        assert progress.bar.total == progress.bar.completed
     said = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", progress.console.file.getvalue())
-    assert progress.is_live == terminal
-    if terminal:
-        assert lefts == ["about 2.5 min left", "about 1.5 min left", "about 30 s left"]
-        assert total == finished
-    else:
-        assert "1/3  tiny · fp32 · seed 0" in said
-        assert re.findall(r"about (.*) left", said) == ["2.0 min", "60 s"]
+    assert progress.console.is_terminal == terminal
+    assert "1/3  tiny · fp32 · seed 0" in said
+    assert re.findall(r"about (.*) left", said) == ["2.0 min", "60 s"]
 
 
 def test_nothing_is_left_after_the_last_trial(tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,11 @@ def result(make_record):
 
 def test_what_is_kept_is_found_again(tmp_path: Path, trials, result) -> None:
     store = TrialStore(tmp_path / "out")
-    assert store.begin_comparison(trials, resume=False) == {}
+    store.begin_comparison(resume=False)
     store.write_trial(trials[0], result)
-    assert TrialStore(tmp_path / "out").begin_comparison(trials, resume=True) == {trials[0].key: result}
+    again = TrialStore(tmp_path / "out")
+    again.begin_comparison(resume=True)
+    assert again.read_finished(trials) == {trials[0].key: result}
 
 
 @pytest.mark.parametrize("damage", [{}, None, {"curve": []}])
@@ -33,7 +35,7 @@ def test_a_file_without_a_result_is_refused(tmp_path: Path, trials, damage) -> N
     store = TrialStore(tmp_path / "out")
     store.write_trial(trials[0], damage)
     with pytest.raises(ValueError, match=r"is not a finished trial .* delete it and resume again"):
-        store.begin_comparison(trials, resume=True)
+        store.read_finished(trials)
 
 
 def test_other_settings_are_refused(tmp_path: Path, trials) -> None:
@@ -41,14 +43,14 @@ def test_other_settings_are_refused(tmp_path: Path, trials) -> None:
     store.write_trial(trials[0], {})
     longer = plan_trials("digits", ["fp32"], 1, 6, None)
     with pytest.raises(ValueError, match="steps = 5, this run has 6"):
-        store.begin_comparison(longer, resume=True)
+        store.read_finished(longer)
 
 
 def test_a_broken_file_is_refused(tmp_path: Path, trials) -> None:
     store = TrialStore(tmp_path / "out")
     (store.trials / f"{trials[0].key}.json").write_text('{"settings": ')
     with pytest.raises(ValueError, match="is not a finished trial"):
-        store.begin_comparison(trials, resume=True)
+        store.read_finished(trials)
 
 
 def test_any_version_change_refuses_reuse(tmp_path: Path, trials, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +62,7 @@ def test_any_version_change_refuses_reuse(tmp_path: Path, trials, monkeypatch: p
         other = {**settings, "versions": {**settings["versions"], name: "0.0.1"}}
         monkeypatch.setattr(Trial, "settings", lambda self, other=other: other)
         with pytest.raises(ValueError, match=rf"versions\.{name} = .*, this run has '0\.0\.1'"):
-            store.begin_comparison(trials[:1], resume=True)
+            store.read_finished(trials[:1])
 
 
 @pytest.mark.parametrize("complete", [False, True])
@@ -70,22 +72,13 @@ def test_a_comparison_is_deleted_only_on_request(tmp_path: Path, trials, complet
     if complete:
         store.report.write_text("{}")
     before = {path: path.read_bytes() for path in store.root.rglob("*.json")}
-    other = plan_trials("digits", ["bf16"], 2, 7, None)
     with pytest.raises(ValueError, match=r"--resume .* --overwrite .* --out"):
-        store.begin_comparison(other, resume=False)
+        store.begin_comparison(resume=False)
     with pytest.raises(ValueError, match="give one"):
-        store.begin_comparison(other, resume=True, overwrite=True)
+        store.begin_comparison(resume=True, overwrite=True)
     assert {path: path.read_bytes() for path in store.root.rglob("*.json")} == before
-    assert store.begin_comparison(other, resume=False, overwrite=True) == {}
+    store.begin_comparison(resume=False, overwrite=True)
     assert not list(store.root.rglob("*.json"))
-
-
-def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
-    first, second = TrialStore(tmp_path), TrialStore(tmp_path)
-    with first.lock_folder(), pytest.raises(ValueError, match="another comparison is writing"), second.lock_folder():
-        raise AssertionError("both hold the lock")
-    with second.lock_folder():
-        pass
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

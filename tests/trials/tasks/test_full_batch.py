@@ -9,14 +9,10 @@ from torch import nn
 from halfulp import optim, recipes
 from halfulp.mctensor import MCTensor
 from halfulp.recipes import Recipe
-from halfulp.trials.tasks._full_batch import (
-    CancerLogistic,
-    CancerMLP,
-    LinearRegression,
-    Logistic,
-    encode_as_weights,
-    to_plain_float64,
-)
+from halfulp.trials.running import _trial
+from halfulp.trials.running._plan import Trial
+from halfulp.trials.tasks import Task
+from halfulp.trials.tasks._full_batch import CancerLogistic, CancerMLP, LinearRegression, Logistic
 
 KINDS = (LinearRegression, Logistic, CancerLogistic, CancerMLP)
 HALF = Recipe(name="fp16", param_dtype="float16", weight_update="nearest")
@@ -27,17 +23,21 @@ def task(request: pytest.FixtureRequest):
     return request.param()
 
 
+def run(task: Task, recipe: Recipe, seed: int, steps: int, report=None) -> dict:
+    return _trial.run_trial(Trial(task, recipe, seed, steps), task.load(), report)
+
+
 def test_data_are_float64_and_as_described(task) -> None:
-    (inputs, targets), (others, _) = task.load_float64()
+    data = task.load()
+    (inputs, targets), (others, _) = data.train, data.validation
     assert inputs.dtype == targets.dtype == torch.float64
     assert len(inputs) == len(targets) == task.batch
     assert len(others) in (task.batch, 330, 114)
-    assert torch.equal(task.load_float64()[0][0], inputs)
-    assert task.load().train[0].dtype == torch.float32
+    assert torch.equal(task.load().train[0], inputs)
 
 
 def test_losses_are_as_float64_has_them(task, seed: int) -> None:
-    (inputs, targets), _ = task.load_float64()
+    inputs, targets = task.load().train
     model = task.model(task.load(), seed).double()
     logits = model(inputs).squeeze(-1)
     if task.name == "linear-regression":
@@ -48,23 +48,27 @@ def test_losses_are_as_float64_has_them(task, seed: int) -> None:
 
 
 def test_linear_regression_has_a_solution() -> None:
-    (inputs, targets), _ = LinearRegression().load_float64()
+    inputs, targets = LinearRegression().load().train
     solution = torch.linalg.lstsq(inputs, targets.unsqueeze(-1)).solution
     assert (inputs @ solution - targets.unsqueeze(-1)).abs().max() < 1e-13
 
 
 def test_data_are_held_as_the_weights_are() -> None:
-    x = torch.tensor([1 / 3, 2.0], dtype=torch.float64)
-    assert encode_as_weights(HALF, x).dtype == torch.float16
-    two = encode_as_weights(recipes.get("fp16-mc2"), x)
+    x = torch.tensor([[1 / 3, 2.0]], dtype=torch.float64)
+    model = recipes.convert(nn.Linear(2, 1), HALF)
+    assert [part.dtype for part in _trial._hold_as_weights(model, (x, x))] == [torch.float16] * 2
+    two, _ = _trial._hold_as_weights(recipes.convert(nn.Linear(2, 1), "fp16-mc2"), (x, x))
     assert isinstance(two, MCTensor)
-    assert (to_plain_float64(two) - x).abs().max() < 2**-22
+    assert (two.decode(torch.float64) - x).abs().max() < 2**-22
 
 
-@pytest.mark.parametrize("recipe", [HALF, *map(recipes.get, ("fp32", "fp64", "fp16-mc2", "fp16-mc3", "bf16-kahan"))])
+@pytest.mark.parametrize(
+    "recipe",
+    [HALF, *map(recipes.get, ("fp32", "fp64", "fp16-mc2", "fp16-mc3", "bf16-kahan", "e8m3", "fp16-constant-1"))],
+)
 def test_every_recipe_runs(task, recipe: Recipe) -> None:
     said = []
-    found = task.trial(recipe, 0, 4, task.load(), lambda step, loss: said.append(step))
+    found = run(task, recipe, 0, 4, lambda step, loss: said.append(step))
     assert said == [1, 2, 3, 4]
     assert found["diverged_at"] is None
     assert found["float32"]["train"]["loss"] == pytest.approx(found["curve"][-1][1], rel=0.5)
@@ -75,7 +79,7 @@ def test_every_recipe_runs(task, recipe: Recipe) -> None:
 def test_components_of_float16_go_on_where_float16_stops() -> None:
     task = LinearRegression()
     loss = {
-        name: task.trial(recipe, 0, 400, task.load())["float32"]["train"]["loss"]
+        name: run(task, recipe, 0, 400)["float32"]["train"]["loss"]
         for name, recipe in (("one", HALF), ("two", recipes.get("fp16-mc2")), ("exact", recipes.get("fp64")))
     }
     assert loss["two"] == pytest.approx(loss["exact"], rel=0.02)
@@ -84,7 +88,7 @@ def test_components_of_float16_go_on_where_float16_stops() -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_trial() -> None:
     wild = type("Wild", (LinearRegression,), {"hyper": {"lr": 1e4}})()
-    found = wild.trial(recipes.get("fp32"), 0, 200, wild.load())
+    found = run(wild, recipes.get("fp32"), 0, 200)
     assert found["diverged_at"] is not None
     assert found["own"] == {"loss": None, "accuracy": None}
 
@@ -95,9 +99,9 @@ def test_a_schedule_free_trial_scores_the_average(seed: int) -> None:
 
     task = ScheduleFree()
     data = task.load()
-    found = task.trial(recipes.get("fp32"), seed, 5, data)
+    found = run(task, recipes.get("fp32"), seed, 5)
     model = task.model(data, seed)
-    (inputs, targets), _ = task.load_float64()
+    inputs, targets = task.load().train
     optimizer = optim.SGDScheduleFree(model.parameters(), **task.hyper)
     for _ in range(5):
         optimizer.zero_grad()

@@ -31,12 +31,11 @@ def found(tuned: hu.trials.Tuned) -> dict[str, str]:
     return {one.recipe.name: one.outcome for one in tuned.candidates}
 
 
-def test_lost_updates_rule_nearest_out_before_it_is_tried(seed: int) -> None:
+def test_lost_updates_rule_nearest_out(seed: int) -> None:
     """Updates below 2^-9 beside 1 are below half of bfloat16's spacing: nothing moves."""
     tuned = hu.tune(far(seed, lr=1.5e-3, steps=120), 0.05)
     assert tuned.recipe.weight_update in ("stochastic", "split8", "kahan", "split")
     assert found(tuned)["bf16"] == "worse"
-    assert any(finding.code in ("updates-lost", "weight-frozen") for finding in tuned.findings)
     holds = [one for one in tuned.candidates if one.outcome == "holds"]
     assert min(holds, key=lambda one: one.bytes_per_parameter).recipe == tuned.recipe
 
@@ -74,22 +73,8 @@ def test_nearest_will_do_where_updates_are_large(seed: int) -> None:
     assert tuned.recipe.weight_update == "nearest"
     assert tuned.bytes_per_parameter == min(one.bytes_per_parameter for one in tuned.candidates)
     assert [outcome for outcome in found(tuned).values() if outcome != "not trained"] == ["holds", "holds"]
+    assert all(one.outcome == "not trained" for one in tuned.candidates[1:-1])
     assert tuned.evidence.row("step", tuned.recipe.name).gap == 0
-
-
-@pytest.mark.parametrize("distance", [0.5, 4.0])
-def test_the_dear_update_goes_to_the_kind_of_layers_that_needs_it(seed: int, distance: float) -> None:
-    """`high` drifts by 1/4, half a spacing, or by 2, four of them.
-
-    Rounding at random makes a noise of sqrt(0.25 * 0.5) = 0.35, or of sqrt(2 * 0.5) = 1.
-    """
-    tuned = hu.tune(drifts(distance), 0.05)
-    outcomes = found(tuned)
-    assert outcomes["bf16-split8"] == "holds"
-    assert "worse" in outcomes.values()
-    assert tuned.recipe.weight_update == (("high.*", "split8"), ("*", "nearest")), str(tuned)
-    uniform = next(one for one in tuned.candidates if one.recipe.name == "bf16-split8")
-    assert tuned.bytes_per_parameter < uniform.bytes_per_parameter
 
 
 def test_recipes_of_ones_own_are_tried_by_their_bytes(seed: int) -> None:
@@ -119,7 +104,6 @@ def test_what_it_found_is_plain_data_and_words(seed: int, tmp_path) -> None:
     tuned = hu.tune(task, 0.2, out=tmp_path / "out", listen=lambda kind, *_: events.append(kind))
     data = json.loads(json.dumps(tuned.to_dict(), allow_nan=False))
     assert data["recipe"]["name"] == tuned.recipe.name
-    assert "observed" not in json.dumps(data["evidence"])
     assert re.search(r"step: .* within 20\.0% of float32, at \d\.\d bytes per parameter instead of", str(tuned))
     assert (tmp_path / "out" / "compare.html").exists()
     trained = events.count("done")
@@ -138,17 +122,12 @@ def test_bad_input(seed: int) -> None:
         hu.tune(task, seeds=2)
     with pytest.raises(ValueError, match="no candidate beside float32"):
         hu.tune(task, recipes=["fp32"])
-    with pytest.raises(ValueError, match="'bf16' belongs to the training that is observed"):
-        hu.tune(task, recipes=[hu.Recipe(name="bf16", param_dtype="bfloat16", weight_update="kahan")])
     with pytest.raises(ValueError, match="between 0 and 1, or None; got 'much'"):
         hu.tune(task, "much")
     with pytest.raises(TypeError, match=r"a Task or a halfulp\.trials\.tasks\.Step, got an int"):
         hu.tune(3)
     with pytest.raises(ValueError, match="most is how many candidates"):
         hu.tune(task, most=0)
-    task.trial = None
-    with pytest.raises(ValueError, match="'step' has a training loop of its own, which cannot be observed"):
-        hu.tune(task)
 
 
 def test_a_tolerance_below_what_seeds_can_tell(seed: int) -> None:
@@ -166,23 +145,11 @@ def test_candidates_have_names_of_their_own_and_rise_in_bytes(rule: str) -> None
     """A name stands for one recipe: that of the catalogue, or none of the catalogue's."""
     task = Step(lambda model, number: model, nn.Linear(128, 64), steps=1, rule=rule, lr=0.1)
     model = task.model(task.load(), 0)
-    for realised in (1.0, 0.1):
-        one = {"dtype": "bfloat16", "realised": realised}
-        left = _tune.list_candidates(task, model, {"weight": one, "bias": one})
-        names = [candidate.recipe.name for candidate in left]
-        assert len(set(names)) == len(names) >= 3
-        sizes = [candidate.bytes_per_parameter for candidate in left]
-        assert sizes == sorted(sizes)
-        for candidate in left:
-            if candidate.recipe.name in hu.recipes.names():
-                assert candidate.recipe == hu.recipes.get(candidate.recipe.name)
-
-
-def test_globs_give_each_parameter_its_update() -> None:
-    """A pattern that would catch another kind too gives way to full names."""
-    model = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(2, 2, bias=False)])})
-    model["a"][0].register_module("norm", nn.Linear(2, 2, bias=False))
-    updates = {"a.0.weight": "kahan", "a.0.norm.weight": "stochastic"}
-    for wanted in (updates, {name: updates[other] for name, other in zip(updates, reversed(updates))}):
-        mixed = _tune.set_weight_updates(hu.recipes.get("bf16"), model, wanted)
-        assert hu.recipes._plan.assign(mixed, model) == wanted
+    left = _tune.list_candidates(task, model)
+    names = [candidate.recipe.name for candidate in left]
+    assert len(set(names)) == len(names) >= 5
+    sizes = [candidate.bytes_per_parameter for candidate in left]
+    assert sizes == sorted(sizes)
+    for candidate in left:
+        if candidate.recipe.name in hu.recipes.names():
+            assert candidate.recipe == hu.recipes.get(candidate.recipe.name)

@@ -102,9 +102,8 @@ class WatchedForward(GraphReader):
         if not torch.is_grad_enabled() or self._backward.idle:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
-            if is_exporting():
-                return self.inner(*args, **kwargs)
-            return self._mark_outputs(self.inner(*args, **kwargs))
+            # One expression: where a graph breaks in it, Dynamo goes on inside of the module.
+            return self.inner(*args, **kwargs) if is_exporting() else self._mark_outputs(self.inner(*args, **kwargs))
         return self._run_with_edges(args, kwargs)
 
     def _mark_outputs(self, out: Any) -> Any:
@@ -136,8 +135,8 @@ class WatchedForward(GraphReader):
             # What a checkpoint runs again has its edges already, or is differentiated where all are shut.
             self._backward.forwards += 1
             return self.inner(*args, **kwargs)
-        if region is None or self._role == "model":
-            self._backward.find_processes()
+        if (region is None or self._role == "model") and not self._backward.reached and not self._backward.forwards:
+            self._backward.find_groups()
         if region is None:
             replays = self._replays if self._backward.can_replay() else None
             if replays is None or not replays.is_ready():
@@ -166,7 +165,10 @@ class WatchedForward(GraphReader):
             return region.leave_region(out, self._is_widening())
 
     def _is_widening(self) -> bool:
-        return is_autocasting_to_float16() if self._wide is None else self._wide
+        if self._wide is not None:
+            return self._wide
+        kinds = ("cpu", "cuda", "mps", "xpu")
+        return any(torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) == torch.float16 for k in kinds)
 
     def restore(self) -> None:
         """Restore the module's previous forward."""
@@ -190,12 +192,6 @@ def get_plain_forward(module: nn.Module) -> types.MethodType:
 
 # Modules whose forward reads their parts' parameters and does not call the parts.
 SINGLE_SITE_MODULES = (nn.MultiheadAttention,)
-
-
-def is_autocasting_to_float16() -> bool:
-    """Return whether autocast to float16 is on, for any kind of device."""
-    kinds = ("cpu", "cuda", "mps", "xpu")
-    return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
 
 
 def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleRole]]:

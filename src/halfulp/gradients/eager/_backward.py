@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import threading
 import warnings
@@ -21,12 +20,12 @@ from ...kernels import untraced
 from ...rounding import Nearest, Rounding, Stochastic, quantize
 from .._functions import SecondFactor
 from .._policy import Policy
-from .._site import LossFollowing, Measurements, Site, Sites, find_narrow_format
+from .._site import ExponentProposal, LossFollowing, Measurements, Site, Sites, find_narrow_format
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 FIRST_LEAF_NUMBER = 2**62
-# How many forward passes without edges are known.
-_REMEMBERED_PASSES = 4096
+# How many forward passes without edges are remembered.
+_REMEMBERED_PASSES = 64
 
 
 def mark_node(node: Any, above: Site, below: Site, global_site: Site) -> None:
@@ -51,45 +50,6 @@ def list_nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iter
         yield node
         if not ends(node):
             pending += [following for following, _ in node.next_functions]
-
-
-class UnmarkedPasses:
-    """Remembers forward passes without edges, as ranges of autograd's sequence numbers.
-
-    Attributes:
-        count: How many such forward passes there were.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._latest: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED_PASSES)
-        # In ascending order, and apart from each other.
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-
-    def add_pass(self, begin: int, end: int) -> None:
-        """Note a forward pass by autograd's sequence numbers before and after it."""
-        self.count += 1
-        self._latest.append((begin, end))
-        if len(self._begins) < 2 * _REMEMBERED_PASSES:
-            self._insert_range(begin, end)
-            return
-        self._begins, self._ends = [], []
-        for one in self._latest:
-            self._insert_range(*one)
-
-    def _insert_range(self, begin: int, end: int) -> None:
-        """Insert a range of sequence numbers, merged with those that it overlaps (threads count separately)."""
-        first, last = bisect.bisect_right(self._ends, begin), bisect.bisect_left(self._begins, end)
-        if first < last:
-            begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
-        self._begins[first:last], self._ends[first:last] = [begin], [end]
-
-    def has_node(self, node: Any) -> bool:
-        """Return whether a node's sequence number lies in one of the ranges; each thread counts for itself."""
-        number = node._sequence_nr()
-        place = bisect.bisect(self._begins, number) - 1
-        return place >= 0 and number < self._ends[place]
 
 
 GradientHook = Callable[[tuple], tuple | None]
@@ -160,7 +120,9 @@ class Backward:
         # Whether reentrant checkpoints ran, whose backward passes begin inside of this one.
         self.replayed = False
         self.measurements = Measurements()
-        self.unmarked = UnmarkedPasses()
+        # Of the latest forward passes without edges, autograd's sequence numbers before and after; and their number.
+        self.unmarked_passes: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED_PASSES)
+        self.replays = 0
         self._replays = True
         self.following = LossFollowing(sites, policy.per_site and policy.measures and not policy.wants_operands)
         # The sites of this iteration's forward and backward passes.
@@ -222,7 +184,8 @@ class Backward:
                 "in one of these, or take policy='dynamic', one scale for all (numbers that a function computed, which "
                 "may be losses of their own, may be kept anywhere)"
             )
-        if any(one not in marks and self.unmarked.has_node(one) for one in behind):
+        numbers = [one._sequence_nr() for one in behind if one not in marks]
+        if any(begin <= number < end for begin, end in self.unmarked_passes for number in numbers):
             self.use_one_scale()
 
     def mark_outer_node(self, node: Any) -> None:
@@ -242,11 +205,6 @@ class Backward:
         """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
         wanted = self._replays and not self.measuring and not self.second_order and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
-
-    def find_processes(self) -> None:
-        """Find, once in an iteration, which processes share the gradients."""
-        if not self.reached and not self.forwards:
-            self.find_groups()
 
     def warn_if_unwatched(self) -> None:
         """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""
@@ -280,8 +238,10 @@ class Backward:
             if self.has_closed_edges() or gradient is None:
                 return None
             self.reached[source] = None
-            if target is self.sites.global_site and self.measuring and self.policy.wants_operands:
-                self.propose_at_loss(source, gradient, source.stored)
+            stored = self.format or source.stored
+            if target is self.sites.global_site and self.measuring and self.policy.wants_operands and stored:
+                # A wide gradient, before the format rounds it.
+                self._keep_proposal(source, self.policy.propose_bounds_at_loss(source, gradient, stored))
             changed = self._store_gradient(gradient, target, "passed")
             changed = self.following.move_between_sites(changed, source, target)
             changed = self._store_gradient(changed, source, "received")
@@ -336,34 +296,15 @@ class Backward:
 
         @untraced
         def look(gradients: tuple) -> None:
-            if self.active and gradients[0] is not None:
-                self.propose_bounds(site, gradients[0], factor, site.stored)
+            stored, gradient = self.format or site.stored, gradients[0]
+            if self.active and gradient is not None and stored is not None:
+                self._keep_proposal(site, self.policy.propose_bounds(site, factor.align_operands(gradient), stored))
 
         return look
 
-    def propose_bounds(self, site: Site, gradient: Tensor, factor: SecondFactor, stored: Format | None) -> None:
-        """Ask the policy for bounds from a product of this gradient, if the format or ``stored`` is narrow."""
-        stored = self.format or stored
-        if stored is None:
-            return
-        proposal = self.policy.propose_bounds(site, factor.align_operands(gradient), stored, self.sites.global_site)
+    def _keep_proposal(self, site: Site, proposal: ExponentProposal | None) -> None:
         if proposal is not None:
             site.proposals.append(proposal)
-
-    def propose_at_loss(self, site: Site, gradient: Tensor, stored: Format | None) -> None:
-        """Ask the policy for bounds from a wide gradient at the global exponent, before the format rounds it."""
-        stored = self.format or stored
-        proposal = (
-            None
-            if stored is None
-            else self.policy.propose_bounds_at_loss(site, gradient, stored, self.sites.global_site)
-        )
-        if proposal is not None:
-            site.proposals.append(proposal)
-
-    def find_device(self) -> torch.device:
-        """Return the device of the models' parameters."""
-        return next((p.device for names in self.names for p in names.list_parameters()), torch.device("cpu"))
 
     def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> GradientHook:
         """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""

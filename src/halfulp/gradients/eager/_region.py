@@ -105,11 +105,6 @@ class ParameterNames:
             self._names.setdefault(id(parameter), None)
         return self._names[id(parameter)]
 
-    def list_parameters(self) -> Iterator[nn.Parameter]:
-        """Return all parameters of the model, if it still exists."""
-        model = self._model()
-        return iter(()) if model is None else model.parameters()
-
     def list_parts_by_id(self) -> dict[int, str]:
         """Return the qualified names of the modules that have children, by their ids."""
         model = self._model()
@@ -141,15 +136,12 @@ class CallRecording:
         self._calls: list[tuple[int, Site]] = []
         self.numbers: list[weakref.ref] = []
 
-    def run_call(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call a function whose nodes are at a site."""
-        begun = torch._C._autograd._get_sequence_nr()
-        out = function(*args, **kwargs)
+    def add_call(self, begun: int, site: Site) -> None:
+        """Note that the nodes that were made since a sequence number are at a site."""
         end = torch._C._autograd._get_sequence_nr()
         if end > begun:
             self._begins.append(begun)
             self._calls.append((end, site))
-        return out
 
     def find_site(self, node: Any) -> Site | None:
         """Return the site of the call that made a node; None where none did."""
@@ -180,9 +172,10 @@ class ArgumentMoves:
     def __init__(self, backward: Backward, site: Site) -> None:
         self._backward = backward
         self._site = site
-        self._hooks: dict[tuple[Any, int], GradientHook] = {}
-        # Leaves by identity, as their nodes may not be there before they are read.
-        self._leaves: dict[int, GradientHook | None] = {}
+        self.hooks: dict[tuple[Any, int], GradientHook] = {}
+        # Leaves by identity, as their nodes may not be there before they are read; None: a parameter, whose gradient
+        # leaves for the global exponent.
+        self.leaves: dict[int, GradientHook | None] = {}
         # Of parameters.
         self.views: list[Tensor] = []
         self._begun = 0
@@ -197,25 +190,26 @@ class ArgumentMoves:
         """Note that the call reads a tensor of another site."""
         hook = self._backward.get_edge_hook(source, self._site)
         if tensor.is_leaf:
-            self._leaves[id(tensor)] = hook
+            self.leaves[id(tensor)] = hook
         else:
-            self._hooks[tensor.grad_fn, tensor.output_nr] = hook
+            self.hooks[tensor.grad_fn, tensor.output_nr] = hook
 
-    def add_parameter(self, parameter: Tensor) -> None:
-        """Note that the call reads a parameter, whose gradient leaves for the global exponent."""
-        self._leaves[id(parameter)] = None
-
-    def begin_call(self) -> None:
-        """Note autograd's sequence number at the start of the call."""
+    def run_call(
+        self, recording: CallRecording | None, function: Callable, args: tuple, kwargs: dict, written: Tensor | None
+    ) -> Any:
+        """Call a function, and hook the nodes that read tensors of other sites; ``written``: what it writes into."""
         self._begun = torch._C._autograd._get_sequence_nr()
+        out = function(*args, **kwargs)
+        if recording is not None:
+            recording.add_call(self._begun, self._site)
+        if written is None:
+            self._hook_readers(out, out)
+        else:
+            self._hook_readers([written, written._base], written)
+        return out
 
-    def is_argument(self, tensor: Tensor) -> bool:
-        """Return whether a result is one of the arguments that were read, which stays at its site."""
-        return bool(self._hooks) and (tensor.grad_fn, tensor.output_nr) in self._hooks
-
-    def hook_readers(self, made: Any, out: Any) -> None:
-        """Hook the nodes of the finished call that read tensors of other sites."""
-        if not (self._hooks or self._leaves or self.views):
+    def _hook_readers(self, made: Any, out: Any) -> None:
+        if not (self.hooks or self.leaves or self.views):
             return
         if isinstance(out, list | tuple):
             out = next((x for x in out if isinstance(x, Tensor)), None)
@@ -224,9 +218,13 @@ class ArgumentMoves:
         )
         global_site = self._backward.sites.global_site
         for view in self.views:
-            hook_weight_edge(view, leaving)
-            mark_node(view.grad_fn, self._site, global_site, global_site)
-        if self._hooks or self._leaves:
+            node: Any = view.grad_fn
+            if isinstance(node, FloatWideningView._backward_cls):
+                node.hook = leaving
+            else:
+                node.register_prehook(leaving)
+            mark_node(node, self._site, global_site, global_site)
+        if self.hooks or self.leaves:
             for node, moves in self._list_readers(made, leaving):
                 node.register_hook(_make_slot_hook(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
@@ -243,7 +241,7 @@ class ArgumentMoves:
             seen.add(node)
             moves = []
             for slot, link in enumerate(node.next_functions):
-                hook = self._hooks.get(link) or self._find_leaf_hook(link[0], leaving)
+                hook = self.hooks.get(link) or self._find_leaf_hook(link[0], leaving)
                 if hook is None:
                     pending.append(link[0])
                 else:
@@ -252,10 +250,10 @@ class ArgumentMoves:
                 yield node, tuple(moves)
 
     def _find_leaf_hook(self, node: Any, leaving: GradientHook) -> GradientHook | None:
-        if not self._leaves or node is None or node._sequence_nr() < FIRST_LEAF_NUMBER:
+        if not self.leaves or node is None or node._sequence_nr() < FIRST_LEAF_NUMBER:
             return None
         leaf = id(node.variable)
-        return (self._leaves[leaf] or leaving) if leaf in self._leaves else None
+        return (self.leaves[leaf] or leaving) if leaf in self.leaves else None
 
 
 def _make_slot_hook(backward: Backward, moves: SlotHooks) -> Callable:
@@ -278,22 +276,6 @@ def _make_slot_hook(backward: Backward, moves: SlotHooks) -> Callable:
 
         backward.reader_hooks[moves] = move_gradients
     return backward.reader_hooks[moves]
-
-
-def make_parameter_view(parameter: Tensor, sparse: bool) -> Tensor:
-    """Return a view of a parameter, with a node of its own; ``sparse``: an alias, which takes sparse gradients."""
-    if parameter.dtype == torch.float16:
-        return FloatWideningView.apply(parameter)
-    return torch.ops.aten.alias.default(parameter) if sparse else parameter.view_as(parameter)
-
-
-def hook_weight_edge(view: Tensor, hook: Callable) -> None:
-    """Let the gradient of a parameter's view go through a hook."""
-    node: Any = view.grad_fn
-    if isinstance(node, FloatWideningView._backward_cls):
-        node.hook = hook
-    else:
-        node.register_prehook(hook)
 
 
 _SITE_ATTRIBUTE = "_halfulp_site"
@@ -366,9 +348,7 @@ class Region(TorchFunctionMode):
         taken = 1 if kind == "shape" else len(args)
         kwargs = kwargs if kind == "shape" else self._move_arguments(kwargs, site, reads, function)
         given = (*self._move_arguments(args[:taken], site, reads, function), *args[taken:])
-        reads.begin_call()
-        out = self._run_recorded(site, function, given, kwargs)
-        reads.hook_readers(out, out)
+        out = reads.run_call(self.recording, function, given, kwargs, None)
         made = self._assign_site(out, site, kind, reads)
         watches = kind == "product" and self._backward.measuring and self._backward.policy.wants_operands
         if watches and isinstance(out, Tensor) and not out.is_leaf:
@@ -376,11 +356,6 @@ class Region(TorchFunctionMode):
             for factor in list_second_factors(function, args, kwargs):
                 node.register_prehook(self._backward.make_operand_hook(site, factor))
         return made
-
-    def _run_recorded(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
-        if self.recording is None:
-            return function(*args, **kwargs)
-        return self.recording.run_call(site, function, args, kwargs)
 
     def _fail_recording(self) -> None:
         if self.recording is not None:
@@ -496,11 +471,14 @@ class Region(TorchFunctionMode):
         if site is self._global_site or reads is None:
             return parameter
         if reads.is_movable(parameter):
-            reads.add_parameter(parameter)
+            reads.leaves[id(parameter)] = None
             return parameter
-        view = make_parameter_view(
-            parameter, function is not None and get_function_name(function).startswith("embedding")
-        )
+        if parameter.dtype == torch.float16:
+            view = FloatWideningView.apply(parameter)
+        elif function is not None and get_function_name(function).startswith("embedding"):
+            view = torch.ops.aten.alias.default(parameter)  # which takes sparse gradients
+        else:
+            view = parameter.view_as(parameter)
         reads.views.append(view)
         if self.recording is not None:
             self.recording.edges.add(view.grad_fn)
@@ -538,9 +516,7 @@ class Region(TorchFunctionMode):
         reads = ArgumentMoves(self._backward, site)
         kwargs = self._move_arguments(kwargs, site, reads)
         given = (written, *self._move_arguments(args[1:], site, reads)) if args else ()
-        reads.begin_call()
-        out = self._run_recorded(site, function, given, kwargs)
-        reads.hook_readers([written, written._base], written)
+        out = reads.run_call(self.recording, function, given, kwargs, written)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
                 self._set_site(x, getattr(x, _SITE_ATTRIBUTE, site))
@@ -552,7 +528,8 @@ class Region(TorchFunctionMode):
         return map_tensors(out, lambda x: self._give_site(x, site, kind, nodes, reads))
 
     def _give_site(self, out: Tensor, site: Site, kind: str, nodes: set, reads: ArgumentMoves | None) -> Tensor:
-        if out.is_leaf or (reads is not None and reads.is_argument(out)):
+        if out.is_leaf or (reads is not None and reads.hooks and (out.grad_fn, out.output_nr) in reads.hooks):
+            # One of the arguments that were read stays at its site.
             return out
         if kind == "product":
             site.stored = find_narrow_format(out.dtype)

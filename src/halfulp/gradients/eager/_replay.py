@@ -45,11 +45,6 @@ class GraphShape:
     leaves: tuple[tuple[int, torch.dtype, int | None], ...]
 
 
-def is_leaf_kind(kind: type | None) -> bool:
-    """Return whether nodes of a class belong to leaves."""
-    return kind is not None and kind.__name__ == "AccumulateGrad"
-
-
 def walk_graph(
     roots: Iterable[tuple[Any, int]], begun: int, inputs: Collection, skipped: Collection = ()
 ) -> tuple[GraphShape, list[Any]]:
@@ -193,7 +188,10 @@ def learn_graph(
     refused = any(kind is not None and kind.__name__ in _UNREPLAYABLE_NODES for kind in shape.kinds)
     # The gradient of a leaf in float16 would need an edge of its own.
     refused = refused or any(dtype == torch.float16 for _, dtype, _ in shape.leaves)
-    if refused or _has_sums_in_16_bits(nodes, recording.edges):
+    # Gradients of several readers that are summed in 16 bits before a region moves the sum: hooks of nodes move each of
+    # them before the sum, which overflows and underflows elsewhere.
+    readers = Counter(one for node in nodes for one, _ in node.next_functions if one in recording.edges)
+    if refused or any(n > 1 and edge._input_metadata[0].dtype.itemsize == 2 for edge, n in readers.items()):
         return None
     global_site = backward.sites.global_site
     ends = [not links or kind is None for kind, links in zip(shape.kinds, shape.links)]
@@ -202,21 +200,15 @@ def learn_graph(
     return None if len(sites) < len(found) else LearnedGraph(shape, sites, list(recording.opened), backward)
 
 
-def _has_sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
-    """Return whether gradients of several readers are summed in 16 bits before a region moves the sum.
-
-    Hooks of nodes move each of them before the sum, which overflows and underflows elsewhere.
-    """
-    readers = Counter(one for node in nodes for one, _ in node.next_functions if one in edges)
-    return any(count > 1 and edge._input_metadata[0].dtype.itemsize == 2 for edge, count in readers.items())
-
-
 def _place_leaf_views(shape: GraphShape, sites: list[Site], global_site: Site) -> list[Site]:
     """Return the sites with views of a leaf at the global one, so that the node behind them moves the gradient."""
-    found = list(sites)
+    found, leaves = list(sites), {place for place, *_ in shape.leaves}
     for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)):
-        ends = [link is not None and is_leaf_kind(shape.kinds[link[0]]) for link in links]
-        if kind is not None and kind.__name__ in _VIEW_NODES and ends == [True]:
+        if (
+            kind is not None
+            and kind.__name__ in _VIEW_NODES
+            and [link and link[0] in leaves for link in links] == [True]
+        ):
             found[i] = global_site
     return found
 
@@ -261,26 +253,12 @@ class GraphReplay:
         learned = learn_graph(
             recording, list_output_tensors(output), begun, list_input_nodes(arguments), self._backward
         )
-        if learned is None or not self._keep_graph(learned):
-            self._known_in_row, self._has_given_up = 0, True
-
-    def _keep_graph(self, learned: LearnedGraph) -> bool:
-        """Store a learned graph; return False if there are too many already."""
-        known = learned.shape in self._graphs
-        if not known and len(self._graphs) == _GRAPHS:
-            return False
+        known = learned is not None and learned.shape in self._graphs
         self._known_in_row = self._known_in_row + 1 if known else 0
-        self._graphs[learned.shape] = learned
-        return True
-
-    def _find_graph(self, shape: GraphShape) -> LearnedGraph | None:
-        """Return the known graph of this shape; None if there is none, and one scale is to hold for all."""
-        learned = self._graphs.get(shape)
-        if learned is None:
-            self._known_in_row = 0
-            self._surprises += 1
-            self._has_given_up = self._surprises >= _SURPRISES
-        return learned
+        if learned is None or (not known and len(self._graphs) == _GRAPHS):
+            self._has_given_up = True
+        else:
+            self._graphs[learned.shape] = learned
 
     def run_forward(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
         """Return the forward output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
@@ -296,7 +274,8 @@ class GraphReplay:
             set_region(outer)
             torch.set_autocast_cache_enabled(cached)
             self._backward.forwards += 1
-            self._backward.unmarked.add_pass(begun, torch._C._autograd._get_sequence_nr())
+            self._backward.replays += 1
+            self._backward.unmarked_passes.append((begun, torch._C._autograd._get_sequence_nr()))
 
     def _run_with_hooks(
         self, begun: int, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]
@@ -312,7 +291,11 @@ class GraphReplay:
         for node, kind in zip(nodes, shape.kinds):
             if kind is None:
                 self._mark_outside(node)
-        learned = self._find_graph(shape)
+        learned = self._graphs.get(shape)
+        if learned is None:
+            self._known_in_row = 0
+            self._surprises += 1
+            self._has_given_up = self._surprises >= _SURPRISES
         sites = [self._global_site] * len(outputs) if learned is None else learned.attach_hooks(nodes)
         order = {} if learned is None else learned.order
         self._backward.reached.update(order)
@@ -370,7 +353,7 @@ def _move_output_gradient(
 
 def count_replays(scaler: Any) -> int:
     """Return how many forward passes of a scaler's models ran without a region."""
-    return scaler._controller.backward.unmarked.count
+    return scaler._controller.backward.replays
 
 
 def list_input_nodes(arguments: Any) -> frozenset[Any]:

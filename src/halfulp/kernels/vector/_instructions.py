@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from .._trace import RecordedFunction, Trace
 from ._builder import VectorBuilder, find_fixup, has_fixup_instruction, lane_type, write_fixup
-from ._processor import has_fused_vectors, vector_bits
+from ._processor import has_fused_vectors, processor, vector_bits
 
 # Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
 _LLVM_INSTRUCTIONS = {
@@ -49,6 +50,9 @@ class InstructionWriter(VectorBuilder):
         self.mantissa, self.bias = (52, 1023) if self.wide else (23, 127)
         self.real = self.vector_type(self.f64 if self.wide else self.f32, lanes)
         self.bits = self.vector_type(self.i64 if self.wide else self.i32, lanes)
+        is_full = lanes * (64 if self.wide else 32) == vector_bits() and has_fused_vectors(vector_bits())
+        # AMD's cores add in two units and multiply in two others: every second sum runs in those, as 1 x + y.
+        self.adds_by_products = is_full and processor()[1].startswith("znver")
 
     def run(self, inputs: Any, known: dict[int, Any] | None = None, only: Collection[int] | None = None) -> list:
         """Return the value of every instruction.
@@ -83,6 +87,10 @@ class InstructionWriter(VectorBuilder):
 
     def write_operation(self, operation: str, extra: Any, *values: Any) -> Any:
         """Write one operation, and return its value."""
+        if operation in ("add", "sub") and self.number % 2 and self.adds_by_products and values[0].type == self.real:
+            x, y = values
+            one = self.opaque_one if operation == "add" else self.b.fneg(self.opaque_one)
+            return self.call_intrinsic("fma", *((x, one, y) if operation == "add" else (y, one, x)))
         if operation in _LLVM_INSTRUCTIONS:
             return getattr(self.b, _LLVM_INSTRUCTIONS[operation])(*values)
         if operation in _LLVM_CASTS:
@@ -94,6 +102,14 @@ class InstructionWriter(VectorBuilder):
         if operation in _LLVM_INTRINSICS:
             return self.call_intrinsic(_LLVM_INTRINSICS[operation], *values)
         return None if operation in _PLACE_OPERATIONS else getattr(self, f"do_{operation}")(extra, *values)
+
+    @functools.cached_property
+    def opaque_one(self):
+        """A vector of ones that LLVM does not know to be ones, so that it keeps products with them."""
+        scalar = lane_type(self.real)
+        with self.b.goto_entry_block():
+            one = self.b.asm(self.ir.FunctionType(scalar, [scalar]), "", "=x,0", [self.ir.Constant(scalar, 1.0)], False)
+            return self.splat(one, self.lanes)
 
     def do_call(self, number, *values):
         """Return the results of a device function: called where it is compiled apart, else inlined."""

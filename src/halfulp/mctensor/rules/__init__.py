@@ -1,9 +1,7 @@
 """All families of rules, imported so that they are registered."""
 
 from .. import _entry as _entry
-from . import _attention as _attention
 from . import _comparison as _comparison
-from . import _fused_optimizers as _fused_optimizers
 from . import _layers as _layers
 from . import _memory as _memory
 from . import _pointwise as _pointwise

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from ...arithmetic import Parts, compare, pointwise
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
-from .._mctensor import MCTensor, decode_to_plain, implements, round_to_plain, wrap_parts
+from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
 from .._result_type import ResultType, align_operands, make_result, result_type, run_function, to_components
 
 aten = torch_operators("aten")
@@ -34,13 +34,9 @@ _TESTS_OF_ORDER = {
 }
 
 
-def _make_comparison_rule(test: Callable[[Tensor], Tensor]) -> Callable:
-    return lambda a, b: test(compare_by_value(a, b))
-
-
 for _name, _test in _TESTS_OF_ORDER.items():
     _packet = getattr(aten, _name)
-    implements(_packet.Tensor, _packet.Scalar)(_make_comparison_rule(_test))
+    implements(_packet.Tensor, _packet.Scalar)(lambda a, b, test=_test: test(compare_by_value(a, b)))
 
 
 @implements(aten.equal.default)
@@ -136,21 +132,15 @@ def is_nan(x: Any) -> Tensor:
     return x.isnan() if isinstance(x, Tensor) else torch.tensor(x != x, dtype=torch.bool, device="cpu")
 
 
-def _make_first_component_rule(operator: OpOverload) -> Callable:
-    def function(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-        return operator(x._parts[0], *arguments, **options)
-
-    return function
-
-
-# The first component decides: the others never change a sign, nor what is zero, infinite or NaN.
-for _operator in (
+@implements_each(
     *(aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default, aten.isfinite.default),
     *(aten.signbit.default, aten.logical_not.default, aten.nonzero.default, aten.any.default, aten.all.default),
     *(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims),
     *(aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
-):
-    implements(_operator)(_make_first_component_rule(_operator))
+)
+def test_first_component(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+    """Ask the first component: the others never change a sign, nor what is zero, infinite or NaN."""
+    return operator(x._parts[0], *arguments, **options)
 
 
 def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -161,10 +151,7 @@ def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return wrap_parts(tuple(map(function, x._parts)), scale, x._gradients)
 
 
-@implements(aten.neg.default)
-def neg(x: MCTensor) -> Tensor:
-    """-x."""
-    return map_components(x, torch.neg)
+implements(aten.neg.default)(lambda x: map_components(x, torch.neg))
 
 
 @implements(aten.abs.default)
@@ -214,12 +201,7 @@ def floor(x: MCTensor) -> Tensor:
     return make_result(_add_integers(floor_components(parts), parts[0]), form)
 
 
-@implements(aten.ceil.default)
-def ceil(x: MCTensor) -> Tensor:
-    """Return the smallest integer not below."""
-    form = result_type((x,))
-    negative = tuple(-part for part in to_components(x, form.device))
-    return make_result(_add_integers(tuple(-part for part in floor_components(negative)), -negative[0]), form)
+implements(aten.ceil.default)(lambda x: -floor(-x))
 
 
 @implements(aten.trunc.default)
@@ -373,13 +355,6 @@ def _flatten_nonempty(x: MCTensor) -> Any:
     return x.reshape(-1)
 
 
-def _find_extreme_index(x: MCTensor, dim: int | None, keepdim: bool, sign: int) -> Tensor:
-    if dim is None:
-        at = _find_extreme(_flatten_nonempty(x), 0, False, sign)[1]
-        return at.reshape([1] * x.dim()) if keepdim else at
-    return _find_extreme(x, dim, keepdim, sign)[1]
-
-
 @implements(aten.aminmax.default)
 def aminmax(x: MCTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the minimum and the maximum."""
@@ -398,37 +373,20 @@ def _reduce_to_extreme(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tens
     return values if keepdim else values.squeeze(wanted)
 
 
-def _find_running_extreme(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
-    """Return the running extreme, in log2(length) steps: each looks twice as far back."""
-    at = torch.arange(x.shape[dim] if x.dim() else 1, device=x.device, dtype=torch.int64)
-    shape = [1] * x.dim()
-    if not x.dim():
-        return x.clone(), at[0]
-    shape[dim] = -1
-    at = at.reshape(shape).expand(x.shape).contiguous()
-    step, count = 1, x.shape[dim]
-    while step < count:
-        before, here = at.narrow(dim, 0, count - step), at.narrow(dim, step, count - step)
-        pair: Any = torch.stack([_gather_elements(x, dim, before), _gather_elements(x, dim, here)])
-        keep = torch.where(_find_first_extreme(pair, 0, sign)[0] == 0, before, here)
-        later = torch.where(pair[0] == pair[1], here, keep)  # torch gives the last of equal values
-        at = torch.cat([at.narrow(dim, 0, step), later], dim)
-        step *= 2
-    return _gather_elements(x, dim, at), at
-
-
 def _register_extremes(sign: int, name: str) -> None:
     """Register what gives the largest values (1, "max"), or the smallest (-1, "min")."""
     packet = getattr(aten, name)
     implements(packet.dim)(lambda x, dim, keepdim=False: _find_extreme(x, dim, keepdim, sign))
     implements(packet.default)(lambda x: _find_extreme(_flatten_nonempty(x), 0, False, sign)[0])
-    implements(getattr(aten, f"arg{name}").default)(
-        lambda x, dim=None, keepdim=False: _find_extreme_index(x, dim, keepdim, sign)
-    )
+
+    @implements(getattr(aten, f"arg{name}").default)
+    def find_index(x: MCTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        at = _find_extreme(_flatten_nonempty(x) if dim is None else x, dim or 0, keepdim and dim is not None, sign)[1]
+        return at.reshape([1] * x.dim()) if keepdim and dim is None else at
+
     implements(getattr(aten, f"a{name}").default)(
         lambda x, dim=(), keepdim=False: _reduce_to_extreme(x, dim, keepdim, sign)
     )
-    implements(getattr(aten, f"cum{name}").default)(lambda x, dim: _find_running_extreme(x, dim, sign))
 
 
 _register_extremes(1, "max")

@@ -1,24 +1,21 @@
-"""Pooling, interpolation and batch normalization."""
+"""Pooling and batch normalization."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...arithmetic import MOST
 from ...kernels import torch_operators
-from ...subclass._in_backward import COMPONENTS, disable_result_rounding
+from ...subclass._in_backward import disable_result_rounding
 from .._derivation import fall_back_to_float64, implements_beyond_float64
 from .._mctensor import MCTensor, implements
 from .._result_type import encode_plain_operands, result_type, run_function
 from .._write import write_value
-from ._pointwise import round_to_type
 from ._products import fold_windows, pad_borders, repeat_sizes, window_views
 from ._reductions import add_rows
 
@@ -151,130 +148,6 @@ def adaptive_avg_pool2d_backward(gradient: Any, x: Any) -> Tensor:
     rows, columns = (_make_window_matrix(n, m, x.device) for n, m in zip(x.shape[-2:], gradient.shape[-2:]))
     counts = rows.sum(1, keepdim=True) * columns.sum(1)
     return rows.mT @ (gradient / counts) @ columns
-
-
-# Keys' kernel with this parameter, as in torch: "Cubic convolution interpolation for digital image processing" (1981).
-_CUBIC_SLOPE = -0.75
-
-
-class _InterpolatedAxis(NamedTuple):
-    """A dimension, its length before and after, align_corners, and the requested scale factor."""
-
-    dim: int
-    inside: int
-    outside: int
-    align_corners: bool
-    factor: float | None
-
-
-def _find_source_positions(axis: _InterpolatedAxis, device: torch.device) -> Any:
-    """Return the position of each new element among the old ones."""
-    places = torch.arange(axis.outside, dtype=torch.float64, device=device)
-    at: Any = MCTensor.encode(places, MOST, gradients=COMPONENTS)
-    if axis.align_corners:
-        return at * (axis.inside - 1) / max(axis.outside - 1, 1)
-    if axis.factor is not None and axis.factor > 0:
-        return (at + 0.5) / axis.factor - 0.5
-    return (at + 0.5) * axis.inside / axis.outside - 0.5
-
-
-def _find_linear_weights(axis: _InterpolatedAxis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
-    """Return the two neighbours of each new element, and their weights."""
-    at: Any = _find_source_positions(axis, device)
-    if axis.inside == axis.outside:  # torch copies, whatever factor was asked for
-        at = _find_source_positions(axis._replace(align_corners=True), device)
-    at = torch.maximum(at, torch.zeros_like(at))
-    left = at.floor().decode().long().clamp(max=axis.inside - 1)
-    right = (left + 1).clamp(max=axis.inside - 1)
-    share: Any = torch.minimum(at - left, torch.ones_like(at))
-    return [(left, 1 - share), (right, share)]
-
-
-def _find_cubic_weights(axis: _InterpolatedAxis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
-    """Return the four neighbours of each new element, and their weights."""
-    at: Any = _find_source_positions(axis, device)
-    first = at.floor().decode().long()
-    t: Any = at - first
-    near = [((_CUBIC_SLOPE + 2) * x - (_CUBIC_SLOPE + 3)) * x * x + 1 for x in (t, 1 - t)]
-    far = [
-        ((_CUBIC_SLOPE * x - 5 * _CUBIC_SLOPE) * x + 8 * _CUBIC_SLOPE) * x - 4 * _CUBIC_SLOPE for x in (t + 1, 2 - t)
-    ]
-    weights = (far[0], near[0], near[1], far[1])
-    return [((first + k - 1).clamp(0, axis.inside - 1), weight) for k, weight in enumerate(weights)]
-
-
-def _multiply_by_weight(x: Any, values: Any, weight: MCTensor, dim: int) -> Tensor:
-    own = round_to_type(weight, result_type((x,))._replace(gradients=COMPONENTS, scaled=False))
-    return values * own.reshape([-1 if i == dim else 1 for i in range(x.dim())])
-
-
-def _resample_axis(x: Any, axis: _InterpolatedAxis, taps: Callable) -> Tensor:
-    """Compute each new element as the weighted sum of its neighbours along one axis."""
-    found: Any = None
-    for index, weight in taps(axis, x.device):
-        term = _multiply_by_weight(x, x.index_select(axis.dim, index), weight, axis.dim)
-        found = term if found is None else found + term
-    return found
-
-
-def _resample_gradient(gradient: Any, axis: _InterpolatedAxis, taps: Callable) -> Tensor:
-    """Return the derivative of `_resample_axis`: each new element's gradient, weighted, added to its neighbours."""
-    pairs = taps(axis, gradient.device)
-    shape = [axis.inside if i == axis.dim else size for i, size in enumerate(gradient.shape)]
-    values = torch.cat([_multiply_by_weight(gradient, gradient, weight, axis.dim) for _, weight in pairs], axis.dim)
-    return values.new_zeros(shape).index_add(axis.dim, torch.cat([index for index, _ in pairs]), values)
-
-
-def _make_axes(
-    inside: Sequence[int], outside: Sequence[int], align: bool, factors: Sequence
-) -> list[_InterpolatedAxis]:
-    every = itertools.zip_longest(inside, outside, factors)
-    return [_InterpolatedAxis(2 + i, before, after, align, factor) for i, (before, after, factor) in enumerate(every)]
-
-
-def _make_interpolation_rule(step: Callable, taps: Callable) -> Callable:
-    """Return a rule that takes one axis after another: `_resample_axis` the result, `_resample_gradient` the gradient.
-
-    Its arguments are torch's: the size after, of the gradient the shape before, whether corners fall together, factors.
-    """
-
-    def interpolate(x: Any, size: Sequence[int], *arguments: Any, **named: Any) -> Tensor:
-        shape, align_corners, *factors = (x.shape, *arguments) if step is _resample_axis else arguments
-        for axis in _make_axes(shape[2:], size, align_corners, (*factors, *named.values())):
-            x = step(x, axis, taps)
-        return x
-
-    return interpolate
-
-
-def _make_interpolation_by_factors(taps: Callable) -> Callable:
-    """Return the rule of the overload that takes a size or factors."""
-    interpolate = _make_interpolation_rule(_resample_axis, taps)
-
-    def by_factors(x: Any, size: Sequence[int] | None, align_corners: bool, factors: Sequence[float] | None) -> Tensor:
-        factors = None if size is not None else factors
-        size = size if factors is None else [int(n * factor) for n, factor in zip(x.shape[2:], factors)]
-        return interpolate(x, size, align_corners, *(factors or ()))
-
-    return by_factors
-
-
-INTERPOLATION_RULES: dict[OpOverload, Callable] = {}
-INTERPOLATION_RULES_BY_FACTORS: dict[OpOverload, Callable] = {}
-_INTERPOLATION_GRADIENT_RULES: dict[OpOverload, Callable] = {}
-for _name, _taps in (
-    ("linear1d", _find_linear_weights),
-    ("bilinear2d", _find_linear_weights),
-    ("trilinear3d", _find_linear_weights),
-    ("bicubic2d", _find_cubic_weights),
-):
-    INTERPOLATION_RULES[getattr(aten, f"upsample_{_name}").default] = _make_interpolation_rule(_resample_axis, _taps)
-    INTERPOLATION_RULES_BY_FACTORS[getattr(aten, f"upsample_{_name}").vec] = _make_interpolation_by_factors(_taps)
-    _INTERPOLATION_GRADIENT_RULES[getattr(aten, f"upsample_{_name}_backward").default] = _make_interpolation_rule(
-        _resample_gradient, _taps
-    )
-for _operator, _rule in (INTERPOLATION_RULES | _INTERPOLATION_GRADIENT_RULES).items():
-    implements_beyond_float64(_operator)(_rule)
 
 
 @implements(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)

@@ -11,11 +11,11 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
 from ...arithmetic import PRECISION
-from ...kernels import present_operators, require_float64, torch_operators
+from ...kernels import require_float64, torch_operators
 from ...subclass._collectives import register_collectives, run_and_wait
 from ...subclass._in_backward import gives_plain_gradient_of, stores_plain_gradient
 from .._encode import choose_scale, divide_by_scale, find_magnitude
-from .._mctensor import RULES, MCTensor, decode_to_plain, implements, round_to_plain, wrap_parts
+from .._mctensor import RULES, MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
 from .._result_type import ResultType, make_result, result_type, to_components
 from .._write import copy_received, list_inner_tensors, truncate_to_integers, write_value
 from ._comparison import copy_elements, map_components
@@ -94,28 +94,6 @@ def eye_out(*sizes: int, out: Tensor) -> Tensor:
     return write_value(out, torch.eye(*sizes, dtype=torch.float64, device=out.device))
 
 
-def _make_new_like_rule(operator: OpOverload) -> Callable:
-    """Return the rule of an operator that makes a tensor like a given one: its first component; the others are zero."""
-
-    def new(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-        dtype = options.get("dtype") or x.dtype
-        if dtype not in PRECISION or gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
-            return operator(x._parts[0], *arguments, **options)
-        options["dtype"] = torch.float64 if operator in _RANDOM_OPERATORS else dtype
-        first = operator(x._parts[0], *arguments, **options)
-        form = ResultType(dtype, len(x._parts), x._gradients, x._scale is not None and dtype == x.dtype, first.device)
-        if operator in _RANDOM_OPERATORS:
-            return make_result((first,), form)
-        rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
-        scale = torch.ones((), dtype=torch.float32, device=first.device) if form.scaled else None
-        filled = wrap_parts((first, *rest), scale, x._gradients)
-        # One component holds them: where a backward pass begins with these, its gradients are plain from there on.
-        filled._seeds_backward = operator is aten.ones_like.default
-        return filled
-
-    return new
-
-
 _RANDOM_OPERATORS = (
     aten.rand_like.default,
     aten.randn_like.default,
@@ -126,8 +104,25 @@ _FILLED_OPERATORS = (
     *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.new_empty.default),
     *(aten.new_empty_strided.default, aten.new_zeros.default, aten.new_ones.default),
 )
-for _operator in (*_RANDOM_OPERATORS, *_FILLED_OPERATORS):
-    implements(_operator)(_make_new_like_rule(_operator))
+
+
+@implements_each(*_RANDOM_OPERATORS, *_FILLED_OPERATORS)
+def new_like(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+    """Make a tensor like a given one: its first component; the others are zero."""
+    dtype = options.get("dtype") or x.dtype
+    if dtype not in PRECISION or gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
+        return operator(x._parts[0], *arguments, **options)
+    options["dtype"] = torch.float64 if operator in _RANDOM_OPERATORS else dtype
+    first = operator(x._parts[0], *arguments, **options)
+    form = ResultType(dtype, len(x._parts), x._gradients, x._scale is not None and dtype == x.dtype, first.device)
+    if operator in _RANDOM_OPERATORS:
+        return make_result((first,), form)
+    rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
+    scale = torch.ones((), dtype=torch.float32, device=first.device) if form.scaled else None
+    filled = wrap_parts((first, *rest), scale, x._gradients)
+    # One component holds them: where a backward pass begins with these, its gradients are plain from there on.
+    filled._seeds_backward = operator is aten.ones_like.default
+    return filled
 
 
 @implements(aten.full_like.default, aten.new_full.default)
@@ -139,20 +134,15 @@ def full_like(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     return blank.fill_(value)
 
 
-def _make_random_rule(operator: OpOverload) -> Callable:
-    def draw(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-        # torch draws in the order of the memory: with the strides of the components one seed gives one mask.
-        return write_value(x, operator(torch.empty_like(x._parts[0], dtype=torch.float64), *arguments, **options))
-
-    return draw
-
-
-for _operator in (
+@implements_each(
     *(aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default),
     *(aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default, aten.random_.default),
     *(aten.random_.to, getattr(aten.random_, "from")),
-):
-    implements(_operator)(_make_random_rule(_operator))
+)
+def draw(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+    """Write random values, drawn in float64."""
+    # torch draws in the order of the memory: with the strides of the components one seed gives one mask.
+    return write_value(x, operator(torch.empty_like(x._parts[0], dtype=torch.float64), *arguments, **options))
 
 
 # The value is the first argument; what they fill in is 0, in every component.
@@ -178,22 +168,12 @@ _OPERATORS_OF_ONE_VALUE = (
 )
 
 
-def _make_rule_of_one_value(operator: OpOverload) -> Callable:
-    def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-        arguments = tuple(_check_index(value) for value in arguments)
-        return map_components(x, lambda part: operator(part, *arguments, **options))
-
-    return move
-
-
-def _check_index(value: Any) -> Any:
-    if isinstance(value, MCTensor):
+@implements_each(*_OPERATORS_OF_ONE_VALUE)
+def move_value(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+    """Move the elements of every component."""
+    if any(isinstance(value, MCTensor) for value in arguments):
         raise TypeError("an MCTensor is no index: give an integer tensor")
-    return value
-
-
-for _operator in _OPERATORS_OF_ONE_VALUE:
-    implements(_operator)(_make_rule_of_one_value(_operator))
+    return map_components(x, lambda part: operator(part, *arguments, **options))
 
 
 # Positions of the arguments that are values; all come to one result type.
@@ -228,24 +208,19 @@ def apply_to_components(operator: OpOverload, arguments: Sequence, positions: Se
     return copy_elements(apply, values, result_type(values))
 
 
-def _make_rule_of_several_values(operator: OpOverload, positions: Sequence[int]) -> Callable:
-    return lambda *arguments, **options: apply_to_components(operator, arguments, positions, **options)
+@implements_each(*_VALUE_POSITIONS)
+def move_values(operator: OpOverload, *arguments: Any, **options: Any) -> Tensor:
+    """Move the elements of every component of several values."""
+    return apply_to_components(operator, arguments, _VALUE_POSITIONS[operator], **options)
 
 
-def _make_rule_of_a_number(operator: OpOverload, position: int) -> Callable:
-    def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-        values = [x, *arguments]
-        number = torch.scalar_tensor(values[position], dtype=torch.float64, device=x.device)
-        values[position] = number.expand(values[2].shape) if operator is aten.scatter.src else number
-        return apply_to_components(operator, values, (0, position), **options)
-
-    return move
-
-
-for _operator, _positions in _VALUE_POSITIONS.items():
-    implements(_operator)(_make_rule_of_several_values(_operator, _positions))
-for _operator, (_target, _position) in _OVERLOADS_WITH_NUMBERS.items():
-    implements(_operator)(_make_rule_of_a_number(_target, _position))
+@implements_each(*_OVERLOADS_WITH_NUMBERS)
+def move_number(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+    """Move a number among the elements of every component."""
+    values, (target, position) = [x, *arguments], _OVERLOADS_WITH_NUMBERS[operator]
+    number = torch.scalar_tensor(values[position], dtype=torch.float64, device=x.device)
+    values[position] = number.expand(values[2].shape) if target is aten.scatter.src else number
+    return apply_to_components(target, values, (0, position), **options)
 
 
 @implements(aten._pack_padded_sequence.default)
@@ -256,16 +231,10 @@ def pack_padded_sequence(x: MCTensor, lengths: Tensor, batch_first: bool) -> tup
     return wrap_parts(tuple(rows for rows, _ in packed), scale, x._gradients), packed[0][1]
 
 
-def _make_concatenation_rule(operator: OpOverload) -> Callable:
-    def concatenate(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
-        join = lambda *parts: operator(list(parts), *arguments, **options)  # noqa: E731
-        return copy_elements(join, tensors, result_type(tensors))
-
-    return concatenate
-
-
-for _operator in (aten.cat.default, aten.stack.default, aten.block_diag.default):
-    implements(_operator)(_make_concatenation_rule(_operator))
+@implements_each(aten.cat.default, aten.stack.default, aten.block_diag.default)
+def concatenate(operator: OpOverload, tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
+    """Concatenate every component."""
+    return copy_elements(lambda *parts: operator(list(parts), *arguments, **options), tensors, result_type(tensors))
 
 
 @implements(aten.constant_pad_nd.default)
@@ -288,16 +257,15 @@ _VIEW_OPERATORS = (
 )
 
 
-def _make_view_rule(operator: OpOverload) -> Callable:
-    def view(x: MCTensor, *arguments: Any, **options: Any) -> Any:
-        if gives_plain_gradient_of(x):
-            return operator(round_to_plain(x), *arguments, **options)
-        parts = tuple(operator(part, *arguments, **options) for part in x._parts)
-        if isinstance(parts[0], Tensor):
-            return wrap_parts(parts, x._scale, x._gradients)
-        return [wrap_parts(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
-
-    return view
+@implements_each(*_VIEW_OPERATORS)
+def view(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Any:
+    """View every component."""
+    if gives_plain_gradient_of(x):
+        return operator(round_to_plain(x), *arguments, **options)
+    parts = tuple(operator(part, *arguments, **options) for part in x._parts)
+    if isinstance(parts[0], Tensor):
+        return wrap_parts(parts, x._scale, x._gradients)
+    return [wrap_parts(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
 
 
 @implements(aten.detach.default)
@@ -308,22 +276,10 @@ def detach(x: MCTensor) -> Tensor:
     return wrap_parts(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
 
 
-def _register_on_first_components(operator: OpOverload) -> None:
-    """Register what forward-mode derivatives ask of a tensor and its tangent: nothing of values."""
-    implements(operator)(lambda *tensors: operator(*(x._parts[0] if isinstance(x, MCTensor) else x for x in tensors)))
-
-
-for _operator in present_operators((aten.is_same_size.default, aten._has_same_storage_numel.default)):
-    _register_on_first_components(_operator)
-
-
-def _make_in_place_view_rule(operator: OpOverload, functional: OpOverload) -> Callable:
-    def view(x: MCTensor, *arguments: Any, **options: Any) -> MCTensor:
-        x._parts = tuple(functional(part, *arguments, **options) for part in x._parts)
-        with no_dispatch():
-            return operator(x, *arguments, **options)
-
-    return view
+@implements_each(aten.is_same_size.default, aten._has_same_storage_numel.default)
+def compare_memory(operator: OpOverload, *tensors: Tensor) -> Any:
+    """Return what forward-mode derivatives ask of a tensor and its tangent: nothing of values."""
+    return operator(*(x._parts[0] if isinstance(x, MCTensor) else x for x in tensors))
 
 
 _IN_PLACE_VIEW_OPERATORS = {
@@ -336,55 +292,24 @@ _IN_PLACE_VIEW_OPERATORS = {
     aten.as_strided_.default: aten.as_strided.default,
     aten.detach_.default: aten.detach.default,
 }
-for _operator, _functional in _IN_PLACE_VIEW_OPERATORS.items():
-    implements(_operator)(_make_in_place_view_rule(_operator, _functional))
-for _operator in _VIEW_OPERATORS:
-    implements(_operator)(_make_view_rule(_operator))
 
 
-def pack_message(x: MCTensor) -> Tensor:
-    """Return every component and the scale of a tensor as one byte tensor."""
-    return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in list_inner_tensors(x)])
-
-
-def unpack_message(message: Tensor, like: MCTensor, shape: Sequence[int]) -> MCTensor:
-    """Return the MCTensor that a message holds: of a shape, with dtype, components and scale like another's."""
-    count = len(like._parts)
-    fixed = 0 if like._scale is None else like._scale.element_size()
-    size = (message.numel() - fixed) // count
-    pieces = message.split([*[size] * count, *([fixed] if fixed else [])])
-    parts = tuple(_view_as_dtype(piece, like.dtype).reshape(shape) for piece in pieces[:count])
-    scale = _view_as_dtype(pieces[count], torch.float32).reshape(()) if fixed else None
-    return wrap_parts(parts, scale, like._gradients)
-
-
-def _view_as_dtype(message: Tensor, dtype: torch.dtype) -> Tensor:
-    # A clone: a piece may start anywhere, and a view of another dtype may not.
-    return message.clone().view(dtype)
-
-
-def all_gather(x: MCTensor, size: int, group: Any) -> Tensor:
-    """Return every rank's values, one after another."""
-    messages = run_and_wait("all_gather_into_tensor", pack_message(x), size, group).chunk(size)
-    return torch.cat([unpack_message(message, x, x.shape) for message in messages])
-
-
-def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> Tensor:
-    """Send rows of x to every rank, and return the rows received, one rank after another."""
-    pieces = [pack_message(piece) for piece in x.split(list(input_sizes))]
-    shapes = [(rows, *x.shape[1:]) for rows in output_sizes]
-    # An empty message still holds a scale.
-    fixed = 0 if x._scale is None else x._scale.element_size()
-    row = len(x._parts) * x.dtype.itemsize * x.shape[1:].numel()
-    arriving = [rows * row + fixed for rows in output_sizes]
-    leaving = [piece.numel() for piece in pieces]
-    messages = run_and_wait("all_to_all_single", torch.cat(pieces), arriving, leaving, group).split(arriving)
-    return torch.cat([unpack_message(message, x, shape) for message, shape in zip(messages, shapes, strict=True)])
+@implements_each(*_IN_PLACE_VIEW_OPERATORS)
+def view_in_place(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> MCTensor:
+    """View every component in its place."""
+    x._parts = tuple(_IN_PLACE_VIEW_OPERATORS[operator](part, *arguments, **options) for part in x._parts)
+    with no_dispatch():
+        return operator(x, *arguments, **options)
 
 
 def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
-    """Return one rank's values."""
-    return unpack_message(run_and_wait("broadcast", pack_message(x), source, group), x, x.shape)
+    """Return one rank's values: every component and the scale travel as one byte tensor."""
+    inner = list_inner_tensors(x)
+    message = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in inner])
+    pieces = run_and_wait("broadcast", message, source, group).split([part.nbytes for part in inner])
+    # A clone: a piece may start anywhere, and a view of another dtype may not.
+    arrived = [piece.clone().view(part.dtype).reshape(part.shape) for piece, part in zip(pieces, inner)]
+    return x._make_like(arrived, False)
 
 
 def wait_tensor(x: MCTensor) -> MCTensor:
@@ -392,10 +317,5 @@ def wait_tensor(x: MCTensor) -> MCTensor:
     return wrap_parts(x._parts, x._scale, x._gradients)
 
 
-_functional_rules: dict[str, Callable[..., Any]] = {
-    "all_gather_into_tensor": all_gather,
-    "all_to_all_single": all_to_all,
-    "broadcast": broadcast,
-    "wait_tensor": wait_tensor,
-}
+_functional_rules: dict[str, Callable[..., Any]] = {"broadcast": broadcast, "wait_tensor": wait_tensor}
 register_collectives(implements, _functional_rules, RULES, copy_received)

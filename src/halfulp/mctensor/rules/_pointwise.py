@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -17,12 +17,12 @@ from ...arithmetic._constants import compute_log, compute_pi, split_into_floats
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS
 from .._derivation import implements_beyond_exact_float64, implements_beyond_float64, run_in_float64
-from .._mctensor import MCTensor, implements
+from .._mctensor import MCTensor, implements, implements_each
 from .._result_type import (
     SUM_FUNCTION_NAMES,
     ResultType,
     convert_operands,
-    limit_updated_elements,
+    limit_large_elements,
     make_result,
     result_type,
     run_function,
@@ -79,11 +79,9 @@ def pow_tensor(x: Any, exponent: Any) -> Tensor:
 @implements_beyond_exact_float64(aten.exp2.default)
 def exp2(x: MCTensor) -> Tensor:
     """2^x."""
-    finer = _add_one_component(result_type((x,)))
-    return round_to_type(
-        run_function("exp", run_function("mul", x, make_constant(compute_log(2), x), form=finer), form=finer),
-        result_type((x,)),
-    )
+    form = result_type((x,))
+    run = functools.partial(run_function, form=_add_one_component(form))
+    return round_to_type(run("exp", run("mul", x, make_constant(compute_log(2), x))), form)
 
 
 def _make_logarithm_rule(base: int) -> Callable:
@@ -91,9 +89,8 @@ def _make_logarithm_rule(base: int) -> Callable:
 
     def log(x: MCTensor) -> Tensor:
         form = result_type((x,))
-        return run_function(
-            "div", run_function("log", x, form=_add_one_component(form)), make_constant(compute_log(base), x), form=form
-        )
+        logarithm = run_function("log", x, form=_add_one_component(form))
+        return run_function("div", logarithm, make_constant(compute_log(base), x), form=form)
 
     return log
 
@@ -105,10 +102,9 @@ implements_beyond_exact_float64(aten.log10.default)(_make_logarithm_rule(10))
 @implements_beyond_exact_float64(aten.tan.default)
 def tan(x: MCTensor) -> Tensor:
     """sin(x) / cos(x)."""
-    finer = _add_one_component(result_type((x,)))
-    return run_function(
-        "div", run_function("sin", x, form=finer), run_function("cos", x, form=finer), form=result_type((x,))
-    )
+    form = result_type((x,))
+    run = functools.partial(run_function, form=_add_one_component(form))
+    return run_function("div", run("sin", x), run("cos", x), form=form)
 
 
 @implements_beyond_exact_float64(aten.asin.default)
@@ -126,10 +122,8 @@ def acos(x: MCTensor) -> Tensor:
 
 
 def _compute_root_of_one_minus_square(x: MCTensor, form: ResultType) -> Tensor:
-    product = run_function(
-        "mul", run_function("sub", 1.0, x, form=form), run_function("add", 1.0, x, form=form), form=form
-    )
-    return run_function("sqrt", product, form=form)
+    run = functools.partial(run_function, form=form)
+    return run("sqrt", run("mul", run("sub", 1.0, x), run("add", 1.0, x)))
 
 
 @implements_beyond_exact_float64(aten.atan2.default)
@@ -146,13 +140,11 @@ def _compute_angle(y: Any, x: Any, form: ResultType) -> Tensor:
     steep = compare_by_value(high, wide) == 1
     least, most = select_elements(steep, wide, high), select_elements(steep, high, wide)
     same = (most == 0) | (least.isinf() & most.isinf())
-    ratio = run_function(
-        "div", select_elements(same, (~(most == 0)).double(), least), select_elements(same, 1.0, most), form=form
-    )
-    angle = run_function("atan", ratio, form=form)
-    angle = select_elements(steep, run_function("sub", run_function("mul", straight, 0.5), angle, form=form), angle)
-    left = _is_negative(x)
-    angle = select_elements(left, run_function("sub", straight, angle, form=form), angle)
+    run = functools.partial(run_function, form=form)
+    ratio = run("div", select_elements(same, (~(most == 0)).double(), least), select_elements(same, 1.0, most))
+    angle = run("atan", ratio)
+    angle = select_elements(steep, run("sub", run_function("mul", straight, 0.5), angle), angle)
+    angle = select_elements(_is_negative(x), run("sub", straight, angle), angle)
     angle = select_elements(is_nan(x) | is_nan(y), float("nan"), angle)
     return select_elements(_is_negative(y), -angle, angle)
 
@@ -164,12 +156,10 @@ def _is_negative(x: Any) -> Tensor:
 @implements_beyond_exact_float64(aten.atanh.default)
 def atanh(x: MCTensor) -> Tensor:
     """log1p(2x / (1 - x)) / 2, of |x| and with its sign."""
-    form = _add_one_component(result_type((x,)))
-    size = abs(x)
-    ratio = run_function(
-        "div", run_function("mul", size, 2.0, form=form), run_function("sub", 1.0, size, form=form), form=form
-    )
-    result = run_function("mul", run_function("log1p", ratio, form=form), 0.5, form=result_type((x,)))
+    form, size = result_type((x,)), abs(x)
+    run = functools.partial(run_function, form=_add_one_component(form))
+    ratio = run("div", run("mul", size, 2.0), run("sub", 1.0, size))
+    result = run_function("mul", run("log1p", ratio), 0.5, form=form)
     return select_elements(_is_negative(x), -result, result)
 
 
@@ -229,45 +219,23 @@ def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Te
     return (slope * select_elements(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
 
 
-def _make_number_rule(operator: OpOverload) -> Callable:
-    """Return the rule of an overload with a number for a tensor, which keeps its digits: torch would round it."""
-
-    def rule(a: Any, b: Any) -> Tensor:
-        device = (a if isinstance(a, Tensor) else b).device
-        given = (
-            x if isinstance(x, Tensor) else torch.scalar_tensor(x, dtype=torch.float64, device=device) for x in (a, b)
-        )
-        return operator(*given)
-
-    return rule
+_TENSOR_OVERLOADS = {
+    **dict.fromkeys((aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other), aten.xlogy.Tensor),
+    aten.special_xlog1py.self_scalar: aten.special_xlog1py.default,
+    aten.special_xlog1py.other_scalar: aten.special_xlog1py.default,
+}
 
 
-for _operators in (
-    (aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other),
-    (aten.special_xlog1py.default, aten.special_xlog1py.self_scalar, aten.special_xlog1py.other_scalar),
-):
-    implements(*_operators[1:])(_make_number_rule(_operators[0]))
+@implements_each(*_TENSOR_OVERLOADS)
+def run_with_number(operator: OpOverload, *operands: Any) -> Tensor:
+    """Run an overload with a number for a tensor, which keeps its digits: torch would round it."""
+    device = next(x for x in operands if isinstance(x, Tensor)).device
+    return _TENSOR_OVERLOADS[operator](
+        *(x if isinstance(x, Tensor) else torch.scalar_tensor(x, dtype=torch.float64, device=device) for x in operands)
+    )
 
 
 # Functions of `arithmetic.pointwise`, by name; floor_divide, remainder and fmod are exact before their one rounding.
-UNARY_OPERATORS = {
-    "sqrt": aten.sqrt.default,
-    "exp": aten.exp.default,
-    "log": aten.log.default,
-    "log1p": aten.log1p.default,
-    "expm1": aten.expm1.default,
-    "sin": aten.sin.default,
-    "cos": aten.cos.default,
-    "tanh": aten.tanh.default,
-    "sinh": aten.sinh.default,
-    "cosh": aten.cosh.default,
-    "asinh": aten.asinh.default,
-    "acosh": aten.acosh.default,
-    "atan": aten.atan.default,
-    "erf": aten.erf.default,
-    "erfc": aten.erfc.default,
-    "sigmoid": aten.sigmoid.default,
-}
 BINARY_OPERATORS = {
     "mul": (aten.mul.Tensor, aten.mul.Scalar),
     "div": (aten.div.Tensor, aten.div.Scalar),
@@ -278,20 +246,8 @@ BINARY_OPERATORS = {
 }
 
 
-def _make_unary_rule(name: str) -> Callable:
-    return lambda x: run_function(name, x)
-
-
-def _make_binary_rule(name: str) -> Callable:
-    return lambda a, b: run_function(name, a, b)
-
-
-def _make_in_place_binary_rule(name: str) -> Callable:
-    return lambda x, other: _update_in_place(name, x, x, other)
-
-
-def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[str, Sequence[Any]] | None = None) -> Tensor:
-    """Write f(operands) into x; `given` is the function and the operands of which they were made."""
+def _update_in_place(name: str, x: Tensor, *operands: Any) -> Tensor:
+    """Write f(operands) into x."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
         return write_value(x, run_function(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
@@ -301,18 +257,22 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[str, Seq
         return x
     form = choose_computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
-    if x._scale is not None:
-        result = limit_updated_elements(result, *(given or (name, operands)))
+    is_sum = name in SUM_FUNCTION_NAMES
+    if x._scale is not None and is_sum:
+        result = limit_large_elements(result, operands)
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
-    return write_components(x, result, exact, is_sum=name in SUM_FUNCTION_NAMES)
+    return write_components(x, result, exact, is_sum)
 
 
-for _name, _operator in UNARY_OPERATORS.items():
-    implements(_operator)(_make_unary_rule(_name))
+for _name in (
+    *("sqrt", "exp", "log", "log1p", "expm1", "sin", "cos", "tanh", "sinh", "cosh", "asinh", "acosh", "atan", "erf"),
+    *("erfc", "sigmoid"),
+):
+    implements(getattr(aten, _name).default)(lambda x, name=_name: run_function(name, x))
 for _name, _overloads in BINARY_OPERATORS.items():
-    implements(*_overloads)(_make_binary_rule(_name))
-implements(aten.mul_.Tensor, aten.mul_.Scalar)(_make_in_place_binary_rule("mul"))
-implements(aten.div_.Tensor, aten.div_.Scalar)(_make_in_place_binary_rule("div"))
+    implements(*_overloads)(lambda a, b, name=_name: run_function(name, a, b))
+implements(aten.mul_.Tensor, aten.mul_.Scalar)(lambda x, other: _update_in_place("mul", x, x, other))
+implements(aten.div_.Tensor, aten.div_.Scalar)(lambda x, other: _update_in_place("div", x, x, other))
 
 
 def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
@@ -321,19 +281,15 @@ def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
 
     @implements(packet.Tensor, packet.Scalar)
     def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-        return (
-            run_function(name, a, b)
-            if alpha == 1
-            else run_function("addcmul", a, b, sign * alpha, form=result_type((a, b)))
-        )
+        if alpha == 1:
+            return run_function(name, a, b)
+        return run_function("addcmul", a, b, sign * alpha, form=result_type((a, b)))
 
     @implements(in_place.Tensor, in_place.Scalar)
     def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
-        return (
-            _update_in_place(name, x, x, other)
-            if alpha == 1
-            else _update_in_place("addcmul", x, x, other, sign * alpha)
-        )
+        if alpha == 1:
+            return _update_in_place(name, x, x, other)
+        return _update_in_place("addcmul", x, x, other, sign * alpha)
 
     return add
 
@@ -354,7 +310,7 @@ def _register_product(name: str, divide: bool) -> None:
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
         factors = _find_product_factors(b, c, value, divide, result_type((x, b, c)))
-        return _update_in_place("addcmul", x, x, *factors, given=(name, (x, b, c, value)))
+        return _update_in_place("addcmul", x, x, *factors)
 
 
 def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
@@ -372,21 +328,15 @@ _register_product("addcdiv", divide=True)
 def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     """a + weight (b - a)."""
     form = result_type((a, b, weight))
-    return run_function(
-        "addcmul", a, run_function("sub", b, a, form=form._replace(gradients=COMPONENTS)), weight, form=form
-    )
+    difference = run_function("sub", b, a, form=form._replace(gradients=COMPONENTS))
+    return run_function("addcmul", a, difference, weight, form=form)
 
 
 @implements(aten.lerp_.Scalar, aten.lerp_.Tensor)
 def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
     """x + weight (b - x), into x."""
-    return _update_in_place(
-        "addcmul",
-        x,
-        x,
-        run_function("sub", b, x, form=result_type((x, b, weight))._replace(gradients=COMPONENTS)),
-        weight,
-    )
+    form = result_type((x, b, weight))._replace(gradients=COMPONENTS)
+    return _update_in_place("addcmul", x, x, run_function("sub", b, x, form=form), weight)
 
 
 @implements(aten.rsqrt.default)

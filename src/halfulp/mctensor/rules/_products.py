@@ -25,7 +25,7 @@ from .._mctensor import MCTensor, implements, wrap_parts
 from .._result_type import (
     ResultType,
     are_operands_alike,
-    count_float64_components,
+    choose_working_type,
     keep_component_gradients,
     make_result,
     result_type,
@@ -43,11 +43,8 @@ def multiply_matrices(a: Any, b: Any, form: ResultType) -> Tensor:
     """Return a @ b as a result of a type; batch dimensions are broadcast."""
     if form.scaled or _has_scale(a) or _has_scale(b):
         return _multiply_scaled(a, b, form)
-    count = 1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components
-    parts = arithmetic.matmul(to_components(a, form.device), to_components(b, form.device), count, form.dtype)
-    return (
-        parts[0] if gives_plain_gradient(form.gradients, form.has_gradient) else wrap_parts(parts, None, form.gradients)
-    )
+    left, right = to_components(a, form.device), to_components(b, form.device)
+    return make_result(arithmetic.matmul(left, right, *choose_working_type(form)), form)
 
 
 def _has_scale(x: Any) -> bool:
@@ -122,7 +119,8 @@ def _read_payload(x: Any, device: torch.device) -> Parts:
     return x._parts if isinstance(x, MCTensor) else to_components(x, device)
 
 
-def _multiply_and_add(start: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Tensor:
+@implements(aten.addmm.default, aten.baddbmm.default)
+def addmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha (a @ b)."""
     form = result_type((start, a, b))
     whole = form._replace(gradients=COMPONENTS)
@@ -131,11 +129,8 @@ def _multiply_and_add(start: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Tens
         result = run_function("mul", result, alpha, form=form if beta == 0 else whole)
     if beta == 0:
         return result
-    return (
-        run_function("add", result, start, form=form)
-        if beta == 1
-        else run_function("addcmul", result, start, beta, form=form)
-    )
+    terms = (start,) if beta == 1 else (start, beta)
+    return run_function("add" if beta == 1 else "addcmul", result, *terms, form=form)
 
 
 @implements(aten.mm.default, aten.bmm.default)
@@ -163,29 +158,23 @@ def dot(a: Any, b: Any) -> Tensor:
     return multiply_matrices(a.unsqueeze(0), b.unsqueeze(-1), result_type((a, b))).reshape(())
 
 
-@implements(aten.addmm.default, aten.baddbmm.default)
-def addmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """beta start + alpha (a @ b)."""
-    return _multiply_and_add(start, a, b, beta, alpha)
-
-
 @implements(aten.addmv.default)
 def addmv(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha (a @ b), b a vector."""
-    return _multiply_and_add(start.unsqueeze(-1), a, b.unsqueeze(-1), beta, alpha).squeeze(-1)
+    return addmm(start.unsqueeze(-1), a, b.unsqueeze(-1), beta=beta, alpha=alpha).squeeze(-1)
 
 
 @implements(aten.addbmm.default)
 def addbmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha times the sum of a batch's products: one product of the matrices side by side."""
     rows, columns = a.shape[1], b.shape[2]
-    return _multiply_and_add(start, a.transpose(0, 1).reshape(rows, -1), b.reshape(-1, columns), beta, alpha)
+    return addmm(start, a.transpose(0, 1).reshape(rows, -1), b.reshape(-1, columns), beta=beta, alpha=alpha)
 
 
 @implements(aten.addr.default)
 def addr(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha times the outer product."""
-    return _multiply_and_add(start, a.unsqueeze(1), b.unsqueeze(0), beta, alpha)
+    return addmm(start, a.unsqueeze(1), b.unsqueeze(0), beta=beta, alpha=alpha)
 
 
 @implements_beyond_float64(aten._trilinear.default)
@@ -209,12 +198,7 @@ def grouped_mm(
         raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
     form = result_type((a, b), out_dtype)
     left, right = to_components(a, form.device), to_components(b, form.device)
-    if form.scaled:
-        return make_result(
-            arithmetic.grouped_matmul(left, right, offs, count_float64_components(form), torch.float64), form
-        )
-    count = 1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components
-    return make_result(arithmetic.grouped_matmul(left, right, offs, count, form.dtype), form)
+    return make_result(arithmetic.grouped_matmul(left, right, offs, *choose_working_type(form)), form)
 
 
 def repeat_sizes(value: Sequence[int], count: int) -> list[int]:
@@ -244,13 +228,9 @@ def _convolve(x: Any, weight: Any, setup: dict) -> Any:
     columns = _view_window_matrices(pad_borders(x, setup["padding"]), kernel, stride, dilation, groups)
     matrix = weight.reshape(groups, weight.shape[0] // groups, -1)
     out = torch.matmul(matrix, columns)
-    sizes = _find_output_sizes(x.shape[2:], setup)
+    every = zip(x.shape[2:], kernel, stride, dilation, setup["padding"])
+    sizes = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in every]
     return out.reshape([x.shape[0], weight.shape[0], *sizes])
-
-
-def _find_output_sizes(sizes: Sequence[int], setup: dict) -> list[int]:
-    every = zip(sizes, setup["kernel"], setup["stride"], setup["dilation"], setup["padding"])
-    return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in every]
 
 
 def _compute_input_gradient(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> Any:
@@ -365,12 +345,7 @@ def fold_windows(columns: Any, size: Sequence[int], places: Sequence[int], setup
 def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> Any:
     """Run one of arithmetic's functions of matrices and return results of a type."""
     parts = [to_components(x, form.device) for x in operands]
-    if form.scaled:
-        results = function(*parts, count_float64_components(form), torch.float64)
-    else:
-        results = function(
-            *parts, 1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components, form.dtype
-        )
+    results = function(*parts, *choose_working_type(form))
     if isinstance(results[0], Tensor):
         return make_result(results, form)
     return tuple(make_result(result, form) for result in results)
@@ -402,29 +377,9 @@ def refine_lu_factors(a: Any, components: int) -> tuple[Tensor, Tensor]:
     return (lower.tril(-1) + upper.triu()).to(a.dtype), pivots
 
 
-def _run_each_with_info(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
-    """Run a function on each matrix of a stack; return results and info: 0, or the size where a result is NaN.
-
-    torch's functions without _ex raise where one is not 0.
-    """
-    first = operands[0]
-    try:
-        return function(*operands), torch.zeros(first.shape[:-2], dtype=torch.int32, device=first.device)
-    except torch.linalg.LinAlgError:
-        shape = torch.broadcast_shapes(*(x.shape[:-2] for x in operands))
-        if not shape:
-            size = torch.tensor(first.shape[-1], dtype=torch.int32, device=first.device)
-            return torch.full_like(operands[-1], float("nan")), size
-    stacks = [x.expand(*shape, *x.shape[-2:]).flatten(0, len(shape) - 1) for x in operands]
-    made, found = zip(
-        *(_run_each_with_info(function, *matrices) for matrices in zip(*stacks, strict=True)), strict=True
-    )
-    return torch.stack(made).unflatten(0, shape), torch.stack(found).reshape(shape)
-
-
-def _check_solver_information(information: Tensor, name: str, check_errors: bool) -> None:
-    if check_errors:
-        aten._linalg_check_errors.default(information, name, is_matrix=information.dim() == 0)
+def _make_information(a: Any) -> Tensor:
+    """Return zeros, one for each matrix of a stack: where one has no result, an error is raised."""
+    return torch.zeros(a.shape[:-2], dtype=torch.int32, device=a.device)
 
 
 def _solve_system(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
@@ -441,12 +396,9 @@ def _solve_system(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
 
 @implements(aten._linalg_solve_ex.default)
 def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, ...]:
-    """Return the solution of a linear system, and which matrices are singular."""
-    form, vector = result_type((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
-    columns = b.unsqueeze(-1) if vector else b
-    x, information = _run_each_with_info(lambda a, b: _solve_system(a, b, left, form), a, columns)
-    _check_solver_information(information, "torch.linalg.solve_ex", check_errors)
-    return (x.squeeze(-1) if vector else x), *_factor_for_backward(a, solves_by_transpose()), information
+    """Return the solution of a linear system."""
+    x = _solve_system(a, b, left, result_type((a, b)))
+    return x, *_factor_for_backward(a, solves_by_transpose()), _make_information(a)
 
 
 @implements(aten.linalg_lu_solve.default)
@@ -468,10 +420,8 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
 
 @implements(aten.linalg_inv_ex.default)
 def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the inverse, and which matrices are singular."""
-    found, information = _run_each_with_info(lambda a: _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), a)
-    _check_solver_information(information, "torch.linalg.inv_ex", check_errors)
-    return found, information
+    """Return the inverse."""
+    return _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), _make_information(a)
 
 
 @implements(aten._linalg_det.default)
@@ -489,10 +439,8 @@ def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
 
 @implements(aten.linalg_cholesky_ex.default)
 def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the triangular root of a positive definite matrix, and which matrices are not."""
-    root, information = _run_each_with_info(lambda a: cholesky(a, upper), a)
-    _check_solver_information(information, "torch.linalg.cholesky_ex", check_errors)
-    return root, information
+    """Return the triangular root of a positive definite matrix."""
+    return cholesky(a, upper), _make_information(a)
 
 
 @implements(aten.cholesky.default)
@@ -539,16 +487,6 @@ def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitrian
         ones = torch.ones(a.shape[:-1], dtype=torch.float64, device=a.device)
         triangle = triangle - torch.diag_embed(triangle.diagonal(dim1=-2, dim2=-1)) + torch.diag_embed(ones)
     return _solve_system(triangle, b, left, form)
-
-
-@implements(aten.triangular_solve.default)
-def triangular_solve(
-    b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False
-) -> tuple[Tensor, Tensor]:
-    """torch.triangular_solve, the deprecated operator that also returns its matrix."""
-    turned = a.mT if transpose else a
-    x = solve_triangular(turned, b, upper=upper != transpose, unitriangular=unitriangular)
-    return x, a.clone()
 
 
 @implements(aten.cholesky_solve.default)

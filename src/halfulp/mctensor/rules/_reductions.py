@@ -15,7 +15,15 @@ from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
 from .._derivation import choose_float64_or_rule, implements_beyond_exact_float64, implements_beyond_float64
 from .._mctensor import MCTensor, implements
-from .._result_type import ResultType, count_float64_components, make_result, result_type, run_function, to_components
+from .._result_type import (
+    ResultType,
+    choose_working_type,
+    count_float64_components,
+    make_result,
+    result_type,
+    run_function,
+    to_components,
+)
 from ._memory import apply_to_components
 
 aten = torch_operators("aten")
@@ -56,25 +64,15 @@ def _count_working_components(form: ResultType, parts: Parts) -> int:
     return max(form.components, len(parts))
 
 
-def _make_reduction_rules(function: Callable) -> tuple[Callable, Callable]:
-    """Return the rules of a reduction of all elements, and of one over dimensions."""
-
-    def reduce_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
-        return run_reduction(function, x, None, False, dtype)
-
-    def reduce_some(x: MCTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-        return run_reduction(function, x, dim, keepdim, dtype)
-
-    return reduce_all, reduce_some
-
-
-for _function, *_operators in (
+for _function, _of_all, _of_some in (
     (arithmetic.total, aten.sum.default, aten.sum.dim_IntList),
     (arithmetic.average, aten.mean.default, aten.mean.dim),
     (arithmetic.product, aten.prod.default, aten.prod.dim_int),
 ):
-    for _operator, _rule in zip(_operators, _make_reduction_rules(_function)):
-        implements(_operator)(_rule)
+    implements(_of_all)(lambda x, *, dtype=None, f=_function: run_reduction(f, x, None, False, dtype))
+    implements(_of_some)(
+        lambda x, dim, keepdim=False, *, dtype=None, f=_function: run_reduction(f, x, dim, keepdim, dtype)
+    )
 
 
 @implements(aten.nansum.default)
@@ -136,10 +134,7 @@ def _compute_finite_norm(
     return size.pow(ord).sum(dims, keepdim).pow(root)
 
 
-@implements(aten.norm.Scalar)
-def norm_all(x: MCTensor, p: Any = 2) -> Tensor:
-    """Return the norm of all elements."""
-    return torch.linalg.vector_norm(x, 2 if p is None else p)
+implements(aten.norm.Scalar)(lambda x, p=2: torch.linalg.vector_norm(x, 2 if p is None else p))
 
 
 @implements(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
@@ -211,7 +206,7 @@ def exact_partial_sum(a: Any, b: Any, dim: list[int]) -> Tensor:
 
 
 def _round_accumulators(words: Tensor, shape: torch.Size, dim: list[int], keepdim: bool, form: ResultType) -> Tensor:
-    count, dtype = (count_float64_components(form), torch.float64) if form.scaled else (form.components, form.dtype)
+    count, dtype = choose_working_type(form)
     parts: list[Tensor] = []
     for _ in range(count):
         part = exact_round(words, dtype)

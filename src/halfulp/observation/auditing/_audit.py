@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..._qualified_names import make_name_pattern
-from .._finding import Finding, Severity, describe_names, find_worst_severity, group_causes_as_dicts, listing
+from .._finding import Finding, Severity, describe_names, find_worst_severity, format_findings, group_causes_as_dicts
 from .._record import RealisedChanges, to_plain_data
 from ..page import write_page
 
@@ -38,7 +38,6 @@ class TensorStatistics:
         nan, infinite, zeros: counts of elements.
         saturated: elements at the largest finite magnitude of the dtype.
         constant: the value of all elements where it is one, else None.
-        storage: "plain", "scaled", or the number of components of a multi-component tensor ("2 components").
     """
 
     dtype: torch.dtype
@@ -47,7 +46,6 @@ class TensorStatistics:
     zeros: int = 0
     saturated: int = 0
     constant: float | None = None
-    storage: str = "plain"
 
     @property
     def nonfinite(self) -> int:
@@ -66,10 +64,8 @@ class TensorAudit:
             integers, "unknown" else.
         a, b: what each checkpoint holds.
         unchanged: elements with the same value (NaN equals NaN, and -0 equals +0).
-        histogram: finite elements that changed, by floor(log2 |change in ulps|).
         mean, median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
             as 0. The median is exact below 64 ulps and within 1/32 of itself above. NaN where there is no such element.
-        companions_moved: whether another component changed; None without components.
         status: the first that holds of: it has NaN or infinity that A did not have, the dtype changed, nothing moved,
             the mean change is below the share asked for, B is constant and A is not, it moved.
     """
@@ -81,11 +77,9 @@ class TensorAudit:
     a: TensorStatistics
     b: TensorStatistics
     unchanged: int
-    histogram: Mapping[int, int]
     mean: float
     median: float
     largest: float
-    companions_moved: bool | None
     status: TensorStatus
 
     @property
@@ -95,7 +89,7 @@ class TensorAudit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data that JSON can hold."""
-        both = ("nan", "infinite", "zeros", "saturated", "constant", "storage")
+        both = ("nan", "infinite", "zeros", "saturated", "constant")
         return {
             "name": self.name,
             "dtypes": to_plain_data([self.a.dtype, self.b.dtype]),
@@ -103,7 +97,6 @@ class TensorAudit:
             "role": self.role,
             "status": self.status,
             "share_unchanged": self.share_unchanged,
-            "histogram": {str(key): count for key, count in sorted(self.histogram.items())},
             **{f"{key}_change_ulps": to_plain_data(getattr(self, key)) for key in ("largest", "median", "mean")},
             **{key: to_plain_data([getattr(self.a, key), getattr(self.b, key)]) for key in both},
         }
@@ -123,7 +116,6 @@ class StateAudit:
         compensated: whether low bits, a residual or master weights lie beside the parameter.
         compensation_moved: whether those changed; None without them or where A has none.
         all_zero: whether its first moment is all zeros: no gradient has arrived for long.
-        unchanged: share of unchanged elements of its second moment and of averages.
         nonfinite: NaN and infinities of each state, in A and B; states without any are left out.
         update: the last update, computed from B's states and learning rate, under nearest rounding.
         lost_by: weight update -> share of that update's elements that it would lose.
@@ -141,7 +133,6 @@ class StateAudit:
     compensated: bool = False
     compensation_moved: bool | None = None
     all_zero: bool = False
-    unchanged: Mapping[str, float] = field(default_factory=dict)
     nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     update: RealisedChanges | None = None
     lost_by: Mapping[str, float] = field(default_factory=dict)
@@ -251,7 +242,7 @@ class Audit:
     def __str__(self) -> str:
         """Return the findings, the worst first, then what is to be said of each group of tensors."""
         groups = [f"{group.pattern} ({group.dtypes}): {group.verdict}" for group in self.groups()]
-        return "\n".join([*listing(self.findings), *(groups or ["no tensors"]), *self.unseen])
+        return "\n".join([*format_findings(self.findings), *(groups or ["no tensors"]), *self.unseen])
 
 
 def _make_layer_group(rows: list[TensorAudit], found: Finding | None, share: float) -> LayerGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -53,7 +54,11 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
         known = isinstance(number, int | float) and not isinstance(number, bool)
         if number is not None and not (known and 0 <= number <= sys.float_info.max):
             raise ValueError(f"{name}={number!r}: give a number from 0 on")
-    if _is_same_checkpoint(a, b):
+    is_same = a is b
+    if isinstance(a, str | os.PathLike) and isinstance(b, str | os.PathLike):
+        with contextlib.suppress(OSError, ValueError):  # what is not there is said when it is opened
+            is_same = Path(a).samefile(b)
+    if is_same:
         same = a_kind(a) if isinstance(a, Mapping) else a
         raise ValueError(f"A and B are the same checkpoint, {same}: give an earlier and a later one of a run")
     before, after = _open_given(a, "A"), _open_given(b, "B")
@@ -67,7 +72,13 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
             earlier.setdefault(tied, earlier[held])
     tensors = compare_tensors(before, after, set(earlier) | set(later), share)
     states = compare_states(earlier, later, after, lr)
-    contract = _compare_contracts(before, after, unseen)
+    contract: tuple[tuple[str, str], ...] = ()
+    if before.contract is not None and after.contract is not None:
+        try:
+            contracts = Contract.from_dict(before.contract), Contract.from_dict(after.contract)
+            contract = tuple((one.name, one.words) for one in list_contract_differences(*contracts))
+        except ValueError as error:
+            unseen.append(f"the precision contracts were not compared: {error}")
     unseen += [said for said in after.unseen if said not in unseen]
     said = tuple(dict.fromkeys(unseen))
     made = Audit(tensors, states, share, contract, said, states_complete=complete)
@@ -80,23 +91,3 @@ def _open_given(given: CheckpointOrPath, which: str) -> Checkpoint:
     if isinstance(given, str | os.PathLike):
         return open_checkpoint(Path(given))
     raise TypeError(f"checkpoint {which} is {a_kind(given)}: give a path or a state_dict")
-
-
-def _is_same_checkpoint(a: CheckpointOrPath, b: CheckpointOrPath) -> bool:
-    if isinstance(a, str | os.PathLike) and isinstance(b, str | os.PathLike):
-        try:
-            return Path(a).samefile(b)
-        except (OSError, ValueError):  # what is not there is said when it is opened
-            return False
-    return a is b
-
-
-def _compare_contracts(a: Checkpoint, b: Checkpoint, unseen: list[str]) -> tuple[tuple[str, str], ...]:
-    if a.contract is None or b.contract is None:
-        return ()
-    try:
-        held = Contract.from_dict(a.contract), Contract.from_dict(b.contract)
-    except ValueError as error:
-        unseen.append(f"the precision contracts were not compared: {error}")
-        return ()
-    return tuple((one.name, one.words) for one in list_contract_differences(*held))

@@ -14,7 +14,7 @@ from ..._messages import listed
 from ...formats import Format
 from ...rounding import quantize
 from .._record import RealisedChanges
-from .._text import FLOAT32_PRECISION, get_precision, is_narrow_dtype
+from .._text import FLOAT32_PRECISION, get_precision
 from ..checkpoints._files import Checkpoint, StoredTensor, split_tensors
 from ..checkpoints._names import NamedParameterState
 from ._audit import SECOND_MOMENTS, StateAudit
@@ -31,31 +31,22 @@ def compare_states(
     a: Mapping[str, NamedParameterState], b: Mapping[str, NamedParameterState], weights: Checkpoint, lr: float | None
 ) -> dict[str, StateAudit]:
     """Compare the optimizer states of two checkpoints, by parameter."""
-    found = {}
-    reasons: dict[str, list[str]] = {}
+    found, missing = {}, []
     for name, after in b.items():
-        if name in weights.tensors and (after.tensors or after.values):
-            found[name] = _compare_parameter_states(name, a.get(name), after, weights.tensors[name], lr)
-            reason = _explain_missing_update(found[name], _get_state_tensors(after), weights.tensors[name])
-            if reason is not None:
-                reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
-        weights.unseen.append(f"the last updates of {listed(names)} were not computed again: {reason}")
+        if name not in weights.tensors or not (after.tensors or after.values):
+            continue
+        weight = weights.tensors[name]
+        state = found[name] = _compare_parameter_states(name, a.get(name), after, weight, lr)
+        is_rounded = not state.compensated and state.weight_update in (None, "nearest")
+        is_number = get_precision(weight.dtype) is not None and weight.numel > 0
+        if state.update is None and is_rounded and is_number and state.dtypes and (state.shapes_match or state.coded):
+            missing.append(name)
+    if missing:
+        weights.unseen.append(
+            f"the last updates of {listed(missing)} were not computed again: that takes states of Adam, Lion or SGD "
+            "that are no codes of 8 bits, their step, and a learning rate above 0 (give lr=)"
+        )
     return found
-
-
-def _explain_missing_update(state: StateAudit, states: Mapping[str, StoredTensor], weight: StoredTensor) -> str | None:
-    """Return why the last update is not known; None where it is, or where nothing of it can be lost."""
-    stays = state.compensated or state.weight_update not in (None, "nearest")
-    if state.update is not None or stays or get_precision(weight.dtype) is None or not weight.numel or not states:
-        return None
-    if not state.options.get("lr"):
-        return "their group has no learning rate, or it is 0; give lr="
-    if state.coded:
-        return f"their states ({listed(states)}) are codes of 8 bits or fewer, or have scales of their own"
-    if state.shapes_match and {"exp_avg", "exp_avg_sq"} <= states.keys() and state.steps[1] is None:
-        return "their states have no step"
-    return f"no rule is known that has the states {listed(states)}" if state.shapes_match else None
 
 
 def _compare_parameter_states(
@@ -74,7 +65,6 @@ def _compare_parameter_states(
     moved = None
     if compensation and all(key in ours for key in compensation):
         moved = any(count_same_elements(ours[key], theirs[key]) < theirs[key].numel for key in compensation)
-    narrow = [key for key in SECOND_MOMENTS if key in ours and key in theirs and is_narrow_dtype(theirs[key].dtype)]
     weight_update = _name_weight_update(after.options, theirs)
     to_nearest = not compensation and weight_update in (None, "nearest")
     numbers = weight.dtype.is_floating_point and get_precision(weight.dtype) is not None
@@ -89,7 +79,6 @@ def _compare_parameter_states(
         bool(compensation),
         moved,
         any(_count_elements(theirs[key], lambda part: part != 0) == 0 for key in _FIRST_MOMENTS if key in theirs),
-        {key: count_same_elements(ours[key], theirs[key]) / max(1, theirs[key].numel) for key in narrow},
         {
             key: (_count_nonfinite(ours.get(key)), found)
             for key, one in theirs.items()

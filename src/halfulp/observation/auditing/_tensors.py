@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,11 +187,6 @@ class TensorDifferences:
     largest: float = 0.0
     first: tuple[float, float] | None = None
 
-    def histogram(self) -> dict[int, int]:
-        """Return the changed elements by floor(log2 |change in ulps|)."""
-        binades = self.table.reshape(BINADES, -1).sum(1)
-        return {int(k) + LOWEST: int(binades[k]) for k in np.flatnonzero(binades)}
-
     def median(self) -> float:
         """Return the lower median of |change in ulps| over finite elements, unchanged ones as 0; NaN without any."""
         finite = int(self.counts[FINITE])
@@ -205,11 +198,6 @@ class TensorDifferences:
             return 0.0
         slot = int(np.searchsorted(np.cumsum(self.table), rank - still, side="right"))
         return math.ldexp(1 + (slot % (1 << FINE)) / (1 << FINE), (slot >> FINE) + LOWEST)
-
-    def mean(self) -> float:
-        """Return the mean of |change in ulps| over finite elements; NaN without any."""
-        finite = int(self.counts[FINITE])
-        return self.total / finite if finite else math.nan
 
 
 def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
@@ -272,41 +260,18 @@ def _measure_by_reference(table: Table, parts: list[Tensor], constants: list[int
     return np.array([run_on_tensors(table.trace, [*parts, slots], inputs)[1]]), slots[0].numpy()
 
 
-_COMPANION_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
-_StoredPair = tuple[StoredTensor, StoredTensor]
-
-
 def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: float) -> dict[str, TensorAudit]:
     """Return how each tensor of A differs from that of its name in B."""
-    sides = _split_companions(a.tensors), _split_companions(b.tensors)
-    _check_names(a, b, sides[0][0], sides[1][0])
-    found = {}
-    for name, before in sides[0][0].items():
-        if name not in sides[1][0]:
-            continue
-        after = sides[1][0][name]
-        beside = sides[0][1].get(name, {}), sides[1][1].get(name, {})
-        found[name] = _compare_tensor(name, (before, after), beside, parameters, share)
-    return found
+    _check_names(a, b)
+    return {
+        name: _compare_tensor(name, (stored, b.tensors[name]), parameters, share)
+        for name, stored in a.tensors.items()
+        if name in b.tensors
+    }
 
 
-def _split_companions(
-    tensors: Mapping[str, StoredTensor],
-) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
-    """Return tensors by name, and the scales and further components beside each of them."""
-    bases: dict[str, StoredTensor] = {}
-    beside: dict[str, dict[str, StoredTensor]] = {}
-    for name, stored in tensors.items():
-        match = _COMPANION_PATTERN.search(name)
-        base = name[: match.start()] if match else ""
-        if match and base in tensors:
-            beside.setdefault(base, {})[match[1]] = stored
-        else:
-            bases[name] = stored
-    return bases, beside
-
-
-def _check_names(a: Checkpoint, b: Checkpoint, ours: dict[str, StoredTensor], theirs: dict[str, StoredTensor]) -> None:
+def _check_names(a: Checkpoint, b: Checkpoint) -> None:
+    ours, theirs = a.tensors, b.tensors
     missing = _leave_out_tied_names(a, [name for name in ours if name not in theirs])
     foreign = _leave_out_tied_names(b, [name for name in theirs if name not in ours])
     # Averages are kept from some step on, by some runs.
@@ -344,11 +309,7 @@ def _leave_out_tied_names(checkpoint: Checkpoint, names: list[str]) -> list[str]
 
 
 def _compare_tensor(
-    name: str,
-    pair: _StoredPair,
-    beside: tuple[dict[str, StoredTensor], dict[str, StoredTensor]],
-    parameters: set[str],
-    share: float,
+    name: str, pair: tuple[StoredTensor, StoredTensor], parameters: set[str], share: float
 ) -> TensorAudit:
     if all(one.dtype.is_complex for one in pair):
         a, b = (_view_as_real_parts(one) for one in pair)
@@ -359,24 +320,25 @@ def _compare_tensor(
     if numbers:
         add_differences(found, a.read(), b.read())
     unchanged = int(found.counts[SAME]) if numbers else count_same_elements(a, b)
-    moved = None if not beside[0] and not beside[1] else _have_companions_moved(*beside)
-    before = _make_statistics(pair[0].dtype, a, found, A_NAN, 0, _name_storage(beside[0]), numbers)
-    after = _make_statistics(pair[1].dtype, b, found, B_NAN, 1, _name_storage(beside[1]), numbers)
-    mean = found.mean()
+    before = _make_statistics(pair[0].dtype, a, found, A_NAN, 0, numbers)
+    after = _make_statistics(pair[1].dtype, b, found, B_NAN, 1, numbers)
+    finite = int(found.counts[FINITE])
+    mean = found.total / finite if finite else math.nan
+    is_average = name.startswith("ema.") or name.rpartition(".")[2] in RUNNING_STATISTICS
+    role: TensorRole = "buffer" if not numbers else "average" if is_average else "unknown"
+    role = "parameter" if name in parameters else role
     return TensorAudit(
         name,
         pair[0].shape,
         a.numel,
-        _choose_role(name, numbers, parameters),
+        role,
         before,
         after,
         unchanged,
-        found.histogram(),
         mean,
         found.median(),
-        found.largest if found.counts[FINITE] else math.nan,
-        moved,
-        _choose_status(before, after, unchanged == a.numel and not moved, mean < share and not moved),
+        found.largest if finite else math.nan,
+        _choose_status(before, after, unchanged == a.numel, mean < share),
     )
 
 
@@ -402,43 +364,16 @@ def _view_as_real_parts(stored: StoredTensor) -> StoredTensor:
     )
 
 
-def _choose_role(name: str, numbers: bool, parameters: set[str]) -> TensorRole:
-    if name in parameters:
-        return "parameter"
-    if not numbers:
-        return "buffer"
-    return "average" if name.startswith("ema.") or name.rpartition(".")[2] in RUNNING_STATISTICS else "unknown"
-
-
 def _make_statistics(
-    dtype: torch.dtype,
-    stored: StoredTensor,
-    found: TensorDifferences,
-    place: int,
-    which: int,
-    storage: str,
-    numbers: bool,
+    dtype: torch.dtype, stored: StoredTensor, found: TensorDifferences, place: int, which: int, numbers: bool
 ) -> TensorStatistics:
     if not numbers or not stored.numel:
-        return TensorStatistics(dtype, storage=storage)
+        return TensorStatistics(dtype)
     nan, infinite, zeros, top, varies = (int(count) for count in found.counts[place : place + 5])
     constant = None
     if stored.numel > 1 and found.first is not None and not nan:
         constant = 0.0 if zeros == stored.numel else None if varies else found.first[which]
-    return TensorStatistics(dtype, nan, infinite, zeros, top, constant, storage)
-
-
-def _name_storage(beside: Mapping[str, StoredTensor]) -> str:
-    components = sum(key.startswith("component_") and key != "component_scale" for key in beside)
-    if components:
-        return f"{1 + components} components"
-    return "scaled" if beside else "plain"
-
-
-def _have_companions_moved(a: Mapping[str, StoredTensor], b: Mapping[str, StoredTensor]) -> bool:
-    if a.keys() != b.keys():
-        return True
-    return any(count_same_elements(a[key], b[key]) < a[key].numel for key in a)
+    return TensorStatistics(dtype, nan, infinite, zeros, top, constant)
 
 
 def count_same_elements(a: StoredTensor, b: StoredTensor) -> int:

@@ -8,7 +8,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,9 +115,6 @@ _READING_ERRORS = (
 def load_torch_file(path: Path) -> Any:
     """Load a file of torch.save, memory-mapped if it is a zip archive, as torch has written since 1.6."""
     is_zip = zipfile.is_zipfile(path)
-    with path.open("rb") as file:
-        if file.read(4) == b"PK\x03\x04" and not is_zip:
-            raise ValueError(f"{path} is truncated: its end is missing; copy it again, or take another checkpoint")
     try:
         if not is_zip or all(one.compress_type == zipfile.ZIP_STORED for one in zipfile.ZipFile(path).infolist()):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
@@ -189,8 +186,8 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
-    """Return a folder's entries by their path in the saved dict: Stored tensors, and plain values."""
+def open_dcp(folder: Path) -> tuple[dict[Any, Any], list[str]]:
+    """Return what a folder holds as the nested dict that was saved: Stored tensors, and plain values."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
     index = _read_dcp_index(folder)
@@ -229,7 +226,13 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
                 found[path] = torch.load(content, map_location="cpu", weights_only=True)
             except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
                 unseen.append(f"{name!r} was not loaded: it is damaged, or holds more than plain data")
-    return found, unseen
+    nested: dict[Any, Any] = {}
+    for path, value in found.items():
+        at = nested
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = value
+    return nested, unseen
 
 
 def is_inside_folder(name: object) -> bool:
@@ -270,37 +273,19 @@ def _read_dcp_index(folder: Path) -> Any:
         ) from None
 
 
-_PARTITION_PATTERN = re.compile(
-    r"^(zero_pp_rank_\d+_)?(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt$"
-)
-_LAYER_FILE_PATTERN = re.compile(r"^layer_\d+-model_\d+-model_states\.pt$")
-_STEP_FOLDER_PATTERN = re.compile(r"^global_step\d+(_universal)?$")
-PARTITION_REMEDY = (
-    "make whole weights of it by the zero_to_fp32.py that lies beside it (python zero_to_fp32.py FOLDER OUT), and give "
-    "those; or save with stage3_gather_16bit_weights_on_model_save"
-)
+_PARTITION_PATTERN = re.compile(r"(mp_rank_\d+_(model|optim)_states|^layer_\d+-model_\d+-model_states)\.pt$")
 
 
-def is_deepspeed_partition(name: str) -> bool:
-    """Return whether a file's name is that of a partition of DeepSpeed's.
-
-    >>> is_deepspeed_partition("zero_pp_rank_0_mp_rank_00_optim_states.pt"), is_deepspeed_partition("model_states.pt")
-    (True, False)
-    """
-    return bool(_PARTITION_PATTERN.match(name) or _LAYER_FILE_PATTERN.match(name))
+def find_deepspeed_partition(path: Path) -> str | None:
+    """Return the name of the first of DeepSpeed's partitions in a folder or its steps' folders, or of the file."""
+    inside = [*path.iterdir(), *path.glob("global_step*/*")] if path.is_dir() else [path]
+    return min((one.name for one in inside if _PARTITION_PATTERN.search(one.name)), default=None)
 
 
-def find_deepspeed_partitions(folder: Path) -> list[str]:
-    """Return the names of DeepSpeed's partitions in a folder, or of the folders that have them."""
-    inside = sorted(folder.iterdir())
-    return [
-        path.name
-        for path in inside
-        if is_deepspeed_partition(path.name) or (path.is_dir() and _STEP_FOLDER_PATTERN.match(path.name))
-    ]
-
-
-def make_partition_error(path: Path, names: Iterable[str]) -> ValueError:
+def make_partition_error(path: Path, name: str) -> ValueError:
     """Return the error for a file or folder of partitions alone."""
-    first = next(iter(names))
-    return ValueError(f"{path} holds DeepSpeed's ZeRO partitions ({first}), which are not read: {PARTITION_REMEDY}")
+    return ValueError(
+        f"{path} holds DeepSpeed's ZeRO partitions ({name}), which are not read: make whole weights of it by the "
+        "zero_to_fp32.py that lies beside it (python zero_to_fp32.py FOLDER OUT), and give those; or save with "
+        "stage3_gather_16bit_weights_on_model_save"
+    )

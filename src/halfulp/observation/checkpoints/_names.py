@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,22 @@ def order_by_config(config: Path, tensors: Mapping[str, StoredTensor]) -> tuple[
 
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
-COMPANION_SUFFIXES = (".component_1", ".component_2", ".component_3", ".component_scale", ".payload_scale")
+_COMPANION_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
+
+
+def refuse_tensor_parts(names: Collection[str]) -> None:
+    """Raise NotImplementedError where parts of tensors of several components or with a scale are among tensors."""
+    parts = [name for name in names if (match := _COMPANION_PATTERN.search(name)) and name[: match.start()] in names]
+    if parts:
+        raise _make_parts_error(parts)
+
+
+def _make_parts_error(names: Sequence[str]) -> NotImplementedError:
+    return NotImplementedError(
+        f"{listed(names)} are parts of tensors of several components or with a scale, whose updates are not those of "
+        "plain floating-point numbers: forecast the model before it is converted, and audit decoded values, "
+        "{name: x.decode() for name, x in model.named_parameters()}"
+    )
 
 
 @dataclass(slots=True)
@@ -112,8 +127,13 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
                 f"the optimizer's states of {listed(strange)} were not compared: no tensor of the checkpoint has such "
                 "a name; save weights and states under the same names"
             )
+        left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
         for key, name in names.items():
-            found[name] = _make_named_state(optimizer.state.get(key) or {}, groups[key])
+            state = optimizer.state.get(key) or {}
+            tensors = {key: value for key, value in state.items() if isinstance(value, StoredTensor)}
+            values = {key: value for key, value in state.items() if key not in tensors}
+            options = {key: value for key, value in groups[key].items() if key not in left_out}
+            found[name] = NamedParameterState(tensors, values, options)
     return found
 
 
@@ -122,28 +142,21 @@ def _strip_common_prefix(names: dict[Any, str], tensors: Collection[str]) -> dic
     strange = next((name for name in names.values() if name not in tensors), None)
     if strange is None:
         return names
-    # A prefix of the strange name and what stands in its place, for every tensor whose name ends in the same parts.
-    own = strange.split(".")
-    pairs: dict[tuple[str, str], None] = {}
-    for tensor in tensors:
-        parts = tensor.split(".")
-        ends = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own[::-1], parts[::-1]))
-        if same := len(list(ends)):
-            pairs["".join(f"{part}." for part in own[:-same]), "".join(f"{part}." for part in parts[:-same])] = None
+    # A prefix of the strange name, and what stands in its place before the same rest of a tensor's name.
+    parts = strange.split(".")
+    rests = [".".join(parts[k:]) for k in range(len(parts))]
+    pairs = {
+        (strange.removesuffix(rest), tensor.removesuffix(rest)): None
+        for rest in rests
+        for tensor in tensors
+        if tensor == rest or tensor.endswith(f".{rest}")
+    }
     found = []
     for prefix, other in pairs:
         changed = {key: other + name.removeprefix(prefix) for key, name in names.items()}
         if all(name.startswith(prefix) for name in names.values()) and all(x in tensors for x in changed.values()):
-            found.append(changed)
+            found += [changed] if changed not in found else []
     return found[0] if len(found) == 1 else names
-
-
-def _make_named_state(state: dict[str, Any], group: dict[str, Any]) -> NamedParameterState:
-    tensors = {key: value for key, value in state.items() if isinstance(value, StoredTensor)}
-    values = {key: value for key, value in state.items() if key not in tensors}
-    left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
-    options = {key: value for key, value in group.items() if key not in left_out}
-    return NamedParameterState(tensors, values, options)
 
 
 def _read_saved_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] | None:
@@ -183,11 +196,13 @@ def _assign_names(
     waiting = optimizer.keys
     found = {}
     for name, stored in ordered.items():
-        fitting = [
-            number
-            for number, keys in enumerate(waiting)
-            if keys and _has_parameter_shape(optimizer.state.get(keys[0]), stored.shape)
-        ]
+        fitting = []
+        for number, keys in enumerate(waiting):
+            state = optimizer.state.get(keys[0]) if keys else None
+            shapes = [value.shape for value in (state or {}).values() if isinstance(value, StoredTensor)]
+            # The largest tensor of a parameter's state has its shape.
+            if keys and (not shapes or max(shapes, key=lambda one: (len(one), one)) == stored.shape):
+                fitting.append(number)
         if len(fitting) > 1:
             decaying = decays(name, stored)
             fitting = [n for n in fitting if bool(optimizer.groups[n].get("weight_decay")) == decaying]
@@ -202,7 +217,7 @@ def _list_parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, StoredTensor
     seen: set[object] = set()
     for name, stored in checkpoint.tensors.items():
         last = name.rpartition(".")[2]
-        if last in RUNNING_STATISTICS or name.endswith(COMPANION_SUFFIXES) or name.startswith("ema."):
+        if last in RUNNING_STATISTICS or name.startswith("ema."):
             continue
         if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
             continue
@@ -211,12 +226,6 @@ def _list_parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, StoredTensor
             yield name, stored
         if place is not None:
             seen.add(place)
-
-
-def _has_parameter_shape(state: dict[str, Any] | None, shape: tuple[int, ...]) -> bool:
-    """Return whether a state may be that of a parameter of a shape: its largest tensor has it."""
-    shapes = [value.shape for value in (state or {}).values() if isinstance(value, StoredTensor)]
-    return not shapes or max(shapes, key=lambda one: (len(one), one)) == shape
 
 
 CONTRACT_KEY = "precision_contract"
@@ -238,18 +247,21 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
         raise ValueError(f"{path} holds {a_kind(content)}: give a checkpoint with a model's state_dict")
     leaves: _TensorsByPath = {}
     found = Checkpoint(path, {})
-    for where, leaf in _walk_content(content, ()):
+    for where, leaf in walk_content(content, ()):
         if isinstance(leaf, OptimizerStates):
             found.optimizers.append(leaf)
-        elif isinstance(leaf, _UnreadablePart):
-            found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf.reason}")
+        elif isinstance(leaf, ValueError):
+            found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf}")
         elif where[-1] == CONTRACT_KEY and isinstance(leaf, Mapping):
             found.contract = dict(leaf)
         elif isinstance(leaf, StoredTensor):
             leaves[where] = leaf
         elif isinstance(leaf, Tensor):
-            leaves |= {(*where[:-1], f"{where[-1]}{suffix}"): part for suffix, part in _split_into_entries(leaf)}
+            if isinstance(leaf, MCTensor | ScaledTensor):
+                raise _make_parts_error([".".join(map(str, where))])
+            leaves[where] = wrap_tensor(getattr(leaf, "_local_tensor", leaf))
     found.tensors = _name_model_tensors(leaves, found.unseen)
+    refuse_tensor_parts(found.tensors)
     if not found.tensors:
         rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {listed(content)}"
         rest += f" ({'; '.join(found.unseen)})" if found.unseen else ""
@@ -257,19 +269,8 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
     return found
 
 
-def find_optimizers(content: object) -> list[OptimizerStates]:
-    """Return the states of all optimizers in nested data."""
-    return [leaf for _, leaf in _walk_content(content, ()) if isinstance(leaf, OptimizerStates)]
-
-
-@dataclass(frozen=True, slots=True)
-class _UnreadablePart:
-    """A part of a checkpoint that cannot be compared, and why."""
-
-    reason: str
-
-
-def _walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
+def walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
+    """Yield what nested data holds with its path: leaves, and the states of whole optimizers."""
     if len(where) > _DEEPEST_NESTING:
         raise ValueError(
             f"a checkpoint is nested more than {_DEEPEST_NESTING} levels deep, or holds itself: give the model's "
@@ -282,43 +283,31 @@ def _walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
             if key == CONTRACT_KEY:
                 yield (*where, key), value
             else:
-                yield from _walk_content(value, (*where, key))
+                yield from walk_content(value, (*where, key))
     elif isinstance(content, list | tuple):
         for number, value in enumerate(content):
-            yield from _walk_content(value, (*where, number))
+            yield from walk_content(value, (*where, number))
     elif isinstance(content, Tensor) and (content.layout != torch.strided or content.is_meta):
         kind = "on the meta device, without numbers" if content.is_meta else f"a tensor of layout {content.layout}"
-        yield where, _UnreadablePart(f"it is {kind}")
+        yield where, ValueError(f"it is {kind}")
     elif where:
         yield where, content
 
 
-def _read_optimizer_states(content: Mapping[Any, Any]) -> OptimizerStates | _UnreadablePart:
+def _read_optimizer_states(content: Mapping[Any, Any]) -> OptimizerStates | ValueError:
     state, groups = content.get("state") or {}, content["param_groups"]
     groups = list(groups.values()) if isinstance(groups, Mapping) else groups
     whole = isinstance(state, Mapping) and isinstance(groups, list | tuple)
     if not whole or not all(
         isinstance(group, Mapping) and isinstance(group.get("params") or (), list | tuple) for group in groups
     ):
-        return _UnreadablePart("its param_groups and state are not those of a torch optimizer")
+        return ValueError("its param_groups and state are not those of a torch optimizer")
     kept = {
         key: {name: wrap_tensor(one) if isinstance(one, Tensor) else one for name, one in value.items()}
         for key, value in state.items()
         if isinstance(value, Mapping)
     }
     return OptimizerStates(kept, [dict(group) for group in groups])
-
-
-def _split_into_entries(tensor: Tensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield a tensor as a state_dict names its parts."""
-    if isinstance(tensor, MCTensor):
-        for number, part in enumerate(tensor.components):
-            yield f".component_{number}" if number else "", wrap_tensor(part)
-    elif isinstance(tensor, ScaledTensor):
-        yield "", wrap_tensor(tensor.decode(), False)
-        yield ".payload_scale", wrap_tensor(tensor.scale)
-    else:
-        yield "", wrap_tensor(getattr(tensor, "_local_tensor", tensor))
 
 
 def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, StoredTensor]:

@@ -12,31 +12,22 @@ from ...optim.parameters._random_identity import plain_names
 from ._files import (
     METADATA_FILE,
     Checkpoint,
+    OptimizerStates,
     StoredTensor,
-    find_deepspeed_partitions,
-    is_deepspeed_partition,
+    find_deepspeed_partition,
     is_inside_folder,
     load_torch_file,
     make_partition_error,
     open_dcp,
     open_safetensors,
 )
-from ._names import CONTRACT_KEY, find_optimizers, read_checkpoint_content
+from ._names import CONTRACT_KEY, read_checkpoint_content, refuse_tensor_parts, walk_content
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_WEIGHT_FILE_STEMS = (
-    "model",
-    "pytorch_model",
-    "adapter_model",
-    "diffusion_pytorch_model",
-    "consolidated",
-    "weights",
-    "checkpoint",
-)
+_WEIGHT_FILE_STEMS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
 _NO_WEIGHTS_PATTERN = re.compile(r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I)
 _NUMBERED_OPTIMIZER_PATTERN = re.compile(r"^optimizer_\d+\.(pt|bin|pth)$")
-_SHARD_NUMBER_PATTERN = re.compile(r"-(\d+)-of-(\d+)$")
 CHECKPOINT_REMEDY = "give a file of safetensors or torch.save, a sharded folder with its index, or a DCP folder"
 
 
@@ -60,6 +51,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; {CHECKPOINT_REMEDY}") from None
     if not found.tensors:
         raise ValueError(f"{path} holds no tensors: {CHECKPOINT_REMEDY}")
+    refuse_tensor_parts(found.tensors)
     if not any(stored.numel for stored in found.tensors.values()):
         raise ValueError(f"{path} holds only empty tensors, as ZeRO-3 leaves them: give a checkpoint of whole weights")
     found.path = str(path)
@@ -69,36 +61,37 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def _open_file(path: Path) -> Checkpoint:
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty: {CHECKPOINT_REMEDY}")
-    if is_deepspeed_partition(path.name):
-        raise make_partition_error(path, [path.name])
+    if (partition := find_deepspeed_partition(path)) is not None:
+        raise make_partition_error(path, partition)
     if path.name.endswith(".index.json"):
         return _open_sharded(path)
-    if path.suffix == ".safetensors" or _is_safetensors_file(path):
+    with path.open("rb") as file:
+        head = file.read(9)
+    is_safe = head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
+    if path.suffix == ".safetensors" or is_safe:
         return _open_safetensors([path])
     return read_checkpoint_content(load_torch_file(path), str(path))
 
 
-def _is_safetensors_file(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(9)
-    return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
-
-
 def _open_folder(folder: Path) -> Checkpoint:
     if (folder / METADATA_FILE).is_file():
-        return _open_dcp_folder(folder)
-    partitioned = find_deepspeed_partitions(folder)
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in partitioned)
-    if partitioned and not any(_holds_weights(path) for path in files):
-        raise make_partition_error(folder, partitioned)
+        content, unseen = open_dcp(folder)
+        found = read_checkpoint_content(content, str(folder))
+        found.unseen += unseen
+        found.ordered = False
+        return found
+    partition = find_deepspeed_partition(folder)
+    files = sorted(path for path in folder.iterdir() if path.is_file() and find_deepspeed_partition(path) is None)
+    weights = [path.name for path in files if path.suffix in (".safetensors", *_TORCH_SUFFIXES)]
+    if partition is not None and all(map(_NO_WEIGHTS_PATTERN.match, weights)):
+        raise make_partition_error(folder, partition)
     found = _open_weight_files(folder, files)
-    if partitioned:
-        found.unseen.append(
-            f"{listed(partitioned)} hold DeepSpeed's partitions of the optimizer's states, which were not compared"
-        )
+    if partition is not None:
+        found.unseen.append(f"DeepSpeed's partitions of the optimizer's states ({partition}) were not compared")
     for path in (folder / name for name in _OPTIMIZER_FILES):
         if path.is_file() and not found.optimizers:
-            found.optimizers = find_optimizers(load_torch_file(path))
+            leaves = walk_content(load_torch_file(path), ())
+            found.optimizers = [leaf for _, leaf in leaves if isinstance(leaf, OptimizerStates)]
             if not found.optimizers:
                 found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
     more = [path.name for path in files if _NUMBERED_OPTIMIZER_PATTERN.match(path.name)]
@@ -110,12 +103,6 @@ def _open_folder(folder: Path) -> Checkpoint:
     if found.contract is None and beside.is_file():
         found.contract = _parse_json_object(beside.read_text(encoding="utf-8", errors="replace"), beside)
     return found
-
-
-def _holds_weights(path: Path) -> bool:
-    return path.name.endswith(".index.json") or (
-        path.suffix in (".safetensors", *_TORCH_SUFFIXES) and not _NO_WEIGHTS_PATTERN.match(path.name)
-    )
 
 
 def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
@@ -133,11 +120,6 @@ def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
             if rest:
                 found.unseen.append(f"{listed(rest)} lie beside {known[0].name}, and were not compared")
             return found
-        numbered = [match for path in group if (match := _SHARD_NUMBER_PATTERN.search(path.stem))]
-        if group and len(numbered) == len(group):
-            if any(int(match[2]) != len(group) for match in numbered):
-                raise ValueError(f"{folder} has {len(group)} shards of {numbered[-1][2]}: copy the missing ones")
-            return opened(group)
         if group:
             names = listed(path.name for path in group)
             raise ValueError(f"{folder} holds several checkpoints ({names}) and no index: give one of the files")
@@ -190,20 +172,6 @@ def _open_torch_files(paths: list[Path]) -> Checkpoint:
         found.tensors |= part.tensors
         found.optimizers += part.optimizers
         found.unseen += part.unseen
-    return found
-
-
-def _open_dcp_folder(folder: Path) -> Checkpoint:
-    entries, unseen = open_dcp(folder)
-    nested: dict[Any, Any] = {}
-    for path, value in entries.items():
-        at = nested
-        for key in path[:-1]:
-            at = at.setdefault(key, {})
-        at[path[-1]] = value
-    found = read_checkpoint_content(nested, str(folder))
-    found.unseen += unseen
-    found.ordered = False
     return found
 
 

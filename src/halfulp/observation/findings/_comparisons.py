@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ... import formats
 from .._finding import Finding
 from .._record import Difference, Record
-from .._text import compute_confidence, dtype_name, format_percent
+from .._text import compute_confidence, format_percent, name_dtype
 from ._kind import FindingKind, register_finding
 
 # Another order of a layer's sums changes a float32 result by some units in the last place; a rounding to 16 bits that
@@ -71,7 +71,7 @@ class LossCancels(FindingKind):
         losses, gap = sum(step.loss is not None for step in record.history), record.loss_gap
         if gap is None or losses < FEWEST_LOSSES or not gap >= LOSS_GAP_LIMIT:
             return
-        dtype = dtype_name(record.loss_dtype)
+        dtype = name_dtype(record.loss_dtype)
         said = f"neighbouring losses in {dtype} are {gap:.3g} times as far apart as the loss changes from step to step"
         if math.isinf(gap):
             said = f"neighbouring losses in {dtype} are so far apart that the loss stands still"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -151,7 +151,13 @@ def collect_findings(instrument: str, measured: Any) -> list[Finding]:
         classes = {name: f"{len(row.shape)} dimensions" for name, row in measured.tensors.items()}
     most = MOST_FORECAST_CONFIDENCE if instrument == "forecast" else 1.0
     return rank_by_causes(
-        replace(one, confidence=min(most, one.confidence), kind=_find_common_class(one, classes)) for one in found
+        # What a finding's names have in common; nothing where they differ, or are not known.
+        replace(
+            one,
+            confidence=min(most, one.confidence),
+            kind=kinds.pop() if len(kinds := {classes.get(name, "") for name in one.where}) == 1 else one.kind,
+        )
+        for one in found
     )
 
 
@@ -160,9 +166,3 @@ def rank_by_causes(findings: Iterable[Finding]) -> list[Finding]:
     causes = {code: kind.explained_by for code, kind in FINDING_KINDS.items()}
     worst = {code: kind.worst for code, kind in FINDING_KINDS.items()}
     return rank_findings(findings, causes, {code for code, kind in FINDING_KINDS.items() if kind.spreads}, worst)
-
-
-def _find_common_class(finding: Finding, classes: Mapping[str, str]) -> str:
-    """Return what a finding's names have in common; nothing where they differ, or are not known."""
-    found = {classes.get(name, "") for name in finding.where}
-    return found.pop() if len(found) == 1 else finding.kind

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ... import formats
 from .._finding import Finding
 from .._record import Record, TensorRecord
-from .._text import compute_confidence, dtype_name, format_percent, get_precision, is_narrow_dtype
+from .._text import compute_confidence, format_percent, get_precision, is_narrow_dtype, name_dtype
 from ..auditing._audit import Audit
 from ._kind import FindingKind, register_finding
 from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_wide_range, list_tensors
@@ -111,7 +111,7 @@ class PayloadSaturated(FindingKind):
             counts = tensor.formats.get(asked)
             # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
             if counts is not None and asked not in tensor.block_hidden:
-                said = f"beyond {asked}'s largest number{_describe_largest_number(asked)} and reach {tensor.amax:.4g}"
+                said = f"beyond {asked}'s largest number and reach {tensor.amax:.4g}"
                 yield from self._find_saturation(
                     tensor, counts.overflow, counts.elements, asked, said, SCALE_FIRST_CURE
                 )
@@ -151,19 +151,11 @@ class PayloadSaturated(FindingKind):
                 name,
                 "error" if share >= SATURATED_SHARE_ERROR else "warning",
                 0.9,
-                f"{format_percent(share)} of elements at the largest number of {dtype_name(dtype)}",
+                f"{format_percent(share)} of elements at the largest number of {name_dtype(dtype)}",
                 share=share,
                 before=row.a.saturated / max(1, row.numel),
                 elements=row.numel,
             )
-
-
-def _describe_largest_number(name: str) -> str:
-    """Return the largest number of a format between commas; a user's own need not be known by its name."""
-    try:
-        return f", {formats.get(name).max:.6g},"
-    except ValueError:
-        return ""
 
 
 @register_finding
@@ -190,7 +182,7 @@ class QuantizedToZero(FindingKind):
                 tensor.name,
                 "error",
                 compute_confidence(tensor.elements, 8),
-                f"all {tensor.elements} outputs in {dtype_name(tensor.dtype)} are 0, of inputs up to {entered:.3g}",
+                f"all {tensor.elements} outputs in {name_dtype(tensor.dtype)} are 0, of inputs up to {entered:.3g}",
                 elements=tensor.elements,
                 input_amax=entered,
                 steps=tensor.steps,
@@ -205,7 +197,7 @@ class QuantizedToZero(FindingKind):
             if share < 1 or before == 1:
                 sure, said = (
                     0.9,
-                    f"{format_percent(share)} zeros in {dtype_name(row.b.dtype)}, {format_percent(before)} before",
+                    f"{format_percent(share)} zeros in {name_dtype(row.b.dtype)}, {format_percent(before)} before",
                 )
                 if share - before <= 0.5 or row.a.dtype == row.b.dtype:
                     continue

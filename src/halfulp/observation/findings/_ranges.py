@@ -10,9 +10,9 @@ import torch
 
 from ... import formats
 from ...formats import Format
-from .._finding import Finding, Severity, describe_names
-from .._record import ParameterRecord, Record, Role, TensorRecord
-from .._text import compute_confidence, dtype_name, format_percent, pluralize, read_option
+from .._finding import Finding, Severity
+from .._record import Record, Role, TensorRecord
+from .._text import compute_confidence, format_percent, name_dtype, pluralize, read_option
 from ..auditing._audit import Audit, TensorAudit
 from ._kind import FindingKind, register_finding
 
@@ -48,25 +48,6 @@ def measure_subnormal_share(tensor: TensorRecord, format: Format) -> float:
     return below / max(1, count_nonzero(tensor))
 
 
-def is_rounded_to_zero(entered: float, weight: float | None, format: Format) -> bool:
-    """Return whether zeros are what rounding to a format made, and not a mask, a ReLU or a weight that is zero.
-
-    Sums of products of which the largest is below the smallest normal number may be zeros; so may numbers that are
-    handed on, if the format has none as small as half its smallest. float32's range is not left by what trains.
-
-    Args:
-        entered: the largest magnitude of what came in.
-        weight: of what it was multiplied by; None where it was handed on.
-        format: of the zeros; one of 8 bits has a scale, and zeros are the work of a quantizer.
-    """
-    if has_wide_range(format) or format.bits < 16:
-        return False
-    if weight is None:
-        return 0 < entered <= format.smallest_subnormal / 2
-    # A gate that began at zero is as small as its first updates, and zeros behind it are meant.
-    return weight >= format.smallest_normal and 0 < entered * weight < format.smallest_normal
-
-
 def estimate_vanished_share(tensor: TensorRecord, format: Format) -> float:
     """Return an estimate of the share of elements that became zero when they were rounded to a format.
 
@@ -87,11 +68,6 @@ def count_binades_left(tensor: TensorRecord, format: Format) -> float:
 def has_wide_range(format: Format | None) -> bool:
     """Return whether a format reaches as far as float32 does: what leaves it finds no more room in bfloat16 either."""
     return format is not None and format.max >= WIDE_RANGE_MAX
-
-
-def is_unscaled(tensor: TensorRecord) -> bool:
-    """Return whether nothing chooses a scale for the tensor: what does comes close to the largest number on purpose."""
-    return tensor.scale == 1.0
 
 
 def has_scaled_loss(record: Record) -> bool:
@@ -127,8 +103,9 @@ class ActivationUnderflow(FindingKind):
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
                 continue
-            if _has_output_vanished(tensor, held_in):
-                # All are zeros, of which no histogram tells.
+            all_zero = tensor.steps >= FEWEST_ZERO_STEPS and tensor.elements and _is_all_zero(tensor)
+            if all_zero and _is_rounded_to_zero(tensor.input_amax or 0.0, tensor.weight_amax, held_in):
+                # Inputs times weights underflow; of zeros no histogram tells.
                 weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
                 said = f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
                 said += f"{tensor.input_amax:.3g}{weights}"
@@ -160,11 +137,15 @@ class ActivationUnderflow(FindingKind):
         )
 
 
-def _has_output_vanished(tensor: TensorRecord, held_in: Format) -> bool:
-    """Return whether all outputs are zeros because inputs times weights underflow in their format."""
-    if tensor.steps < FEWEST_ZERO_STEPS or not tensor.elements or tensor.zeros < tensor.elements:
+def _is_rounded_to_zero(entered: float, weight: float | None, format: Format) -> bool:
+    """Return whether zeros are what rounding made of inputs times weights, and not a mask, a ReLU or a zero weight."""
+    # float32's range is not left by what trains, and a format of 8 bits has a scale: zeros are a quantizer's work.
+    if has_wide_range(format) or format.bits < 16:
         return False
-    return tensor.input_amax is not None and is_rounded_to_zero(tensor.input_amax, tensor.weight_amax, held_in)
+    if weight is None:  # handed on
+        return 0 < entered <= format.smallest_subnormal / 2
+    # A gate that began at zero is as small as its first updates, and zeros behind it are meant.
+    return weight >= format.smallest_normal and 0 < entered * weight < format.smallest_normal
 
 
 # Where the optimizer's states are kept in float32, its denominators are.
@@ -186,10 +167,13 @@ class EpsZero(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
-            eps, dtype = read_option(parameter.options, "eps"), _find_denominator_dtype(parameter)
-            if parameter.optimizer is None or eps is None or not eps > 0 or dtype is None:
+            eps = read_option(parameter.options, "eps")
+            # Others add eps in float32 whatever they store.
+            if not parameter.optimizer_module.startswith("torch.optim.") or eps is None or not eps > 0:
                 continue
-            if float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
+            found = [parameter.state_dtypes[state] for state in DENOMINATOR_STATES if state in parameter.state_dtypes]
+            dtype = found[0] if found else parameter.dtype
+            if dtype.is_floating_point and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
                 yield self._report_eps(name, eps, dtype)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
@@ -202,18 +186,9 @@ class EpsZero(FindingKind):
             yield self._report_eps(names, eps, dtype)
 
     def _report_eps(self, names: str | list[str], eps: float, dtype: torch.dtype) -> Finding:
-        said = f"eps {eps:.3g} is 0 in {dtype_name(dtype)}"
+        said = f"eps {eps:.3g} is 0 in {name_dtype(dtype)}"
         cure = self.wide_cure if has_wide_range(formats.get(dtype)) else self.cure
-        return self.found(names, "error", 1.0, said, cure=cure, eps=eps, dtype=dtype_name(dtype))
-
-
-def _find_denominator_dtype(parameter: ParameterRecord) -> torch.dtype | None:
-    """Return the dtype in which the optimizer adds eps; None where it does so in float32 whatever it stores."""
-    if not parameter.optimizer_module.startswith("torch.optim."):
-        return None
-    found = [parameter.state_dtypes[state] for state in DENOMINATOR_STATES if state in parameter.state_dtypes]
-    dtype = found[0] if found else parameter.dtype
-    return dtype if dtype.is_floating_point else None
+        return self.found(names, "error", 1.0, said, cure=cure, eps=eps, dtype=name_dtype(dtype))
 
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
@@ -254,6 +229,7 @@ class FirstNonfinite(FindingKind):
             return
         first = min(found, key=_get_first_nonfinite_place)
         step, others = _get_first_nonfinite_place(first)[0], len(found) - 1
+        told: dict[str, Any] = {"tensors": len(found)}
         broken = [one for one in found if one.role == "weight" and _get_first_nonfinite_place(one)[0] == step]
         if broken:
             # A weight that was not finite before the first step in which it is looked at.
@@ -263,10 +239,9 @@ class FirstNonfinite(FindingKind):
             also = f", as {pluralize(len(broken) - 1, 'other weight')} did" if len(broken) > 1 else ""
             clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
             said = f"held NaN or infinity before step {step} began{also}{clean}"
-            cure = LAST_CLEAN_CHECKPOINT_ADVICE if before is None else OBSERVE_EVERY_STEP_ADVICE
-            sure = 1 - 0.5 ** len(found)
-            yield self._report_first_nonfinite(
-                weight.name, weight, "error", sure, said, cure, step, len(found), weights=len(broken)
+            told |= {"weights": len(broken), **_make_nonfinite_evidence(weight)}
+            yield self.found(
+                weight.name, "error", 1 - 0.5 ** len(found), said, cure=OBSERVE_EVERY_STEP_ADVICE, step=step, **told
             )
             return
         # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
@@ -276,24 +251,8 @@ class FirstNonfinite(FindingKind):
         said = f"{_describe_origin(first)} the first NaN or infinity, {counted}; {others} more tensors have some since"
         where, sure = first.sources or first.name, 1 - 0.5 ** (1 + others)
         severity: Severity = "note" if alone else "error"
-        yield self._report_first_nonfinite(
-            where, first, severity, sure, said, _choose_nonfinite_cure(first), step, len(found)
-        )
-
-    def _report_first_nonfinite(
-        self,
-        where: str | tuple[str, ...],
-        tensor: TensorRecord,
-        severity: Severity,
-        confidence: float,
-        said: str,
-        cure: str,
-        step: int,
-        tensors: int,
-        **told: Any,
-    ) -> Finding:
-        told |= {"nonfinite": tensor.nonfinite, "elements": tensor.elements, "tensors": tensors}
-        return self.found(where, severity, confidence, said, cure=cure, step=step, role=tensor.role, **told)
+        told |= _make_nonfinite_evidence(first)
+        yield self.found(where, severity, sure, said, cure=_choose_nonfinite_cure(first), step=step, **told)
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         new = [row for row in audit.tensors.values() if row.b.nonfinite > row.a.nonfinite]
@@ -319,6 +278,10 @@ class FirstNonfinite(FindingKind):
                 said = f"{after} elements of {key} are NaN or infinite in B, {before} in A"
                 cure = GO_FURTHER_BACK_ADVICE if before else GO_BACK_ADVICE
                 yield self.found(name, "error", 1.0, said, cure=cure, state=key, before=before, after=after)
+
+
+def _make_nonfinite_evidence(tensor: TensorRecord) -> dict[str, Any]:
+    return {"nonfinite": tensor.nonfinite, "elements": tensor.elements, "role": tensor.role}
 
 
 def _describe_nonfinite_counts(rows: list[TensorAudit]) -> str:
@@ -386,40 +349,30 @@ class GradientUnderflow(FindingKind):
         cure = SCALED_LOSS_REMEDY if has_scaled_loss(record) else UNSCALED_LOSS_REMEDY
         found = list_tensors(record, *GRADIENT_ROLES)
         if min((one.steps for one in found), default=0) >= FEWEST_VANISHED_STEPS and all(map(_is_all_zero, found)):
-            yield from self._find_first_zero_gradient(found, cure)
+            # Of a loss whose first gradient is zero no later gradient tells.
+            for tensor in found:
+                held_in = get_storage_format(tensor)
+                if tensor.role != "activation gradient" or held_in is None or held_in.emin <= NARROW_RANGE_EMIN:
+                    continue
+                steps, name = min(one.steps for one in found), name_dtype(tensor.dtype)
+                said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
+                yield self._report_underflow(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=name)
+                break
         for tensor in found:
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
                 continue
-            if _has_gradient_vanished(record, tensor, held_in):
-                said = f"all {tensor.role}s are 0 in {held_in.name} in all {tensor.steps} sampled steps"
-                if tensor.before_cast:
-                    said += f", to which a cast rounds {tensor.before_cast:.3g} and less"
-                elif tensor.role != "weight gradient":
-                    said += f", on the way back from {describe_names(tensor.sources)}, whose own are not"
-                else:
-                    said += ", which those that they are made of are not"
-                yield self._report_underflow(tensor, "error", 1 - 0.5**tensor.steps, said, cure, 0.0, 1.0)
-            elif count >= FEWEST_GRADIENTS:
+            if count >= FEWEST_GRADIENTS:
                 subnormal, vanished = measure_subnormal_share(tensor, held_in), estimate_vanished_share(tensor, held_in)
-                severity = _grade_underflow(subnormal, vanished)
+                is_bad = vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING
                 said = f"{format_percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, about "
                 said += f"{format_percent(vanished)} became zero"
                 own = WIDE_RANGE_REMEDY if cure == SCALED_LOSS_REMEDY and has_wide_range(held_in) else cure
                 says = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_DIAGNOSIS
-                if severity is not None:
+                if is_bad:
+                    severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
                     sure, told = compute_confidence(count, FEWEST_GRADIENTS), {"says": says, "format": held_in.name}
                     yield self._report_underflow(tensor, severity, sure, said, own, subnormal, vanished, **told)
-
-    def _find_first_zero_gradient(self, found: list[TensorRecord], cure: str) -> Iterator[Finding]:
-        """Find a loss whose first gradient is zero already, of which no later gradient tells."""
-        for tensor in found:
-            held_in = get_storage_format(tensor)
-            if tensor.role == "activation gradient" and held_in is not None and held_in.emin > NARROW_RANGE_EMIN:
-                steps = min(one.steps for one in found)
-                said = f"all gradients are 0 in all {steps} sampled steps, from here in {held_in.name} on"
-                yield self._report_underflow(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=held_in.name)
-                return
 
     def _report_underflow(
         self,
@@ -439,35 +392,6 @@ class GradientUnderflow(FindingKind):
 
 def _is_all_zero(tensor: TensorRecord) -> bool:
     return tensor.zeros >= tensor.elements
-
-
-def _has_gradient_vanished(record: Record, tensor: TensorRecord, held_in: Format) -> bool:
-    """Return whether all gradients of a tensor are zeros though the gradients that they are computed from are not."""
-    # Exponents of their own move gradients between modules.
-    if record.sites or tensor.steps < FEWEST_VANISHED_STEPS or not tensor.elements or not _is_all_zero(tensor):
-        return False
-    if tensor.role == "weight gradient":
-        module, _, own = tensor.name.rpartition(".")
-        back = record.tensors.get(("activation gradient", module))
-        made = [one.name for one in list_tensors(record, GRADIENT_ROLES[0]) if module in one.sources]
-        entered = [one.amax for one in list_tensors(record, "activation") if one.name in made]
-        if back is None or own != "weight" or not entered:
-            return False
-        return is_rounded_to_zero(back.amax, max(entered), held_in)
-    if tensor.before_cast is not None and is_rounded_to_zero(tensor.before_cast, None, held_in):
-        return True
-    pairs = []
-    for source in tensor.sources:
-        back = record.tensors.get(("activation gradient", source))
-        weight = record.tensors.get(("weight", f"{source}.weight"))
-        pairs.append((0.0 if back is None else back.amax, None if weight is None else weight.amax))
-    return bool(pairs) and all(is_rounded_to_zero(*pair, held_in) for pair in pairs)
-
-
-def _grade_underflow(subnormal: float, vanished: float) -> Severity | None:
-    if vanished >= VANISHED_SHARE_ERROR:
-        return "error"
-    return "warning" if vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING else None
 
 
 # From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.
@@ -492,8 +416,8 @@ class OverflowNear(FindingKind):
         gradients = () if has_scaled_loss(record) else ("activation gradient", "weight gradient")
         for tensor in list_tensors(record, "activation", "weight", *gradients):
             held_in = get_storage_format(tensor)
-            # What is stored in 8 bits has a scale that fills the range on purpose, also where nothing tells it.
-            if held_in is None or tensor.dtype.itemsize < 2 or not is_unscaled(tensor):
+            # What has a scale fills the range on purpose; what is stored in 8 bits has one that nothing tells.
+            if held_in is None or tensor.dtype.itemsize < 2 or tensor.scale != 1.0:
                 continue
             # A mask is filled with the lowest number of such a range: torch.finfo(dtype).min.
             if has_wide_range(held_in) and tensor.amax == held_in.max:

@@ -6,7 +6,7 @@ import torch
 
 from .._finding import Finding, Severity
 from .._record import Record
-from .._text import dtype_name, get_precision
+from .._text import get_precision, name_dtype
 from ..auditing._audit import Audit, StateAudit, TensorAudit
 from ._kind import FindingKind, register_finding
 
@@ -21,26 +21,10 @@ class DtypeChangedOnResume(FindingKind):
         "in hu.contract(...).check"
     )
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
-        differences: dict[str, list[tuple[str, str]]] = {}
-        for contract in reversed(record.expectations):  # whose dtypes are the last
-            for name, there in contract.other.items() if contract.source == "contract" else ():
-                differences.setdefault(name, []).append((contract.asked, there))
-        alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
-        for name, found in differences.items():
-            alike.setdefault(tuple(found), []).append(name)
-        for pairs, names in alike.items():
-            asked, there = (", ".join(words) for words in zip(*pairs))
-            said = f"the contract says {asked}, the resumed run has {there}"
-            yield self.found(names, "error", 1.0, said, asked=asked, there=there, other=len(names))
-
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
             if row.a.dtype != row.b.dtype:
                 yield self._report_dtype_change(name, "", row.a.dtype, row.b.dtype)
-            elif row.a.storage != row.b.storage:
-                said = f"{row.a.storage} storage in A, {row.b.storage} in B"
-                yield self.found(name, "warning", 1.0, said, before=row.a.storage, after=row.b.storage)
         for name, state in audit.states.items():
             for key, (before, after) in state.dtypes.items():
                 if before is not None and after is not None and before != after:
@@ -50,13 +34,13 @@ class DtypeChangedOnResume(FindingKind):
 
     def _report_dtype_change(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
         digits = get_precision(before), get_precision(after)
-        said = f"{what}{dtype_name(before)} in A, {dtype_name(after)} in B"
+        said = f"{what}{name_dtype(before)} in A, {name_dtype(after)} in B"
         fewer = digits[0] is not None and (digits[1] is None or digits[1] < digits[0])
         if digits[0] is not None and digits[1] is not None and fewer:
             said += f": {digits[0] - digits[1]} digits fewer"
         state = what.strip() or None
         severity: Severity = "error" if fewer else "warning"
-        return self.found(name, severity, 1.0, said, before=dtype_name(before), after=dtype_name(after), state=state)
+        return self.found(name, severity, 1.0, said, before=name_dtype(before), after=name_dtype(after), state=state)
 
 
 @register_finding
@@ -71,7 +55,7 @@ class DtypeNotAsked(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for asked in record.expectations:
-            if asked.source == "contract" or not asked.other:
+            if not asked.other:
                 continue
             there = ", ".join(dict.fromkeys(asked.other.values()))
             yield self.found(
@@ -126,9 +110,9 @@ class StateMismatch(FindingKind):
             if not other:
                 continue
             narrower = any(one.itemsize < parameter.dtype.itemsize for one in other.values())
-            states = ", ".join(f"{key} in {dtype_name(one)}" for key, one in other.items())
+            states = ", ".join(f"{key} in {name_dtype(one)}" for key, one in other.items())
             severity: Severity = "error" if narrower else "warning"
-            dtype = dtype_name(parameter.dtype)
+            dtype = name_dtype(parameter.dtype)
             yield self.found(name, severity, 1.0, f"parameter in {dtype}, {states}", dtype=dtype, states=states)
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
@@ -155,7 +139,7 @@ class StateMismatch(FindingKind):
             digits = get_precision(dtype)
             if bits is None or digits is None or digits == bits or key in state.reduced:
                 continue
-            stored, kept = dtype_name(row.b.dtype), dtype_name(dtype)
+            stored, kept = name_dtype(row.b.dtype), name_dtype(dtype)
             why, cure = "a load into narrower weights rounds states", None
             if digits > bits:
                 why, cure = (

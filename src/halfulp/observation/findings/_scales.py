@@ -3,9 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from ...formats import Format
 from .._finding import Finding
-from .._record import Record, TensorRecord
+from .._record import Record
 from .._text import compute_confidence, format_percent
 from ._kind import FindingKind, register_finding
 from ._ranges import (
@@ -121,12 +120,16 @@ class SiteHoldsScale(FindingKind):
         room = [
             (tensor, held_in)
             for tensor in list_tensors(record, "activation gradient")
-            if (held_in := _get_narrow_format(tensor))
+            # A loss scale is there for formats without float32's range.
+            if (held_in := get_storage_format(tensor)) is not None and held_in.emin > -100 and tensor.amax > 0
         ]
         if len(room) < 3:
             return
         room.sort(key=lambda pair: count_binades_left(*pair))
-        gap = _find_widest_gap(room)
+        # The widest gap in the half that is nearer to overflow: a large gradient goes on to the layers before it until
+        # one makes it small, so that several may be as large.
+        margins = [count_binades_left(*pair) for pair in room]
+        gap = max(range(1, len(room) // 2 + 1), key=lambda i: margins[i] - margins[i - 1])
         holding, others = room[:gap], room[gap:]
         if not holding or count_binades_left(*holding[0]) > HOLDING_BINADES:
             return
@@ -146,18 +149,3 @@ class SiteHoldsScale(FindingKind):
             vanished=vanished,
             subnormal=subnormal,
         )
-
-
-def _get_narrow_format(tensor: TensorRecord) -> Format | None:
-    """Return the format of a gradient that a loss scale is there for, None where it has none or float32's range."""
-    held_in = get_storage_format(tensor)
-    return held_in if held_in is not None and held_in.emin > -100 and tensor.amax > 0 else None
-
-
-def _find_widest_gap(room: list[tuple[TensorRecord, Format]]) -> int:
-    """Return how many of the tensors, nearest to overflow first, lie before the widest gap in their nearer half.
-
-    A large gradient goes on to the layers before it until one makes it small, so that several may be as large.
-    """
-    margins = [count_binades_left(*pair) for pair in room]
-    return max(range(1, len(room) // 2 + 1), key=lambda i: margins[i] - margins[i - 1])

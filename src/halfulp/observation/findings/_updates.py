@@ -14,11 +14,11 @@ from .._text import (
     KAHAN_ARGUMENT,
     compute_confidence,
     describe_lr,
-    dtype_name,
     format_percent,
     get_precision,
     is_narrow_dtype,
     is_wide_dtype,
+    name_dtype,
     read_option,
     write_optimizer_code,
 )
@@ -81,7 +81,7 @@ def make_change_evidence(change: RealisedChanges, dtype: torch.dtype | None) -> 
         "lost": change.lost_share,
         "realised": change.realised_share,
         "seen": change.seen,
-        "dtype": dtype_name(dtype),
+        "dtype": name_dtype(dtype),
     }
 
 
@@ -115,7 +115,9 @@ class FreezeAhead(FindingKind):
         frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
         for layer in forecast.layers:
             if layer.freeze_step is not None and layer.weight_update == "nearest":
-                frozen.setdefault((_grade_freeze(layer), dtype_name(layer.dtype)), []).append(layer)
+                severity: Severity = "warning" if layer.after_freeze >= FROZEN_SHARE_WARNING else "note"
+                severity = "error" if layer.after_freeze >= FROZEN_SHARE_ERROR else severity
+                frozen.setdefault((severity, name_dtype(layer.dtype)), []).append(layer)
         for (severity, dtype), layers in frozen.items():
             worst = max(layers, key=lambda layer: layer.after_freeze)
             yield self.found(
@@ -131,12 +133,6 @@ class FreezeAhead(FindingKind):
                 after_freeze=worst.after_freeze,
                 dtype=dtype,
             )
-
-
-def _grade_freeze(layer: LayerForecast) -> Severity:
-    if layer.after_freeze >= FROZEN_SHARE_ERROR:
-        return "error"
-    return "warning" if layer.after_freeze >= FROZEN_SHARE_WARNING else "note"
 
 
 def _describe_freeze(layers: list[LayerForecast], worst: LayerForecast, dtype: str, start: int) -> str:
@@ -171,19 +167,18 @@ class NeverStepped(FindingKind):
             if not parameter.requires_grad:
                 continue
             if parameter.optimizer is None:
-                yield self._report_unoptimized(record, name, parameter.numel)
+                gradient, numel = record.tensors.get(("weight gradient", name)), parameter.numel
+                if not steps or (gradient is not None and gradient.zeros < gradient.elements):
+                    yield self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)
+                else:  # perhaps a copy
+                    said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a "
+                    said += "target or average"
+                    told: dict[str, Any] = {"numel": numel, "sampled_steps": steps}
+                    yield self.found(name, "note", 1 - 0.5**steps, said, cure=COPY_CURE, **told)
             # Of a shard without elements the gradient goes to other ranks.
             elif steps and parameter.gradients == 0 and parameter.numel:
                 said = f"no gradient in any of {steps} sampled steps"
                 yield self.found(name, "warning", 1 - 0.5**steps, said, cure=NO_GRADIENT_CURE, sampled_steps=steps)
-
-    def _report_unoptimized(self, record: Record, name: str, numel: int) -> Finding:
-        """Find a parameter in no optimizer: forgotten if the loss depends on it, else perhaps a copy."""
-        steps, gradient = len(record.sampled_steps), record.tensors.get(("weight gradient", name))
-        if not steps or (gradient is not None and gradient.zeros < gradient.elements):
-            return self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)
-        said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a target or average"
-        return self.found(name, "note", 1 - 0.5**steps, said, cure=COPY_CURE, numel=numel, sampled_steps=steps)
 
 
 # In units of the standard deviation: a chance of one in 10^8 per tensor, of which a model has hundreds.
@@ -290,15 +285,24 @@ class UpdatesLost(FindingKind):
             cure = SPLIT_CURE if too_small else self.cure_in(row.b.dtype)
             argument = 'weight_update="split"' if too_small else KAHAN_ARGUMENT
             code = write_optimizer_code(None, argument, state.weight_update is not None)
+            by: dict[str, Any] = {f"lost_by_{key}": share for key, share in state.lost_by.items()}
             yield self.found(
-                name, severity, confidence, said, cure=cure, write=code, **_make_lost_evidence(update, state, row)
+                name,
+                severity,
+                confidence,
+                said,
+                cure=cure,
+                write=code,
+                **make_change_evidence(update, row.b.dtype),
+                lr=state.options.get("lr"),
+                **by,
             )
 
 
 def _describe_lost_updates(lost: float, realised: float | None, dtype: torch.dtype, options: Mapping[str, Any]) -> str:
     if realised is None:
         return f"{format_percent(lost)} of elements with a gradient unchanged{describe_lr(options)}"
-    said = f"{format_percent(lost)} of updates lost in {dtype_name(dtype)}{describe_lr(options)}"
+    said = f"{format_percent(lost)} of updates lost in {name_dtype(dtype)}{describe_lr(options)}"
     if realised < REALISED_WARNING:
         return said
     return f"{said}, the smaller ones, though {format_percent(min(1.0, realised))} of the movement took place"
@@ -401,7 +405,7 @@ class WeightDecayLost(FindingKind):
         # In float32 that is a schedule's last steps, when decay has nothing left to do.
         severity: Severity = "note" if is_wide_dtype(dtype) else "warning"
         said = (
-            f"{format_percent(lost)} of weight decay {'will be ' if ahead else ''}lost in {dtype_name(dtype)}{factor}"
+            f"{format_percent(lost)} of weight decay {'will be ' if ahead else ''}lost in {name_dtype(dtype)}{factor}"
         )
         told |= {"lost": lost, "lr": lr, "weight_decay": rate}
         return self.found(names, severity, confidence, said, cure=self.cure_in(dtype), write=code, **told)
@@ -447,7 +451,9 @@ class WeightFrozen(FindingKind):
             ):
                 continue
             rounded, moves = update.lost_share >= MOSTLY_LOST_SHARE, update.seen - update.cancelled
-            if not rounded and (moves < FEWEST_MOVES or not _has_dense_gradient(record, parameter)):
+            gradient = record.tensors.get(("weight gradient", name))
+            nonzero = 0.0 if gradient is None else 1 - gradient.zeros / max(1, gradient.elements)
+            if not rounded and (moves < FEWEST_MOVES or nonzero <= DENSE_GRADIENT_SHARE):
                 continue
             if is_update_kept_beside(parameter) and not _is_movement_due(record, parameter):
                 continue
@@ -456,7 +462,7 @@ class WeightFrozen(FindingKind):
                 name,
                 "note" if rounded and is_wide_dtype(parameter.dtype) else "error",
                 compute_confidence(update.seen, 32) * compute_confidence(steps, 1) * (1.0 if update.known else 0.5),
-                f"has not moved in {steps} sampled steps in {dtype_name(parameter.dtype)}"
+                f"has not moved in {steps} sampled steps in {name_dtype(parameter.dtype)}"
                 + describe_lr(parameter.options)
                 + ("" if rounded else ", though updates changed it"),
                 cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK_CURE,
@@ -466,7 +472,7 @@ class WeightFrozen(FindingKind):
                 sampled_steps=steps,
                 seen=update.seen,
                 lost=update.lost_share,
-                dtype=dtype_name(parameter.dtype),
+                dtype=name_dtype(parameter.dtype),
                 lr=read_option(parameter.options, "lr"),
             )
 
@@ -475,7 +481,7 @@ class WeightFrozen(FindingKind):
             make_name_pattern(name) for name, row in audit.tensors.items() if row.status in ("changed", "barely-moved")
         }
         for name, row in audit.tensors.items():
-            if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel or row.companions_moved:
+            if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel:
                 continue
             if get_precision(row.a.dtype) is None or row.b.nonfinite:
                 continue
@@ -489,7 +495,7 @@ class WeightFrozen(FindingKind):
         if state.compensation_moved or steps == 0 or lr == 0:
             return
         during = f"in {steps} steps" if steps is not None and steps > 0 else "between the checkpoints"
-        said = f"has not moved {during} in {dtype_name(row.a.dtype)}{describe_lr(state.options)}"
+        said = f"has not moved {during} in {name_dtype(row.a.dtype)}{describe_lr(state.options)}"
         evidence: dict[str, Any] = {"moved": 0.0, "steps": steps, "elements": row.numel, "lr": lr}
         if state.all_zero:
             said += ", and its moments are 0: no gradient arrives"
@@ -500,7 +506,7 @@ class WeightFrozen(FindingKind):
             yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), write=code, **evidence)
 
     def _find_never_stepped(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
-        said = f"not one of {row.numel} elements moved in {dtype_name(row.a.dtype)}"
+        said = f"not one of {row.numel} elements moved in {name_dtype(row.a.dtype)}"
         if row.b.constant is not None and row.numel > 1:
             said += f", all still {row.b.constant:g}"
         evidence: dict[str, Any] = {"moved": 0.0, "elements": row.numel, "constant": row.b.constant}
@@ -521,7 +527,7 @@ def _list_rounded(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]
     """Yield the parameters that nothing wider stands beside and that no other rounding updates."""
     for name, state in audit.states.items():
         row = audit.tensors.get(name)
-        if row is None or state.compensated or row.companions_moved or row.b.storage != "plain":
+        if row is None or state.compensated:
             continue
         if state.weight_update in (None, "nearest"):
             yield name, state, row
@@ -539,11 +545,6 @@ def _are_weights_kept_elsewhere(update: RealisedChanges, row: TensorAudit, state
     return bool(kept) and min(kept) > (get_precision(row.b.dtype) or 0)
 
 
-def _make_lost_evidence(update: RealisedChanges, state: StateAudit, row: TensorAudit) -> dict[str, Any]:
-    by = {f"lost_by_{name}": share for name, share in state.lost_by.items()}
-    return {**make_change_evidence(update, row.b.dtype), "lr": state.options.get("lr"), **by}
-
-
 def _is_movement_due(record: Record, parameter: ParameterRecord) -> bool:
     """Return whether updates that are kept until they show add up to more than the largest weight's spacing."""
     update, weight = record.tensors.get(("update", parameter.name)), record.tensors.get(("weight", parameter.name))
@@ -558,9 +559,3 @@ def _is_movement_due(record: Record, parameter: ParameterRecord) -> bool:
         return False
     steps = record.history[-1].step + 1 if record.history else 0
     return steps * update.amax > 2.0 ** (1 - digits) * weight.amax
-
-
-def _has_dense_gradient(record: Record, parameter: ParameterRecord) -> bool:
-    """Return whether most elements of a parameter have gradients."""
-    gradient = record.tensors.get(("weight gradient", parameter.name))
-    return gradient is not None and gradient.elements - gradient.zeros > DENSE_GRADIENT_SHARE * gradient.elements

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._finding import Finding, group_causes_as_dicts, listing
-from .._text import dtype_name
+from .._finding import Finding, format_findings, group_causes_as_dicts
+from .._text import name_dtype
 from ..page import write_page
 from ._layers import LayerForecast
 
@@ -63,8 +62,13 @@ class Forecast:
 
     def __str__(self) -> str:
         lines = [f"{self.rule}, {self.schedule} schedule, steps {self.start} to {self.steps}"]
-        lines += ["", *listing(self.findings)]
-        lines += ["", *_align_columns(_TABLE_HEADERS, map(_make_layer_row, self.layers[:_MOST_LAYER_LINES]))]
+        lines += ["", *format_findings(self.findings)]
+        rows = [_TABLE_HEADERS, *map(_make_layer_row, self.layers[:_MOST_LAYER_LINES])]
+        first, *widths = (max(map(len, column)) for column in zip(*rows))
+        lines.append("")
+        for name, *cells in rows:
+            aligned = (cell.rjust(width) for cell, width in zip(cells, widths))
+            lines.append("  ".join([name.ljust(first), *aligned]).rstrip())
         if len(self.layers) > _MOST_LAYER_LINES:
             lines.append(f"... and {len(self.layers) - _MOST_LAYER_LINES} more (.layers)")
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
@@ -78,19 +82,9 @@ def _make_layer_row(layer: LayerForecast) -> tuple[str, ...]:
     frozen = "not known" if layer.updates is None else "never" if layer.freeze_step is None else f"{layer.freeze_step}"
     return (
         layer.name,
-        dtype_name(layer.dtype),
+        name_dtype(layer.dtype),
         frozen if layer.weight_update == "nearest" or layer.updates is None else f"({frozen})",
         "" if layer.freeze_lr is None else f"{layer.freeze_lr:.2g}",
         "" if layer.lost_share is None else f"{layer.lost_share:.0%}",
         "" if layer.decay_lost is None else f"{layer.decay_lost:.0%}",
     )
-
-
-def _align_columns(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return lines with columns of equal width, the first to the left and all others to the right."""
-    lines = [headers, *rows]
-    first, *widths = (max(map(len, column)) for column in zip(*lines))
-    return [
-        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths))]).rstrip()
-        for name, *cells in lines
-    ]

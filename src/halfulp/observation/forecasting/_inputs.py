@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.swa_utils import AveragedModel
 
 from ..._messages import a_kind, listed
 from ..._names import unknown
 from ...optim import Optimizer as HalfulpOptimizer
 from .._text import holds_signed_floats
 from ..checkpoints._files import Checkpoint
-from ..checkpoints._names import COMPANION_SUFFIXES, RUNNING_STATISTICS, name_optimizer_states
+from ..checkpoints._names import RUNNING_STATISTICS, name_optimizer_states
 
 Schedule = str | LRScheduler | Callable[[int], float] | Sequence[float] | Tensor | None
 SCHEDULE_NAMES = ("constant", "linear", "cosine", "wsd")
@@ -63,7 +62,10 @@ def compute_learning_rates(
     if isinstance(schedule, str) or schedule is None:
         rates = _compute_rates_by_name(schedule or "constant", top_rates, steps, start, warmup, decay, final)
     else:
-        _refuse_named_options(schedule, warmup=warmup, decay=decay, final=final)
+        for name, value in {"warmup": warmup, "decay": decay, "final": final}.items():
+            if value:
+                said = f"{name}={value} is for named schedules; {a_kind(schedule)} has its own: leave it out"
+                raise ValueError(said)
         if isinstance(schedule, LRScheduler):
             rates = _run_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
         elif callable(schedule):
@@ -71,8 +73,17 @@ def compute_learning_rates(
             rates = _expand_rates_to_groups(
                 [_read_rate(schedule(step)) for step in range(start, start + count)], top_rates
             )
+        elif isinstance(schedule, Iterable):
+            listed_rates = [_read_rate(value) for value in schedule]
+            if steps is not None and steps != len(listed_rates):
+                raise ValueError(f"steps={steps} and a list of {len(listed_rates)} learning rates: leave steps out")
+            _count_steps_ahead(len(listed_rates), "a list", start)
+            rates = _expand_rates_to_groups(listed_rates[start:], top_rates)
         else:
-            rates = _expand_rates_to_groups(_read_rate_list(schedule, steps, start), top_rates)
+            raise TypeError(
+                f"schedule: give {', '.join(map(repr, SCHEDULE_NAMES))}, a scheduler of torch, a function step -> "
+                f"learning rate or a list of learning rates; got {a_kind(schedule)}"
+            )
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
     return rates
@@ -127,30 +138,11 @@ def _count_steps_ahead(steps: int | None, what: str, start: int) -> int:
     return steps - start
 
 
-def _refuse_named_options(schedule: Schedule, **options: Any) -> None:
-    for name, value in options.items():
-        if value:
-            raise ValueError(f"{name}={value} is for named schedules; {a_kind(schedule)} has its own: leave it out")
-
-
 def _read_rate(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"a learning rate is a number, the schedule gave {a_kind(value)}") from None
-
-
-def _read_rate_list(schedule: Any, steps: int | None, start: int) -> list[float]:
-    if not isinstance(schedule, Iterable):
-        raise TypeError(
-            f"schedule: give {', '.join(map(repr, SCHEDULE_NAMES))}, a scheduler of torch, a function step -> learning "
-            f"rate or a list of learning rates; got {a_kind(schedule)}"
-        )
-    rates = [_read_rate(value) for value in schedule]
-    if steps is not None and steps != len(rates):
-        raise ValueError(f"steps={steps} and a list of {len(rates)} learning rates: leave steps out")
-    _count_steps_ahead(len(rates), "a list", start)
-    return rates[start:]
 
 
 def _expand_rates_to_groups(rates: list[float], top_rates: Sequence[float]) -> Tensor:
@@ -268,18 +260,14 @@ def make_inputs_from_checkpoint(
     Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
     """
     notes = list(opened.unseen)
-    converted = [name for name in opened.tensors if name.endswith(COMPANION_SUFFIXES)]
-    if converted:
-        raise NotImplementedError(
-            f"{listed(converted)} are parts of tensors of several components or with a scale, whose updates are not "
-            "those of plain floating-point numbers: forecast the model before it is converted"
-        )
     states = name_optimizer_states(opened, notes)
     saved = {name: state.options for name, state in states.items()}
     if lr is None and not (saved and all("lr" in one for one in saved.values())):
         raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
     complete = bool(states) and len(states) == opened.stepped_count
-    left = opened.tensors.keys() - states.keys() if complete else find_averages(opened.tensors)
+    # What is called ema and stands beside no weight of its name is a layer.
+    averages = {name for name in opened.tensors if name.startswith("ema.") and name[4:] in opened.tensors}
+    left = opened.tensors.keys() - states.keys() if complete else averages
     kept = [name for name in opened.tensors if name not in left]
     if left and kept:
         why = "in no optimizer of the checkpoint" if complete else "averages of the weights"
@@ -313,7 +301,10 @@ def make_inputs_from_weights(
     if own is None and rule is None and saved:
         keys = ", ".join(next(iter(saved.values())))
         notes = (*notes, f"whose options {keys} are is not known: AdamW's updates are taken; optimizer= names others")
-    rule = _find_rule_by_name(rule or own or "AdamW")
+    given = rule or own or "AdamW"
+    rule = next((one for one in RULE_NAMES if isinstance(given, str) and one.lower() == given.lower()), None)
+    if rule is None:
+        raise ValueError(unknown("optimizer", given, RULE_NAMES))
     ours = any("weight_update" in one for one in saved.values())
     groups = list(dict.fromkeys(map(_read_saved_rate, saved.values()))) if lr is None else [lr]
 
@@ -332,7 +323,14 @@ def make_inputs_from_weights(
         for name, tensor in weights
         if holds_signed_floats(tensor.dtype) and name.rpartition(".")[2] not in RUNNING_STATISTICS
     ]
-    others = [name for name, tensor in weights if not holds_signed_floats(tensor.dtype) and _may_be_weight(tensor)]
+    others = [
+        name
+        for name, tensor in weights
+        # Of other kinds of numbers: no counters, indices and masks.
+        if tensor.dim() > 0
+        and not holds_signed_floats(tensor.dtype)
+        and (tensor.dtype.is_complex or (tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool))
+    ]
     if others:
         notes = (*notes, f"{listed(others)} are complex, or codes of quantized weights: left out")
     if not found:
@@ -356,31 +354,6 @@ def _guess_saved_rule(options: Mapping[str, Any], state: Mapping[str, Any]) -> s
     if "amsgrad" not in options and not {"exp_avg", "exp_avg_sq"} <= state.keys():
         return None
     return "Adam" if options.get("decoupled_weight_decay") is False else "AdamW"
-
-
-def _may_be_weight(tensor: Tensor) -> bool:
-    """Return whether a tensor of another kind of numbers may be a weight, and no counter, index or mask."""
-    packed = tensor.dtype.is_complex or (tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool)
-    return packed and tensor.dim() > 0
-
-
-def list_trained_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the named parameters of a module that train, without the parameters of AveragedModels inside it."""
-    averages = [one for one in model.modules() if isinstance(one, AveragedModel) and one is not model]
-    apart = {id(p) for one in averages for p in one.parameters()}
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in apart]
-
-
-def find_averages(names: Collection[str]) -> set[str]:
-    """Return the names of averaged weights beside the averaged ones: this package's, and AveragedModel's.
-
-    >>> sorted(find_averages(["0.weight", "ema.0.weight", "ema.bias", "copy.n_averaged", "copy.module.0.weight"]))
-    ['copy.module.0.weight', 'ema.0.weight']
-    """
-    inside = tuple(f"{name.removesuffix('n_averaged')}module." for name in names if name.endswith(".n_averaged"))
-    # What is called ema and stands beside no weight of its name is a layer.
-    copies = {name for name in names if name.startswith("ema.") and name.removeprefix("ema.") in names}
-    return copies | {name for name in names if name.startswith(inside)}
 
 
 def _make_trained_tensor(
@@ -417,13 +390,6 @@ def _find_optimizer_rule(optimizer: torch.optim.Optimizer) -> str:
         f"the size of {type(optimizer).__name__}'s updates is not known before they are made, that of "
         f"{', '.join(RULE_NAMES)} is: watch a run of it by hu.observe, or say which of these comes near by rule="
     )
-
-
-def _find_rule_by_name(given: str) -> str:
-    for rule in RULE_NAMES:
-        if isinstance(given, str) and rule.lower() == given.lower():
-            return rule
-    raise ValueError(unknown("optimizer", given, RULE_NAMES))
 
 
 def _name_weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:

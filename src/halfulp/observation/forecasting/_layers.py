@@ -58,18 +58,6 @@ class UpdateSizes:
         return float((self.mean.square() + self.deviation.square()).mean().sqrt())
 
 
-def model_update_sizes(
-    trained: TrainedTensor, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
-) -> UpdateSizes | None:
-    """Return the updates of a sample of a parameter's elements; None where nothing tells their size."""
-    if inputs.rule == "Lion":
-        every, growth = torch.ones_like(weights), torch.ones(steps, dtype=torch.float64, device="cpu")
-        return UpdateSizes(every.bool(), every * 0, every, growth, 1.0, True, "Lion's are the learning rate")
-    if inputs.rule == "SGD":
-        return _model_sgd_updates(trained, index, weights, steps)
-    return _model_adam_updates(trained, inputs, index, weights, steps, generator)
-
-
 def _model_adam_updates(
     trained: TrainedTensor, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
 ) -> UpdateSizes:
@@ -366,12 +354,21 @@ def simulate_walk(
                 mean * scale, deviation * scale, up, down, sizes.is_sign_update
             )
             shares[row, begin:end] = (rises_then + falls_then).mean()
-        if apart and decay:
-            weights, lost = _decay_weights(weights, rate * decay, end - begin, format)
-            wanted, made = wanted + lost[0], made + lost[1]
-        weights = _advance_weights(
-            weights, mean, deviation, (up, down), (rises, falls), end - begin, sizes.run_steps, format, generator
+        count = end - begin
+        if apart and decay:  # w (1 - lr weight_decay), rounded at each step
+            once = quantize(weights * (1 - rate * decay), format, overflow="saturate")
+            wanted += float(weights.abs().sum()) * rate * decay * count
+            made += float((weights.abs() - once.abs()).sum()) * count
+            decayed = quantize(weights * (1 - rate * decay) ** count, format, overflow="saturate")
+            weights = torch.where(once != weights, decayed, weights)
+        ups, downs = (
+            torch.poisson((chance * count).clamp_max(_LARGEST_POISSON_MEAN), generator=generator)
+            for chance in (rises, falls)
         )
+        drawn = torch.randn(len(weights), generator=generator, dtype=torch.float64, device="cpu")
+        walked = weights + count * mean + drawn * deviation * math.sqrt(2 * sizes.run_steps * count)
+        free = torch.maximum(up, down) < 2 * (deviation + mean.abs())
+        weights = quantize(torch.where(free, walked, weights + ups * up - downs * down), format, overflow="saturate")
     return SimulatedWalk(shares[0], shares[1], shares[2], wanted, made)
 
 
@@ -383,41 +380,6 @@ def _compute_move_chances(
         return ((mean + deviation > up / 2).double() / 2, (deviation - mean > down / 2).double() / 2)
     spread = deviation.clamp_min(torch.finfo(torch.float64).tiny)
     return torch.special.ndtr((mean - up / 2) / spread), torch.special.ndtr((-mean - down / 2) / spread)
-
-
-def _advance_weights(
-    weights: Tensor,
-    mean: Tensor,
-    deviation: Tensor,
-    distances: tuple[Tensor, Tensor],
-    chances: tuple[Tensor, Tensor],
-    steps: int,
-    run: float,
-    format: Format,
-    generator: torch.Generator,
-) -> Tensor:
-    """Return weights after some steps whose updates have a mean, a deviation, and chances to round up and down."""
-    up, down = distances
-    ups, downs = (
-        torch.poisson((chance * steps).clamp_max(_LARGEST_POISSON_MEAN), generator=generator) for chance in chances
-    )
-    hopped = weights + ups * up - downs * down
-    drawn = torch.randn(len(weights), generator=generator, dtype=torch.float64, device="cpu")
-    walked = weights + steps * mean + drawn * deviation * math.sqrt(2 * run * steps)
-    free = torch.maximum(up, down) < 2 * (deviation + mean.abs())
-    return quantize(torch.where(free, walked, hopped), format, overflow="saturate")
-
-
-def _decay_weights(weights: Tensor, factor: float, steps: int, format: Format) -> tuple[Tensor, tuple[float, float]]:
-    """Return weights after steps of w (1 - lr weight_decay), each rounded; the |change| wanted, and the one made."""
-    once = quantize(weights * (1 - factor), format, overflow="saturate")
-    wanted = float(weights.abs().sum()) * factor * steps
-    made = float((weights.abs() - once.abs()).sum()) * steps
-    moves = once != weights
-    return torch.where(moves, quantize(weights * (1 - factor) ** steps, format, overflow="saturate"), weights), (
-        wanted,
-        made,
-    )
 
 
 def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5) -> int | None:
@@ -484,7 +446,14 @@ def forecast_layer(
         beta2=read_number(options["betas"][1]) if adam else None,
         denominator=states if adam and apart else None,  # torch's loops add eps in the states' dtype
     )
-    sizes = model_update_sizes(trained, inputs, index, weights, len(rates), generator) if len(weights) else None
+    sizes: UpdateSizes | None = None
+    if len(weights) and inputs.rule == "Lion":
+        every, growth = torch.ones_like(weights), torch.ones(len(rates), dtype=torch.float64, device="cpu")
+        sizes = UpdateSizes(every.bool(), every * 0, every, growth, 1.0, True, "Lion's are the learning rate")
+    elif len(weights) and inputs.rule == "SGD":
+        sizes = _model_sgd_updates(trained, index, weights, len(rates))
+    elif len(weights):
+        sizes = _model_adam_updates(trained, inputs, index, weights, len(rates), generator)
     if sizes is None:
         return layer
     held = weights[sizes.nonzero]

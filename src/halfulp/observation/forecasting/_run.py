@@ -14,7 +14,6 @@ from ... import formats
 from ..._messages import a_kind, listed
 from ...kernels import to_float64
 from ...optim._optimizer import find_inner_optimizer
-from ..checkpoints._files import Checkpoint
 from ..checkpoints._names import read_checkpoint_content
 from ..checkpoints._open import open_checkpoint
 from ..findings import collect_findings
@@ -24,7 +23,6 @@ from ._inputs import (
     Schedule,
     TrainedTensor,
     compute_learning_rates,
-    list_trained_parameters,
     make_inputs_from_checkpoint,
     make_inputs_from_optimizer,
     make_inputs_from_weights,
@@ -52,7 +50,6 @@ def forecast(
     final_lr: float = 0.0,
     start: int | None = None,
     optimizer: str | None = None,
-    states: Mapping[str, Any] | None = None,
     dtype: torch.dtype | str | None = None,
     betas: Sequence[float] | None = None,
     eps: float | None = None,
@@ -71,8 +68,10 @@ def forecast(
     freezes layers earlier. Of layers of few elements the step is a matter of chance: `freeze_range` says how much.
 
     Args:
-        model_or_state: a module, a state dict of tensors, or the path of a checkpoint: safetensors, torch.save, a
-            sharded folder, DCP. Its optimizer states and options are read too; nothing in it is executed.
+        model_or_state: a module, a state dict of tensors, a dict of one and of an optimizer's
+            (``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``), or the path of a checkpoint:
+            safetensors, torch.save, a sharded folder, DCP. Its optimizer states and options are read too; nothing in
+            it is executed.
         optimizer_or_lr: a torch.optim.Optimizer (its states, options and groups are read), also inside a trainer's
             wrapper, or a learning rate; a checkpoint's own by default.
         schedule: "constant" (None), "linear", "cosine" or "wsd"; a torch LRScheduler, which is not advanced; a function
@@ -83,7 +82,6 @@ def forecast(
         start: steps made so far; default: as the optimizer's states say, else 0.
         optimizer: "adamw", "adam", "sgd" or "lion": whose updates, where a learning rate is given or the optimizer is
             another; default: the one that a checkpoint holds, else AdamW.
-        states: a saved optimizer.state_dict() that belongs to the state dict.
         dtype: what the weights will be trained in; default: what they are in.
         betas, eps, momentum, weight_decay: options where a learning rate is given; torch's defaults.
 
@@ -104,41 +102,34 @@ def forecast(
     options = {name: value for name, value in given.items() if value is not None}
     dtype = formats.get(dtype).torch_dtype if isinstance(dtype, str) else dtype
     optimizer_or_lr = find_inner_optimizer(optimizer_or_lr)
+    named = model_or_state.named_parameters() if isinstance(model_or_state, nn.Module) else ()
+    weights = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if isinstance(optimizer_or_lr, torch.optim.Optimizer):
         if not isinstance(model_or_state, nn.Module):
             raise TypeError(
                 f"an optimizer goes with its model, not with {a_kind(model_or_state)}: give a learning rate"
             )
-        if options or states is not None:
-            named = ", ".join([*options, *(["states"] if states is not None else [])])
-            raise ValueError(f"{named}: the optimizer has its own; leave them out, or give a learning rate instead")
-        inputs = make_inputs_from_optimizer(list_trained_parameters(model_or_state), optimizer_or_lr, optimizer, dtype)
-    elif isinstance(model_or_state, nn.Module) and states is None:
-        weights = list_trained_parameters(model_or_state)
+        if options:
+            raise ValueError(
+                f"{', '.join(options)}: the optimizer has its own; leave them out, or give a learning rate instead"
+            )
+        inputs = make_inputs_from_optimizer(weights, optimizer_or_lr, optimizer, dtype)
+    elif isinstance(model_or_state, nn.Module):
         inputs = make_inputs_from_weights(weights, {}, _check_rate(optimizer_or_lr), optimizer, options, dtype)
     else:
         rate = None if optimizer_or_lr is None else _check_rate(optimizer_or_lr)
-        inputs = make_inputs_from_checkpoint(
-            _open_checkpoint_or_state(model_or_state, states), rate, optimizer, options, dtype
-        )
+        if isinstance(model_or_state, str | Path):
+            opened = open_checkpoint(model_or_state)
+        elif isinstance(model_or_state, Mapping):
+            opened = read_checkpoint_content(model_or_state, "the state dict")
+        else:
+            raise TypeError(f"forecast takes a module, state dict or checkpoint's path; got {a_kind(model_or_state)}")
+        inputs = make_inputs_from_checkpoint(opened, rate, optimizer, options, dtype)
     begin = inputs.start if start is None else start
     rates = compute_learning_rates(
         schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
     )
     return _follow_layers(inputs, rates, name_schedule(schedule), begin)
-
-
-def _open_checkpoint_or_state(model_or_state: object, states: Mapping[str, Any] | None) -> Checkpoint:
-    if isinstance(model_or_state, str | Path):
-        if states is not None:
-            raise ValueError("states= goes with a state dict; a checkpoint has its own: leave it out")
-        return open_checkpoint(model_or_state)
-    if isinstance(model_or_state, nn.Module):
-        model_or_state = dict(list_trained_parameters(model_or_state))
-    if not isinstance(model_or_state, Mapping):
-        raise TypeError(f"forecast takes a module, a state dict or a checkpoint's path; got {a_kind(model_or_state)}")
-    whole = model_or_state if states is None else {"model": model_or_state, "optimizer": states}
-    return read_checkpoint_content(whole, "the state dict")
 
 
 def _check_rate(given: object) -> float:
@@ -169,7 +160,9 @@ def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> 
             f"the size of updates is not known of {len(unknown)} of {count} layers: SGD's are its gradients; give an "
             "optimizer that has made a step with momentum, or a model that holds gradients"
         )
-    total, curve = start + rates.shape[1], _sample_rate_curve(rates[0], start)
+    total, ahead = start + rates.shape[1], rates.shape[1]
+    places = torch.linspace(0, ahead - 1, min(ahead, _RATE_CURVE_POINTS), dtype=torch.float64, device="cpu")
+    curve = tuple((start + at, float(rates[0, at])) for at in dict.fromkeys(places.round().long().tolist()))
     made = Forecast(layers, inputs.rule, schedule, start, total, tuple(notes), curve, inputs.is_halfulp)
     return replace(made, findings=collect_findings("forecast", made))
 
@@ -184,10 +177,3 @@ def _has_nonfinite(trained: TrainedTensor, sample: int) -> bool:
         for one in [trained.value, *states]
         if one.is_floating_point()
     )
-
-
-def _sample_rate_curve(rates: Tensor, start: int) -> tuple[tuple[int, float], ...]:
-    """Return (step, rate) at some steps spread over all, the first and the last among them."""
-    places = torch.linspace(0, len(rates) - 1, min(len(rates), _RATE_CURVE_POINTS), dtype=torch.float64, device="cpu")
-    at = places.round().long().tolist()
-    return tuple((start + step, float(rates[step])) for step in dict.fromkeys(at))

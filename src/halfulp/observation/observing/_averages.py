@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,16 +114,12 @@ def _get_retention(average: EMA | nn.Module | None) -> float | None:
     count = int(average.n_averaged)
     if not count:
         return 0.0
-    function = average.multi_avg_fn or average.avg_fn
+    function: Any = average.multi_avg_fn or average.avg_fn
     if function is None:
         return count / (count + 1)
-    return _read_decay(function)
-
-
-def _read_decay(function: Callable[..., Any]) -> float | None:
-    """Return the decay that torch's EMA functions hold in their closure."""
     function = inspect.unwrap(function)
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    # torch's EMA functions hold their decay in a closure.
     held = dict(zip(code.co_freevars, cells)) if code is not None and cells else {}
     decay = held["decay"].cell_contents if "decay" in held else None
     return float(decay) if isinstance(decay, float) else None

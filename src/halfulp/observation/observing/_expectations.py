@@ -2,134 +2,53 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from ..._messages import a_kind
-from ..._torch_versions import find_dtype
 from ...formats import BlockFormat, Format, get
 from ...optim.parameters._local_tensors import memory
-from ...recipes._contract import CONTRACT_KEY, Contract, ContractDifference, contract, list_contract_differences
 from ...rounding import quantize
 from .._record import Expectation, Record, Role, TensorRecord
-from .._text import dtype_name
-from ..sampling._sampler import FormatLike, find_format, read_numbers
+from .._text import name_dtype
+from ..sampling._sampler import FormatLike, find_format
 
-CONTRACT_SOURCE = "contract"
-
-
-class ContractComparison:
-    """Compares how a contract says that tensors are held with how model and optimizers hold them.
-
-    Dtypes and weight updates are those at the time when this is made, since a model may be cast to be saved after the
-    run; states are those of the optimizers when they are compared, since a new one has none before its first step.
-    """
-
-    def __init__(self, asked: Contract, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._contract, self._model, self._optimizers = asked, model, list(optimizers)
-        self._there = contract(model, self._optimizers)
-
-    def list_expectations(self) -> list[Expectation]:
-        """Return the contract's tensors of each dtype, and whatever else differs from it."""
-        now = contract(self._model, self._optimizers).tensors
-        there = {
-            name: dataclasses.replace(terms, states=now[name].states if name in now else {})
-            for name, terms in self._there.tensors.items()
-        }
-        found = list_contract_differences(self._contract, Contract(there), with_optimizer=bool(self._optimizers))
-        others: dict[tuple[str, str], Expectation] = {}
-        for one in found:
-            if one.field != "dtype" and not _follows_dtype(one, found):
-                asked = others.setdefault((one.field, one.before), _make_expectation(f"{one.field} {one.before}"))
-                asked.matched.append(one.name)
-                asked.other[one.name] = one.after
-        return [*others.values(), *self._list_dtypes(found)]
-
-    def _list_dtypes(self, found: Sequence[ContractDifference]) -> list[Expectation]:
-        changed = {one.name: _shorten_dtype(one.after) for one in found if one.field == "dtype"}
-        by_dtype: dict[str, Expectation] = {}
-        for name, terms in self._contract.tensors.items():
-            if name in self._there.tensors:
-                asked = by_dtype.setdefault(terms.dtype, _make_expectation(_shorten_dtype(terms.dtype)))
-                asked.matched.append(name)
-                if name in changed:
-                    asked.other[name] = changed[name]
-        return list(by_dtype.values())
-
-
-def _follows_dtype(one: ContractDifference, found: Sequence[ContractDifference]) -> bool:
-    """Return whether a plain tensor's storage differs as its dtype does."""
-    return one.field == "storage" and any(
-        (other.name, other.field, other.before, other.after) == (one.name, "dtype", one.before, one.after)
-        for other in found
-    )
-
-
-def _make_expectation(asked: str) -> Expectation:
-    return Expectation("*", asked, source=CONTRACT_SOURCE)
-
-
-def _shorten_dtype(name: str) -> str:
-    dtype = find_dtype(name)
-    return name if dtype is None else dtype_name(dtype)
-
-
-ExpectedFormats: TypeAlias = Mapping[str, torch.dtype | str | Format] | Contract
+ExpectedFormats: TypeAlias = Mapping[str, torch.dtype | str | Format]
 # What autocast computes in the lower precision.
-PRODUCT_LAYERS = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
-
-
-def check_expectations(
-    expect: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[str, Format] | ContractComparison:
-    """Return the formats that are expected, by pattern, or the run that a contract was given for.
-
-    Args:
-        expect: dtypes, names or formats by pattern; or a contract, itself or as the plain data that it is saved as.
-
-    Raises:
-        TypeError: no mapping from patterns to dtypes, names or formats.
-        ValueError: an unknown format; a contract's data that is damaged, or of a later version.
-    """
-    if expect is None:
-        return {}
-    if isinstance(expect, Mapping) and (CONTRACT_KEY in expect or {"version", "tensors"} <= expect.keys()):
-        expect = Contract.from_dict(expect)
-    if isinstance(expect, Contract):
-        return ContractComparison(expect, model, optimizers)
-    if not isinstance(expect, Mapping) or not all(isinstance(pattern, str) for pattern in expect):
-        raise TypeError(
-            f'expect= takes a dict such as {{"*.norm": torch.float32, "lm_head": "bf16"}}, or a hu.contract, '
-            f"got {a_kind(expect)}"
-        )
-    return {pattern: get(asked) for pattern, asked in expect.items()}
+PRODUCT_LAYERS = (nn.Linear, _ConvNd)
 
 
 class Expectations:
-    """Compares the formats that were asked for with those of parameters and outputs.
+    """Compares the dtypes that were asked for with those of parameters and outputs.
 
     Args:
-        expect: formats by pattern, a glob over the names of modules and parameters; or a run that resumed under a
-            contract.
+        expect: dtypes by pattern, a glob over the names of modules and parameters; None for none.
+
+    Raises:
+        TypeError: no mapping from patterns to dtypes.
+        ValueError: an unknown format, or one that is no dtype of torch's.
     """
 
-    def __init__(self, model: nn.Module, expect: dict[str, Format] | ContractComparison) -> None:
+    def __init__(self, model: nn.Module, expect: ExpectedFormats | None) -> None:
         self._model = model
-        self._resumed = expect if isinstance(expect, ContractComparison) else None
-        self._expect = {} if isinstance(expect, ContractComparison) else expect
+        expect = {} if expect is None else expect
+        if not isinstance(expect, Mapping) or not all(isinstance(pattern, str) for pattern in expect):
+            raise TypeError(
+                'expect= takes a dict such as {"*.norm": torch.float32, "lm_head": "bf16"}, got '
+                f"{a_kind(expect)}; a hu.contract compares a run that is resumed: contract.check(model, optimizer)"
+            )
+        self._expect = {pattern: get(asked) for pattern, asked in expect.items()}
+        for format in self._expect.values():
+            if format.torch_dtype_name is None:
+                raise ValueError(
+                    f"expect= compares dtypes, and torch has none for {format.name}: quantized= names formats that "
+                    "outputs are rounded to"
+                )
         self._autocast: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     def note_autocast_output(self, module: nn.Module, name: str, output: Any) -> None:
@@ -140,51 +59,32 @@ class Expectations:
             self._autocast[name] = torch.get_autocast_dtype(device), output.dtype
 
     def compare_with_record(self, record: Record) -> list[Expectation]:
-        """Compare the user's expectations with the record."""
+        """Compare what the user and autocast asked for with the record."""
         outputs = {name: tensor.dtype for (role, name), tensor in record.tensors.items() if role == "activation"}
-        found = [self._compare_pattern(pattern, asked, outputs) for pattern, asked in self._expect.items()]
-        found += self._resumed.list_expectations() if self._resumed is not None else []
-        return found + self._list_autocast_outputs()
-
-    def _compare_pattern(self, pattern: str, asked: Format, outputs: dict[str, torch.dtype]) -> Expectation:
-        one = Expectation(pattern, asked.name)
-        for name, module in self._model.named_modules():
-            if not name or not fnmatch.fnmatchcase(name, pattern):
-                continue
-            one.matched.append(name)
-            for own, parameter in module.named_parameters():
-                self._compare_parameter(one, f"{name}.{own}", parameter, asked)
-            if name in outputs and dtype_name(outputs[name]) != asked.name and asked.torch_dtype_name is not None:
-                one.other[name] = f"{dtype_name(outputs[name])} outputs"
-        for name, parameter in self._model.named_parameters():
-            if fnmatch.fnmatchcase(name, pattern):
-                one.matched.append(name)
-                self._compare_parameter(one, name, parameter, asked)
-        return one
-
-    def _compare_parameter(self, one: Expectation, name: str, parameter: torch.Tensor, asked: Format) -> None:
-        dtype = memory(parameter).dtype
-        if dtype.is_floating_point and dtype_name(dtype) != asked.name and not _holds_format_values(parameter, asked):
-            one.other[name] = dtype_name(dtype)
-
-    def _list_autocast_outputs(self) -> list[Expectation]:
-        found: dict[torch.dtype, Expectation] = {}
+        found = [self._compare_pattern(pattern, asked.name, outputs) for pattern, asked in self._expect.items()]
+        by_dtype: dict[torch.dtype, Expectation] = {}
         for name, (asked, there) in self._autocast.items():
-            one = found.setdefault(asked, Expectation("*", dtype_name(asked), source="autocast"))
+            one = by_dtype.setdefault(asked, Expectation("*", name_dtype(asked), source="autocast"))
             one.matched.append(name)
             if there != asked:
-                one.other[name] = f"{dtype_name(there)} outputs"
-        return list(found.values())
+                one.other[name] = f"{name_dtype(there)} outputs"
+        return [*found, *by_dtype.values()]
 
-
-def _holds_format_values(parameter: torch.Tensor, asked: Format) -> bool:
-    """Return whether a wider tensor holds numbers of a format that torch has no dtype for."""
-    if asked.torch_dtype_name is not None:
-        return False
-    found = read_numbers(parameter)
-    if found is None or found.flat.dtype.itemsize < 2:
-        return False
-    return bool((quantize(found.flat, asked) == found.flat).all())
+    def _compare_pattern(self, pattern: str, asked: str, outputs: dict[str, torch.dtype]) -> Expectation:
+        one = Expectation(pattern, asked)
+        modules = [name for name, _ in self._model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)]
+        one.matched += modules
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):  # a tied head has its own name
+            matched = fnmatch.fnmatchcase(name, pattern)
+            one.matched += [name] if matched else []
+            dtype = memory(parameter).dtype
+            inside = matched or any(name.startswith(f"{module}.") for module in modules)
+            if inside and dtype.is_floating_point and name_dtype(dtype) != asked:
+                one.other[name] = name_dtype(dtype)
+        for name in modules:
+            if name in outputs and name_dtype(outputs[name]) != asked:
+                one.other[name] = f"{name_dtype(outputs[name])} outputs"
+        return one
 
 
 FormatsByPattern: TypeAlias = Mapping[str, FormatLike]

@@ -1,12 +1,11 @@
-"""Hooks on modules and parameters: activations, gradients, residual sums, positions, casts, and the loss."""
+"""Hooks on modules and parameters: activations, gradients, residual sums, positions, and the loss."""
 
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from .._record import PositionsRecord, RealisedChanges, ResidualRecord
 from ..sampling._sampler import PLAIN_TENSOR_TYPES, read_numbers, take_sample
 from ._averages import RunningStatisticsWatcher, has_running_statistics
 from ._expectations import Expectations
-from ._recorder import Recorder, find_float_tensors, find_loss, make_safe_method, run_safely
+from ._recorder import Recorder, find_float_tensors, make_safe_method
 from ._second_runs import CompiledModuleCheck, Recomputations
 from ._updates import ChangeComparison, count_changes
 
@@ -54,11 +53,7 @@ class ModuleHooks:
         self.expects_calls: bool = bool(names) and not compiled
         followed = {module: name for module, name in names.items() if has_running_statistics(module)}
         self.statistics: RunningStatisticsWatcher = RunningStatisticsWatcher(recorder, followed)
-        self._residuals, self._positions, self._casts = (
-            ResidualSums(recorder),
-            PositionCollisions(recorder),
-            UnderflowingCasts(recorder),
-        )
+        self._residuals = ResidualSums(recorder)
         self._again = Recomputations(recorder) if check else None
         self._hooks = {module: functools.partial(self._note_module_run, name) for module, name in names.items()}
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
@@ -97,7 +92,6 @@ class ModuleHooks:
     def _release_tensors(self) -> None:
         self.recorder.uses.forget_tensors()
         self._residuals.release_tensors()
-        self._casts.remove_hooks()
 
     def _note_module_run(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Note that a module has run in training; evaluation without gradients is left out."""
@@ -105,24 +99,20 @@ class ModuleHooks:
             return
         if torch.is_grad_enabled():
             in_backward = torch._C._current_graph_task_id() != -1
-            if not in_backward:  # what runs again in a backward pass was noted in the first run
-                self._note_graph(name, inputs, output)
             self._look_at_outputs(name, module, inputs, output, in_backward)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
             self._note_first_pass(name, output)
 
     @make_safe_method
-    def _note_graph(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
-        """Note the uses, residual sums, casts and positions of a module that ran, apart from counting its outputs."""
-        self.recorder.uses.note_module_run(name, inputs, output)
-        self._residuals.note_module_run(name, inputs, output)
-        self._casts.note_module_run(name, output)
-        self._positions.note_output(name, output)
-
-    @make_safe_method
     def _look_at_outputs(
         self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any, in_backward: bool
     ) -> None:
+        if not in_backward:  # what runs again in a backward pass was noted in the first run
+            self.recorder.uses.note_module_run(name, inputs, output)
+            self._residuals.note_module_run(name, inputs, output)
+            for one in output if isinstance(output, tuple) else (output,):
+                if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_ROWS:
+                    find_position_collisions(self.recorder, name, one)
         found = list(find_float_tensors(output))
         self.statistics.update_shadows(module, inputs)
         if self._again is not None and found:
@@ -131,11 +121,14 @@ class ModuleHooks:
             if torch._C._is_any_autocast_enabled():
                 self._expectations.note_autocast_output(module, name, output)
             for tensor in found:
-                if not self._is_last_output(tensor):
+                # One that a module around hands on was looked at last.
+                if self._last is None or self._last[0]() is not tensor or self._last[1] != tensor._version:
                     self._look_at_output(name, module, tensor, inputs)
             self._seen.add(name)
         if not name:
-            self.loss = find_loss(output)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            is_one = isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1
+            self.loss = loss.detach() if is_one and loss is not None and loss.requires_grad else None
 
     @make_safe_method
     def _note_first_pass(self, name: str, output: Any) -> None:
@@ -160,19 +153,11 @@ class ModuleHooks:
                 handles[:] = [handle for handle in handles if handle.hooks_dict_ref() is not None]
             handles.append(tensor.register_hook(functools.partial(self._note_gradient, name, kind)))
 
-    def _is_last_output(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is the one that was looked at last, handed on by a module around it."""
-        last = self._last
-        return last is not None and last[0]() is tensor and last[1] == tensor._version
-
-    def _note_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
-        if self.recorder.sampling:
-            self._look_at_gradient(name, kind, gradient)
-
     @make_safe_method
-    def _look_at_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
+    def _note_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
         """Count the gradient of an output as it arrives."""
-        self.recorder.count_tensor("activation gradient", name, kind, gradient, self.recorder.scale)
+        if self.recorder.sampling:
+            self.recorder.count_tensor("activation gradient", name, kind, gradient, self.recorder.scale)
 
 
 def _find_amax(tensor: torch.Tensor) -> float:
@@ -187,18 +172,14 @@ def _find_eager_modules(
     model: nn.Module, compiled: dict[str, nn.Module], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that are called in eager mode, by name, and note those that are compiled."""
-    if is_compiled_module(model):
+    # torch.compile wraps it, or was called on it in place.
+    if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
         compiled[prefix] = model
         return
     if type(model).forward is not nn.Module.forward:
         yield prefix, model
     for name, child in model.named_children():
         yield from _find_eager_modules(child, compiled, f"{prefix}.{name}" if prefix else name)
-
-
-def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether torch.compile wraps a module, or was called on it in place."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 SIXTEEN_BIT_DTYPES = (torch.bfloat16, torch.float16)
@@ -301,39 +282,23 @@ FEWEST_REPEATS = 16
 MOST_CHANCE_REPEATS = 0.2
 
 
-class PositionCollisions:
-    """Finds outputs whose positions were counted in 16 bits: a column repeats just where rounded integers do."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def note_output(self, name: str, output: Any) -> None:
-        """Check the output of a module that has run."""
-        for one in output if isinstance(output, tuple) else (output,):
-            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_ROWS:
-                self._check_output(name, one)
-
-    def _check_output(self, name: str, output: torch.Tensor) -> None:
-        if name in self.recorder.record.positions or not output.is_floating_point() or not output.numel():
+def find_position_collisions(recorder: Recorder, name: str, output: torch.Tensor) -> None:
+    """Record an output whose positions were counted in 16 bits: a column repeats just where rounded integers do."""
+    if name in recorder.record.positions or not output.is_floating_point() or not output.numel():
+        return
+    rows = output.detach()[(0,) * (output.dim() - 2)]
+    for dtype, start in EXACT_INTEGERS_UP_TO.items():
+        if len(rows) <= start + FIRST_REPEATS_WINDOW:
+            continue
+        positions = torch.arange(len(rows), device=rows.device, dtype=torch.float32).to(dtype)
+        expected = positions[1:] == positions[:-1]
+        end = start + FIRST_REPEATS_WINDOW
+        columns = _find_columns_repeating_at(rows[start : end + 1], expected[start:end])
+        if not bool(columns.any()) or int(expected.sum()) < FEWEST_REPEATS:
+            continue
+        if bool(_find_columns_repeating_at(rows[:, columns], expected).any()):
+            recorder.record.positions[name] = PositionsRecord(name, dtype, len(rows))
             return
-        rows = output.detach()[(0,) * (output.dim() - 2)]
-        for dtype, start in EXACT_INTEGERS_UP_TO.items():
-            if len(rows) <= start + FIRST_REPEATS_WINDOW:
-                continue
-            expected = _find_repeats(len(rows), dtype, rows.device)
-            end = start + FIRST_REPEATS_WINDOW
-            columns = _find_columns_repeating_at(rows[start : end + 1], expected[start:end])
-            if not bool(columns.any()) or int(expected.sum()) < FEWEST_REPEATS:
-                continue
-            if bool(_find_columns_repeating_at(rows[:, columns], expected).any()):
-                self.recorder.record.positions[name] = PositionsRecord(name, dtype, len(rows))
-                return
-
-
-def _find_repeats(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return which integers from 0 on are equal to the next one when both are rounded to a dtype."""
-    positions = torch.arange(count, device=device, dtype=torch.float32).to(dtype)
-    return positions[1:] == positions[:-1]
 
 
 def _find_columns_repeating_at(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -342,185 +307,78 @@ def _find_columns_repeating_at(rows: torch.Tensor, expected: torch.Tensor) -> to
     return repeats[expected].all(0) & (repeats[~expected].double().mean(0) < MOST_CHANCE_REPEATS)
 
 
-# Operations between a module's output and that of one around it, before the search is given up.
-MOST_GRAPH_NODES = 512
-CAST_NODE = "ToCopyBackward0"
-
-
-class UnderflowingCasts:
-    """Measures gradients before the casts to 16 bits that may have rounded all of them to zero.
-
-    Autograd's graph, from the output of a module around, leads to the cast that took the output; what comes to it on
-    the way back is what was there before rounding.
-
-    Attributes:
-        wanted_outputs: what leads to the outputs in autograd's graph, by the names of their modules.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.wanted_outputs: dict[str, tuple[int, int]] = {}
-        self._handles: list[Any] = []
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks of one step."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.wanted_outputs.clear()
-
-    def note_module_run(self, name: str, output: Any) -> None:
-        """Note that a module has run; modules inside it have been noted before."""
-        if type(output) is not torch.Tensor or output.grad_fn is None:
-            return
-        if self.wanted_outputs and any(not name or wanted.startswith(f"{name}.") for wanted in self.wanted_outputs):
-            self._search_casts(name, output)
-        if output.dtype in SIXTEEN_BIT_DTYPES:
-            totals = self.recorder.totals.get(("activation gradient", name))
-            if totals is not None and 0 < totals.record.elements == totals.record.zeros:
-                self.wanted_outputs[name] = make_graph_key(output.grad_fn, output.output_nr)
-
-    def _search_casts(self, name: str, output: torch.Tensor) -> None:
-        """Look for the casts of wanted outputs among the operations that made an output around them."""
-        wanted = {key: one for one, key in self.wanted_outputs.items() if not name or one.startswith(f"{name}.")}
-        stack: list[Any] = [output.grad_fn]
-        seen: set[int] = set()
-        while stack and len(seen) < MOST_GRAPH_NODES:
-            node = stack.pop()
-            number = make_graph_key(node, 0)[0]
-            if node is None or number in seen:
-                continue
-            seen.add(number)
-            for before in node.next_functions:
-                found = wanted.get(make_graph_key(*before))
-                if found is None:
-                    stack.append(before[0])
-                    continue
-                self.wanted_outputs.pop(found, None)
-                if node.name() == CAST_NODE:
-                    hook = functools.partial(run_safely, self.recorder, self._measure_gradient, found)
-                    self._handles.append(node.register_prehook(hook))
-
-    def _measure_gradient(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Record the largest gradient that arrives at the cast of a module's output."""
-        totals, gradient = self.recorder.totals.get(("activation gradient", name)), gradients[0]
-        if totals is not None and type(gradient) is torch.Tensor and gradient.numel():
-            totals.record.before_cast = _find_amax(gradient)
-
-
 class GradientHooks:
-    """Watches gradients as backward passes hand them to parameters.
+    """Watches gradients as backward passes hand them to parameters, and as they are added to those that are there.
 
     Args:
         recorder: what is written to; its record has the parameters.
-        named: trainable parameters and their names.
+        named: parameters by name.
 
     Attributes:
         arrived: names whose gradients were looked at in this step.
-        adding: hooks whose gradients are sums in this step.
     """
 
-    def __init__(self, recorder: Recorder, named: list[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, recorder: Recorder, named: Mapping[str, torch.Tensor]) -> None:
         self.recorder = recorder
         self.arrived: set[str] = set()
-        self.adding: list[_ParameterHooks] = []
-        self.handles: list[RemovableHandle] = []
-        self._hooks = [_ParameterHooks(self, name, parameter) for name, parameter in named]
+        self._named = {name: one for name, one in named.items() if one.requires_grad}
+        self._handles: list[RemovableHandle] = []
+        self._followed: set[str] = set()
+        # Samples of a gradient that is there and of the one that is added to it, until it has been.
+        self._addends: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attach(self) -> None:
         """Attach the hooks."""
-        for hook in self._hooks if not self.handles else ():
-            if hook.parameter.requires_grad and hook.parameter.is_leaf:
-                hook.is_followed = False
-                self.handles.append(hook.parameter.register_hook(hook.observe_arriving))
+        for name, parameter in self._named.items() if not self._handles else ():
+            if parameter.requires_grad and parameter.is_leaf:
+                self._handles.append(parameter.register_hook(functools.partial(self._note_arriving, name)))
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for handle in self.handles:
+        for handle in self._handles:
             handle.remove()
-        self.handles.clear()
+        self._handles.clear()
+        self._followed.clear()
 
     def end_step(self) -> None:
-        """Compare the step's sums with the exact ones, and forget what belongs to one step."""
-        for hook in self.adding:
-            hook.record_sum_error()
-        self.adding.clear()
+        """Forget what belongs to one step."""
         self.arrived.clear()
-
-
-class _ParameterHooks:
-    """The two hooks by which a parameter's gradient is observed as it arrives and once it is accumulated."""
-
-    def __init__(self, owner: GradientHooks, name: str, parameter: torch.Tensor) -> None:
-        self.owner, self.recorder, self.name, self.parameter = owner, owner.recorder, name, parameter
-        self.is_followed: bool = False
-        # Samples: of the gradient that is there and of the one that is added; of the step's exact and rounded sum.
-        self.addends: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.sums: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.errors: float = 0.0
-        self.squares: float = 0.0
-
-    def observe_arriving(self, gradient: torch.Tensor) -> None:
-        """Count a gradient that arrives, before it is added to the one that is there."""
-        if self.recorder.sampling:
-            self._count_gradient(gradient)
-            self.addends = None
-            if self.parameter.grad is not None:
-                self._sample_addends(self.parameter.grad, gradient)
-
-    def observe_accumulated(self, parameter: torch.Tensor) -> None:
-        """Compare a gradient that has been added with the exact sum."""
-        if self.addends is not None:
-            self._compare_sum(parameter)
+        self._addends.clear()
 
     @make_safe_method
-    def _count_gradient(self, gradient: torch.Tensor) -> None:
-        kind = self.recorder.record.parameters[self.name].kind
-        if self.recorder.count_tensor("weight gradient", self.name, kind, gradient, self.recorder.scale) is not None:
-            self.owner.arrived.add(self.name)
-
-    @make_safe_method
-    def _sample_addends(self, there: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keep samples of a gradient that is there and of the one that is added to it; wait for the sum."""
-        held, incoming = read_numbers(there), read_numbers(gradient)
+    def _note_arriving(self, name: str, gradient: torch.Tensor) -> None:
+        """Count a gradient that arrives, and keep samples of it and of the one that it is added to, if there is one."""
+        if not self.recorder.sampling:
+            return
+        kind, parameter = self.recorder.record.parameters[name].kind, self._named[name]
+        if self.recorder.count_tensor("weight gradient", name, kind, gradient, self.recorder.scale) is not None:
+            self.arrived.add(name)
+        self._addends.pop(name, None)
+        held = None if parameter.grad is None else read_numbers(parameter.grad)
+        incoming = None if held is None else read_numbers(gradient)
         if held is None or incoming is None or held.flat.numel() != incoming.flat.numel():
             return
-        key = self.recorder.place_key(self.name)
-        self.addends = take_sample(held.flat, key), take_sample(incoming.flat, key)
-        if not self.is_followed:
-            self.is_followed = True
-            self.owner.handles.append(self.parameter.register_post_accumulate_grad_hook(self.observe_accumulated))
+        key = self.recorder.place_key(name)
+        self._addends[name] = take_sample(held.flat, key), take_sample(incoming.flat, key)
+        if name not in self._followed:
+            self._followed.add(name)
+            hook = functools.partial(self._compare_sum, name)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
             # First of all: another hook may step by the gradient and free it. torch runs them in the order of a dict.
-            hooks = self.parameter._post_accumulate_grad_hooks
+            hooks: Any = parameter._post_accumulate_grad_hooks
             for other in [*hooks][:-1]:
                 hooks[other] = hooks.pop(other)
 
     @make_safe_method
-    def _compare_sum(self, parameter: torch.Tensor) -> None:
-        addends, self.addends = self.addends, None
-        found = read_numbers(parameter.grad) if parameter.grad is not None else None
+    def _compare_sum(self, name: str, parameter: torch.Tensor) -> None:
+        """Compare a gradient that has been added with the exact sum."""
+        addends = self._addends.pop(name, None)
+        found = None if addends is None or parameter.grad is None else read_numbers(parameter.grad)
         # Zeros that `zero_grad(set_to_none=False)` left swallow nothing.
         if found is None or addends is None or not addends[0].any():
             return
         held, incoming = addends
-        now = take_sample(found.flat, self.recorder.place_key(self.name))
-        record = self.recorder.record.parameters[self.name]
+        now = take_sample(found.flat, self.recorder.place_key(name))
+        record = self.recorder.record.parameters[name]
         record.accumulation = record.accumulation or RealisedChanges()
         count_changes([ChangeComparison([record.accumulation], held, now, incoming)])
-        if self.sums is None:
-            self.owner.adding.append(self)
-        # What somebody cleared, clipped or scaled since the last addition is where the exact sum begins anew.
-        exact = to_float64(held) if self.sums is None or not torch.equal(held, self.sums[1]) else self.sums[0]
-        self.sums = exact + to_float64(incoming), now
-
-    def record_sum_error(self) -> None:
-        """Record the rounding error of this step's accumulated gradient."""
-        sums, self.sums = self.sums, None
-        if sums is None:
-            return
-        exact, rounded = sums
-        error, square = (float(one.square().sum()) for one in (to_float64(rounded) - exact, exact))
-        if math.isfinite(error) and math.isfinite(square):
-            self.errors, self.squares = self.errors + error, self.squares + square
-        if self.squares:
-            self.recorder.record.parameters[self.name].accumulation_error = math.sqrt(self.errors / self.squares)

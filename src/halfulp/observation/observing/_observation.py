@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +27,14 @@ from ...optim.parameters._local_tensors import local, memory
 from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...optim.parameters._random_identity import plain_names
 from ...sinks import Sink
-from .._finding import Finding, group_causes_as_dicts, listing
+from .._finding import Finding, format_findings, group_causes_as_dicts
 from .._record import ParameterRecord, Record, StepRecord, record_to_plain_data
-from .._text import times
+from .._text import format_multiple
 from ..findings import collect_findings
 from ..page import write_page
-from ..sampling._sampler import FormatLike, make_place_key, prepare_kernels, read_numbers, take_sample
+from ..sampling._sampler import FormatLike, make_place_key, read_numbers, take_sample
 from ._averages import WeightAverageWatcher
-from ._expectations import Expectations, ExpectedFormats, FormatsByPattern, QuantizedModules, check_expectations
+from ._expectations import Expectations, ExpectedFormats, FormatsByPattern, QuantizedModules
 from ._hooks import GradientHooks, ModuleHooks
 from ._ranks import RankComparison
 from ._recorder import Recorder, RowWriter, make_safe_method, run_safely
@@ -76,11 +76,11 @@ class Observation(StepWatcher):
         self.recorder: Recorder = Recorder(formats, QuantizedModules(model, quantized))
         self._parameters = ObservedParameters(model, self.optimizers, self.recorder.record)
         self._scales = ScalerTracker(self.recorder.record, scaler, scheduler)
-        self._expectations = Expectations(model, check_expectations(expect, model, optimizers))
+        self._expectations = Expectations(model, expect)
         self._modules = ModuleHooks(self.recorder, model, self._expectations, check)
         self._averages = WeightAverageWatcher(self.recorder, average, model)
         self._ranks = RankComparison(self.recorder, model, self._parameters.named)
-        self._gradients = GradientHooks(self.recorder, self._parameters.list_trainable())
+        self._gradients = GradientHooks(self.recorder, self._parameters.named)
         self._updates = {id(one): UpdateWatcher(self.recorder, one, self._parameters.names) for one in self.optimizers}
         self._sinks = RowWriter(self.recorder, sinks) if sinks else None
         self._handles: list[RemovableHandle] = []
@@ -99,16 +99,15 @@ class Observation(StepWatcher):
         """
         if self._began is not None:
             raise RuntimeError("the observation runs already: call stop() before start()")
-        prepare_kernels([torch.float32, *(memory(p).dtype for p in self._parameters.named.values())])
         self._began = time.perf_counter()
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._handle_step_begin))
             self._handles.append(optimizer.register_step_post_hook(self._handle_step_end))
         if not self.recorder.record.history:
-            run_safely(self.recorder, self._parameters.keep_first_samples)
-        run_safely(self.recorder, self._scales.begin_counting_skips, self.optimizers)
-        run_safely(self.recorder, self._ranks.begin_observing, self._next_step_number())
-        run_safely(self.recorder, self._begin_run_step, self._next_step_number(), True)
+            run_safely(self.recorder, self._parameters.count_moved)
+        run_safely(self.recorder, self._scales.read_scale_and_skips, True)
+        run_safely(self.recorder, self._ranks.begin_observing, len(self))
+        run_safely(self.recorder, self._begin_run_step, len(self), True)
         return self
 
     def stop(self) -> Observation:
@@ -116,9 +115,6 @@ class Observation(StepWatcher):
 
         Of several processes, each compares what it saw with the others, for which it waits five seconds at most.
         """
-        return self._stop_observing(patient=True)
-
-    def _stop_observing(self, patient: bool) -> Observation:
         if self._began is None:
             return self
         last = self._steps.end_first_run_step()
@@ -129,7 +125,7 @@ class Observation(StepWatcher):
         self._handles.clear()
         self._modules.detach()
         self._gradients.detach()
-        run_safely(self.recorder, self._ranks.compare_ranks, patient)
+        run_safely(self.recorder, self._ranks.compare_ranks)
         self._update_record()
         self._wall += time.perf_counter() - self._began
         self._began, self.recorder.sampling = None, False
@@ -138,10 +134,8 @@ class Observation(StepWatcher):
     def __enter__(self) -> Observation:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop_observing(patient=kind is None)  # ranks that wait for this one have no more to say
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     # what is asked --------------------------------------------------------------------------------------------
 
@@ -166,11 +160,6 @@ class Observation(StepWatcher):
         wall = self._wall + (0.0 if self._began is None else time.perf_counter() - self._began)
         own = wall - self.recorder.seconds
         return self.recorder.seconds / own if own > 0 else None
-
-    @property
-    def loss_scale(self) -> float:
-        """What the run's scaler multiplies the loss by now; 1 without one."""
-        return self._scales.get_loss_scale() or 1.0
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
         """Set the loss of the running step, where no module returns it.
@@ -202,7 +191,8 @@ class Observation(StepWatcher):
 
     def __len__(self) -> int:
         """Return how many optimizer steps were observed."""
-        return self._next_step_number()
+        history = self.recorder.record.history
+        return history[-1].step + 1 if history else 0
 
     def __str__(self) -> str:
         """The findings and what was seen, as a table for a person."""
@@ -289,13 +279,15 @@ class Observation(StepWatcher):
                 record.sampled_steps.append(recorder.step)
                 recorder.count_queued_samples()
                 self._modules.statistics.compare_statistics()
-                if self._ranks.other_ranks:
-                    self._ranks.note_sampled_step()
                 record.sites = self._scales.list_sites()
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
+                if self._ranks.other_ranks:
+                    self._ranks.note_sampled_step()
         finally:  # what failed is noted, and steps go on
-            append_step_record(record.history, step)
+            record.history.append(step)
+            if len(record.history) > MOST_HISTORY_STEPS:
+                record.history[:] = thin_history(record.history)
             following = recorder.step + 1
             self._begin_run_step(following, following % self.interval == 0)
         if step.sampled and self._sinks is not None:
@@ -315,10 +307,6 @@ class Observation(StepWatcher):
             self._modules.detach()
             self._gradients.detach()
 
-    def _next_step_number(self) -> int:
-        history = self.recorder.record.history
-        return history[-1].step + 1 if history else 0
-
     def _take_loss(self) -> float | None:
         """Return the loss of this step: the logged one, or one among the model's outputs."""
         seen, told = self._modules.loss, self._logged
@@ -334,18 +322,15 @@ class Observation(StepWatcher):
     @make_safe_method
     def _update_record(self) -> None:
         self.recorder.count_queued_samples()
-        self._read_scales()
-        if self.recorder.record.sampled_steps:
-            self._parameters.count_moved()
-
-    def _read_scales(self) -> None:
-        """Read what scaler and scheduler did since the last optimizer step, such as skipping all that follow."""
         record = self.recorder.record
+        # What scaler and scheduler did since the last optimizer step, such as skipping all that follow.
         record.loss_scale, skipped = self._scales.read_scale_and_skips()
         if record.history:
             last, scheduled = record.history[-1], self._scales.count_scheduler_steps()
             last.skipped += skipped
             last.scheduled = last.scheduled if scheduled is None else (last.scheduled or 0) + scheduled
+        if record.sampled_steps:
+            self._parameters.count_moved()
 
     def _note_unseen(self) -> None:
         record = self.recorder.record
@@ -361,27 +346,13 @@ class Observation(StepWatcher):
                     "no optimizer step was seen: the run never stepped, or steps other optimizers"
                 )
             return
+        ran = any(role == "activation" for role, _ in self.recorder.totals)
         gradients = any(parameter.gradients for parameter in record.parameters.values())
-        if (
-            gradients
-            and self._modules.expects_calls
-            and not any(role == "activation" for role, _ in self.recorder.totals)
-        ):
+        if gradients and self._modules.expects_calls and not ran:
             self.recorder.note_unseen(
                 "no module of the model was seen to run: it runs compiled, or under another object; activations and "
                 "their gradients are not observed"
             )
-
-
-TENSOR_ROLES = (
-    "activation",
-    "weight",
-    "activation gradient",
-    "weight gradient",
-    "update",
-    "first moment",
-    "second moment",
-)
 
 
 @dataclass(frozen=True)
@@ -418,31 +389,17 @@ class RunSummary:
 
     def __str__(self) -> str:
         """The findings, what was seen and what it cost, as lines for a person."""
-        unseen = [f"not observed: {sentence}" for sentence in self.record.unseen]
-        cost = [] if self.overhead is None else [f"time spent observing: {times(self.overhead)} the run's own"]
-        roles = _describe_roles(self.record, self.steps, self.interval)
-        return "\n".join([*listing(self.findings), "", *roles, *unseen, *cost])
-
-
-def _describe_roles(record: Record, steps: int, interval: int) -> list[str]:
-    skipped = f", {record.skipped} skipped by the gradient scaler" if record.skipped else ""
-    lines = [f"{steps} steps{skipped}; {len(record.sampled_steps)} sampled (one in {interval})"]
-    if not record.tensors:
-        return lines
-    lines.append(f"{'role':<20} {'tensors':>7} {'largest':>10} {'smallest':>10} {'zeros':>7} {'not finite':>10}")
-    for role in TENSOR_ROLES:
-        found = [tensor for (of, _), tensor in record.tensors.items() if of == role]
-        if found:
-            elements = max(1, sum(tensor.elements for tensor in found))
-            zeros = sum(tensor.zeros for tensor in found) / elements
-            amax, amin = max(t.amax for t in found), min(t.amin for t in found)
-            broken = sum(tensor.nonfinite for tensor in found)
-            lines.append(f"{role:<20} {len(found):>7} {amax:>10.3g} {amin:>10.3g} {zeros:>7.1%} {broken:>10}")
-    seen = sum(p.update.seen for p in record.parameters.values())
-    if seen:
-        lost = sum(p.update.cancelled for p in record.parameters.values())
-        lines.append(f"updates: {lost / seen:.1%} of {seen} sampled nonzero ones left their weight as it was")
-    return lines
+        skipped = f", {self.record.skipped} skipped by the gradient scaler" if self.record.skipped else ""
+        sampled = len(self.record.sampled_steps)
+        told = [f"{self.steps} steps{skipped}; {sampled} sampled (one in {self.interval})"]
+        updates = [parameter.update for parameter in self.record.parameters.values()]
+        if seen := sum(update.seen for update in updates):
+            lost = sum(update.cancelled for update in updates) / seen
+            told.append(f"updates: {lost:.1%} of {seen} sampled nonzero ones left their weight as it was")
+        told += [f"not observed: {sentence}" for sentence in self.record.unseen]
+        if self.overhead is not None:
+            told.append(f"time spent observing: {format_multiple(self.overhead)} the run's own")
+        return "\n".join([*format_findings(self.findings), "", *told])
 
 
 class OptimizerSteps:
@@ -560,17 +517,11 @@ class ObservedParameters:
             if isinstance(optimizer, Optimizer):
                 record.weight_update = "none"
 
-    def list_trainable(self) -> list[tuple[str, torch.Tensor]]:
-        """Return parameters that get gradients."""
-        return [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
-
-    def keep_first_samples(self) -> None:
-        """Keep samples of all parameters as they are before the first step."""
-        self._first = self._sample_parameters()
-
     def count_moved(self) -> None:
-        """Record which share of each parameter's sample has changed since the first step."""
-        for name, now in self._sample_parameters().items():
+        """Record which share of each parameter's sample has changed since the first call, before the first step."""
+        samples = self._sample_parameters()
+        self._first = self._first or samples
+        for name, now in samples.items():
             before = self._first.get(name)
             if before is not None and len(before) == len(now) and len(now):
                 self._record.parameters[name].moved = float((before != now).cpu().double().mean())
@@ -584,7 +535,6 @@ class ObservedParameters:
         return found
 
 
-GradScaler = torch.amp.GradScaler
 MOST_SCALER_SEARCHES = 3
 MOST_CALLER_FRAMES = 14
 # A scale that would grow beyond float32 stays as it is.
@@ -595,25 +545,19 @@ class ScalerTracker:
     """Follows a gradient scaler and a learning-rate scheduler; counts skipped steps in the record.
 
     Args:
-        scaler: the run's, or None: then one that calls an optimizer's step is found there.
+        scaler: the run's, or None: then one that calls an optimizer's step is found there, and its skips are counted
+            from that step on.
 
     Attributes:
         searches_left: how often the scaler is yet to be looked for, as in the first steps of a run without a given one.
     """
 
-    def __init__(self, record: Record, scaler: GradScaler | None, scheduler: Any | None) -> None:
+    def __init__(self, record: Record, scaler: torch.amp.GradScaler | None, scheduler: Any | None) -> None:
         self._record, self.scaler, self.scheduler = record, scaler, scheduler
         self._before: _ScalerReading | None = None
         self._taken: int = 0
-        self._fresh: bool = False
         self.searches_left: int = 0 if scaler is not None else MOST_SCALER_SEARCHES
         self._epoch: int | None = None if scheduler is None else int(getattr(scheduler, "last_epoch", 0))
-
-    def begin_counting_skips(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Take the scale from which skips are counted, as a run begins to be watched."""
-        self._fresh = not any(optimizer.state for optimizer in optimizers)
-        self._before = self._read_scaler()
-        self._taken = 0
 
     def search_scaler(self) -> None:
         """Look for the scaler among the callers of an optimizer's step."""
@@ -624,9 +568,9 @@ class ScalerTracker:
             if frame is None:
                 return
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
-            if isinstance(owner, GradScaler):
+            if isinstance(owner, torch.amp.GradScaler):
                 self.scaler, self.searches_left = owner, 0
-                self._before = self._read_found_scaler()
+                self._before = self._read_scaler()
                 return
 
     def get_loss_scale(self) -> float | None:
@@ -652,9 +596,9 @@ class ScalerTracker:
         self._taken += 0 if on_host and bool(infinite) else 1
         return found
 
-    def read_scale_and_skips(self) -> tuple[float | None, int]:
-        """Return the scale now, and how many steps were skipped since it was read last."""
-        before, taken = self._before, self._taken
+    def read_scale_and_skips(self, afresh: bool = False) -> tuple[float | None, int]:
+        """Return the scale now, and how many steps were skipped since it was read last, none where reading begins."""
+        before, taken = None if afresh else self._before, self._taken
         now = self._before = self._read_scaler()
         self._taken = 0
         if now is None or before is None or self.scaler is None:
@@ -668,17 +612,6 @@ class ScalerTracker:
         if scaler is None or not scaler.is_enabled() or isinstance(scaler, AdaptiveGradScaler):
             return None
         return _ScalerReading(float(scaler.get_scale()), int(scaler._get_growth_tracker()))
-
-    def _read_found_scaler(self) -> _ScalerReading | None:
-        """Return the reading to count from, for a scaler that is found as the first step is taken.
-
-        The first step that a new scaler does not skip follows on nothing but skips. One that has been at work before
-        has made other steps since its last skip, or has left a state in the optimizer.
-        """
-        now = self._read_scaler()
-        if now is None or self.scaler is None or now.streak or not self._fresh:
-            return now
-        return _ScalerReading(float(self.scaler._init_scale), 0)
 
     def _is_scale_on_host(self) -> bool:
         scale = getattr(self.scaler, "_scale", None)
@@ -700,9 +633,7 @@ class ScalerTracker:
                 "site": site.key,
                 "exponent": site.exponent,
                 "overflows": site.overflows,
-                "merged": site.merged,
                 "format": None if site.format is None else site.format.name,
-                "amax": {kind: reading.amax for kind, reading in site.readings.items()},
             }
             for site in self.scaler._controller.sites
         ]
@@ -715,7 +646,7 @@ class _ScalerReading(NamedTuple):
     streak: int
 
 
-def _count_skipped_steps(before: _ScalerReading, now: _ScalerReading, taken: int, scaler: GradScaler) -> int:
+def _count_skipped_steps(before: _ScalerReading, now: _ScalerReading, taken: int, scaler: torch.amp.GradScaler) -> int:
     """Return how many steps were skipped between two readings, between which so many were taken.
 
     Exact where one step is taken between them, as on the host; of a scale that grew and then fell, together with
@@ -732,13 +663,6 @@ def _count_skipped_steps(before: _ScalerReading, now: _ScalerReading, taken: int
 
 
 MOST_HISTORY_STEPS = 2000
-
-
-def append_step_record(history: list[StepRecord], step: StepRecord) -> None:
-    """Append a step, and thin the history where it grows long; counts of skipped steps are never lost."""
-    history.append(step)
-    if len(history) > MOST_HISTORY_STEPS:
-        history[:] = thin_history(history)
 
 
 def thin_history(steps: list[StepRecord]) -> list[StepRecord]:

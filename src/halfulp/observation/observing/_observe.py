@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,14 +18,11 @@ from ...sinks import Sink
 from ..sampling._sampler import DEFAULT_FORMATS, FormatLike
 from ._expectations import ExpectedFormats, FormatsByPattern
 from ._observation import Observation
-from ._recorder import check_sinks
-
-OneOrMoreOptimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 def observe(
     model: nn.Module,
-    optimizer: OneOrMoreOptimizers | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
     interval: int = 50,
     scaler: torch.amp.GradScaler | None = None,
@@ -56,9 +54,8 @@ def observe(
             LRScheduler that was made for one of the optimizers before is found.
         average: an average of the weights that is updated between steps: `hu.optim.EMA`, torch's AveragedModel, or a
             module of averaged parameters. Running statistics of batch normalizations are watched in any case.
-        expect: dtypes or formats that parameters and outputs should have, by patterns over the names of modules and
-            parameters: ``{"*.norm": torch.float32, "lm_head": "bf16"}``. Or the `hu.contract` of the run that is
-            resumed, or the plain data that it was saved as: each difference is a finding dtype-changed-on-resume.
+        expect: dtypes that parameters and outputs should have, by patterns over the names of modules and
+            parameters: ``{"*.norm": torch.float32, "lm_head": "bf16"}``.
         check: whether compiled modules are run a second time in eager mode in sampled steps, and what checkpointed
             modules give when they run again is compared with the first time. The second run works on copies of inputs,
             buffers and attributes; modules that draw random numbers are not compared, and `record.unseen` says so.
@@ -66,7 +63,7 @@ def observe(
             over the names of modules: ``{"layers.*": "mxfp8_e4m3"}``.
         formats: that samples are counted in: formats, names or dtypes, block formats of up to 128 elements.
         sinks: what gets a row of numbers of each sampled step while the run goes on, from rank 0 alone: a path that
-            ends in .jsonl or .csv, whose rows go behind those that are there; TensorBoard's SummaryWriter, or what else
+            ends in .jsonl, whose rows go behind those that are there; TensorBoard's SummaryWriter, or what else
             has `add_scalar`; a wandb run, or what else has `log` or `log_metrics` and takes a dict; a function of a
             dict. Loggers get names after "halfulp/". One that raises gets no more, with a warning, and `record.unseen`
             says so.
@@ -101,6 +98,8 @@ def observe(
         raise ValueError(f"interval is a number of steps, 1 or more; got {interval!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler= takes a torch.amp.GradScaler or hu.AdaptiveGradScaler, got {a_kind(scaler)}")
+    if isinstance(sinks, str | os.PathLike) or not isinstance(sinks, Iterable):
+        raise TypeError(f"sinks= takes a list of sinks, got {a_kind(sinks)}: put it into a list, sinks=[...]")
     optimizers = check_optimizers(optimizer)
     if not any(True for _ in model.parameters()) and not any(
         group["params"] for one in optimizers for group in one.param_groups
@@ -112,7 +111,7 @@ def observe(
     if scheduler is None:
         scheduler = find_scheduler(optimizers)
     return Observation(
-        model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, formats, check_sinks(sinks)
+        model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, formats, list(sinks)
     )
 
 
@@ -129,11 +128,9 @@ def check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     for given in optimizer if several else [optimizer]:
         one = find_inner_optimizer(given)
         if not isinstance(one, torch.optim.Optimizer):
-            duck = hasattr(one, "param_groups") and hasattr(one, "step")
-            said = "it has param_groups and step, but no step hooks: make its class" if duck else "give"
             raise TypeError(
-                f"observe takes torch optimizers, got {a_kind(one)}: {said} a subclass of torch.optim.Optimizer, "
-                "or leave it out (optimizer=None) to observe activations and gradients alone"
+                f"observe takes torch optimizers, got {a_kind(one)}: give subclasses of torch.optim.Optimizer, whose "
+                "step has hooks, or leave it out (optimizer=None) to observe activations and gradients alone"
             )
         found.append(one)
     return found
@@ -147,15 +144,9 @@ def find_scheduler(optimizers: Sequence[torch.optim.Optimizer]) -> LRScheduler |
     """
     if not any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers):
         return None
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
-    return find_outermost_scheduler(
-        one for one in found if any(getattr(one, "optimizer", None) is stepped for stepped in optimizers)
-    )
-
-
-def find_outermost_scheduler(schedulers: Iterable[Any]) -> LRScheduler | None:
-    """Return the scheduler that no other one steps, None without any; one of several."""
-    found = list(schedulers)
+    living = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
+    found = [one for one in living if any(getattr(one, "optimizer", None) is stepped for stepped in optimizers)]
+    # Those that another one steps are not asked.
     inner = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
     outer = [one for one in found if id(one) not in inner]
     return outer[-1] if outer else None

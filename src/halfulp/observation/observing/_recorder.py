@@ -7,7 +7,6 @@ import math
 import os
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import formats
-from ..._messages import a_kind
 from ..._qualified_names import make_name_pattern
 from ...sinks import Outlet, Sink, outlet
 from .._record import ParameterRecord, Record, Role, StepRecord, TensorRecord
@@ -81,23 +79,6 @@ class Recorder:
         self._sizes: dict[str, int] = {}
         self._broken: dict[int, int] = {}
         self._waiting: list[tuple[torch.Tensor, TensorTotals]] = []
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether a hook is at work now."""
-        return not self._free
-
-    def begin_watching(self) -> bool:
-        """Begin the work of a hook; False while another one is at work, maybe of another thread: they share memory."""
-        try:
-            self._free.pop()  # one operation, which no other thread divides
-        except IndexError:
-            return False
-        return True
-
-    def end_watching(self) -> None:
-        """End the work of a hook."""
-        self._free.append(None)
 
     def begin_step(self, step: int, sampling: bool) -> None:
         """Begin a step."""
@@ -216,7 +197,11 @@ def make_safe_method(function: WatchedMethod) -> WatchedMethod:
 
 def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: Any) -> None:
     """Call a function as a method of `make_safe_method` is called."""
-    if torch.compiler.is_compiling() or not recorder.begin_watching():
+    if torch.compiler.is_compiling():
+        return
+    try:
+        recorder._free.pop()  # one operation, which no other thread divides: hooks of several share memory
+    except IndexError:
         return
     begin = time.perf_counter()
     records_gradients = torch.is_grad_enabled()
@@ -233,7 +218,7 @@ def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: 
         recorder.note_unseen(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
     finally:
         torch._C._set_grad_enabled(records_gradients)
-        recorder.end_watching()
+        recorder._free.append(None)
         recorder.seconds += time.perf_counter() - begin
 
 
@@ -253,14 +238,6 @@ def find_float_tensors(value: Any) -> Iterator[torch.Tensor]:
             stack.extend(reversed(list(item.values())))
         elif isinstance(item, tuple | list):
             stack.extend(reversed(item))
-
-
-def find_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss among a model's outputs, where it is one: `output.loss`, or a single number."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1 and loss.requires_grad:
-        return loss.detach()
-    return None
 
 
 # Outputs of many forward passes without an optimizer's step, before those that are gone are looked for.
@@ -312,16 +289,13 @@ class TensorUses:
     def find_consumers(self, name: str) -> tuple[str, ...]:
         """Return the innermost modules that took a module's output, else the one whose own code did, if any."""
         takers = self._takers.get(name, {})
-        innermost = [one for one in takers if not any(_is_inside_module(other, one) for other in takers)]
+        innermost = [
+            one for one in takers if not any(o != one and (not one or o.startswith(f"{one}.")) for o in takers)
+        ]
         if innermost:
             return tuple(innermost)
         outermost = self._outermost.get(name, name)
         return (outermost.rpartition(".")[0],) if outermost else ()
-
-
-def _is_inside_module(name: str, module: str) -> bool:
-    """Return whether a module lies in another; "" is the whole model."""
-    return name != module and (not module or name.startswith(f"{module}."))
 
 
 MOST_PARAMETER_GROUPS = 24
@@ -343,34 +317,48 @@ GRADIENT_ROLES = ("weight gradient", "activation gradient")
 _SUMS_PER_GROUP = 6
 
 
-class StepRows:
-    """Makes rows of a record.
+class RowWriter:
+    """Gives each sink a row of every sampled step.
 
     A row holds numbers of the run (`RUN_COLUMNS`), then three shares over all parameters and over each group of them,
     such as "updates_lost" and "updates_lost/layers.*.norm.weight": of the changes wanted in this step, those that left
     their element as it was; of the wanted movement, what took place; of the nonzero gradients, about how many became
     zero in their dtype (over all: those of activations too). None stands for what is not known. A group is the
-    parameters whose names differ in numbers alone, in modules of one class; where those are more than 24, parameters of
-    one name in modules of one class; the smallest beyond that are together "others". Gradients of iterations that a
-    scaler skipped before the step count in it.
+    parameters whose names differ in numbers alone; the smallest beyond 24 are together "others". Gradients of
+    iterations that a scaler skipped before the step count in it.
 
-    Attributes:
-        columns: names of the entries, in order, the same in all rows.
+    Raises:
+        TypeError: a sink that can take no rows.
+        ValueError: a path that cannot be written.
     """
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._group_of = group_parameters(p for p in record.parameters.values() if p.requires_grad and p.numel)
+    def __init__(self, recorder: Recorder, sinks: Sequence[Sink]) -> None:
+        self._recorder, self._record = recorder, recorder.record
+        parameters = self._record.parameters.values()
+        self._group_of = group_parameters(p for p in parameters if p.requires_grad and p.numel)
         self._groups: list[str] = list(dict.fromkeys(self._group_of.values()))
         self._index = {name: self._groups.index(group) for name, group in self._group_of.items()}
         each = ["", *(f"/{group}" for group in self._groups)]
-        self.columns: list[str] = [*RUN_COLUMNS, *(f"{share}{group}" for group in each for share in SHARE_COLUMNS)]
+        self._columns = [*RUN_COLUMNS, *(f"{share}{group}" for group in each for share in SHARE_COLUMNS)]
         self._skipped: int = 0
         self._before: np.ndarray = self._sum_updates()
         self._counts: dict[tuple[int, torch.dtype], np.ndarray] = {}
+        # Of several processes the others may see another disk.
+        self._outlets: list[Outlet] = [outlet(sink, check=is_first_process()) for sink in sinks]
 
-    def make_row(self, step: StepRecord, totals: Mapping[tuple[Any, str], TensorTotals]) -> dict[str, Any]:
-        """Return the row of a sampled step that has ended; shares are those since the row before."""
+    def write_row(self, step: StepRecord) -> None:
+        """Give a sampled step that has ended to all sinks that still take rows."""
+        if not self._outlets or not is_first_process():
+            return
+        row = self._make_row(step, self._recorder.totals)
+        for one in self._outlets:
+            one.put(row)
+            if one.said is not None:
+                self._recorder.note_unseen(f"rows of the steps: {one.said}")
+        self._outlets = [one for one in self._outlets if not one.closed]
+
+    def _make_row(self, step: StepRecord, totals: Mapping[tuple[Any, str], TensorTotals]) -> dict[str, Any]:
+        """Return the row of a sampled step; shares are those since the row before."""
         skipped, self._skipped = self._record.skipped - self._skipped, self._record.skipped
         least, most = step.exponents or (None, None)
         broken = sum(int(one.step == step.step and one.step_nonfinite > 0) for one in totals.values())
@@ -380,8 +368,11 @@ class StepRows:
         since[:, 4:] = whole[:-1]
         total = since.sum(0)
         total[4:] = whole.sum(0)
-        shares = (share for one in (total, *since) for share in _compute_shares(one))
-        return dict(zip(self.columns, (*run, *shares), strict=True))
+        shares: list[float | None] = []
+        for seen, lost, wanted, kept, nonzero, vanished in np.array([total, *since]).tolist():
+            shares += lost / seen if seen else None, kept / wanted if wanted else None
+            shares.append(vanished / (nonzero + vanished) if nonzero else None)
+        return dict(zip(self._columns, (*run, *shares), strict=True))
 
     def _sum_updates(self) -> np.ndarray:
         """Return sums over each group's parameters since the observation began."""
@@ -411,30 +402,22 @@ class StepRows:
 
 
 def group_parameters(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
-    """Return the group of each parameter, by name: alike parameters share one, so that there are at most 24.
+    """Return the group of each parameter, by name: those whose names differ in numbers alone share one.
+
+    There are at most 24: the smallest beyond that are "others".
 
     >>> import torch
-    >>> named = {"0.weight": "Linear", "1.weight": "LayerNorm", "3.weight": "Linear"}
-    >>> group_parameters(ParameterRecord(name, kind, torch.float32, (2,), 2, True) for name, kind in named.items())
-    {'0.weight': '*.weight (Linear)', '1.weight': '1.weight', '3.weight': '*.weight (Linear)'}
+    >>> names = ["0.weight", "3.weight", "3.bias"]
+    >>> group_parameters(ParameterRecord(name, "Linear", torch.float32, (2,), 2, True) for name in names)
+    {'0.weight': '*.weight', '3.weight': '*.weight', '3.bias': '3.bias'}
     """
-    parameters = list(parameters)
-    members: dict[tuple[str, str], list[str]] = {}
+    members: dict[str, list[ParameterRecord]] = {}
     for one in parameters:
-        members.setdefault((make_name_pattern(one.name), one.kind), []).append(one.name)
-    patterns = Counter(pattern for pattern, _ in members)
-    found: dict[str, str] = {}
-    for (pattern, kind), names in members.items():
-        shared = pattern if patterns[pattern] == 1 else f"{pattern} ({kind})"
-        found |= dict.fromkeys(names, shared if len(names) > 1 else names[0])
-    if len(members) > MOST_PARAMETER_GROUPS:
-        found = {one.name: f"{one.kind}.{one.name.rpartition('.')[2]}".lstrip(".") for one in parameters}
-    sizes: Counter[str] = Counter()
-    for one in parameters:
-        sizes[found[one.name]] += one.numel
-    most = MOST_PARAMETER_GROUPS if len(sizes) <= MOST_PARAMETER_GROUPS else MOST_PARAMETER_GROUPS - 1
-    kept = {group for group, _ in sizes.most_common(most)}
-    return {one.name: found[one.name] if found[one.name] in kept else OTHER_GROUPS_NAME for one in parameters}
+        members.setdefault(make_name_pattern(one.name), []).append(one)
+    largest = sorted(members, key=lambda pattern: -sum(one.numel for one in members[pattern]))
+    kept = largest if len(largest) <= MOST_PARAMETER_GROUPS else largest[: MOST_PARAMETER_GROUPS - 1]
+    named = {pattern: pattern if len(members[pattern]) > 1 else members[pattern][0].name for pattern in kept}
+    return {one.name: named.get(pattern, OTHER_GROUPS_NAME) for pattern, own in members.items() for one in own}
 
 
 @functools.cache
@@ -444,52 +427,6 @@ def _count_smallest_bins(dtype: torch.dtype) -> int:
         return max(0, math.frexp(formats.get(dtype).smallest_subnormal)[1] - LOWEST_EXPONENT)
     except ValueError:  # integers, whose gradients are none
         return 0
-
-
-def _compute_shares(sums: np.ndarray) -> tuple[float | None, ...]:
-    seen, lost, wanted, kept, nonzero, vanished = sums.tolist()
-    return (
-        lost / seen if seen else None,
-        kept / wanted if wanted else None,
-        vanished / (nonzero + vanished) if nonzero else None,
-    )
-
-
-class RowWriter:
-    """Gives each sink a row of every sampled step.
-
-    Raises:
-        TypeError: a sink that can take no rows.
-        ValueError: a path that cannot be written.
-    """
-
-    def __init__(self, recorder: Recorder, given: Sequence[Sink]) -> None:
-        self._book = recorder
-        self._rows = StepRows(recorder.record)
-        # Of several processes the others may see another disk.
-        self._outlets: list[Outlet] = [outlet(sink, self._rows.columns, check=is_first_process()) for sink in given]
-
-    def write_row(self, step: StepRecord) -> None:
-        """Give a sampled step that has ended to all sinks that still take rows."""
-        if not self._outlets or not is_first_process():
-            return
-        row = self._rows.make_row(step, self._book.totals)
-        for one in self._outlets:
-            one.put(row)
-            if one.said is not None:
-                self._book.note_unseen(f"rows of the steps: {one.said}")
-        self._outlets = [one for one in self._outlets if not one.closed]
-
-
-def check_sinks(given: Any) -> Sequence[Sink]:
-    """Return the sinks as a list.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if isinstance(given, str | os.PathLike) or not isinstance(given, Iterable):
-        raise TypeError(f"sinks= takes a list of sinks, got {a_kind(given)}: put it into a list, sinks=[...]")
-    return list(given)
 
 
 def is_first_process() -> bool:

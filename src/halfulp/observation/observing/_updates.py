@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections import defaultdict
@@ -14,12 +13,11 @@ import numpy as np
 import torch
 
 from ..._messages import a_kind
-from ...kernels import address, address_of, run_chunks, select_engine
+from ...kernels import address, address_of, run_chunks, run_on_tensors, select_engine
 from ...kernels._device_function import CHUNK_COLUMNS
 from ...optim import Optimizer
 from ...optim._float32 import read_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
-from ...optim.rules._update_rule import UpdateRule
 from ...optim.states._codec import PlainCodec
 from ...optim.step._kernel import change_by_rule
 from .._record import ParameterRecord, RealisedChanges, Role, RoundingRecord
@@ -33,8 +31,6 @@ ELEMENTWISE_OPTIMIZERS: dict[type[torch.optim.Optimizer], Callable[[OptimizerOpt
 # State entries that belong to a whole tensor, whatever its shape.
 WHOLE_TENSOR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 _TORCH_WRAPPERS = ("torch.optim.optimizer", "torch.utils._contextlib")
-_IMPLEMENTATION_OPTIONS = {"foreach": False, "capturable": False, "differentiable": False}
-_FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def register_elementwise(
@@ -56,32 +52,11 @@ def register_elementwise(
     ELEMENTWISE_OPTIMIZERS[kind] = decouples if callable(decouples) else lambda options: decouples
 
 
-def _has_decoupled_decay(options: OptimizerOptions) -> bool:
-    return bool(options.get("decoupled_weight_decay"))
-
-
 for _name in ("SGD", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD"):
     register_elementwise(getattr(torch.optim, _name))
 for _name in ("Adam", "NAdam", "RAdam"):
-    register_elementwise(getattr(torch.optim, _name), _has_decoupled_decay)
+    register_elementwise(getattr(torch.optim, _name), lambda options: bool(options.get("decoupled_weight_decay")))
 register_elementwise(torch.optim.AdamW, True)
-
-
-def decay_factor(optimizer: torch.optim.Optimizer, options: OptimizerOptions) -> float | None:
-    """Return 1 - lr wd where that factor is rounded into the weight by itself; None elsewhere."""
-    decouples = ELEMENTWISE_OPTIMIZERS.get(type(optimizer))
-    decay = options.get("weight_decay")
-    if decouples is None or not decay or options.get("fused") or not decouples(options):
-        return None
-    return 1 - float(options["lr"]) * float(decay)
-
-
-def _unwrap_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step without torch's wrappers around it: hooks, a profiler's range, the mode of gradients."""
-    step = getattr(step, "__wrapped__", step)
-    while hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _TORCH_WRAPPERS:
-        step = step.__wrapped__
-    return step
 
 
 class ShadowOptimizer:
@@ -91,6 +66,8 @@ class ShadowOptimizer:
         self.kind: type[torch.optim.Optimizer] = type(optimizer)
         parameters = inspect.signature(self.kind.__init__).parameters
         self._takes: set[str] = set(parameters) - {"self", "params"}
+        fused = True if self.kind in (torch.optim.Adam, torch.optim.AdamW) else None
+        self._implementation = {"foreach": False, "capturable": False, "differentiable": False, "fused": fused}
         self._instance: torch.optim.Optimizer | None = None
         self._weight: torch.nn.Parameter | None = None
 
@@ -112,7 +89,11 @@ class ShadowOptimizer:
         else:
             weight.copy_(weights)
         weight.grad = gradients
-        plain = {key: self._choose_option(key, value) for key, value in options.items() if key in self._takes}
+        plain: dict[str, Any] = {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in {**options, **self._implementation}.items()
+            if key in self._takes
+        }
         if self._instance is None:
             self._instance = self.kind([weight], **plain)
         one = self._instance
@@ -121,15 +102,13 @@ class ShadowOptimizer:
         group["params"] = [weight]
         if states or not isinstance(one, torch.optim.Adagrad):
             one.state = defaultdict(dict, {weight: states} if states else {})
-        _unwrap_step(type(one).step)(one)
+        # Without torch's wrappers around it: hooks, a profiler's range, the mode of gradients.
+        step: Any = type(one).step
+        step = getattr(step, "__wrapped__", step)
+        while hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _TORCH_WRAPPERS:
+            step = step.__wrapped__
+        step(one)
         return weight.detach(), one.state[weight]
-
-    def _choose_option(self, key: str, value: Any) -> Any:
-        if key == "fused":
-            return True if self.kind in _FUSED_OPTIMIZERS else None
-        if key in _IMPLEMENTATION_OPTIONS:
-            return _IMPLEMENTATION_OPTIONS[key]
-        return value.item() if isinstance(value, torch.Tensor) else value
 
 
 class ParameterBeforeStep(NamedTuple):
@@ -161,13 +140,6 @@ def sample_tensors(
     return PackedSamples(packed, samples.counts)
 
 
-def read_known_numbers(tensor: torch.Tensor) -> StoredNumbers:
-    """Return the numbers of a tensor that had some before."""
-    found = read_numbers(tensor)
-    assert found is not None, "a step leaves tensors readable"
-    return found
-
-
 class ChangeComparison(NamedTuple):
     """Samples of some tensors before and after a change, one tensor's after the other's, with what was wanted.
 
@@ -193,11 +165,14 @@ def count_changes(compared: Sequence[ChangeComparison], ends: Sequence[int] | No
         ends: where the tensors' samples begin and end: one more than there are tensors; None for a single one.
     """
     ends = [0, len(compared[0].before)] if ends is None else ends
-    values = [[_convert_to_float64(x) for x in (one.before, one.after, one.wanted)] for one in compared]
+    values = [
+        [x.detach().to("cpu", torch.float64).contiguous() for x in (one.before, one.after, one.wanted)]
+        for one in compared
+    ]
     if select_engine("cpu") == "llvm":
         sums = _count_changes_by_kernel(values, ends, [one.decreases_only for one in compared])
     else:
-        sums = [_count_changes_by_numpy(own, ends, one.decreases_only) for own, one in zip(values, compared)]
+        sums = [_count_changes_by_torch(own, ends, one.decreases_only) for own, one in zip(values, compared)]
     for one, found in zip(compared, sums):
         for record, (seen, cancelled, square, kept) in zip(one.records, found, strict=True):
             record.seen += int(seen)
@@ -226,25 +201,10 @@ def _count_changes_by_kernel(
     return found
 
 
-def _count_changes_by_numpy(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
+def _count_changes_by_torch(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
     """Return the sums of `make_changes_table` of each tensor without kernels."""
-    found = []
-    for start, end in itertools.pairwise(ends):
-        b, a, w = (one.numpy()[start:end] for one in values)
-        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            w, change = np.minimum(w, 0) if decreases else w, a - b
-            counts = (w != 0) & np.isfinite(w) & np.isfinite(change)
-            same = counts & (b.view(np.int64) == a.view(np.int64))
-            w, change = w[counts], change[counts]
-            found.append([float(x.sum()) for x in (counts, same, w**2, w * change)])
-    return found
-
-
-def _convert_to_float64(values: torch.Tensor) -> torch.Tensor:
-    """Return values as contiguous float64 on the CPU."""
-    if values.dtype is torch.float64 and values.is_cpu and values.is_contiguous():
-        return values
-    return values.detach().to("cpu", torch.float64).contiguous()
+    trace, limit = make_changes_table().trace, {("constant", 0): 0.0 if decreases else np.inf}
+    return [run_on_tensors(trace, [x[start:end] for x in values], limit)[1] for start, end in itertools.pairwise(ends)]
 
 
 # Roles of states, by their names in torch.optim and here.
@@ -256,19 +216,8 @@ ROLES_OF_STATES: dict[str, Role] = {
 SQUARE_AVERAGE_STATES = ("exp_avg_sq", "square_avg", "acc_delta")
 
 
-@dataclass(slots=True)
-class WantedUpdate:
-    """The update that an optimizer wants of packed samples, float64.
-
-    Attributes:
-        values: of the weights after it.
-        change: of the weights.
-        states: after it, by name.
-    """
-
-    values: torch.Tensor
-    change: torch.Tensor
-    states: dict[str, torch.Tensor]
+# The change of packed samples of weights that an optimizer wants, and their states after it by name, in float64.
+WantedUpdate = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 @dataclass(slots=True)
@@ -310,7 +259,8 @@ class UpdateWatcher:
         self.recorder, self.optimizer, self._names = recorder, optimizer, names
         self._batches: list[ParameterBatch] = []
         self._shadow = ShadowOptimizer(optimizer) if type(optimizer) in ELEMENTWISE_OPTIMIZERS else None
-        self.rounded: dict[str, RoundingDirections] = {}
+        # Directions of rounding in the step before less their probabilities, in standard deviations, by parameter.
+        self._surprises: dict[str, torch.Tensor] = {}
 
     def sample_before_step(self, arrived: set[str], alone: torch.Tensor | None = None) -> None:
         """Sample weights, gradients and states before a step.
@@ -332,7 +282,12 @@ class UpdateWatcher:
         """Return parameters with gradients by what makes them step together, with their param groups."""
         batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[ParameterBeforeStep]]] = {}
         for group in self.optimizer.param_groups:
-            options = {key: _convert_option(value) for key, value in group.items() if _is_option(key, value)}
+            options = {
+                key: _convert_option(value)
+                for key, value in group.items()
+                if key not in _IGNORED_GROUP_KEYS
+                and (isinstance(value, _OPTION_TYPES) or (isinstance(value, torch.Tensor) and value.numel() == 1))
+            }
             kind = tuple(options.items())
             for parameter in group["params"] if alone is None else [p for p in group["params"] if p is alone]:
                 name = self._names.get(id(parameter))
@@ -425,7 +380,14 @@ class UpdateWatcher:
                     batch.states = self._sample_decoded_states(batch)
                     rule = self.optimizer.rule(group)
                     constants = rule.values(group, plan.state["step"] + 1)
-                    batch.compute_wanted = functools.partial(_compute_by_rule, rule, constants)
+
+                    def compute_by_rule(batch: ParameterBatch) -> WantedUpdate:
+                        states = [state.float() for state in batch.states.values()]
+                        change, new = change_by_rule(rule, batch.weight, batch.gradient, states, constants)
+                        change, found = change.double(), {key: one.double() for key, one in zip(batch.states, new)}
+                        return change, found
+
+                    batch.compute_wanted = compute_by_rule
         elif first.states is not None:
             for key, value in first.states.items():
                 if isinstance(value, StoredNumbers):
@@ -467,33 +429,53 @@ class UpdateWatcher:
         if not batches or _convert_to_float(getattr(self.optimizer, "found_inf", None), 0.0):
             return
         for batch in batches:
-            now = sample_tensors(
-                self.recorder, batch.records, [read_known_numbers(one) for one in batch.parameters]
-            ).packed
+            numbers = [one for parameter in batch.parameters if (one := read_numbers(parameter)) is not None]
+            if len(numbers) < len(batch.parameters):
+                raise RuntimeError("a step left a parameter that cannot be read")
+            now = sample_tensors(self.recorder, batch.records, numbers).packed
             states_now = self._count_states(batch)
             if batch.is_unplanned:
                 continue
-            updates = [record.update for record in batch.records]
             if isinstance(self.optimizer, Optimizer):
                 now = self._sample_float32_weights(batch, now)
                 states_now = self._sample_decoded_states(batch) if batch.states else {}
             if batch.compute_wanted is None:
-                count_changes(
-                    [ChangeComparison(updates, batch.weight, now, batch.gradient, is_wanted_known=False)], batch.ends
-                )
+                updates = [record.update for record in batch.records]
+                changes = ChangeComparison(updates, batch.weight, now, batch.gradient, is_wanted_known=False)
+                count_changes([changes], batch.ends)
                 self._count_updates(batch, now - batch.weight)
-                continue
-            wanted = batch.compute_wanted(batch)
-            self._count_rounding_directions(batch, wanted.values, now)
-            self._count_updates(batch, wanted.change)
-            compared = [ChangeComparison(updates, batch.weight, now, wanted.change)]
-            for key, state in wanted.states.items():
-                if key in states_now:
-                    compared.append(_compare_state(key, batch, state, states_now[key]))
-            factor = decay_factor(self.optimizer, batch.records[0].options)
-            if factor is not None:
-                compared.append(_compare_decay(batch, factor))
-            count_changes(compared, batch.ends)
+            else:
+                self._compare_with_wanted(batch, batch.compute_wanted(batch), now, states_now)
+
+    def _compare_with_wanted(
+        self, batch: ParameterBatch, wanted: WantedUpdate, now: torch.Tensor, states_now: Mapping[str, torch.Tensor]
+    ) -> None:
+        change, states = wanted
+        for record, *pair in zip(batch.records, batch.split_samples(batch.weight + change), batch.split_samples(now)):
+            if record.name in self.recorder.fixed:
+                self._count_directions(record, *pair)
+        self._count_updates(batch, change)
+        compared = [ChangeComparison([one.update for one in batch.records], batch.weight, now, change)]
+        for key, state in states.items():
+            if key in states_now:
+                before = batch.states.get(key)
+                before = torch.zeros_like(state) if before is None else before
+                changes = [record.states.setdefault(key, RealisedChanges()) for record in batch.records]
+                falls = key in SQUARE_AVERAGE_STATES
+                compared.append(
+                    ChangeComparison(changes, before, states_now[key], state - before, decreases_only=falls)
+                )
+        decouples, options = ELEMENTWISE_OPTIMIZERS.get(type(self.optimizer)), batch.records[0].options
+        decay = options.get("weight_decay")
+        # torch's loop rounds decoupled decay into the weight by itself, as a factor.
+        if decouples is not None and decay and not options.get("fused") and decouples(options):
+            factor = 1 - float(options["lr"]) * float(decay)
+            for record in batch.records:
+                record.decay = record.decay or RealisedChanges()
+            changes = [record.decay for record in batch.records if record.decay is not None]
+            decayed = (batch.weight.to(batch.parameters[0].dtype) * factor).double()
+            compared.append(ChangeComparison(changes, batch.weight, decayed, batch.weight * (factor - 1)))
+        count_changes(compared, batch.ends)
 
     def _compute_by_shadow(self, batch: ParameterBatch) -> WantedUpdate:
         """Return the update of samples by the optimizer's own class, in float64."""
@@ -505,17 +487,32 @@ class UpdateWatcher:
         own = {
             key: x for key, x in found.items() if key not in WHOLE_TENSOR_STATES and getattr(x, "shape", None) == shape
         }
-        return WantedUpdate(values, values - batch.weight, own)
+        return values - batch.weight, own
 
-    def _count_rounding_directions(self, batch: ParameterBatch, wanted: torch.Tensor, now: torch.Tensor) -> None:
-        """Count the directions in which stochastically rounded parameters went."""
-        if not any(record.name in self.recorder.fixed for record in batch.records):
-            return
-        for record, own, there in zip(batch.records, batch.split_samples(wanted), batch.split_samples(now)):
-            if record.name in self.recorder.fixed:
-                self.rounded.setdefault(record.name, RoundingDirections()).count_directions(
-                    record, record.dtype, own, there
-                )
+    def _count_directions(self, record: ParameterRecord, wanted: torch.Tensor, after: torch.Tensor) -> None:
+        """Count the directions in which a parameter's samples were rounded, at the same places in each step.
+
+        Args:
+            wanted, after: float64 values before rounding, and what was stored.
+        """
+        low, high = find_neighbours(wanted, record.dtype)
+        up = after == high
+        probability = (wanted - low) / (high - low)
+        decided = (low < wanted) & (wanted < high) & (up | (after == low)) & (high - low).isfinite()
+        p, went_up = probability[decided], up[decided].double()
+        rounding = record.rounding = record.rounding or RoundingRecord()
+        rounding.seen += len(p)
+        rounding.excess += float((went_up - p).sum())
+        rounding.variance += float((p * (1 - p)).sum())
+        surprise = torch.where(decided, up.double() - probability, torch.nan) / (probability * (1 - probability)).sqrt()
+        before = self._surprises.get(record.name)
+        if before is not None and len(before) == len(surprise):
+            products = before * surprise
+            products = products[products.isfinite()]
+            if len(products) >= FEWEST_CORRELATED:
+                correlation = float(products.mean())
+                rounding.repeated = correlation if rounding.repeated is None else max(rounding.repeated, correlation)
+        self._surprises[record.name] = surprise
 
     def _count_updates(self, batch: ParameterBatch, change: torch.Tensor) -> None:
         dtypes = [record.dtype for record in batch.records]
@@ -529,11 +526,8 @@ class UpdateWatcher:
         found: dict[str, tuple[list[ParameterRecord], list[StoredNumbers]]] = {}
         for record, parameter, size in zip(batch.records, batch.parameters, batch.sizes):
             for key, value in self._get_state(parameter).items():
-                if (
-                    key in WHOLE_TENSOR_STATES
-                    or not isinstance(value, torch.Tensor)
-                    or not value.dtype.is_floating_point
-                ):
+                is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+                if key in WHOLE_TENSOR_STATES or not is_float:
                     continue
                 record.state_dtypes[key] = value.dtype
                 numbers = read_numbers(value)
@@ -564,31 +558,6 @@ def _read_states(given: Mapping[str, Any], size: int) -> dict[str, Any] | None:
     return states
 
 
-def _compare_state(key: str, batch: ParameterBatch, wanted: torch.Tensor, now: torch.Tensor) -> ChangeComparison:
-    before = batch.states.get(key)
-    before = torch.zeros_like(wanted) if before is None else before
-    changes = [record.states.setdefault(key, RealisedChanges()) for record in batch.records]
-    return ChangeComparison(changes, before, now, wanted - before, decreases_only=key in SQUARE_AVERAGE_STATES)
-
-
-def _compare_decay(batch: ParameterBatch, factor: float) -> ChangeComparison:
-    """Compare decoupled decay, which torch's loop rounds by itself."""
-    changes = []
-    for record in batch.records:
-        record.decay = record.decay or RealisedChanges()
-        changes.append(record.decay)
-    decayed = (batch.weight.to(batch.parameters[0].dtype) * factor).double()
-    return ChangeComparison(changes, batch.weight, decayed, batch.weight * (factor - 1))
-
-
-def _compute_by_rule(rule: UpdateRule, constants: Sequence[float], batch: ParameterBatch) -> WantedUpdate:
-    """Return the update of samples by a rule of halfulp's optimizers, in float32."""
-    states = [state.float() for state in batch.states.values()]
-    change, new = change_by_rule(rule, batch.weight, batch.gradient, states, constants)
-    change = change.double()
-    return WantedUpdate(batch.weight + change, change, {key: one.double() for key, one in zip(batch.states, new)})
-
-
 def has_float32_weight(plan: ParameterPlan) -> bool:
     """Return whether a parameter and its auxiliary tensors stand for a float32 weight, which is sampled instead.
 
@@ -605,12 +574,6 @@ def _convert_to_float(value: Any, otherwise: float) -> float:
 
 _OPTION_TYPES = (bool, int, float, str, tuple)
 _IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "identities", "random_stream"})
-
-
-def _is_option(key: str, value: Any) -> bool:
-    if key in _IGNORED_GROUP_KEYS:
-        return False
-    return isinstance(value, _OPTION_TYPES) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _convert_option(value: Any) -> Any:
@@ -631,40 +594,6 @@ def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch
             return False
         return plan.spec.store.dtype in _STOCHASTIC_DTYPES and bool(plan.spec.update.draws(plan.spec.store))
     return parameter.dtype in _STOCHASTIC_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))
-
-
-class RoundingDirections:
-    """Follows the directions in which one parameter's sampled elements are rounded, at the same places every time."""
-
-    def __init__(self) -> None:
-        self._before: torch.Tensor | None = None
-
-    def count_directions(
-        self, record: ParameterRecord, dtype: torch.dtype, wanted: torch.Tensor, after: torch.Tensor
-    ) -> None:
-        """Count the directions of one step.
-
-        Args:
-            dtype: that the wanted values were rounded to.
-            wanted, after: float64 values before rounding, and what was stored.
-        """
-        low, high = find_neighbours(wanted, dtype)
-        up = after == high
-        probability = (wanted - low) / (high - low)
-        decided = (low < wanted) & (wanted < high) & (up | (after == low)) & (high - low).isfinite()
-        p, went_up = probability[decided], up[decided].double()
-        rounding = record.rounding = record.rounding or RoundingRecord()
-        rounding.seen += len(p)
-        rounding.excess += float((went_up - p).sum())
-        rounding.variance += float((p * (1 - p)).sum())
-        surprise = torch.where(decided, up.double() - probability, torch.nan) / (probability * (1 - probability)).sqrt()
-        if self._before is not None and len(self._before) == len(surprise):
-            products = self._before * surprise
-            products = products[products.isfinite()]
-            if len(products) >= FEWEST_CORRELATED:
-                correlation = float(products.mean())
-                rounding.repeated = correlation if rounding.repeated is None else max(rounding.repeated, correlation)
-        self._before = surprise
 
 
 def find_neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

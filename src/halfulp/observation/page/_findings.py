@@ -19,24 +19,18 @@ _SURE_CONFIDENCE = 0.9
 
 def make_cause_cards(data: PlainData, forecast: bool = False) -> list[dict[str, Any]]:
     """Return the cards of the causes for the template, the worst first."""
-    return [
-        _make_cause_card(cause, [data["findings"][k] for k in cause["findings"]], forecast) for cause in data["causes"]
-    ]
-
-
-def _make_cause_card(cause: PlainData, findings: Sequence[PlainData], forecast: bool) -> dict[str, Any]:
-    own = [one for one in findings if one["code"] == cause["code"]]
-    others: dict[str, list[PlainData]] = {}
-    for one in findings:
-        if one["code"] != cause["code"]:
-            others.setdefault(one["code"], []).append(one)
-    few = min(one["confidence"] for one in own) < _SURE_CONFIDENCE
-    return {
-        **cause,
-        "sure": "forecast" if forecast else "of few samples" if few else "",
-        "lines": [_make_finding_line(one, forecast) for one in own],
-        "following": [_summarize_consequences(code, found, own, forecast) for code, found in others.items()],
-    }
+    cards = []
+    for cause in data["causes"]:
+        by_code: dict[str, list[PlainData]] = {cause["code"]: []}
+        for k in cause["findings"]:
+            by_code.setdefault(data["findings"][k]["code"], []).append(data["findings"][k])
+        own = by_code.pop(cause["code"])
+        few = min(one["confidence"] for one in own) < _SURE_CONFIDENCE
+        sure = "forecast" if forecast else "of few samples" if few else ""
+        following = [_summarize_consequences(code, found, own, forecast) for code, found in by_code.items()]
+        lines = [_make_finding_line(one, forecast) for one in own]
+        cards.append({**cause, "sure": sure, "lines": lines, "following": following})
+    return cards
 
 
 def _summarize_consequences(
@@ -55,22 +49,16 @@ def _summarize_consequences(
 
 def render_page(template: str, cards: Sequence[PlainData], charts: PlainData, **words: Any) -> str:
     """Return a page of what an instrument found, as text; it refers to nothing outside itself."""
-    made_by = f"halfulp {__version__}"
-    given = {"findings": cards, "codes": list_codes(cards), "versions": made_by, "data": charts}
-    return render(__package__, template, **given, **words)
-
-
-def list_codes(cards: Sequence[PlainData]) -> list[tuple[str, str, bool]]:
-    """Return the codes on the page, each once, with what it stands for, and whether the documentation has a page of it.
-
-    A code that a user registered has none.
-    """
     from ..findings._kind import FINDING_KINDS  # whose package makes pages by way of audits
 
+    made_by = f"halfulp {__version__}"
+    # A code that a user registered has no page in the documentation.
     own = {code for code, kind in FINDING_KINDS.items() if kind.__module__.startswith("halfulp.")}
     meanings = described("finding")
-    codes = [code for card in cards for code in (card["code"], *(one["code"] for one in card["following"]))]
-    return [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(codes)]
+    named = [code for card in cards for code in (card["code"], *(one["code"] for one in card["following"]))]
+    codes = [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(named)]
+    given = {"findings": cards, "codes": codes, "versions": made_by, "data": charts}
+    return render(__package__, template, **given, **words)
 
 
 _EVIDENCE_TITLES = {"lost": "share lost", "realised": "movement kept", "seen": "elements sampled"}
@@ -85,28 +73,14 @@ def _make_finding_line(one: PlainData, forecast: bool) -> dict[str, Any]:
         # A sample is never wholly sure.
         sure = one["confidence"]
         evidence.append(("how sure", "over 99%" if sure > 0.99 else f"{100 * sure:.0f}%"))
+    shown = [name or "(model)" for name in one["where"][:_MOST_SHOWN_NAMES]]
+    left = len(one["where"]) - _MOST_SHOWN_NAMES
     return {
         "where": describe_names(one["where"]),
-        "summary": one["summary"] + _describe_trainings(one.get("trainings", ())),
-        "names": _shorten_names(one["where"]),
+        "summary": one["summary"],
+        "names": [*shown, f"and {left} more"] if left > 0 else shown,
         "evidence": evidence,
     }
-
-
-def _describe_trainings(numbers: Sequence[int]) -> str:
-    """Return which trainings of a script a finding is of, where it has several.
-
-    >>> _describe_trainings([1, 3]), _describe_trainings([2]), _describe_trainings([])
-    (' (trainings 1, 3)', ' (training 2)', '')
-    """
-    if not numbers:
-        return ""
-    return f" (training{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))})"
-
-
-def _shorten_names(where: Sequence[str]) -> list[str]:
-    names = [name or "(model)" for name in where[:_MOST_SHOWN_NAMES]]
-    return names + ([f"and {len(where) - _MOST_SHOWN_NAMES} more"] if len(where) > _MOST_SHOWN_NAMES else [])
 
 
 def _format_evidence(value: Any) -> str:
@@ -119,10 +93,10 @@ def _format_evidence(value: Any) -> str:
     return format_number(value)
 
 
-def dtype_word(dtype: str | None) -> str:
+def shorten_dtype(dtype: str | None) -> str:
     """Return the short name of a dtype given by torch's.
 
-    >>> dtype_word("bfloat16"), dtype_word("int8"), dtype_word(None)
+    >>> shorten_dtype("bfloat16"), shorten_dtype("int8"), shorten_dtype(None)
     ('bf16', 'int8', '–')
     """
     if dtype is None:
@@ -137,22 +111,22 @@ UNKNOWN_CELL = Cell("–", sort="")
 SEVERITY_TONES = {"error": "bad", "warning": "open", "note": "quiet"}
 
 
-def number_cell(value: Any) -> Cell:
+def make_number_cell(value: Any) -> Cell:
     """Return the cell of a number, of anything else one without."""
     return Cell(format_number(value), sort=value) if isinstance(value, int | float) else UNKNOWN_CELL
 
 
-def count_cell(value: int, title: str = "") -> Cell:
+def make_count_cell(value: int, title: str = "") -> Cell:
     """Return the cell of a count."""
     return Cell(format_count(value), sort=value, title=title)
 
 
-def shape_words(shape: Sequence[int]) -> str:
+def describe_shape(shape: Sequence[int]) -> str:
     """Return a shape in words."""
     return " × ".join(map(str, shape)) or "one number"
 
 
-def share_cell(part: float | None, bar: bool = False) -> Cell:
+def make_share_cell(part: float | None, bar: bool = False) -> Cell:
     """Return the cell of a share, which may be negative."""
     if part is None:
         return UNKNOWN_CELL
@@ -161,7 +135,7 @@ def share_cell(part: float | None, bar: bool = False) -> Cell:
     )
 
 
-def lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
+def make_lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
     """Return the cell of a share that was lost, with a bar in the colour of how bad it is."""
     if part is None:
         return UNKNOWN_CELL
@@ -169,20 +143,20 @@ def lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
     return Cell(format_share(part), sort=part, bar=part if bar else None, tone=tone if bar else "", title=title)
 
 
-def change_cell(realised: PlainData | None, bar: bool = False) -> Cell:
+def make_change_cell(realised: PlainData | None, bar: bool = False) -> Cell:
     """Return the cell of the share that rounding lost of some changes, a `RealisedChanges` as plain data."""
     if realised is None or not realised["seen"]:
         return UNKNOWN_CELL
     said = f"{format_count(realised['cancelled'])} of {format_count(realised['seen'])} sampled"
     said += "" if realised["known"] else "; counted where the gradient is not zero"
-    return lost_cell(realised["lost_share"], bar, said)
+    return make_lost_cell(realised["lost_share"], bar, said)
 
 
-def kept_cell(realised: PlainData | None) -> Cell:
+def make_kept_cell(realised: PlainData | None) -> Cell:
     """Return the cell of the share of a wanted movement that took place, of a `RealisedChanges` as plain data."""
     if realised is None:
         return UNKNOWN_CELL
     part = realised["realised_share"]
     if not isinstance(part, int | float):
         return Cell("not known", sort="", title="the optimizer's class computes no update that could be predicted")
-    return share_cell(part, bar=True)
+    return make_share_cell(part, bar=True)

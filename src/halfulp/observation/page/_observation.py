@@ -11,21 +11,21 @@ from ... import formats
 from ...pages import Cell, Table, format_share, make_table
 from .._finding import SEVERITIES, choose_headline, count_causes_in_words
 from .._record import Role
-from .._text import KEPT_TITLE, LOST_AND_KEPT_TEXT, LOST_TITLE, pluralize, times
+from .._text import KEPT_TITLE, LOST_AND_KEPT_TEXT, LOST_TITLE, format_multiple, pluralize
 from ._findings import (
     SEVERITY_TONES,
     UNKNOWN_CELL,
     PlainData,
     TableColumns,
-    change_cell,
-    count_cell,
-    dtype_word,
-    kept_cell,
+    describe_shape,
     make_cause_cards,
-    number_cell,
+    make_change_cell,
+    make_count_cell,
+    make_kept_cell,
+    make_number_cell,
+    make_share_cell,
     render_page,
-    shape_words,
-    share_cell,
+    shorten_dtype,
 )
 
 
@@ -39,6 +39,8 @@ def render_observation_page(data: PlainData) -> str:
     role, where = first[0].get("role", "") if first else "", [name for one in first for name in one["where"]]
     charts: dict[str, Any] = make_map_data(record.get("tensors", ()), parameters, role, where)
     has_map, curves = bool(charts["tensors"]), make_history_panels(record.get("history", []))
+    every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
+    overhead = data.get("overhead")
     nothing = "Nothing was observed: no optimizer stepped"
     return render_page(
         "observation.html.j2",
@@ -55,7 +57,7 @@ def render_observation_page(data: PlainData) -> str:
         storage=make_storage_table(record),
         extras=make_extra_tables(record),
         unseen=record.get("unseen", []),
-        cost=_describe_cost(data),
+        cost="" if overhead is None else f"{every}Observing took {format_multiple(overhead)} the run's own time.",
     )
 
 
@@ -64,13 +66,6 @@ def _describe_extent(data: PlainData) -> str:
     steps = [one["steps"] for one in data.get("trainings", ())] or [data["steps"]]
     of = "" if len(steps) == 1 else f" of {len(steps)} trainings"
     return f"{pluralize(sum(steps), 'step')}{of}"
-
-
-def _describe_cost(data: PlainData) -> str:
-    """Describe what observing cost, where that is known."""
-    overhead = data.get("overhead")
-    every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
-    return f"{every}Observing took {times(overhead)} the run's own time." if overhead is not None else ""
 
 
 def _describe_observation(cards: Sequence[PlainData], data: PlainData, record: PlainData) -> str:
@@ -104,28 +99,26 @@ def make_map_data(
     roles = sorted({row["role"] for row in rows}, key=lambda role: order.get(role, len(order)))
     for row in rows:
         row["found"] = row["role"] == role and any(f"{row['name']}.".startswith(f"{one}.") for one in where)
-    found = any(row["found"] for row in rows)
+    found, stored = any(row["found"] for row in rows), {}
+    for each in roles:  # the format that stores the tensors of the first cause, or most of the rows
+        own = [row for row in rows if row["role"] == each]
+        held_in = Counter(row["dtype"] for row in [row for row in own if row["found"]] or own)
+        stored[each] = held_in.most_common(1)[0][0]
     return {
         "tensors": sorted(rows, key=lambda row: row["order"]),
         "formats": [find_format_limits(name) for name in named],
-        "stored": {role: _find_storage_format([row for row in rows if row["role"] == role]) for role in roles},
+        "stored": stored,
         "roles": roles,
         "role": role if found else (roles[0] if roles else ""),
         "order": "lost" if found else "model",
     }
 
 
-def _find_storage_format(rows: Sequence[PlainData]) -> str:
-    """Return the format that stores the tensors of the first cause among rows, or most of the rows."""
-    found = [row for row in rows if row["found"]] or rows
-    return Counter(row["dtype"] for row in found).most_common(1)[0][0]
-
-
 def _make_tensor_row(one: PlainData, parameter: PlainData | None, weight: int | None) -> dict[str, Any]:
     smallest = one["amin"]
     row = {key: one[key] for key in ("role", "name", "kind", "order", "sampled", "elements", "nonfinite", "amax")}
     row |= {
-        "dtype": dtype_word(one["dtype"]),
+        "dtype": shorten_dtype(one["dtype"]),
         "amin": smallest if isinstance(smallest, int | float) and math.isfinite(smallest) else 0,
         "bins": sorted([int(bin), many] for bin, many in one["histogram"].items()),
         "formats": {
@@ -254,14 +247,14 @@ def make_updates_table(parameters: Sequence[PlainData]) -> Table:
     found = sorted((one for one in parameters if one["update"]["seen"]), key=lambda one: -one["update"]["lost_share"])
     columns: TableColumns = [
         ("parameter", "", lambda one: Cell(one["name"])),
-        ("stored in", "minor", lambda one: Cell(dtype_word(one["dtype"]))),
+        ("stored in", "minor", lambda one: Cell(shorten_dtype(one["dtype"]))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
-        ("lr", "number minor", lambda one: number_cell(one["options"].get("lr"))),
-        (LOST_TITLE, "number", lambda one: change_cell(one["update"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: kept_cell(one["update"])),
-        ("decay lost", "number", lambda one: change_cell(one["decay"])),
+        ("lr", "number minor", lambda one: make_number_cell(one["options"].get("lr"))),
+        (LOST_TITLE, "number", lambda one: make_change_cell(one["update"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: make_kept_cell(one["update"])),
+        ("decay lost", "number", lambda one: make_change_cell(one["decay"])),
         ("states lost", "number minor", lambda one: _make_states_lost_cell(one["states"])),
-        ("moved", "number", lambda one: share_cell(one["moved"])),
+        ("moved", "number", lambda one: make_share_cell(one["moved"])),
     ]
     return make_table("updates", "Updates by parameter", found, columns, "filter, as norm bf16")
 
@@ -277,12 +270,23 @@ def make_storage_table(data: PlainData) -> Table:
 
     def wanted(one: PlainData) -> Cell:
         dtype, source, _ = asked.get(one["name"], ("", "", True))
-        return Cell(dtype_word(dtype), title=f"asked by {source}") if dtype else UNKNOWN_CELL
+        return Cell(shorten_dtype(dtype), title=f"asked by {source}") if dtype else UNKNOWN_CELL
 
     def there(one: PlainData) -> Cell:
         stored, met = one.get("asked_format"), asked.get(one["name"], ("", "", True))[2]
         small = f"quantized to {stored}" if stored else ""
-        return Cell(dtype_word(one["dtype"]), tone="" if met else "bad", small=small)
+        return Cell(shorten_dtype(one["dtype"]), tone="" if met else "bad", small=small)
+
+    def stepper(one: PlainData) -> Cell:
+        if not one["requires_grad"]:
+            return Cell("frozen", sort="", tone="quiet")
+        return Cell("none", tone="bad") if one["optimizer"] is None else Cell(one["optimizer"])
+
+    def elements(one: PlainData) -> Cell:
+        return make_count_cell(one["numel"], describe_shape(one["shape"]))
+
+    def gradient(one: PlainData) -> Cell:
+        return Cell(shorten_dtype(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
 
     def of_parameter(cell: Callable[[PlainData], Cell]) -> Callable[[PlainData], Cell]:
         return lambda one: UNKNOWN_CELL if "role" in one else cell(one)
@@ -293,15 +297,9 @@ def make_storage_table(data: PlainData) -> Table:
         ("class", "minor", lambda one: Cell(one["kind"])),
         ("asked", "", wanted),
         ("there", "", there),
-        ("elements", "number minor", of_parameter(lambda one: count_cell(one["numel"], shape_words(one["shape"])))),
-        (
-            "gradient",
-            "minor",
-            of_parameter(
-                lambda one: Cell(dtype_word(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
-            ),
-        ),
-        ("optimizer", "", of_parameter(_make_optimizer_cell)),
+        ("elements", "number minor", of_parameter(elements)),
+        ("gradient", "minor", of_parameter(gradient)),
+        ("optimizer", "", of_parameter(stepper)),
         (
             "weight update",
             "",
@@ -314,43 +312,31 @@ def make_storage_table(data: PlainData) -> Table:
 
 
 def make_extra_tables(data: PlainData) -> list[Table]:
-    """Return tables that only some runs have: running averages, modules that differ when run again, sites."""
+    """Return tables that only some runs have: running averages, and sites of a scaler."""
     averages: TableColumns = [
         ("average", "", lambda one: Cell(one["name"])),
-        ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
-        ("kept per step", "number", lambda one: number_cell(one["retention"])),
-        (LOST_TITLE, "number", lambda one: change_cell(one["change"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: kept_cell(one["change"])),
+        ("stored in", "", lambda one: Cell(shorten_dtype(one["dtype"]))),
+        ("kept per step", "number", lambda one: make_number_cell(one["retention"])),
+        (LOST_TITLE, "number", lambda one: make_change_cell(one["change"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: make_kept_cell(one["change"])),
     ]
-
-    def second(one: PlainData) -> Cell:
-        return Cell(dtype_word(one["dtypes"][1]), tone="bad" if len(set(one["dtypes"])) > 1 else "")
-
-    differences: TableColumns = [
-        ("module", "", lambda one: Cell(one["name"] or "(model)")),
-        ("first", "", lambda one: Cell(dtype_word(one["dtypes"][0]))),
-        ("second", "", second),
-        ("differing", "number", lambda one: share_cell(one["differing"])),
-        ("relative", "number", lambda one: number_cell(one["relative"])),
+    sites: TableColumns = [
+        ("site", "", lambda one: Cell(one["site"])),
+        ("format", "", lambda one: Cell(one["format"] or "–")),
+        ("exponent", "number", lambda one: make_number_cell(one["exponent"])),
+        ("overflows", "number", lambda one: make_number_cell(one["overflows"])),
     ]
-    found = [make_table("averages", "Running averages", data.get("averages", ()), averages)]
-    for key, caption in (("recomputed", "Computed again by checkpointing"), ("compiled", "Compiled beside eager")):
-        found.append(make_table(key, caption, data.get(key, ()), differences))
-    found.append(_make_sites_table(data.get("sites", ())))
+    found = [
+        make_table("averages", "Running averages", data.get("averages", ()), averages),
+        make_table("sites", "Sites of the gradient scaler", data.get("sites", ()), sites),
+    ]
     return [table for table in found if table.rows]
-
-
-def _make_optimizer_cell(one: PlainData) -> Cell:
-    """Return a cell with the optimizer that steps a parameter, or "frozen" or "none"."""
-    if not one["requires_grad"]:
-        return Cell("frozen", sort="", tone="quiet")
-    return Cell("none", tone="bad") if one["optimizer"] is None else Cell(one["optimizer"])
 
 
 def _make_state_dtypes_cell(one: PlainData) -> Cell:
     states: dict[str, list[str]] = {}
     for name, dtype in one["state_dtypes"].items():
-        states.setdefault(dtype_word(dtype), []).append(name)
+        states.setdefault(shorten_dtype(dtype), []).append(name)
     said = "; ".join(f"{key}: {', '.join(names)}" for key, names in states.items())
     return Cell(", ".join(states), title=said) if states else UNKNOWN_CELL
 
@@ -361,24 +347,6 @@ def _make_states_lost_cell(states: Mapping[str, PlainData]) -> Cell:
         return UNKNOWN_CELL
     worst = max(found, key=lambda name: found[name])
     return Cell(format_share(found[worst]), sort=found[worst], title=f"the worst, {worst}")
-
-
-def _make_sites_table(sites: Sequence[PlainData]) -> Table:
-    """Return a table of a scaler's sites, of whatever columns it gives; the first is the name."""
-    keys = list(dict.fromkeys(key for one in sites for key in one))
-    keys.sort(key=lambda key: key not in ("name", "site"))
-    numeric = {key for key in keys if all(isinstance(one.get(key), int | float) for one in sites)}
-
-    def column(key: str) -> tuple[str, str, Callable[[PlainData], Cell]]:
-        if key in numeric:
-            return key.replace("_", " "), "number", lambda one: number_cell(one[key])
-        return key.replace("_", " "), "", lambda one: Cell(_format_site_value(one.get(key)))
-
-    return make_table("sites", "Sites of the gradient scaler", sites, [column(key) for key in keys])
-
-
-def _format_site_value(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else "–" if value is None else str(value)
 
 
 def make_trainings_table(trainings: Sequence[PlainData]) -> Table:
@@ -395,10 +363,9 @@ def make_trainings_table(trainings: Sequence[PlainData]) -> Table:
         ("training", "number", lambda one: Cell(str(one["number"]), sort=one["number"])),
         ("model", "", lambda one: Cell(one["model"])),
         ("optimizer", "", lambda one: Cell(", ".join(one["optimizers"]))),
-        ("steps", "number", lambda one: count_cell(one["steps"])),
+        ("steps", "number", lambda one: make_count_cell(one["steps"])),
         ("errors and warnings", "", verdict),
         ("codes", "minor", lambda one: Cell(", ".join(dict.fromkeys(f["code"] for f in one["findings"])) or "–")),
-        ("beside", "minor", lambda one: Cell(", ".join(map(str, one["overlaps"])) or "–")),
     ]
     several = trainings if len(trainings) > 1 else ()
     return make_table("trainings", "The trainings of the script", several, columns, "filter, as a model's name")

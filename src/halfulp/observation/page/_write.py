@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,37 +16,26 @@ from ._findings import (
     UNKNOWN_CELL,
     PlainData,
     TableColumns,
-    change_cell,
-    count_cell,
-    dtype_word,
-    kept_cell,
-    lost_cell,
     make_cause_cards,
-    number_cell,
+    make_change_cell,
+    make_count_cell,
+    make_kept_cell,
+    make_lost_cell,
+    make_number_cell,
+    make_share_cell,
     render_page,
-    shape_words,
-    share_cell,
+    shorten_dtype,
 )
 from ._observation import render_observation_page
-
-_STATUS_TONES = {
-    "nonfinite": "bad",
-    "dtype-changed": "open",
-    "unchanged": "bad",
-    "barely-moved": "open",
-    "constant": "open",
-}
-
-
-_CONTRACT_COLUMNS: TableColumns = [
-    ("name", "", lambda one: Cell(one["name"])),
-    ("difference", "", lambda one: Cell(one["difference"])),
-]
 
 
 def render_audit_page(data: PlainData) -> str:
     """Return the page of what `Audit.to_dict` gives, as text."""
     cards, tensors = make_cause_cards(data), data["tensors"]
+    contract: TableColumns = [
+        ("name", "", lambda one: Cell(one["name"])),
+        ("difference", "", lambda one: Cell(one["difference"])),
+    ]
     return render_page(
         "audit.html.j2",
         cards,
@@ -56,9 +44,7 @@ def render_audit_page(data: PlainData) -> str:
         lead=_describe_audit(cards, data),
         groups=_make_groups_table(data["groups"]),
         states=_make_states_table(data["states"]),
-        tensors=_make_tensors_table(tensors),
-        share=data["share"],
-        contract=make_table("contract", "Precision contracts that differ", data["contract"], _CONTRACT_COLUMNS),
+        contract=make_table("contract", "Precision contracts that differ", data["contract"], contract),
         unseen=data["unseen"],
     )
 
@@ -73,35 +59,19 @@ def _describe_audit(cards: Sequence[PlainData], data: PlainData) -> str:
 
 
 def _make_groups_table(groups: Sequence[PlainData]) -> Table:
+    def medians(one: PlainData) -> Cell:
+        return Cell(" to ".join(dict.fromkeys(make_number_cell(end).text for end in one["median_change_ulps"])))
+
     columns: TableColumns = [
         ("tensors", "", lambda one: Cell(one["pattern"], title=", ".join(one["names"][:40]))),
         ("verdict", "", lambda one: Cell(one["verdict"], tone=SEVERITY_TONES.get(one["severity"], ""))),
         ("dtype", "", lambda one: Cell(_join_dtypes(one["dtypes"].split(" -> ")))),
-        ("how many", "number", lambda one: count_cell(len(one["names"]))),
-        ("elements", "number minor", lambda one: count_cell(one["numel"])),
-        ("unchanged", "number", lambda one: share_cell(one["share_unchanged"], bar=True)),
-        (
-            "median, ulps",
-            "number",
-            lambda one: Cell(" to ".join(dict.fromkeys(number_cell(end).text for end in one["median_change_ulps"]))),
-        ),
+        ("how many", "number", lambda one: make_count_cell(len(one["names"]))),
+        ("elements", "number minor", lambda one: make_count_cell(one["numel"])),
+        ("unchanged", "number", lambda one: make_share_cell(one["share_unchanged"], bar=True)),
+        ("median, ulps", "number", medians),
     ]
     return make_table("groups", "Layer by layer", groups, columns, "filter, as norm")
-
-
-def _make_tensors_table(tensors: Sequence[PlainData]) -> Table:
-    columns: TableColumns = [
-        ("tensor", "", lambda one: Cell(one["name"])),
-        ("status", "", lambda one: Cell(one["status"].replace("-", " "), tone=_STATUS_TONES.get(one["status"], ""))),
-        ("dtype", "", lambda one: Cell(_join_dtypes(one["dtypes"]))),
-        ("elements", "number minor", lambda one: count_cell(math.prod(one["shape"]), shape_words(one["shape"]))),
-        ("unchanged", "number", lambda one: share_cell(one["share_unchanged"])),
-        ("median, ulps", "number", lambda one: number_cell(one["median_change_ulps"])),
-        ("mean, ulps", "number minor", lambda one: number_cell(one["mean_change_ulps"])),
-        ("largest, ulps", "number", lambda one: number_cell(one["largest_change_ulps"])),
-        ("NaN or inf", "number minor", lambda one: count_cell(one["nan"][1] + one["infinite"][1])),
-    ]
-    return make_table("tensors", "All tensors", tensors, columns, "filter, as unchanged bf16")
 
 
 def _make_states_table(states: Sequence[PlainData]) -> Table:
@@ -109,27 +79,28 @@ def _make_states_table(states: Sequence[PlainData]) -> Table:
         found = dict.fromkeys(_join_dtypes(pair) for pair in one["dtypes"].values())
         return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else UNKNOWN_CELL
 
+    def remedy(one: PlainData) -> Cell:
+        """Name the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
+        if one["update"] is None:
+            return UNKNOWN_CELL
+        limit = max(0.01, one["update"]["lost_share"] / 10)
+        return Cell(", ".join(name for name, part in one["lost_by"].items() if part <= limit) or "–")
+
     columns: TableColumns = [
         ("parameter", "", lambda one: Cell(one["name"])),
-        ("lr", "number", lambda one: number_cell(one["options"].get("lr"))),
+        ("lr", "number", lambda one: make_number_cell(one["options"].get("lr"))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"] or "–", sort=one["weight_update"] or "")),
         ("states", "", kinds),
-        (LOST_TITLE, "number", lambda one: change_cell(one["update"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: kept_cell(one["update"])),
-        ("decay lost", "number", lambda one: change_cell(one["decay"])),
-        ("would keep it", "minor", lambda one: UNKNOWN_CELL if one["update"] is None else _make_remedy_cell(one)),
+        (LOST_TITLE, "number", lambda one: make_change_cell(one["update"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: make_kept_cell(one["update"])),
+        ("decay lost", "number", lambda one: make_change_cell(one["decay"])),
+        ("would keep it", "minor", remedy),
     ]
     return make_table("states", "What the optimizer's state says", states, columns)
 
 
-def _make_remedy_cell(state: PlainData) -> Cell:
-    """Return the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
-    limit = max(0.01, state["update"]["lost_share"] / 10)
-    return Cell(", ".join(name for name, part in state["lost_by"].items() if part <= limit) or "–")
-
-
 def _join_dtypes(dtypes: Sequence[str | None]) -> str:
-    return " → ".join(dict.fromkeys(map(dtype_word, dtypes)))
+    return " → ".join(dict.fromkeys(map(shorten_dtype, dtypes)))
 
 
 def render_forecast_page(data: PlainData) -> str:
@@ -163,13 +134,13 @@ def _describe_forecast(cards: Sequence[PlainData], data: PlainData) -> str:
 def _make_layers_table(layers: Sequence[PlainData]) -> Table:
     columns: TableColumns = [
         ("layer", "", lambda one: Cell(one["name"])),
-        ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
+        ("stored in", "", lambda one: Cell(shorten_dtype(one["dtype"]))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
-        ("elements", "number minor", lambda one: count_cell(one["elements"])),
+        ("elements", "number minor", lambda one: make_count_cell(one["elements"])),
         ("freezes at step", "number", _make_freeze_cell),
-        ("at lr", "number", lambda one: number_cell(one["freeze_lr"])),
-        (LOST_TITLE, "number", lambda one: lost_cell(one["lost_share"], bar=True)),
-        ("decay lost", "number", lambda one: share_cell(one["decay_lost"])),
+        ("at lr", "number", lambda one: make_number_cell(one["freeze_lr"])),
+        (LOST_TITLE, "number", lambda one: make_lost_cell(one["lost_share"], bar=True)),
+        ("decay lost", "number", lambda one: make_share_cell(one["decay_lost"])),
         ("update size from", "minor", lambda one: Cell(one["updates"] or "not known", sort=one["updates"] or "")),
     ]
     first = sorted(layers, key=lambda one: float("inf") if one["freeze_step"] is None else one["freeze_step"])
@@ -182,13 +153,15 @@ def _make_lost_shares_chart(data: PlainData) -> dict[str, Any] | None:
     if not layers:
         return None
     low, high = data["start"], max(data["steps"], data["start"] + 1)
+    rough = max(1, (high - low) // 6)  # about six round steps
+    gap = next(many * base for many in (1, 2, 5, 10) if many * (base := 10 ** (len(str(rough)) - 1)) >= rough)
     layers.sort(key=lambda one: float("inf") if one["freeze_step"] is None else one["freeze_step"])
     curve = data.get("learning_rates")
     return {
         "rows": [_make_chart_row(one, low, high) for one in layers],
         "low": low,
         "high": high,
-        "ticks": [[at, format_count(at)] for at in _choose_step_ticks(low, high)],
+        "ticks": [[at, format_count(at)] for at in range(-(-low // gap) * gap, high + 1, gap)],
         "columns": ["freezes at", "updates lost"],
         "title": "updates lost, by step",
         "words": "Share of updates lost by layer and step, and where each freezes; the table below has the steps.",
@@ -209,14 +182,6 @@ def _make_chart_row(one: PlainData, low: int, high: int) -> dict[str, Any]:
         "bad": frozen is not None,
         **({} if frozen is None else {"mark": frozen}),
     }
-
-
-def _choose_step_ticks(low: int, high: int) -> list[int]:
-    """Round steps, about six of them."""
-    rough = max(1, (high - low) // 6)
-    base = 10 ** (len(str(rough)) - 1)
-    gap = next(many * base for many in (1, 2, 5, 10) if many * base >= rough)
-    return list(range(-(-low // gap) * gap, high + 1, gap))
 
 
 def _make_freeze_cell(one: PlainData) -> Cell:

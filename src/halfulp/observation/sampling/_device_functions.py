@@ -33,13 +33,6 @@ def _load_magnitude(dtype: torch.dtype, array: Any, index: Any) -> Any:
     return o.bit_and(load(array, index), 0x7FFFFFFF if dtype == torch.float32 else 0x7FFF)
 
 
-def _align_fraction(dtype: torch.dtype, magnitude: Any) -> Any:
-    """Return a word of memory with the fraction where float32 has it: of float16 the number times 2^-112."""
-    if dtype == torch.float32:
-        return magnitude
-    return o.shl(magnitude, 16 if dtype == torch.bfloat16 else 13)
-
-
 @functools.cache
 def make_extremes_table(dtype: torch.dtype) -> Table:
     """Return the kernel that finds extremes of finite tensors.
@@ -49,7 +42,9 @@ def make_extremes_table(dtype: torch.dtype) -> Table:
     """
     element = Recording(1)
     magnitude = _load_magnitude(dtype, element.arrays[0], element.index)
-    a = _align_fraction(dtype, magnitude)
+    # The fraction where float32 has it: of float16 the number times 2^-112.
+    shift = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}[dtype]
+    a = o.shl(magnitude, shift) if shift else magnitude
     element.trace.gather_sum("max", select(a == 0, _ZERO_WORD, o.sub(INFINITE_WORD, a)))
     element.trace.gather_sum("count", a == 0)
     element.trace.gather_sum("max", a)

@@ -5,8 +5,7 @@ order, u_k uniform in [0, 1) and a pure function of (step, name): every run has 
 is, so that counts over the sample are unbiased, and no period of the tensor's rows can hide from them. A tensor of up
 to 4096 elements is taken whole.
 
-A tensor's extremes, and a sample's counts in blocks, are found by compiled kernels where they run and else by plain
-torch; formats of single elements are counted in NumPy, by the places of their limits among the sorted magnitudes.
+A tensor's extremes, and a sample's counts, are found by compiled kernels where they run and else by plain torch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from ...kernels import (
     disable_callers_modes,
     keeping_subnormals,
     plain_address,
+    run_on_tensors,
     select_engine,
     to_plain_memory,
 )
@@ -73,10 +73,14 @@ _drawn_runs: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def draw_runs(wanted: Collection[tuple[int, int]]) -> Sequence[torch.Tensor]:
-    """Draw the sampled runs of several tensors at once, which `find_runs` then knows.
+    """Draw the numbers, in ascending order, of the sampled runs of tensors of more than 4096 elements, and keep them.
 
     Args:
         wanted: the key of each tensor's places, and how many elements it has.
+
+    >>> (runs,) = draw_runs([(7, 10_000)])
+    >>> len(runs), bool(((0 <= runs) & (runs < 79)).all())
+    (32, True)
     """
     if len(_drawn_runs) + len(wanted) > MOST_CACHED_DRAWS:
         _drawn_runs.clear()
@@ -87,17 +91,6 @@ def draw_runs(wanted: Collection[tuple[int, int]]) -> Sequence[torch.Tensor]:
     found: Sequence[torch.Tensor] = torch.from_numpy((drawn * runs >> np.uint64(37)).astype(np.int64)).unbind()
     _drawn_runs.update(zip(wanted, found))
     return found
-
-
-def find_runs(key: int, elements: int) -> torch.Tensor:
-    """Return the numbers, in ascending order, of the runs that are sampled of a tensor of more than 4096 elements.
-
-    >>> runs = find_runs(7, 10_000).tolist()
-    >>> len(runs), all(0 <= run < 79 for run in runs)
-    (32, True)
-    """
-    found = _drawn_runs.get((key, elements))
-    return draw_runs([(key, elements)])[0] if found is None else found
 
 
 _SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
@@ -148,7 +141,6 @@ FormatLike = Format | BlockFormat | str | torch.dtype
 DEFAULT_FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3", "nvfp4")
 # Exponent of the smallest subnormal of float32.
 LOWEST_EXPONENT = -149
-_FRACTION_BITS = 23
 
 
 class CandidateFormats:
@@ -158,28 +150,11 @@ class CandidateFormats:
         found = [find_format(format) for format in formats]
         self.single: list[Format] = [format for format in found if isinstance(format, Format)]
         self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
-        self._kernels: SampleKernels | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_kernels": None}
-
-    @property
-    def kernels(self) -> SampleKernels:
-        """The kernels that count, whose memory is this object's alone."""
-        if self._kernels is None:
-            self._kernels = SampleKernels(self)
-        return self._kernels
 
     @functools.cached_property
-    def magnitude_limits(self) -> np.ndarray:
-        """The magnitudes that samples are compared with, as words of float32.
-
-        Three of each format of single elements (`find_format_thresholds`), then each power of two and infinity.
-        """
-        own = [word for format in self.single for word in find_format_thresholds(format)]
-        subnormal = [1 << bit for bit in range(_FRACTION_BITS)]
-        normal = [exponent << _FRACTION_BITS for exponent in range(1, d.EXPONENT_BINS - _FRACTION_BITS + 1)]
-        return np.array([*own, *subnormal, *normal, d.INFINITE_WORD], np.uint32)
+    def kernels(self) -> SampleKernels:
+        """The kernels that count, whose memory is this object's alone."""
+        return SampleKernels(self)
 
 
 def find_format(format: FormatLike) -> Format | BlockFormat:
@@ -189,7 +164,9 @@ def find_format(format: FormatLike) -> Format | BlockFormat:
         ValueError: unknown, or blocks that the sampled runs do not hold a whole number of.
         TypeError: neither a format, nor a name, nor a dtype.
     """
-    if isinstance(format, BlockFormat) or (isinstance(format, str) and _is_block_format_name(format)):
+    key = format.strip().lower().replace("-", "_") if isinstance(format, str) else ""
+    is_block_name = key in block_names() or key.startswith(("mx", "nvfp"))
+    if isinstance(format, BlockFormat) or (isinstance(format, str) and is_block_name):
         block = get_block(format)
         if RUN_LENGTH % block.block:
             raise ValueError(
@@ -198,11 +175,6 @@ def find_format(format: FormatLike) -> Format | BlockFormat:
             )
         return block
     return get(format)
-
-
-def _is_block_format_name(name: str) -> bool:
-    key = name.strip().lower().replace("-", "_")
-    return key in block_names() or key.startswith(("mx", "nvfp"))
 
 
 @functools.lru_cache(256)
@@ -333,13 +305,7 @@ def count_samples(samples: Iterable[tuple[torch.Tensor, TensorTotals]], candidat
             candidates.kernels.count_samples(narrow[k : k + TENSORS_PER_CALL])
     else:
         for sample, totals in narrow:
-            count_sample_by_numpy(sample, candidates, totals)
-
-
-def prepare_kernels(dtypes: Iterable[torch.dtype]) -> None:
-    """Compile, or load, the kernels for tensors of some dtypes on the CPU."""
-    for dtype in set(dtypes) & set(d.KERNEL_DTYPES) if select_engine("cpu") == "llvm" else ():
-        check_kernels(dtype)
+            count_sample_by_torch(sample, candidates, totals)
 
 
 def widen_eight_bit_floats(tensor: torch.Tensor) -> torch.Tensor:
@@ -439,10 +405,7 @@ class TensorTable:
 
     def set_tensors(self, lengths: Sequence[int], pointers: Sequence[tuple[int, ...]]) -> None:
         """Set the elements and pointers of the tensors that are looked at next."""
-        if len(lengths) == 1:  # NumPy takes 1 us to make an array of a list
-            self.chunks[0, 2], self.pointers[0] = lengths[0], pointers[0]
-        else:
-            self.chunks[: len(lengths), 2], self.pointers[: len(lengths)] = lengths, pointers
+        self.chunks[: len(lengths), 2], self.pointers[: len(lengths)] = lengths, pointers
 
 
 class TableKernel:
@@ -484,7 +447,7 @@ def check_kernels(dtype: torch.dtype) -> None:
             candidates.kernels.count_samples([(sample, totals)])
         else:
             compute_extremes_by_torch(x, math.inf, totals)
-            count_sample_by_numpy(sample, candidates, totals)
+            count_sample_by_torch(sample, candidates, totals)
         totals.sums[d.SQUARES_SUM] = 0.0  # which depends on the order of the sum
         record = totals.record
         extremes = torch.tensor([record.amax, record.amin, record.zeros], dtype=torch.float64, device="cpu")
@@ -529,7 +492,8 @@ def _pick_elements(flat: torch.Tensor, key: int) -> torch.Tensor:
     given, elements = widen_eight_bit_floats(flat), flat.numel()
     if elements <= SAMPLE_SIZE:
         return given.view(-1)
-    runs, rest = find_runs(key, elements), elements % RUN_LENGTH
+    known, rest = _drawn_runs.get((key, elements)), elements % RUN_LENGTH
+    runs = draw_runs([(key, elements)])[0] if known is None else known
     runs = runs if given.is_cpu else runs.to(given.device)
     if not rest:
         return given.view(-1, RUN_LENGTH).index_select(0, runs).view(-1)
@@ -576,20 +540,15 @@ def _decode_smallest_magnitude(smallest: float) -> float:
     return amin
 
 
-def count_sample_by_numpy(sample: torch.Tensor, candidates: CandidateFormats, totals: TensorTotals) -> None:
-    """Add a sample's counts, in NumPy."""
-    limits, numbers = candidates.magnitude_limits, sample.numpy()
-    words = np.sort(np.abs(numbers).view(limits.dtype))
-    below, end = words.searchsorted(limits), 3 * len(candidates.single)
-    singles, bins = below[:end], below[end:]
-    values = torch.from_numpy(words[: bins[-1]].view(numbers.dtype))
-    totals.record.sampled += len(words)
-    totals.sums[: d.FIRST_FORMAT_SUM] += float(values.double().square().sum()), bins[-1], bins[-1], bins[0]
-    totals.sums[d.FIRST_FORMAT_SUM : d.FIRST_FORMAT_SUM + end] += singles
-    totals.counters[0, :-1] += np.diff(bins)
-    for k, format in enumerate(candidates.blocks):
-        start = d.FIRST_FORMAT_SUM + end + SUMS_PER_BLOCK_FORMAT * k
-        totals.sums[start : start + SUMS_PER_BLOCK_FORMAT] += count_sample_in_blocks(sample, format)
+def count_sample_by_torch(sample: torch.Tensor, candidates: CandidateFormats, totals: TensorTotals) -> None:
+    """Add a sample's counts without kernels."""
+    words = [word for one in candidates.single for word in find_format_thresholds(one)]
+    constants = {("constant", k): word for k, word in enumerate(words)}
+    counters = torch.from_numpy(totals.counters)[:1]
+    singles = run_on_tensors(d.make_counts_table(len(candidates.single)).trace, [sample, counters], constants)[1]
+    blocks = [count for format in candidates.blocks for count in count_sample_in_blocks(sample, format)]
+    totals.record.sampled += len(sample)
+    totals.sums += [*singles, *blocks]
 
 
 def count_sample_in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[int, int, int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,20 +53,12 @@ class FoundTraining:
         scaler: the GradScaler, None without one, or where it is not known which of several it is.
         scheduler: the learning-rate scheduler, None without one.
         average: an average of just this model's parameters; None without one, or where there are several.
-        compiled: whether some of the model runs compiled.
     """
 
     model: nn.Module
     scaler: torch.amp.GradScaler | None
     scheduler: LRScheduler | None
     average: AveragedModel | EMA | None
-    compiled: bool
-
-    @property
-    def model_name(self) -> str:
-        """The class of the model, or the names of several."""
-        names = self.model._modules if isinstance(self.model, JointModel) else [type(self.model).__name__]
-        return " + ".join(names)
 
 
 def find_training(
@@ -78,10 +69,8 @@ def find_training(
     wanted = {key: place for place, key in reversed(list(enumerate(order)))}
     modules, scalers = _find_modules(), _find_living_objects(SCALER_TYPES)
     children = {id(child) for module in modules for child in module.children()}
-    roots = [
-        (module, _collect_parameter_ids(module) & wanted.keys()) for module in modules if id(module) not in children
-    ]
-    roots = [(module, held) for module, held in roots if held]
+    found = {module: _collect_parameter_ids(module) & wanted.keys() for module in modules if id(module) not in children}
+    roots = [(module, held) for module, held in found.items() if held]
     if not roots:
         return None
     covering = sorted(
@@ -97,7 +86,6 @@ def find_training(
         free[0] if len(free) == 1 else None,
         find_scheduler(optimizers),
         _find_average(model, modules),
-        any(map(_is_partly_compiled, covering)),
     )
 
 
@@ -144,10 +132,6 @@ def _choose_covering_modules(roots: list[tuple[nn.Module, set[int]]]) -> list[nn
     return chosen
 
 
-def _is_partly_compiled(model: nn.Module) -> bool:
-    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules())
-
-
 def _unwrap_module(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DataParallel | DistributedDataParallel):
@@ -170,7 +154,6 @@ class ScriptTraining:
         number: in the order of their first rows, where rows are taken; None before one.
         model: name of the model's class.
         optimizer_names: names of the optimizers' classes.
-        step_span: the first and the last of the script's optimizer steps that were its own, counted over all.
         has_ended: whether nothing is observed any more.
         summary: what was seen, from the end on.
     """
@@ -183,9 +166,9 @@ class ScriptTraining:
         rows: Callable[[ScriptTraining, Row], None] | None = None,
     ) -> None:
         self.number: int | None = None
-        self.model: str = found.model_name
+        names = found.model._modules if isinstance(found.model, JointModel) else [type(found.model).__name__]
+        self.model: str = " + ".join(names)
         self.optimizer_names: list[str] = list(dict.fromkeys(type(one).__name__ for one in optimizers))
-        self.step_span: tuple[float, float] = (math.inf, -math.inf)
         self.has_ended: bool = False
         self.summary: RunSummary
         sinks = [] if rows is None else [Outlet("the file of JSON lines", functools.partial(rows, self))]
@@ -217,20 +200,6 @@ class ScriptTraining:
         self.summary, self.has_ended = observation.stop().summarize(), True
         vars(observation).pop("_guard", None)
 
-    def sample_next(self) -> None:
-        """Sample the next step too: the one before had begun when it was first seen."""
-        if (observation := self.observation) is not None:
-            observation.stop()
-            observation.start()
-
-    def note_step(self, at: int) -> None:
-        """Note a step of one of its optimizers."""
-        self.step_span = (min(self.step_span[0], at), at)
-
-    def overlaps(self, other: ScriptTraining) -> bool:
-        """Return whether steps of both lie between each other."""
-        return self.step_span[0] < other.step_span[1] and other.step_span[0] < self.step_span[1]
-
     def __len__(self) -> int:
         observation = self.observation
         return self.summary.steps if observation is None else len(observation)
@@ -251,21 +220,17 @@ class _EndGuard:
 def tell_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Tell a listener each loss of one element, detached, that a backward pass begins with, before it does.
 
-    `torch.autograd.backward` and the scalers' `scale` are wrapped for that time. What a scaler was given is the loss;
-    of what was computed from a scaled loss (a share of it, a sum), the factor between the two is taken off.
+    `torch.autograd.backward` and the scalers' `scale` are wrapped for that time; a scaler's factor is taken off.
     """
-    # The last loss of a scaler that no backward pass has begun with: what the scaler made of it, and itself.
-    scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = []
+    # What the last scale was, until a backward pass has begun with the scaled loss.
+    factors: list[torch.Tensor] = []
 
     def undo_scale(tensor: torch.Tensor) -> torch.Tensor:
-        if not scaled:
+        if not factors:
             return tensor.detach()
-        result, large, loss = scaled.pop()
-        if result() is tensor:
-            return loss
-        factor = to_float64(large) / to_float64(loss)
-        known = bool(factor.isfinite()) and bool(factor)
-        return (tensor.detach() / factor.item()).to(tensor.dtype) if known else tensor.detach()
+        factor, loss = factors.pop(), tensor.detach()
+        known = factor.isfinite() & (factor != 0)
+        return torch.where(known, (to_float64(loss) / factor).to(loss.dtype), loss)
 
     def tell_losses(backward: Any) -> Any:
         def tell_and_run(tensors: Any, *args: Any, **options: Any) -> Any:
@@ -280,7 +245,7 @@ def tell_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[N
         def scale_and_note(scaler: Any, outputs: Any) -> Any:
             result = scale(scaler, outputs)
             if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
-                scaled[:] = [(weakref.ref(result), result.detach(), outputs.detach())]
+                factors[:] = [to_float64(result.detach()) / to_float64(outputs.detach())]
             return result
 
         return scale_and_note

@@ -1,10 +1,9 @@
-"""Run a script as Python does, and tell the processes that it starts."""
+"""Run a script as Python does, and report how it ended."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing.process
 import os
 import runpy
 import signal
@@ -23,6 +22,11 @@ _RUNPY_FILES = ("<frozen runpy>", runpy.__file__)
 # What the script's names hold lives to the end of the process, as in Python: handlers at exit find it, and a process
 # group whose threads are still ending is not taken apart under their feet, which can wait for ever.
 _KEPT_SCRIPT_STATE: list[object] = []
+# What trains in processes that a script starts is not seen.
+PROCESS_REMEDY = (
+    "where a script trains in processes that it starts, put `with hu.observe(model, optimizer, interval=50) as seen:` "
+    "around the loop there, and `seen.to_html('observe.html')` after it: rank 0 writes the page"
+)
 _SCRIPTS_FOLDER = os.path.dirname(os.path.realpath(__file__))
 
 
@@ -81,7 +85,10 @@ def run_script(
         raise
     except SystemExit as ending:
         _KEPT_SCRIPT_STATE[:] = [ending]
-        return _get_exit_ending(ending)
+        if ending.code is None or isinstance(ending.code, int):
+            return _make_exit_ending(ending.code or 0)
+        print(ending.code, file=sys.stderr)
+        return ScriptEnding(1, "exited")
     except KeyboardInterrupt as interrupt:
         _KEPT_SCRIPT_STATE[:] = [interrupt]
         return ScriptEnding(EXIT_INTERRUPTED, "interrupted")
@@ -92,6 +99,10 @@ def run_script(
         _KEPT_SCRIPT_STATE[:] = [error]
         return ScriptEnding(1, "crashed")
     return ScriptEnding(0, "finished")
+
+
+def _make_exit_ending(status: int) -> ScriptEnding:
+    return ScriptEnding(status & 0xFF, "terminated" if status == EXIT_TERMINATED else "exited")
 
 
 @contextlib.contextmanager
@@ -115,27 +126,18 @@ def _report_before_exit(leave: Callable[[ScriptEnding], int] | None) -> contextl
         def left(status: int) -> None:
             if os.getpid() == own and leave is not None:
                 os._exit = leave_now  # type: ignore[assignment]
-                status = leave(ScriptEnding(status & 0xFF, "exited"))
-                _flush_streams()
+                try:
+                    status = leave(_make_exit_ending(status))
+                except Exception:
+                    traceback.print_exc()
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError, ValueError):
+                        stream.flush()
             leave_now(status)
 
         return left
 
     return replace_function(os, "_exit", wrap)
-
-
-def _flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-
-
-def _get_exit_ending(ending: SystemExit) -> ScriptEnding:
-    """Return the exit code for an argument of sys.exit: None is 0, a number itself, anything else is printed and 1."""
-    if ending.code is None or isinstance(ending.code, int):
-        return ScriptEnding((ending.code or 0) & 0xFF, "exited")
-    print(ending.code, file=sys.stderr)
-    return ScriptEnding(1, "exited")
 
 
 def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
@@ -148,126 +150,38 @@ def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-# Modules whose processes load data, share memory or wait for work: the function that they run is no training's.
-_HELPER_MODULES = (
-    "torch.utils.data.",
-    "torch.multiprocessing.",
-    "multiprocessing.",
-    "concurrent.futures.",
-    "multiprocess.",
-)
-_SPAWN_MODULE = "torch.multiprocessing.spawn"
-PROCESS_REMEDY = (
-    "put `with hu.observe(model, optimizer, interval=50) as seen:` around the loop in that function, and "
-    "`seen.to_html('observe.html')` after it: rank 0 writes the page; or train in one process, without spawn"
-)
+@contextlib.contextmanager
+def exit_on_termination() -> Iterator[Callable[[], None]]:
+    """Answer SIGTERM by `os._exit(143)`, before which `run_script` has what was observed reported.
 
+    As without, no code of the script holds that up. A script that handles SIGTERM itself, and processes forked from it,
+    are as they would be without. Only the main thread can catch signals; elsewhere this does nothing.
 
-class ChildProcesses:
-    """Notes the processes that a script starts by multiprocessing.
-
-    Attributes:
-        functions: what runs in them, helpers left out, one name each.
-        spawned: whether torch.multiprocessing.spawn started some.
+    Yields:
+        A function that has SIGTERM ignored until the end: the report is being written.
     """
+    own = os.getpid()
 
-    def __init__(self) -> None:
-        self.functions: list[str] = []
-        self.spawned: bool = False
-        self._own: int = os.getpid()
+    def leave(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own:
+            ignore()  # launchers and batch systems may both send one
+            os._exit(EXIT_TERMINATED)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
-    def watch_starts(self) -> contextlib.AbstractContextManager[None]:
-        """Note the processes that are started while the context is open."""
+    def ignore() -> None:
+        if handles and signal.getsignal(signal.SIGTERM) is leave:
+            signal.signal(signal.SIGTERM, ignored)
 
-        def wrap(start: Callable[[multiprocessing.process.BaseProcess], None]) -> Callable[..., None]:
-            def started(process: multiprocessing.process.BaseProcess) -> None:
-                self._note_start(process)  # start() forgets the function
-                start(process)
+    def ignored(number: int, frame: FrameType | None) -> None:
+        """Do nothing, unlike SIG_IGN, which processes that are started now would inherit."""
 
-            return started
-
-        return replace_function(multiprocessing.process.BaseProcess, "start", wrap)
-
-    def _note_start(self, process: multiprocessing.process.BaseProcess) -> None:
-        if os.getpid() != self._own:
-            return
-        target, args = vars(process).get("_target"), vars(process).get("_args") or ()
-        if getattr(target, "__module__", "") == _SPAWN_MODULE and args:
-            self.spawned = True
-            self.functions.append(_get_name(args[0]))
-        elif target is None:
-            self.functions.append(type(process).__name__)
-        elif not str(getattr(target, "__module__", "")).startswith(_HELPER_MODULES):
-            self.functions.append(_get_name(target))
-
-    def explain_unseen(self) -> str:
-        """Explain that training may have run in processes that the script started, and what to write instead.
-
-        Empty where it started none.
-        """
-        if not self.functions:
-            return ""
-        by = "torch.multiprocessing.spawn" if self.spawned else "multiprocessing"
-        count, names = len(self.functions), ", ".join(dict.fromkeys(self.functions))
-        many = "a process" if count == 1 else f"{count} processes"
-        return (
-            f"it started {many} by {by}, where {names} runs, and what trains there is not seen here: {PROCESS_REMEDY}"
-        )
-
-
-def _get_name(function: Any) -> str:
-    return str(getattr(function, "__name__", None) or type(function).__name__)
-
-
-class TerminationHandler:
-    """While open, SIGTERM is answered by a report, and then ends the process as it would have.
-
-    A script that handles SIGTERM itself, and processes forked from it, are as they would be without. Only the main
-    thread can catch signals; elsewhere this does nothing.
-
-    Args:
-        report: called once, before the process ends.
-    """
-
-    def __init__(self, report: Callable[[], object]) -> None:
-        self._report: Callable[[], object] | None = report
-        self._received = False
-        self._handles = False
-
-    def __enter__(self) -> TerminationHandler:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._handle_signal)
-            self._handles = True
-            if hasattr(os, "register_at_fork"):
-                os.register_at_fork(after_in_child=self._restore_handler)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore_handler()
-        if self._received:
-            self._end_process()
-
-    def delay_signals(self) -> None:
-        """Delay signals from now on until the context ends: the report is being written."""
-        self._report = None
-
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        report, self._report, self._received = self._report, None, True
-        if report is None:
-            return
-        try:
-            report()
-        except Exception:
-            traceback.print_exc()
-        finally:
-            self._restore_handler()
-            self._end_process()
-
-    def _restore_handler(self) -> None:
-        if self._handles and signal.getsignal(signal.SIGTERM) == self._handle_signal:
+    is_main = threading.current_thread() is threading.main_thread()
+    handles = is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if handles:
+        signal.signal(signal.SIGTERM, leave)
+    try:
+        yield ignore
+    finally:
+        if handles and signal.getsignal(signal.SIGTERM) in (leave, ignored):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._handles = False
-
-    def _end_process(self) -> None:
-        _flush_streams()
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -7,29 +7,21 @@ import gc
 import itertools
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ...optim._gradient_release import StepWatcher
-from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...sinks import Row, RowFile
 from .._finding import Finding, group_causes_as_dicts
 from ..findings._kind import rank_by_causes
 from ..page import write_page
 from ._find import ScriptTraining, find_training, tell_backward_losses
-from ._run import ChildProcesses, replace_function
 
-# What a compiled module says of a hook on all modules, which is gone before the compiled code runs.
-_TEXT_OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 # So many trainings are kept; a search over hyper-parameters may have thousands.
 MOST_TRAININGS = 32
 _TEXT_LOOSE_PARAMETERS = "an optimizer steps parameters that no module holds: they are not observed"
@@ -38,10 +30,9 @@ _TEXT_LOOSE_PARAMETERS = "an optimizer steps parameters that no module holds: th
 class ScriptWatch(StepWatcher):
     """Observes whatever trains while the context is open.
 
-    Optimizers are noticed when they are made. The first call of a module after that begins a training of each model
-    that waiting optimizers step. An optimizer that waits still when it steps begins a training then. One that holds
-    parameters of a model that is observed already ends that training and begins another, with the optimizers of before
-    that live on. A training ends with its model: nothing here keeps models or optimizers alive.
+    An optimizer's first step begins a training of the model that it steps, which is observed from the next step on. An
+    optimizer that holds parameters of a model that is observed already ends that training and begins another, with the
+    optimizers of before that live on. A training ends with its model: nothing here keeps models or optimizers alive.
 
     Args:
         lines: a file that gets a line of JSON of each sampled step, with the number of its training, while the script
@@ -50,40 +41,30 @@ class ScriptWatch(StepWatcher):
     Attributes:
         trainings: in order; those without a step are left out at the end.
         unseen: sentences that say what could not be observed.
-        children: processes that the script starts.
     """
 
     def __init__(self, interval: int = 50, lines: str | os.PathLike[str] | None = None) -> None:
         self.interval = interval
-        self._lines = None if lines is None else RowFile(lines, (), anew=True)
+        self._lines = None if lines is None else RowFile(lines, anew=True)
         if self._lines is not None:
             self._lines.check()
         self._own: int = os.getpid()
         self._numbers = itertools.count(1)
         self.trainings: list[ScriptTraining] = []
         self.unseen: list[str] = []
-        # Optimizers that have no training yet, in order.
-        self._waiting: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._training_of: weakref.WeakKeyDictionary[Optimizer, ScriptTraining | None] = weakref.WeakKeyDictionary()
         self._used: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-        self._calls: RemovableHandle | None = None
-        self._late: set[ScriptTraining] = set()
-        self._ticks: int = 0
         self._left_out: int = 0
         self._open = contextlib.ExitStack()
-        self.children: ChildProcesses = ChildProcesses()
 
     def __enter__(self) -> ScriptWatch:
-        self._open.enter_context(replace_function(Optimizer, "__init__", self._wrap_init))
         self._open.enter_context(tell_backward_losses(self._log_loss))
-        self._open.enter_context(self.children.watch_starts())
-        self._open.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._open.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._open.callback(register_optimizer_step_pre_hook(self.begin_step).remove)
+        self._open.callback(register_optimizer_step_post_hook(self.end_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-        self._remove_call_hook()
         for training in self.trainings:
             training.end_observation()
         trainings = [training for training in self.trainings if len(training)]
@@ -93,8 +74,6 @@ class ScriptWatch(StepWatcher):
                 f"the first {MOST_TRAININGS} trainings are kept: optimizers that began others later, "
                 f"{self._left_out} in all, are not observed"
             )
-        if self.children.spawned and self.trainings:
-            self.unseen.append(f"of the script, {self.children.explain_unseen()}")
 
     @property
     def rank(self) -> int:
@@ -104,26 +83,9 @@ class ScriptWatch(StepWatcher):
 
     def make_report(self, ended: str | None = None) -> ScriptReport:
         """Return the report of all trainings, after the end."""
-        return ScriptReport(self.trainings, list(self.unseen), self.interval, ended)
+        return ScriptReport(self.trainings, list(self.unseen), ended)
 
     # hooks ----------------------------------------------------------------------------------------------------
-
-    def _wrap_init(self, init: Any) -> Any:
-        def init_and_notice(optimizer: Optimizer, *args: Any, **options: Any) -> None:
-            init(optimizer, *args, **options)
-            if self._is_made_by_observation():
-                return
-            self._waiting[optimizer] = None
-            if self._calls is None:
-                warnings.filterwarnings("ignore", message=_TEXT_OF_GLOBAL_HOOKS)
-                self._calls = register_module_forward_pre_hook(self._before_forward)
-
-        return init_and_notice
-
-    def _is_made_by_observation(self) -> bool:
-        """Return whether a running observation creates the optimizer itself, to learn what the updates should be."""
-        running = (training.observation for training in self.trainings)
-        return any(observation.recorder.is_watching for observation in running if observation is not None)
 
     def _log_loss(self, loss: torch.Tensor) -> None:
         """Tell sampled steps their loss: each keeps the last one before its end."""
@@ -132,69 +94,32 @@ class ScriptWatch(StepWatcher):
             if observation is not None and observation.recorder.sampling:
                 observation.log_loss(loss)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        """Begin trainings of all that wait: a hook on all modules, from the making of an optimizer to the next call."""
-        self._remove_call_hook()
-        for optimizer in list(self._waiting):
-            if optimizer in self._waiting:  # none begun before steps the same model
-                self._begin_training(optimizer)
+    def begin_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Do nothing: its place among the hooks is how released gradients find this watcher."""
 
-    def _remove_call_hook(self) -> None:
-        if self._calls is not None:
-            self._calls.remove()
-            self._calls = None
-
-    def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        self.begin_step(optimizer)
-
-    def begin_step(self, optimizer: Optimizer) -> None:
-        """Begin a training of an optimizer that steps, if it has none."""
-        if not self._is_made_by_observation() and optimizer not in self._training_of:
-            self._remove_call_hook()
-            training = self._begin_training(optimizer)
-            if training is not None:
-                self._late.add(training)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        self.end_step(optimizer)
-
-    def end_step(self, optimizer: Optimizer) -> None:
-        """Count a step of an optimizer."""
-        training = self._training_of.get(optimizer)
-        if training is None or self._is_made_by_observation():
-            return
-        self._ticks += 1
-        training.note_step(self._ticks)
-        if training in self._late:
-            self._late.discard(training)
-            training.sample_next()
+    def end_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Begin a training of an optimizer that has stepped, if it has none."""
+        if optimizer not in self._training_of:
+            self._begin_training(optimizer)
 
     # beginnings -----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def _begin_training(self, optimizer: Optimizer) -> ScriptTraining | None:
-        """Begin a training of an optimizer and those that wait and step the same model.
-
-        Returns:
-            None where that is impossible, or there are too many.
-        """
+    def _begin_training(self, optimizer: Optimizer) -> None:
+        """Begin a training of an optimizer and those that step the same model, unless there are too many."""
         self._training_of[optimizer] = None
-        self._waiting.pop(optimizer, None)
-        if not _collect_stepped_ids(optimizer):
-            return None
         gc.collect()  # ends trainings whose model is gone
         self.trainings = [one for one in self.trainings if one.observation is not None or len(one)]
         if len(self.trainings) >= MOST_TRAININGS:
             self._left_out += 1
-            return None
+            return
         found = find_training([optimizer], self._used)
         if found is None:
             if _TEXT_LOOSE_PARAMETERS not in self.unseen:
                 self.unseen.append(_TEXT_LOOSE_PARAMETERS)
-            return None
+            return
         own = {id(parameter) for parameter in found.model.parameters()}
-        waiting = [one for one in self._waiting if own & _collect_stepped_ids(one)]
-        optimizers = [*self._end_trainings_of(own), optimizer, *waiting]
+        optimizers = [*self._end_trainings_of(own), optimizer]
         if len(optimizers) > 1:
             found = find_training(optimizers, self._used) or found
         training = ScriptTraining(found, optimizers, self.interval, None if self._lines is None else self._write_row)
@@ -202,9 +127,7 @@ class ScriptWatch(StepWatcher):
             self._used.add(found.scaler)
         for one in optimizers:
             self._training_of[one] = training
-            self._waiting.pop(one, None)
         self.trainings.append(training)
-        return training
 
     def _end_trainings_of(self, parameters: set[int]) -> list[Optimizer]:
         """End trainings of some parameters, and return their optimizers that live on."""
@@ -218,7 +141,7 @@ class ScriptWatch(StepWatcher):
         if ended:
             gc.collect()
         self.trainings = [one for one in self.trainings if one not in ended or len(one)]
-        return [optimizer for training in ended for optimizer in self._list_optimizers(training)]
+        return [optimizer for optimizer, training in self._training_of.items() if training in ended]
 
     def _write_row(self, training: ScriptTraining, row: Row) -> None:
         """Write a line; not in a process that the script has forked, which would write as if it were this one."""
@@ -226,14 +149,7 @@ class ScriptWatch(StepWatcher):
             return
         if training.number is None:
             training.number = next(self._numbers)
-        self._lines.write([{"training": training.number, **row}])
-
-    def _list_optimizers(self, training: ScriptTraining) -> list[Optimizer]:
-        return [one for one, own in self._training_of.items() if own is training]
-
-
-def _collect_stepped_ids(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for _, _, parameter in walk_model_parameters(optimizer)}
+        self._lines.write({"training": training.number, **row})
 
 
 @dataclass
@@ -248,7 +164,6 @@ class ScriptReport:
 
     trainings: Sequence[ScriptTraining]
     unseen: list[str] = field(default_factory=list)
-    interval: int = 50
     ended: str | None = None
 
     @property
@@ -264,14 +179,14 @@ class ScriptReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold: the findings of all trainings, and the longest one whole.
 
-        Under `trainings` stands each: number, names of its model and optimizers, steps, the numbers of those whose
-        steps lie between its own, its findings, and, but for the one that the rest is of, its record.
+        Under `trainings` stands each: number, names of its model and optimizers, steps, its findings, and, but for the
+        one that the rest is of, its record.
         """
         longest = max(self.trainings, key=len)
         of_each = [[finding.to_dict() for finding in training.summary.findings] for training in self.trainings]
         found = longest.summary.to_dict()
         findings = self.findings
-        found["findings"] = [_number_trainings(finding.to_dict(), of_each) for finding in findings]
+        found["findings"] = [finding.to_dict() for finding in findings]
         found["causes"] = group_causes_as_dicts(findings)
         found["ended"] = self.ended
         found["trainings"] = [
@@ -289,7 +204,6 @@ class ScriptReport:
             "model": training.model,
             "optimizers": training.optimizer_names,
             "steps": len(training),
-            "overlaps": self._list_overlapping(training),
             "shown": shown,
             "findings": findings,
         }
@@ -297,10 +211,6 @@ class ScriptReport:
             full = training.summary.to_dict()
             entry |= {key: full[key] for key in ("interval", "overhead", "record")}
         return entry
-
-    def _list_overlapping(self, training: ScriptTraining) -> list[int]:
-        others = enumerate(self.trainings, 1)
-        return [k for k, other in others if other is not training and training.overlaps(other)]
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write one self-contained HTML page, whole or not at all."""
@@ -317,26 +227,10 @@ class ScriptReport:
         said: list[str] = []
         before: dict[tuple[Any, ...], int] = {}
         for number, training in enumerate(self.trainings, 1):
-            others = ", ".join(map(str, self._list_overlapping(training)))
-            beside = f", beside training {others}" if others else ""
             names = ", ".join(training.optimizer_names)
-            head = f"training {number} of {len(self.trainings)}: {training.model}, {names}{beside}"
+            head = f"training {number} of {len(self.trainings)}: {training.model}, {names}"
             key = (training.model, *((one.code, one.severity, one.where) for one in training.summary.findings))
             first = before.setdefault(key, number)
             alike = f"{head}; {len(training)} steps, whose findings are those of training {first}"
             said.append(f"{head}\n{training.summary}" if first == number else alike)
         return said
-
-
-def _number_trainings(finding: dict[str, Any], of_each: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Return a finding with the numbers of the trainings that have it, where there are several."""
-    if len(of_each) == 1:
-        return finding
-    return finding | {
-        "trainings": [k for k, own in enumerate(of_each, 1) if any(_is_part_of_finding(one, finding) for one in own)]
-    }
-
-
-def _is_part_of_finding(one: dict[str, Any], merged: dict[str, Any]) -> bool:
-    same = (one["code"], one["severity"], one["cure"]) == (merged["code"], merged["severity"], merged["cure"])
-    return same and (one["where"] == merged["where"] or bool(set(one["where"]) & set(merged["where"])))

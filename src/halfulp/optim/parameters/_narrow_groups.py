@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from ...subclass.models._averages import warn_of_narrow_averages
 from ...subclass.models._parameter_holders import (
-    Wrappers,
     check_holders,
+    install_registration_hooks,
     list_data_parallel_modules,
-    list_living_modules,
+    list_objects,
     list_sharded_modules,
     refuse_overlapping_memory,
     replace_parameter_data,
+    reset_shards,
 )
 from .._group_options import check_ranks
 from .._storage import STORES
@@ -25,7 +25,7 @@ from ._outside_writes import record_payload, reset_if_stale
 from ._parameter_plan import ParameterPlan
 
 
-def check_narrowing(groups: Iterable[dict]) -> Wrappers:
+def check_narrowing(groups: Iterable[dict]) -> list[torch.nn.Module]:
     """Find other holders of the float32 parameters that groups ask to be narrowed."""
     return check_holders(
         [
@@ -37,13 +37,13 @@ def check_narrowing(groups: Iterable[dict]) -> Wrappers:
     )
 
 
-def narrow_groups(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
+def narrow_groups(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn.Module]) -> None:
     """Make the groups' float32 parameters narrow in place if so asked, the low bits kept in auxiliary tensors.
 
     So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
     """
     to_narrow = {id(group["params"][position]) for group, position in _find_parameters_to_narrow(groups)}
-    warn_of_narrow_averages()
+    install_registration_hooks()
     for group in groups:
         for position, parameter in enumerate(group["params"]):
             was_written = is_written_since_narrowing(parameter)
@@ -64,7 +64,7 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) ->
                 if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
                     # For one step, to tell whether DistributedDataParallel changed the weights.
                     held.payload, held.steps = held.memory.clone(), 1
-    wrappers.follow()
+    reset_shards(sharded)
 
 
 def _fill_auxiliary_tensors(plan: ParameterPlan, parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -137,7 +137,8 @@ def refuse_replaced_parameters(optimizer: Any) -> None:
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     if not list_sharded_modules() or any(hasattr(p, "_local_tensor") for p in parameters.values()):
         return
-    if not any(id(p) in parameters for module in list_living_modules() for p in module._parameters.values()):
+    modules = map(vars, list_objects(torch.nn.Module))
+    if not any(id(p) in parameters for held in modules for p in held.get("_parameters", {}).values()):
         raise ValueError(
             "no parameter of this optimizer has a gradient or belongs to a module any more: fully_shard makes new "
             "parameters, so make the optimizer after it"

@@ -113,18 +113,15 @@ def _keep_sum_of_one_sign(rounded: ScaledTensor, total: Tensor, scale: Tensor, x
         torch.bfloat16,
     ):
         return rounded
-    if _powers.is_concrete(total) and not _has_vanished_element(rounded, total, scale):
-        return rounded
+    if _powers.is_concrete(total):
+        # Whether rounding made an element 0, or may have, beside NaN: by two passes, as every sum asks.
+        least = smallest_number(rounded._payload.dtype) / 2
+        if rounded._scale is not scale:
+            least *= rounded._scale.item() / scale.item()
+        if torch.equal(torch.nn.functional.hardshrink(total, least), total):
+            return rounded
     is_one_sign = ((x >= 0) & (y >= 0)) | ((x <= 0) & (y <= 0))
     return keep_nonzero(rounded, torch.where(is_one_sign, total, 0.0))
-
-
-def _has_vanished_element(rounded: ScaledTensor, total: Tensor, scale: Tensor) -> bool:
-    """Return whether rounding made an element 0, or may have, beside NaN: by two passes, as every sum asks."""
-    least = smallest_number(rounded._payload.dtype) / 2
-    if rounded._scale is not scale:
-        least *= rounded._scale.item() / scale.item()
-    return not torch.equal(torch.nn.functional.hardshrink(total, least), total)
 
 
 def _is_vanishing_number(number: Any, scale: Tensor, storage: torch.dtype) -> bool:

@@ -21,7 +21,7 @@ from .._operands import as_operand, encode_values, first_scaled
 from .._payloads import decode_values
 from .._registry import EIGHT_BITS, LOGICAL_DTYPES, implements
 from .._scaled_tensor import ScaledTensor, to_plain, wrap
-from .._write import check_indexed_write, write_values
+from .._write import write_values
 from ._aligned import move_power_to_scale
 from ._vocabulary import (
     align_with_constants,
@@ -55,16 +55,6 @@ def make_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.d
     return wrap(payload, scale, plain.dtype)
 
 
-def _choose_storage_like(x: ScaledTensor) -> torch.dtype:
-    """Return x's storage, or float16 beside an eight-bit parameter.
-
-    Tensors made like a parameter are mostly moments of torch.optim, which divides by their roots: eight bits cannot
-    hold squares.
-    """
-    is_narrow = x._payload.dtype in EIGHT_BITS and getattr(x, "_is_param", False)
-    return torch.float16 if is_narrow else x._payload.dtype
-
-
 def _register_filling(operator: OpOverload, value: float | None, is_like: bool) -> None:
     """Register an operator that makes a tensor with x's dtype and device: of its shape and memory format, or another.
 
@@ -74,9 +64,13 @@ def _register_filling(operator: OpOverload, value: float | None, is_like: bool) 
     def fill(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         number = float(arguments[-1] if value is None else value)
         options["dtype"] = options.get("dtype") or x.dtype
-        if is_like:
-            return make_constant(x, torch.empty_like(x._payload, **options), number, _choose_storage_like(x))
-        return make_constant(x, x._payload.new_empty(arguments[0], **options), number)
+        if not is_like:
+            return make_constant(x, x._payload.new_empty(arguments[0], **options), number)
+        # Tensors made like a parameter are mostly moments of torch.optim, which divides by their roots: eight bits
+        # cannot hold squares.
+        is_narrow = x._payload.dtype in EIGHT_BITS and getattr(x, "_is_param", False)
+        storage = torch.float16 if is_narrow else x._payload.dtype
+        return make_constant(x, torch.empty_like(x._payload, **options), number, storage)
 
     implements(operator, family="creation")(fill)
 
@@ -208,21 +202,17 @@ def local_scalar_dense(x: ScaledTensor) -> float:
     return aten._local_scalar_dense.default(decode_values(x, torch.float64))
 
 
-def _register_tangent_queries(operator: OpOverload) -> None:
-    """Register what forward-mode derivatives ask of a tensor and its tangent: nothing of values."""
+def _register_payload_query(operator: OpOverload) -> None:
+    """Register what asks of a tensor's memory, or of its and its tangent's shapes, and not of values."""
     implements(operator, family="pass-through")(
-        lambda *tensors: operator(*(x._payload if isinstance(x, ScaledTensor) else x for x in tensors))
+        lambda *given, **options: operator(
+            *(x._payload if isinstance(x, ScaledTensor) else x for x in given), **options
+        )
     )
 
 
-_register_tangent_queries(aten.is_same_size.default)
-_register_tangent_queries(aten._has_same_storage_numel.default)
-
-
-@implements(aten.is_pinned.default, family="pass-through")
-def is_pinned(x: ScaledTensor, device: Any = None) -> bool:
-    """Return whether the payload lies in pinned memory."""
-    return aten.is_pinned.default(x._payload, device)
+for _operator in (aten.is_same_size.default, aten._has_same_storage_numel.default, aten.is_pinned.default):
+    _register_payload_query(_operator)
 
 
 def compute_aligned_write(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
@@ -244,10 +234,7 @@ def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Te
 @implements(aten._index_put_impl_.default, family="indexing")
 def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Tensor:
     """Write values at indices, or add them, in place: `index_put`."""
-    result = index_put(x, indices, values, accumulate)
-    given = {"indices": indices, "values": values, "accumulate": accumulate}
-    check_indexed_write("_index_put_impl_", given, x, result)
-    return write_values(x, result)
+    return write_values(x, index_put(x, indices, values, accumulate))
 
 
 def _register_indexed_writing(operator: OpOverload) -> None:
@@ -270,7 +257,8 @@ measured_scale(
 @implements(aten.scatter.value, family="indexing")
 def scatter_value(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
     """Return a constant at indices, under x's scale."""
-    constant = as_operand(value, x) if isinstance(value, ScaledTensor) else _make_number_tensor(value, x)
+    is_scaled = isinstance(value, ScaledTensor)
+    constant = value if is_scaled else torch.full((), value, dtype=torch.float32, device=x.device)
     return compute_aligned_write(
         x, constant, lambda p, v: aten.scatter.src(p, dim, index, v.expand(index.shape).clone())
     )
@@ -290,17 +278,17 @@ def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
         return aten.index_fill.int_Tensor(x, dim, index, decode_values(value, x.dtype))
     if isinstance(value, ScaledTensor):
         value = decode_values(value, torch.float32)
-    constant = value if isinstance(value, Tensor) else _make_number_tensor(value, x)
-    return compute_aligned_write(x, constant, lambda p, v: _fill_at_indices(p, dim, index, v))
+    is_tensor = isinstance(value, Tensor)
+    constant = value if is_tensor else torch.full((), value, dtype=torch.float32, device=x.device)
 
+    def fill_at_indices(payload: Tensor, v: Tensor) -> Tensor:  # index_fill would read it, and wait for its device
+        if not payload.dim():
+            return aten.index_copy.default(payload, dim, index, v.expand(index.numel()).reshape(index.shape))
+        size = list(payload.shape)
+        size[dim] = index.numel()
+        return aten.index_copy.default(payload, dim, index, v.expand(size))
 
-def _fill_at_indices(payload: Tensor, dim: int, index: Tensor, constant: Tensor) -> Tensor:
-    """Return a payload with a constant at indices: index_fill would read it, and wait for its device."""
-    if not payload.dim():
-        return aten.index_copy.default(payload, dim, index, constant.expand(index.numel()).reshape(index.shape))
-    size = list(payload.shape)
-    size[dim] = index.numel()
-    return aten.index_copy.default(payload, dim, index, constant.expand(size))
+    return compute_aligned_write(x, constant, fill_at_indices)
 
 
 @implements(aten.put.default, family="indexing")
@@ -312,11 +300,6 @@ def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
 homogeneous(aten.embedding_dense_backward.default, family="indexing", grad_output=1)
 
 
-def _make_number_tensor(value: Any, x: Tensor) -> Tensor:
-    """Return a number as a float32 tensor without dimensions, beside x."""
-    return torch.full((), value, dtype=torch.float32, device=x.device)
-
-
 decoded(aten._fft_r2c.default, aten.complex.default, aten.polar.default, family="complex")
 
 
@@ -326,34 +309,29 @@ def view_as_complex(x: ScaledTensor) -> Tensor:
     return torch.view_as_complex(decode_value(x).contiguous())
 
 
-def _register_foreach_operators() -> None:
-    for name in sorted(torch._C._dispatch_get_all_op_names()):
-        packet, _, overload = name.removeprefix("aten::").partition(".")
-        if name.startswith("aten::_foreach_") and not overload.endswith("out"):
-            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            rule = make_foreach_rule(operator)
-            if rule is not None:
-                implements(operator, family="foreach")(rule)
+for _name in sorted(torch._C._dispatch_get_all_op_names()):
+    _packet, _, _overload = _name.removeprefix("aten::").partition(".")
+    if _name.startswith("aten::_foreach_") and not _overload.endswith("out"):
+        _operator = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
+        if (_rule := make_foreach_rule(_operator)) is not None:
+            implements(_operator, family="foreach")(_rule)
+
+_FUSED_STEPS = [
+    getattr(packet, overload)
+    for name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
+    for packet in (getattr(aten, name), getattr(aten, f"{name}_"))
+    for overload in packet.overloads()
+    if not overload.endswith("out")
+]
 
 
-_register_foreach_operators()
-
-
-def _register_fused_step_refusal(operator: OpOverload) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise NotImplementedError(
-            f"{operator} reads memory as plain numbers, and ScaledTensors have a scale: make the optimizer with "
-            "fused=False, foreach=False, or take one of halfulp.optim"
-        )
-
-    implements(operator, family="foreach")(refuse)
-
-
-for _name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
-    for _packet in (getattr(aten, _name), getattr(aten, f"{_name}_")):
-        for _overload in _packet.overloads():
-            if not _overload.endswith("out"):
-                _register_fused_step_refusal(getattr(_packet, _overload))
+@implements(*_FUSED_STEPS, family="foreach")
+def refuse_fused_step(*arguments: Any, **options: Any) -> None:
+    """Refuse torch's fused optimizers."""
+    raise NotImplementedError(
+        "torch's fused optimizers read memory as plain numbers, and ScaledTensors have a scale: make the optimizer "
+        "with fused=False, foreach=False, or take one of halfulp.optim"
+    )
 
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default, family="foreach")

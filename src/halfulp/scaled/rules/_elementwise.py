@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import present_operators, torch_operators
+from ...kernels import torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
 from .._operands import as_operand, encode_values, first_scaled, logical_dtype, make_scaled, result_storage
@@ -47,26 +46,13 @@ def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dt
     )
 
 
-def register_zero_at_zero(*operators: OpOverload) -> None:
-    """Register functions with f(0) = 0 and a slope there: tanh, erf, log1p.
+def _register_on_values(operator: OpOverload, vanishes: bool) -> None:
+    """Register a function computed on values in float32, under the scale 1 or what the largest finite result needs.
 
-    op(p s) computed on values in float32. Its scale is s where that is below 1, as f(x) is about x there and would
-    vanish under the scale 1; else 1, or what the largest result needs.
+    One that vanishes at 0 and has a slope there, such as tanh, takes the scale s where that is below 1, as f(x) is
+    about x there.
     """
-    for operator in present_operators(operators):
-        implements(operator, family="unit output")(_make_value_rule(operator, vanishes=True))
 
-
-def register_growing(*operators: OpOverload) -> None:
-    """Register functions that are about 1 around 0 and leave every range elsewhere: exp, cosh.
-
-    op(p s) computed on values in float32, under the scale 1 or what the largest finite result needs.
-    """
-    for operator in present_operators(operators):
-        implements(operator, family="unit output")(_make_value_rule(operator, vanishes=False))
-
-
-def _make_value_rule(operator: OpOverload, vanishes: bool) -> Callable:
     def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         values = operator(decode_value(x), *arguments, **options)
         if not vanishes:
@@ -76,16 +62,18 @@ def _make_value_rule(operator: OpOverload, vanishes: bool) -> Callable:
         scale = torch.clamp(x._scale, max=1.0) if least is None else least
         return encode_values_to_fit(values, scale, x._payload.dtype, x.dtype)
 
-    return compute
+    implements(operator, family="unit output")(compute)
 
 
-register_growing(aten.exp.default, aten.exp2.default, aten.cosh.default)
-register_zero_at_zero(
+for _operator in (aten.exp.default, aten.exp2.default, aten.cosh.default):
+    _register_on_values(_operator, vanishes=False)
+for _operator in (
     *(aten.tanh.default, aten.sin.default, aten.asin.default, aten.atan.default, aten.asinh.default),
     *(aten.atanh.default, aten.erf.default, aten.log1p.default, aten.expm1.default, aten.sinh.default),
     *(aten.tan.default, aten.erfinv.default, aten.frac.default, aten.special_bessel_j1.default),
     *(aten.special_i1e.default, aten.special_i1.default, aten.special_modified_bessel_i1.default),
-)
+):
+    _register_on_values(_operator, vanishes=True)
 unit_scale(
     *(aten.sigmoid.default, aten._softmax.default, aten._log_softmax.default, aten.cos.default),
     *(aten.log.default, aten.log2.default, aten.log10.default, aten.acos.default, aten.acosh.default),

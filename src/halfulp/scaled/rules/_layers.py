@@ -5,7 +5,6 @@ Statistics are kept in the payloads' space: mean under the scale s, reciprocal d
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +17,14 @@ from ...kernels import torch_operators
 from ...subclass._rule_table import map_arguments_by_name
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
+from .._float8 import has_capability
 from .._operands import (
     as_operand,
     bring_payload_under,
     first_scaled,
     logical_dtype,
     make_scaled,
+    make_scaled_to_fit,
     move_level_to_scale,
     product_storage,
     result_storage,
@@ -37,9 +38,9 @@ from ._vocabulary import (
     decode_value,
     make_scaled_result,
     measured_scale,
+    scale_one,
     scale_payloads,
     scale_values,
-    scale_values_by_one,
     sqrt_of_count,
 )
 
@@ -59,7 +60,7 @@ def _scale_statistics(x: ScaledTensor, eps: float, mean: Tensor | None, deviatio
 
 def _make_normalised(y: Tensor, *operands: Any) -> ScaledTensor:
     given = [x for x in operands if isinstance(x, Tensor)]
-    return scale_values_by_one(y, result_storage(given), logical_dtype(given))
+    return make_scaled_to_fit(y, scale_one(y), result_storage(given), logical_dtype(given))
 
 
 def _decode_operands(*tensors: Any) -> list[Any]:
@@ -95,17 +96,16 @@ def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor
     return _make_normalised(y, x, weight), _scale_statistics(p, eps, None, deviation)[1]
 
 
-def _scale_norm_gradients(g: ScaledTensor, results: Any, rows: int, level: Tensor, holder: Any) -> tuple:
-    """Put x's gradient under gs times the deviation's scale, and the summed gradients of weight and bias under gs c."""
-    to_x, *others = results
+def _scale_norm_gradients(g: ScaledTensor, results: Any, mask: Any, rows: int, level: Tensor, holder: Any) -> tuple:
+    """Put x's gradient under gs times the deviation's scale, and the summed gradients of weight and bias under gs c.
+
+    Those that are not asked for are None.
+    """
+    to_x, *others = (y if wanted else None for y, wanted in zip(results, mask))
     if to_x is not None:
         to_x = move_level_to_scale(to_x, g._scale, level, result_storage([holder]), logical_dtype([holder]))
     sum_scale = sqrt_of_count(rows)
     return to_x, *(y if y is None else scale_payloads(y, [g._scale], [holder], sum_scale) for y in others)
-
-
-def _keep_requested_gradients(results: Any, mask: Any) -> list[Any]:
-    return [y if wanted else None for y, wanted in zip(results, mask)]
 
 
 @implements(aten.native_layer_norm_backward.default, family="norm")
@@ -120,9 +120,7 @@ def layer_norm_backward(
         to_float32(g), values, shape, *saved, *_decode_operands(weight, bias), mask
     )
     rows = math.prod(x.shape[: x.dim() - len(shape)])
-    return _scale_norm_gradients(
-        g, _keep_requested_gradients(results, mask), rows, as_operand(deviation, like)._scale, holder
-    )
+    return _scale_norm_gradients(g, results, mask, rows, as_operand(deviation, like)._scale, holder)
 
 
 @implements(aten.native_group_norm_backward.default, family="norm")
@@ -134,9 +132,7 @@ def group_norm_backward(
     g, holder = as_operand(gradient, like), first_scaled((gradient, like))
     values = _decode_operands(x, mean, deviation, weight)
     results = aten.native_group_norm_backward.default(to_float32(g), *values, n, c, hw, group, mask)
-    return _scale_norm_gradients(
-        g, _keep_requested_gradients(results, mask), n * hw, as_operand(deviation, like)._scale, holder
-    )
+    return _scale_norm_gradients(g, results, mask, n * hw, as_operand(deviation, like)._scale, holder)
 
 
 @implements(aten._fused_rms_norm_backward.default, family="norm")
@@ -153,22 +149,14 @@ def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight:
     if mask[1] and weight is not None:
         to_weight = to_float32(g) * xhat
         to_weight = to_weight.sum(outer) if outer else to_weight
-    results, rows = (to_x if mask[0] else None, to_weight), math.prod(x.shape[: len(outer)])
-    return _scale_norm_gradients(g, results, rows, as_operand(deviation, like)._scale, holder)
-
-
-def _normalise_batch(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
-    """Normalise over the batch; return the saved statistics too, and the mean and unbiased variance as values."""
-    p = as_operand(x, first_scaled((x, weight, bias)))
-    zeros = torch.zeros(x.shape[1], dtype=torch.float32, device=p.device)
-    y, *statistics, mean, variance = aten._native_batch_norm_legit_functional.default(
-        *_decode_operands(p, weight, bias), zeros, zeros.clone(), True, 1.0, eps
-    )
-    return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics), (mean, variance)
+    rows = math.prod(x.shape[: len(outer)])
+    return _scale_norm_gradients(g, (to_x, to_weight), mask, rows, as_operand(deviation, like)._scale, holder)
 
 
 def _step_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
-    """Return a moving average after one step: scaled if the average is."""
+    """Return a moving average after one step: scaled if the average is; None without one."""
+    if running is None:
+        return None
     if not isinstance(running, ScaledTensor):
         return running * (1 - momentum) + batch.to(running.dtype) * momentum
     wide = wrap(to_float32(running), running._scale, running.dtype)
@@ -176,82 +164,65 @@ def _step_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
     return make_scaled(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
 
 
-def _normalise_in_evaluation(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, eps: float) -> tuple:
-    values = _decode_operands(x, weight, bias, mean, variance)
-    y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
-    empty = torch.empty(0, dtype=torch.float32, device=y.device)
-    return _make_normalised(y, x, weight, bias, mean, variance), empty, empty.clone()
-
-
-@implements(aten.native_batch_norm.default, aten._native_batch_norm_legit.default, family="norm")
-def batch_norm(
+def _compute_batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> tuple[tuple, list]:
+    """Return the normalised values with the statistics that are saved, and the running statistics after the step."""
+    if not training:
+        values = _decode_operands(x, weight, bias, mean, variance)
+        y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
+        empty = torch.empty(0, dtype=torch.float32, device=y.device)
+        return (_make_normalised(y, x, weight, bias, mean, variance), empty, empty.clone()), [mean, variance]
+    p = as_operand(x, first_scaled((x, weight, bias)))
+    zeros = torch.zeros(x.shape[1], dtype=torch.float32, device=p.device)
+    y, *statistics, batch_mean, batch_variance = aten._native_batch_norm_legit_functional.default(
+        *_decode_operands(p, weight, bias), zeros, zeros.clone(), True, 1.0, eps
+    )
+    moved = [_step_running_average(*one, momentum) for one in ((mean, batch_mean), (variance, batch_variance))]
+    return (_make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)), moved
+
+
+def _make_reserve(x: Tensor, is_wanted: bool) -> list[Tensor]:
+    """Return the empty tensor that follows the results of some backends' operators."""
+    return [torch.empty(0, dtype=torch.uint8, device=x.device)] if is_wanted else []
+
+
+def batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any, reserve: bool = False
 ) -> tuple:
     """Normalised over the batch in training, the running statistics moved in place; else by those."""
-    if not training:
-        return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
-    y, saved, deviation, batch = _normalise_batch(x, weight, bias, eps)
-    for running, new in zip((mean, variance), batch):
-        if running is not None:
-            write_values(running, _step_running_average(running, new, momentum))
-    return y, saved, deviation
+    results, moved = _compute_batch_norm(x, weight, bias, mean, variance, training, *rest)
+    for running, new in zip((mean, variance), moved):
+        if training and running is not None:
+            write_values(running, new)
+    return *results, *_make_reserve(x, reserve)
 
 
-@implements(aten._native_batch_norm_legit.no_stats, family="norm")
-def batch_norm_without_running(x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> tuple:
-    """Normalise over the batch."""
-    return batch_norm(x, weight, bias, None, None, True, momentum, eps)
-
-
-@implements(aten._native_batch_norm_legit_functional.default, family="norm")
 def batch_norm_functional(
-    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any, reserve: bool = False
 ) -> tuple:
     """Normalise like `native_batch_norm`, returning the moved running statistics as results."""
-    if not training:
-        return *_normalise_in_evaluation(x, weight, bias, mean, variance, eps), mean.clone(), variance.clone()
-    y, saved, deviation, batch = _normalise_batch(x, weight, bias, eps)
-    return (
-        y,
-        saved,
-        deviation,
-        _step_running_average(mean, batch[0], momentum),
-        _step_running_average(variance, batch[1], momentum),
-    )
+    results, moved = _compute_batch_norm(x, weight, bias, mean, variance, training, *rest)
+    return *results, *_make_reserve(x, reserve), *(moved if training else (one.clone() for one in moved))
 
 
-def _register_backend_batch_norms() -> None:
-    """Register the operators of other backends: the same results, of which some are followed by an empty reserve."""
-
-    normal: Callable[..., tuple] = batch_norm
-    functional: Callable[..., tuple] = batch_norm_functional
-
-    def reserve(x: Tensor) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=x.device)
-
-    def functional_with_reserve(x: Any, *given: Any) -> tuple:
-        results = functional(x, *given[:4], True, *given[4:])
-        return *results[:3], reserve(x), *results[3:]
-
-    def in_evaluation(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float) -> tuple:
-        return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
-
-    variants: dict[OpOverload, Callable[..., tuple]] = {
-        aten.miopen_batch_norm.default: normal,
-        aten.cudnn_batch_norm.default: lambda x, *given: (*normal(x, *given), reserve(x)),
-        aten._native_batch_norm_legit_no_training.default: in_evaluation,
-        aten._batch_norm_no_update.default: lambda x, *given: (*in_evaluation(x, *given), reserve(x)),
-        aten._batch_norm_with_update.default: lambda x, *given: (
-            *normal(x, *given[:4], True, *given[4:]),
-            reserve(x),
-        ),
-        aten._batch_norm_with_update_functional.default: functional_with_reserve,
-    }
-    for operator, rule in variants.items():
-        implements(operator, family="norm")(rule)
-
-
-_register_backend_batch_norms()
+_batch_norm_rules: dict[OpOverload, Callable[..., tuple]] = {
+    aten.native_batch_norm.default: batch_norm,
+    aten._native_batch_norm_legit.default: batch_norm,
+    aten._native_batch_norm_legit_functional.default: batch_norm_functional,
+    # Those of other backends, or without some of the arguments.
+    aten.miopen_batch_norm.default: batch_norm,
+    aten.cudnn_batch_norm.default: lambda *given: batch_norm(*given, reserve=True),
+    aten._native_batch_norm_legit.no_stats: lambda *given: batch_norm(*given[:3], None, None, True, *given[4:]),
+    aten._native_batch_norm_legit_no_training.default: lambda *given: batch_norm(*given[:5], False, *given[5:]),
+    aten._batch_norm_no_update.default: lambda *given: batch_norm(*given[:5], False, *given[5:], reserve=True),
+    aten._batch_norm_with_update.default: lambda *given: batch_norm(*given[:5], True, *given[5:], reserve=True),
+    aten._batch_norm_with_update_functional.default: lambda *given: batch_norm_functional(
+        *given[:5], True, *given[5:], reserve=True
+    ),
+}
+for _operator, _rule in _batch_norm_rules.items():
+    implements(_operator, family="norm")(_rule)
 
 
 @implements(aten.native_batch_norm_backward.default, family="norm")
@@ -274,9 +245,7 @@ def batch_norm_backward(
     results = aten.native_batch_norm_backward.default(to_float32(g), *values, train, eps, mask)
     level = deviation if train else (values[3] + eps).rsqrt()
     rows = x.numel() // max(x.shape[1], 1)
-    return _scale_norm_gradients(
-        g, _keep_requested_gradients(results, mask), rows, as_operand(level, like)._scale, holder
-    )
+    return _scale_norm_gradients(g, results, mask, rows, as_operand(level, like)._scale, holder)
 
 
 # The arguments of other backends' operators: with a reserve at the end, or with the input first and no mask.
@@ -306,23 +275,6 @@ _EFFICIENT_ATTENTION = {
     aten._scaled_dot_product_efficient_attention_backward.default,
 }
 _ROW_ALIGNMENT = 8  # elements of 16 bits that the kernels' rows are a multiple of
-
-
-def _has_bfloat16_kernel(query: Tensor, value: Tensor) -> bool:
-    sides = (query.shape[-1], value.shape[-1])
-    return (
-        query.device.type == "cuda"
-        and has_bfloat16_products(query.device)
-        and all(n % _ROW_ALIGNMENT == 0 for n in sides)
-    )
-
-
-@functools.cache
-def has_bfloat16_products(device: torch.device) -> bool:
-    """Return whether a CUDA device multiplies bfloat16 matrices: compute capability 8.0 and above."""
-    if not torch.cuda.is_available() or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _register_attention(operator: OpOverload) -> None:
@@ -401,8 +353,10 @@ def call_with_named_arguments(operator: OpOverload, given: dict[str, Any]) -> An
 def _choose_kernel_dtype(
     operator: OpOverload, storage: torch.dtype, dtype: torch.dtype, query: Tensor, value: Tensor
 ) -> torch.dtype:
-    if operator in _EFFICIENT_ATTENTION and storage == torch.bfloat16 and _has_bfloat16_kernel(query, value):
-        return storage
+    if operator in _EFFICIENT_ATTENTION and storage == torch.bfloat16 and query.device.type == "cuda":
+        is_aligned = all(x.shape[-1] % _ROW_ALIGNMENT == 0 for x in (query, value))
+        if is_aligned and has_capability(query.device, 8, 0):  # which multiplies bfloat16 matrices
+            return storage
     if operator not in _SIXTEEN_BIT_ATTENTION:
         return torch.float32
     return next((x for x in (storage, dtype) if x in (torch.float16, torch.bfloat16)), torch.float16)

@@ -138,16 +138,6 @@ def make_zero_scale(x: ScaledTensor) -> Tensor:
 _PRODUCTS_WITH_FACTOR = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
 
 
-def multiply_matrices(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torch.dtype | None = None) -> Tensor:
-    """op(pa, pb) / c under the scale sa sb c, with c the power of two below sqrt(terms)."""
-    like = first_scaled((a, b))
-    x, y = (as_product_operand(t, like) for t in (a, b))
-    sum_scale = sqrt_of_count(terms)
-    values, factor = _multiply_payloads(operator, x, y, 1.0 / sum_scale)
-    storage, dtype = product_storage((a, b)), dtype or logical_dtype((a, b))
-    return make_scaled_result(values, (x._scale, y._scale), storage, dtype, sum_scale, factor)
-
-
 def _is_wide_product(a: Tensor, b: Tensor) -> bool:
     """Return whether payloads are float16 on CUDA, where products in float32 take several times longer."""
     return a.dtype == b.dtype == torch.float16 and (a.device.type == "cuda" or fused.is_fused(a))
@@ -194,20 +184,19 @@ def _choose_product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
 
 def _register_product(operator: OpOverload) -> None:
     def product(a: Any, b: Any) -> Tensor:
-        return multiply_matrices(operator, a, b, a.shape[-1])
+        """op(pa, pb) / c under the scale sa sb c, with c the power of two below the square root of a sum's terms."""
+        like = first_scaled((a, b))
+        x, y = (as_product_operand(t, like) for t in (a, b))
+        sum_scale = sqrt_of_count(a.shape[-1])
+        values, factor = _multiply_payloads(operator, x, y, 1.0 / sum_scale)
+        storage, dtype = product_storage((a, b)), logical_dtype((a, b))
+        return make_scaled_result(values, (x._scale, y._scale), storage, dtype, sum_scale, factor)
 
     implements(operator, family="bilinear")(product)
 
 
 for _operator in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default):
     _register_product(_operator)
-
-
-@implements(aten.mm.dtype, aten.bmm.dtype, family="bilinear")
-def mm_with_dtype(a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
-    """Return a product of another logical dtype."""
-    operator = aten.mm.default if a.dim() == 2 else aten.bmm.default
-    return multiply_matrices(operator, a, b, a.shape[-1], out_dtype)
 
 
 @implements(aten.mul.Tensor, aten.mul.Scalar, family="bilinear")
@@ -377,33 +366,24 @@ def _clamp_to_float32(number: Any) -> Any:
     return number if is_symbolic(number) or not math.isfinite(number) else min(max(number, -largest), largest)
 
 
-def _register_added_product(
-    operator: OpOverload, terms: Callable[[Any, Any], int], separate: OpOverload | None
-) -> Callable:
+def _register_added_product(operator: OpOverload, separate: OpOverload | None = None) -> None:
     def compute(base: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor:
         return operator(base, a, b, beta=beta, alpha=alpha)
 
     def added(base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        sum_scale = sqrt_of_count(terms(a, b))
+        batches = a.shape[0] if operator is aten.addbmm.default else 1
+        sum_scale = sqrt_of_count(1 if operator is aten.addr.default else batches * a.shape[-1])
         return add_scaled_product(
             *(base, a, b, compute), sum_scale=sum_scale, beta=beta, alpha=alpha, of_matrices=True, separate=separate
         )
 
-    return implements(operator, family="bilinear")(added)
+    implements(operator, family="bilinear")(added)
 
 
-addmm = _register_added_product(aten.addmm.default, lambda a, b: a.shape[-1], aten.mm.default)
-baddbmm = _register_added_product(aten.baddbmm.default, lambda a, b: a.shape[-1], aten.bmm.default)
-addmv = _register_added_product(aten.addmv.default, lambda a, b: a.shape[-1], None)
-addbmm = _register_added_product(aten.addbmm.default, lambda a, b: a.shape[0] * a.shape[-1], None)
-addr = _register_added_product(aten.addr.default, lambda a, b: 1, None)
-
-
-@implements(aten.addmm.dtype, aten.baddbmm.dtype, family="bilinear")
-def addmm_with_dtype(base: Any, a: Any, b: Any, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """Return a product plus an addend in another logical dtype."""
-    total = (addmm if a.dim() == 2 else baddbmm)(base, a, b, beta=beta, alpha=alpha)
-    return wrap(total._payload, total._scale, out_dtype)
+_register_added_product(aten.addmm.default, aten.mm.default)
+_register_added_product(aten.baddbmm.default, aten.bmm.default)
+for _operator in (aten.addmv.default, aten.addbmm.default, aten.addr.default):
+    _register_added_product(_operator)
 
 
 @implements(aten.addcmul.default, family="bilinear")

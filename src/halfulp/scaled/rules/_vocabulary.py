@@ -44,7 +44,7 @@ from .._operands import (
     result_storage,
     saturate_stand_ins,
 )
-from .._payloads import decode_values, selectable_payload, to_float32
+from .._payloads import decode_values, to_float32
 from .._registry import EIGHT_BITS, FAMILIES, implements
 from .._scaled_tensor import ScaledTensor, wrap
 
@@ -96,16 +96,12 @@ def make_result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtyp
     y = _powers.times_power(y, rest)
     value = _powers.concrete_value(scale)
     if value is not None and not 1 / _FARTHEST_SCALE <= value <= _FARTHEST_SCALE and y.numel():
-        y, scale = _bring_payload_to_one(y, scale)
+        # Iterations that multiply scales would leave float32's range.
+        amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
+        power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
+        scale, rest = _powers.scale_product(scale, power)
+        y = _powers.times_power(y / power, rest)
     return make_scaled_to_fit(y, scale, storage, dtype)
-
-
-def _bring_payload_to_one(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring a payload back to about 1: iterations that multiply scales would leave float32's range."""
-    amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
-    power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
-    total, rest = _powers.scale_product(scale, power)
-    return _powers.times_power(y / power, rest), total
 
 
 def make_scaled_result(
@@ -144,11 +140,6 @@ def scale_values(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype
     if fused.is_fused(y) and y.dtype in fused.PAYLOAD_CODECS:
         return wrap(*fused.finish_payload(y, (scale,), storage, "values"), dtype)
     return make_result(y, scale.clone(), _powers.scale_ratio(scale_one(y), scale), storage, dtype)
-
-
-def scale_values_by_one(y: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """Return float32 values as a scaled tensor under the scale 1, or what the largest needs."""
-    return make_scaled_to_fit(y, scale_one(y), storage, dtype)
 
 
 def encode_measured(y: Any, holders: list[Any]) -> Any:
@@ -364,9 +355,13 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
 
 def _make_data_movement_rule(operator: OpOverload, is_view: bool) -> Callable[..., Any]:
     def move(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
-        scale, dtype = x._scale, x.dtype
-        results = move_elements(operator, x._payload, *arguments, **options)
-        return map_tree(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
+        payload, scale, dtype = x._payload, x._scale, x.dtype
+        if is_view or payload.dtype not in EIGHT_BITS:
+            results = operator(payload, *arguments, **options)
+            return map_tree(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
+        # torch has no kernels for eight-bit floats.
+        results = operator(payload.view(torch.uint8), *arguments, **options)
+        return map_tree(lambda p: wrap(p.view(payload.dtype), scale.clone(), dtype), results)
 
     def view(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         if not torch.is_inference_mode_enabled() or x.is_inference():
@@ -375,14 +370,6 @@ def _make_data_movement_rule(operator: OpOverload, is_view: bool) -> Callable[..
             return move(x, *arguments, **options)
 
     return view if is_view else move
-
-
-def move_elements(operator: OpOverload, payload: Tensor, *arguments: Any, **options: Any) -> Any:
-    """Run an operator that moves elements on a payload: as bytes where torch has no kernel for eight bits."""
-    if payload.dtype not in EIGHT_BITS or operator.is_view:
-        return operator(payload, *arguments, **options)
-    results = operator(payload.view(torch.uint8), *arguments, **options)
-    return map_tree(lambda p: p.view(payload.dtype) if isinstance(p, Tensor) and p.dtype == torch.uint8 else p, results)
 
 
 def homogeneous(
@@ -416,7 +403,8 @@ def homogeneous(
 def _make_homogeneous_rule(operator: OpOverload, degree: int) -> Callable[..., Any]:
     def scaled(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         storage, dtype = x._payload.dtype, x.dtype
-        entered = selectable_payload(x) if operator in _SELECTING_OPERATORS else to_float32(x)
+        keeps = operator in _SELECTING_OPERATORS and storage not in EIGHT_BITS  # for which torch has no such kernels
+        entered = x._payload if keeps else to_float32(x)
         results = operator(entered, *arguments, **options)
         if degree > 0:
             return scale_payloads(results, [x._scale] * degree, [x])
@@ -429,7 +417,10 @@ def _make_homogeneous_rule(operator: OpOverload, degree: int) -> Callable[..., A
 def _make_rule_of_degrees(
     operator: OpOverload, degrees: dict[str, int], terms: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    names = _list_argument_names(operator, *degrees)
+    names = [argument.name for argument in operator._schema.arguments]
+    for name in degrees:
+        if name not in names:
+            raise ValueError(unknown(f"argument of {operator}", name, names))
 
     def rule(*arguments: Any, **options: Any) -> Any:
         like = first_scaled(tree_leaves((arguments, options)))
@@ -454,15 +445,6 @@ def _make_rule_of_degrees(
         return scale_payloads(results, factors, holders, sum_scale)
 
     return rule
-
-
-def _list_argument_names(operator: OpOverload, *given: str) -> list[str]:
-    """Return the names of an operator's arguments; raise unless those given are among them."""
-    names = [argument.name for argument in operator._schema.arguments]
-    for name in given:
-        if name not in names:
-            raise ValueError(unknown(f"argument of {operator}", name, names))
-    return names
 
 
 def unit_scale(*operators: OpOverload, family: str = "own") -> None:
@@ -494,18 +476,17 @@ def _make_value_rule(
         storage, dtype = (product_storage if is_product else result_storage)(flat), logical_dtype(flat)
         arguments, options = map_tree(decode_value, (arguments, options))
         results = operator(*arguments, **options)
-        encoded = map_tree(
-            lambda y: _encode_result(y, storage, dtype, is_unit), results[:scaled] if scaled else results
-        )
-        return (*encoded, *results[scaled:]) if scaled else encoded
+
+        def encode(y: Any) -> Any:
+            if not is_floating(y) or y.layout != torch.strided:
+                return y
+            if is_unit:  # under the scale 1, or what the largest needs
+                return make_scaled_to_fit(y, scale_one(y), storage, dtype)
+            return encode_values(y, storage, dtype=dtype)
+
+        return (*map_tree(encode, results[:scaled]), *results[scaled:]) if scaled else map_tree(encode, results)
 
     return compute
-
-
-def _encode_result(y: Any, storage: torch.dtype, dtype: torch.dtype, is_unit: bool) -> Any:
-    if not isinstance(y, Tensor) or not y.is_floating_point() or y.layout != torch.strided:
-        return y
-    return scale_values_by_one(y, storage, dtype) if is_unit else encode_values(y, storage, dtype=dtype)
 
 
 def decoded(*operators: OpOverload, family: str = "own") -> None:
@@ -522,25 +503,22 @@ def _make_plain_rule(operator: OpOverload) -> Callable[..., Any]:
     return compute
 
 
-def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False, of: str | None = None) -> None:
+def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False) -> None:
     """Register operators f(x) = x g(x) with a gate g about 1: op(p s) under the scale s, computed on values.
 
     Args:
         operators: the overloads.
         family: the heading in tables.
         at_least_one: results do not vanish where arguments do, so that their scale is at least 1: softplus.
-        of: the name of the argument whose scale stays; the first by default.
     """
     for operator in present_operators(operators):
-        implements(operator, family=family)(_make_gate_rule(operator, of, at_least_one))
+        implements(operator, family=family)(_make_gate_rule(operator, at_least_one))
 
 
-def _make_gate_rule(operator: OpOverload, of: str | None, at_least_one: bool) -> Callable[..., Any]:
-    position = 0 if of is None else _list_argument_names(operator, of).index(of)
-
+def _make_gate_rule(operator: OpOverload, at_least_one: bool) -> Callable[..., Any]:
     def rule(*arguments: Any, **options: Any) -> Any:
         flat = tree_leaves((arguments, options))
-        kept = as_operand(arguments[position], first_scaled(flat))
+        kept = as_operand(arguments[0], first_scaled(flat))
         scale = _powers.maximum_scale(kept._scale, scale_one(kept)) if at_least_one else kept._scale
         values = operator(*map_tree(decode_value, arguments), **map_tree(decode_value, options))
         holders = [x for x in flat if isinstance(x, Tensor)]

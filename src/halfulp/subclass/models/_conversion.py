@@ -14,21 +14,13 @@ from torch import Tensor, nn
 from ..._messages import ENVIRONMENT, a_kind
 from ...kernels import untraced
 from .. import _rule_table as _fallback
-from .._in_backward import refuse_recorders_at_call
-from . import _parameter_holders as _outer_modules
+from .._in_backward import refuse_tracing_of
 from . import _state_dict
+from ._parameter_holders import install_registration_hooks
 
 
 def remove_hooks(modules: Iterable[nn.Module], is_ours: Callable[[Any], bool]) -> None:
-    """Remove the forward hooks and forward pre-hooks of modules that a predicate picks, with what torch notes of them.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 2)
-    >>> handle = layer.register_forward_hook(print, always_call=True)
-    >>> remove_hooks(layer.modules(), lambda hook: hook is print)
-    >>> layer._forward_hooks, layer._forward_hooks_always_called
-    (OrderedDict(), OrderedDict())
-    """
+    """Remove the forward hooks and pre-hooks of modules that a predicate picks, with what torch notes of them."""
     for module in modules:
         tables: list[tuple[dict[int, Any], ...]] = [
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
@@ -85,7 +77,7 @@ def list_matching_parameters(found: Iterable[ParameterRef], where: Where) -> lis
         ValueError: a pattern that matches nothing.
     """
     found = list(found)
-    matches = matcher(where, [ref.name for ref in found])
+    matches = make_matcher(where, [ref.name for ref in found])
     matched = {id(ref.value) for ref in found if matches(ref.module, ref.name)}
     if where is not None and not matched:
         raise ValueError(f"where={where!r} matches none of the model's {len(found)} parameters")
@@ -98,7 +90,7 @@ def check_has_shape(ref: ParameterRef) -> None:
         raise ValueError(f"parameter {ref.name!r} has no shape yet: run one batch through the model first")
 
 
-def matcher(where: Where, names: list[str], what: str = "where", of: str = "parameter") -> Callable[..., Any]:
+def make_matcher(where: Where, names: list[str], what: str = "where", of: str = "parameter") -> Callable[..., Any]:
     """Return a function of a module and a name: whether `where` (a glob, several, a function, None for all) matches."""
     if where is None:
         return lambda module, name: True
@@ -117,7 +109,7 @@ def matcher(where: Where, names: list[str], what: str = "where", of: str = "para
 
 def copy_attributes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
     """Copy the attributes that users set on a parameter (marks for weight decay, say), but for its class's own."""
-    own = {*getattr(old, "_own", ()), "_is_param", _state_dict.SAVED_ATTRIBUTE}
+    own = {*getattr(old, "_value_attributes", ()), "_is_param", _state_dict.SAVED_ATTRIBUTE}
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in own})
     return new
 
@@ -210,14 +202,14 @@ def remove_fallback_counts(module: nn.Module) -> None:
 def _begin_forward(module: nn.Module, arguments: Any) -> None:
     """Attribute the following fallbacks to this model, and refuse recorders."""
     if not torch.compiler.is_compiling():
-        refuse_recorders_at_call(module, arguments)
+        refuse_tracing_of(module)
     _fallback._running_model.counts = module.__dict__[_COUNTS_ATTRIBUTE]
 
 
 ConvertedTensors = dict[int, Tensor]
 
 
-def converted(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> ConvertedTensors:
+def convert_each(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> ConvertedTensors:
     """Return converted tensors by the ids of the present ones; a shared parameter is converted once.
 
     The model is not changed yet, so that a parameter that cannot be converted leaves it as it was.
@@ -255,7 +247,7 @@ def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: Conver
         _state_dict.install_hooks(ref.module)
     _state_dict.install_file_check(model)
     install_fallback_counts(model)
-    _outer_modules.install_registration_hooks()
+    install_registration_hooks()
 
 
 def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:

@@ -77,7 +77,8 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
             _restore_module(module)
         elif _MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
             _widen_module(module)
-    if any(isinstance(_get_own_forward(module), GraphReader) for module in model.modules()):
+    forwards = (vars(module).get("forward") for module in model.modules())
+    if any(isinstance(getattr(forward, "own", forward), GraphReader) for forward in forwards):
         leave_compiled_products(model)
     return model
 
@@ -134,11 +135,6 @@ def _restore_module(module: nn.Module) -> None:
     object.__setattr__(module, "__class__", class_of(module))
 
 
-def _get_own_forward(module: nn.Module) -> Any:
-    forward = vars(module).get("forward")
-    return forward.own if isinstance(forward, _WrappedForward) else forward
-
-
 def _has_forward(module: nn.Module) -> bool:
     """Return whether a module has a Python forward pass of its own; lists, scripted and compiled modules have none."""
     if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
@@ -146,9 +142,7 @@ def _has_forward(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return False  # it changes its class at the first batch
     if isinstance(module, torch.fx.GraphModule):
-        # It writes its class's forward anew; the modules that it calls are covered.
-        note_fallback("float32 products", "left to torch in functions that a torch.fx.GraphModule calls by itself")
-        return False
+        return False  # it writes its class's forward anew; the modules that it calls are covered
     return type(module).forward is not nn.Module.forward
 
 

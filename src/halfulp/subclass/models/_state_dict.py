@@ -23,8 +23,7 @@ class StateDictLayout(NamedTuple):
 
     Attributes:
         kind: the class.
-        key, version: the entry of the metadata, and what stands there.
-        older: versions that are read too; a file of any other is refused.
+        key, version: the entry of the metadata, and what stands there; a file of another version is refused.
         what, plain: words for messages: what is stored, and the function that makes a plain state_dict.
         suffix: of the entries of auxiliary tensors.
         entries: all entries of a tensor, by its name.
@@ -35,7 +34,6 @@ class StateDictLayout(NamedTuple):
     kind: type[Tensor]
     key: str
     version: int
-    older: tuple[int, ...]
     what: str
     plain: str
     suffix: re.Pattern
@@ -55,11 +53,6 @@ def register(layout: StateDictLayout) -> None:
 def find_state_dict_layout(tensor: object) -> StateDictLayout | None:
     """Return how a tensor is stored in a state_dict; None for a class without a layout."""
     return _layouts.get(type(tensor))
-
-
-def get_known_layout(tensor: Tensor) -> StateDictLayout:
-    """Return how a tensor is stored in a state_dict, of a class that has a layout."""
-    return _layouts[type(tensor)]
 
 
 def install_hooks(module: nn.Module) -> None:
@@ -101,8 +94,7 @@ def check_state_dict(given: object, what: str) -> None:
 def check_version(metadata: Mapping) -> None:
     """Raise for a file of another layout."""
     for layout in _layouts.values():
-        version = metadata.get(layout.key, layout.version)
-        if version != layout.version and version not in layout.older:
+        if (version := metadata.get(layout.key, layout.version)) != layout.version:
             raise ValueError(
                 f"this file holds {layout.what} in layout {version}, and this version of halfulp reads layout "
                 f"{layout.version}: load it with the version that wrote it, and save its {layout.plain}"

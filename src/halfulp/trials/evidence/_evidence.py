@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import json
 import os
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from ...pages import render, require, write_whole
@@ -20,7 +19,7 @@ from ._table import (
     format_number,
     format_tables,
     has_few_seeds,
-    has_gradient_formats,
+    list_headers,
     name_judged_loss,
     write_headline,
     write_table_notes,
@@ -32,13 +31,14 @@ _WIDE_SIZE, _NARROW_SIZE = (820, 560), (340, 560)
 def render_comparison_page(evidence: FinishedTrials) -> str:
     """Return a comparison's page as HTML text; it refers to nothing outside itself."""
     require("matplotlib", instead="give no out folder")
-    first = evidence.trials[0]["settings"]
+    first, refused = evidence.trials[0]["settings"], evidence.run.get("refused", [])
     return render(
         "halfulp.trials.page",
         "compare.html.j2",
         headline=write_headline(evidence),
-        losers=describe_losing_recipes(evidence),
+        losers=[*describe_losing_recipes(evidence), *(f"{one['recipe']} {one['why']}." for one in refused)],
         indication=has_few_seeds(evidence),
+        is_script="notes" in evidence.run,
         tasks=[_make_template_task(evidence, task) for task in evidence.tasks()],
         run=evidence.run,
         versions=first["versions"],
@@ -52,6 +52,7 @@ def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
     of_task = settings["task"]
+    ends = (f"{row.recipe} ends at {format_number(row.loss)}" for row in rows if row.loss is not None)
     said = {"optimizer": of_task["rule"], **{key: str(value) for key, value in of_task["hyper"].items()}}
     said |= {"batch": str(of_task["batch"]), "steps": str(settings["steps"]), "judged by": of_task["judged_by"]}
     most = max((compute_stored_bytes(row) or 0.0 for row in rows), default=0.0)
@@ -62,9 +63,10 @@ def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
         "name": task,
         "title": of_task["title"],
         "loss_name": name_judged_loss(evidence, task),
-        "rounds_gradients": has_gradient_formats(evidence, task),
+        "headers": list_headers(evidence, task),
         "notes": write_table_notes(evidence, task),
-        "curves_in_words": _describe_curves(evidence, rows),
+        "curves_in_words": f"Training loss over {settings['steps']} steps, and its difference to fp32; "
+        f"{'; '.join(ends)}. The table has the same numbers.",
         "wide": draw_loss_curves(curves, task, *_WIDE_SIZE),
         "narrow": draw_loss_curves(curves, task, *_NARROW_SIZE),
         "rows": [_make_template_row(evidence, row, styles[row.recipe], most, reach) for row in rows],
@@ -95,19 +97,13 @@ def _make_template_row(
         "verdict": words["verdict"],
         "tone": VERDICT_TONES.get(row.verdict or "", ""),
         "style": style,
-        "cancelled_width": 100 * (row.cancelled or 0.0),
-        "bytes_width": 100 * (compute_stored_bytes(row) or 0.0) / most if most else 0.0,
+        "widths": {
+            "cancelled": 100 * (row.cancelled or 0.0),
+            "bytes/param": 100 * (compute_stored_bytes(row) or 0.0) / most if most else 0.0,
+        },
         "dots": [50 + 46 * gap / reach for gap in evidence.gaps(row.task, row.recipe)],
         "band": min(46 * row.noise / reach, 50) if row.noise else None,
     }
-
-
-def _describe_curves(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
-    """Describe the curves in words, for readers who cannot see them."""
-    steps = evidence.of_task(rows[0].task)[0]["settings"]["steps"]
-    ends = (f"{row.recipe} ends at {format_number(row.loss)}" for row in rows if row.loss is not None)
-    said = "; ".join([f"Training loss over {steps} steps, and its difference to fp32", *ends])
-    return f"{said}. The table has the same numbers."
 
 
 JSON_SCHEMA = 1
@@ -135,8 +131,13 @@ class Evidence(FinishedTrials):
         }
 
     def to_json(self) -> str:
-        """Return ``to_dict`` as JSON text without NaN or infinities; what is missing is null."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        """Return ``to_dict`` as JSON text, a row or trial a line, without NaN; what is missing is null."""
+        parts = []
+        for key, value in self.to_dict().items():
+            lines = [json.dumps(one, allow_nan=False) for one in (value if isinstance(value, list) else [value])]
+            text = ",\n  ".join(lines)
+            parts.append(f"{json.dumps(key)}: {f'[{chr(10)}  {text}{chr(10)} ]' if isinstance(value, list) else text}")
+        return "{\n " + ",\n ".join(parts) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -149,18 +150,12 @@ class Evidence(FinishedTrials):
             data = json.loads(text)
             if data["schema"] != JSON_SCHEMA:
                 raise ValueError(f"schema {data['schema']}, this version reads {JSON_SCHEMA}")
-            trials = tuple(cls._read_trial_records(data))
+            trials = tuple(data["trials"])
             for record in trials:
                 check_trial_record(record)
             return cls(trials=trials, run=data["run"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"not the JSON of a {cls.kind_in_words}: {error}") from None
-
-    @classmethod
-    def _read_trial_records(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the records of trials from what ``to_dict`` gave."""
-        trials: list[dict[str, Any]] = data["trials"]
-        return trials
 
     def table(self) -> str:
         """Return the rows as text, one table per task."""

@@ -22,39 +22,30 @@ def compute_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
     """Return the quantile, in standard errors, for the largest of several recipes' mean gaps.
 
     It is k, which the largest exceeds by chance as often as the level says. For one recipe it is Student's two-sided
-    quantile. Several recipes' deviations may differ by any factor: each mean gap is measured in units of the larger of
-    two deviations, its own and the pooled one, which is the root mean square over the recipes. Only recipes whose gaps
-    scatter can be called worse or better by chance. Where a single one does, its own deviation counts and Student's t
-    holds; where all scatter alike, the pooled deviation keeps small ones from happening. The worst is in between: j
-    recipes scatter alike and the others not at all. With the squares of their deviations T B and T (1 - B), where T and
-    B are independent (chi square and beta), the chance of an alarm is
+    quantile. Several recipes' deviations may differ by any factor, so each mean gap is measured in units of the larger
+    of two: its own deviation and the pooled one, the root mean square over the recipes. In the worst case j recipes
+    scatter alike and the others not at all. With the squares of the deviations T B and T (1 - B), where T and B are
+    independent (chi square and beta), the chance of an alarm is
 
         j E[ P(|t| > k sqrt(j max(B, 1/m))) ],   t Student's of j (n - 1) degrees of freedom,
 
-    at most, for m recipes of n seeds, and k is the least number for which that is the level or less for every j.
-
-    All this is of gaps that are drawn apart. Where they are correlated, Bonferroni's sum over means still holds, but
-    several small deviations come together. What that adds is left to the level.
+    at most, for m recipes of n seeds, and k is the least number for which that is the level or less for every j. This
+    is of gaps that are drawn apart; what correlation adds is left to the level.
 
     >>> [round(compute_quantile(seeds, recipes), 3) for seeds, recipes in ((3, 1), (3, 5), (5, 1), (5, 5))]
     [4.303, 4.303, 2.776, 3.152]
     """
     found = 1.0
     for scattering in range(1, recipes + 1):
-        if _bound_false_alarms(found, seeds, recipes, scattering) > level:
-            found = _find_quantile(found, seeds, recipes, scattering, level)
+        low = high = found
+        while _bound_false_alarms(high, seeds, recipes, scattering) > level:
+            high *= 2
+        while high - low > 1e-9 * high:
+            middle = (low + high) / 2
+            is_low = _bound_false_alarms(middle, seeds, recipes, scattering) > level
+            low, high = (middle, high) if is_low else (low, middle)
+        found = high
     return found
-
-
-def _find_quantile(low: float, seeds: int, recipes: int, scattering: int, level: float) -> float:
-    """Return the number at which the chance of an alarm is the level, by bisection."""
-    high = 2 * low
-    while _bound_false_alarms(high, seeds, recipes, scattering) > level:
-        high *= 2
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if _bound_false_alarms(middle, seeds, recipes, scattering) > level else (low, middle)
-    return high
 
 
 def _bound_false_alarms(k: float, seeds: int, recipes: int, scattering: int) -> float:
@@ -146,13 +137,11 @@ def compute_noise(
 ) -> float | None:
     """Return how large a mean gap must be to count as one among those of all recipes compared.
 
-    At least the `compute_interval`. Where several recipes are compared it also exceeds one of two, in standard errors
-    of the mean, so that chance calls any of them worse or better in about 5% of comparisons at most, even where some
-    recipes scatter much more than others and their gaps rise and fall together:
+    At least the `compute_interval`. Where several recipes are compared it also exceeds the lower of two, in standard
+    errors of the mean, so that chance calls any of them worse or better in about 5% of comparisons at most:
 
-    - the `compute_quantile` of so many recipes, where the deviation of a recipe's gaps is taken to be at least
-      the pooled one, the root mean square over the recipes: at three seeds a small deviation is mostly chance; at the
-      `choose_pooled_level`;
+    - the `compute_quantile` of so many recipes at the `choose_pooled_level`, where the deviation of a recipe's gaps is
+      at least the pooled one: at three seeds a small deviation is mostly chance;
     - Student's quantile with Bonferroni's correction, for the recipe's own deviation: one recipe that scatters wildly
       does not hide what is certain of the others.
 
@@ -178,10 +167,9 @@ def compute_noise(
 def choose_pooled_level(recipes: int) -> float:
     """Return the level of the quantile for so many recipes: 3.7%, and less for more than five.
 
-    The quantile holds for gaps that are drawn apart. Gaps to the same float32 run are not, on the same batches still
-    less, and of two or three that scatter by far the most but not quite as one (correlations of 0.9 to 0.99), any
-    exceeds it up to 1.3 times as often as the level says among five recipes, up to 1.4 times among ten. This level
-    keeps all of that within 5%, the other limit's share included, by simulation (benchmarks/bench_verdicts.py).
+    Gaps to the same float32 run on the same batches are not drawn apart: of two or three that scatter by far the most,
+    with correlations of 0.9 to 0.99, any exceeds the quantile up to 1.3 times as often as its level says among five
+    recipes, 1.4 times among ten. This keeps all of that within 5%, by simulation (benchmarks/bench_verdicts.py).
 
     >>> [round(choose_pooled_level(recipes), 4) for recipes in (2, 5, 10)]
     [0.037, 0.037, 0.0294]
@@ -377,15 +365,19 @@ def _make_row(
     baseline = _compute_mean([read_judged_loss(record) for record in reference.values()])
     alone, allowed = compute_interval(gaps, twins, baseline or 0.0), compute_tolerance(twins, baseline or 0.0)
     limit = compute_noise(gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE, TWIN) else ())
-    step_ms = _compute_mean([result["step_ms"] for result in results])
     step_ms_of_float32 = [record["result"]["step_ms"] for record in reference.values()]
-    accuracies = [result["float32"]["validation"]["accuracy"] for result in results]
-    judged = {REFERENCE: "reference", TWIN: "control"}.get(recipe)
-    gap = _compute_mean(gaps)
+    float32, own_scores = ([result["float32"]["validation"] for result in results], [one["own"] for one in results])
+    underflows = [result.get("underflow", {}) for result in results]
+    gap, judged = _compute_mean(gaps), {REFERENCE: "reference", TWIN: "control"}.get(recipe)
     if diverged:
         judged = "diverged"
     elif judged is None and gap is not None:
         judged = choose_verdict(gap, limit, allowed, alone)
+    means = {
+        name: _compute_mean([result.get(name) for result in results])
+        for name in ("cancelled", "realised", "bytes_per_parameter", "step_ms", "skipped")
+    }
+    step_ms = means["step_ms"]
     return Row(
         task=task,
         recipe=recipe,
@@ -400,29 +392,19 @@ def _make_row(
         interval=alone,
         tolerance=allowed,
         verdict=judged,
-        accuracy=_compute_mean(accuracies),
-        accuracy_spread=_compute_spread(accuracies),
-        validation_loss=_compute_mean([result["float32"]["validation"]["loss"] for result in results]),
-        own_loss=_compute_mean([result["own"]["loss"] for result in results]),
-        own_accuracy=_compute_mean([result["own"]["accuracy"] for result in results]),
-        cancelled=_compute_mean([result["cancelled"] for result in results]),
-        realised=_compute_mean([result["realised"] for result in results]),
-        bytes_per_parameter=_compute_mean([result["bytes_per_parameter"] for result in results]),
-        step_ms=step_ms,
+        accuracy=_compute_mean([score["accuracy"] for score in float32]),
+        accuracy_spread=_compute_spread([score["accuracy"] for score in float32]),
+        validation_loss=_compute_mean([score["loss"] for score in float32]),
+        own_loss=_compute_mean([score["loss"] for score in own_scores]),
+        own_accuracy=_compute_mean([score["accuracy"] for score in own_scores]),
         speed=step_ms / statistics.fmean(step_ms_of_float32) if step_ms is not None and step_ms_of_float32 else None,
         emulated=settings["emulate"],
         gradient_format=settings.get("gradient_format"),
         operand_format=settings.get("operand_format"),
-        skipped=_compute_mean([result.get("skipped") for result in results]),
-        underflow=_compute_mean([_read_underflow(result, "mean") for result in results]),
-        worst_underflow=_compute_mean([_read_underflow(result, "worst") for result in results]),
+        underflow=_compute_mean([shares.get("mean") for shares in underflows]),
+        worst_underflow=_compute_mean([shares.get("worst") for shares in underflows]),
+        **means,
     )
-
-
-def _read_underflow(result: dict[str, Any], which: str) -> float | None:
-    """Return the share of gradients that underflowed; None also where every sampled step was skipped."""
-    share: float | None = result.get("underflow", {}).get(which)
-    return share
 
 
 def _compute_mean(values: Sequence[float | None]) -> float | None:
@@ -443,8 +425,9 @@ class FinishedTrials:
     run: dict[str, Any]
 
     def tasks(self) -> list[str]:
-        """Return the names of the tasks, in order."""
-        return list(dict.fromkeys(record["settings"]["task"]["name"] for record in self.trials))
+        """Return the names of the tasks that have trials under float32, in order: without one there is no gap."""
+        heads = (record["settings"] for record in self.trials)
+        return list(dict.fromkeys(head["task"]["name"] for head in heads if head["recipe"]["name"] == REFERENCE))
 
     def of_task(self, task: str) -> list[TrialRecord]:
         """Return the trials of one task."""

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from ... import formats
+from ..._messages import align_columns
 from ...pages import DASH
 from .._defaults import PASSING_VERDICTS, REFERENCE
 from ._row import LEAST_RELATIVE_GAP, FinishedTrials, Row, read_judged_loss
@@ -87,6 +88,12 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     return cells
 
 
+def list_headers(evidence: FinishedTrials, task: str) -> list[str]:
+    """Return the columns of a task's table that hold something."""
+    lines = [format_cells(evidence, row) for row in evidence.rows(task)]
+    return [header for header in lines[0] if any(line[header] != DASH for line in lines)]
+
+
 def has_gradient_formats(evidence: FinishedTrials, task: str) -> bool:
     """Return whether a recipe of the comparison has a format for gradients."""
     return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.of_task(task))
@@ -101,6 +108,8 @@ def compute_stored_bytes(row: Row) -> float | None:
 
 def write_table_notes(evidence: FinishedTrials, task: str) -> list[str]:
     """Return the notes beneath the table of a task, which explain its columns."""
+    if "notes" in evidence.run:
+        return list(evidence.run["notes"])
     record = evidence.of_task(task)[0]
     settings, result = record["settings"], record["result"]
     target = settings["task"].get("target", "example")
@@ -150,13 +159,10 @@ def format_tables(evidence: FinishedTrials) -> str:
     """Return all tables as aligned plain text, with their notes."""
     parts = []
     for task in evidence.tasks():
+        headers = list_headers(evidence, task)
         lines = [format_cells(evidence, row) for row in evidence.rows(task)]
-        headers = list(lines[0])
-        widths = [max(len(header), *(len(line[header]) for line in lines)) for header in headers]
-        table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
-        parts.append(task)
-        parts += ["  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table]
-        parts += [*write_table_notes(evidence, task), ""]
+        table = align_columns([headers, *([line[header] for header in headers] for line in lines)])
+        parts += [task, *table, *write_table_notes(evidence, task), ""]
     return "\n".join(parts).rstrip()
 
 
@@ -170,16 +176,18 @@ def write_headline(evidence: FinishedTrials) -> str:
         for row in evidence.rows(task)
         if not row.emulated and row.bytes_per_parameter is not None and everywhere[row.recipe] == len(evidence.tasks())
     ]
+    seeds = min(row.seeds for row in evidence.rows())
+    few = f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, " if has_few_seeds(evidence) else ""
     if not kept:
         verb = "is sure to have stayed" if any(row.verdict == "unclear" for row in evidence.rows()) else "stayed"
-        return f"{_write_seeds_clause(evidence)}no recipe {verb} with float32".capitalize() + "."
-    best = min(kept, key=lambda row: (row.bytes_per_parameter, _count_gradient_bits(row)))
-    verb = "keeps float32’s accuracy" if not _write_seeds_clause(evidence) else "stays with float32"
+        return f"{few}no recipe {verb} with float32".capitalize() + "."
+    best = min(kept, key=lambda row: (row.bytes_per_parameter, formats.get(row.gradient_format or "fp32").bits))
+    verb = "stays with float32" if few else "keeps float32’s accuracy"
     where = f" ({task})" if len(evidence.tasks()) > 1 else ""
     if best.gradient_format:
-        return f"{_write_seeds_clause(evidence)}{best.recipe} {verb} with gradients in {best.gradient_format}{where}."
+        return f"{few}{best.recipe} {verb} with gradients in {best.gradient_format}{where}."
     return (
-        f"{_write_seeds_clause(evidence)}{best.recipe} {verb} at {format_number(best.bytes_per_parameter, 1)} bytes "
+        f"{few}{best.recipe} {verb} at {format_number(best.bytes_per_parameter, 1)} bytes "
         f"per parameter instead of {format_number(reference.bytes_per_parameter, 1)}{where}."
     )
 
@@ -220,13 +228,6 @@ def has_few_seeds(evidence: FinishedTrials) -> bool:
     return any(row.seeds < 3 for row in evidence.rows())
 
 
-def _write_seeds_clause(evidence: FinishedTrials) -> str:
-    if not has_few_seeds(evidence):
-        return ""
-    seeds = min(row.seeds for row in evidence.rows())
-    return f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, "
-
-
 def _keeps_float32_loss(evidence: FinishedTrials, row: Row) -> bool:
     """Return whether a recipe keeps float32's loss: by its verdict, or on few seeds by a gap under half a per cent."""
     if row.verdict in ("reference", "control", "diverged"):
@@ -235,7 +236,3 @@ def _keeps_float32_loss(evidence: FinishedTrials, row: Row) -> bool:
         return row.verdict in PASSING_VERDICTS
     reference = evidence.row(row.task, REFERENCE).loss
     return row.gap is not None and reference is not None and row.gap <= 5 * LEAST_RELATIVE_GAP * reference
-
-
-def _count_gradient_bits(row: Row) -> int:
-    return formats.get(row.gradient_format).bits if row.gradient_format else 32

@@ -15,21 +15,14 @@ COLOUR_COUNT = 8
 _RECIPE_COLOUR_COUNT = 6
 
 
-@dataclasses.dataclass(frozen=True)
-class CurveMarker:
-    """A marker of a curve: matplotlib's name for it, and its outline in a box of 12 by 12 for the page's key."""
-
-    name: str
-    path: str
-
-
+# Markers of curves: matplotlib's name of each, and its outline in a box of 12 by 12 for the page's key.
 _CURVE_MARKERS = (
-    CurveMarker("o", "M6 2a4 4 0 1 0 .01 0z"),
-    CurveMarker("s", "M2.5 2.5h7v7h-7z"),
-    CurveMarker("^", "M6 1.5 10.5 10h-9z"),
-    CurveMarker("D", "M6 1 11 6 6 11 1 6z"),
-    CurveMarker("v", "M6 10.5 10.5 2h-9z"),
-    CurveMarker("P", "M4.3 1.5h3.4v2.8h2.8v3.4H7.7v2.8H4.3V7.7H1.5V4.3h2.8z"),
+    ("o", "M6 2a4 4 0 1 0 .01 0z"),
+    ("s", "M2.5 2.5h7v7h-7z"),
+    ("^", "M6 1.5 10.5 10h-9z"),
+    ("D", "M6 1 11 6 6 11 1 6z"),
+    ("v", "M6 10.5 10.5 2h-9z"),
+    ("P", "M4.3 1.5h3.4v2.8h2.8v3.4H7.7v2.8H4.3V7.7H1.5V4.3h2.8z"),
 )
 # In units of the line's width, as both matplotlib and SVG take them; None is solid.
 _DASH_PATTERNS = (None, (5.0, 2.0), (1.0, 1.5), (6.0, 1.5, 1.0, 1.5))
@@ -40,7 +33,7 @@ class LineStyle:
     """The colour (--c0 to --c7), marker and dashes of a recipe's curve; the reference and its twin have no marker."""
 
     colour: int
-    marker: CurveMarker | None = None
+    marker: tuple[str, str] | None = None
     dash: tuple[float, ...] | None = None
 
 
@@ -50,7 +43,7 @@ def choose_line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
     Twenty-four differ beside the reference and its twin; then they come again.
 
     >>> styles = choose_line_styles(["fp32", "bf16", *(f"recipe-{k}" for k in range(23))])
-    >>> styles["fp32"].colour, styles["bf16"].marker.name, len(set(styles.values()))
+    >>> styles["fp32"].colour, styles["bf16"].marker[0], len(set(styles.values()))
     (0, 'o', 25)
     >>> styles["bf16"].marker == styles["recipe-5"].marker, styles["bf16"].dash, styles["recipe-5"].dash
     (True, None, (5.0, 2.0))
@@ -80,9 +73,7 @@ _PANEL_TITLES = ("training loss, nats", "difference to fp32 on the same batches,
 _STAND_IN_COLOURS = [f"#0a00{index:02x}" for index in range(COLOUR_COUNT)]
 
 
-def draw_loss_curves(
-    curves: LossCurves, key: str, width: float, height: float, titles: Sequence[str] = _PANEL_TITLES, axis: str = "step"
-) -> str:
+def draw_loss_curves(curves: LossCurves, key: str, width: float, height: float) -> str:
     """Draw the training loss of recipes, beneath it their gaps to fp32, as an SVG.
 
     Where some recipes stay much closer to fp32 than others, a third panel shows theirs alone, magnified. All are means
@@ -106,9 +97,17 @@ def draw_loss_curves(
             steps = _find_common_steps(list(seeds.values()))
             means = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
             panels[0].plot(steps, means, **look)
-            for axes in panels[1:2] if recipe not in near else panels[1:]:
-                _draw_gap_curve(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
-        _style_plot_panels(panels, curves, titles, axis)
+            pairs = _pair_with_reference(curves, recipe)
+            if not pairs:
+                continue
+            steps = _find_common_steps([points for pair in pairs for points in pair])
+            gaps = [[ours[step] - theirs[step] for ours, theirs in pairs] for step in steps]
+            for axes in panels[1:] if recipe in near else panels[1:2]:
+                axes.plot(steps, [statistics.fmean(gap) for gap in gaps], **look)
+            if len(pairs) > 1:
+                low, high = [min(gap) for gap in gaps], [max(gap) for gap in gaps]
+                panels[1].fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        _style_plot_panels(panels, curves)
         return _replace_svg_colours(render_figure_as_svg(figure), f"{key}-{int(width)}")
 
 
@@ -120,30 +119,17 @@ def render_figure_as_svg(figure: Any) -> str:
     return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
 
 
-def _draw_gap_curve(
-    axes: Any,
-    recipe: str,
-    seeds: Mapping[int, Mapping[int, float]],
-    reference: Mapping[int, Mapping[int, float]],
-    look: dict[str, Any],
-    shade: bool,
-) -> None:
-    pairs = [(seeds[seed], reference[seed]) for seed in seeds if seed in reference]
-    if recipe == REFERENCE or not pairs:
-        return
-    steps = _find_common_steps([points for pair in pairs for points in pair])
-    gaps = [[ours[step] - theirs[step] for ours, theirs in pairs] for step in steps]
-    axes.plot(steps, [statistics.fmean(gap) for gap in gaps], **look)
-    if shade and len(pairs) > 1:
-        low, high = [min(gap) for gap in gaps], [max(gap) for gap in gaps]
-        axes.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
+def _pair_with_reference(curves: LossCurves, recipe: str) -> list[tuple[Mapping[int, float], Mapping[int, float]]]:
+    """Return a recipe's points beside float32's of the same seed; none for float32 itself."""
+    reference = curves[REFERENCE] if recipe != REFERENCE else {}
+    return [(points, reference[seed]) for seed, points in curves[recipe].items() if seed in reference]
 
 
 def _choose_magnified_recipes(curves: LossCurves) -> list[str]:
     """Return the recipes for a magnified panel, ten times closer to fp32 than the furthest; none if all are close."""
     sizes = {}
-    for recipe, seeds in curves.items():
-        pairs = [(points, curves[REFERENCE][seed]) for seed, points in seeds.items() if recipe != REFERENCE]
+    for recipe in curves:
+        pairs = _pair_with_reference(curves, recipe)
         gaps = [abs(ours[step] - theirs[step]) for ours, theirs in pairs for step in ours if step in theirs]
         if gaps:
             sizes[recipe] = statistics.fmean(gaps)
@@ -165,12 +151,12 @@ def _choose_plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     if style.marker is None:
         return {**look, "linewidth": 1.2, "zorder": 3}
     places = (0.03 + 0.021 * (index % 6), 0.13)
-    return {**look, "marker": style.marker.name, "markersize": 4.2, "markeredgewidth": 0, "markevery": places}
+    return {**look, "marker": style.marker[0], "markersize": 4.2, "markeredgewidth": 0, "markevery": places}
 
 
-def _style_plot_panels(panels: Sequence[Any], curves: LossCurves, titles: Sequence[str], axis: str) -> None:
+def _style_plot_panels(panels: Sequence[Any], curves: LossCurves) -> None:
     """Style axes in the page's ink, and cut off the high losses of the first steps."""
-    for axes, title in zip(panels, titles):
+    for axes, title in zip(panels, _PANEL_TITLES):
         axes.patch.set_alpha(0)
         axes.grid(axis="y", color=_FAINT_COLOUR, linewidth=0.8)
         axes.set_axisbelow(True)
@@ -187,7 +173,7 @@ def _style_plot_panels(panels: Sequence[Any], curves: LossCurves, titles: Sequen
         panels[0].set_ylim(low - room, high + room)
     for axes in panels[1:]:
         axes.axhline(0, color=_INK_COLOUR, linewidth=1)
-    panels[-1].set_xlabel(axis, color=_INK_COLOUR)
+    panels[-1].set_xlabel("step", color=_INK_COLOUR)
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
 
 

@@ -12,18 +12,17 @@ from ...environment._describe import find_version
 from ...recipes import Recipe
 from .. import tasks as registry
 from .._defaults import REFERENCE, TWIN
-from ..tasks import Step, Task
+from ..tasks import Task
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One training to do: a task, a recipe, a seed, a length, and whether it is observed, which changes no result."""
+    """One training to do: a task, a recipe, a seed, a length."""
 
     task: Task
     recipe: Recipe
     seed: int
     steps: int
-    observed: bool = False
 
     @property
     def key(self) -> str:
@@ -109,7 +108,7 @@ def _choose_recipes_of_tasks(
     """Return the recipes of each task, by name; what does not go together is refused, or put into ``left_out``."""
     found: dict[str, set[str]] = {}
     for task in tasks:
-        barred = {recipe.name: why for recipe in recipes if (why := _explain_unfit_recipe(task, recipe))}
+        barred = {recipe.name: why for recipe in recipes if (why := task.refuses(recipe))}
         if barred and left_out is None:
             why = next(iter(barred.values()))
             raise ValueError(f"task {task.name!r} {why}: leave out {', '.join(barred)}, or choose another task")
@@ -117,19 +116,6 @@ def _choose_recipes_of_tasks(
             left_out.setdefault(task.name, {}).update({name: f"the task {why}" for name, why in barred.items()})
         found[task.name] = {recipe.name for recipe in recipes} - set(barred)
     return found
-
-
-def _explain_unfit_recipe(task: Task, recipe: Recipe) -> str | None:
-    """Return why a recipe cannot be compared on a task; None where it can."""
-    if why := task.refuses(recipe):
-        return why
-    if hasattr(task, "trial") and recipe.gradient_format:
-        return "has a training loop of its own, which rounds no gradients"
-    if hasattr(task, "trial") and recipe.emulate:
-        return "has a training loop of its own, which emulates no arithmetic"
-    if isinstance(task, Step) and recipe.emulate:
-        return "computes its loss outside of the model, where no emulation rounds it"
-    return None
 
 
 def _list_seeds(seeds: int | Sequence[int]) -> list[int]:

@@ -26,15 +26,13 @@ from ._trial import run_trial
 def describe_exit(code: int | None) -> str:
     """Describe how a process ended, by its exit code: minus a signal's number where one killed it.
 
-    >>> describe_exit(3), describe_exit(-15), describe_exit(-99), describe_exit(0xC0000005)
-    ('ended with exit code 3', 'was killed by SIGTERM', 'was killed by signal 99', 'ended with exit code 0xC0000005')
+    >>> describe_exit(3), describe_exit(-15), describe_exit(-99)
+    ('ended with exit code 3', 'was killed by SIGTERM', 'was killed by signal 99')
     >>> describe_exit(-9)
     'was killed by SIGKILL, as where memory is short'
     """
-    if code is None or 0 <= code < 2**31:
+    if code is None or code >= 0:
         return f"ended with exit code {code}"
-    if code > 0:  # of a crash on Windows, which names it so
-        return f"ended with exit code 0x{code:X}"
     names = {member.value: member.name for member in signal.Signals} | {9: "SIGKILL, as where memory is short"}
     return f"was killed by {names.get(-code, f'signal {-code}')}"
 
@@ -113,12 +111,6 @@ class _WorkerProcess:
             os.environ.update(before)
         theirs.close()
 
-    def send_trial(self, trial: Trial) -> None:
-        """Send the next trial; a worker that died meanwhile is noticed when its pipe is read."""
-        self.trial = trial
-        with contextlib.suppress(OSError):
-            self.connection.send(trial)
-
     def end_process(self) -> None:
         """Stop it, whatever it is doing."""
         self.connection.close()
@@ -129,10 +121,12 @@ class _WorkerProcess:
             self.process.join()
 
 
-def train_in_workers(trials: Sequence[Trial], workers: int, on: bool = False) -> Generator[TrialEvent, None, None]:
+def train_in_workers(
+    trials: Sequence[Trial], workers: int, keep_going: bool = False
+) -> Generator[TrialEvent, None, None]:
     """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
 
-    With ``on``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
+    With ``keep_going``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
     Leaving the loop early, by an exception or otherwise, ends the workers.
     """
     waiting, unfinished = list(reversed(trials)), len(trials)
@@ -145,27 +139,22 @@ def train_in_workers(trials: Sequence[Trial], workers: int, on: bool = False) ->
         while unfinished:
             for connection in wait(list(crew)):
                 worker = crew[connection]
-                kind, content = _receive_message(worker, on)
+                try:
+                    kind, content = worker.connection.recv()
+                except (EOFError, OSError):
+                    raise _make_death_error(worker) from None
+                if kind == "failed" and not keep_going:
+                    raise TrialError(f"trial {worker.trial} failed: {content[0]}", worker.trial, content[1])
+                if kind == "failed":
+                    content = content[0]
                 if worker.trial is not None:  # what has none yet is ready for its first
                     yield kind, worker.trial, content
                 unfinished -= kind in ("done", "failed")
                 if kind != "progress" and waiting:
-                    worker.send_trial(trial := waiting.pop())
-                    yield "start", trial, None
-
-
-def _receive_message(worker: _WorkerProcess, on: bool) -> tuple[str, Any]:
-    """Return the next message of a worker; raise where it died, or its trial did unless ``on``."""
-    try:
-        kind, content = worker.connection.recv()
-    except (EOFError, OSError):
-        raise _make_death_error(worker) from None
-    if kind == "failed":
-        line, trace = content
-        if on:
-            return kind, line
-        raise TrialError(f"trial {worker.trial} failed: {line}", worker.trial, trace)
-    return kind, content
+                    worker.trial = waiting.pop()
+                    with contextlib.suppress(OSError):  # of one that died meanwhile, which reading its pipe tells
+                        worker.connection.send(worker.trial)
+                    yield "start", worker.trial, None
 
 
 def _make_death_error(worker: _WorkerProcess) -> TrialError:
@@ -179,15 +168,14 @@ def _make_death_error(worker: _WorkerProcess) -> TrialError:
     return TrialError(f"the worker of trial {worker.trial} {how}", worker.trial, output)
 
 
-def train_trials(trials: Sequence[Trial], workers: int, on: bool = False) -> Generator[TrialEvent, None, None]:
+def train_trials(trials: Sequence[Trial], workers: int, keep_going: bool = False) -> Generator[TrialEvent, None, None]:
     """Train in workers, then in this process what must be; torch's random state stays as it was."""
-    yield from train_in_workers([trial for trial in trials if not trial.task.in_process], workers, on)
+    yield from train_in_workers([trial for trial in trials if not trial.task.in_process], workers, keep_going)
     for trial in trials:
         if not trial.task.in_process:
             continue
         yield "start", trial, None
-        devices = list(range(torch.cuda.device_count()))
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             try:
                 result = run_trial(trial, trial.task.load())
             except Exception as error:

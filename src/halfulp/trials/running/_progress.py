@@ -4,7 +4,6 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from ._plan import Trial
@@ -29,47 +28,41 @@ class TrialProgress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
         self.console = Console(file=sys.stderr, highlight=False)
-        self.is_live = self.console.is_terminal
         self._clock = clock
         self._bars = Bars(
             TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=28),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
+            *(BarColumn(bar_width=28), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()),
             console=self.console,
             transient=True,
             speed_estimate_period=math.inf,
             get_time=clock,
-            disable=not self.is_live,
+            disable=not self.console.is_terminal,
         )
-        self._bars.add_task("", total=0, left="")
+        self._bars.add_task("", total=0)
         self.bar = self._bars.tasks[0]
-        self._trials: dict[str, Trial] = {}
         self._steps: dict[str, int] = {}
         self._begun: dict[str, float] = {}
         self._ended: set[str] = set()
-        self.kept_count = 0
+        self.trial_count = self.kept_count = 0
 
     def __enter__(self) -> "TrialProgress":
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
     def __call__(self, kind: str, trial: Trial | None, content: Any) -> None:
         """Show one event of ``compare``."""
         if trial is None:  # the plan
-            new = {one.key: one for one in content if one.key not in self._trials}
-            self._trials |= new
-            total = (self.bar.total or 0) + sum(one.steps for one in new.values())
+            new = [one for one in content if one.key not in self._steps]
+            self._steps |= {one.key: 0 for one in new}
+            self.trial_count = len(self._steps)
+            total = (self.bar.total or 0) + sum(one.steps for one in new)
             self._bars.update(self.bar.id, description=f"{self.trial_count} trials", total=total)
         elif kind == "start":
             self._begun[trial.key] = self._clock()
@@ -79,37 +72,28 @@ class TrialProgress:
         elif trial.key not in self._ended:
             self._end_trial(kind, trial, content)
 
-    @property
-    def trial_count(self) -> int:
-        """How many trials are planned."""
-        return len(self._trials)
-
     def _end_trial(self, kind: str, trial: Trial, content: Any) -> None:
         """Print the line of a trial that was trained, failed or was kept; its remaining steps count as done."""
         self._ended.add(trial.key)
         if kind == "reused":
+            how = "kept"
             self._bars.update(self.bar.id, total=(self.bar.total or 0) - trial.steps)
         else:
             self._advance_bar(trial, trial.steps)
-        how = ["kept" if kind == "reused" else f"{self._clock() - self._begun[trial.key]:.1f} s"]
+            how = f"{self._clock() - self._begun[trial.key]:.1f} s"
         if kind == "failed":
             said = content
         else:
             self.kept_count += 1
             loss = content["float32"]["validation"]["loss"]
             said = f"validation loss {loss:.4f}" if loss is not None else f"diverged at step {content['diverged_at']}"
-            how += [] if self.is_live else filter(None, [self._describe_time_left()])
+        left = self.bar.time_remaining if len(self._ended) < self.trial_count else None
+        how += f", about {describe_duration(left)} left" if left else ""
         count = f"{len(self._ended):>{len(str(self.trial_count))}}/{self.trial_count}"
-        line = f"{count}  {trial!s:<38} {said}  {', '.join(how)}"
-        self.console.print(line, style="red" if kind == "failed" else None, markup=False, soft_wrap=True)
+        style = "red" if kind == "failed" else None
+        self.console.print(f"{count}  {trial!s:<38} {said}  {how}", style=style, markup=False, soft_wrap=True)
 
     def _advance_bar(self, trial: Trial, step: int) -> None:
-        """Move the bar by a trial's steps, and write the time left beside it."""
-        self._bars.advance(self.bar.id, step - self._steps.get(trial.key, 0))
+        """Move the bar by a trial's steps."""
+        self._bars.advance(self.bar.id, step - self._steps[trial.key])
         self._steps[trial.key] = step
-        self._bars.update(self.bar.id, left=self._describe_time_left())
-
-    def _describe_time_left(self) -> str:
-        """Return about how long the rest takes, by the speed so far; nothing before there is one, and at the end."""
-        left = self.bar.time_remaining
-        return f"about {describe_duration(left)} left" if left and len(self._ended) < self.trial_count else ""

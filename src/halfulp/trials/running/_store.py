@@ -1,6 +1,5 @@
 """The output folder: finished trials, each written whole or not at all, and the resuming of a broken run."""
 
-import contextlib
 import json
 import os
 import tempfile
@@ -8,10 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from ...pages import write_whole
-from ..evidence._evidence import Evidence
 from ..evidence._row import check_trial_record
 from ._plan import Trial
 
@@ -24,7 +20,6 @@ class TrialStore:
         self.trials = self.root / "trials"
         self.report = self.root / f"{stem}.json"
         self.page = self.root / f"{stem}.html"
-        self._lock = filelock.FileLock(self.root / ".lock")
         try:
             self.trials.mkdir(parents=True, exist_ok=True)
             for folder in (self.root, self.trials):
@@ -35,37 +30,20 @@ class TrialStore:
                 f"cannot write into the output folder {self.root}: {error.strerror or error}; give another with --out"
             ) from None
 
-    def lock_folder(self) -> contextlib.AbstractContextManager[Any]:
-        """Keep other comparisons, of any process, out of the folder; the lock goes with the process that holds it."""
-        try:
-            return self._lock.acquire(blocking=False)
-        except filelock.Timeout:
-            raise ValueError(
-                f"another comparison is writing into {self.root}: wait for it, or give another folder with --out"
-            ) from None
-
-    def begin_comparison(
-        self, trials: Sequence[Trial], resume: bool, overwrite: bool = False
-    ) -> dict[str, dict[str, Any]]:
-        """Start the comparison, resume or overwrite that of the folder; return the results that are there, by key."""
+    def begin_comparison(self, resume: bool, overwrite: bool = False) -> None:
+        """Start the comparison, resume or overwrite that of the folder."""
         if resume and overwrite:
             raise ValueError("--resume keeps the finished trials of a folder and --overwrite deletes them: give one")
-        if resume:
-            results = self.read_finished(trials)
-            self.report.unlink(missing_ok=True)
-            self.page.unlink(missing_ok=True)
-            return results
         found = [path for path in (self.report, self.page, *sorted(self.trials.glob("*.json"))) if path.exists()]
-        if found and not overwrite:
+        if found and not (resume or overwrite):
             count = sum(path.parent == self.trials for path in found)
             state = "a comparison" if self.report.exists() else "an interrupted comparison"
             raise ValueError(
                 f"{self.root} holds {state} of {count} finished trials: --resume takes over those of the same "
                 "settings and trains what is missing, --overwrite deletes them, --out names another folder"
             )
-        for path in found:
+        for path in found if overwrite else ():
             path.unlink()
-        return {}
 
     def read_finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
         """Return the results that the folder has of some trials, by key."""
@@ -77,14 +55,11 @@ class TrialStore:
         return results
 
     def write_trial(self, trial: Trial, result: dict[str, Any]) -> None:
-        """Write one finished trial."""
+        """Write one finished trial; a report of those before is not whole any more."""
+        for path in (self.report, self.page):
+            path.unlink(missing_ok=True)
         record = {"settings": trial.settings(), "result": result}
         write_whole(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
-
-    def write_evidence(self, evidence: Evidence) -> None:
-        """Write the page, what else the evidence has, and the numbers."""
-        evidence.to_html(self.page)
-        write_whole(self.report, evidence.to_json())
 
 
 def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:
@@ -98,21 +73,17 @@ def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:
             return result
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a finished trial ({error}); delete it and resume again") from None
-    where, had, has = find_different_setting(settings, wanted)
+    had, has = _flatten_settings(settings), _flatten_settings(wanted)
+    where = next(key for key in {**had, **has} if had.get(key) != has.get(key))
     raise ValueError(
-        f"cannot resume: {path} was trained with {where} = {had!r}, this run has {has!r}; use the same settings or "
-        "another folder with --out"
+        f"cannot resume: {path} was trained with {where} = {had.get(where)!r}, this run has {has.get(where)!r}; use "
+        "the same settings or another folder with --out"
     )
 
 
-def find_different_setting(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
-    """Return the first place where two nested settings differ.
-
-    >>> find_different_setting({"a": {"b": 1}}, {"a": {"b": 2}})
-    ('a.b', 1, 2)
-    """
-    if isinstance(left, dict) and isinstance(right, dict):
-        for key in [*left, *(key for key in right if key not in left)]:
-            if left.get(key) != right.get(key):
-                return find_different_setting(left.get(key), right.get(key), f"{path}.{key}" if path else key)
-    return path, left, right
+def _flatten_settings(settings: Any, path: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted names."""
+    if not isinstance(settings, dict):
+        return {path: settings}
+    parts = (_flatten_settings(one, f"{path}.{key}" if path else key) for key, one in settings.items())
+    return {key: value for part in parts for key, value in part.items()}

@@ -7,12 +7,11 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from ...environment import core_count, processor_line
-from ...pages import require
+from ...pages import require, write_whole
 from ..evidence._evidence import Evidence
 from ._plan import Trial
 from ._pool import train_trials
 from ._store import TrialStore
-from ._trial import OBSERVED_KEY
 
 Listener = Callable[[str, Trial | None, Any], None]
 
@@ -52,7 +51,7 @@ class TrainingRun:
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
             self.results |= self._store.read_finished([trial for trial in trials if trial.key not in self.results])
-        missing = [trial for trial in trials if not self._has_result(trial)]
+        missing = [trial for trial in trials if trial.key not in self.results]
         for trial in trials:
             if trial not in missing:
                 self._listen("reused", trial, self.results[trial.key])
@@ -74,24 +73,16 @@ class TrainingRun:
 
     def make_evidence(self) -> Evidence:
         """Return the evidence of all trials so far."""
-        records = [
-            {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != OBSERVED_KEY}}
-            for key, trial in self._trials.items()
-        ]
+        records = [{"settings": trial.settings(), "result": self.results[key]} for key, trial in self._trials.items()]
         run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": core_count()}
         run |= {"seconds": round(self._seconds, 1), "trained": self._trained}
         run |= {"reused": len(records) - self._trained, "processor": processor_line()}
         return self._make(trials=tuple(records), run=run | self.more_run_facts)
 
-    def _has_result(self, trial: Trial) -> bool:
-        found = self.results.get(trial.key)
-        return found is not None and (not trial.observed or OBSERVED_KEY in found)
-
 
 @contextlib.contextmanager
 def open_training_run(
     out: str | os.PathLike[str] | None,
-    first: Sequence[Trial],
     workers: int | None,
     listen: Listener | None,
     resume: bool,
@@ -100,7 +91,7 @@ def open_training_run(
 ) -> Generator[TrainingRun, None, None]:
     """Yield a `TrainingRun`; at the end of the block its folder, if there is one, gets compare.json and compare.html.
 
-    ``first`` are the trials that are known already, and the class of the evidence says what its files are called.
+    The class of the evidence says what its files are called.
     """
     for name, given in (("resume", resume), ("overwrite", overwrite)):
         if given and out is None:
@@ -112,8 +103,9 @@ def open_training_run(
         return
     require("matplotlib", instead="give no out folder")
     store = TrialStore(out, make.file_stem)
-    with store.lock_folder():
-        run = TrainingRun(workers, listen, store, resume, make)
-        run.results |= store.begin_comparison(first, resume, overwrite)
-        yield run
-        store.write_evidence(run.make_evidence())
+    store.begin_comparison(resume, overwrite)
+    run = TrainingRun(workers, listen, store, resume, make)
+    yield run
+    evidence = run.make_evidence()
+    evidence.to_html(store.page)
+    write_whole(store.report, evidence.to_json())

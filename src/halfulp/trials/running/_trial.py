@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ... import recipes
 from ...environment._narrow_products import float32_products_of, widened_dtypes
 from ...gradients import AdaptiveGradScaler
-from ...observation import Observation, observe
+from ...mctensor import MCTensor
+from ...mctensor._convert_model import plain_state_dict
 from ...recipes import Recipe
 from ...recipes._optimizer import LossFunction, MeasuredOptimizer, emulate_recipe
 from ..tasks import Batch, Data, Task
@@ -78,7 +79,12 @@ class ScaledSteps:
             return
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
-            wanted = _count_exact_zeros(self._copy, loss_on, batch)
+            # Rounding to float32's own format changes nothing, and lets zeros be counted.
+            exact = AdaptiveGradScaler(self._copy, policy="constant", init_scale=1.0, format="fp32")
+            exact.scale(loss_on(self._copy, batch)).backward()
+            exact.step(torch.optim.SGD(self._copy.parameters(), lr=0.0))
+            exact.update()
+            wanted = _count_zeros(exact)
         for key, (zeros, elements) in _count_zeros(self._scaler).items():
             if key in wanted:
                 lost = max(0.0, zeros - wanted[key][0])
@@ -98,16 +104,6 @@ class ScaledSteps:
         }
 
 
-def _count_exact_zeros(model: nn.Module, loss_on: LossOfBatch, batch: Batch) -> ZeroCounts:
-    """Count zeros of one step's gradients without rounding, by site."""
-    # Rounding to float32's own format changes nothing, and lets zeros be counted.
-    plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0, format="fp32")
-    plain.scale(loss_on(model, batch)).backward()
-    plain.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    plain.update()
-    return _count_zeros(plain)
-
-
 def _count_zeros(scaler: AdaptiveGradScaler) -> ZeroCounts:
     """Count stored zeros of the last measured step's gradients, and the elements, by site."""
     rows = [row for row in scaler.sites() if row.elements]
@@ -120,35 +116,13 @@ def _compute_lost_share(counts: list[tuple[float, float]]) -> float:
     return sum(lost for lost, _ in counts) / whole if whole else 0.0
 
 
-# The entry of a trial's result that holds its observation.
-OBSERVED_KEY = "observed"
-
-
-def summarize_observation(seen: Observation) -> dict[str, Any]:
-    """Return the observation of a whole trial as plain data: the findings and, by parameter, its dtype and movement.
-
-    Of the wanted movement, the share that was ``realised``; None where unknown.
-    """
-    return {
-        "parameters": {
-            name: {
-                "dtype": str(one.dtype).removeprefix("torch."),
-                "realised": finite_or_none(one.update.realised_share),
-            }
-            for name, one in seen.record.parameters.items()
-        },
-        "findings": [finding.to_dict() for finding in seen.findings],
-    }
-
-
 _NO_SCORE = {"loss": None, "accuracy": None}
 
 
 def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dict[str, Any]:
     """Train and measure one trial; return its result as plain data. A loss that is not finite ends it as "diverged".
 
-    The seed decides the start, the order of the data and the recipe's random bits. Observing, whose readings the result
-    has then, changes no bit.
+    The seed decides the start, the order of the data and the recipe's random bits.
     """
     task, recipe, seed, steps = trial.task, trial.recipe, trial.seed, trial.steps
     torch.manual_seed(seed)
@@ -167,20 +141,24 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     products: Any = float32_products_of(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
     with products, emulate_recipe(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
-        every = max(1, steps // MOST_SAMPLES)
-        watch: Any = observe(model, optimizer, interval=every) if trial.observed else contextlib.nullcontext()
-        with ScaledSteps(recipe, model, optimizer, steps) as scaled, watch as seen:
+        with ScaledSteps(recipe, model, optimizer, steps) as scaled:
             batches = task.batches(data, seed, steps)
             course = _train_model(task, model, loss, optimizer, batches, steps, report, scaled)
         failed = course["diverged_at"] is not None
         if not failed:
             optimizer.eval()
         own = _NO_SCORE if failed else evaluate_model(task, model, judge, data.validation)
-    wide = _score_weights(task, blank, data, None if failed else optimizer.float32_state_dict(model))
+    wide: dict[str, Any] = {"validation": _NO_SCORE, "train": _NO_SCORE}
+    if not failed:
+        # The decoded weights in a copy of the model, in float32, or in float64 where the data are.
+        state = plain_state_dict(model.state_dict(), torch.float64) if recipe.by_torch else None
+        blank.to(torch.float64 if data.train[0].dtype == torch.float64 else torch.float32)
+        blank.load_state_dict(state or optimizer.float32_state_dict(model))
+        judged = ("train", "validation") if task.judged_by == "train_loss" else ("validation",)
+        wide |= {name: evaluate_model(task, blank, task.judge, getattr(data, name)) for name in judged}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
-    watched = {OBSERVED_KEY: summarize_observation(seen)} if seen is not None else {}
-    return {**course, **scaled.summarize_scaling(), "float32": wide, "own": own, **size, **watched}
+    return {**course, **scaled.summarize_scaling(), "float32": wide, "own": own, **size}
 
 
 def _train_model(
@@ -195,16 +173,15 @@ def _train_model(
 ) -> dict[str, Any]:
     """Train a model in place; return the course of the training as plain data."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    dtype = next(model.parameters()).dtype
     course, memory = LossCourse(steps, report), None
 
     def loss_on(model: nn.Module, batch: Batch) -> Tensor:
         return loss_of(task.outputs(model, batch[0]), batch[1])
 
-    for step, (inputs, targets) in enumerate(batches):
+    for step, given in enumerate(batches):
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * task.rate(step, steps)
-        batch = _cast_inputs(inputs, dtype), targets
+        batch = _hold_as_weights(model, given)
         scaled.begin_step(step)
         start = time.process_time()
         loss = loss_on(model, batch)
@@ -221,27 +198,16 @@ def _train_model(
     return course.summarize_training(lost.cancelled, lost.realised, memory)
 
 
-def _score_weights(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Tensor] | None) -> dict[str, Any]:
-    """Score the decoded weights in a float32 copy of the model."""
-    if decoded is None:
-        return {"validation": _NO_SCORE, "train": _NO_SCORE}
-    blank.load_state_dict(decoded)
-    train = evaluate_model(task, blank, task.judge, data.train) if task.judged_by == "train_loss" else _NO_SCORE
-    return {"validation": evaluate_model(task, blank, task.judge, data.validation), "train": train}
-
-
 @torch.no_grad()
 def evaluate_model(
     task: Task, model: nn.Module, loss: LossFunction, part: Batch, size: int = 256
 ) -> dict[str, float | None]:
     """Return the mean loss in nats and the share of targets that are hits, None where the task has no targets."""
-    inputs, targets = part
-    dtype = next(model.parameters()).dtype
     total, right, count = 0.0, 0, 0
     model.eval()
-    for start in range(0, len(inputs), size):
-        chunk = targets[start : start + size]
-        logits = task.outputs(model, _cast_inputs(inputs[start : start + size], dtype))
+    for start in range(0, len(part[0]), size):
+        inputs, chunk = _hold_as_weights(model, (part[0][start : start + size], part[1][start : start + size]))
+        logits = task.outputs(model, inputs)
         hit = task.hits(logits, chunk)
         total += loss(logits, chunk).item() * hit.numel()
         right += int(hit.sum())
@@ -250,5 +216,14 @@ def evaluate_model(
     return {"loss": finite_or_none(total / count), "accuracy": right / count if task.target else None}
 
 
-def _cast_inputs(inputs: Tensor, dtype: torch.dtype) -> Tensor:
-    return inputs.to(dtype) if inputs.is_floating_point() else inputs
+def _hold_as_weights(model: nn.Module, batch: Batch) -> Batch:
+    """Return a batch with floating inputs in the dtype of the weights; float64 data as as many components."""
+    weight, (inputs, targets) = next(model.parameters()), batch
+    components = len(weight.components) if isinstance(weight, MCTensor) and inputs.dtype == torch.float64 else 0
+
+    def hold(x: Tensor) -> Tensor:
+        return MCTensor.encode(x, components, weight.dtype) if components else x.to(weight.dtype)
+
+    if inputs.is_floating_point():
+        inputs = hold(inputs)
+    return inputs, hold(targets) if targets.dtype == torch.float64 else targets

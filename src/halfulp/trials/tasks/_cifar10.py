@@ -85,9 +85,8 @@ def _read_images(path: str, rows: int | None = None) -> Batch:
 
     images, labels = read_parquet(path, ["img", "label"], rows)
     whole: Any = np.stack([decode_file(f"row {row} of {path}", pixels, image) for row, image in enumerate(images)])
-    return torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous(), torch.tensor(
-        labels, dtype=torch.long, device="cpu"
-    )
+    pixels_first = torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous()
+    return pixels_first, torch.tensor(labels, dtype=torch.long, device="cpu")
 
 
 class ResidualBlock(nn.Module):

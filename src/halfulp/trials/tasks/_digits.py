@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._files import import_sklearn
 from ._task import Batch, Data, Task, warm_cosine_rate
 
 
@@ -51,11 +52,7 @@ def make_digits_network() -> nn.Module:
 
 def load_digits() -> Data:
     """Load scikit-learn's digits, pixels in [0, 1], split once and for all."""
-    try:
-        from sklearn import datasets
-    except ImportError:
-        raise ValueError("task 'digits' reads scikit-learn's digits: pip install 'halfulp[cli]'") from None
-    bunch = datasets.load_digits()
+    bunch = import_sklearn()[0].load_digits()
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(bunch.target), generator=generator, dtype=torch.int64, device="cpu")
     inputs = torch.tensor(bunch.data / 16, dtype=torch.float32, device="cpu")[order]
@@ -172,21 +169,12 @@ class DigitDetector(nn.Module):
         twice = 2 * width
         self.trunk = nn.Sequential(*_make_layer(1, width))
         down = nn.MaxPool2d(2)
-        self.box = nn.Sequential(
-            *(*_make_layer(width, twice), down, *_make_layer(twice, twice), down, nn.Flatten()),
-            *(nn.Linear(twice * (PAGE_CELLS // 4) ** 2, 32), nn.ReLU(), (last := nn.Linear(32, 4))),
-        )
+        layers = [*_make_layer(width, twice), down, *_make_layer(twice, twice), down, nn.Flatten()]
+        last = nn.Linear(32, 4)
+        self.box = nn.Sequential(*layers, nn.Linear(twice * (PAGE_CELLS // 4) ** 2, 32), nn.ReLU(), last)
         nn.init.constant_(last.bias, PAGE_CELLS / 2)
-        self.classes = nn.Sequential(
-            *(
-                *_make_layer(width, twice),
-                down,
-                *_make_layer(twice, twice),
-                down,
-                *_make_layer(twice, twice),
-            ),
-            nn.ConvTranspose2d(twice, CLASSES, 4, stride=4),
-        )
+        layers = [*_make_layer(width, twice), down, *_make_layer(twice, twice), down, *_make_layer(twice, twice)]
+        self.classes = nn.Sequential(*layers, nn.ConvTranspose2d(twice, CLASSES, 4, stride=4))
 
     def forward(self, images: Tensor) -> BoxesAndClasses:
         """Return the boxes of images, in pixels of the page, and the class logits of their cells."""

@@ -30,26 +30,27 @@ class FileTask(Task):
 
     def __post_init__(self) -> None:
         need = f"task {self.name!r} reads {' and '.join(self.files)}"
+        from ._registry import kind_of, names, needs_data_folder
+
+        free = [name for name in names() if not needs_data_folder(kind_of(name))]
+        more = f"{self.how}. Tasks that need no files: {', '.join(free)}"
         if self.data is None:
-            raise ValueError(
-                f"{need}; give their folder with --data DIR (data= in Python). {self.how}. "
-                f"{_list_tasks_without_files()}"
-            )
+            raise ValueError(f"{need}; give their folder with --data DIR (data= in Python). {more}")
         root = Path(self.data)
         for place in (root / self.folder, root):
             if all((place / name).is_file() for name in self.files):
                 object.__setattr__(self, "data", str(place))
                 return
-        raise ValueError(
-            f"{need}, but neither {root / self.folder} nor {root} holds them. {self.how}. {_list_tasks_without_files()}"
-        )
+        raise ValueError(f"{need}, but neither {root / self.folder} nor {root} holds them. {more}")
 
 
-def _list_tasks_without_files() -> str:
-    from ._registry import kind_of, names, needs_data_folder
-
-    free = [name for name in names() if not needs_data_folder(kind_of(name))]
-    return f"Tasks that need no files: {', '.join(free)}"
+def import_sklearn() -> tuple[Any, Any, Any]:
+    """Return scikit-learn's datasets, model_selection and preprocessing."""
+    try:
+        from sklearn import datasets, model_selection, preprocessing
+    except ImportError:
+        raise ValueError("this task reads scikit-learn's data: pip install 'halfulp[cli]'") from None
+    return datasets, model_selection, preprocessing
 
 
 def read_parquet(path: str | Path, columns: list[str], rows: int | None = None) -> list[list[Any]]:

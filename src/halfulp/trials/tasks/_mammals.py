@@ -11,7 +11,7 @@ from ...hyperbolic import HalfSpace, RankingSets, RiemannianSGD, ranking_gradien
 from ...mctensor import MCTensor
 from ...recipes import Recipe
 from ._files import FileTask, read_parquet
-from ._task import Batch, Data, LossCourse, ReportLoss
+from ._task import Data, LossCourse, ReportLoss
 
 _DATA_SOURCE = (
     "It is the transitive closure of WordNet's mammals (columns id1, id2, weight; 6,540 edges), "
@@ -70,13 +70,8 @@ class Mammals(FileTask):
         around = torch.rand(count, 2, generator=generator, dtype=torch.float32, device="cpu") * 2 - 1
         return PointTable(1e-4 * around + torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu"))
 
-    def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
-        """Yield shuffled epochs, each with negatives of its own; in the burn-in popular ones."""
-        for sets in self.draw_ranking_sets(data.train[0][:, :2], seed, steps):
-            yield sets, torch.zeros(len(sets), dtype=torch.long, device="cpu")
-
     def draw_ranking_sets(self, edges: Tensor, seed: int, steps: int) -> Iterator[Tensor]:
-        """Yield batches of ranking sets: an edge and its negatives a row."""
+        """Yield shuffled epochs of ranking sets, an edge and its negatives a row; in the burn-in popular ones."""
         drawn = RankingSets(edges, 1 + int(edges.max()), NEGATIVES, self.batch)
         generator = torch.Generator().manual_seed(seed)
         done = 0
@@ -98,12 +93,7 @@ class Mammals(FileTask):
         return None
 
     def trial(
-        self,
-        recipe: Recipe,
-        seed: int,
-        steps: int,
-        data: Data,
-        report: ReportLoss | None = None,
+        self, recipe: Recipe, seed: int, steps: int, data: Data, report: ReportLoss | None = None
     ) -> dict[str, Any]:
         """Run one trial; return a trial's results with `map` and `mean_rank`."""
         if why := self.refuses(recipe):
@@ -112,18 +102,12 @@ class Mammals(FileTask):
         edges = data.train[0][:, :2]
         course = self.train_points(points, edges, seed, steps, report)
         scores = score_points(points.detach(), edges) if course["diverged_at"] is None else {}
-        score = {"loss": scores.get("loss"), "accuracy": scores.get("map")}
+        score = {"loss": scores.pop("loss", None), "accuracy": scores.get("map")}
         size = {"parameters": points.numel(), "targets": len(edges), "data": data.note}
-        found = {"map": scores.get("map"), "mean_rank": scores.get("mean_rank")}
-        return {**course, "float32": {"validation": score, "train": score}, "own": score, **size, **found}
+        return {**course, "float32": {"validation": score, "train": score}, "own": score, **size, **scores}
 
     def train_points(
-        self,
-        points: nn.Parameter,
-        edges: Tensor,
-        seed: int,
-        steps: int,
-        report: ReportLoss | None = None,
+        self, points: nn.Parameter, edges: Tensor, seed: int, steps: int, report: ReportLoss | None = None
     ) -> dict[str, Any]:
         """Train points in place; return the course of the training as plain data."""
         optimizer, course = RiemannianSGD([points], lr=self.hyper["lr"]), LossCourse(steps, report)
@@ -140,16 +124,11 @@ class Mammals(FileTask):
 
 
 class PointTable(nn.Module):
-    """A table of points whose logits for a set are minus the scaled distances from its first."""
+    """A table of points."""
 
     def __init__(self, start: Tensor):
         super().__init__()
         self.points = nn.Parameter(start)
-
-    def forward(self, sets: Tensor) -> Tensor:
-        """Return the logits (B, 1 + K) of sets (B, 2 + K) of numbers of points."""
-        chosen = self.points[sets]
-        return -DISTANCE_SCALE * HalfSpace().distance(chosen[:, :1], chosen[:, 1:], dtype=chosen.dtype)
 
 
 def make_points(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
@@ -161,19 +140,10 @@ def make_points(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
     return nn.Parameter(points if components == 1 else MCTensor.encode(points, components, scale="none"))
 
 
+@torch.no_grad()
 def score_points(points: Tensor, edges: Tensor) -> dict[str, float]:
     """Return the mean average precision, the mean rank, and the ranking loss of all edges against all other nodes."""
     found = reconstruction(points, edges)
-    return {
-        "loss": compute_whole_loss(points, edges),
-        "map": found.mean_average_precision,
-        "mean_rank": found.mean_rank,
-    }
-
-
-@torch.no_grad()
-def compute_whole_loss(points: Tensor, edges: Tensor) -> float:
-    """Return the `ranking_loss` of every edge against all nodes that its source has no edge to."""
     barred = torch.eye(len(points), dtype=torch.bool, device="cpu")
     barred[edges[:, 0], edges[:, 1]] = True
     total = 0.0
@@ -183,4 +153,4 @@ def compute_whole_loss(points: Tensor, edges: Tensor) -> float:
         mine = logits.gather(1, rows[:, 1:])
         others = logits.masked_fill(barred[rows[:, 0]], -torch.inf).logsumexp(1, keepdim=True)
         total += float((torch.logaddexp(mine, others) - mine).sum())
-    return total / len(edges)
+    return {"loss": total / len(edges), "map": found.mean_average_precision, "mean_rank": found.mean_rank}

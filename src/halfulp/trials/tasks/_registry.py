@@ -61,7 +61,7 @@ def get(task: str | Task, data: str | None = None) -> Task:
         return task
     if task not in _TASK_REGISTRY:
         raise ValueError(unknown("task", task, _TASK_REGISTRY))
-    kind: Callable[..., Task] = _import_task_class(task)
+    kind: Callable[..., Task] = kind_of(task)
     return kind(data=data) if needs_data_folder(kind) else kind()
 
 
@@ -71,10 +71,13 @@ def needs_data_folder(kind: object) -> bool:
 
 
 def kind_of(name: str) -> type[Task]:
-    """Return the class of the task of that name; of a task that is not one of these, their base."""
-    from ._task import Task
-
-    return _import_task_class(name) if name in _TASK_REGISTRY else Task
+    """Return the class of the task of that name."""
+    entry = _TASK_REGISTRY[name]
+    if isinstance(entry, type):
+        return entry
+    file, kind = entry.split(".")
+    found: type[Task] = getattr(importlib.import_module(f".{file}", __package__), kind)
+    return found
 
 
 def register(kind: TaskClass) -> TaskClass:
@@ -99,12 +102,3 @@ def register(kind: TaskClass) -> TaskClass:
         raise TypeError(f"{kind.__name__} lacks {', '.join([*lacking, *sorted(kind.__abstractmethods__)])}")
     enter("task", _TASK_REGISTRY, kind.name, kind, kind.title)
     return kind
-
-
-def _import_task_class(name: str) -> type[Task]:
-    entry = _TASK_REGISTRY[name]
-    if isinstance(entry, type):
-        return entry
-    file, kind = entry.split(".")
-    found: type[Task] = getattr(importlib.import_module(f".{file}", __package__), kind)
-    return found

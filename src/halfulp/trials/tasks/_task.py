@@ -27,9 +27,10 @@ _CURVE_POINTS = 60
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The data that a task trains on and is judged on: pairs of inputs and integer targets.
+    """The data that a task trains on and is judged on: pairs of inputs and targets.
 
-    ``note`` says in words what it is, for reports.
+    Data in float64 are held as the recipe holds weights, rounded to their type or as so many components, and judged in
+    float64. ``note`` says in words what they are, for reports.
     """
 
     train: Batch
@@ -183,11 +184,7 @@ class Task(abc.ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return all that decides a trial's result apart from recipe, seed and length, as plain data."""
-        own: dict[str, Any] = (
-            {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-            if (dataclasses.is_dataclass(self))
-            else {}
-        )
+        fields: tuple[Any, ...] = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
         return {
             "name": self.name,
             "rule": self.rule,
@@ -196,7 +193,7 @@ class Task(abc.ABC):
             "judged_by": self.judged_by,
             "target": self.target,
             "title": self.title,
-            **own,
+            **{field.name: getattr(self, field.name) for field in fields},
         }
 
 
@@ -290,6 +287,10 @@ class Step(Task):
         self._judged = judged
         # They differ from instance to instance, where other tasks have them on their class.
         vars(self).update(name=name, rule=rule, hyper=hyper, steps=steps)
+
+    def refuses(self, recipe: Recipe) -> str | None:
+        """Refuse recipes whose arithmetic an emulation rounds inside of modules alone."""
+        return "computes its loss outside of the model, where no emulation rounds it" if recipe.emulate else None
 
     def load(self) -> Data:
         """Return the numbers of the batches that the step is judged on."""

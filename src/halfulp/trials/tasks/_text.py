@@ -14,13 +14,13 @@ from ._task import Batch, Data, Task, warm_cosine_rate
 class TransformerBlock(nn.Module):
     """A transformer block: pre-norm attention and feed-forward.
 
-    Attention is spelled out, operator by operator: on the CPU the backward of the fused bfloat16 operator takes as long
-    as the rest of the step.
+    Attention is spelled out, operator by operator, unless it is ``fused`` (and then causal, whatever is barred): on the
+    CPU the backward of the fused bfloat16 operator takes as long as the rest of the step.
     """
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, fused: bool = False):
         super().__init__()
-        self.heads = heads
+        self.heads, self.fused = heads, fused
         self.attention_norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -37,9 +37,12 @@ class TransformerBlock(nn.Module):
         batch, time, width = x.shape
         parts = self.query_key_value(x).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        scores = (query @ key.transpose(-2, -1)) * (width // self.heads) ** -0.5
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-        return (weights @ value).transpose(1, 2).reshape(batch, time, width)
+        if self.fused:
+            attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            scores = (query @ key.transpose(-2, -1)) * (width // self.heads) ** -0.5
+            attended = scores.masked_fill(future, float("-inf")).softmax(-1) @ value
+        return attended.transpose(1, 2).reshape(batch, time, width)
 
 
 class GPT(nn.Module):
@@ -55,19 +58,16 @@ class GPT(nn.Module):
         layers: int = 2,
         heads: int = 4,
         time: int = 64,
-        block: type[TransformerBlock] = TransformerBlock,
+        fused: bool = False,
     ):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(time, width)
-        self.blocks = nn.ModuleList(block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, fused) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
-        self.register_buffer(
-            "future",
-            torch.ones(time, time, dtype=torch.bool, device=self.tokens.weight.device).triu(1),
-            persistent=False,
-        )
+        future = torch.ones(time, time, dtype=torch.bool, device=self.tokens.weight.device).triu(1)
+        self.register_buffer("future", future, persistent=False)
         self.apply(init_weights)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class CharacterGPT(Task):
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build a GPT of width 96, two layers, four heads: a quarter of a million parameters."""
         torch.manual_seed(seed)
-        return GPT(int(max(data.train[0].max(), data.validation[0].max())) + 1, time=TEXT_WINDOW)
+        return GPT(count_characters(data), time=TEXT_WINDOW)
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
         """Yield windows of characters at random places of the training text."""
@@ -163,6 +163,11 @@ class CharacterGPT(Task):
             starts = torch.randint(len(stream) - self.time, shape, generator=generator, dtype=torch.int64, device="cpu")
             places = starts[:, None] + window
             yield stream[places], stream[places + 1]
+
+
+def count_characters(data: Data) -> int:
+    """Return how many different characters a text has."""
+    return int(max(data.train[0].max(), data.validation[0].max())) + 1
 
 
 class Text(CharacterGPT):
@@ -210,9 +215,8 @@ class TinyShakespeare(FileTask, CharacterGPT):
     def load(self) -> Data:
         """Load text: the first nine tenths train; of the last tenth, 256 windows validate."""
         path = Path(self.data or "", "input.txt")
-        return encode_characters(
-            decode_file(str(path), bytes.decode, path.read_bytes()), "tinyshakespeare", self.time, 256
-        )
+        text = decode_file(str(path), bytes.decode, path.read_bytes())
+        return encode_characters(text, "tinyshakespeare", self.time, 256)
 
 
 class TinyShakespeareLSTM(TinyShakespeare):
@@ -227,18 +231,7 @@ class TinyShakespeareLSTM(TinyShakespeare):
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build an LSTM of width 128."""
         torch.manual_seed(seed)
-        return CharacterLSTM(int(max(data.train[0].max(), data.validation[0].max())) + 1)
-
-
-class FusedAttentionBlock(TransformerBlock):
-    """A transformer block with torch's own attention operator."""
-
-    def _attend(self, x: Tensor, future: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        parts = self.query_key_value(x).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return attended.transpose(1, 2).reshape(batch, time, width)
+        return CharacterLSTM(count_characters(data))
 
 
 class ScaledGPT(Text):
@@ -257,5 +250,4 @@ class ScaledGPT(Text):
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build a GPT of width 128, three layers, four heads."""
         torch.manual_seed(seed)
-        vocabulary = int(max(data.train[0].max(), data.validation[0].max())) + 1
-        return GPT(vocabulary, width=128, layers=3, heads=4, time=TEXT_WINDOW, block=FusedAttentionBlock)
+        return GPT(count_characters(data), width=128, layers=3, heads=4, time=TEXT_WINDOW, fused=True)
