@@ -18,7 +18,6 @@ from ._loop import Phases, Stages, find_operands, schedule_lines, split_into_sta
 from ._machine_function import Kernel, machine_function
 from ._processor import vector_bits
 
-_ARGUMENT_COUNT = 9
 _ELEMENTS_AT_ONCE = 512  # elements, in small blocks
 # Bytes by which cache lines are asked for ahead, where arrays are not few.
 _BYTES_AHEAD, _BYTES_FAR_AHEAD, _CACHE_LINE, _FEW_ARRAYS = 1024, 8192, 64, 3
@@ -26,14 +25,12 @@ ArrayKey = tuple[int, int, bool]  # the instruction of its address, bits of an e
 
 
 def compile_table(name: str, table: Table) -> Kernel:
-    """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums, 0).
+    """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
     (rows of constants, constants), uint64 (rows,): keys, and float64 (chunks, `table.sums`).
     """
-    return machine_function(
-        name, table.make_key(), _ARGUMENT_COUNT, lambda b, *values: TableLoop(b.b, table).build(*values)
-    )
+    return machine_function(name, table.make_key(), 8, lambda b, *values: TableLoop(b.b, table).build(*values))
 
 
 def compile_row(name: str, table: Table) -> Kernel:
@@ -44,8 +41,7 @@ def compile_row(name: str, table: Table) -> Kernel:
 
     def write(b: VectorBuilder, first, last, chunks, constants, *_) -> None:
         row, key, pointers = (b.b.add(b.arguments, b.word(8 * k)) for k in (4, 5, 6))
-        nothing = b.word(0)
-        TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, nothing, nothing)
+        TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, b.word(0))
 
     return machine_function(name, f"row {table.make_key()}", 6 + table.columns, write)
 
@@ -106,7 +102,7 @@ class TableLoop(VectorBuilder):
         in_rows = self.phases.largest_lines if table.block and self.together == self.lanes else []
         self.rows = {line: self.allocate_stack(self.i32, self.together * self.lanes) for line in in_rows}
 
-    def build(self, first, last, chunks, pointers, rows, constants, keys, sums, *_) -> None:
+    def build(self, first, last, chunks, pointers, rows, constants, keys, sums) -> None:
         """Write the loop over chunks."""
         b, table = self.b, self.table
         with self.loop(first, last, 1) as c:
