@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from . import _trace
 from ._trace import Trace, Traced, square_root
-from ._trace import select as select
 
 # Traced values; numbers beside one take its kind. NumPy's numbers alone, as constants that a device function is given
 # in the place of values, give a number.
@@ -94,6 +94,11 @@ store4, store8, store16, store32, store64 = map(_make_store, (4, 8, 16, 32, 64))
 def deposit64(address: Word, i: Word, w: Word, apart: int = 0) -> None:
     """Add a word to the 64-bit element i of an array, or of a copy of it; see `Trace.emit_deposit`."""
     _find_trace(address).emit_deposit(address, i, w, apart)
+
+
+def select(condition: Any, a: Any, b: Any) -> Any:
+    """a where the condition holds, else b; of tensors too."""
+    return _trace.select(condition, a, b)
 
 
 def multiply_add(a: Real, b: Real, c: Real) -> Real:
