@@ -227,6 +227,24 @@ def test_recipes_that_need_the_scripts_help_are_refused(recipe):
         pass
 
 
+@pytest.mark.parametrize("recipe", ["fp32", "bf16-kahan"])
+def test_a_model_is_converted_once_and_one_that_the_script_converts_is_refused(recipe):
+    with substitute_optimizers(recipes.get(recipe)) as done:
+        model = torch.nn.Linear(2, 2)
+        for one in (model, model, copy.deepcopy(model)):
+            torch.optim.SGD(one.parameters(), lr=0.1)
+        assert done.optimizers_made == 3
+        converted = recipes.convert(torch.nn.Linear(2, 2), "bf16")
+        with pytest.raises(RecipeRefusal, match="converted already, by recipe 'bf16'"):
+            torch.optim.SGD(converted.parameters(), lr=0.1)
+
+
+def test_a_mistake_in_the_script_is_torchs_own_error():
+    model = torch.nn.Linear(2, 2)
+    with substitute_optimizers(recipes.get("fp32")), pytest.raises(ValueError, match="Invalid learning rate"):
+        torch.optim.SGD(model.parameters(), lr=-1.0)
+
+
 def test_parameters_without_a_module_are_refused():
     loose = torch.nn.Parameter(torch.ones(3))
     with substitute_optimizers(recipes.get("bf16")), pytest.raises(RecipeRefusal, match="no module holds"):

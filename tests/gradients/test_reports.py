@@ -1,4 +1,4 @@
-"""What the scaler tells: the table of sites, the last step, and both kinds of files."""
+"""What the scaler tells: the table of sites and the last step."""
 
 import dataclasses
 import json

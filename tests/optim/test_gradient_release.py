@@ -135,6 +135,24 @@ def test_parameters_that_were_frozen_step_when_they_are_not():
     assert model[0].weight.grad is None
 
 
+def test_parameters_that_were_moved_to_another_group_step_by_its_options():
+    model = _model()
+    first, *others = model.parameters()
+    released = hu.optim.release_gradients(model, _made([{"params": [first]}, {"params": others, "lr": 0.0}]))
+    moving, resting = (group["params"] for group in released.optimizer.param_groups)
+    released.backward(_loss(model, 0))
+    resting.append(moving.pop())
+    moving.append(resting.pop(0))
+    before = [parameter.detach().clone() for parameter in (first, *others)]
+    released.backward(_loss(model, 1))
+    stays = [same_bits(one, other.detach()) for one, other in zip(before, (first, *others), strict=True)]
+    assert stays == [True, False, *[True] * (len(others) - 1)]
+    del moving[:]  # in no group
+    released.backward(_loss(model, 2))
+    assert all(map(same_bits, before[2:], (other.detach() for other in others[1:])))
+    assert others[0].grad is not None
+
+
 def test_few_gradients_live_at_a_time():
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
     most, weights = [], [layer.weight for layer in model]

@@ -54,6 +54,13 @@ def test_a_dtype_has_a_name(word):
     assert parameter.dtype == (torch.bfloat16 if "b" in word else torch.float16)
 
 
+def test_words_of_storages_that_are_dtypes_of_torch_too_are_storages():
+    for word in ("int8", "uint8"):
+        optimizer = hu.AdamW([_parameter()], state_dtype=word)
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(8).bfloat16()
+        optimizer.step()
+
+
 def test_a_list_of_words_and_a_dict_of_dtypes_are_read():
     optimizer = hu.AdamW([_parameter()], betas=["0.9", "1e-1"], state_dtype={"exp_avg": "8bit", "exp_avg_sq": "fp32"})
     assert optimizer.defaults["betas"] == (0.9, 0.1)

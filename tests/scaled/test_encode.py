@@ -11,7 +11,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.rounding import quantize
 from halfulp.scaled import ScaledTensor, cast, scalify
-from halfulp.scaled._payloads import measure_rms_scale
+from halfulp.scaled._scaled_tensor import measure_rms_scale
 
 STORAGES = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
 

@@ -1,4 +1,4 @@
-"""Writes into scaled tensors, and which updates are lost."""
+"""Writes into scaled tensors."""
 
 import pytest
 import torch

@@ -43,8 +43,8 @@ _FILL_VALUE_PLACES = {
     **dict.fromkeys(("add", "sub", "rsub"), (0, 1)),
     **{"where": (1, 2), "masked_fill": (2,), "constant_pad_nd": (2,), "scatter": (3,), "index_fill": (3,)},
 }
-# a * b + c, by the places of a, b and c.
-_MULTIPLY_ADD_PLACES = {"fma": (0, 1, 2), "addcmul": (1, 2, 0)}
+# a * b + c, by the places of a and b.
+_MULTIPLY_ADD_PLACES = {"fma": (0, 1), "addcmul": (1, 2)}
 # Of a gradient's shape alone.
 _SHAPE_ONLY_NAMES = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "sym_size", "sym_stride"),
@@ -79,7 +79,7 @@ def find_node_role(node: Node, gradients: Mapping[Node, None]) -> NodeRole:
         product = name == "convolution_backward" or "attention" in name or name in _RECURRENT_BACKWARD_NAMES
         return "product" if product else "linear"
     if name in _MULTIPLY_ADD_PLACES:
-        return "linear" if _has_one_gradient_factor(node, gradients, *_MULTIPLY_ADD_PLACES[name][:2]) else "other"
+        return "linear" if _has_one_gradient_factor(node, gradients, *_MULTIPLY_ADD_PLACES[name]) else "other"
     if name == "mul":
         return "linear" if (node.args[0] in gradients) != (node.args[1] in gradients) else "other"
     if name == "copy":

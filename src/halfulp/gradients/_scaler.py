@@ -21,9 +21,9 @@ from ..rounding import Rounding
 from ._controller import ExponentController
 from ._policy import Policy, get_policy
 from ._reports import LastStep, SiteTable
-from ._site import HIGHEST, parse_scale_exponent
+from ._site import GLOBAL_KEY, HIGHEST, parse_scale_exponent
 from ._state import check_sites, read_sites, save_sites
-from .eager._attach import attach_scaler
+from .eager._attach import attach_scaler, get_wrapped_model
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
 
@@ -419,8 +419,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, or a GradScaler's state, whose scale becomes the global one.
 
-        Sites are known from the first forward pass on, and compared from then on. Policy, floor and ceiling stay this
-        scaler's.
+        Sites are known from the first forward pass on; before it only the modules that they name are compared. Policy,
+        floor and ceiling stay this scaler's.
 
         Raises:
             ValueError: an empty state, one with an entry missing or of another type, or one of another model; nothing
@@ -432,7 +432,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
         controller, given = self._controller, read_sites(state_dict)
         if given is not None:
-            check_sites(given, {site.key for site in controller.sites})
+            check_sites(given, {site.key for site in controller.sites}, self._list_module_names())
             controller.check_random_stream(state_dict["progress"])
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
@@ -441,6 +441,15 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             controller.adopt_scale(exponent, int(state_dict["_growth_tracker"]))
         else:
             controller.load_state(given, state_dict["progress"])
+
+    def _list_module_names(self) -> set[str]:
+        """Return the qualified names of all modules, with which sites' keys begin."""
+        found = {"model", "", GLOBAL_KEY}
+        for i, model in enumerate(one() for one in self._models):
+            names = () if model is None else (name for name, _ in get_wrapped_model(model).named_modules())
+            prefix = str(i) if len(self._models) > 1 else ""
+            found |= {f"{prefix}.{name}".strip(".") for name in names}
+        return found
 
     def detach(self) -> None:
         """Restore the models' own forward passes; the scaler cannot be used afterwards."""

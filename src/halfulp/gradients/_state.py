@@ -6,6 +6,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from .._messages import name_differences
 from ..formats import Format
 from ._site import GLOBAL_KEY, UNIFORM_SCALE_REASON, OverflowMemory, Site, Sites, parse_scale_exponent
@@ -34,6 +36,7 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
     return tuple(found.items())
 
 
+# By the name of an entry: its type, or of how many whole numbers, or None, it is a list.
 _TORCH_ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("scale", "growth_factor", "backoff_factor"), (int, float)),
     **dict.fromkeys(("growth_interval", "_growth_tracker"), int),
@@ -41,10 +44,10 @@ _TORCH_ENTRIES: dict[str, Any] = {
 _SITE_ENTRIES: dict[str, Any] = {
     **dict.fromkeys(("exponent", "overflows"), int),
     **dict.fromkeys(("measured", "narrow"), bool),
-    **dict.fromkeys(("memory", "history"), (list, tuple)),
+    "history": (list, tuple),
+    "memory": 2,
     "merged": (str, type(None)),
 }
-_PROGRESS_LENGTH = 7
 
 
 def read_sites(state_dict: Any) -> dict[str, Any] | None:
@@ -53,13 +56,19 @@ def read_sites(state_dict: Any) -> dict[str, Any] | None:
     parse_scale_exponent("'scale' of the state_dict", state_dict["scale"])
     if not {"sites", "progress"} & state_dict.keys():
         return None
-    _check_fields("the state_dict", state_dict, {"sites": (list, tuple, dict), "progress": (list, tuple)})
-    sites = dict(state_dict["sites"])
-    if len(state_dict["progress"]) != _PROGRESS_LENGTH or GLOBAL_KEY not in sites:
-        raise ValueError("'sites' or 'progress' of the state_dict is damaged: load what a scaler's state_dict() gave")
+    _check_fields("the state_dict", state_dict, {"sites": (list, tuple, dict), "progress": 7})
+    try:
+        sites = dict(state_dict["sites"])
+    except (TypeError, ValueError):
+        sites = {}
+    if GLOBAL_KEY not in sites:
+        raise ValueError("'sites' of the state_dict is damaged: load what a scaler's state_dict() gave")
     for key, values in sites.items():
-        extra = {"reference": (list, tuple)} if key == GLOBAL_KEY else {}
-        _check_fields(f"site {key!r} of the state_dict", values, _SITE_ENTRIES | extra)
+        place = f"site {key!r} of the state_dict"
+        _check_fields(place, values, _SITE_ENTRIES | ({"reference": 2} if key == GLOBAL_KEY else {}))
+        for entry in values["history"]:
+            names = entry if isinstance(entry, Mapping) else ("received",)
+            _check_fields(f"an entry of 'history' of {place}", entry, dict.fromkeys(names, (int, float)))
     scale, exponent = state_dict["scale"], sites[GLOBAL_KEY]["exponent"]
     if scale != 2.0**exponent:
         raise ValueError(
@@ -69,23 +78,41 @@ def read_sites(state_dict: Any) -> dict[str, Any] | None:
     return sites
 
 
-def _check_fields(place: str, given: object, types: dict[str, Any]) -> None:
+def _check_fields(place: str, given: object, kinds: dict[str, Any]) -> None:
     if not isinstance(given, Mapping):
-        raise ValueError(f"{place} is a dict with {', '.join(types)}, got {reprlib.repr(given)}")
-    for name, kind in types.items():
-        if name not in given or not isinstance(given[name], kind):
-            found = reprlib.repr(given[name]) if name in given else "nothing"
-            raise ValueError(f"{name!r} of {place} is damaged, got {found}: load what a scaler's state_dict() gave")
+        raise ValueError(f"{place} is a dict with {', '.join(kinds)}, got {reprlib.repr(given)}")
+    for name, kind in kinds.items():
+        value = given.get(name, "nothing")
+        if isinstance(kind, int):
+            is_row = isinstance(value, (list, tuple)) and len(value) == kind
+            holds = is_row and all(isinstance(one, (int, type(None))) for one in value)
+        else:
+            holds = name in given and isinstance(value, kind)
+        if not holds:
+            raise ValueError(
+                f"{name!r} of {place} is damaged, got {reprlib.repr(value)}: load what a scaler's state_dict() gave"
+            )
 
 
-def check_sites(given: dict[str, Any], own: set[str]) -> None:
-    """Compare the sites of a state with those of a scaler whose models have run."""
-    missing, unknown = sorted(own - given.keys()), sorted(given.keys() - own)
-    if len(own) > 1 and (missing or unknown):
+def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None:
+    """Compare the sites of a state with those of a scaler, or with the modules of models that have not run yet."""
+    known = len(own) > 1
+    missing = sorted(own - given.keys()) if known else []
+    unknown = sorted(
+        key for key in given.keys() - own if known or not _is_key_of_module(key.partition("#")[0], modules)
+    )
+    if missing or unknown:
         raise ValueError(
             f"this state_dict is of another model: it {name_differences(missing, unknown)}. Load the one that was "
             "saved with this model"
         )
+
+
+def _is_key_of_module(key: str, modules: set[str]) -> bool:
+    """Return whether a key names a module, an operator in one, or a derivative that only a compiled graph has."""
+    place, _, name = key.rpartition(".")
+    is_operator = any(hasattr(home, name) for home in (torch, torch.Tensor, torch.nn.functional))
+    return key in modules or (is_operator and place in modules) or place == "backward"
 
 
 def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:

@@ -51,6 +51,7 @@ class GradientRelease:
         self._model, self._clip = model, clip
         self._hook: Callable[[torch.Tensor, dict[str, Any], int], None] = self._refuse_plain_backward
         self._handles: TensorMap[RemovableHandle] = TensorMap()
+        self._places: TensorMap[tuple[dict[str, Any], int]] = TensorMap()
         self._is_accumulating = self._has_begun = False
         self._watchers: list[StepWatcher] = []
         self._attach_hooks()
@@ -136,11 +137,11 @@ class GradientRelease:
 
     def _attach_hooks(self) -> None:
         """Hook the parameters that require a gradient, also those that were frozen or in no group before."""
+        self._places = TensorMap()
         for group, position, parameter in walk_model_parameters(self.optimizer):
+            self._places[parameter] = group, position
             if parameter.requires_grad and parameter not in self._handles:
-                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(
-                    lambda parameter, group=group, position=position: self._hook(parameter, group, position)
-                )
+                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._call_hook)
         # During a pass fully_shard shows other parameters than its shards.
         is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in self._list_parameters())
         if not is_sharded and not any(parameter in self._handles for parameter in self._model.parameters()):
@@ -148,6 +149,11 @@ class GradientRelease:
                 f"the optimizer holds none of the parameters of this {type(self._model).__name__} that require a "
                 "gradient: fully_shard or load_state_dict(assign=True) makes new ones, so call release_gradients after"
             )
+
+    def _call_hook(self, parameter: torch.Tensor) -> None:
+        place = self._places.get(parameter)
+        if place is not None:  # else it is in no group any more, and not stepped
+            self._hook(parameter, *place)
 
     @contextlib.contextmanager
     def _context_with_hook(self, hook: Callable[..., None]) -> Iterator[None]:

@@ -32,7 +32,7 @@ def read_dtype(given: Any) -> Any:
         return given
     word = given.strip().lower().removeprefix("torch.")
     found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(word, word), None)
-    return found if isinstance(found, torch.dtype) else given
+    return found if found in (torch.bfloat16, torch.float16, torch.float32) else given
 
 
 def read_defaults(make: Callable[..., Any]) -> dict[str, Any]:
@@ -275,7 +275,8 @@ def split_init_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]
 def warn_of_rate_jump(group: dict[str, Any]) -> None:
     """Warn if a group's learning rate jumps: pending rounding errors are stored in units of it."""
     chosen = group["weight_update"]
-    if chosen is None or not find_weight_update(chosen).feeds_back:
+    update = chosen if chosen is None or isinstance(chosen, WeightUpdate) else find_weight_update(chosen)
+    if update is None or not update.feeds_back:
         return
     lr, before = float(group["lr"]), group.get("last_lr")
     group["last_lr"] = lr

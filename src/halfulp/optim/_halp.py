@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
-from .._messages import a_kind
+from .._messages import a_kind, listed
 from ..rounding import mix64, random_words
 from ._group_options import ParamGroups, check_parameters
 from .parameters._narrow_groups import walk_model_parameters
+
+# Of every group, the same in all.
+_SHARED_ENTRIES = ("steps", "norm")
 
 
 class HALP(torch.optim.Optimizer):
@@ -77,7 +80,7 @@ class HALP(torch.optim.Optimizer):
         """Add a group, as torch.optim does; options out of range are refused and leave the groups as they were."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group.update({name: self.param_groups[0][name] for name in ("steps", "norm")})
+        group.update({name: self.param_groups[0][name] for name in _SHARED_ENTRIES})
         try:
             _check_group_options(group)
         except Exception:
@@ -189,8 +192,9 @@ class HALP(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, a pickle or a file; raises ValueError for the state of another optimizer."""
-        if not all("bit_centering" in group for group in state.get("param_groups", ())):
-            raise ValueError("this is no state dict of hu.optim.HALP: its groups have no 'bit_centering'")
+        for group in state.get("param_groups", ()):
+            if lacking := [name for name in _SHARED_ENTRIES if name not in group]:
+                raise ValueError(f"this is no state dict of hu.optim.HALP: a group of it has no {listed(lacking)}")
         super().__setstate__(state)
 
 

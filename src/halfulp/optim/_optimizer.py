@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, ClassVar, TypeVar, overload
 
 import torch
@@ -238,13 +238,9 @@ class Optimizer(CheckpointMixin):
         """
         for group in self.param_groups:
             follow_parameters(group, self.param_groups, self._identities)
-        members = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        self._carry_low_bits_to_shards(members)
-        for parameter in [key for key in self.state if isinstance(key, torch.Tensor) and id(key) not in members]:
-            self._states_outside_groups[parameter] = self.state.pop(parameter)
-        for _, _, parameter in walk_model_parameters(self) if len(self._states_outside_groups) else ():
-            if parameter in self._states_outside_groups:
-                self.state[parameter] = self._states_outside_groups.pop(parameter)
+        members = [parameter for _, _, parameter in walk_model_parameters(self)]
+        self._carry_low_bits_to_shards({*map(id, members)})
+        keep_states_aside(self.state, self._states_outside_groups, members)
 
     def _carry_low_bits_to_shards(self, members: set[int]) -> None:
         """Give shards that replaced whole parameters before the first step the low bits of these parameters.
@@ -569,6 +565,18 @@ class Optimizer(CheckpointMixin):
     def __repr__(self) -> str:
         """torch.optim's description, then the lost updates."""
         return f"{super().__repr__()}\n{self.report()}"
+
+
+def keep_states_aside(
+    state: MutableMapping[Any, Any], aside: TensorMap[dict[str, Any]], members: list[torch.Tensor]
+) -> None:
+    """Move states of tensors that are no members of any group aside, and those of members that came back in again."""
+    present = {*map(id, members)}
+    for key in [key for key in state if isinstance(key, torch.Tensor) and id(key) not in present]:
+        aside[key] = state.pop(key)
+    for member in members if len(aside) else ():
+        if member in aside:
+            state[member] = aside.pop(member)
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {}

@@ -20,7 +20,7 @@ from ..scaled import ScaledTensor
 from ._checkpoint import is_halfulp_file, refuse_confusing_keys
 from ._float32 import ALIGNMENT_ELEMENTS, MOST_RUN_ELEMENTS, Float32Buffer, read_weights, split_into_runs
 from ._group_options import NarrowOptions, ParamGroups, check_hyperparameters, read_defaults, read_options
-from ._optimizer import Loss, Optimizer
+from ._optimizer import Loss, Optimizer, keep_states_aside
 from ._storage import F32, Store
 from .parameters._local_tensors import is_dtensor, local, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
@@ -184,6 +184,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         if not given:
             raise ValueError("optimizer got an empty parameter list")
         self._shadows: TensorMap[torch.Tensor] = TensorMap()
+        self._base_states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
         pairs = [self._split_group(one) for one in (given if isinstance(given[0], Mapping) else [{"params": given}])]
         base = make([inner for inner, _ in pairs], **options)
         if not isinstance(base, torch.optim.Optimizer):
@@ -222,6 +223,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         if not self._is_built:
             super().add_param_group(param_group)
             return
+        self._follow_parameter_edits()
         inner, outer = self._split_group(param_group)
         self.base.add_param_group(inner)
         try:
@@ -236,12 +238,18 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             self._follow_parameter_edits()
 
     def _follow_parameter_edits(self) -> None:
-        """Put shadows into the wrapped optimizer's groups for the parameters of these, which users may edit."""
+        """Make the wrapped optimizer's groups those of this one, which users may edit, over shadows."""
         groups = self.base.param_groups
         del groups[len(self.param_groups) :]
         groups += [{"params": []} for _ in self.param_groups[len(groups) :]]
         for own, inner in zip(self.param_groups, groups):
             inner["params"][:] = map(self._find_shadow, own["params"])
+            # The groups may have changed places.
+            for name in inner.keys() - own.keys():
+                del inner[name]
+            inner.update({name: own[name] for name in own if name not in (*OUTER_OPTIONS, "params")})
+        shadows = [shadow for inner in groups for shadow in inner["params"]]
+        keep_states_aside(self.base.state, self._base_states_outside_groups, shadows)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -312,6 +320,10 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             with _without_global_hooks():
                 self.base.step()
             for own, inner in zip(self.param_groups, self.base.param_groups):
+                if claimed := sorted({*OUTER_OPTIONS} & inner.keys()):
+                    raise ValueError(
+                        f"{type(self.base).__name__} writes {claimed} into its groups, which wrap itself uses"
+                    )
                 own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
             # A float32 parameter's shadow has its memory, but a version counter of its own.
             torch.autograd.graph.increment_version([local(plan.parameter) for plan in whole])
@@ -325,6 +337,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
         saved = super()._state_dict_before_hooks()
+        _refuse_own_entries(self.base)  # some of which begin in a step
         state, inner = saved["state"], dict(self.base.state)
         for group, packed in zip(self.param_groups, saved["param_groups"]):
             for parameter, number in zip(group["params"], packed["params"]):
@@ -345,13 +358,11 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         self._follow_group_edits()
         inner = self._fit_base_states(own, inner)
         super()._load_between_hooks(own)
-        for group, base_group, saved in zip(self.param_groups, self.base.param_groups, own["param_groups"]):
+        for group, saved in zip(self.param_groups, own["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
             for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_KEYS}:
                 del group[name]
-            for name in base_group.keys() - group.keys() - {*_UNSHARED_KEYS}:
-                del base_group[name]
-            base_group.update({name: group[name] for name in group if name not in _UNSHARED_KEYS})
+        self._follow_parameter_edits()
         self.base.state.clear()
         self.base.state.update(inner)
 
@@ -406,7 +417,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         """Restore from `__getstate__`."""
         (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
         super().__setstate__(state)
-        self._shadows = TensorMap(shadows)
+        self._shadows, self._base_states_outside_groups = TensorMap(shadows), TensorMap()
         self.base = object.__new__(kind)
         self.base.__setstate__(fields)
 
@@ -474,10 +485,16 @@ def _refuse_unfollowed(base: torch.optim.Optimizer) -> None:
                     f"cannot put float32 weights behind: step float32 parameters by {name}, or wrap "
                     f"{type(inner).__name__} alone: hu.optim.wrap({type(inner).__name__}, params, ...)"
                 )
-    if beside := sorted(base.state_dict().keys() - {"state", "param_groups"}):
+    _refuse_own_entries(base)
+
+
+def _refuse_own_entries(base: torch.optim.Optimizer) -> None:
+    """Refuse a class that saves more than states and groups."""
+    is_torchs = type(base).state_dict is torch.optim.Optimizer.state_dict
+    if beside := [] if is_torchs else sorted(base.state_dict().keys() - {"state", "param_groups"}):
         raise NotImplementedError(
-            f"{name} saves {listed(beside)} beside states and groups, which files of wrap do not hold: keep it in "
-            "optimizer.state or in a param group"
+            f"{type(base).__name__} saves {listed(beside)} beside states and groups, which files of wrap do not hold: "
+            "keep it in optimizer.state or in a param group"
         )
 
 

@@ -181,9 +181,10 @@ def find_recipe(model: nn.Module) -> Recipe:
     return found.pop()
 
 
-def is_converted(model: nn.Module) -> bool:
-    """Return whether `convert` has converted this very module."""
-    return _RECORD_ATTRIBUTE in vars(model)
+def is_converted(model: nn.Module, recipe: Recipe | None = None) -> bool:
+    """Return whether `convert` has converted this very module, by that recipe if one is given."""
+    record = vars(model).get(_RECORD_ATTRIBUTE)
+    return record is not None and recipe in (None, record.recipe)
 
 
 def _list_records(model: nn.Module) -> list[_ConversionRecord]:

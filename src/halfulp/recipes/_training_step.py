@@ -113,7 +113,9 @@ def copy_model(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except (RuntimeError, TypeError, copy.Error) as error:
-        raise ValueError(f"the model cannot be copied, and the proof runs on copies: {error}") from error
+        raise ValueError(
+            f"the model cannot be copied, and the proof runs on copies: set activations that it keeps to None ({error})"
+        ) from error
 
 
 @contextlib.contextmanager

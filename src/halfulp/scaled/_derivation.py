@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels import torch_operators
 from ..subclass import derive_collective_rule, functional_form, is_collective, is_written, note_fallback
 from ._operands import encode_values, keep_nonzero, logical_dtype, make_scaled_to_fit, result_storage
-from ._payloads import decode_values, to_float32
 from ._powers_of_two import is_concrete
 from ._registry import RULES, RULES_OF_OPERATORS_TO_COME, register_rule_derivation, rule_of
-from ._scaled_tensor import ScaledTensor, enable_lazy_conjugates, to_plain, wrap
-from ._write import write_values
+from ._scaled_tensor import ScaledTensor, decode_values, enable_lazy_conjugates, to_float32, to_plain, wrap
+from ._write import check_indexed_write, write_values
 
 aten = torch_operators("aten")
 _REFUSED_WRITES = ("resize_", "resize_as_", "set_")
@@ -147,6 +146,7 @@ def _run_in_place(operator: OpOverload, functional: OpOverload, name: str, *argu
     for target, result in zip(targets, results, strict=True):
         if result.shape != target.shape:
             raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
+    check_indexed_write(name, given, targets[0], results[0])
     for target, result in zip(targets, results, strict=True):
         write_values(target, result)
     if not operator._schema.returns:

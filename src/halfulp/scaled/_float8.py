@@ -12,9 +12,8 @@ from torch.nn import functional
 from ..kernels import define_operator, untraced
 from ..subclass._in_backward import differentiable
 from ._operands import move_level_to_scale
-from ._payloads import measure_rms_scale, to_storage
 from ._registry import check_storage, implements
-from ._scaled_tensor import ScaledTensor
+from ._scaled_tensor import ScaledTensor, measure_rms_scale, to_storage
 
 
 def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype | None = None) -> Tensor:

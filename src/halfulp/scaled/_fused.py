@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import power_below, record_function, round_to_float32, run_on_tensors, select, select_engine, sqrt
+from ..kernels import power_below, record_function, round_to_float32, run_on_tensors, select, sqrt
 from ..kernels._operations import bit_and, bit_or, real, word
 from ..kernels._plain_memory import is_dense
 from ..kernels._trace import Trace
@@ -352,16 +352,6 @@ def level(parts, out, programs, limit, zero_scale, BLOCK: tl.constexpr):
 
 
 # what rules call -------------------------------------------------------------------------------------------------
-
-
-def is_fused(x: Any) -> bool:
-    """Return whether what is computed of x now runs as Triton kernels: eagerly on CUDA, or interpreted if asked for."""
-    if type(x) is not Tensor or _powers.is_concrete(x) or torch.compiler.is_dynamo_compiling():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # whose tensors have no memory of their own
-        return False
-    device = x.device.type
-    return device in ("cuda", "cpu") and select_engine(device) == "triton"
 
 
 def finish_payload(

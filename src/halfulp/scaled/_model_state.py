@@ -15,9 +15,8 @@ from .._messages import a_kind
 from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
 from . import _powers_of_two as _powers
 from ._operands import encode_values
-from ._payloads import decode_values, measure_rms_scale, to_storage
 from ._registry import LOGICAL_DTYPES, check_storage
-from ._scaled_tensor import ScaledTensor, wrap
+from ._scaled_tensor import ScaledTensor, decode_values, measure_rms_scale, to_storage, wrap
 from .rules._collectives import agree_on_scales
 
 # Layout of the entries below; a file of another layout is refused.

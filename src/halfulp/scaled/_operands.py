@@ -23,13 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..subclass._rule_table import find_infinity_stand_ins, is_in_quotient_formula
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._payloads import (
-    common_storage,
-    measure_rms_scale,
-    smallest_number,
-    to_float32,
-    to_storage,
-)
 from ._registry import (
     EIGHT_BITS,
     FAMILIES,
@@ -39,7 +32,16 @@ from ._registry import (
     register_promotion,
     rule_of,
 )
-from ._scaled_tensor import ScaledTensor, convert_dtypes, wrap
+from ._scaled_tensor import (
+    ScaledTensor,
+    common_storage,
+    convert_dtypes,
+    measure_rms_scale,
+    smallest_number,
+    to_float32,
+    to_storage,
+    wrap,
+)
 
 
 def make_scaled(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
@@ -78,7 +80,7 @@ def move_level_to_scale(
     payload: Tensor, scale: Tensor, level: Tensor, storage: torch.dtype, dtype: torch.dtype
 ) -> ScaledTensor:
     """Make a scaled tensor of a payload under a scale: a power of two, its level, goes from payload to scale."""
-    if fused.is_fused(payload):
+    if _powers.is_fused(payload):
         return wrap(*fused.finish_payload(payload, (scale, level), storage, "levelled"), dtype)
     total, rest = _powers.scale_product(scale, level)
     return make_scaled_to_fit(_powers.times_power(payload.to(torch.float32) / level, rest), total, storage, dtype)
@@ -86,7 +88,7 @@ def move_level_to_scale(
 
 def bring_payload_under(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
     """Return the payload under a deciding scale, rounded to a storage: see `bring_under_scale`."""
-    if fused.is_fused(x._payload):
+    if _powers.is_fused(x._payload):
         return fused.finish_payload(x._payload, (x._scale, scale), storage, "brought")[0]
     return to_storage(_powers.bring_under_scale(to_float32(x), x._scale, scale), storage)
 

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..kernels import select_engine
+
 PowerRounding = Literal["down", "up", "nearest"]
 POWER_ROUNDINGS = get_args(PowerRounding)
 
@@ -88,6 +90,16 @@ def is_concrete(x: Tensor) -> bool:
 def is_untraced(x: Tensor) -> bool:
     """Return whether x is computed now: it is no stand-in of a tracer for a tensor of later calls."""
     return type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
+
+
+def is_fused(x: Any) -> bool:
+    """Return whether what is computed of x now runs as Triton kernels: eagerly on CUDA, or interpreted if asked for."""
+    if type(x) is not Tensor or is_concrete(x) or torch.compiler.is_dynamo_compiling():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # whose tensors have no memory of their own
+        return False
+    device = x.device.type
+    return device in ("cuda", "cpu") and select_engine(device) == "triton"
 
 
 def scale_product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:

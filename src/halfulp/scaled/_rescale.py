@@ -65,7 +65,7 @@ def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
 
 def measure_payload_power(payload: Tensor, by: Statistic) -> Tensor:
     """Return the power of two next to a statistic of the finite non-zero elements, or what the largest needs."""
-    if by == "rms" and fused.is_fused(payload):
+    if by == "rms" and _powers.is_fused(payload):
         return fused.measure_level(payload, payload.dtype, 1.0)
     wide = payload.detach().to(torch.float32 if payload.dtype in _NARROW_RANGE_STORAGES else torch.float64)
     magnitudes = torch.nan_to_num(wide, 0.0, 0.0, 0.0).abs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor
 from ..kernels import torch_operators
 from . import _powers_of_two as _powers
 from ._operands import as_operand
-from ._payloads import smallest_number, to_float32, to_storage
 from ._registry import implements
-from ._scaled_tensor import ScaledTensor, to_plain
+from ._scaled_tensor import ScaledTensor, smallest_number, to_float32, to_plain, to_storage
 
 
 @implements(torch_operators("aten").copy_.default, family="writing")
@@ -95,6 +95,39 @@ def _check_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> 
         f"{reason} under the scale {x._scale.item():g}, which this tensor shares with the memory it is a view of: it "
         f"is as it was. Write into x.clone(), or give the whole tensor a {wanted} scale first, x.with_scale(...)"
     )
+
+
+# The argument that operators write at indices or under a mask, by the operator's name.
+_WRITTEN_ARGUMENTS = {
+    **dict.fromkeys(("masked_fill_", "index_fill_"), "value"),
+    **dict.fromkeys(("masked_scatter_", "index_copy_", "put_"), "source"),
+    **dict.fromkeys(("index_put_", "_index_put_impl_"), "values"),
+    **{"scatter_": "src", "fill_diagonal_": "fill_value"},
+}
+
+
+def check_indexed_write(name: str, given: Mapping[str, Any], x: Any, result: Any) -> None:
+    """Raise if all of what an operator writes at indices or under a mask would be 0 in the result, and is not.
+
+    Constants have no say in a scale: large ones saturate, but those that vanish leave zeros that nobody asked for.
+    """
+    written = given.get(_WRITTEN_ARGUMENTS.get(name, ""), given.get("value") if name == "scatter_" else None)
+    if written is None or given.get("accumulate") or given.get("reduce"):
+        return
+    if not isinstance(x, ScaledTensor) or not isinstance(result, ScaledTensor):
+        return
+    value = as_operand(written, x)
+    if not value.numel() or not all(map(_powers.is_concrete, (value._payload, value._scale, result._scale))):
+        return
+    places = [one for one in (given.get("mask"), given.get("index"), *given.get("indices", ())) if one is not None]
+    if any(not (one.any() if one.dtype in (torch.bool, torch.uint8) else one.numel()) for one in places):
+        return  # nothing is written
+    largest, scale = to_float32(value).abs().amax().item() * value._scale.item(), result._scale.item()
+    if largest and largest <= scale * (smallest_number(x._payload.dtype) / 2):
+        raise ValueError(
+            f"a value of magnitude {largest:g} is 0 in {x._payload.dtype} under the scale {scale:g} of the tensor that "
+            f"{name} writes it into: it is as it was. Give the tensor a smaller scale first, x.copy_(x.with_scale(...))"
+        )
 
 
 def _has_overflow(payload: Tensor, value: ScaledTensor, largest: float) -> Tensor:

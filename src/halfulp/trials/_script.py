@@ -143,7 +143,7 @@ def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
             raise RecipeRefusal("no module holds the optimizer's parameters, so that there is no model to convert")
         given.pop("self")
         try:
-            if not is_converted(model):
+            if not is_converted(model, recipe):  # a model, or a copy of one, that had an optimizer before
                 recipes.convert(model, recipe)
             if recipe.narrow:
                 optimizer.__class__ = own = optim.OPTIMIZERS[kind.__name__]
@@ -156,10 +156,10 @@ def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
                 given = {key: value for key, value in given.items() if key not in _KERNEL_OPTIONS}
                 given["state_dtype"] = choose_state_dtype(recipe, own, given)
                 own.__init__(optimizer, groups, **given)
-            else:
-                init(optimizer, groups, **given)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise RecipeRefusal(" ".join(str(error).split())) from error
+        if not recipe.narrow:
+            init(optimizer, groups, **given)
         done.optimizers.add(optimizer)
         done.optimizers_made += 1
 

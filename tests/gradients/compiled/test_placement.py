@@ -1,7 +1,10 @@
 """What each function of a backward graph is to the gradients that it reads, by torch's own results."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch._inductor.inductor_prims  # which defines prims.fma
 
 from halfulp._torch_floor import is_older
 from halfulp.gradients import _compiled_placement
@@ -32,6 +35,7 @@ SHAPES = {
         "_CAST_NAMES",
         "_FILL_VALUE_PLACES",
         "_FACTOR_PLACES",
+        "_MULTIPLY_ADD_PLACES",
     ],
 )
 def test_functions_that_are_known_by_name_are_torchs(table):
@@ -42,13 +46,13 @@ def test_functions_that_are_known_by_name_are_torchs(table):
     assert [name for name in names if not any(hasattr(space, name) for space in spaces)] == []
 
 
-def _node(name: str, shapes: tuple) -> tuple[torch.fx.Node, list[torch.fx.Node]]:
+def _node(name: str, shapes: tuple, space: Any = aten) -> tuple[torch.fx.Node, list[torch.fx.Node]]:
     graph = torch.fx.Graph()
     operands = []
     for i, shape in enumerate(shapes):
         operands.append(graph.placeholder(f"operand{i}"))
         operands[-1].meta["val"] = torch.empty(shape, device="meta")
-    operator = getattr(aten, name).default
+    operator = getattr(space, name).default
     node = graph.call_function(operator, tuple(operands))
     node.meta["val"] = operator(*(x.meta["val"] for x in operands))
     return node, operands
@@ -86,6 +90,29 @@ def test_a_product_of_one_gradient_is_a_product_and_of_two_none(name):
             assert find_node_role(node, {factor: None}) == "other"  # a constant beside a gradient has no exponent
     assert find_node_role(node, dict.fromkeys(operands)) == "other"
     assert find_node_role(node, added) == "other"
+
+
+@pytest.mark.parametrize(("space", "name", "added"), [(aten, "addcmul", 0), (torch.ops.prims, "fma", 2)])
+def test_a_product_by_elements_is_linear_in_one_gradient(space, name, added):
+    node, operands = _node(name, ((3, 4),) * 3, space)
+    addend = operands.pop(added)
+    for factor in operands:
+        assert find_node_role(node, {factor: None, addend: None}) == "linear"
+        assert find_node_role(node, {factor: None}) == "other"  # a constant beside a gradient has no exponent
+    assert find_node_role(node, dict.fromkeys(operands)) == "other"
+    assert find_node_role(node, dict.fromkeys([*operands, addend])) == "other"
+    assert find_node_role(node, {addend: None}) == "other"
+
+
+def test_a_product_by_elements_that_is_added_to_zeros_is_linear():
+    node, (added, *factors) = _node("addcmul", ((3, 4),) * 3)
+    with node.graph.inserting_before(node):
+        zeros = node.graph.call_function(aten.zeros_like.default, (factors[1],))
+    zeros.meta["val"] = added.meta["val"]
+    node.replace_input_with(added, zeros)
+    for factor in factors:
+        assert find_node_role(node, {factor: None}) == "linear"
+    assert find_node_role(node, dict.fromkeys(factors)) == "other"
 
 
 def _of(operator, gradient: torch.Tensor, other, *rest) -> torch.fx.Node:

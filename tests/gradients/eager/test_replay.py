@@ -146,6 +146,19 @@ def test_what_a_loss_reads_besides_the_output_has_one_scale_and_is_refused_the_n
         unmeasured(scaler, lambda: run(model), model)
 
 
+def test_a_loss_that_reads_the_inside_of_the_first_of_many_forward_passes_has_one_scale(seed):
+    model, x, scaler = prepared(seed)
+
+    def run(model):
+        total, features = mean_square(model(x)), model.features
+        for _ in range(80):
+            total = total + mean_square(model(x))
+        return total + mean_square(features)
+
+    exact(scaler, run, model, seed)
+    assert scaler._controller.backward.second_order
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_features_of_an_earlier_forward_pass_that_the_next_one_reads(measured, seed):
     model, x, scaler = prepared(seed)

@@ -12,6 +12,8 @@ def test_a_contract_and_formats_without_a_dtype_are_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"a dict such as .*, got a Contract; .*contract.check\(model, optimizer\)"):
         hu.observe(model, optimizer, expect=hu.contract(model, optimizer))
+    with pytest.raises(TypeError, match=r"got 'version': an int; a hu.contract .* contract.check\(model, optimizer\)"):
+        hu.observe(model, optimizer, expect=hu.contract(model, optimizer).to_dict())
     with pytest.raises(ValueError, match="torch has none for e2m1fn: quantized="):
         hu.observe(model, optimizer, expect={"*": "e2m1fn"})
 

@@ -5,7 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import halfulp as hu
+from halfulp.kernels import same_bits
+from halfulp.optim.parameters._local_tensors import local
 from halfulp.optim.parameters._outside_writes import any_row_differs, compute_checksums
+
+from .shards import make_problem, on_every_rank, sharded
 
 WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 WORDS |= {torch.float8_e4m3fn: torch.uint8, torch.float64: torch.int64}
@@ -40,6 +45,38 @@ def test_what_is_not_known_differs_from_nothing(seed):
     assert not any_row_differs(torch.zeros_like(found), found)
     assert len(checksums(torch.empty(0, 3))) == 0
     assert torch.equal(checksums(x.T.contiguous().T), found)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_that_are_loaded_before_their_model_keep_their_companions(dim):
+    """Of rows that are cut there is no checksum, which would tell that the model comes later."""
+    start, gradients = make_problem(0)
+
+    def one_run(rank, mesh):
+        def made():
+            parameter = torch.nn.Parameter(sharded(start, mesh, dim, 2, rank))
+            return parameter, hu.optim.SGD([parameter], lr=1e-2, weight_update="split")
+
+        def step(parameter, optimizer, gradient):
+            parameter.grad = sharded(gradient, mesh, dim, 2, rank)
+            optimizer.step()
+
+        parameter, optimizer = made()
+        step(parameter, optimizer, gradients[0])
+        with torch.no_grad():
+            parameter.mul_(0.5)  # from here on a copy is kept
+        step(parameter, optimizer, gradients[1])
+        resumed, its_optimizer = made()
+        its_optimizer.load_state_dict(optimizer.state_dict())
+        with torch.no_grad():
+            resumed.copy_(parameter)
+        for one in ((parameter, optimizer), (resumed, its_optimizer)):
+            step(*one, gradients[2])
+        assert same_bits(resumed.detach()._local_tensor, parameter.detach()._local_tensor)
+        low_bits = (one.state[p]["low_bits"] for p, one in ((parameter, optimizer), (resumed, its_optimizer)))
+        assert same_bits(*map(local, low_bits))
+
+    on_every_rank(2, one_run)
 
 
 SCRIPT = """

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp.optim.parameters import _outside_writes
 
 from ...laws.optim.cases import UPDATES, differing, narrow_updates, snapshot
 
@@ -256,3 +257,9 @@ def test_parameters_cut_from_one_tensor_keep_their_companions(update, apart):
 
     start = torch.randn(12, 8).bfloat16()
     assert differing(run(True), run(False)) == []
+
+
+def test_excursions_that_go_on_keep_the_copy_by_which_they_are_known(monkeypatch):
+    monkeypatch.setattr(_outside_writes, "STEPS_WITH_COPY", 2)
+    first = snapshot(_run("split", _copied, (0,), steps=10))
+    assert differing(first, snapshot(_run("split", _copied, range(10), steps=10))) == []

@@ -1,7 +1,9 @@
 """Whatever a wrapped optimizer itself saves, a saved run goes on with the bits of one that was not saved."""
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -85,6 +87,24 @@ class InOwnStateDict(_Counting):
 def test_one_that_saves_more_than_states_and_groups_is_refused_where_it_is_wrapped():
     with pytest.raises(NotImplementedError, match="InOwnStateDict saves 'made' beside states and groups"):
         hu.optim.wrap(InOwnStateDict, _parameters())
+
+
+class InOwnStateDictOnceThereIsOne(torch.optim.SGD):
+    def step(self, closure=None):
+        self._made = True
+        return super().step(closure)
+
+    def state_dict(self):
+        return super().state_dict() | ({"made": True} if hasattr(self, "_made") else {})
+
+
+def test_one_that_saves_more_after_a_step_is_refused_where_it_is_saved():
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(InOwnStateDictOnceThereIsOne, parameters)
+    optimizer.state_dict()
+    _steps(optimizer, parameters, 0, 1)
+    with pytest.raises(NotImplementedError, match="OnceThereIsOne saves 'made' beside states and groups"):
+        optimizer.state_dict()
 
 
 RESUMED = [InGroup, TensorInGroup, InNumberOfState, InNestedState, InGlobalState]
@@ -191,10 +211,78 @@ def test_states_of_parameters_that_left_a_group_wait_for_them():
     _steps(twin, stayed, 0, 2)
     left = optimizer.param_groups[0]["params"].pop(0)
     assert len(optimizer.state_dict()["state"]) == len(parameters) - 1
+    assert len(optimizer.base.state_dict()["state"]) == len(parameters) - 1
     optimizer.param_groups[0]["params"].insert(0, left)
     _steps(optimizer, parameters, 2, 3)
     _steps(twin, stayed, 2, 3)
     assert all(same_bits(one, other) for one, other in zip(parameters, stayed, strict=True))
+
+
+def test_states_go_with_their_parameters():
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(torch.optim.SGD, parameters, lr=0.1, momentum=0.9)
+    parameters[0].grad = torch.ones_like(parameters[0])
+    optimizer.step()
+    state = weakref.ref(next(iter(optimizer.base.state.values()))["momentum_buffer"])
+    del optimizer.param_groups[0]["params"][0], parameters[0]
+    optimizer.state_dict()
+    gc.collect()
+    assert state() is None
+
+
+class _ReadsItsGroups(torch.optim.SGD):
+    """Notes which groups it steps, and what they hold of their own."""
+
+    def step(self, closure=None):
+        self.defaults["seen"] = [(group["param_names"], group.get("bonus")) for group in self.param_groups]
+        return super().step(closure)
+
+
+def test_what_a_group_holds_goes_with_it_when_groups_change_places():
+    parameters = _parameters()
+    first = {"params": [("first", parameters[0])], "bonus": 5}
+    rest = [{"params": [(f"#{k}", parameter)]} for k, parameter in enumerate(parameters[1:])]
+    optimizer = hu.optim.wrap(_ReadsItsGroups, [first, *rest], lr=0.1)
+    _steps(optimizer, parameters, 0, 1)
+    expected = [(["first"], 5), *(([f"#{k}"], None) for k in range(len(rest)))]
+    assert optimizer.base.defaults["seen"] == expected
+    optimizer.param_groups.reverse()
+    _steps(optimizer, parameters, 1, 1)
+    assert optimizer.base.defaults["seen"] == expected[::-1]
+    del optimizer.param_groups[-1]
+    _steps(optimizer, parameters, 2, 1)
+    assert optimizer.base.defaults["seen"] == expected[:0:-1]
+    assert not any("bonus" in group for group in optimizer.param_groups)
+
+
+def test_parameters_may_be_regrouped_between_steps():
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(torch.optim.SGD, parameters, lr=0.1, momentum=0.9)
+    _steps(optimizer, parameters, 0, 1)
+    momenta = [optimizer.base.state[optimizer._shadows[one]]["momentum_buffer"].clone() for one in parameters]
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": parameters[:1], "lr": 0.0, "momentum": 1.0})
+    optimizer.add_param_group({"params": parameters[1:], "momentum": 1.0})
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    stayed = [same_bits(one, other.detach()) for one, other in zip(before, parameters, strict=True)]
+    assert stayed == [True, *[False] * (len(parameters) - 1)]
+    for parameter, momentum in zip(parameters, momenta, strict=True):
+        assert same_bits(optimizer.base.state[optimizer._shadows[parameter]]["momentum_buffer"], momentum)
+
+
+class _WritesSeed(torch.optim.SGD):
+    def step(self, closure=None):
+        self.param_groups[0]["seed"] = 3
+        return super().step(closure)
+
+
+def test_a_class_that_writes_an_option_of_wrap_into_its_groups_is_refused():
+    parameters = _parameters()
+    with pytest.raises(ValueError, match=r"_WritesSeed writes \['seed'\] into its groups"):
+        _steps(hu.optim.wrap(_WritesSeed, parameters, lr=0.1), parameters, 0, 1)
 
 
 def test_groups_may_all_be_replaced_between_steps():

@@ -135,6 +135,54 @@ def test_a_plain_tensor_takes_scaled_values(seed):
     assert isinstance(torch.zeros(3, 3).scatter_add(1, INDEX, v), ScaledTensor)
 
 
+WRITES = {
+    "w[mask] = number": lambda w, v: w.__setitem__(MASK, v),
+    "w[rows] = number": lambda w, v: w.__setitem__(ROWS, v),
+    "w[mask] = tensor": lambda w, v: w.__setitem__(MASK, torch.full((4,), v)),
+    "w[mask] = scaled tensor": lambda w, v: w.__setitem__(MASK, ScaledTensor.encode(torch.full((4,), v))),
+    "w[0] = number": lambda w, v: w.__setitem__(0, v),
+    "masked_fill_": lambda w, v: w.masked_fill_(MASK, v),
+    "masked_scatter_": lambda w, v: w.masked_scatter_(MASK, torch.full((4,), v)),
+    "index_fill_": lambda w, v: w.index_fill_(0, ROWS, v),
+    "index_copy_": lambda w, v: w.index_copy_(0, ROWS[:2], torch.full((2, 3), v)),
+    "index_put_": lambda w, v: w.index_put_((ROWS,), torch.tensor(v)),
+    "scatter_ of a number": lambda w, v: w.scatter_(1, INDEX, v),
+    "scatter_": lambda w, v: w.scatter_(1, INDEX, torch.full((3, 3), v)),
+    "put_": lambda w, v: w.put_(ROWS, torch.full((3,), v)),
+    "fill_diagonal_": lambda w, v: w.fill_diagonal_(v),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_of_which_nothing_would_be_left_is_refused(write, seed):
+    """However it is spelled; the tensor is as it was, and takes the number once its scale is as small."""
+    w = ScaledTensor.encode(torch.randn(3, 3), torch.float16)
+    before = w.decode().clone()
+    with pytest.raises(
+        ValueError, match=r"a value of magnitude \S+ is 0 in torch.float16 under the scale .*with_scale"
+    ):
+        WRITES[write](w, 1e-9)
+    assert torch.equal(w.decode(), before)
+    for small in (0.0, 1e-6):
+        expected = before.clone()
+        WRITES[write](w, small)
+        WRITES[write](expected, small)
+        torch.testing.assert_close(w.decode(), expected, rtol=2**-4, atol=0)
+    w.copy_((w * 2.0**-12).with_scale(2.0**-12))
+    WRITES[write](w, 1e-9)
+    assert ((w.decode() - 1e-9).abs() < 1e-10).any()
+
+
+def test_a_write_nowhere_is_none(seed):
+    w = ScaledTensor.encode(torch.randn(3, 3), torch.float16)
+    before = w.decode().clone()
+    w[torch.zeros(3, 3, dtype=torch.bool)] = 1e-9
+    w.masked_fill_(torch.zeros(3, 3, dtype=torch.bool), 1e-9)
+    w.index_fill_(0, torch.tensor([], dtype=torch.int64), 1e-9)
+    w.index_put_((ROWS,), torch.tensor(1e-9), accumulate=True)  # what is added may be too little
+    assert torch.equal(w.decode(), before)
+
+
 @pytest.mark.parametrize(
     "operator",
     [

@@ -397,3 +397,11 @@ def test_gradients_of_matrices_that_are_parts_of_others(function, part, seed):
     for tensor in (plain, scaled):
         function(part(tensor)).backward()
     assert (scaled.grad.decode() - plain.grad).norm() <= 1e-3 * plain.grad.norm()
+
+
+@pytest.mark.parametrize("name", ["mm", "bmm", "addmm", "baddbmm"])
+def test_products_of_another_dtype_are_refused_with_the_remedy(name, seed):
+    x = ScaledTensor.encode(torch.randn(3, 3) if "bmm" not in name else torch.randn(2, 3, 3))
+    given = (x, x, x) if "add" in name else (x, x)
+    with pytest.raises(NotImplementedError, match=r"take no out_dtype=: convert the result, \(a @ b\)\.to\(dtype\)"):
+        getattr(torch, name)(*given, out_dtype=torch.float32)

@@ -10,7 +10,8 @@ import pytest
 from halfulp.trials.suite import _statements, _suite
 from halfulp.trials.suite._suite import SuiteEvidence
 
-OPEN, CONFIRMED, REFUTED = _statements.OPEN, _statements.CONFIRMED, _statements.REFUTED
+OPEN, MIXED = _statements.OPEN, _statements.MIXED
+CONFIRMED, REFUTED = _statements.CONFIRMED, _statements.REFUTED
 RUN = {"size": "smoke", "left_out": {}, "seconds": 3.0, "workers": 2, "reused": 0}
 RUN |= {"processor": "a processor", "cores": 2, "trained": 4}
 
@@ -219,12 +220,21 @@ def test_what_the_seeds_leave_open_confirms_nothing(evidence) -> None:
     assert verdict(evidence(FLOAT32 | scales), "no worse than the best constant")[0] == OPEN
 
 
-def test_the_majority_of_decided_rows_decides(evidence) -> None:
-    losses, lost = [1.0, 1.1, 0.9], [1.5, 1.6, 1.4]
-    tasks = {(task, "fp32"): losses for task in ("digits", "text", "sst2")}
-    for one, other, found in ((losses, lost, CONFIRMED), (lost, lost, REFUTED), ([1.5, 1.0, 1.1], lost, OPEN)):
-        rows = {("digits", "bf16-kahan"): losses, ("text", "bf16-kahan"): one, ("sst2", "bf16-kahan"): other}
-        assert verdict(evidence(tasks | rows), "Kahan summation stays")[0] == found
+def test_rows_that_disagree_are_mixed(evidence) -> None:
+    kept, lost, wide = [1.0, 1.1, 0.9], [1.5, 1.6, 1.4], [1.5, 1.0, 1.1]
+    float32 = {(task, "fp32"): kept for task in ("digits", "text", "sst2")}
+    for said, *losses in (
+        (CONFIRMED, kept, kept, kept),
+        (CONFIRMED, kept, kept, wide),
+        (MIXED, kept, kept, lost),
+        (MIXED, kept, lost, lost),
+        (MIXED, kept, lost, wide),
+        (REFUTED, lost, lost, lost),
+        (REFUTED, lost, wide, wide),
+        (OPEN, wide, wide, wide),
+    ):
+        rows = {(task, "bf16-kahan"): of_task for task, of_task in zip(("digits", "text", "sst2"), losses)}
+        assert verdict(evidence(float32 | rows), "Kahan summation stays")[0] == said
 
 
 def test_recipes_of_some_tasks_alone_have_a_page(evidence, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from .._site import ExponentProposal, LossFollowing, Measurements, Site, Sites, 
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 FIRST_LEAF_NUMBER = 2**62
-# How many forward passes without edges are remembered.
-_REMEMBERED_PASSES = 64
+# How many forward passes without edges are remembered: of one iteration, and of those before.
+_REMEMBERED_PASSES, _REMEMBERED_EARLIER_PASSES = 4096, 64
 
 
 def mark_node(node: Any, above: Site, below: Site, global_site: Site) -> None:
@@ -226,6 +226,8 @@ class Backward:
         self.measurements.clear()
         self.following.binades.clear()
         self.reached.clear()
+        while len(self.unmarked_passes) > _REMEMBERED_EARLIER_PASSES:
+            self.unmarked_passes.popleft()
 
     def get_edge_hook(self, source: Site, target: Site) -> GradientHook:
         """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s."""

@@ -37,11 +37,14 @@ class Expectations:
     def __init__(self, model: nn.Module, expect: ExpectedFormats | None) -> None:
         self._model = model
         expect = {} if expect is None else expect
-        if not isinstance(expect, Mapping) or not all(isinstance(pattern, str) for pattern in expect):
-            raise TypeError(
-                'expect= takes a dict such as {"*.norm": torch.float32, "lm_head": "bf16"}, got '
-                f"{a_kind(expect)}; a hu.contract compares a run that is resumed: contract.check(model, optimizer)"
-            )
+        pairs = expect.items() if isinstance(expect, Mapping) else [(expect, None)]
+        for pattern, asked in pairs:
+            if not isinstance(pattern, str) or not isinstance(asked, str | torch.dtype | Format):
+                got = f"{pattern!r}: {a_kind(asked)}" if isinstance(expect, Mapping) else a_kind(expect)
+                raise TypeError(
+                    f'expect= takes a dict such as {{"*.norm": torch.float32, "lm_head": "bf16"}}, got {got}; a '
+                    "hu.contract compares a run that is resumed: contract.check(model, optimizer)"
+                )
         self._expect = {pattern: get(asked) for pattern, asked in expect.items()}
         for format in self._expect.values():
             if format.torch_dtype_name is None:

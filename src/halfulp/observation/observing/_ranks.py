@@ -49,8 +49,8 @@ class RankComparison:
     """Compares this rank with others that train the same model, where observing stops.
 
     The lowest rank reads what all others saw, and they read that one: whether replicas hold the same bits after their
-    last sampled step. Ranks that began at another step, ended at another one
-    or are late are named in the record's `unseen`; nothing hangs, and no step waits.
+    last sampled step. Ranks that began at another step, ended at another one or are late are named in the record's
+    `unseen`; nothing hangs, and no step waits.
 
     Attributes:
         other_ranks: ranks to compare with, none before `begin_observing` and behind `compare_ranks`.
@@ -93,6 +93,11 @@ class RankComparison:
         """Compare the summaries of other ranks with this one's, and note the missing ones."""
         others, self.other_ranks = self.other_ranks, []
         if not others:
+            return
+        if not dist.is_initialized():
+            self.recorder.note_unseen(
+                "ranks are not compared: the process group was destroyed before observing stopped; keep it till then"
+            )
             return
         store, own = _get_default_store(), self._own
         # Else a rank that begins before this one the next time would take it for one that has begun.

@@ -481,7 +481,7 @@ class PackedSamples(NamedTuple):
 @keeping_subnormals()
 def take_samples(numbers: Sequence[StoredNumbers], keys: Iterable[int]) -> PackedSamples:
     """Return copies of the sampled elements of contiguous tensors, in float32, or float64 where one of them is."""
-    taken = [_pick_elements(one.flat, key) for one, key in zip(numbers, keys)]
+    taken = [_pick_elements(one.flat, key) for one, key in zip(numbers, keys, strict=True)]
     if len({one.device for one in taken}) > 1:
         taken = [one.cpu() for one in taken]
     return PackedSamples(_widen_sample(torch.cat(taken)), [one.numel() for one in taken])

@@ -1,11 +1,11 @@
 """The float32 weight of a parameter and its auxiliary tensors, and writes from outside, which reset the latter.
 
 An auxiliary tensor (a residual, low bits, a master copy) belongs to the payload that it was stored beside. If the
-parameter's version counter or address shows a write from outside, it is reset, and from then on a copy of the payload
-is kept for some steps: only elements that differ from the copy are then reset, so that a clamp or a projection at every
-step costs no bit of what it does not change, and bits that are put back are the same weight. A write through `.data`,
-which no counter shows, is detected element by element in the kernel (`fitting` of Kahan). Files and copies hold
-checksums of the payload that their auxiliary tensors belong to, because version counters are not saved.
+parameter's version counter or address shows a write from outside, it is reset, and a copy of the payload is kept until
+no such write has come for some steps: only elements that differ from the copy are then reset, so that a clamp or a
+projection at every step costs no bit of what it does not change, and bits that are put back are the same weight. A
+write through `.data`, which no counter shows, is detected element by element in the kernel (`fitting` of Kahan). Files
+and copies hold checksums of the payload that their auxiliary tensors belong to, because version counters are not saved.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def is_payload_written(plan: ParameterPlan) -> bool:
     held = plan.payload_version
     if held is None:
         return False
-    version = plan.parameter._version
-    if held.version == version or _restored_versions.get(plan.parameter) == (held.version, version):
+    if _is_version_known(plan, held):
         return False
     known, now = _find_known_payload(plan), plan.payloads[0]
     if known is not None and (known.dtype, known.shape) == (now.dtype, now.shape):
@@ -73,6 +72,12 @@ def is_payload_written(plan: ParameterPlan) -> bool:
         return True
     rows = None if held.checksums is None else compute_checksums(plan)
     return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
+
+
+def _is_version_known(plan: ParameterPlan, held: PayloadVersion) -> bool:
+    """Return whether the parameter's version tells that its bits are as they were."""
+    version = plan.parameter._version
+    return held.version == version or _restored_versions.get(plan.parameter) == (held.version, version)
 
 
 def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
@@ -118,6 +123,8 @@ def reset_if_stale(plan: ParameterPlan) -> None:
         return
     if not is_payload_written(plan):
         if held.version != ANY_VERSION:
+            if held.payload is not None and not _is_version_known(plan, held):
+                held.steps = STEPS_WITH_COPY  # as such writes go on
             record_version(plan)
         return
     _reset_auxiliary_tensors(plan, plan.auxiliary_tensors, plan.payloads[0], _find_known_payload(plan))
@@ -136,26 +143,6 @@ def is_version_current(plan: ParameterPlan) -> bool:
     """Return whether the version of a parameter is the one that its auxiliary tensors were stored beside."""
     held = plan.payload_version
     return held is not None and held.version == plan.parameter._version
-
-
-def mark_stepped(
-    plans: Sequence[ParameterPlan],
-    recorded: Sequence[PayloadVersion],
-    parameters: Sequence[torch.Tensor],
-    scales: torch.Tensor | None = None,
-) -> None:
-    """Record after a step that auxiliary tensors belong to the present payloads, as `record_payload` does for one.
-
-    Args:
-        recorded: the payload versions of those whose writes are tracked.
-        scales: of the payloads, if the step has chosen them on their device.
-    """
-    if len(recorded) == len(plans) and not plans[0].spec.scaled and not any(held.steps for held in recorded):
-        for held, parameter in zip(recorded, parameters):
-            held.version, held.payload = parameter._version, None
-        return
-    for row, plan in enumerate(plans):
-        record_payload(plan, None if scales is None else scales[row])
 
 
 def record_payload(plan: ParameterPlan, scale: torch.Tensor | None = None) -> None:
@@ -186,7 +173,8 @@ def record_loaded_payload(plan: ParameterPlan, state: Mapping[str, Any]) -> None
         held.checksums = saved.clone()
     plan.record.payload_version = held
     held.steps = steps if isinstance(steps, int) and 0 <= steps < STEPS_WITH_COPY else 0
-    if held.steps and not is_payload_written(plan):  # else the model is loaded later
+    # Else the model is loaded later, or no checksum tells.
+    if held.steps and held.checksums is not None and bool(held.checksums.all()) and not is_payload_written(plan):
         held.payload = plan.payloads[0].clone()
 
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import StateSlot, UpdateRule, descent_sign
+from ._update_rule import DESCENT_SIGNS, StateSlot, UpdateRule
 
 MOMENTS = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
 _AMSGRAD_STATES = (*MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
@@ -56,7 +56,7 @@ def moment_constants(group: Mapping, decoupled: bool = True) -> tuple[float, ...
     """Return what Adam and its variants begin with: the sign, the decay, b2, 1 - b1 and 1 - b2."""
     beta1, beta2 = map(float, group["betas"][:2])
     decay = (float(group["lr"]) if decoupled else 1.0) * float(group["weight_decay"])
-    return descent_sign(group), decay, beta2, 1 - beta1, 1 - beta2
+    return DESCENT_SIGNS[bool(group["maximize"])], decay, beta2, 1 - beta1, 1 - beta2
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ...kernels import divide, maximum, sqrt
 from ._adam import MOMENTS, moment_constants, move_moments, unbiasing_root
-from ._update_rule import Reduction, StateSlot, UpdateRule, descent_sign
+from ._update_rule import DESCENT_SIGNS, Reduction, StateSlot, UpdateRule
 
 
 def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, unbias, eps, size_m, size_slow):
@@ -68,7 +68,8 @@ def _adan_constants(group: Mapping, step: int) -> tuple[float, ...]:
     sizes = lr * shrink / (1 - beta1**step), lr * shrink * beta2 / (1 - beta2**step)
     kept = 1 - beta1, beta2, 1 - beta2, beta3, 1 - beta3
     follow = 0.0 if step == 1 else 1.0
-    return (descent_sign(group), decay, follow, *kept, *sizes, unbiasing_root(beta3, step), float(group["eps"]))
+    sign, eps = DESCENT_SIGNS[bool(group["maximize"])], float(group["eps"])
+    return (sign, decay, follow, *kept, *sizes, unbiasing_root(beta3, step), eps)
 
 
 _ADAN_STATES = (
@@ -164,7 +165,7 @@ def _prodigy_constants(group: Mapping, step: int) -> tuple[float, ...]:
     gain = d / group["d0"] * (d if group["safeguard_warmup"] else rate) * counts
     apart = (0.0, rate * decay) if group["decouple"] else (decay, 0.0)
     return (
-        *(descent_sign(group), apart[0], counts, 1.0 if step == 1 else 0.0),
+        *(DESCENT_SIGNS[bool(group["maximize"])], apart[0], counts, 1.0 if step == 1 else 0.0),
         *(gain, _third_beta(group), apart[1], beta1, d * (1 - beta1), beta2, d * d * (1 - beta2), rate),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...kernels import divide, sign_of, sqrt
-from ._update_rule import StateSlot, UpdateRule, descent_sign
+from ._update_rule import DESCENT_SIGNS, StateSlot, UpdateRule
 
 _BUFFERS = (StateSlot("momentum_buffer", 1),)
 
@@ -45,7 +45,7 @@ def _momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
     take = 1.0 if step == 1 else 1 - float(group["dampening"])
     share = momentum * momentum if group["nesterov"] else momentum
     feedback_gain = (1 - momentum) / (share * lr) if lr > 0 and share > 0 else 0.0
-    return descent_sign(group), float(group["weight_decay"]), momentum, take, lr, feedback_gain
+    return DESCENT_SIGNS[bool(group["maximize"])], float(group["weight_decay"]), momentum, take, lr, feedback_gain
 
 
 SGD = UpdateRule("sgd", sgd, (), _momentum_constants)
@@ -66,7 +66,8 @@ def lion(w, g, m, sign, decay, keep, take, keep_m, take_m, lr):
 
 def _lion_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
-    return descent_sign(group), lr * float(group["weight_decay"]), beta1, 1 - beta1, beta2, 1 - beta2, lr
+    sign, decay = DESCENT_SIGNS[bool(group["maximize"])], lr * float(group["weight_decay"])
+    return sign, decay, beta1, 1 - beta1, beta2, 1 - beta2, lr
 
 
 LION = UpdateRule(
@@ -164,7 +165,7 @@ def count_next_step(group: Mapping) -> tuple[float, float, float]:
 def _schedule_free_constants(group: Mapping, step: int, momentum: float) -> tuple[float, ...]:
     lr, _, total = count_next_step(group)
     mix = (total - group["weight_sum"]) / total if total else 0.0
-    signs = descent_sign(group), float(group["weight_decay"]), 1.0 if step == 1 else 0.0
+    signs = DESCENT_SIGNS[bool(group["maximize"])], float(group["weight_decay"]), 1.0 if step == 1 else 0.0
     return (*signs, mix, lr * (1 - momentum * (1 - mix)), lr)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import StateSlot, UpdateRule, descent_sign
+from ._update_rule import DESCENT_SIGNS, StateSlot, UpdateRule
 
 
 def _initial_sum(group: Mapping) -> float:
@@ -25,7 +25,7 @@ def adagrad(w, g, total, sign, decay, eps, lr):
 
 def _adagrad_constants(group: Mapping, step: int) -> tuple[float, ...]:
     rate = float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
-    return descent_sign(group), float(group["weight_decay"]), float(group["eps"]), rate
+    return DESCENT_SIGNS[bool(group["maximize"])], float(group["weight_decay"]), float(group["eps"]), rate
 
 
 ADAGRAD = UpdateRule(
@@ -76,7 +76,7 @@ def rmsprop_centered_momentum(w, g, v, mean, buffer, sign, decay, keep, take, ep
 
 
 def _rmsprop_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    alpha, sign = float(group["alpha"]), descent_sign(group)
+    alpha, sign = float(group["alpha"]), DESCENT_SIGNS[bool(group["maximize"])]
     decay, eps = float(group["weight_decay"]), float(group["eps"])
     return sign, decay, alpha, 1 - alpha, eps, float(group["momentum"]), float(group["lr"]), 0.0
 

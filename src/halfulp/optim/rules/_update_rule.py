@@ -57,9 +57,8 @@ class StateSlot:
         return value
 
 
-def descent_sign(group: Mapping[str, Any]) -> float:
-    """Return the factor of a gradient by which a group descends, or climbs under `maximize`."""
-    return -1.0 if group["maximize"] else 1.0
+# The factor of a gradient by which a group descends, or climbs under `maximize`.
+DESCENT_SIGNS = {False: 1.0, True: -1.0}
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class UpdateRule:
         first = 2 + (self.prepare is not None) + len(self.states)
         return tuple(inspect.signature(self.update).parameters)[first:]
 
-    @property
+    @functools.cached_property
     def is_late(self) -> bool:
         """Whether some of its constants are known only after a look at the tensors."""
         return self.late_values is not None or self.prepare is not None

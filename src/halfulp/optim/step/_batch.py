@@ -19,7 +19,7 @@ from ...scaled import ScaledTensor
 from .._storage import PAYLOADS, STORES, Store
 from ..parameters._local_tensors import find_index_map, list_own_tensors, local, memory
 from ..parameters._narrowing import is_kept
-from ..parameters._outside_writes import mark_stepped, record_version, renew_payload_version, reset_if_stale
+from ..parameters._outside_writes import record_payload, record_version, renew_payload_version, reset_if_stale
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
 from ..parameters._state_tensors import BEGUN
 from ..parameters._step_spec import StepSpec, choose_step_spec
@@ -249,8 +249,14 @@ class Batch:
                 part.copy_(copy)
         for entry, step in zip(self.table.state_entries, self.steps):
             entry["step"] = step
-        if self.payload_versions:
-            mark_stepped(self.plans, self.payload_versions, self.parameters, self.scales)
+        recorded, plans = self.payload_versions, self.table.plans
+        if len(recorded) == len(plans) and not self.spec.scaled and not any(held.steps for held in recorded):
+            for held, parameter in zip(recorded, self.parameters):
+                held.version, held.payload = parameter._version, None
+            return
+        # Auxiliary tensors belong to the present payloads.
+        for row, plan in enumerate(plans if recorded else ()):
+            record_payload(plan, None if self.scales is None else self.scales[row])
 
     def record_versions_again(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""

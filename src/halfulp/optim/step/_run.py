@@ -245,6 +245,13 @@ def _make_keys(batch: Batch) -> np.ndarray:
 
 def compile_and_check(spec: StepSpec):
     """Return a compiled kernel, compared with its reference before its first use in a process."""
+    held = vars(spec)  # as a cached property would keep it, but for the layers: copies and pickles leave it out
+    if "checked_kernel" not in held:
+        held["checked_kernel"] = _compile_and_check(spec)
+    return held["checked_kernel"]
+
+
+def _compile_and_check(spec: StepSpec):
     kernel = compile_step(spec)
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
 

@@ -24,9 +24,8 @@ from .._operands import (
     result_storage,
     saturate_stand_ins,
 )
-from .._payloads import decode_values, smallest_number, to_float32
 from .._registry import implements
-from .._scaled_tensor import ScaledTensor, to_plain, wrap
+from .._scaled_tensor import ScaledTensor, decode_values, smallest_number, to_float32, to_plain, wrap
 from ._vocabulary import (
     align_constants,
     align_operands,
@@ -75,7 +74,7 @@ def _add_by_fused_kernel(a: Any, b: Any, alpha: Any, sign: float) -> ScaledTenso
     if type(a) is not ScaledTensor or type(b) is not ScaledTensor or type(alpha) is bool or alpha != 1:
         return None
     x, y = a._payload, b._payload
-    if not fused.is_fused(x) or not fused.is_fused(y):
+    if not _powers.is_fused(x) or not _powers.is_fused(y):
         return None
     storage = result_storage((a, b))
     keep = (

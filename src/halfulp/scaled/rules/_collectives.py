@@ -13,9 +13,8 @@ from ...subclass import group_size
 from ...subclass._collectives import register_collectives, run_and_wait
 from .. import _powers_of_two as _powers
 from .._operands import make_scaled
-from .._payloads import to_float32, to_storage
 from .._registry import EIGHT_BITS, RULES, implements
-from .._scaled_tensor import ScaledTensor, wrap
+from .._scaled_tensor import ScaledTensor, to_float32, to_storage, wrap
 from .._write import write_values
 from ._vocabulary import sqrt_of_count
 

@@ -18,10 +18,9 @@ from ...kernels import require_float64, torch_operators
 from ...subclass._foreach import make_foreach_rule
 from .. import _powers_of_two as _powers
 from .._operands import as_operand, encode_values, first_scaled
-from .._payloads import decode_values
 from .._registry import EIGHT_BITS, LOGICAL_DTYPES, implements
-from .._scaled_tensor import ScaledTensor, to_plain, wrap
-from .._write import write_values
+from .._scaled_tensor import ScaledTensor, decode_values, to_plain, wrap
+from .._write import check_indexed_write, write_values
 from ._aligned import move_power_to_scale
 from ._vocabulary import (
     align_with_constants,
@@ -234,7 +233,10 @@ def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Te
 @implements(aten._index_put_impl_.default, family="indexing")
 def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Tensor:
     """Write values at indices, or add them, in place: `index_put`."""
-    return write_values(x, index_put(x, indices, values, accumulate))
+    result = index_put(x, indices, values, accumulate)
+    given = {"indices": indices, "values": values, "accumulate": accumulate}
+    check_indexed_write("_index_put_impl_", given, x, result)
+    return write_values(x, result)
 
 
 def _register_indexed_writing(operator: OpOverload) -> None:

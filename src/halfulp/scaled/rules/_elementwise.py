@@ -12,10 +12,9 @@ from ...kernels import torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
 from .._operands import as_operand, encode_values, first_scaled, logical_dtype, make_scaled, result_storage
-from .._payloads import to_float32
 from .._powers_of_two import scale_ratio, times_power
 from .._registry import implements
-from .._scaled_tensor import ScaledTensor
+from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
 from ._vocabulary import (
     align_constants,

@@ -29,9 +29,8 @@ from .._operands import (
     product_storage,
     result_storage,
 )
-from .._payloads import to_float32, to_storage
 from .._registry import implements
-from .._scaled_tensor import ScaledTensor, wrap
+from .._scaled_tensor import ScaledTensor, to_float32, to_storage, wrap
 from .._write import write_values
 from ._vocabulary import (
     data_movement,
@@ -366,7 +365,7 @@ def _make_attention_payloads(
     query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype
 ) -> dict[str, Tensor]:
     others = {"key": _round_payload(key, kernel), "value": _round_payload(value, kernel)}
-    if fused.is_fused(query._payload):
+    if _powers.is_fused(query._payload):
         own = fused.finish_payload(query._payload, (query._scale, key._scale), kernel, "factor")[0]
     else:
         own = to_storage(to_float32(query) * _powers.scale_product(query._scale, key._scale)[0], kernel)

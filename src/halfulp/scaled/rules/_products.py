@@ -34,10 +34,9 @@ from .._operands import (
     result_storage,
     saturate_stand_ins,
 )
-from .._payloads import to_float32
 from .._powers_of_two import nearest_power
 from .._registry import EIGHT_BITS, RULES_OF_OPERATORS_TO_COME, ComplexOperand, implements
-from .._scaled_tensor import ScaledTensor, wrap
+from .._scaled_tensor import ScaledTensor, to_float32, wrap
 from ._aligned import add
 from ._vocabulary import (
     align_operands,
@@ -140,7 +139,7 @@ _PRODUCTS_WITH_FACTOR = {aten.mm.default: aten.addmm.default, aten.bmm.default: 
 
 def _is_wide_product(a: Tensor, b: Tensor) -> bool:
     """Return whether payloads are float16 on CUDA, where products in float32 take several times longer."""
-    return a.dtype == b.dtype == torch.float16 and (a.device.type == "cuda" or fused.is_fused(a))
+    return a.dtype == b.dtype == torch.float16 and (a.device.type == "cuda" or _powers.is_fused(a))
 
 
 def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, factor: float) -> tuple[Tensor, float]:
@@ -197,6 +196,12 @@ def _register_product(operator: OpOverload) -> None:
 
 for _operator in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default):
     _register_product(_operator)
+
+
+@implements(aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype, aten.baddbmm.dtype, family="bilinear")
+def refuse_out_dtype(*arguments: Any, **options: Any) -> Tensor:
+    """Refuse products of another logical dtype."""
+    raise NotImplementedError("products of ScaledTensors take no out_dtype=: convert the result, (a @ b).to(dtype)")
 
 
 @implements(aten.mul.Tensor, aten.mul.Scalar, family="bilinear")
@@ -305,7 +310,7 @@ def add_scaled_product(
         large += places
     powers = split_number(beta)[1], split_number(alpha)[1] * sum_scale
     is_ordinary = all(_powers.SMALLEST_SCALE < power <= _powers.LARGEST_SCALE for power in powers)
-    if fused.is_fused(base._payload) and is_ordinary and added is None and not quotient:
+    if _powers.is_fused(base._payload) and is_ordinary and added is None and not quotient:
         scale, of_base, of_product = fused.compute_affine_factors(base._scale, x._scale, y._scale, *powers)
     else:
         own, _ = _powers.scale_product(base._scale, powers[0])
@@ -338,7 +343,7 @@ def _is_fused_addend(base: ScaledTensor, x: ScaledTensor, y: ScaledTensor, beta:
     if type(beta) not in (int, float) or type(alpha) not in (int, float) or not beta == alpha == 1:
         return False
     is_bfloat16 = all(one._payload.dtype == torch.bfloat16 for one in (base, x, y))
-    return not is_bfloat16 and fused.is_fused(base._payload) and fused.is_fused(x._payload)
+    return not is_bfloat16 and _powers.is_fused(base._payload) and _powers.is_fused(x._payload)
 
 
 def _multiply_plain_operands(

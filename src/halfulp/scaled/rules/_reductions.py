@@ -13,9 +13,8 @@ from torch._ops import OpOverload
 
 from ...kernels import torch_operators
 from .._operands import as_operand, encode_values, first_scaled
-from .._payloads import decode_values, to_float32
 from .._registry import LOGICAL_DTYPES, implements
-from .._scaled_tensor import ScaledTensor
+from .._scaled_tensor import ScaledTensor, decode_values, to_float32
 from ._vocabulary import (
     align_operands,
     decode_value,

@@ -44,9 +44,8 @@ from .._operands import (
     result_storage,
     saturate_stand_ins,
 )
-from .._payloads import decode_values, to_float32
 from .._registry import EIGHT_BITS, FAMILIES, implements
-from .._scaled_tensor import ScaledTensor, wrap
+from .._scaled_tensor import ScaledTensor, decode_values, to_float32, wrap
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.
 _FARTHEST_SCALE = 2.0**60
@@ -115,7 +114,7 @@ def make_scaled_result(
     """Return a payload times a factor, under the product of scales and a power of two, as a scaled tensor."""
     has_product = len(scales) != 1 or number != 1.0
     has_factor = type(factor) is not float or factor != 1.0  # a traced number is not compared
-    if (has_product or has_factor or y.dtype != storage) and len(scales) <= 3 and fused.is_fused(y):
+    if (has_product or has_factor or y.dtype != storage) and len(scales) <= 3 and _powers.is_fused(y):
         return wrap(*fused.finish_payload(y, scales, storage, number=number, factor=factor), dtype)
     scale, rest = _powers.scale_product(*scales, number) if has_product else (scales[0].clone(), 1.0)
     y = y.to(torch.float32) * factor if has_factor else y
@@ -137,7 +136,7 @@ def scale_values(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype
     """Return float32 values as a scaled tensor of a given scale, and what is no float unchanged."""
     if not is_floating(y):
         return y
-    if fused.is_fused(y) and y.dtype in fused.PAYLOAD_CODECS:
+    if _powers.is_fused(y) and y.dtype in fused.PAYLOAD_CODECS:
         return wrap(*fused.finish_payload(y, (scale,), storage, "values"), dtype)
     return make_result(y, scale.clone(), _powers.scale_ratio(scale_one(y), scale), storage, dtype)
 

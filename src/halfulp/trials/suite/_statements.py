@@ -1,4 +1,4 @@
-"""The suite "papers": its tasks and recipes, and the papers' findings, each confirmed, refuted or not decidable."""
+"""The suite "papers": its tasks and recipes, and the papers' findings: confirmed, refuted, mixed or not decidable."""
 
 import dataclasses
 import statistics
@@ -170,7 +170,7 @@ PAPER_FINDINGS = (
     PaperFinding(_NO_LOSS_SCALE, _SCALIFY_PAPER, "scaled-fp16", _SAME),
 )
 
-CONFIRMED, REFUTED, OPEN = "confirmed", "refuted", "not decidable at this size"
+CONFIRMED, REFUTED, MIXED, OPEN = "confirmed", "refuted", "mixed", "not decidable at this size"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,7 @@ class JudgedStatement:
 
 
 def judge_statements(evidence: FinishedTrials) -> list[JudgedStatement]:
-    """Return every finding, in the order of the papers, decided by the majority of the rows that have a verdict."""
+    """Return every finding, in the order of the papers: confirmed or refuted by all rows that are decided, or mixed."""
     rows = evidence.rows()
     return [_judge_finding(evidence, rows, finding) for finding in PAPER_FINDINGS]
 
@@ -202,7 +202,7 @@ def _judge_finding(evidence: FinishedTrials, rows: Sequence[Row], finding: Paper
         said.append(f"{row.task} {row.recipe} {words}")
         agreeing += verdict in fulfilling
         decided += verdict not in ("unclear", None)
-    verdict = OPEN if 2 * agreeing == decided else CONFIRMED if 2 * agreeing > decided else REFUTED
+    verdict = OPEN if not decided else CONFIRMED if agreeing == decided else MIXED if agreeing else REFUTED
     numbers = f"{agreeing} of {decided} that are decided; {'; '.join(said)}" if said else "no task of this run tells"
     return JudgedStatement(finding.claim, finding.source, verdict, numbers)
 

@@ -58,7 +58,7 @@ def _describe_run(evidence: FinishedTrials) -> list[str]:
         f"{run['processor']}.",
         "Every row of a task starts from the same float32 weights, sees the same batches and uses the same "
         "hyper-parameters. Gaps are paired by seed; verdicts are corrected for the number of recipes on the task. A "
-        "finding is confirmed or refuted by the majority of the rows that are decided.",
+        "finding is confirmed if all rows that are decided agree with it, refuted if none does, and mixed otherwise.",
         "What a paper reports is on its own application and quoted from a text that was read; figures that could not "
         "be checked against one are left out.",
     ]
