@@ -57,7 +57,7 @@ def bytes_alone():
     lengths, given = chunks[:, 2], (address_of(chunks), address_of(pointers))
 
     def call(kept=(held, chunks, pointers)) -> None:
-        run_chunks(kernel, lengths, *given, *[0] * 5)
+        run_chunks(kernel, lengths, *given, *[0] * 4)
 
     return call
 

@@ -96,7 +96,7 @@ def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
     out = torch.empty(x.numel(), dtype=dtype)
     whole = cut_into_chunks(IndexMap.whole(tuple(x.shape)), 0)
     pointers, rows = np.array([address(x), address(out)], np.int64), np.zeros(1, np.int64)
-    run_chunks(kernel, whole[:, 2], *map(address_of, (whole, pointers, rows)), 0, 0, 0, 0)
+    run_chunks(kernel, whole[:, 2], *map(address_of, (whole, pointers, rows)), 0, 0, 0)
     assert same_bits(out, x.to(dtype))
 
 

@@ -182,7 +182,7 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     for cuts in count_cuts(dtype, product):
         table, left = make_block_summing_table(dtype, product, cuts), cut[lost]
         sums = np.empty((len(left), table.sums))
-        given = address_of(left), address_of(pointers), 0, 0, 0, address_of(sums), 0
+        given = address_of(left), address_of(pointers), 0, 0, 0, address_of(sums)
         run_chunks(_compile_table_kernel("llvm", table), left[:, 2], *given)
         failed = np.isnan(sums[:, 0])
         sums[failed] = 0
@@ -220,7 +220,7 @@ def _fill_windows_of_pieces(
     cut = np.zeros((len(row), 4), np.int64)
     cut[:, 0], cut[:, 2] = number, length
     table = make_term_adding_table(first.dtype, len(operands) > 1, reach, words if copies > 1 else 0)
-    run_chunks(_compile_table_kernel("llvm", table), length, address_of(cut), address_of(pointers), *[0] * 5)
+    run_chunks(_compile_table_kernel("llvm", table), length, address_of(cut), address_of(pointers), *[0] * 4)
     return counters[:, 0] if copies == 1 else counters.sum(1)
 
 
@@ -277,7 +277,7 @@ def _sum_row_blocks(operands: Operands) -> np.ndarray:
     for k, x in enumerate(operands):
         pointers[:, k] = _find_row_addresses(x, number)
     at = address_of(work)
-    run_chunks(_compile_table_kernel("llvm", table), cut[:, 2], at, at + 8 * begin[1], 0, 0, 0, at + 8 * begin[2], 0)
+    run_chunks(_compile_table_kernel("llvm", table), cut[:, 2], at, at + 8 * begin[1], 0, 0, 0, at + 8 * begin[2])
     return np.ascontiguousarray(sums.T)
 
 
@@ -311,7 +311,7 @@ def _round_windows(engine: str, words: Windows, reach: LimbRange, dtype: torch.d
         if engine == "triton":
             _compile_table_kernel(engine, table)(cut, pointers[None], words.device)
         else:
-            run_chunks(_compile_table_kernel(engine, table), cut[:, 2], address_of(cut), address_of(pointers), *[0] * 5)
+            run_chunks(_compile_table_kernel(engine, table), cut[:, 2], address_of(cut), address_of(pointers), *[0] * 4)
     if dtype is not None:
         return out[0].view(dtype)
     digits = out.t()

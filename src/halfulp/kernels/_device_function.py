@@ -22,23 +22,6 @@ STREAM_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Digest:
-    """The digest of an array's bytes: the sum of the terms of its words, the last one filled up with zeros.
-
-    Attributes:
-        column: of the array.
-        element_size: bytes of an element.
-        term_function: (a word, its key) -> what it adds; words of 64 bits.
-        key_step: word j has the key (j + 1) step.
-    """
-
-    column: int
-    element_size: int
-    term_function: RecordedFunction
-    key_step: int
-
-
-@dataclass(frozen=True)
 class Table:
     """A traced device function with the layout of the table of pointers that it reads and writes.
 
@@ -50,7 +33,6 @@ class Table:
         counter_step: by which the counters of neighbours differ.
         block: elements of a block; None if there are none.
         partial: whether a chunk's last block may be incomplete; then no array has an element per block.
-        digest: of an array, after all was written.
         is_far_memory: whether arrays lie in no cache, so that even of a few lines are asked for, further ahead.
         is_streaming: whether what is stored goes past the caches, which then need not read its old contents first.
             Arrays begin at multiples of `STREAM_ALIGNMENT` bytes, and none is read and stored.
@@ -63,7 +45,6 @@ class Table:
     counter_step: int = 0
     block: int | None = None
     partial: bool = False
-    digest: Digest | None = None
     is_far_memory: bool = False
     is_streaming: bool = False
 
@@ -74,9 +55,7 @@ class Table:
 
     def make_key(self) -> str:
         """Return a key of the instructions, which omits the processor and the sources of `kernels`."""
-        pieces = [self.stream_start, self.digest and self.digest.term_function]
-        told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
-        digest = self.digest and (self.digest.column, self.digest.element_size, self.digest.key_step)
+        told = self.stream_start and (self.stream_start.trace.digest(), self.stream_start.results)
         counts = (
             self.columns,
             self.constants,
@@ -86,7 +65,7 @@ class Table:
             self.is_far_memory,
             self.is_streaming,
         )
-        return repr((self.trace.digest(), sorted(self.trace.rare_masks), counts, digest, told))
+        return repr((self.trace.digest(), sorted(self.trace.rare_masks), counts, told))
 
 
 def bind_names(function: Callable, names: Mapping[str, object]) -> Callable:

@@ -157,7 +157,7 @@ def _run_kernel(
     kernel: Callable[..., None], parts: list[list[torch.Tensor]], out: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     table, pointers = _make_tables(parts, out)
-    run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 5)
+    run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 4)
     return out
 
 

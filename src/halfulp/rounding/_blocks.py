@@ -526,9 +526,9 @@ def _call_kernels(
     words = make_block_constants(target, layout, 1.0, target.element.max)
     if measure is not None:
         found = np.zeros((len(table), 4))
-        run_chunks(measure, sizes, *given, address_of(words), pointers + 16, address_of(found), 0)
+        run_chunks(measure, sizes, *given, address_of(words), pointers + 16, address_of(found))
         words = make_block_constants(target, layout, *compute_tensor_scale(float(found[:, 0].max()), target))
-    run_chunks(kernel, sizes, *given, address_of(words), pointers + 16, 0, 0)
+    run_chunks(kernel, sizes, *given, address_of(words), pointers + 16, 0)
 
 
 @lru_cache(maxsize=64)

@@ -131,7 +131,7 @@ def test_the_compiler_loads_whole_vectors_and_spills_nothing(product, capability
     def compiled(table):
         kernel = kernels._compile_table_kernel("triton", table)
         names = kernel.run.arg_names
-        types = {"chunks": "*i64", "pointers": "*i64", "aligned": "constexpr"}
+        types = {"chunks": "*i64", "rows": "*i64", "width": "i64", "aligned": "constexpr"}
         source = triton.compiler.ASTSource(
             kernel.run, {name: types[name] for name in names}, {(names.index("aligned"),): True}
         )

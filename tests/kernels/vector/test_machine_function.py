@@ -55,7 +55,7 @@ def test_a_kernel_keeps_little_memory(cache):
     before = bytes_in_use()
     for constant in range(2, 8):
         compiled(constant)
-    assert bytes_in_use() - before < 6 * 300_000
+    assert bytes_in_use() - before < 6 * 100_000
 
 
 def test_a_compiled_kernel_is_as_a_loaded_one(cache):

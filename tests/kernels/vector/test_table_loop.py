@@ -56,7 +56,7 @@ def run(table, arrays, chunks=None, constants=None, keys=None):
         KERNELS[key] = compile_table("test", table)
     kernel = KERNELS[key]
     given = chunks, pointers, np.zeros(1, np.int64), constants, keys, sums
-    kernel(0, len(chunks), *map(address_of, given), 0)
+    kernel(0, len(chunks), *map(address_of, given))
     return sums
 
 

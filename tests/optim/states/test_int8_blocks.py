@@ -18,7 +18,7 @@ def _roots(x):
     store32(out, i, word(approximate_cube_root(real(load32(source, i)))))
     found = np.zeros_like(x)
     chunks, pointers = np.array([[0, 0, len(x), 0]]), np.array([[x.ctypes.data, found.ctypes.data]])
-    compile_table("test", Table(trace, 2))(0, 1, address_of(chunks), address_of(pointers), *[0] * 5)
+    compile_table("test", Table(trace, 2))(0, 1, address_of(chunks), address_of(pointers), *[0] * 4)
     return found
 
 

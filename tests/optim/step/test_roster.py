@@ -1,5 +1,6 @@
 """A step that takes over the roster of the last one does what a step that plans everything anew does."""
 
+import contextlib
 import copy
 import pickle
 
@@ -8,6 +9,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
+from halfulp.optim.step import _batch
 from halfulp.optim.step._batch import Roster
 
 COUNT = 4
@@ -263,6 +265,49 @@ def test_steps_that_repeat_take_the_roster_over(monkeypatch):
     for number in range(8):  # metered ones among them
         run.step(number)
     assert made == [1]
+
+
+MODES = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference": torch.inference_mode,
+    "no gradients": torch.no_grad,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_under_a_mode_and_behind_it_take_the_roster_over(mode, monkeypatch):
+    kept, anew, made = Run(), Run(), []
+    of = Roster.from_places.__func__
+    monkeypatch.setattr(Roster, "from_places", classmethod(lambda cls, *given: made.append(1) or of(cls, *given)))
+    for number in range(9):
+        with MODES[mode]() if number % 4 < 2 else contextlib.nullcontext():
+            kept.step(number)
+            anew.step(number, _is_anew)
+    assert len(made) <= 9 + 5
+    assert all(map(same_bits, kept.numbers(), anew.numbers()))
+
+
+def test_gradients_that_require_gradients_take_the_roster_over(monkeypatch):
+    run, made = Run(), []
+    of = Roster.from_places.__func__
+    monkeypatch.setattr(Roster, "from_places", classmethod(lambda cls, *given: made.append(1) or of(cls, *given)))
+    for number in range(4):
+        run.step(number, lambda run: [parameter.grad.requires_grad_() for parameter in run.parameters])
+    assert made == [1]
+
+
+def test_without_native_checks_every_step_plans_anew(monkeypatch):
+    """In a torch without TensorGuards."""
+    fast, plain, made = Run(), Run(), []
+    of = Roster.from_places.__func__
+    for number in range(5):
+        fast.step(number)
+    monkeypatch.setattr(_batch, "TensorGuards", None)
+    monkeypatch.setattr(Roster, "from_places", classmethod(lambda cls, *given: made.append(1) or of(cls, *given)))
+    for number in range(5):
+        assert not plain.step(number)
+    assert len(made) == 5
+    assert all(map(same_bits, fast.numbers(), plain.numbers()))
 
 
 def test_parameters_of_other_ages_are_metered_by_their_own_steps():

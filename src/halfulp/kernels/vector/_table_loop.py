@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._device_function import CHUNK_COLUMNS, STREAM_INPUTS, Digest, Table
+from .._device_function import CHUNK_COLUMNS, STREAM_INPUTS, Table
 from .._trace import COUNTER_COPIES, RecordedFunction
 from ._builder import VectorBuilder, lane_type
 from ._instructions import InstructionWriter
@@ -18,7 +18,6 @@ from ._loop import Phases, Stages, find_operands, schedule_lines, split_into_sta
 from ._machine_function import Kernel, machine_function
 from ._processor import vector_bits
 
-_ARGUMENT_COUNT = 9
 _ELEMENTS_AT_ONCE = 512  # elements, in small blocks
 # Bytes by which cache lines are asked for ahead, where arrays are not few.
 _BYTES_AHEAD, _BYTES_FAR_AHEAD, _CACHE_LINE, _FEW_ARRAYS = 1024, 8192, 64, 3
@@ -26,26 +25,23 @@ ArrayKey = tuple[int, int, bool]  # the instruction of its address, bits of an e
 
 
 def compile_table(name: str, table: Table) -> Kernel:
-    """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums, digests).
+    """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
-    (rows of constants, constants), uint64 (rows,): keys, float64 (chunks, `table.sums`) and uint64 (chunks,).
+    (rows of constants, constants), uint64 (rows,): keys, and float64 (chunks, `table.sums`).
     """
-    return machine_function(
-        name, table.make_key(), _ARGUMENT_COUNT, lambda b, *values: TableLoop(b.b, table).build(*values)
-    )
+    return machine_function(name, table.make_key(), 8, lambda b, *values: TableLoop(b.b, table).build(*values))
 
 
 def compile_row(name: str, table: Table) -> Kernel:
     """Return the function (first and last chunk, addresses of chunks and constants, 0, key, pointers) of a single row.
 
-    As `compile_table`, without sums and digests.
+    As `compile_table`, without sums.
     """
 
     def write(b: VectorBuilder, first, last, chunks, constants, *_) -> None:
         row, key, pointers = (b.b.add(b.arguments, b.word(8 * k)) for k in (4, 5, 6))
-        nothing = b.word(0)
-        TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, nothing, nothing)
+        TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, b.word(0))
 
     return machine_function(name, f"row {table.make_key()}", 6 + table.columns, write)
 
@@ -106,7 +102,7 @@ class TableLoop(VectorBuilder):
         in_rows = self.phases.largest_lines if table.block and self.together == self.lanes else []
         self.rows = {line: self.allocate_stack(self.i32, self.together * self.lanes) for line in in_rows}
 
-    def build(self, first, last, chunks, pointers, rows, constants, keys, sums, digests) -> None:
+    def build(self, first, last, chunks, pointers, rows, constants, keys, sums) -> None:
         """Write the loop over chunks."""
         b, table = self.b, self.table
         with self.loop(first, last, 1) as c:
@@ -114,7 +110,6 @@ class TableLoop(VectorBuilder):
             row, begin, count, index = (self.load_word_at(chunks, at, k) for k in range(CHUNK_COLUMNS))
             pointer = b.mul(row, self.word(table.columns))
             used = {self.column[address] for address, *_ in [*self.arrays, *self.trace.deposits]}
-            used |= {table.digest.column} if table.digest else set()
             self.address = {column: self.load_word_at(pointers, pointer, column) for column in sorted(used)}
             if self.constant_inputs:
                 size = int(self.constant_inputs[0][1][1:]) // 8
@@ -127,8 +122,6 @@ class TableLoop(VectorBuilder):
             for k, total in enumerate(self.write_chunk(begin, count)):
                 place = self.pointer(sums, b.add(b.mul(c, self.word(table.sums)), self.word(k)), self.f64)
                 b.store(total, place, align=8)
-            if table.digest:
-                b.store(self.compute_digest(table.digest, begin, count), self.pointer(digests, c, self.i64), align=8)
         if table.is_streaming:
             b.fence("seq_cst")  # such stores are in no order with others
 
@@ -705,36 +698,3 @@ class TableLoop(VectorBuilder):
         for value in lanes[1:]:
             found = self.add_value(how, found, value)
         return found
-
-    def compute_digest(self, given: Digest, begin, count):
-        """Return the digest of the chunk's bytes."""
-        b, term, eight = self.b, given.term_function, self.word(8)
-        lanes, everything = vector_bits() // 64, (1 << 64) - 1
-        size = self.word(given.element_size)
-        start, length = b.add(self.address[given.column], b.mul(begin, size)), b.mul(count, size)
-        words = b.sdiv(length, eight)
-        whole = b.mul(b.sdiv(words, self.word(lanes)), self.word(lanes))
-        vector = self.vector_type(self.i64, lanes)
-        keys = self.ir.Constant(vector, [given.key_step * (k + 1) & everything for k in range(lanes)])
-        carried = [self.constant(vector, 0), keys]
-        with self.loop(self.word(0), whole, lanes, carried) as i:
-            total, key = carried
-            value = b.load(self.pointer(start, i, vector), align=1)
-            found = InstructionWriter(b, term.trace, lanes).run([value, key])[term.results[0]]
-            carried[:] = b.add(total, found), b.add(key, self.constant(vector, given.key_step * lanes & everything))
-        single = InstructionWriter(b, term.trace, 1)
-        left = [self.extract_lane(carried[0], 0)]
-        for k in range(1, lanes):
-            left[0] = b.add(left[0], self.extract_lane(carried[0], k))
-
-        def added(value, place):
-            key = b.mul(b.add(place, self.word(1)), self.word(given.key_step))
-            return b.add(left[0], single.run([value, key])[term.results[0]])
-
-        with self.loop(whole, words, 1, left) as i:
-            left[0] = added(b.load(self.pointer(start, i, self.i64), align=1), i)
-        rest, done = [self.word(0)], b.mul(words, eight)
-        with self.loop(done, length, 1, rest) as j:
-            byte = b.zext(b.load(self.pointer(start, j, self.ir.IntType(8)), align=1), self.i64)
-            rest[0] = b.or_(rest[0], b.shl(byte, b.mul(b.sub(j, done), eight)))
-        return added(rest[0], words)

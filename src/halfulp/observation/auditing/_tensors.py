@@ -249,7 +249,6 @@ def _measure_by_kernel(table: Table, parts: list[Tensor], constants: list[int]) 
         lambda first, last, *places: kernel(int(edges[first]), int(edges[last]), *places),
         lengths * CHUNK_ELEMENTS,
         *map(address_of, given),
-        0,
     )
     return sums, counters.sum((0, 1))
 

@@ -195,7 +195,7 @@ def _count_changes_by_kernel(
     chunks[:, :, 0], chunks[:, :, 1], chunks[:, :, 2] = rows[:, None], ends[:-1], np.diff(ends)
     pointers = np.array([[address(one) for one in own] for own in values], np.int64)
     limits = np.where(decreases, 0.0, np.inf)
-    given = (*map(address_of, (chunks, pointers, rows, limits)), 0, address_of(sums), 0)
+    given = (*map(address_of, (chunks, pointers, rows, limits)), 0, address_of(sums))
     run_chunks(compile_table_once(make_changes_table()), chunks[:, :, 2].ravel(), *given)
     found: list[list[list[float]]] = sums.tolist()
     return found

@@ -419,7 +419,7 @@ class TableKernel:
         self.constants = np.tile(np.array(constants, np.uint32), (TENSORS_PER_CALL, 1))
         self._kernel, self._rows, self._sums = compile_table_once(table), rows, np.zeros((TENSORS_PER_CALL, table.sums))
         given: tuple[np.ndarray, ...] = (rows.chunks, rows.pointers, _ROW_NUMBERS, self.constants)
-        self._arguments = (*map(address_of, given), 0, address_of(self._sums), 0)
+        self._arguments = (*map(address_of, given), 0, address_of(self._sums))
 
     def run_kernel(self, count: int) -> np.ndarray:
         """Return the sums of the first tensors, which the next call overwrites."""

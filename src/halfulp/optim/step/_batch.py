@@ -29,7 +29,11 @@ from ..rules._update_rule import UpdateRule
 if TYPE_CHECKING:
     from ...kernels.triton._launch import PlacedChunks
 
-TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
+TensorGuards: Any
+try:  # torch.compile's own check, which is native: in Python it takes 0.5 us for a parameter and its gradient
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # then every step looks at its parameters one by one
+    TensorGuards = None
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +54,7 @@ class BatchTable:
         state_columns: the name of each tensor there, those of all parameters, and their addresses.
         has_later_states: whether the states of some parameter began later than the parameter.
         records: of those parameters whose writes are tracked.
-        guards: the checks of the parameters and of their gradients; None where one is no plain tensor or has gaps.
+        guards: the checks of the parameters and of their gradients; None where these are looked at one by one.
         rows_with_gaps: the rows of the parameters whose memory has some.
         placed_chunks: the chunks on an accelerator.
     """
@@ -68,12 +72,12 @@ class BatchTable:
     state_columns: list[tuple[str, list[torch.Tensor], list[int]]]
     has_later_states: bool
     records: list[ParameterRecord]
-    guards: tuple[TensorGuards, TensorGuards] | None
     parameter_addresses: list[int]
     rows_with_gaps: list[int]
     is_plain: bool
     parameter_places: list[int] = field(default_factory=list)
     group_runs: list[tuple[int, int, int]] = field(default_factory=list)
+    guards: tuple[TensorGuards, TensorGuards] | None = None
     placed_chunks: PlacedChunks | None = None
 
     @classmethod
@@ -84,7 +88,6 @@ class BatchTable:
         seeds, rows = {plan.options.seed for plan in plans}, np.zeros(len(plans), np.int64)
         keys = np.zeros((len(plans), int(plans[0].spec.draws)), np.uint64)
         rows_with_gaps = [row for row, plan in enumerate(plans) if not plan.contiguous]
-        is_plain = all(plan.plain for plan in plans)
         return cls(
             plans=plans,
             chunks=chunks,
@@ -102,10 +105,9 @@ class BatchTable:
             ],
             has_later_states=any(BEGUN in plan.state for plan in plans),
             records=[plan.record for plan in plans if plan.tracks_writes],
-            guards=_make_guards(plans) if is_plain and not rows_with_gaps else None,
             parameter_addresses=[plan.address for plan in plans],
             rows_with_gaps=rows_with_gaps,
-            is_plain=is_plain,
+            is_plain=all(plan.plain for plan in plans),
         )
 
     def select_own(self, values: list[Any]) -> list[Any]:
@@ -128,6 +130,32 @@ class BatchTable:
             and all(self._holds_state_tensors(*column) for column in self.state_columns)
         )
 
+    def renew_guards(self, gradients: list[torch.Tensor]) -> None:
+        """Make the checks of class, dtype, shape, strides and sign bit anew, unless they pass.
+
+        Guards also tell the modes under which a step runs, such as autocast.
+
+        Args:
+            gradients: of a step whose plans are valid.
+        """
+        parameters, plans = [plan.parameter for plan in self.plans], self.plans
+        if (
+            TensorGuards is None
+            or not self.is_plain
+            or self.rows_with_gaps
+            or {*map(type, gradients)} != {torch.Tensor}
+        ):
+            self.guards = None
+        elif self.guards is None or not (self.guards[0].check(*parameters) and self.guards[1].check(*gradients)):
+            sizes = [[*plan.shape] for plan in plans]
+            # The stride along a dimension of one element says nothing.
+            strides = [[step if n > 1 else None for n, step in zip(plan.shape, plan.stride)] for plan in plans]
+            own, given = (
+                TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+                for tensors in (parameters, gradients)
+            )
+            self.guards = own, given
+
     def _holds_state_tensors(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
         """Return whether the optimizer's state has the tensors of a column where they were."""
         try:
@@ -135,22 +163,6 @@ class BatchTable:
         except KeyError:
             return False
         return all(map(is_, now, held)) and [*map(torch.Tensor.data_ptr, held)] == addresses
-
-
-def _make_guards(plans: list[ParameterPlan]) -> tuple[TensorGuards, TensorGuards]:
-    """Return what checks class, dtype, shape, strides and sign bit of plain parameters, and of their gradients.
-
-    torch.compile's check is native: column by column in Python it takes 0.5 us for a parameter and its gradient.
-    """
-    gradient = torch.empty(0, dtype=plans[0].spec.gradient.dtype, device=plans[0].parameter.device)
-    sizes = [[*plan.shape] for plan in plans]
-    # The stride along a dimension of one element says nothing.
-    strides = [[step if n > 1 else None for n, step in zip(plan.shape, plan.stride)] for plan in plans]
-    parameters = [plan.parameter for plan in plans]
-    return (
-        TensorGuards(*parameters, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides),
-        TensorGuards(*[gradient] * len(plans), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides),
-    )
 
 
 TensorCopies = tuple[torch.Tensor, ...]

@@ -39,7 +39,7 @@ NO_RANDOM_WORD = np.uint32(0)
 def compile_step(spec: StepSpec) -> Callable:
     """Return the kernel of a specification.
 
-    It is `step(first, last, chunks, pointers, rows, constants, keys, meter, digests)`.
+    It is `step(first, last, chunks, pointers, rows, constants, keys, meter)`.
     """
     if spec.in_parameter:
         return compile_step(dataclasses.replace(spec, in_parameter=False))

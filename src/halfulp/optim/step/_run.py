@@ -150,7 +150,7 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     counts = spec.metered or not spec.writes
     meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMNS))
     at = address_of(meter) if counts else 0
-    run_chunks(kernel, table.chunk_lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, 0)
+    run_chunks(kernel, table.chunk_lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at)
     if spec.metered:
         _count_lost_updates(meter, table.chunks, batch.plans)
     return meter
@@ -258,7 +258,7 @@ def _compile_and_check(spec: StepSpec):
     def run(chunks, pointers, constants, keys) -> np.ndarray:
         meter = np.zeros((len(chunks), METER_COLUMNS))
         given = chunks, pointers, np.zeros(1, np.int64), constants, keys, meter
-        kernel(0, len(chunks), *map(address_of, given), 0)
+        kernel(0, len(chunks), *map(address_of, given))
         return meter
 
     check_bits(

@@ -83,7 +83,7 @@ def _run_scale_table(spec: StepSpec, arrays: Sequence[torch.Tensor]) -> None:
 def _run_scale_kernel(kernel: Callable[..., None], arrays: Sequence[torch.Tensor]) -> None:
     chunks = cut_into_chunks(IndexMap.whole((len(arrays[0]),)), 0)
     pointers = np.array([[*map(address, arrays)]], np.int64)
-    run_chunks(kernel, chunks[:, 2], address_of(chunks), address_of(pointers), *[0] * 5)
+    run_chunks(kernel, chunks[:, 2], address_of(chunks), address_of(pointers), *[0] * 4)
 
 
 @functools.cache
