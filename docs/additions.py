@@ -153,6 +153,6 @@ class ShortRun(FindingKind):
 
     code, cure = "short-run", "watch more steps, or take interval=1"
 
-    def in_record(self, record):
+    def find_in_record(self, record):
         if len(record.sampled_steps) < 10:
             yield self.found((), "note", 1.0, f"{len(record.sampled_steps)} steps were looked at")

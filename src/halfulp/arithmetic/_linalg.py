@@ -20,7 +20,7 @@ import torch
 from ..kernels import define_operator, exponent, power
 from ._exact_products import find_row_exponents
 from ._matmul import matmul
-from ._pointwise import MOST, PRECISION, Parts, check_components, pointwise
+from ._pointwise import MOST, PRECISION, Parts, check_component_dtypes, pointwise
 
 _NAMES_OF_SQUARE_SOLVERS = ("solve", "inverse", "cholesky", "det")
 
@@ -117,7 +117,7 @@ def det(a: Parts, components: int, dtype: torch.dtype) -> Parts:
 
 
 def _call_solver(name: str, a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    check_components(*[(x[0].dtype, len(x)) for x in (a, b) if x], (dtype, components))
+    check_component_dtypes(*[(x[0].dtype, len(x)) for x in (a, b) if x], (dtype, components))
     _check_shapes(name, a[0].shape, b[0].shape if b else None)
     if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b)):
         return tuple(_linalg_operator(name, [*a, *b], len(a), components, dtype))
@@ -287,7 +287,7 @@ def _refine(
     while True:
         step = solve(rest)
         x = work.add(x, (step,))
-        if progress.is_done(_find_maxima(step, dims), _find_maxima(x[0], dims)):
+        if progress.is_done(_find_largest_magnitudes(step, dims), _find_largest_magnitudes(x[0], dims)):
             return x
         rest = find_residual(x)
 
@@ -314,7 +314,7 @@ def _prove_regular(a: Parts, near: torch.Tensor, task: str) -> None:
             )
 
 
-def _find_maxima(x: torch.Tensor, dims: tuple[int, ...] = (-2,)) -> torch.Tensor:
+def _find_largest_magnitudes(x: torch.Tensor, dims: tuple[int, ...] = (-2,)) -> torch.Tensor:
     """Return the largest magnitude of each column, or of each matrix."""
     return x.abs().amax(dims)
 
@@ -382,14 +382,14 @@ def _solve_least_squares(work: _WorkingPrecision, a: Parts, b: Parts) -> Parts:
     rest: Parts = ()
     upper, lower = b[0], torch.zeros_like(r[..., :1].expand(*r.shape[:-1], b[0].shape[-1]))
     # Corrections are judged by the solution's size, or one that the right-hand side resolves.
-    resolved = _find_maxima(b[0]) * 2.0 ** -(53 * work.components - 60 - work.bits / 2)
+    resolved = _find_largest_magnitudes(b[0]) * 2.0 ** -(53 * work.components - 60 - work.bits / 2)
     while True:
         # The float64 solution of dr + a dx = upper, a^T dr = lower.
         height = torch.linalg.solve_triangular(r.mT, lower, upper=False)
         seen = q.mT @ upper
         step = torch.linalg.solve_triangular(r, seen - height, upper=True)
         x, rest = work.add(x, (step,)), work.add(rest, (upper - q @ (seen - height),))
-        if progress.is_done(_find_maxima(step), torch.maximum(_find_maxima(x[0]), resolved)):
+        if progress.is_done(_find_largest_magnitudes(step), torch.maximum(_find_largest_magnitudes(x[0]), resolved)):
             return _multiply_by_power_of_two(x, -columns.mT)
         upper = work.sub(work.sub(b, rest), work.matmul(a, x))[0]
         lower = -work.matmul(transposed, rest)[0]
@@ -423,7 +423,7 @@ def _refine_cholesky_factor(work: _WorkingPrecision, a: Parts, task: str) -> Par
         near = torch.linalg.solve_triangular(start.mT, near, upper=True, left=False)
         lower = near.tril(-1) + torch.diag_embed(near.diagonal(dim1=-2, dim2=-1) / 2)
         factor = work.add(factor, (start @ lower,))
-        if progress.is_done(_find_maxima(near, _MATRIX_DIMENSIONS), 1.0):
+        if progress.is_done(_find_largest_magnitudes(near, _MATRIX_DIMENSIONS), 1.0):
             return factor
 
 
@@ -478,7 +478,7 @@ def _compute_determinant(work: _WorkingPrecision, a: Parts) -> Parts:
         near = torch.linalg.solve_triangular(high, near, upper=True, left=False)
         lower = work.add(lower, (low @ near.tril(-1),))
         upper = work.add(upper, (near.triu() @ high,))
-        is_done = progress.is_done(_find_maxima(near, _MATRIX_DIMENSIONS), 1.0)
+        is_done = progress.is_done(_find_largest_magnitudes(near, _MATRIX_DIMENSIONS), 1.0)
     ratio = upper[0].diagonal(dim1=-2, dim2=-1) / high.diagonal(dim1=-2, dim2=-1)
     # A pivot that was all rounding is left with the residual's rounding, however small its corrections have become.
     _refuse_singular(~((ratio > 0.5) & (ratio < 2.0)), "det")

@@ -16,7 +16,7 @@ from ._exact_products import (
     multiply_plain_matrices,
     multiply_small_matrices,
 )
-from ._pointwise import Parts, check_components
+from ._pointwise import Parts, check_component_dtypes
 
 _STACK_ELEMENTS = 1 << 20  # elements of operands and result that are worked on at a time
 
@@ -50,7 +50,7 @@ def matmul(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     >>> [float(part) for part in matmul(x, y, components=2, dtype=torch.float64)] == [2.0**-60, 0.0]
     True
     """
-    check_components((a[0].dtype, len(a)), (b[0].dtype, len(b)), (dtype, components))
+    check_component_dtypes((a[0].dtype, len(a)), (b[0].dtype, len(b)), (dtype, components))
     x, y = a[0].shape, b[0].shape
     if len(x) < 2 or len(y) < 2 or x[-1] != y[-2]:
         raise ValueError(f"matmul takes (..., M, K) and (..., K, N), got {tuple(x)} and {tuple(y)}")

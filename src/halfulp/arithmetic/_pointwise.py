@@ -378,11 +378,11 @@ def _make_call(name: str, operands: tuple[Any, ...], components: int, dtype: tor
     wanted = 2 if name in DIVISIONS else FUNCTIONS[name].operands
     if len(operands) != wanted:
         raise ValueError(f"{name} takes {wanted} operands, got {len(operands)}")
-    check_components(*operands, (dtype, components))
+    check_component_dtypes(*operands, (dtype, components))
     return PointwiseCall(name, operands, components, dtype)
 
 
-def check_components(*kinds: tuple[torch.dtype, int]) -> None:
+def check_component_dtypes(*kinds: tuple[torch.dtype, int]) -> None:
     """Raise unless operands and results have 1 to MOST components of a known dtype."""
     for kind, count in kinds:
         if kind not in PRECISION:

@@ -455,16 +455,16 @@ class _SitePlanner:
             return GLOBAL_KEY
         match kind:
             case "product":
-                return self._open_site(node, differentiable)
+                return self._name_site(node, differentiable)
             case "cell":
                 leaves = pytree.tree_leaves(node.args[1:2])
                 states = [x for x in leaves if isinstance(x, Node) and self._has_gradient(x)]
                 site = self._read_site(states[0]) if states and states[0] not in self._parameters else GLOBAL_KEY
-                return self._open_site(node, differentiable) if site == GLOBAL_KEY else site
+                return self._name_site(node, differentiable) if site == GLOBAL_KEY else site
             case "in-place" if node.args and isinstance(node.args[0], Node) and node.args[0] in self._sites:
                 return self._read_site(node.args[0])
         sites = [self._read_site(x) for x in differentiable if x not in self._parameters]
-        return max(sites, key=lambda key: self._ranks.get(key, -1)) if sites else self._open_site(node, differentiable)
+        return max(sites, key=lambda key: self._ranks.get(key, -1)) if sites else self._name_site(node, differentiable)
 
     def _read_site(self, node: Node) -> str:
         """Return the site of a node's gradient; the latest of several results'."""
@@ -486,7 +486,7 @@ class _SitePlanner:
                 return several[node.args[1]]
         return GLOBAL_KEY if isinstance(value, Tensor) and value.dim() == 0 and not value._is_view() else site
 
-    def _open_site(self, node: Node, differentiable: Iterable[Node]) -> str:
+    def _name_site(self, node: Node, differentiable: Iterable[Node]) -> str:
         """Return the site of this call of a product, or of what reads parameters alone."""
         owner = next((self._owners[self._parameters[x]] for x in differentiable if x in self._parameters), None)
         return self._number_call(owner or ".".join([*self._find_module(node), get_function_name(node.target)]))

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ._site import GLOBAL_KEY
 
 # Opening: linear, in the derivative of a function that reads parameters alone, whose gradients have its site.
-NodeRole = Literal["product", "opening", "linear", "part", "widening", "shape", "other"]
+GradientUse = Literal["product", "opening", "linear", "part", "widening", "shape", "other"]
 
 # Functions of a gradient and one more operand, by the places of both.
 _FACTOR_PLACES = {
@@ -57,7 +57,7 @@ _CAST_NAMES = ("_to_copy", "convert_element_type")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def find_node_role(node: Node, gradients: Mapping[Node, None]) -> NodeRole:
+def classify_gradient_use(node: Node, gradients: Mapping[Node, None]) -> GradientUse:
     """Return how a function treats the gradients among its arguments."""
     if node.target is operator.getitem:
         return "part"
@@ -115,7 +115,7 @@ def _is_data_movement(node: Node, name: str, gradients: Mapping[Node, None]) -> 
     return all(x in gradients or _is_made_of_zeros(x) for x in tensors)
 
 
-def _find_copy_role(node: Node, gradients: Mapping[Node, None]) -> NodeRole:
+def _find_copy_role(node: Node, gradients: Mapping[Node, None]) -> GradientUse:
     """Return the second argument in the shape of the first."""
     shape, source = node.args[:2]
     assert isinstance(shape, Node)
@@ -228,7 +228,7 @@ class SitePlacement:
         self._plan = plan
         self._output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
         self.gradients: dict[Node, None] = {}
-        self.roles: dict[Node, NodeRole] = {}
+        self.roles: dict[Node, GradientUse] = {}
         self._calls: dict[Node, str] = {}
         self._collect_gradients(module.graph.nodes)
         self._products = {add: product for add in self.gradients if (product := self._find_fused_product(add))}
@@ -247,7 +247,7 @@ class SitePlacement:
             if node.op == "placeholder" and "tangents" in node.name:
                 self.gradients[node] = None
             elif node.op not in ("placeholder", "output") and any(x in self.gradients for x in node.all_input_nodes):
-                role, path = find_node_role(node, self.gradients), self._find_forward_path(node)
+                role, path = classify_gradient_use(node, self.gradients), self._find_forward_path(node)
                 if role == "product" and path is not None and path not in self._plan.product_paths:
                     # A step of another function's derivative, of which the eager front end sees the whole.
                     role = "other" if self._plan.site_keys[path] == GLOBAL_KEY else "linear"

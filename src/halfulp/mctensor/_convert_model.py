@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._messages import a_kind
 from ..arithmetic import MOST, PRECISION
-from ..subclass._in_backward import COMPONENTS, FIRST, check_gradients
+from ..subclass._in_backward import COMPONENTS, FIRST, check_gradients_mode
 from ..subclass.models._conversion import (
     ParameterRef,
     Where,
@@ -101,7 +101,7 @@ def _copy_components(parameter: MCTensor, value: MCTensor) -> None:
 
 
 def _read_fitting_tensor(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> MCTensor | None:
-    """Return a parameter's entries as an MCTensor of its own dtype and components; None where the file has none.
+    """Convert a parameter's entries in a file to an MCTensor of its dtype and components; None where there are none.
 
     Raises:
         ValueError: they hold more digits than the parameter, or are of another layout.
@@ -228,7 +228,7 @@ def multicomponent(
     """
     check_module(model, "multicomponent")
     check_component_count(components)
-    check_gradients(gradients)
+    check_gradients_mode(gradients)
     if dtype is not None:
         check_dtype(dtype)
     found = list_matching_parameters(list_module_parameters(model, constants=True), where)

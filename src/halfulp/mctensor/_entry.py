@@ -165,7 +165,7 @@ def _refuse_plain_target(operator: OpOverload, *arguments: Any, **options: Any) 
 
 # Those in which operands meet one another, or a constant, before they meet all others. Those that hand all operands to
 # one operator with a rule, as linear does, and those that write running statistics, as batch_norm, need none.
-COMPOSITE_OPERATORS = (
+ENCODED_COMPOSITE_OPERATORS = (
     *(aten.einsum.default, aten.linalg_multi_dot.default, aten.chain_matmul.default, aten.bilinear.default),
     *(aten.rms_norm.default, aten._weight_norm.default),
     *(aten.kl_div.default, aten.poisson_nll_loss.default, aten.margin_ranking_loss.default),
@@ -344,10 +344,10 @@ OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
         if (form := functional_form(operator)) is not None
     },
 }
-_ENCODED_OPERATORS = frozenset(present_operators((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
+_ENCODED_OPERATORS = frozenset(present_operators((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
 
 for _operator in present_operators(
-    dict.fromkeys((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *PROMOTED_OPERATORS))
+    dict.fromkeys((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *PROMOTED_OPERATORS))
 ):
     _aten_library.impl(
         _operator.name().removeprefix("aten::"), _make_entry(_operator), ENTRY_KEY_NAME, with_keyset=True

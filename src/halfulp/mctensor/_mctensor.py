@@ -22,7 +22,7 @@ from ..subclass._identity import (
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
-    check_gradients,
+    check_gradients_mode,
     differentiable,
     refuse_jit_trace,
     refuse_make_fx,
@@ -226,7 +226,7 @@ class MCTensor(CompositeTensor):
         >>> MCTensor.encode(["0.1", "1e-30"], components=3, dtype=torch.bfloat16).components[0].shape
         torch.Size([2])
         """
-        check_gradients(gradients)
+        check_gradients_mode(gradients)
         if isinstance(x, Tensor):
             refuse_make_fx("MCTensor")
             refuse_jit_trace("MCTensor")
@@ -254,7 +254,7 @@ class MCTensor(CompositeTensor):
         >>> MCTensor.from_components([torch.tensor(1.0), torch.tensor(2.0**-24), torch.tensor(1.0)]).components
         (tensor(2.), tensor(5.9605e-08), tensor(0.))
         """
-        check_gradients(gradients)
+        check_gradients_mode(gradients)
         parts, held = canonicalize_components(components, scale)
         return wrap_parts(parts, held, gradients)
 
@@ -296,7 +296,7 @@ class MCTensor(CompositeTensor):
 
     def with_gradients(self, gradients: str) -> MCTensor:
         """Return a leaf of the same components, sharing memory, that keeps gradients of another kind."""
-        check_gradients(gradients)
+        check_gradients_mode(gradients)
         made = wrap_parts(self._parts, self._scale, gradients)
         made.requires_grad_(self.requires_grad)
         return made

@@ -25,7 +25,9 @@ class StepWatcher:
     def begin_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer steps its parameters one by one from now on."""
 
-    def watch_parameter(self, optimizer: Optimizer, parameter: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    def make_step_context(
+        self, optimizer: Optimizer, parameter: torch.Tensor
+    ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which one parameter steps."""
         return contextlib.nullcontext()
 
@@ -171,7 +173,7 @@ class GradientRelease:
             parameter.grad.mul_(coefficient.to(parameter.grad.device))
         with contextlib.ExitStack() as watched:
             for watcher in self._watchers:
-                watched.enter_context(watcher.watch_parameter(self.optimizer, parameter))
+                watched.enter_context(watcher.make_step_context(self.optimizer, parameter))
             self.optimizer._step_one_parameter(parameter, group, position)
         parameter.grad = None
 

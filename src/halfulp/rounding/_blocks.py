@@ -127,7 +127,7 @@ def nonzero_quotient(w, inverse, c):
 # any scale: the word of a scale is that of the product with the tensor's -------------------------------------
 
 
-def compute_scale_product(a, c, d, b):
+def compute_scale_under_tensor_scale(a, c, d, b):
     """Device function: amax / (largest element x tensor scale), rounded within the scale's range, x tensor scale."""
     q = word(real(a) / real(b.unit))
     e = shr(q, d.field)
@@ -145,7 +145,7 @@ def upward_addend(w, a, u, s, keep, c):
     return bit_xor(keep, c.ones)
 
 
-def take_scale(scale, c, b):
+def use_scale_itself(scale, c, b):
     """Device function: the scale's word is the scale."""
     return scale
 
@@ -300,7 +300,11 @@ def bind_device_functions(kind: BlockKind) -> dict[str, object]:
     if kind.has_power_scales:
         names |= {"scale_of": compute_scale_exponent, "factor_of": make_power, "inverse_of": make_inverse_power}
     else:
-        names |= {"scale_of": compute_scale_product, "factor_of": take_scale, "inverse_of": take_scale}
+        names |= {
+            "scale_of": compute_scale_under_tensor_scale,
+            "factor_of": use_scale_itself,
+            "inverse_of": use_scale_itself,
+        }
         names["scale_addend"] = half_addend if kind.rounds_to_nearest else upward_addend
     return names
 

@@ -29,7 +29,7 @@ from ._registry import (
     FAMILY_BY_OPERATOR,
     STORAGE_DTYPES,
     ComplexOperand,
-    register_promotion,
+    register_promotion_derivation,
     rule_of,
 )
 from ._scaled_tensor import (
@@ -436,7 +436,7 @@ def find_operand_preparation(operator: OpOverload) -> OperandPreparation | None:
     )
 
 
-@register_promotion
+@register_promotion_derivation
 def make_promoted_rule(operator: OpOverload) -> Callable:
     """Return an operator's rule for operands of which one has a home, which the results then have too.
 

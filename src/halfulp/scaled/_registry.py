@@ -168,7 +168,7 @@ register_rule_derivation = _rule_table.derives
 # For tensors with a home: a rule is a function of the home, the arguments and the options.
 _promoted_rule_table = RuleTable()
 promoted_rule_of = _promoted_rule_table.of
-register_promotion = _promoted_rule_table.derives
+register_promotion_derivation = _promoted_rule_table.derives
 # The family of every registered operator.
 FAMILY_BY_OPERATOR: dict[OpOverload, str] = {}
 

@@ -19,7 +19,7 @@ _get_graph_task = torch._C._current_graph_task_id
 _rounding_state = threading.local()
 
 
-def check_gradients(gradients: str) -> str:
+def check_gradients_mode(gradients: str) -> str:
     """Raise unless this is a way of keeping gradients."""
     if gradients not in (FIRST, COMPONENTS):
         raise ValueError(
@@ -53,7 +53,7 @@ def gives_plain_gradient_of(x: Any) -> bool:
     return gives_plain_gradient(x._gradients, x._seeds_backward or len(x._parts) == 1)
 
 
-def stores_plain_gradient(gradients: str) -> bool:
+def is_storing_plain_gradient(gradients: str) -> bool:
     """Return whether a gradient is being stored in a leaf of plain gradients: one in the mode "first", or plain."""
     if _get_graph_task() == -1 or not _is_storing_gradient():
         return False

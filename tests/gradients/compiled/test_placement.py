@@ -8,7 +8,7 @@ import torch._inductor.inductor_prims  # which defines prims.fma
 
 from halfulp._torch_floor import is_older
 from halfulp.gradients import _compiled_placement
-from halfulp.gradients._compiled_placement import _FACTOR_PLACES, find_node_role
+from halfulp.gradients._compiled_placement import _FACTOR_PLACES, classify_gradient_use
 
 aten = torch.ops.aten
 # All matrix products of two dimensions and more, and the shapes of their arguments; what is added comes first.
@@ -85,11 +85,13 @@ def test_a_product_of_one_gradient_is_a_product_and_of_two_none(name):
     factors = [operands[-2], operands[-1]]
     added = dict.fromkeys(operands[:-2])
     for factor in factors:
-        assert find_node_role(node, {factor: None, **added}) == "product"
+        assert classify_gradient_use(node, {factor: None, **added}) == "product"
         if added:
-            assert find_node_role(node, {factor: None}) == "other"  # a constant beside a gradient has no exponent
-    assert find_node_role(node, dict.fromkeys(operands)) == "other"
-    assert find_node_role(node, added) == "other"
+            assert (
+                classify_gradient_use(node, {factor: None}) == "other"
+            )  # a constant beside a gradient has no exponent
+    assert classify_gradient_use(node, dict.fromkeys(operands)) == "other"
+    assert classify_gradient_use(node, added) == "other"
 
 
 @pytest.mark.parametrize(("space", "name", "added"), [(aten, "addcmul", 0), (torch.ops.prims, "fma", 2)])
@@ -97,11 +99,11 @@ def test_a_product_by_elements_is_linear_in_one_gradient(space, name, added):
     node, operands = _node(name, ((3, 4),) * 3, space)
     addend = operands.pop(added)
     for factor in operands:
-        assert find_node_role(node, {factor: None, addend: None}) == "linear"
-        assert find_node_role(node, {factor: None}) == "other"  # a constant beside a gradient has no exponent
-    assert find_node_role(node, dict.fromkeys(operands)) == "other"
-    assert find_node_role(node, dict.fromkeys([*operands, addend])) == "other"
-    assert find_node_role(node, {addend: None}) == "other"
+        assert classify_gradient_use(node, {factor: None, addend: None}) == "linear"
+        assert classify_gradient_use(node, {factor: None}) == "other"  # a constant has no exponent
+    assert classify_gradient_use(node, dict.fromkeys(operands)) == "other"
+    assert classify_gradient_use(node, dict.fromkeys([*operands, addend])) == "other"
+    assert classify_gradient_use(node, {addend: None}) == "other"
 
 
 def test_a_product_by_elements_that_is_added_to_zeros_is_linear():
@@ -111,8 +113,8 @@ def test_a_product_by_elements_that_is_added_to_zeros_is_linear():
     zeros.meta["val"] = added.meta["val"]
     node.replace_input_with(added, zeros)
     for factor in factors:
-        assert find_node_role(node, {factor: None}) == "linear"
-    assert find_node_role(node, dict.fromkeys(factors)) == "other"
+        assert classify_gradient_use(node, {factor: None}) == "linear"
+    assert classify_gradient_use(node, dict.fromkeys(factors)) == "other"
 
 
 def _of(operator, gradient: torch.Tensor, other, *rest) -> torch.fx.Node:
@@ -147,7 +149,7 @@ X = torch.ones(3, 4)
 def test_writes_are_linear_in_what_they_keep_and_write(operator, other, rest, role):
     node = _of(operator, X, other, *rest)
     gradient = next(one for one in node.all_input_nodes if one.name == "gradient")
-    assert find_node_role(node, {gradient: None}) == role
+    assert classify_gradient_use(node, {gradient: None}) == role
 
 
 def test_zeros_in_the_shape_of_a_gradient_are_none():
@@ -157,4 +159,4 @@ def test_zeros_in_the_shape_of_a_gradient_are_none():
         made = node.graph.call_function(aten.zeros_like.default, (zeros,))
     made.meta["val"] = X
     node.replace_input_with(zeros, made)
-    assert find_node_role(node, {shape: None}) == "shape"
+    assert classify_gradient_use(node, {shape: None}) == "shape"

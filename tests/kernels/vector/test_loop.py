@@ -144,7 +144,7 @@ def test_sums_that_run_in_units_that_multiply_have_the_bits_of_sums(name, dtype,
     if not _processor.has_fused_vectors(_processor.vector_bits()):
         pytest.skip("vectors without fused products")
     monkeypatch.setenv("HALFULP_CPU_NAME", name)
-    limits, machine, written = torch.finfo(dtype), _machine_function._target_machine, []
+    limits, machine, written = torch.finfo(dtype), _machine_function._make_target_machine, []
 
     def target_machine():
         made = machine()
@@ -152,7 +152,7 @@ def test_sums_that_run_in_units_that_multiply_have_the_bits_of_sums(name, dtype,
         made.emit_object = lambda module: written.append(made.emit_assembly(module)) or emit(module)
         return made
 
-    monkeypatch.setattr(_machine_function, "_target_machine", target_machine)
+    monkeypatch.setattr(_machine_function, "_make_target_machine", target_machine)
     trace, results = record_function(_sums, dtype, 2)
     kernel = compile_trace(f"sums on {name}", trace, [r.number for r in results], [dtype] * 2, [dtype] * 8)
     code = "".join(written)

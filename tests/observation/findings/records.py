@@ -70,7 +70,7 @@ def with_scale(record: Record, scales: list[float] = [65536.0], **fields: Any) -
 
 def found(code: str, record: Record) -> list[Finding]:
     """What one code finds."""
-    return list(FINDING_KINDS[code]().in_record(record))
+    return list(FINDING_KINDS[code]().find_in_record(record))
 
 
 def severity(code: str, record: Record) -> str | None:

@@ -112,7 +112,7 @@ def _link_object(code: bytes) -> int:
     if not code.startswith(_OBJECT_TAG):
         raise ValueError("no object file")
     # An engine for each: all objects call their function by one name.
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _make_target_machine())
     engine.add_object_file(binding.ObjectFileRef.from_data(code[len(_OBJECT_TAG) :]))
     engine.finalize_object()
     address: int = engine.get_function_address(_FUNCTION_SYMBOL)
@@ -128,7 +128,7 @@ def _compile_object(arguments: int, write: Callable[..., None]) -> bytes:
 
     from ._builder import VectorBuilder
 
-    machine = _target_machine()
+    machine = _make_target_machine()
     module = ir.Module(_FUNCTION_SYMBOL)
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)]), _FUNCTION_SYMBOL)
@@ -151,7 +151,7 @@ def _compile_object(arguments: int, write: Callable[..., None]) -> bytes:
     return _OBJECT_TAG + code
 
 
-def _target_machine() -> Any:
+def _make_target_machine() -> Any:
     """Return the processor's, new at each call: an engine owns its own, and may be gone before others."""
     from llvmlite import binding
 

@@ -13,7 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from ...arithmetic import PRECISION
 from ...kernels import require_float64, torch_operators
 from ...subclass._collectives import register_collectives, run_and_wait
-from ...subclass._in_backward import gives_plain_gradient_of, stores_plain_gradient
+from ...subclass._in_backward import gives_plain_gradient_of, is_storing_plain_gradient
 from .._encode import choose_scale, divide_by_scale, find_magnitude
 from .._mctensor import RULES, MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
 from .._result_type import ResultType, make_result, result_type, to_components
@@ -29,7 +29,7 @@ _LEAST_OVERFLOW = 2.0**132
 @implements(aten.clone.default)
 def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
     """Copy every component and the scale."""
-    if gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
+    if gives_plain_gradient_of(x) or is_storing_plain_gradient(x._gradients):
         return round_to_plain(x).clone(memory_format=memory_format)
     scale = None if x._scale is None else x._scale.clone()
     return wrap_parts(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
@@ -110,7 +110,7 @@ _FILLED_OPERATORS = (
 def new_like(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Make a tensor like a given one: its first component; the others are zero."""
     dtype = options.get("dtype") or x.dtype
-    if dtype not in PRECISION or gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
+    if dtype not in PRECISION or gives_plain_gradient_of(x) or is_storing_plain_gradient(x._gradients):
         return operator(x._parts[0], *arguments, **options)
     options["dtype"] = torch.float64 if operator in _RANDOM_OPERATORS else dtype
     first = operator(x._parts[0], *arguments, **options)
@@ -271,7 +271,7 @@ def view(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> 
 @implements(aten.detach.default)
 def detach(x: MCTensor) -> Tensor:
     """Return the same components; a gradient that is being stored in a leaf becomes the kind that the leaf keeps."""
-    if stores_plain_gradient(x._gradients):
+    if is_storing_plain_gradient(x._gradients):
         return round_to_plain(x).detach()
     return wrap_parts(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
 

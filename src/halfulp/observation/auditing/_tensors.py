@@ -212,9 +212,8 @@ def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
     if found.first is None:
         found.first = float(a[0].double()), float(b[0].double())
     kinds = [x.dtype if x.dtype in NONFINITE_CODES else torch.float32 for x in (a, b)]
-    constants = [
-        _encode_number(kind, value) for kind, value in zip(kinds * 2, (*found.first, *(form.max for form in forms)))
-    ]
+    numbers = (*found.first, *(form.max for form in forms))
+    constants = [_find_code_of_number(kind, value) for kind, value in zip(kinds * 2, numbers)]
     constants += [word for form in forms for word in (form.emin + 1023, form.mantissa_bits)]
     measure = _measure_by_kernel if select_engine("cpu") == "llvm" else _measure_by_reference
     for parts in zip(a.split(ELEMENTS_AT_ONCE), b.split(ELEMENTS_AT_ONCE), strict=True):
@@ -227,7 +226,7 @@ def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
 
 
 @functools.cache
-def _encode_number(dtype: torch.dtype, value: float) -> int:
+def _find_code_of_number(dtype: torch.dtype, value: float) -> int:
     """Return a number's code, as a word."""
     code = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype)
     return int(code.view(getattr(torch, f"int{8 * dtype.itemsize}"))) & ((1 << 8 * dtype.itemsize) - 1)

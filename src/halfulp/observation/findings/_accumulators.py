@@ -42,7 +42,7 @@ class AccumulationSwamped(FindingKind):
     wide_cure = "fewer micro-batches, or each divided by their number before its backward pass"
     worst = "-realised"
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             sums = parameter.accumulation or RealisedChanges()
             realised = sums.realised_share
@@ -78,7 +78,7 @@ class AverageStuck(FindingKind):
     worst = "lost"
     explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, average in record.averages.items():
             change = average.change
             realised = change.realised_share
@@ -95,7 +95,7 @@ class AverageStuck(FindingKind):
                 **make_change_evidence(change, average.dtype),
             )
 
-    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         moved = any(row.status == "changed" and row.role != "average" for row in audit.tensors.values())
         for name, row in audit.tensors.items():
             if row.role != "average" or not moved or row.numel < FEWEST_CHANGES or not is_narrow_dtype(row.a.dtype):
@@ -119,7 +119,7 @@ class PositionsCollide(FindingKind):
     )
     explained_by = ("dtype-not-asked",)
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, positions in record.positions.items():
             digits = get_precision(positions.dtype)
             assert digits is not None
@@ -146,7 +146,7 @@ class ResidualSwamped(FindingKind):
     worst = "-realised"
     explained_by = ("dtype-not-asked",)
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, residual in record.residuals.items():
             change = residual.change
             realised = change.realised_share
@@ -186,7 +186,7 @@ class SecondMomentStuck(FindingKind):
     explained_by = ("state-mismatch", "dtype-changed-on-resume")
     shares_cause_with = ("updates-lost", "weight-frozen", "weight-decay-lost", "freeze-ahead")
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             for state, change in parameter.states.items():
                 is_moment = state in SECOND_MOMENTS and change.seen >= FEWEST_DECREASES
@@ -206,7 +206,7 @@ class SecondMomentStuck(FindingKind):
                     **make_change_evidence(change, dtype),
                 )
 
-    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         """Find second moments that can only rise, since their format loses every decay by beta2."""
         for name, state in audit.states.items():
             betas, alpha = state.options.get("betas"), state.options.get("alpha")
@@ -221,7 +221,7 @@ class SecondMomentStuck(FindingKind):
                 told: dict[str, Any] = {"state": moment, "decay": rate, "dtype": name_dtype(dtype)}
                 yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), **told)
 
-    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
+    def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         found = [(layer, layer.beta2) for layer in forecast.layers if layer.beta2 is not None]
         stuck = [(layer, beta2) for layer, beta2 in found if loses_state_decay(1 - beta2, layer.denominator)]
         if stuck:

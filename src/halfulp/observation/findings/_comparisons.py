@@ -36,7 +36,7 @@ class CompiledDiffers(FindingKind):
     role = "activation"
     worst = "relative"
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for pair in record.compiled:
             if pair.differing and not is_explained_by_sum_order(pair):
                 yield self.found(
@@ -67,7 +67,7 @@ class LossCancels(FindingKind):
     wide_cure = "compute the loss as a mean of small terms instead of a difference of large ones, or in float64"
     explained_by = ("dtype-not-asked",)
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         losses, gap = sum(step.loss is not None for step in record.history), record.loss_gap
         if gap is None or losses < FEWEST_LOSSES or not gap >= LOSS_GAP_LIMIT:
             return
@@ -91,7 +91,7 @@ class RecomputeDiffers(FindingKind):
     role = "activation"
     worst = "relative"
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for pair in record.recomputed:
             first, second = pair.dtypes
             if first == second and (not pair.differing or is_explained_by_sum_order(pair)):
@@ -121,7 +121,7 @@ class ReplicasDiffer(FindingKind):
     )
     explained_by = ("random-bits-repeat",)
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         differing = [name for name, same in record.replicas.items() if not same]
         if differing:
             said = f"{len(differing)} of {len(record.replicas)} parameters differ between {record.replica_of[1]} ranks"

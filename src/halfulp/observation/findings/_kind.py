@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .._record import Record
 
 FINDING_KINDS: dict[str, type[FindingKind]] = {}
-_INSTRUMENT_METHODS = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}
+_INSTRUMENT_METHODS = {"observe": "find_in_record", "audit": "find_in_audit", "forecast": "find_in_forecast"}
 # The most that a forecast is sure: the schedule, and the gradients that make the updates, are still to come.
 MOST_FORECAST_CONFIDENCE = 0.9
 
@@ -53,15 +53,15 @@ class FindingKind:
     wide_cure: ClassVar[str] = ""
     worst: ClassVar[str] = ""
 
-    def in_record(self, record: Record) -> Iterable[Finding]:
+    def find_in_record(self, record: Record) -> Iterable[Finding]:
         """Yield this kind's findings from a record of `hu.observe`."""
         return ()
 
-    def in_audit(self, audit: Any) -> Iterable[Finding]:
+    def find_in_audit(self, audit: Any) -> Iterable[Finding]:
         """Yield this kind's findings from two checkpoints that `hu.audit` compared."""
         return ()
 
-    def in_forecast(self, forecast: Any) -> Iterable[Finding]:
+    def find_in_forecast(self, forecast: Any) -> Iterable[Finding]:
         """Yield this kind's findings from a forecast of `hu.forecast`."""
         return ()
 

@@ -9,7 +9,7 @@ from .._record import Record, TensorRecord
 from .._text import compute_confidence, format_percent, get_precision, is_narrow_dtype, name_dtype
 from ..auditing._audit import Audit
 from ._kind import FindingKind, register_finding
-from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_wide_range, list_tensors
+from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_float32_range, list_tensors
 
 FEWEST_BLOCK_ELEMENTS = 64
 # Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.
@@ -29,7 +29,7 @@ class BlockHidden(FindingKind):
     worst = "hidden"
     explained_by = ("quantized-to-zero",)
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
             count = count_nonzero(tensor)
             hidden = tensor.block_hidden.get(tensor.asked_format or "")
@@ -65,7 +65,7 @@ class GradientBelowNoise(FindingKind):
     worst = "-ratio"
     explained_by = ("block-hidden", "gradient-underflow", "payload-saturated", "quantized-to-zero")
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in list_tensors(record, *GRADIENT_ROLES):
             noise = tensor.quantization_error
             if tensor.asked_format is None or not noise or not tensor.rms < STALLING_NOISE_RATIO * noise:
@@ -105,7 +105,7 @@ class PayloadSaturated(FindingKind):
     worst = "saturated"
     explained_by = ("dtype-not-asked",)
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
             held_in, asked = get_storage_format(tensor), tensor.asked_format or ""
             counts = tensor.formats.get(asked)
@@ -115,7 +115,7 @@ class PayloadSaturated(FindingKind):
                 yield from self._find_saturation(
                     tensor, counts.overflow, counts.elements, asked, said, SCALE_FIRST_CURE
                 )
-            if held_in is not None and not has_wide_range(held_in):
+            if held_in is not None and not has_float32_range(held_in):
                 said = f"at {held_in.name}'s largest number, {held_in.max:.6g}"
                 count = tensor.largest - tensor.steps  # a scale puts one there in each step
                 yield from self._find_saturation(tensor, count, tensor.elements, held_in.name, said, self.cure)
@@ -138,14 +138,14 @@ class PayloadSaturated(FindingKind):
                 scale=tensor.scale,
             )
 
-    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
             dtype, count = row.b.dtype, row.b.saturated - 1  # a scale that follows the largest element puts one there
             share = count / max(1, row.numel)
             if count < FEWEST_SATURATED_ELEMENTS or share < SATURATED_SHARE_WARNING or row.b.constant is not None:
                 continue
             # Formats of float32's range do not saturate; a mask is filled with their lowest number.
-            if not dtype.is_floating_point or not is_narrow_dtype(dtype) or has_wide_range(formats.get(dtype)):
+            if not dtype.is_floating_point or not is_narrow_dtype(dtype) or has_float32_range(formats.get(dtype)):
                 continue
             yield self.found(
                 name,
@@ -171,7 +171,7 @@ class QuantizedToZero(FindingKind):
     worst = "elements"
     explained_by = ("activation-underflow", "dtype-not-asked")
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in list_tensors(record, "activation"):
             entered = tensor.input_amax
             # Zeros in 16 bits and more are those of a ReLU, a mask or a zero weight, unless a quantizer made them.
@@ -188,7 +188,7 @@ class QuantizedToZero(FindingKind):
                 steps=tensor.steps,
             )
 
-    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
             if get_precision(row.b.dtype) is None or row.numel < 2 or row.role == "buffer":
                 continue

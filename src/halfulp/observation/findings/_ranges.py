@@ -65,7 +65,7 @@ def count_binades_left(tensor: TensorRecord, format: Format) -> float:
     return math.log2(format.max / tensor.amax) if tensor.amax > 0 else math.inf
 
 
-def has_wide_range(format: Format | None) -> bool:
+def has_float32_range(format: Format | None) -> bool:
     """Return whether a format reaches as far as float32 does: what leaves it finds no more room in bfloat16 either."""
     return format is not None and format.max >= WIDE_RANGE_MAX
 
@@ -98,7 +98,7 @@ class ActivationUnderflow(FindingKind):
     worst = "noise"
     explained_by = ("dtype-not-asked",)
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in list_tensors(record, "activation"):
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
@@ -128,7 +128,7 @@ class ActivationUnderflow(FindingKind):
             "error" if noise >= ROUNDING_NOISE_ERROR else "warning",
             confidence,
             said,
-            cure=self.wide_cure if has_wide_range(held_in) else self.cure,
+            cure=self.wide_cure if has_float32_range(held_in) else self.cure,
             subnormal=subnormal,
             noise=noise,
             amax=tensor.amax,
@@ -140,7 +140,7 @@ class ActivationUnderflow(FindingKind):
 def _is_rounded_to_zero(entered: float, weight: float | None, format: Format) -> bool:
     """Return whether zeros are what rounding made of inputs times weights, and not a mask, a ReLU or a zero weight."""
     # float32's range is not left by what trains, and a format of 8 bits has a scale: zeros are a quantizer's work.
-    if has_wide_range(format) or format.bits < 16:
+    if has_float32_range(format) or format.bits < 16:
         return False
     if weight is None:  # handed on
         return 0 < entered <= format.smallest_subnormal / 2
@@ -165,7 +165,7 @@ class EpsZero(FindingKind):
     role = "second moment"
     wide_cure = "an eps that the dtype holds, such as 1e-8"
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             eps = read_option(parameter.options, "eps")
             # Others add eps in float32 whatever they store.
@@ -176,7 +176,7 @@ class EpsZero(FindingKind):
             if dtype.is_floating_point and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
                 yield self._report_eps(name, eps, dtype)
 
-    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
+    def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         zero: dict[tuple[float, torch.dtype], list[str]] = {}
         for layer in forecast.layers:
             eps, dtype = layer.eps, layer.denominator
@@ -187,7 +187,7 @@ class EpsZero(FindingKind):
 
     def _report_eps(self, names: str | list[str], eps: float, dtype: torch.dtype) -> Finding:
         said = f"eps {eps:.3g} is 0 in {name_dtype(dtype)}"
-        cure = self.wide_cure if has_wide_range(formats.get(dtype)) else self.cure
+        cure = self.wide_cure if has_float32_range(formats.get(dtype)) else self.cure
         return self.found(names, "error", 1.0, said, cure=cure, eps=eps, dtype=name_dtype(dtype))
 
 
@@ -216,7 +216,7 @@ class FirstNonfinite(FindingKind):
     explained_by = ("eps-zero",)
     spreads = True
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         found = [tensor for tensor in record.tensors.values() if tensor.first_nonfinite is not None]
         outputs_alone = all(tensor.role == "activation" for tensor in found)
         if has_scaled_loss(record):
@@ -254,7 +254,7 @@ class FirstNonfinite(FindingKind):
         told |= _make_nonfinite_evidence(first)
         yield self.found(where, severity, sure, said, cure=_choose_nonfinite_cure(first), step=step, **told)
 
-    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         new = [row for row in audit.tensors.values() if row.b.nonfinite > row.a.nonfinite]
         old = [row for row in audit.tensors.values() if 0 < row.b.nonfinite <= row.a.nonfinite]
         if new:
@@ -300,7 +300,7 @@ def _describe_origin(tensor: TensorRecord) -> str:
 
 def _choose_nonfinite_cure(tensor: TensorRecord) -> str:
     if tensor.role == "activation":
-        return FORWARD_CURE_IN_WIDE_RANGE if has_wide_range(get_storage_format(tensor)) else FORWARD_CURE
+        return FORWARD_CURE_IN_WIDE_RANGE if has_float32_range(get_storage_format(tensor)) else FORWARD_CURE
     if tensor.role == "activation gradient" and not tensor.sources:
         return LOSS_CURE
     return BACKWARD_CURE if tensor.role in GRADIENT_ROLES else LAST_CLEAN_CHECKPOINT_ADVICE
@@ -345,7 +345,7 @@ class GradientUnderflow(FindingKind):
     worst = "vanished"
     explained_by = ("site-holds-scale", "scale-collapsed", "dtype-not-asked", "activation-underflow")
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         cure = SCALED_LOSS_REMEDY if has_scaled_loss(record) else UNSCALED_LOSS_REMEDY
         found = list_tensors(record, *GRADIENT_ROLES)
         if min((one.steps for one in found), default=0) >= FEWEST_VANISHED_STEPS and all(map(_is_all_zero, found)):
@@ -367,7 +367,7 @@ class GradientUnderflow(FindingKind):
                 is_bad = vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING
                 said = f"{format_percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, about "
                 said += f"{format_percent(vanished)} became zero"
-                own = WIDE_RANGE_REMEDY if cure == SCALED_LOSS_REMEDY and has_wide_range(held_in) else cure
+                own = WIDE_RANGE_REMEDY if cure == SCALED_LOSS_REMEDY and has_float32_range(held_in) else cure
                 says = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_DIAGNOSIS
                 if is_bad:
                     severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
@@ -412,7 +412,7 @@ class OverflowNear(FindingKind):
     worst = "-margin"
     explained_by = ("dtype-not-asked", "payload-saturated", "first-nonfinite")
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         gradients = () if has_scaled_loss(record) else ("activation gradient", "weight gradient")
         for tensor in list_tensors(record, "activation", "weight", *gradients):
             held_in = get_storage_format(tensor)
@@ -420,7 +420,7 @@ class OverflowNear(FindingKind):
             if held_in is None or tensor.dtype.itemsize < 2 or tensor.scale != 1.0:
                 continue
             # A mask is filled with the lowest number of such a range: torch.finfo(dtype).min.
-            if has_wide_range(held_in) and tensor.amax == held_in.max:
+            if has_float32_range(held_in) and tensor.amax == held_in.max:
                 continue
             left = count_binades_left(tensor, held_in)
             if not left < NEAR_OVERFLOW_BINADES:
@@ -431,7 +431,7 @@ class OverflowNear(FindingKind):
                 max(0.5, compute_confidence(tensor.steps, 2)),
                 f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
                 "largest",
-                cure=self.wide_cure if has_wide_range(held_in) else self.cure,
+                cure=self.wide_cure if has_float32_range(held_in) else self.cure,
                 role=tensor.role,
                 amax=tensor.amax,
                 margin=left,

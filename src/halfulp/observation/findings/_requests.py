@@ -21,7 +21,7 @@ class DtypeChangedOnResume(FindingKind):
         "in hu.contract(...).check"
     )
 
-    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
             if row.a.dtype != row.b.dtype:
                 yield self._report_dtype_change(name, "", row.a.dtype, row.b.dtype)
@@ -53,7 +53,7 @@ class DtypeNotAsked(FindingKind):
         "wrapper may turn a request off without a word; hu.convert raises where a recipe cannot be had"
     )
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for asked in record.expectations:
             if not asked.other:
                 continue
@@ -81,7 +81,7 @@ class PatternEmpty(FindingKind):
         "hu.multicomponent raise where nothing matches"
     )
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for asked in record.expectations:
             if not asked.matched:
                 said = f"{asked.pattern!r} matches no name, where {asked.asked} was asked for ({asked.source})"
@@ -100,7 +100,7 @@ class StateMismatch(FindingKind):
     role = "first moment"
     explained_by = ("dtype-changed-on-resume",)
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             # Others choose the dtype of their states on purpose.
             if not parameter.optimizer_module.startswith("torch.optim.") or not parameter.dtype.is_floating_point:
@@ -115,7 +115,7 @@ class StateMismatch(FindingKind):
             dtype = name_dtype(parameter.dtype)
             yield self.found(name, severity, 1.0, f"parameter in {dtype}, {states}", dtype=dtype, states=states)
 
-    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state in audit.states.items():
             row = audit.tensors.get(name)
             if row is None:

@@ -35,7 +35,7 @@ class ScaleCollapsed(FindingKind):
     explained_by = ("first-nonfinite", "eps-zero", "dtype-not-asked")
     spreads = True
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         read = [*(step.loss_scale for step in record.history), record.loss_scale]
         scales = [scale for scale in read if scale is not None]
         if not scales or not min(scales) < SMALLEST_USEFUL_SCALE:
@@ -72,7 +72,7 @@ class SchedulerOnSkips(FindingKind):
     )
     explained_by = ("scale-collapsed", "site-holds-scale", "first-nonfinite")
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         scheduled = sum(step.scheduled for step in record.history if step.scheduled is not None)
         if not record.skipped or not scheduled or not record.history:
             return
@@ -114,7 +114,7 @@ class SiteHoldsScale(FindingKind):
     explained_by = ("first-nonfinite",)
     spreads = True
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         if not has_scaled_loss(record) or record.sites:
             return
         room = [

@@ -111,7 +111,7 @@ class FreezeAhead(FindingKind):
     wide_cure = "nothing, if so little is not missed; else a schedule that ends earlier, or float64"
     worst = "after_freeze"
 
-    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
+    def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
         for layer in forecast.layers:
             if layer.freeze_step is not None and layer.weight_update == "nearest":
@@ -158,7 +158,7 @@ class NeverStepped(FindingKind):
     cure = "give it to the optimizer, or set requires_grad=False if it is to stay"
     role = "weight"
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         # An observation without an optimizer says nothing of who steps what.
         if all(parameter.optimizer is None for parameter in record.parameters.values()):
             return
@@ -198,7 +198,7 @@ class RandomBitsRepeat(FindingKind):
     cure = "draw fresh bits for every step and rank; hu.optim's are a hash of seed, step, parameter and element"
     role = "update"
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             rounding = parameter.rounding
             if rounding is None or rounding.seen < FEWEST_ROUNDED:
@@ -247,7 +247,7 @@ class UpdatesLost(FindingKind):
     worst = "lost"
     explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             update = parameter.update
             if parameter.optimizer is None or update.seen < FEWEST_UPDATES or not update.cancelled:
@@ -268,7 +268,7 @@ class UpdatesLost(FindingKind):
                 lr=read_option(parameter.options, "lr"),
             )
 
-    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state, row in _list_rounded(audit):
             update = state.update
             if update is None or update.seen < FEWEST_UPDATES:
@@ -345,7 +345,7 @@ class WeightDecayLost(FindingKind):
     explained_by = ("updates-lost", "weight-frozen", "dtype-not-asked", "dtype-changed-on-resume")
     shares_cause_with = ("freeze-ahead",)
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             decay = parameter.decay
             if decay is None or decay.seen < FEWEST_UPDATES:
@@ -359,7 +359,7 @@ class WeightDecayLost(FindingKind):
                     [name], parameter.dtype, decay.lost_share, parameter.options, sure, code, told
                 )
 
-    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state, row in _list_rounded(audit):
             decay = state.decay
             realised = None if decay is None else decay.realised_share
@@ -373,7 +373,7 @@ class WeightDecayLost(FindingKind):
                 code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
                 yield self._report_lost_decay([name], row.b.dtype, decay.lost_share, state.options, 1.0, code, told)
 
-    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
+    def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
             (layer.decay_lost, layer)
             for layer in forecast.layers
@@ -438,7 +438,7 @@ class WeightFrozen(FindingKind):
     worst = "lost"
     explained_by = ("updates-lost", "never-stepped", "scale-collapsed", "first-nonfinite")
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
         steps = len(record.sampled_steps)
         for name, parameter in record.parameters.items():
             update = parameter.update
@@ -476,7 +476,7 @@ class WeightFrozen(FindingKind):
                 lr=read_option(parameter.options, "lr"),
             )
 
-    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         moving = {
             make_name_pattern(name) for name, row in audit.tensors.items() if row.status in ("changed", "barely-moved")
         }
@@ -488,7 +488,7 @@ class WeightFrozen(FindingKind):
             if name in audit.states:
                 yield from self._find_frozen_when_stepped(row, audit.states[name])
             else:
-                yield self._find_never_stepped(row, audit, make_name_pattern(name) in moving)
+                yield self._make_never_stepped_finding(row, audit, make_name_pattern(name) in moving)
 
     def _find_frozen_when_stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
         steps, lr = state.advanced, state.options.get("lr")
@@ -505,7 +505,7 @@ class WeightFrozen(FindingKind):
             code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
             yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), write=code, **evidence)
 
-    def _find_never_stepped(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
+    def _make_never_stepped_finding(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
         said = f"not one of {row.numel} elements moved in {name_dtype(row.a.dtype)}"
         if row.b.constant is not None and row.numel > 1:
             said += f", all still {row.b.constant:g}"

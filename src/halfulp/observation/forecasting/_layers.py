@@ -92,7 +92,7 @@ def _model_adam_updates(
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
         return UpdateSizes(nonzero, nothing, nothing, noise[step:], run, False, "the optimizer's state")
     reference = float(noise[step - 1]) ** 2
-    drift = _estimate_drift(size, held).clamp(-1, 1)
+    drift = _estimate_mean_updates(size, held).clamp(-1, 1)
     rest = size - drift
     square = _compute_binade_mean_square(rest, held).clamp_min(_TINY_SQUARE)
     noises = reference * (1 - drift.square()).clamp_min(0)
@@ -123,14 +123,14 @@ def _model_sgd_updates(trained: TrainedTensor, index: Tensor, weights: Tensor, s
     size = -known.flatten()[index].cpu().double()
     nonzero = (size != 0) & size.isfinite()
     size, held = size[nonzero], weights[nonzero]
-    drift = _estimate_drift(size, held)
+    drift = _estimate_mean_updates(size, held)
     square = _compute_binade_mean_square(size - drift, held) if len(size) else size
     growth = torch.ones(steps, dtype=torch.float64, device="cpu")
     run = max(1.0, 0.5 / (1 - momentum)) if momentum < 1 else 1.0
     return UpdateSizes(nonzero, drift, square.sqrt(), growth, run, False, source)
 
 
-def _estimate_drift(size: Tensor, weights: Tensor) -> Tensor:
+def _estimate_mean_updates(size: Tensor, weights: Tensor) -> Tensor:
     """Return the mean update of all elements, and on top of it that of the weights next to each in order, where clear.
 
     Updates of mean 0 that are averaged over k elements have a mean of about their size / sqrt(k), by chance.

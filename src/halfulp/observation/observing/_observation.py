@@ -244,7 +244,7 @@ class Observation(StepWatcher):
             run_safely(self.recorder, self._averages.compare_averages)
 
     @contextlib.contextmanager
-    def watch_parameter(self, optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[None]:
+    def make_step_context(self, optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[None]:
         """Compare one parameter's wanted change with what its step has made of it."""
         if self.recorder.sampling:
             self._sample_before_update(optimizer, parameter)

@@ -233,13 +233,13 @@ def tell_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[N
         return torch.where(known, (to_float64(loss) / factor).to(loss.dtype), loss)
 
     def tell_losses(backward: Any) -> Any:
-        def tell_and_run(tensors: Any, *args: Any, **options: Any) -> Any:
+        def tell_loss_and_run_backward(tensors: Any, *args: Any, **options: Any) -> Any:
             single = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
             if isinstance(single, torch.Tensor) and single.numel() == 1:
                 listener(undo_scale(single))
             return backward(tensors, *args, **options)
 
-        return tell_and_run
+        return tell_loss_and_run_backward
 
     def note_scales(scale: Any) -> Any:
         def scale_and_note(scaler: Any, outputs: Any) -> Any:

@@ -213,7 +213,7 @@ def choose_step_spec(
     own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
     scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
     narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
-    store = _choose_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)
+    store = _find_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)
     default = "stochastic" if scaled else "split8" if store.dtype in NARROW_DTYPES else "kahan"
     chosen = default if group["weight_update"] is None else group["weight_update"]
     update = own or (WEIGHT_UPDATES["exact"] if store.name == "fp32" else find_weight_update(chosen))
@@ -234,7 +234,7 @@ def choose_step_spec(
     )
 
 
-def _choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
+def _find_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
     """Return the store of a parameter of some dtype, or of a scaled parameter's payload."""
     if scaled:
         if format_store is not None:

@@ -91,7 +91,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 class GraphReader:
-    """Base of module forwards whose compiler reads the graph's products: these stay torch's own."""
+    """Base of forwards whose graph a compiler reads: `float32_products` leaves their products to torch."""
 
 
 def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
