@@ -112,6 +112,20 @@ def test_order_sees_every_component(seed):
     assert exact(x[0].clamp(0.5, 1.0)) == [min(max(a, Fraction(1, 2)), Fraction(1)) for a in exact(x[0])]
 
 
+@pytest.mark.parametrize("gradients", ["first", "components"])
+@pytest.mark.parametrize("bounds", [{"min": 0.5}, {"max": 1.0}, {"min": 0.5, "max": 1.0}], ids=str)
+def test_clamped_tensors_keep_their_kind_of_gradients(bounds, gradients, seed):
+    x = MCTensor.encode(torch.randn(20), 2, gradients=gradients).requires_grad_()
+    y = x.clamp(**bounds)
+    assert y._gradients == gradients
+    y.sum().backward()
+    low, high = bounds.get("min", -torch.inf), bounds.get("max", torch.inf)
+    values = x.detach().decode(torch.float64)
+    assert torch.equal(
+        (x.grad.decode() if gradients == "components" else x.grad) != 0, (values >= low) & (values <= high)
+    )
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_sums_at_indices(kind, seed):
     rows, into = _draw((30, 3), *kind), _draw((4, 3), *kind)
