@@ -22,6 +22,7 @@ from .._result_type import (
     SUM_FUNCTION_NAMES,
     ResultType,
     convert_operands,
+    is_plain,
     limit_large_elements,
     make_result,
     result_type,
@@ -246,8 +247,8 @@ BINARY_OPERATORS = {
 }
 
 
-def _update_in_place(name: str, x: Tensor, *operands: Any) -> Tensor:
-    """Write f(operands) into x."""
+def _update_in_place(name: str, x: Tensor, *operands: Any, addends: tuple[Any, ...] | None = None) -> Tensor:
+    """Write f(operands) into x; `addends` of a sum are those that may stand for infinity, by default the operands."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
         return write_value(x, run_function(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
@@ -259,7 +260,7 @@ def _update_in_place(name: str, x: Tensor, *operands: Any) -> Tensor:
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     is_sum = name in SUM_FUNCTION_NAMES
     if x._scale is not None and is_sum:
-        result = limit_large_elements(result, operands)
+        result = limit_large_elements(result, operands if addends is None else addends)
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
     return write_components(x, result, exact, is_sum)
 
@@ -310,7 +311,10 @@ def _register_product(name: str, divide: bool) -> None:
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
         factors = _find_product_factors(b, c, value, divide, result_type((x, b, c)))
-        return _update_in_place("addcmul", x, x, *factors)
+        addends = None
+        if is_plain(b) and is_plain(c):
+            addends = (b.double() / c.double() * value if divide else b.double() * c.double() * value,)
+        return _update_in_place("addcmul", x, x, *factors, addends=addends)
 
 
 def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:

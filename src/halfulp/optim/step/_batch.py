@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from ..._torch_versions import TensorGuards
 from ...kernels import chunk_table, has_own_memory, overlaps_itself, to_plain_memory
 from ...kernels._plain_memory import refuse_tensor
 from ...kernels.vector._machine_function import address_of
@@ -28,12 +29,6 @@ from ..rules._update_rule import UpdateRule
 
 if TYPE_CHECKING:
     from ...kernels.triton._launch import PlacedChunks
-
-TensorGuards: Any
-try:  # torch.compile's own check, which is native: in Python it takes 0.5 us for a parameter and its gradient
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # then every step looks at its parameters one by one
-    TensorGuards = None
 
 
 @dataclass(eq=False, slots=True)

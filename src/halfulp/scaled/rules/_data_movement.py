@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import require_float64, torch_operators
+from ...kernels import present_operators, require_float64, torch_operators
 from ...subclass._foreach import make_foreach_rule
 from .. import _powers_of_two as _powers
 from .._operands import as_operand, encode_values, first_scaled
@@ -311,12 +311,14 @@ def view_as_complex(x: ScaledTensor) -> Tensor:
     return torch.view_as_complex(decode_value(x).contiguous())
 
 
-for _name in sorted(torch._C._dispatch_get_all_op_names()):
-    _packet, _, _overload = _name.removeprefix("aten::").partition(".")
-    if _name.startswith("aten::_foreach_") and not _overload.endswith("out"):
-        _operator = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
-        if (_rule := make_foreach_rule(_operator)) is not None:
-            implements(_operator, family="foreach")(_rule)
+_FOREACH_NAMES = [
+    name.removeprefix("aten::").partition(".")
+    for name in sorted(torch._C._dispatch_get_all_op_names())
+    if name.startswith("aten::_foreach_") and not name.endswith("out")
+]
+for _operator in present_operators(getattr(getattr(aten, name), kind or "default") for name, _, kind in _FOREACH_NAMES):
+    if (_rule := make_foreach_rule(_operator)) is not None:
+        implements(_operator, family="foreach")(_rule)
 
 _FUSED_STEPS = [
     getattr(packet, overload)
