@@ -144,6 +144,9 @@ def main() -> None:
         "--bars", action="store_true", help="only the rows with a bar; the others are kept as they were"
     )
     parser.add_argument("--avx2", action="store_true", help="halfulp and torch on vectors of 256 bits alone")
+    parser.add_argument(
+        "--beside", metavar="PROCESSOR", help="save as a result of its own, beside those of other processors"
+    )
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     if chosen.avx2:
@@ -156,6 +159,9 @@ def main() -> None:
             print(json.dumps(found, indent=1))
         return
     name, words, option = ("adamw_avx2", " on AVX2", " --avx2") if chosen.avx2 else ("adamw", "", "")
+    if chosen.beside:
+        slug = chosen.beside.lower().replace(" ", "")
+        name, words, option = f"{name}_{slug}", f"{words} on {chosen.beside}", f"{option} --beside '{chosen.beside}'"
     result = Result(name, f"AdamW: speed{words}", TEXT, f"python -m benchmarks.bench_adamw{option}")
     kept = {made.title: made for made in result.earlier_tables() if chosen.threads or chosen.bars}
     for threads in (1, 2):
