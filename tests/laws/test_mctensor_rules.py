@@ -48,7 +48,7 @@ NAMES = (
     *("nn.functional.binary_cross_entropy_with_logits", "nn.functional.cosine_similarity", "nn.functional.group_norm"),
     *("nn.functional.hardsigmoid", "nn.functional.huber_loss", "nn.functional.kl_div", "nn.functional.layer_norm"),
     *("nn.functional.mse_loss", "nn.functional.poisson_nll_loss", "nn.functional.rms_norm", "pow", "var", "xlogy"),
-    *("special.ndtr", "linalg.vector_norm", "nn.functional.interpolate.bicubic"),
+    *("special.ndtr", "linalg.vector_norm"),
 )
 # In whose formulas torch has numbers of its own, as float64: within 2^-53 each (docs/mctensor.md).
 NUMBERED = (
@@ -56,7 +56,7 @@ NUMBERED = (
     *("nn.functional.group_norm", "nn.functional.hardsigmoid"),
 )
 # In which torch's formula rounds numbers, or weights, to the components' dtype.
-NARROW = ("nn.functional.interpolate.bilinear", "special.xlog1py", "xlogy")
+NARROW = ("special.xlog1py", "xlogy")
 
 
 @pytest.fixture

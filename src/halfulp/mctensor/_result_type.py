@@ -249,9 +249,19 @@ def limit_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[Pa
     return [_clamp_components(parts, large[i], limit) if i in large else parts for i, parts in enumerate(wide)]
 
 
-def limit_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
-    """Return a sum's float64 components, brought nearer to the others where plain operands stand for infinity."""
-    large = [_find_stand_ins(x) for x in operands if is_plain(x) and x.dim()]
+def limit_large_elements(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
+    """Return the float64 components of a result, brought nearer to the others where plain operands make it large.
+
+    Args:
+        result: of an elementwise function.
+        name: of the function: "mul", "div", or another, whose operands are addends.
+        operands: those that may stand for infinity.
+    """
+    large = []
+    for x in operands:
+        if is_plain(x) and x.dim():
+            cause = torch.where(x == 0, 0.0, x.reciprocal()) if name == "div" else x
+            large.append(_find_stand_ins(cause, among_zeros=name != "mul"))
     places = [place for place in large if _may_hold_any(place)]
     if not places or result[0].shape != torch.broadcast_shapes(result[0].shape, *(p.shape for p in places)):
         return result
@@ -269,9 +279,9 @@ def _clamp_at_places(parts: Parts, places: Tensor) -> Parts:
     return _clamp_components(parts, places, _find_limit(find_magnitude(torch.where(places, 0.0, parts[0]))))
 
 
-def _find_stand_ins(x: Tensor) -> Tensor:
+def _find_stand_ins(x: Tensor, among_zeros: bool = True) -> Tensor:
     large = (x.abs() >= _LEAST_STAND_IN) & x.isfinite()
-    return find_infinity_stand_ins(x, _LEAST_STAND_IN) if _may_hold_any(large) else large
+    return find_infinity_stand_ins(x, _LEAST_STAND_IN, among_zeros) if _may_hold_any(large) else large
 
 
 def _may_hold_any(places: Tensor) -> bool:

@@ -248,7 +248,7 @@ BINARY_OPERATORS = {
 
 
 def _update_in_place(name: str, x: Tensor, *operands: Any, addends: tuple[Any, ...] | None = None) -> Tensor:
-    """Write f(operands) into x; `addends` of a sum are those that may stand for infinity, by default the operands."""
+    """Write f(operands) into x; `addends` of a sum of products are those that may stand for infinity."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
         return write_value(x, run_function(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
@@ -258,11 +258,10 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, addends: tuple[Any, .
         return x
     form = choose_computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
-    is_sum = name in SUM_FUNCTION_NAMES
-    if x._scale is not None and is_sum:
-        result = limit_large_elements(result, operands if addends is None else addends)
+    if x._scale is not None:
+        result = limit_large_elements(result, name, operands if addends is None else addends)
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
-    return write_components(x, result, exact, is_sum)
+    return write_components(x, result, exact, is_sum=name in SUM_FUNCTION_NAMES)
 
 
 for _name in (
@@ -290,7 +289,8 @@ def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
     def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
         if alpha == 1:
             return _update_in_place(name, x, x, other)
-        return _update_in_place("addcmul", x, x, other, sign * alpha)
+        addends = (other.double() * alpha,) if is_plain(other) else None
+        return _update_in_place("addcmul", x, x, other, sign * alpha, addends=addends)
 
     return add
 
