@@ -143,8 +143,6 @@ _PLAIN_MODEL_MAKERS = {
 
 def refuse_make_fx(kind: str) -> None:
     """Raise where make_fx records operators of real tensors. A compiler records those of tensors without values."""
-    if not torch._C._len_torch_dispatch_stack():
-        return
     if torch._C._get_dispatch_mode(_PROXY) is not None and torch._C._get_dispatch_mode(_FAKE) is None:
         raise NotImplementedError(_make_refusal_text("make_fx", kind))
 

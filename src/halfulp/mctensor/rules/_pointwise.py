@@ -247,8 +247,8 @@ BINARY_OPERATORS = {
 }
 
 
-def _update_in_place(name: str, x: Tensor, *operands: Any, addends: tuple[Any, ...] | None = None) -> Tensor:
-    """Write f(operands) into x; `addends` of a sum of products are those that may stand for infinity."""
+def _update_in_place(name: str, x: Tensor, *operands: Any, addend: Callable[[], Tensor] | None = None) -> Tensor:
+    """Write f(operands) into x; `addend` computes the plain product among them, which may stand for infinity."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
         return write_value(x, run_function(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
@@ -259,7 +259,7 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, addends: tuple[Any, .
     form = choose_computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     if x._scale is not None:
-        result = limit_large_elements(result, name, operands if addends is None else addends)
+        result = limit_large_elements(result, name, operands if addend is None else (addend(),))
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
     return write_components(x, result, exact, is_sum=name in SUM_FUNCTION_NAMES)
 
@@ -289,8 +289,8 @@ def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
     def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
         if alpha == 1:
             return _update_in_place(name, x, x, other)
-        addends = (other.double() * alpha,) if is_plain(other) else None
-        return _update_in_place("addcmul", x, x, other, sign * alpha, addends=addends)
+        addend = (lambda: other.double() * alpha) if is_plain(other) else None
+        return _update_in_place("addcmul", x, x, other, sign * alpha, addend=addend)
 
     return add
 
@@ -311,10 +311,12 @@ def _register_product(name: str, divide: bool) -> None:
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
         factors = _find_product_factors(b, c, value, divide, result_type((x, b, c)))
-        addends = None
-        if is_plain(b) and is_plain(c):
-            addends = (b.double() / c.double() * value if divide else b.double() * c.double() * value,)
-        return _update_in_place("addcmul", x, x, *factors, addends=addends)
+
+        def multiply_plain() -> Tensor:
+            return (b.double() / c.double() if divide else b.double() * c.double()) * value
+
+        is_given_plain = is_plain(b) and is_plain(c)
+        return _update_in_place("addcmul", x, x, *factors, addend=multiply_plain if is_given_plain else None)
 
 
 def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
