@@ -474,7 +474,7 @@ def _flushing(rule):
     def rounded(*arguments, **options):
         result = rule(*arguments, **options)
         values = result.decode(torch.float32)
-        return ScaledTensor.encode(torch.where(values.abs() < 1e-3 * values.abs().max(), 0.0, values), torch.float32)
+        return ScaledTensor.encode(torch.where(values.abs() < 1e-2 * values.abs().max(), 0.0, values), torch.float32)
 
     return rounded
 
