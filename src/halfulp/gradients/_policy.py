@@ -8,8 +8,6 @@ import math
 import statistics
 from typing import ClassVar
 
-from torch import Tensor
-
 from .._messages import a_kind
 from .._names import read_class_docstring, register_entry
 from ..formats import Format
@@ -70,10 +68,6 @@ class Policy(abc.ABC):
             operands: The gradient, as stored, and what it is multiplied by.
             format: What stores the product.
         """
-        return None
-
-    def propose_bounds_at_loss(self, site: Site, gradient: Tensor, format: Format) -> ExponentProposal | None:
-        """Return the bounds by a wide gradient that is about to be rounded at a site; None without a rule for it."""
         return None
 
 

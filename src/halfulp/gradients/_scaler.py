@@ -20,7 +20,7 @@ from ..kernels import uncompiled
 from ..rounding import Rounding
 from ._controller import ExponentController
 from ._policy import Policy, get_policy
-from ._reports import LastStep, SiteTable
+from ._reports import LastStep, SiteRow, SiteTable
 from ._site import GLOBAL_KEY, HIGHEST, parse_scale_exponent
 from ._state import check_sites, read_sites, save_sites
 from .eager._attach import attach_scaler, get_wrapped_model
@@ -350,18 +350,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
     # what it tells --------------------------------------------------------------------------------------------
 
-    def sites(self, pattern: str | None = None, *, sort: str | None = None) -> SiteTable:
-        """Return every gradient's exponent and its last measurement; ``print`` it, or a slice of it, for a table.
-
-        Args:
-            pattern: Only sites of this name, or in the module of this name; ``*``, ``?`` and ``[...]`` stand for other
-                characters, as in file names.
-            sort: The worst first: "underflow", "margin" (to overflow), "overflows", "exponent", or by name, "site".
-
-        Raises:
-            ValueError: an unknown order.
-        """
-        return SiteTable.from_sites(self._controller.sites, pattern, sort)
+    def sites(self) -> SiteTable:
+        """Return every gradient's exponent and its last measurement; ``print`` it for a table."""
+        return SiteTable(tuple(map(SiteRow.from_site, self._controller.sites)))
 
     def set_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set sites' exponents by hand, all others to 0, and begin a new iteration: for experiments and proofs.

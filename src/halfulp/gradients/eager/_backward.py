@@ -20,7 +20,7 @@ from ...kernels import untraced
 from ...rounding import Nearest, Rounding, Stochastic, quantize
 from .._functions import SecondFactor
 from .._policy import Policy
-from .._site import ExponentProposal, LossFollowing, Measurements, Site, Sites, find_narrow_format
+from .._site import LossFollowing, Measurements, Site, Sites, find_narrow_format
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 FIRST_LEAF_NUMBER = 2**62
@@ -240,10 +240,6 @@ class Backward:
             if self.has_closed_edges() or gradient is None:
                 return None
             self.reached[source] = None
-            stored = self.format or source.stored
-            if target is self.sites.global_site and self.measuring and self.policy.wants_operands and stored:
-                # A wide gradient, before the format rounds it.
-                self._keep_proposal(source, self.policy.propose_bounds_at_loss(source, gradient, stored))
             changed = self._store_gradient(gradient, target, "passed")
             changed = self.following.move_between_sites(changed, source, target)
             changed = self._store_gradient(changed, source, "received")
@@ -300,13 +296,11 @@ class Backward:
         def look(gradients: tuple) -> None:
             stored, gradient = self.format or site.stored, gradients[0]
             if self.active and gradient is not None and stored is not None:
-                self._keep_proposal(site, self.policy.propose_bounds(site, factor.align_operands(gradient), stored))
+                proposal = self.policy.propose_bounds(site, factor.align_operands(gradient), stored)
+                if proposal is not None:
+                    site.proposals.append(proposal)
 
         return look
-
-    def _keep_proposal(self, site: Site, proposal: ExponentProposal | None) -> None:
-        if proposal is not None:
-            site.proposals.append(proposal)
 
     def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> GradientHook:
         """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""
