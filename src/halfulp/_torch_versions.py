@@ -146,8 +146,7 @@ def solves_by_transpose() -> bool:
         return factors[0, 0].item() == 2  # the largest of the first row, not of the first column
 
 
-# Older: nothing is lost; the partitioner's tag says which nodes of a joint graph are the backward pass's, and their
-# stacks which add gradients up, to which torch before 2.9 gives a function of the forward pass.
+# Older: nothing is lost; the partitioner's tag says which nodes of a joint graph are the backward pass's.
 if hasattr(torch.fx.traceback, "_mark_autograd_backward"):
 
     def is_backward(node: torch.fx.Node) -> bool:
@@ -159,15 +158,6 @@ else:
     def is_backward(node: torch.fx.Node) -> bool:
         """Return whether a node of a joint graph is the backward pass's."""
         return node.meta.get("partitioner_tag") == "is_backward"
-
-
-def is_gradient_sum(node: torch.fx.Node) -> bool:
-    """Return whether a node of a joint graph adds up the gradients of a tensor that is used several times."""
-    return bool(node.meta.get("is_gradient_acc")) or "Gradient addition node" in (node.stack_trace or "")
-
-
-# Older: nothing is lost; what the outermost module calls is named here, as torch names what inner ones call alone.
-NAMES_ALL_FUNCTIONS = hasattr(torch.fx.traceback, "GRADIENT_ACC_SPECIAL_STACK")  # of the same version
 
 
 # Older: nothing is lost; Dynamo writes add_(x, alpha=a) as a product and a sum, which are put together here.

@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ._site import GLOBAL_KEY
 
-# Opening: linear, in the derivative of a function that reads parameters alone, whose gradients have its site.
-GradientUse = Literal["product", "opening", "linear", "part", "widening", "shape", "other"]
+GradientUse = Literal["product", "linear", "part", "widening", "shape", "other"]
 
 # Functions of a gradient and one more operand, by the places of both.
 _FACTOR_PLACES = {
@@ -161,34 +160,24 @@ def _find_viewed_node(node: Node) -> Node:
 
 @dataclasses.dataclass
 class SitePlan:
-    """The sites of a forward graph's functions, and what else the pass over its backward graph needs of it.
+    """The sites of a forward graph's products, and what else the pass over its backward graph needs of it.
 
     Attributes:
         parameter_inputs: Which inputs of the forward graph are parameters.
-        site_keys: The site of each function of the forward graph, by its path there.
-        product_paths: The paths of those that are products.
-        opening_paths: The paths of others that open a site, as they read parameters alone.
+        site_keys: The site of each product of the forward graph, by its path there.
     """
 
     parameter_inputs: tuple[bool, ...]
     site_keys: dict[str, str] = dataclasses.field(default_factory=dict)
-    product_paths: set[str] = dataclasses.field(default_factory=set)
-    opening_paths: set[str] = dataclasses.field(default_factory=set)
 
     def make_cache_key(self) -> tuple:
         """Return the cache key: all that a backward graph depends on."""
-        return (
-            tuple(self.site_keys.items()),
-            tuple(sorted(self.product_paths)),
-            tuple(sorted(self.opening_paths)),
-            self.parameter_inputs,
-        )
+        return tuple(self.site_keys.items()), self.parameter_inputs
 
     @functools.cached_property
     def site_ranks(self) -> dict[str, int]:
         """The places of sites in the order of the forward pass."""
-        opened = dict.fromkeys(key for key in self.site_keys.values() if key != GLOBAL_KEY)
-        return {key: i for i, key in enumerate(opened, 1)}
+        return {key: i for i, key in enumerate(dict.fromkeys(self.site_keys.values()), 1)}
 
     def find_site_rank(self, key: str) -> int:
         """Return the position of a site: the global one first, then those that the forward pass does not have."""
@@ -247,23 +236,18 @@ class SitePlacement:
             if node.op == "placeholder" and "tangents" in node.name:
                 self.gradients[node] = None
             elif node.op not in ("placeholder", "output") and any(x in self.gradients for x in node.all_input_nodes):
-                role, path = classify_gradient_use(node, self.gradients), self._find_forward_path(node)
-                if role == "product" and path is not None and path not in self._plan.product_paths:
-                    # A step of another function's derivative, of which the eager front end sees the whole.
-                    role = "other" if self._plan.site_keys[path] == GLOBAL_KEY else "linear"
-                elif role == "linear" and path in self._plan.opening_paths:
-                    role = "opening"
-                self.roles[node] = role
-                if role in ("product", "opening"):
-                    self._calls[node] = f"backward.{node.name}" if path is None else self._plan.site_keys[path]
+                role = self.roles[node] = classify_gradient_use(node, self.gradients)
+                if role == "product":
+                    self._calls[node] = self._find_product_site(node)
                 if role != "shape" and is_floating_tensor(node):
                     self.gradients[node] = None
 
-    def _find_forward_path(self, node: Node) -> str | None:
-        """Return the forward function to whose derivative a node belongs."""
+    def _find_product_site(self, node: Node) -> str:
+        """Return the site of the forward product to whose derivative a node belongs; its own where there is none."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
         paths = (name_nested_function(stack[:end]) for end in range(len(stack), 0, -1))
-        return next((path for path in paths if path in self._plan.site_keys), None)
+        known = self._plan.site_keys
+        return next((known[path] for path in paths if path in known), f"backward.{node.name}")
 
     def _find_fused_product(self, add: Node) -> Node | None:
         """Return the product that a compiler may fuse with this sum into one addmm; the last of two."""
@@ -278,7 +262,7 @@ class SitePlacement:
             return None
         if reader in self._products:
             return self._find_working_site(self._products[reader])
-        if self.roles[reader] in ("product", "opening"):
+        if self.roles[reader] == "product":
             return self._find_working_site(reader)
         return GLOBAL_KEY if self.roles[reader] == "other" else self._preferred[reader]
 
@@ -308,7 +292,7 @@ class SitePlacement:
 
     def _find_site(self, node: Node) -> str:
         role = self.roles.get(node, "other")
-        if role in ("product", "opening"):
+        if role == "product":
             return self._find_working_site(node)
         if node in self._products:
             return self._find_working_site(self._products[node])
@@ -327,7 +311,7 @@ class SitePlacement:
         role = "other" if reader.op == "output" else self.roles[reader]
         if role == "other":
             return GLOBAL_KEY
-        return self.sites[reader if role in ("product", "opening", "linear") else node]
+        return self.sites[reader if role in ("product", "linear") else node]
 
     def list_site_keys(self) -> list[str]:
         """Return all sites, the global one and then the others in forward order."""
@@ -358,10 +342,7 @@ class SitePlacement:
             return "passed" if self._leads[node] else "weight"
 
         for node, key in self._calls.items():
-            if self.roles[node] == "opening" and any(self.roles.get(x) == "opening" for x in node.users):
-                # A step on the way to the gradient of a parameter that was read without a product.
-                continue
-            if self.roles[node] == "product" and self._find_working_site(node) != GLOBAL_KEY:
+            if self._find_working_site(node) != GLOBAL_KEY:
                 for x in node.all_input_nodes:
                     if x in self.gradients or x in moved:
                         add(key, x, "received")

@@ -190,10 +190,6 @@ def get_plain_forward(module: nn.Module) -> types.MethodType:
     return types.MethodType(type(module).forward, module)
 
 
-# Modules whose forward reads their parts' parameters and does not call the parts.
-SINGLE_SITE_MODULES = (nn.MultiheadAttention,)
-
-
 def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleRole]]:
     """Yield the model, its parts and its own layers, each with the name that prefixes its sites.
 

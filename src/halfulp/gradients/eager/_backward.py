@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
 from ...kernels import untraced
-from ...rounding import Nearest, Rounding, Stochastic, quantize
+from ...rounding import Nearest, Rounding, quantize
 from .._functions import SecondFactor
 from .._policy import Policy
 from .._site import LossFollowing, Measurements, Site, Sites, find_narrow_format
@@ -107,8 +107,6 @@ class Backward:
         self.policy = policy
         self.format = format
         self._rounding = rounding
-        # How many gradients were rounded: a seeded rounding draws for each anew.
-        self.roundings = 0
         # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
         self.idle = not policy.per_site and not policy.measures and format is None
         # Looks for the processes that add their gradients to these.
@@ -262,11 +260,6 @@ class Backward:
         """Return pairs of a site and one that passes gradients to it."""
         return self._edge_hooks.keys()
 
-    @property
-    def has_seeded_rounding(self) -> bool:
-        """Whether gradients are rounded with seeded random bits, which the count of roundings keys."""
-        return isinstance(self._rounding, Stochastic) and self._rounding.seed is not None
-
     @untraced
     def round_gradients(self, gradients: tuple) -> tuple | None:
         """Round a product's incoming gradients to the format (the hook of its result)."""
@@ -286,8 +279,7 @@ class Backward:
                 gradient.indices(), self.round_to_format(gradient.values()), gradient.shape, is_coalesced=True
             )
         overflow = "inf" if self.format.infinities else "nan"
-        self.roundings += 1
-        return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
+        return quantize(gradient, self.format, self._rounding, overflow=overflow)
 
     def make_operand_hook(self, site: Site, factor: SecondFactor) -> GradientHook:
         """Return a hook of a product's result that shows the policy both factors."""
