@@ -330,6 +330,8 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
         refuse_float16_gradient(parameter)
     plan = SitePlan(tuple(node in parameters for node in placeholders))
     _SitePlanner(backward, parameters, plan).visit_graph(module)
+    for key in dict.fromkeys(plan.site_keys.values()):
+        backward.sites.open_site(key)
     return plan
 
 

@@ -211,17 +211,8 @@ def test_caches_of_graphs_tell_apart_what_the_pass_depends_on(seed):
     keys = [{"linear": "a"}, {"linear": "b"}, {"linear": "a"}]
     uuids = [Partitioner("0", SitePlan((True,), key)).uuid() for key in keys]
     assert uuids[0] == uuids[2] != uuids[1]
-    plans = [SitePlan((False,), keys[0]), SitePlan((True,), keys[0], product_paths={"linear"})]
-    assert (
-        len(
-            {
-                *uuids,
-                Partitioner("1", SitePlan((True,), keys[0])).uuid(),
-                *(Partitioner("0", p).uuid() for p in plans),
-            }
-        )
-        == 5
-    )
+    others = [Partitioner("1", SitePlan((True,), keys[0])), Partitioner("0", SitePlan((False,), keys[0]))]
+    assert len({*uuids, *(one.uuid() for one in others)}) == 4
 
 
 def test_exponents_do_nothing_without_a_scaled_loss(seed):

@@ -20,7 +20,7 @@ from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, class_of, leave_compiled_products
 from .._functions import map_tensors
 from ._backward import Backward, get_region, is_differentiating
-from ._region import ParameterNames, Region
+from ._region import ParameterNames, Region, is_compiler_active
 from ._replay import GraphReplay
 
 
@@ -104,6 +104,9 @@ class WatchedForward(GraphReader):
         if torch.compiler.is_compiling():
             # One expression: where a graph breaks in it, Dynamo goes on inside of the module.
             return self.inner(*args, **kwargs) if is_exporting() else self._mark_outputs(self.inner(*args, **kwargs))
+        if get_region() is None and is_compiler_active():
+            # Dynamo has given this call up, and would compile parts of it.
+            return torch.compiler.disable(self._run_with_edges)(args, kwargs)
         return self._run_with_edges(args, kwargs)
 
     def _mark_outputs(self, out: Any) -> Any:

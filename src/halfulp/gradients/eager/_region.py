@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from torch.autograd.function import Function, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
-from ...kernels import constant_result, untraced
+from ...kernels import untraced
 from .._functions import (
     classify_function,
     get_function_name,
@@ -48,31 +47,20 @@ COMPILED_PART_TEXT = (
 # Sets and returns what is not None while something that torch.compile was given runs. The function that only returns it
 # gives up a reference to it each time in torch 2.6, until Python crashes.
 _set_dynamo_callback = torch._C._dynamo.eval_frame.set_eval_frame
-# Whose users have been warned.
-_warned_backwards: weakref.WeakSet = weakref.WeakSet()
 
 
-def is_compiled_alone() -> bool:
-    """Return whether a part of the model that was compiled by itself is running."""
-    if torch.compiler.is_dynamo_compiling():
-        _warn_of_compiled_part()
-        raise NotImplementedError(COMPILED_PART_TEXT)
+def is_compiler_active() -> bool:
+    """Return whether something that torch.compile was given runs."""
     callback = _set_dynamo_callback(None)
-    if callback is None:
-        return False
-    _set_dynamo_callback(callback)
-    _warn_of_compiled_part()
-    return True
+    if callback is not None:
+        _set_dynamo_callback(callback)
+    return callback is not None
 
 
-# Dynamo calls it as it traces.
-@constant_result
-def _warn_of_compiled_part() -> None:
-    region = get_region()
-    if region is not None and region._backward not in _warned_backwards:
-        _warned_backwards.add(region._backward)
-        given_up = "It runs uncompiled, as the whole does where torch.compile has given that up (said once)"
-        warnings.warn(f"{COMPILED_PART_TEXT}. {given_up}", stacklevel=4)
+def refuse_compiled_part() -> None:
+    """Refuse a part of the model that is compiled by itself."""
+    if torch.compiler.is_dynamo_compiling() or is_compiler_active():
+        raise NotImplementedError(COMPILED_PART_TEXT)
 
 
 def without_watching(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,8 +68,6 @@ def without_watching(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if is_compiled_alone():
-            return torch.compiler.disable(run)(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return method(*args, **kwargs)
 
@@ -319,9 +305,7 @@ class Region(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if is_compiled_alone():
-            self._fail_recording()
-            return torch.compiler.disable(self.__torch_function__)(function, types, args, kwargs)
+        refuse_compiled_part()
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
         differentiable = list(list_differentiable((args, kwargs)))
@@ -623,6 +607,7 @@ def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         or cls in (FloatWideningView, CopyWithStrides)
     ):
         return apply(*args, **kwargs)
+    refuse_compiled_part()
     if cls is checkpoint.CheckpointFunction:
         args = (_make_recomputation(args[0], region), *args[1:])
     if region not in _get_current_function_mode_stack():
