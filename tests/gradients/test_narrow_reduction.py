@@ -160,19 +160,6 @@ assert all(not g.isfinite().all() for g in bad)
 assert all(g.isfinite().all() for g in gradients(model, 1))
 end()
 """
-DIFFERENT = """
-try:
-    reduce_in_bfloat16(Parallel(nn.Sequential(copy.deepcopy(start)) if rank else copy.deepcopy(start)))
-except ValueError as error:
-    assert "ranks differ: rank 1 has" in str(error) and "where rank 0 has" in str(error), error
-else:
-    raise AssertionError("ranks that differ were taken")
-end()
-"""
-
-
-def test_ranks_that_differ_are_named_at_the_start(in_processes):
-    in_processes(START + DIFFERENT, 2, SIZE="2")
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -15,13 +15,10 @@ from torch.utils import _pytree as pytree
 
 from .._torch_versions import (
     is_backward,
-    join_scaled_sums,
     name_dynamo_source,
     partition_graphs_by,
 )
 from ..kernels import define_operator
-from . import _compiled_placement as _placement
-from . import _functions
 from ._compiled_placement import (
     HALF_DTYPES,
     Edge,
@@ -220,7 +217,6 @@ def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., An
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
         warn_of_graph_breaks(inputs, backward)
-        join_scaled_sums(module.graph)
         partition = Partitioner(backward.handle, plan_sites(module, inputs, backward))
         remove_output_marks(module, backward.handle)
         return _COMPILERS[name](module, inputs, partition, options, mode)
@@ -243,14 +239,8 @@ class Partitioner:
         move_gradients(backward, self.plan, self.scaler)
         return forward, backward
 
-    def uuid(self) -> tuple:
-        """Return the key of this partitioner in torch's caches of graphs."""
-        from torch._inductor.custom_graph_pass import get_hash_for_files
-
-        files = (_placement, _functions)
-        sources = get_hash_for_files((__file__, *(one.__file__ for one in files)))
-        inner = self.inner.uuid() if self.inner else None
-        return sources, self.scaler, *self.plan.make_cache_key(), inner
+    def uuid(self) -> None:
+        """Return no key: torch keeps none of these graphs in its caches, as they hold names of a scaler's sites."""
 
 
 def _compile_by_inductor(

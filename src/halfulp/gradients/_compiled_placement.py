@@ -170,10 +170,6 @@ class SitePlan:
     parameter_inputs: tuple[bool, ...]
     site_keys: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def make_cache_key(self) -> tuple:
-        """Return the cache key: all that a backward graph depends on."""
-        return tuple(self.site_keys.items()), self.parameter_inputs
-
     @functools.cached_property
     def site_ranks(self) -> dict[str, int]:
         """The places of sites in the order of the forward pass."""

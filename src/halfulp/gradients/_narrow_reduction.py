@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from .. import __version__
 from .._messages import a_kind, name_differences
 from .._torch_versions import ALL_GATHER
 from ..subclass.models._conversion import check_module
@@ -51,18 +50,6 @@ class NarrowReduction:
         self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._remainders: defaultdict[str, _RoundingRemainders] = defaultdict(_RoundingRemainders)
         self._scale = self._read_scale()
-        self._check_ranks()
-
-    def _check_ranks(self) -> None:
-        """Refuse ranks that differ in parameters or the version of halfulp."""
-        names = f"{len(self.names)} names from {next(iter(self.names.values()), None)!r}"
-        mine = (f"halfulp {__version__}", names)
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, mine, group=self.group)
-        for rank, theirs in enumerate(every):
-            other = [f"{one} where rank 0 has {first}" for one, first in zip(theirs, every[0]) if one != first]
-            if other:
-                raise ValueError(f"ranks differ: rank {rank} has {'; '.join(other)}. Start all with the same")
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, under a key with its rank: every rank saves its own, in a file or by DCP."""
@@ -200,8 +187,7 @@ def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReducti
 
     Raises:
         TypeError: no module, or no scaler.
-        ValueError: a model in no such wrapper, a second communication hook, or ranks that differ in parameters or in
-            their version of halfulp.
+        ValueError: a model in no such wrapper, or a second communication hook.
         NotImplementedError: parameters with several parts (scaled, multi-component).
 
     >>> reduce_in_bfloat16(torch.nn.Linear(4, 2))

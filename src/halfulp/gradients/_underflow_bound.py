@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,58 +142,6 @@ def underflow_bound(
     return LogScale(math.log2(u_min) - math.log2(threshold) - log_sigma, math.log2(u_max) - log_largest)
 
 
-def element_wise(g: Tensor, w: Tensor, fan: int, *, u_min: float, u_max: float) -> LogScale:
-    """Return the rule that looks at every product p = g_ik w_kj that is not zero, without making them.
-
-        alpha = min(max over p of max(u_min / |p|, 1), min over p of u_max / (K |p|))
-
-    Only the extremes of |g_ik| and |w_kj| for every inner index k count.
-
-    Args:
-        g: gradient of the layer's output, (..., K); of a convolution with the channels moved to the end.
-        w: weight, (K, ...), as torch stores a linear layer's and an ungrouped convolution's.
-        fan: the terms in each sum.
-        u_min, u_max: of the format.
-
-    >>> g, w = torch.tensor([[2.0**-20, 0.0]]), torch.tensor([[2.0**-9], [2.0**-30]])
-    >>> element_wise(g, w, 2, u_min=2.0**-24, u_max=65504.0).log2_alpha
-    5.0
-    """
-    g, w = widen_to_float32(g), widen_to_float32(w)
-    if not (g.numel() and w.numel()):
-        return NO_BOUNDS
-    g, w = g.reshape(-1, g.shape[-1]), w.reshape(w.shape[0], -1).T
-    table = torch.stack([*_find_column_extremes(g), *_find_column_extremes(w)]).to("cpu").double().log2()
-    low, high = table[0] + table[2], table[1] + table[3]
-    if not (table[1] < math.inf).all() or not (table[3] < math.inf).all():
-        return _UNKNOWN_BOUNDS
-    least, largest = low.min().item(), high.max().item()
-    if largest == -math.inf:
-        return NO_BOUNDS
-    return LogScale(math.log2(u_min) - least, math.log2(u_max) - (math.log2(fan) + largest))
-
-
-def abs_range(gradient: TensorMoments, weight: TensorMoments, fan: int, *, u_min: float, u_max: float) -> LogScale:
-    """Return the rule that lifts the product of the smallest magnitudes, as if it occurred.
-
-        alpha = max((u_min / K) / max(min|g| min|W|, 1e-15), 1), at most (u_max / K) / (max|g| max|W|)
-
-    over the elements that are not zero, K = ``fan``. That u_min is divided by K too is the papers' code's choice.
-
-    >>> one = TensorMoments.measure(torch.tensor([2.0**-16, 1.0]))
-    >>> abs_range(one, one, 4, u_min=2.0**-24, u_max=65504.0).log2_alpha
-    6.0
-    """
-    if not (gradient.finite and weight.finite):
-        return _UNKNOWN_BOUNDS
-    if not (gradient.amax and weight.amax):
-        return NO_BOUNDS
-    log_fan = math.log2(fan)
-    least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_FLOOR_OF_PRODUCT))
-    largest = math.log2(gradient.amax) + math.log2(weight.amax)
-    return LogScale(math.log2(u_min) - log_fan - least, math.log2(u_max) - (log_fan + largest))
-
-
 def floor_to_exponent(log2_alpha: float) -> int:
     """Return the exponent of the largest power of two that is at most alpha: 2^floor(log2 alpha).
 
@@ -215,10 +163,6 @@ def _find_column_extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # the policies -----------------------------------------------------------------------------------------------
-
-
-def _find_format_limits(format: Format) -> dict[str, float]:
-    return {"u_min": format.smallest_subnormal, "u_max": format.max}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,29 +221,61 @@ class UnderflowBound(OperandStatisticsPolicy):
 
     def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
         """Return the bounds by the rule for the product and by the one for the gradient alone."""
-        limits: dict[str, Any] = {"share": self.share, **_find_format_limits(format)}
+        limits = {"share": self.share, "u_min": format.smallest_subnormal, "u_max": format.max}
         gradient, weight = TensorMoments.measure(operands.gradient), TensorMoments.measure(operands.weight)
         return [underflow_bound(gradient, weight, operands.fan, **limits), underflow_bound(gradient, **limits)]
 
 
 @dataclasses.dataclass(frozen=True)
 class ElementWise(OperandStatisticsPolicy):
-    """No single product of two elements may underflow, unless a sum could then overflow."""
+    """No single product of two elements may underflow, unless a sum could then overflow.
+
+    Of every product p = g_ik w_kj that is not zero, without making them: only the extremes of |g_ik| and |w_kj| for
+    every inner index k count.
+
+        alpha = min(max over p of max(u_min / |p|, 1), min over p of u_max / (K |p|))
+    """
 
     name = "element-wise"
 
     def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
-        """See `element_wise`."""
-        return [element_wise(operands.gradient, operands.weight, operands.fan, **_find_format_limits(format))]
+        """Return the bounds that the class describes."""
+        g, w = widen_to_float32(operands.gradient), widen_to_float32(operands.weight)
+        if not (g.numel() and w.numel()):
+            return [NO_BOUNDS]
+        g, w = g.reshape(-1, g.shape[-1]), w.reshape(w.shape[0], -1).T
+        table = torch.stack([*_find_column_extremes(g), *_find_column_extremes(w)]).to("cpu").double().log2()
+        if not (table[1::2] < math.inf).all():
+            return [_UNKNOWN_BOUNDS]
+        least, largest = (table[0] + table[2]).min().item(), (table[1] + table[3]).max().item()
+        if largest == -math.inf:
+            return [NO_BOUNDS]
+        log_fan = math.log2(operands.fan)
+        return [LogScale(math.log2(format.smallest_subnormal) - least, math.log2(format.max) - (log_fan + largest))]
 
 
 @dataclasses.dataclass(frozen=True)
 class AbsRange(OperandStatisticsPolicy):
-    """The product of the smallest operands may not underflow, unless a sum of the largest could then overflow."""
+    """The product of the smallest operands may not underflow, unless a sum of the largest could then overflow.
+
+    It lifts that product as if it occurred:
+
+        alpha = max((u_min / K) / max(min|g| min|W|, 1e-15), 1), at most (u_max / K) / (max|g| max|W|)
+
+    over the elements that are not zero. That u_min is divided by K too is the papers' code's choice.
+    """
 
     name = "abs-range"
 
     def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
-        """See `abs_range`."""
+        """Return the bounds that the class describes."""
         gradient, weight = TensorMoments.measure(operands.gradient), TensorMoments.measure(operands.weight)
-        return [abs_range(gradient, weight, operands.fan, **_find_format_limits(format))]
+        if not (gradient.finite and weight.finite):
+            return [_UNKNOWN_BOUNDS]
+        if not (gradient.amax and weight.amax):
+            return [NO_BOUNDS]
+        log_fan = math.log2(operands.fan)
+        least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_FLOOR_OF_PRODUCT))
+        largest = math.log2(gradient.amax) + math.log2(weight.amax)
+        u_min, u_max = format.smallest_subnormal, format.max
+        return [LogScale(math.log2(u_min) - log_fan - least, math.log2(u_max) - (log_fan + largest))]

@@ -1,6 +1,7 @@
 """The papers' rules against mpmath, brute force over all products, exact fractions and Monte Carlo."""
 
 import math
+import types
 from fractions import Fraction
 
 import mpmath
@@ -10,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfulp.formats import fp16
-from halfulp.gradients import UnderflowBound
+from halfulp.gradients import AbsRange, ElementWise, UnderflowBound
 from halfulp.gradients import _underflow_bound as rules
+from halfulp.gradients._functions import Operands
 
 # The constants of the papers' code for fp16: u_min is about 2^-24.
 U = {"u_min": 6e-8, "u_max": 65504.0}
@@ -31,6 +33,21 @@ def random_moments():
     mean, std = low + (high - low) * float(torch.rand(())), (high - low) * float(torch.rand(()))
     amax = max(abs(low), abs(high))
     return rules.TensorMoments(mean, std, amax, amax * float(torch.rand(())) + 1e-18, True)
+
+
+def bounds(policy, g, w, fan, u_min, u_max):
+    """The bounds of a policy for a format of these limits."""
+    format = types.SimpleNamespace(smallest_subnormal=u_min, max=u_max)
+    (found,) = policy.list_bounds(Operands(g, w, fan), format)
+    return found
+
+
+def element_wise(g, w, fan, **limits):
+    return bounds(ElementWise(), g, w, fan, **limits)
+
+
+def abs_range(g, w, fan, **limits):
+    return bounds(AbsRange(), g, w, fan, **limits)
 
 
 def log2(value):
@@ -137,7 +154,7 @@ def test_abs_range_is_the_formula(seed):
             a, b = ([mpmath.mpf(abs(n)) for n in x.flatten().tolist() if n] for x in (g, w))
             least = max(min(a) * min(b), mpmath.mpf(rules.PAPER_FLOOR_OF_PRODUCT))
             wanted = least_and_most(U["u_min"] / (fan * least), U["u_max"] / (fan * max(a) * max(b)))
-            found = rules.abs_range(rules.TensorMoments.measure(g), rules.TensorMoments.measure(w), fan, **U)
+            found = abs_range(g, w, fan, **U)
             assert found.log2_alpha == pytest.approx(wanted, abs=NEAR)
 
 
@@ -157,22 +174,22 @@ def test_element_wise_is_brute_force(dtype, low, high, seed):
         g = wild(rows, inner, low=low, high=high, dtype=dtype)
         w = wild(inner, columns, low=-15, high=9, dtype=dtype)
         g[0, 0] = w[0, 0] = 1e-3
-        found = rules.element_wise(g, w, inner, **U)
+        found = element_wise(g, w, inner, **U)
         assert found.log2_alpha == pytest.approx(brute_force(g, w, inner), abs=NEAR)
 
 
 def test_element_wise_takes_batches_and_convolutions(seed):
     g, w = wild(2, 3, 6), wild(6, 4)
-    assert rules.element_wise(g, w, 6, **U) == rules.element_wise(g.reshape(6, 6), w, 6, **U)
+    assert element_wise(g, w, 6, **U) == element_wise(g.reshape(6, 6), w, 6, **U)
     images, kernel = wild(2, 6, 5, 5), wild(6, 3, 3, 3)
-    found = rules.element_wise(images.movedim(1, -1), kernel, 54, **U)
+    found = element_wise(images.movedim(1, -1), kernel, 54, **U)
     assert found.log2_alpha == pytest.approx(brute_force(images.movedim(1, -1), kernel, 54), abs=NEAR)
 
 
 def test_element_wise_never_makes_the_products(seed):
     g, w = torch.randn(300, 8), torch.randn(8, 200)
     with Watch() as watch:
-        rules.element_wise(g, w, 8, **U)
+        element_wise(g, w, 8, **U)
     assert watch.largest == g.numel()
 
 
@@ -210,8 +227,8 @@ def test_the_upper_bound_keeps_every_sum_finite(seed):
     moments = rules.TensorMoments.measure(g), rules.TensorMoments.measure(w)
     for found in (
         rules.underflow_bound(*moments, 64, **U),
-        rules.abs_range(*moments, 64, **U),
-        rules.element_wise(g, w, 64, **U),
+        abs_range(g, w, 64, **U),
+        element_wise(g, w, 64, **U),
     ):
         assert found.log2_alpha < 0
         worst = (g.double().abs() @ w.double().abs()).amax() * 2.0 ** rules.floor_to_exponent(found.log2_alpha)
@@ -227,12 +244,12 @@ def test_nothing_to_scale():
         for g, w in ((x, one), (one, x), (x, x)):
             moments = rules.TensorMoments.measure(g), rules.TensorMoments.measure(w)
             assert rules.underflow_bound(*moments, 3, **U) == rules.NO_BOUNDS
-            assert rules.abs_range(*moments, 3, **U) == rules.NO_BOUNDS
+            assert abs_range(g, w, 3, **U) == rules.NO_BOUNDS
         assert rules.underflow_bound(rules.TensorMoments.measure(x), **U) == rules.NO_BOUNDS
     assert rules.underflow_bound(rules.TensorMoments.measure(one), **U) == rules.NO_BOUNDS
     left, right = torch.tensor([[1e-9, 0.0]]), torch.tensor([[0.0], [1.0]])
     for g, w in ((zero, one), (one, zero), (left, right), (zero[:0], one), (one, one[:, :0]), (zero[:, :0], zero[:0])):
-        assert rules.element_wise(g, w, 2, **U) == rules.NO_BOUNDS
+        assert element_wise(g, w, 2, **U) == rules.NO_BOUNDS
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -241,8 +258,8 @@ def test_what_is_not_finite_gives_nan(bad):
     for g, w in ((x, one), (one, x)):
         moments = rules.TensorMoments.measure(g), rules.TensorMoments.measure(w)
         assert math.isnan(rules.underflow_bound(*moments, 2, **U).upper)
-        assert math.isnan(rules.abs_range(*moments, 2, **U).upper)
-        assert math.isnan(rules.element_wise(g, w, 2, **U).upper)
+        assert math.isnan(abs_range(g, w, 2, **U).upper)
+        assert math.isnan(element_wise(g, w, 2, **U).upper)
     assert math.isnan(rules.underflow_bound(rules.TensorMoments.measure(x), **U).upper)
 
 
@@ -267,8 +284,8 @@ def test_power_of_two_is_the_exact_floor(seed):
         g, w = wild(2, zeros=0, dtype=torch.float64).tolist()
         if power % 2:  # here alpha is a power of two, and the logarithms are not exact
             g, w = mantissa * 2.0 ** (power % 30 - 50), 1.0
-        moments = (rules.TensorMoments.measure(torch.tensor(number, dtype=torch.float64)) for number in (g, w))
-        found = rules.floor_to_exponent(rules.abs_range(*moments, 1, u_min=u_min, u_max=u_max).log2_alpha)
+        tensors = (torch.tensor(number, dtype=torch.float64) for number in (g, w))
+        found = rules.floor_to_exponent(abs_range(*tensors, 1, u_min=u_min, u_max=u_max).log2_alpha)
         product = abs(Fraction(g) * Fraction(w))
         lower = Fraction(u_min) / max(product, Fraction(rules.PAPER_FLOOR_OF_PRODUCT))
         alpha = min(max(lower, Fraction(1)), Fraction(u_max) / product)
