@@ -28,14 +28,11 @@ from ._compiled_placement import (
     name_nested_function,
 )
 from ._functions import OperatorKind, classify_function, get_function_name
-from ._site import multiply_by_power
 from .eager._attach import mark_scaled_output
 from .eager._backward import LIVE_BACKWARDS, Backward, list_nodes_behind, refuse_float16_gradient
 
 # Separates what a string argument of an operator lists; a site's key has neither.
 ITEM, PART = "\n", "\t"
-# After the kind of a gradient that has the global exponent and not the site's.
-SHARED_KIND_SUFFIX = "*"
 
 
 class EdgeFactors:
@@ -85,9 +82,7 @@ def _observe_gradients(gradients: list[Tensor], scaler: str, site: str, kinds: s
     where = backward.sites.open_site(site)
     backward.reached.setdefault(where)
     for kind, gradient in zip(kinds.split(PART), gradients):
-        exponent = where.exponent - backward.sites.global_site.exponent if kind.endswith(SHARED_KIND_SUFFIX) else 0
-        stored = multiply_by_power(gradient, exponent)
-        backward.measurements.add_gradient(where, kind.removesuffix(SHARED_KIND_SUFFIX), stored, None)
+        backward.measurements.add_gradient(where, kind, gradient, None)
 
 
 compute_edge_factors = define_operator(
@@ -101,11 +96,6 @@ observe_gradients = define_operator(
     _observe_gradients,
     lambda *_: None,
     host=True,
-)
-# Inductor cuts an expression where it reads too much, and with that decides what it computes by vectors and what one by
-# one: exp, for instance, in other last bits. A loss's gradient, which much may read, is moved apart from all that.
-move_scalar_gradient = define_operator(
-    "moved_number(Tensor gradient, Tensor factor) -> Tensor", torch.mul, lambda gradient, _: torch.empty_like(gradient)
 )
 torch.fx.node.has_side_effect(observe_gradients)
 
@@ -151,19 +141,17 @@ class BackwardGraphWriter:
         with self._module.graph.inserting_before(min(edge.readers)):
             factor = self.write_call(torch.ops.aten.select.int, vector, 0, self._edge_numbers[edge.source, edge.target])
             wide = self.write_call(cast, node, torch.float32) if half else node
-            times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else move_scalar_gradient
-            moved = self.write_call(times, wide, factor)
+            moved = self.write_call(torch.ops.aten.mul.Tensor, wide, factor)
             moved = self.write_call(cast, moved, dtype) if half else moved
         for reader in edge.readers:
             reader.replace_input_with(node, moved)
         return moved
 
     def write_measurement(self, key: str, gradients: Collection[MeasuredGradient]) -> None:
-        """Add a measurement of gradients at a site, with their kinds and whether they have the global exponent."""
-        nodes, kinds, shared = zip(*gradients)
-        words = PART.join(kind + SHARED_KIND_SUFFIX * s for kind, s in zip(kinds, shared))
+        """Add a measurement of gradients at a site, with their kinds."""
+        nodes, kinds = zip(*gradients)
         with self._module.graph.inserting_after(max(nodes)):
-            self.write_call(observe_gradients, list(nodes), self._scaler, key, words)
+            self.write_call(observe_gradients, list(nodes), self._scaler, key, PART.join(kinds))
 
     def _get_factor_vector(self, like: Node) -> Node:
         """Return the factors of all edges, on the device of a node."""

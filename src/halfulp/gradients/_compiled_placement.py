@@ -195,8 +195,8 @@ class Edge:
     readers: list[Node]
 
 
-# A gradient, of what kind, and whether it has the global exponent.
-MeasuredGradient = tuple[Node, str, bool]
+# A gradient and its kind.
+MeasuredGradient = tuple[Node, str]
 
 
 class SitePlacement:
@@ -205,8 +205,8 @@ class SitePlacement:
     A product's gradients are at the product's site: the one that it reads and those that it makes. Any other function
     that is linear in gradients takes the site that its readers want, so that gradients move as soon as they are made;
     readers that want something else move them again. What enters and leaves, and what reads a gradient in any other
-    way, has the global exponent. A cast to a wider dtype comes before a move. Nothing comes between a product and a sum
-    that a compiler may compute as one, since the two together round otherwise than one after the other.
+    way, has the global exponent. A cast to a wider dtype comes before a move. A compiler may fuse and round otherwise
+    than without moves.
     """
 
     def __init__(self, module: GraphModule, plan: SitePlan) -> None:
@@ -216,8 +216,6 @@ class SitePlacement:
         self.roles: dict[Node, GradientUse] = {}
         self._calls: dict[Node, str] = {}
         self._collect_gradients(module.graph.nodes)
-        self._products = {add: product for add in self.gradients if (product := self._find_fused_product(add))}
-        self._sums = {product: add for add, product in self._products.items()}
         self._preferred: dict[Node, str | None] = {}
         self._leads: dict[Node, bool] = {}
         for node in reversed(self.gradients):
@@ -245,32 +243,13 @@ class SitePlacement:
         known = self._plan.site_keys
         return next((known[path] for path in paths if path in known), f"backward.{node.name}")
 
-    def _find_fused_product(self, add: Node) -> Node | None:
-        """Return the product that a compiler may fuse with this sum into one addmm; the last of two."""
-        if add.target is not torch.ops.aten.add.Tensor or self.roles[add] != "linear":
-            return None
-        mm = torch.ops.aten.mm.default
-        return next((x for x in reversed(add.all_input_nodes) if x.target is mm and len(x.users) == 1), None)
-
     def _find_needed_site(self, reader: Node) -> str | None:
         """Return the site at which a reader needs its gradients; None if any will do."""
         if reader.op == "output" or self.roles[reader] in ("shape", "widening"):
             return None
-        if reader in self._products:
-            return self._find_working_site(self._products[reader])
         if self.roles[reader] == "product":
-            return self._find_working_site(reader)
+            return self._calls[reader]
         return GLOBAL_KEY if self.roles[reader] == "other" else self._preferred[reader]
-
-    def _find_working_site(self, product: Node) -> str:
-        """Return the site of a product's gradients; the global one if it makes only parameters' and all are wide.
-
-        Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
-        """
-        value = product.meta["val"]
-        own = not isinstance(value, Tensor) or value.dtype in HALF_DTYPES
-        own = own or self._leads[self._sums.get(product, product)]
-        return self._calls[product] if own else GLOBAL_KEY
 
     def _set_preferred_site(self, node: Node) -> None:
         """Set the site at which a gradient's readers want it."""
@@ -289,9 +268,7 @@ class SitePlacement:
     def _find_site(self, node: Node) -> str:
         role = self.roles.get(node, "other")
         if role == "product":
-            return self._find_working_site(node)
-        if node in self._products:
-            return self._find_working_site(self._products[node])
+            return self._calls[node]
         if role == "other":
             return GLOBAL_KEY
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
@@ -311,7 +288,7 @@ class SitePlacement:
 
     def list_site_keys(self) -> list[str]:
         """Return all sites, the global one and then the others in forward order."""
-        return [GLOBAL_KEY, *sorted(set(self._calls.values()) - {GLOBAL_KEY}, key=self._plan.find_site_rank)]
+        return [GLOBAL_KEY, *sorted(set(self._calls.values()), key=self._plan.find_site_rank)]
 
     def list_edges(self) -> list[Edge]:
         """Return every gradient that moves, once for each site that it moves to."""
@@ -331,21 +308,20 @@ class SitePlacement:
         """
         found: dict[str, dict[Node, MeasuredGradient]] = {}
 
-        def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
-            found.setdefault(key, {}).setdefault(_find_viewed_node(node), (node, kind, shared))
+        def add(key: str, node: Node, kind: str) -> None:
+            found.setdefault(key, {}).setdefault(_find_viewed_node(node), (node, kind))
 
         def name_kind(node: Node) -> str:
             return "passed" if self._leads[node] else "weight"
 
         for node, key in self._calls.items():
-            if self._find_working_site(node) != GLOBAL_KEY:
-                for x in node.all_input_nodes:
-                    if x in self.gradients or x in moved:
-                        add(key, x, "received")
+            for x in node.all_input_nodes:
+                if x in self.gradients or x in moved:
+                    add(key, x, "received")
             several = isinstance(node.meta["val"], tuple | list)
-            for x in list(node.users) if several else [self._sums.get(node, node)]:
+            for x in list(node.users) if several else [node]:
                 if x in self.gradients and is_floating_tensor(x):
-                    add(key, x, name_kind(x), self.sites[x] == GLOBAL_KEY)
+                    add(key, x, name_kind(x))
         for node, edge in moved.items():
             if edge.target != GLOBAL_KEY and _is_float16(node):
                 add(edge.target, node, "received")

@@ -354,14 +354,6 @@ class ExponentController:
         """
         return [self.iteration, self.since, self.backward.measuring, 0, self._restarted, self._skips_in_row, 0]
 
-    def adopt_scale(self, exponent: int, since: int) -> None:
-        """Adopt another scaler's scale and its count of steps without an overflow."""
-        self.sites.set_reference_binade(None)
-        for site in self.sites:
-            self._set_exponent(site, exponent)
-        self.sites.start = self.start = exponent
-        self.since = since
-
     def load_state(self, given: dict[str, Any], progress: list) -> None:
         """Load the sites of a state."""
         load_sites(given, self.sites, self.backward.format or fp16)

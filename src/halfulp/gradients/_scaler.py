@@ -373,28 +373,23 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, or a GradScaler's state, whose scale becomes the global one.
+        """Load what `state_dict` returned.
 
         Sites are known from the first forward pass on; before it only the modules that they name are compared. Policy,
         floor and ceiling stay this scaler's.
 
         Raises:
-            ValueError: an empty or damaged state, or one of another model; nothing is changed.
+            ValueError: an empty or damaged state, a GradScaler's, or one of another model; nothing is changed.
         """
         if not self._enabled:
             return
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
         controller, given = self._controller, read_sites(state_dict)
-        if given is not None:
-            check_sites(given, {site.key for site in controller.sites}, self._list_module_names())
+        check_sites(given, {site.key for site in controller.sites}, self._list_module_names())
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
-        if given is None:
-            exponent = parse_scale_exponent("the state's scale", state_dict["scale"])
-            controller.adopt_scale(exponent, int(state_dict["_growth_tracker"]))
-        else:
-            controller.load_state(given, state_dict["progress"])
+        controller.load_state(given, state_dict["progress"])
 
     def _list_module_names(self) -> set[str]:
         """Return the qualified names of all modules, with which sites' keys begin."""

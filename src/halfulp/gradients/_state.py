@@ -37,14 +37,17 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
     return tuple(found.items())
 
 
-def read_sites(state_dict: Any) -> dict[str, dict[str, Any]] | None:
-    """Read a scaler's state and return its sites by key; None for a GradScaler's, which has no sites."""
+def read_sites(state_dict: Any) -> dict[str, dict[str, Any]]:
+    """Read a scaler's state and return its sites by key; a GradScaler's, which has none, is refused."""
     place = "the state_dict"
+    if isinstance(state_dict, Mapping) and "scale" in state_dict and not {"sites", "progress"} & state_dict.keys():
+        raise ValueError(
+            "a GradScaler's state has no sites: start from its scale instead, "
+            f"AdaptiveGradScaler(model, init_scale={state_dict['scale']!r})"
+        )
     try:
         exponent = parse_scale_exponent("'scale' of the state_dict", float(state_dict["scale"]))
         operator.index(state_dict["_growth_tracker"])
-        if not {"sites", "progress"} & state_dict.keys():
-            return None
         if len([operator.index(number) for number in state_dict["progress"]]) != _PROGRESS_LENGTH:
             raise KeyError("progress")
         found = {}
@@ -59,8 +62,8 @@ def read_sites(state_dict: Any) -> dict[str, dict[str, Any]] | None:
         ) from error
     if found[GLOBAL_KEY]["exponent"] != exponent:
         raise ValueError(
-            f"'scale' of the state_dict is 2^{exponent}, and that of its sites is not: leave 'sites' and 'progress' "
-            "out to start from the scale alone"
+            f"'scale' of the state_dict is 2^{exponent}, and that of its sites is not: load what a "
+            "scaler's state_dict() gave"
         )
     return found
 
