@@ -205,14 +205,14 @@ def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., An
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
         warn_of_graph_breaks(inputs, backward)
-        partition = Partitioner(backward.handle, plan_sites(module, inputs, backward))
+        partition = MovingPartitioner(backward.handle, plan_sites(module, inputs, backward))
         remove_output_marks(module, backward.handle)
         return _COMPILERS[name](module, inputs, partition, options, mode)
 
     return compile_scaled
 
 
-class Partitioner:
+class MovingPartitioner:
     """Partitions a joint graph as torch does, and moves gradients in its backward graph: a CustomPartitionerFn."""
 
     def __init__(self, scaler: str, plan: SitePlan, inner: Any = None) -> None:
@@ -232,7 +232,7 @@ class Partitioner:
 
 
 def _compile_by_inductor(
-    module: GraphModule, inputs: Sequence, partition: Partitioner, options: dict | None, mode: str | None
+    module: GraphModule, inputs: Sequence, partition: MovingPartitioner, options: dict | None, mode: str | None
 ):
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
@@ -243,7 +243,7 @@ def _compile_by_inductor(
 
 
 def _compile_by_aot_eager(
-    module: GraphModule, inputs: Sequence, partition: Partitioner, options: dict | None, mode: str | None
+    module: GraphModule, inputs: Sequence, partition: MovingPartitioner, options: dict | None, mode: str | None
 ):
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop

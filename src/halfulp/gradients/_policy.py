@@ -123,11 +123,11 @@ class Amax(Policy):
                 if size > 0:
                     sizes_by_kind.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
         highest = min(site.format.emax, _HIGHEST_USED_EXPONENT)
-        limits = [highest - _find_needed_top(sizes, self.headroom, site.format) for sizes in sizes_by_kind.values()]
+        limits = [highest - _find_peak_exponent(sizes, self.headroom, site.format) for sizes in sizes_by_kind.values()]
         return min(limits, default=None)
 
 
-def _find_needed_top(sizes: list[float], room: int | None, format: Format) -> int:
+def _find_peak_exponent(sizes: list[float], room: int | None, format: Format) -> int:
     """Return the power of two that must fit under the format's largest number: the largest size plus headroom.
 
     3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,

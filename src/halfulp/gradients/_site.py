@@ -106,7 +106,7 @@ class Site:
         overflows: How often it was the one that overflowed.
         memory: Remembers its overflows.
         loss_binade: Of the global site, floor(log2) of the largest gradient that losses send into the model for which
-            sites' exponents are meant, which move with it from pass to pass (`LossFollowing`); None if it is not known.
+            sites' exponents are meant, which move with it from pass to pass (`LossFollower`); None if it is not known.
         global_site: The global site of the scaler; None where it is that.
     """
 
@@ -437,7 +437,7 @@ def copy_with_strides(tensor: Tensor) -> Tensor:
 _FLOAT32_BIAS, _LARGEST_POWER = 127, 126
 
 
-class LossFollowing:
+class LossFollower:
     """Lifts all sites' exponents by one power of two per backward pass, so that they follow the loss's gradient.
 
     A model's gradients are linear in the one that enters it. Exponents are right for a loss that sends gradients of a

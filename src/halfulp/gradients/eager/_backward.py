@@ -20,7 +20,7 @@ from ...kernels import untraced
 from ...rounding import Nearest, Rounding, quantize
 from .._functions import SecondFactor
 from .._policy import Policy
-from .._site import LossFollowing, Measurements, Site, Sites, find_narrow_format
+from .._site import LossFollower, Measurements, Site, Sites, find_narrow_format
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 FIRST_LEAF_NUMBER = 2**62
@@ -28,7 +28,7 @@ FIRST_LEAF_NUMBER = 2**62
 _REMEMBERED_PASSES, _REMEMBERED_EARLIER_PASSES = 4096, 64
 
 
-def mark_node(node: Any, above: Site, below: Site, global_site: Site) -> None:
+def mark_node_sites(node: Any, above: Site, below: Site, global_site: Site) -> None:
     """Mark a node with the sites at whose exponents its gradient arrives and leaves; one mark for each scaler."""
     node.metadata[global_site] = above, below
 
@@ -122,7 +122,7 @@ class Backward:
         self.unmarked_passes: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED_PASSES)
         self.replays = 0
         self._replays = True
-        self.following = LossFollowing(sites, policy.per_site and policy.measures and not policy.wants_operands)
+        self.following = LossFollower(sites, policy.per_site and policy.measures and not policy.wants_operands)
         # The sites of this iteration's forward and backward passes.
         self.reached: dict[Site, None] = {}
         self.forwards = 0
@@ -191,7 +191,7 @@ class Backward:
         global_site = self.sites.global_site
         if node is not None and not is_at_global_exponent(node, global_site):
             self.refuse_inner_tensors(node)
-            mark_node(node, global_site, global_site, global_site)
+            mark_node_sites(node, global_site, global_site, global_site)
 
     def use_one_scale(self) -> None:
         """Use one global scale until the next update, and never replay a known graph again."""
@@ -285,14 +285,14 @@ class Backward:
         """Return a hook of a product's result that shows the policy both factors."""
 
         @untraced
-        def look(gradients: tuple) -> None:
+        def show_operands(gradients: tuple) -> None:
             stored, gradient = self.format or site.stored, gradients[0]
             if self.active and gradient is not None and stored is not None:
                 proposal = self.policy.propose_bounds(site, factor.align_operands(gradient), stored)
                 if proposal is not None:
                     site.proposals.append(proposal)
 
-        return look
+        return show_operands
 
     def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> GradientHook:
         """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""
