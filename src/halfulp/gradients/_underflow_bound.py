@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -221,7 +221,7 @@ class UnderflowBound(OperandStatisticsPolicy):
 
     def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
         """Return the bounds by the rule for the product and by the one for the gradient alone."""
-        limits = {"share": self.share, "u_min": format.smallest_subnormal, "u_max": format.max}
+        limits: dict[str, Any] = {"share": self.share, "u_min": format.smallest_subnormal, "u_max": format.max}
         gradient, weight = TensorMoments.measure(operands.gradient), TensorMoments.measure(operands.weight)
         return [underflow_bound(gradient, weight, operands.fan, **limits), underflow_bound(gradient, **limits)]
 
