@@ -43,7 +43,6 @@ NAMES = (
     "gradient_safety",
     "gradient_schedules",
     "gradient_trainings",
-    "underflow_bound",
     "suite",
     "startup",
     "many_tensors",

@@ -18,8 +18,7 @@ AREAS = {
     "accuracy": ("Accuracy, comparisons and tuning", "accuracy verdicts tune two_families family public_script"),
     "gradients": (
         "Gradient exponents",
-        "gradient_exactness gradient_overhead gradient_programs gradient_safety gradient_schedules "
-        "gradient_trainings underflow_bound",
+        "gradient_exactness gradient_overhead gradient_programs gradient_safety gradient_schedules gradient_trainings",
     ),
     "scaled-tensors": (
         "Scaled tensors",

@@ -115,13 +115,6 @@ def gradient_schedules_note() -> str:
 
 
 @place
-def bound_simulated() -> str:
-    """How often the underflow bound held."""
-    columns = ("format", "gradients of", "number", "share within", "at the limit of overflow", "largest share")
-    return benchmark_table("underflow_bound", "The underflow bound", columns)
-
-
-@place
 def gradient_cost() -> str:
     """What exponents cost in time."""
     return all_tables("gradient_overhead")

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _needs_torch  # noqa: F401
 from ._messages import ENVIRONMENT
-from ._torch_floor import is_older
 
 _torch_C: Any = torch._C
 _eval_frame, _torch_autograd = _torch_C._dynamo.eval_frame, _torch_C._autograd
@@ -146,8 +145,7 @@ def solves_by_transpose() -> bool:
         return factors[0, 0].item() == 2  # the largest of the first row, not of the first column
 
 
-# Older: nothing is lost; the partitioner's tag says which nodes of a joint graph are the backward pass's, and their
-# stacks which add gradients up, to which torch before 2.9 gives a function of the forward pass.
+# Older: nothing is lost; the partitioner's tag says which nodes of a joint graph are the backward pass's.
 if hasattr(torch.fx.traceback, "_mark_autograd_backward"):
 
     def is_backward(node: torch.fx.Node) -> bool:
@@ -159,35 +157,6 @@ else:
     def is_backward(node: torch.fx.Node) -> bool:
         """Return whether a node of a joint graph is the backward pass's."""
         return node.meta.get("partitioner_tag") == "is_backward"
-
-
-def is_gradient_sum(node: torch.fx.Node) -> bool:
-    """Return whether a node of a joint graph adds up the gradients of a tensor that is used several times."""
-    return bool(node.meta.get("is_gradient_acc")) or "Gradient addition node" in (node.stack_trace or "")
-
-
-# Older: nothing is lost; what the outermost module calls is named here, as torch names what inner ones call alone.
-NAMES_ALL_FUNCTIONS = hasattr(torch.fx.traceback, "GRADIENT_ACC_SPECIAL_STACK")  # of the same version
-
-
-# Older: nothing is lost; Dynamo writes add_(x, alpha=a) as a product and a sum, which are put together here.
-_DYNAMO_SPLITS_ALPHA = is_older(torch.__version__, "2.12")
-
-
-def join_scaled_sums(graph: torch.fx.Graph) -> None:
-    """Put together what Dynamo wrote of `add_(x, alpha=a)`, whose gradients are rounded once in eager.
-
-    A product and a sum that a line calls by name stay two.
-    """
-    for node in list(graph.nodes) if _DYNAMO_SPLITS_ALPHA else ():
-        scaled = node.prev
-        if node.target != "add_" or scaled.target is not torch.mul or node.args[1:] != (scaled,) or scaled.kwargs:
-            continue
-        by, line = scaled.args[1], (scaled.stack_trace or "").rstrip().rpartition("\n")[2]
-        named = "mul(" in line and "alpha" not in line
-        if scaled.stack_trace == node.stack_trace and not named and isinstance(by, int | float):
-            node.args, node.kwargs = (node.args[0], scaled.args[0]), {"alpha": by}
-            graph.erase_node(scaled)
 
 
 # Older: nothing is lost; the name of where Dynamo found a tensor is a method.

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfulp.emulation import emulate, region
-from halfulp.rounding import Stochastic
 
 _spec = importlib.util.spec_from_file_location("oracle", pathlib.Path(__file__).with_name("oracle.py"))
 oracle = importlib.util.module_from_spec(_spec)
@@ -95,14 +94,12 @@ def test_conv_and_pool(seed, format):
     check(model, by_hand, [torch.randn(4, 2, 4, 4)], format)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", Stochastic(3)])
-def test_results_that_are_not_used_have_no_gradient(seed, rounding):
-    """And what another node has rounded is not rounded again: the random bits are those of the nodes alone."""
+def test_results_that_are_not_used_have_no_gradient(seed):
     x = torch.randn(4, 6)
     found = []
     for parts in (lambda y: y.split(3, -1)[0], lambda y: y[..., :3]):  # y[:, :3] is two nodes in older torch
         leaf = x.clone().requires_grad_()
-        with region("e8m3", rounding=rounding):
+        with region("e8m3"):
             parts(leaf * 1.25).square().sum().backward()
         found.append(leaf.grad)
     assert torch.equal(*found)

@@ -96,13 +96,6 @@ def test_recomputation_draws_the_same_bits(seed, reentrant):
     assert torch.equal(*seen)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_fixed_seed_is_refused(reentrant):
-    model = emulate(lambda x: checkpoint(torch.sin, x, use_reentrant=reentrant) + 1, "bf16", Stochastic(seed=1))
-    with pytest.raises(NotImplementedError, match="manual_seed"):
-        model(torch.randn(3, requires_grad=True))
-
-
 def test_other_saved_tensor_hooks_are_left_alone():
     packed = []
 

@@ -53,11 +53,10 @@ def test_nan_parameters_are_of_every_format():
 def test_float32_weights_can_be_kept(seed):
     model = network()
     before = model[0].weight.detach().clone()
-    handle = emulate(model, "e8m3", parameters="keep")
+    emulate(model, "e8m3", parameters="keep")
     out = model(torch.randn(2, 4))
     assert holds(out, "e8m3")
     assert torch.equal(model[0].weight, before)
-    assert "parameter 0.weight" in handle.explain()
 
 
 def test_arguments_are_rounded_wherever_they_are(seed):
@@ -160,7 +159,6 @@ def test_copies_are_emulated_and_independent(seed, twin_of):
     for m in (model, twin):
         m(x).sum().backward()
     assert torch.equal(model[0].weight.grad, twin[0].weight.grad)
-    assert twin.forward.rounder.forward["aten.addmm"] == 6  # a copy goes on with the tally
     twin.forward.remove()
     assert isinstance(model.forward, Emulation)
     twin.load_state_dict(model.state_dict())
@@ -256,7 +254,6 @@ def test_functions_and_the_loss_region(seed):
         got.append((value, x.grad))
     assert torch.equal(got[0][0], got[1][0])
     assert torch.equal(got[0][1], got[1][1])
-    assert handle.rounder.forward["aten._log_softmax"] == 1
 
 
 def test_modules_as_losses(seed):
@@ -311,16 +308,6 @@ def test_refusals():
 def test_script_modules_are_refused(recwarn):
     with pytest.raises(TypeError, match="ScriptModule"):
         emulate(torch.jit.script(nn.Linear(2, 2)), "bf16")
-
-
-def test_explain(seed):
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    handle = emulate(model, "e8m3", "up")
-    model(torch.randn(2, 4)).sum().backward()
-    text = handle.explain()
-    for words in ("e8m3, up rounding: 2 tensors", "aten.addmm", "NativeLayerNormBackward0", "aten.t ", "statistics"):
-        assert words in text
-    assert "not in e8m3" not in text
 
 
 def _through_data(parameter, value):

@@ -1,8 +1,5 @@
 """The rounding unit: settings, refusals, random streams, copies."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 
@@ -19,7 +16,7 @@ def test_rounds_as_quantize(seed, rounding, format):
     rounder = Rounder(format, rounding, None)
     want = quantize(x, format, rounding)
     assert torch.equal(rounder.round_copy(x, ""), want)
-    assert rounder.round_in_place(x, "") == 1
+    rounder.round_in_place(x, "")
     assert torch.equal(x, want)
 
 
@@ -32,8 +29,8 @@ def test_overflow_policy():
 @pytest.mark.parametrize(
     ("format", "error", "words"),
     [
-        ("mxfp8_e4m3", ValueError, "block format.*e4m3fn"),
-        (formats.nvfp4, ValueError, "block format"),
+        ("mxfp8_e4m3", ValueError, "block format"),
+        (formats.nvfp4, TypeError, "BlockFormat"),
         ("e8m0", ValueError, "no zero"),
         ("nonsense", ValueError, "nonsense"),
         (3, TypeError, "int"),
@@ -54,7 +51,6 @@ def test_unusable_roundings_and_policies():
 
 def test_narrow_tensors():
     x = torch.tensor([0.3], dtype=torch.bfloat16)
-    assert Rounder("bf16", "nearest", None).round_copy(x, "op") is x
     with pytest.raises(NotImplementedError, match=r"op gives.*bfloat16.*second rounding"):
         Rounder("e8m3", "nearest", None).round_copy(x, "op")
     with pytest.raises(NotImplementedError, match="float8"):
@@ -65,32 +61,24 @@ def test_integers_pass():
     x = torch.arange(3)
     rounder = Rounder("e8m1", "nearest", None)
     assert rounder.round_copy(x, "") is x
-    assert rounder.round_in_place(x, "") == 0
+    rounder.round_in_place(x, "")
+    assert x.tolist() == [0, 1, 2]
 
 
-def test_streams(seed):
-    """torch's generator governs without a seed; with one, each operator draws its own bits, reproducibly."""
-
-    def draw(rounding):
-        with region("e8m1", rounding):
+def test_torchs_generator_governs(seed):
+    def draw():
+        with region("e8m1", Stochastic()):
             return torch.stack([torch.ones(2000) + 0.2, torch.ones(2000) + 0.2])
 
-    for rounding in (Stochastic(), Stochastic(seed=5)):
-        torch.manual_seed(seed)
-        first = draw(rounding)
-        torch.manual_seed(seed)
-        again = draw(rounding)
-        assert torch.equal(first, again)
-        assert not torch.equal(first[0], first[1])
-        assert abs(first.mean().item() - 1.2) < 0.03
-    assert not torch.equal(draw(Stochastic()), draw(Stochastic()))
+    torch.manual_seed(seed)
+    first = draw()
+    torch.manual_seed(seed)
+    assert torch.equal(first, draw())
+    assert not torch.equal(first[0], first[1])
+    assert abs(first.mean().item() - 1.2) < 0.03
+    assert not torch.equal(draw(), draw())
 
 
-def test_copies_go_on_in_the_stream():
-    rounder = Rounder("e8m1", Stochastic(seed=5), "saturate")
-    x = torch.full((100,), 1.2)
-    rounder.round_copy(x, "")
-    for twin in (copy.deepcopy(rounder), pickle.loads(pickle.dumps(rounder))):
-        assert twin.settings == rounder.settings
-        saved = copy.deepcopy(rounder)
-        assert torch.equal(twin.round_copy(x, ""), saved.round_copy(x, ""))
+def test_a_seed_is_refused():
+    with pytest.raises(ValueError, match=r"got Stochastic\(seed=5.*take 'stochastic' and torch\.manual_seed"):
+        region("e8m1", Stochastic(seed=5))

@@ -36,10 +36,10 @@ def holds(x, format):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.parametrize("format", ["bf16", "e8m3"])
-def test_everything_is_rounded(seed, build, attention, format, needs_torch):
+def test_everything_is_rounded(seed, build, attention, format):
     model = build(attention)
     names = list(model.state_dict())
-    handle = emulate(model, format)
+    emulate(model, format)
     tokens = torch.randint(31, (2, 10))
     out = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
     out.loss.backward()
@@ -49,11 +49,6 @@ def test_everything_is_rounded(seed, build, attention, format, needs_torch):
         assert parameter.grad is not None, name
         assert parameter.grad.any(), name
         assert holds(parameter.grad, format), name
-    if build is llama and attention == "sdpa":
-        needs_torch("flash attention of grouped queries on the CPU")
-    attended = "aten._scaled_dot_product_flash_attention_for_cpu" in handle.rounder.forward
-    assert attended == (attention == "sdpa")
-    assert "aten.addmm" in handle.explain() or "aten.mm" in handle.explain()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -118,60 +118,6 @@ def test_gradients_taken_by_autograd_grad_are_scaled(make, seed):
     assert same(run.weights(), [w.add(g, alpha=-0.1) for w, g in zip(before, wanted)])
 
 
-class Handling(torch.optim.SGD):
-    """An optimizer that looks at overflow itself, as torch's contract says."""
-
-    _step_supports_amp_scaling = True
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.seen = []
-
-    def step(self, closure=None):
-        self.seen.append(bool(self.found_inf))
-        if not self.found_inf:
-            scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.data.add_(p.grad / scale, alpha=-group["lr"])
-        return "called"
-
-
-@both
-@pytest.mark.parametrize("unscaled", [False, True])
-def test_optimizers_that_handle_overflow_are_called_always(make, unscaled, seed):
-    run = ready(make, Handling)
-    plain = copy.deepcopy(run.model)
-    for factor in (1.0, float("inf"), 1.0):
-        run.backward(factor)
-        if unscaled:
-            run.scaler.unscale_(run.opt)
-        assert run.scaler.step(run.opt) == "called"
-        run.scaler.update()
-        assert not {"found_inf", "grad_scale"} & vars(run.opt).keys()
-        if factor == 1.0:
-            plain.zero_grad()
-            mean_square(plain(run.x)).backward()
-            for p in plain.parameters():
-                p.data.add_(p.grad, alpha=-0.1)
-    assert run.opt.seen == [False, True, False]
-    assert same(run.weights(), [p.detach() for p in plain.parameters()])
-
-
-class Taking(Handling):
-    """The older form of the contract: the step is given the scaler."""
-
-    def step(self, closure=None, *, grad_scaler=None):
-        raise AssertionError("stepped")
-
-
-def test_optimizers_that_take_the_scaler_are_refused(seed):
-    run = ready(hu.AdaptiveGradScaler, Taking)
-    run.backward()
-    with pytest.raises(TypeError, match="found_inf"):
-        run.scaler.step(run.opt)
-
-
 @both
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_fused_optimizers_step_as_others(make, kind, seed):

@@ -13,15 +13,14 @@ from torch.utils._pytree import tree_map_only
 from .._torch_versions import BREAKS_WITH_REASON, is_exporting
 from ..formats import Format
 from ..gradients.eager._attach import NotScriptedError
-from ..kernels import checksum
 from ..rounding import Nearest, Rounding
 from ..subclass.models._parameter_holders import EMULATED
 from ._region import Region, describe_refusal, refuse_recording, region
-from ._rounder import WIDE_DTYPES, Rounder, describe_roundings
+from ._rounder import WIDE_DTYPES, Rounder
 
 
 class Emulation:
-    """The result of `emulate`: calls the model under emulation, reports what was rounded, and can be removed.
+    """The result of `emulate`: calls the model under emulation, and can be removed.
 
     It is also the model's `forward` while it is in effect, so deepcopy and pickle take it along: the copy's is
     `copy.forward`. As a context manager it removes itself at the end of the block.
@@ -32,7 +31,6 @@ class Emulation:
         self.rounder = rounder
         self.parameters = parameters
         self._forward_before = vars(target).get("forward") if isinstance(target, nn.Module) else None
-        self._checked_versions: dict[int, tuple[int, int]] = {}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -101,38 +99,21 @@ class Emulation:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def explain(self) -> str:
-        """Return a table of the operators seen so far: how often, rounded or not and why."""
-        state = _list_named_tensors(self.target) if isinstance(self.target, nn.Module) else ()
-        return describe_roundings(
-            self.rounder, {name: _count_values_off_format(value, self.rounder) for name, value in state}
-        )
-
     def __repr__(self) -> str:
         name = getattr(self.target, "__name__", type(self.target).__name__)
         return f"Emulation({name}, {self.rounder.format.name}, {self.rounder.rounding})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_checked_versions": {}}
-
     def _check_parameters(self, model: nn.Module) -> None:
-        """Raise if a parameter that was written since the last call holds numbers that the format lacks."""
+        """Raise if a parameter holds numbers that the format lacks, as one that an optimizer of others wrote does."""
         if self.parameters == "keep":
             return
-        for parameter in model.parameters():
-            # A write through .data changes no version.
-            is_fixed = parameter.is_meta or not parameter.is_floating_point()
-            state = parameter._version, 0 if is_fixed else checksum(parameter)
-            if self._checked_versions.get(id(parameter)) == state:
-                continue
-            if _count_values_off_format(parameter, self.rounder):
-                names = [name for name, value in model.named_parameters() if value is parameter]
+        for name, parameter in model.named_parameters():
+            if self.rounder.has_other_numbers(parameter):
                 raise ValueError(
-                    f"parameter {names[0]!r} was given numbers that {self.rounder.format.name} does not have: update "
+                    f"parameter {name!r} was given numbers that {self.rounder.format.name} does not have: update "
                     f"it with an optimizer of halfulp.optim and format={self.rounder.format.name!r}, or say "
                     "emulate(..., parameters='keep') to let operators read float32 parameters"
                 )
-            self._checked_versions[id(parameter)] = state
 
 
 def emulate(
@@ -167,14 +148,14 @@ def emulate(
         model: a module with float32 or float64 parameters, changed in place; or any function.
         format: a `Format`, its name or a torch dtype. Values beyond its largest, such as a mask of
             `torch.finfo(torch.float32).min`, overflow as its policy says.
-        rounding: a mode or its name. With `Stochastic(seed=None)` torch.manual_seed governs.
+        rounding: a mode or its name. torch.manual_seed governs a stochastic one, which takes no seed of its own.
         overflow: "inf", "nan" or "saturate" in place of the format's own policy.
         parameters: "round" rounds parameters and floating buffers in place now, and raises later if an optimizer
             leaves the format (`halfulp.optim` with `format=` does not); "keep" lets operators read them as they are,
             the paper's float32 weights.
 
     Returns:
-        An `Emulation`: a handle with `remove()`, `region()`, `explain()`, a context manager, and for a function the
+        An `Emulation`: a handle with `remove()`, `region()`, a context manager, and for a function the
         emulated function.
 
     Raises:
@@ -243,12 +224,3 @@ def _check_model(model: nn.Module) -> None:
 def _list_named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((f"parameter {name}", value) for name, value in model.named_parameters())
     yield from ((f"buffer {name}", value) for name, value in model.named_buffers())
-
-
-def _count_values_off_format(value: Tensor, rounder: Rounder) -> int:
-    """Count the elements of a tensor that are not in the format."""
-    if not value.is_floating_point() or value.is_meta:
-        return 0
-    value = value.detach()
-    exact = Rounder(rounder.format, Nearest(), rounder.overflow).round_copy(value, "a parameter")
-    return 0 if exact.equal(value) else int(((exact != value) & ~(exact.isnan() & value.isnan())).sum())

@@ -57,20 +57,18 @@ _OPERATORS_WITHOUT_NEW_NUMBERS = frozenset(
 
 
 class OperatorResults(NamedTuple):
-    """Which results of an operator are new, written into an argument, or kept for backward.
+    """Which results of an operator are new, or written into an argument.
 
     Attributes:
         name: such as "aten.addmm".
         fresh_positions: positions of returned tensors (or lists of tensors) in new memory that are to be rounded.
         written_arguments: position and name of each argument that is written.
-        kept_count: how many returned statistics stay in float32.
         aliases_caller: whether it hands out memory that Python's caller may own, which must not be written.
     """
 
     name: str
     fresh_positions: tuple[int, ...]
     written_arguments: tuple[tuple[int, str], ...]
-    kept_count: int
     aliases_caller: bool
 
 
@@ -84,14 +82,14 @@ def read_results(operator: torch._ops.OpOverload) -> OperatorResults:
     ((0, 'self'),)
     >>> read_results(torch.ops.aten.transpose.int).fresh_positions
     ()
-    >>> read_results(torch.ops.aten.native_layer_norm.default).kept_count
-    2
+    >>> read_results(torch.ops.aten.native_layer_norm.default).fresh_positions
+    (0,)
     """
     schema = operator._schema
     namespace, _, base = schema.name.partition("::")
     name = f"{namespace}.{base}"
     if namespace == "aten" and base in _OPERATORS_WITHOUT_NEW_NUMBERS:
-        return OperatorResults(name, (), (), 0, False)
+        return OperatorResults(name, (), (), False)
     known = namespace == "aten"
     kept = _BACKWARD_STATISTICS.get(base, ()) if known else ()
     fresh_positions = tuple(
@@ -107,18 +105,11 @@ def read_results(operator: torch._ops.OpOverload) -> OperatorResults:
         name,
         (0,) if aliases_caller else tuple(i for i in fresh_positions if i not in kept),
         written or (_RUNNING_STATISTICS.get(base, ()) if known else ()),
-        len([i for i in kept if i in fresh_positions]),
         aliases_caller,
     )
 
 
 _LEAF_SEQUENCE_NUMBER = 2**64 - 1
-# Their gradients are the numbers that arrive, elsewhere or in another shape.
-_MOVING_BACKWARD_NODES = frozenset(
-    f"{name}Backward{i}"
-    for name in ("T", "View", "Transpose", "UnsafeView", "Permute", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias")
-    for i in range(5)
-)
 
 
 class GradientRounding:
@@ -134,8 +125,7 @@ class GradientRounding:
         self.task = -1
         self._start = torch.autograd._get_sequence_nr()
         self._seen: set[int] = set()
-        self._sent: dict[tuple[int, int], tuple[Tensor, int]] = {}
-        self._leaves: dict[int, int] = {}
+        self._leaves: set[int] = set()
         self._handles: list = []
 
     def __del__(self) -> None:
@@ -161,54 +151,40 @@ class GradientRounding:
                 "call the module as it was before torch.compile"
             )
         capture_reentrant_recomputation(node, name, self._emulated, "emulate")
-        edges = []
-        for child, position in node.next_functions:
+        for child, _ in node.next_functions:
             before = -1 if child is None else child._sequence_nr()
             if before == _LEAF_SEQUENCE_NUMBER:
                 self._hook_leaf(child.variable)
             elif before not in self._seen:
                 todo.append((child, before))
-            edges.append((before, position) if self._start <= before < _LEAF_SEQUENCE_NUMBER else None)
-        node.register_prehook(partial(self._round_arriving, number, name))
-        node.register_hook(partial(self._round_leaving, name, tuple(edges), name in _MOVING_BACKWARD_NODES))
+        node.register_prehook(partial(self._round_arriving, name))
+        node.register_hook(partial(self._round_leaving, name))
 
     def _hook_leaf(self, leaf: Tensor) -> None:
         """Hook a leaf so that the sums of its gradients are rounded, over its uses and over backward passes."""
-        uses = self._leaves[id(leaf)] = self._leaves.get(id(leaf), 0) + 1
+        if id(leaf) in self._leaves:
+            return
+        self._leaves.add(id(leaf))
         me = weakref.ref(self)
-        if uses == 1:
-            self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_round_accumulated_gradient, me)))
-        elif uses == 2:
-            self._handles.append(leaf.register_hook(partial(_round_gradient_sum, me)))
+        self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_round_accumulated_gradient, me)))
+        self._handles.append(leaf.register_hook(partial(_round_gradient_sum, me)))
 
-    def _round_arriving(self, node: int, name: str, gradients: tuple[Tensor | None, ...]) -> tuple | None:
-        """Round an incoming gradient that is a sum, or comes from outside (a node's pre-hook)."""
+    def _round_arriving(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple:
+        """Round incoming gradients, which may be sums or come from outside (a node's pre-hook)."""
         self.task = torch._C._current_graph_task_id()
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "emulate rounds first gradients only: create_graph=True asks for gradients of gradients"
             )
-        changed = None
-        for i, gradient in enumerate(gradients):
-            sent, version = self._sent.pop((node, i), (None, 0))
-            if gradient is None or (gradient is sent and gradient._version == version):
-                continue
-            changed = changed or list(gradients)
-            changed[i] = self.rounder.round_copy(gradient, f"the gradient for {name}")
-        return None if changed is None else tuple(changed)
+        return self._round_gradients(gradients, f"the gradient for {name}")
 
-    def _round_leaving(self, name: str, edges: tuple, moves: bool, gradients: tuple, arrived: tuple) -> tuple | None:
-        """Round each result of a node once (its post-hook)."""
-        results = list(gradients)
-        for i, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if not moves and not any(gradient is known for known in arrived):
-                results[i] = self.rounder.round_copy(gradient, name)
-                self.rounder.backward[name] += 1
-            if edges[i] is not None:
-                self._sent[edges[i]] = results[i], results[i]._version
-        return None if moves else tuple(results)
+    def _round_leaving(self, name: str, gradients: tuple[Tensor | None, ...], arrived: tuple) -> tuple:
+        """Round each result of a node (its post-hook), before the results of several are summed."""
+        return self._round_gradients(gradients, name)
+
+    def _round_gradients(self, gradients: tuple[Tensor | None, ...], source: str) -> tuple:
+        # A number of the format stays as it is, so that rounding twice changes nothing.
+        return tuple(None if one is None else self.rounder.round_copy(one, source) for one in gradients)
 
 
 def _round_accumulated_gradient(graph: weakref.ref, leaf: Tensor) -> None:
@@ -273,31 +249,24 @@ class _RoundingMode(TorchDispatchMode):
 
     def _round_results(self, results: OperatorResults, out, args: tuple, kwargs: dict):
         """Round an operator's results, and return its output."""
-        rounder, name = self.rounder, results.name
+        name = results.name
         if results.aliases_caller:
-            out = rounder.round_copy(out, name)
-            count = int(out.is_floating_point() or out.is_complex())
+            out = self.rounder.round_copy(out, name)
         else:
             values = out if isinstance(out, tuple) else (out,)
-            count = sum(self._round_value(values[i], name) for i in results.fresh_positions)
+            for i in results.fresh_positions:
+                self._round_value(values[i], name)
         for position, key in results.written_arguments:
             value = args[position] if position < len(args) else kwargs.get(key)
-            count += self._round_value(value, name)
+            self._round_value(value, name)
             if torch.is_grad_enabled():
                 # A write through a view gives the tensor that is viewed a new node.
                 self._pending += [tensor._base for tensor in _list_tensors(value) if tensor._base is not None]
-        rounder.forward[name] += count
-        rounder.plain[name] += not count
-        if results.kept_count:
-            rounder.kept[name] += results.kept_count
         return out
 
-    def _round_value(self, value, name: str) -> int:
-        if isinstance(value, Tensor):
-            return self.rounder.round_in_place(value, name)
-        if isinstance(value, list | tuple):
-            return sum(self._round_value(item, name) for item in value)
-        return 0
+    def _round_value(self, value, name: str) -> None:
+        for tensor in _list_tensors(value):
+            self.rounder.round_in_place(tensor, name)
 
 
 def _list_tensors(value) -> Iterable[Tensor]:
@@ -385,18 +354,13 @@ def refuse_recording() -> None:
 
 def _emulate_function(rounder: Rounder, function: Callable) -> Callable:
     """Return a function that runs under emulation, for what checkpointing computes again."""
-    if not rounder.is_replayable:
-        raise NotImplementedError(
-            f"emulate with {rounder.rounding!r} under activation checkpointing: the recomputation would draw other bits"
-            "; take Stochastic() and torch.manual_seed"
-        )
 
     @wraps(function)
-    def under(*args, **kwargs):
+    def run_emulated(*args, **kwargs):
         with Region(rounder):
             return function(*args, **kwargs)
 
-    return under
+    return run_emulated
 
 
 def region(

@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ._site import GLOBAL_KEY
 
-# Opening: linear, in the derivative of a function that reads parameters alone, whose gradients have its site.
-GradientUse = Literal["product", "opening", "linear", "part", "widening", "shape", "other"]
+GradientUse = Literal["product", "linear", "part", "widening", "shape", "other"]
 
 # Functions of a gradient and one more operand, by the places of both.
 _FACTOR_PLACES = {
@@ -161,34 +160,20 @@ def _find_viewed_node(node: Node) -> Node:
 
 @dataclasses.dataclass
 class SitePlan:
-    """The sites of a forward graph's functions, and what else the pass over its backward graph needs of it.
+    """The sites of a forward graph's products, and what else the pass over its backward graph needs of it.
 
     Attributes:
         parameter_inputs: Which inputs of the forward graph are parameters.
-        site_keys: The site of each function of the forward graph, by its path there.
-        product_paths: The paths of those that are products.
-        opening_paths: The paths of others that open a site, as they read parameters alone.
+        site_keys: The site of each product of the forward graph, by its path there.
     """
 
     parameter_inputs: tuple[bool, ...]
     site_keys: dict[str, str] = dataclasses.field(default_factory=dict)
-    product_paths: set[str] = dataclasses.field(default_factory=set)
-    opening_paths: set[str] = dataclasses.field(default_factory=set)
-
-    def make_cache_key(self) -> tuple:
-        """Return the cache key: all that a backward graph depends on."""
-        return (
-            tuple(self.site_keys.items()),
-            tuple(sorted(self.product_paths)),
-            tuple(sorted(self.opening_paths)),
-            self.parameter_inputs,
-        )
 
     @functools.cached_property
     def site_ranks(self) -> dict[str, int]:
         """The places of sites in the order of the forward pass."""
-        opened = dict.fromkeys(key for key in self.site_keys.values() if key != GLOBAL_KEY)
-        return {key: i for i, key in enumerate(opened, 1)}
+        return {key: i for i, key in enumerate(dict.fromkeys(self.site_keys.values()), 1)}
 
     def find_site_rank(self, key: str) -> int:
         """Return the position of a site: the global one first, then those that the forward pass does not have."""
@@ -210,8 +195,8 @@ class Edge:
     readers: list[Node]
 
 
-# A gradient, of what kind, and whether it has the global exponent.
-MeasuredGradient = tuple[Node, str, bool]
+# A gradient and its kind.
+MeasuredGradient = tuple[Node, str]
 
 
 class SitePlacement:
@@ -220,8 +205,8 @@ class SitePlacement:
     A product's gradients are at the product's site: the one that it reads and those that it makes. Any other function
     that is linear in gradients takes the site that its readers want, so that gradients move as soon as they are made;
     readers that want something else move them again. What enters and leaves, and what reads a gradient in any other
-    way, has the global exponent. A cast to a wider dtype comes before a move. Nothing comes between a product and a sum
-    that a compiler may compute as one, since the two together round otherwise than one after the other.
+    way, has the global exponent. A cast to a wider dtype comes before a move. A compiler may fuse and round otherwise
+    than without moves.
     """
 
     def __init__(self, module: GraphModule, plan: SitePlan) -> None:
@@ -231,8 +216,6 @@ class SitePlacement:
         self.roles: dict[Node, GradientUse] = {}
         self._calls: dict[Node, str] = {}
         self._collect_gradients(module.graph.nodes)
-        self._products = {add: product for add in self.gradients if (product := self._find_fused_product(add))}
-        self._sums = {product: add for add, product in self._products.items()}
         self._preferred: dict[Node, str | None] = {}
         self._leads: dict[Node, bool] = {}
         for node in reversed(self.gradients):
@@ -247,50 +230,26 @@ class SitePlacement:
             if node.op == "placeholder" and "tangents" in node.name:
                 self.gradients[node] = None
             elif node.op not in ("placeholder", "output") and any(x in self.gradients for x in node.all_input_nodes):
-                role, path = classify_gradient_use(node, self.gradients), self._find_forward_path(node)
-                if role == "product" and path is not None and path not in self._plan.product_paths:
-                    # A step of another function's derivative, of which the eager front end sees the whole.
-                    role = "other" if self._plan.site_keys[path] == GLOBAL_KEY else "linear"
-                elif role == "linear" and path in self._plan.opening_paths:
-                    role = "opening"
-                self.roles[node] = role
-                if role in ("product", "opening"):
-                    self._calls[node] = f"backward.{node.name}" if path is None else self._plan.site_keys[path]
+                role = self.roles[node] = classify_gradient_use(node, self.gradients)
+                if role == "product":
+                    self._calls[node] = self._find_product_site(node)
                 if role != "shape" and is_floating_tensor(node):
                     self.gradients[node] = None
 
-    def _find_forward_path(self, node: Node) -> str | None:
-        """Return the forward function to whose derivative a node belongs."""
+    def _find_product_site(self, node: Node) -> str:
+        """Return the site of the forward product to whose derivative a node belongs; its own where there is none."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
         paths = (name_nested_function(stack[:end]) for end in range(len(stack), 0, -1))
-        return next((path for path in paths if path in self._plan.site_keys), None)
-
-    def _find_fused_product(self, add: Node) -> Node | None:
-        """Return the product that a compiler may fuse with this sum into one addmm; the last of two."""
-        if add.target is not torch.ops.aten.add.Tensor or self.roles[add] != "linear":
-            return None
-        mm = torch.ops.aten.mm.default
-        return next((x for x in reversed(add.all_input_nodes) if x.target is mm and len(x.users) == 1), None)
+        known = self._plan.site_keys
+        return next((known[path] for path in paths if path in known), f"backward.{node.name}")
 
     def _find_needed_site(self, reader: Node) -> str | None:
         """Return the site at which a reader needs its gradients; None if any will do."""
         if reader.op == "output" or self.roles[reader] in ("shape", "widening"):
             return None
-        if reader in self._products:
-            return self._find_working_site(self._products[reader])
-        if self.roles[reader] in ("product", "opening"):
-            return self._find_working_site(reader)
+        if self.roles[reader] == "product":
+            return self._calls[reader]
         return GLOBAL_KEY if self.roles[reader] == "other" else self._preferred[reader]
-
-    def _find_working_site(self, product: Node) -> str:
-        """Return the site of a product's gradients; the global one if it makes only parameters' and all are wide.
-
-        Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
-        """
-        value = product.meta["val"]
-        own = not isinstance(value, Tensor) or value.dtype in HALF_DTYPES
-        own = own or self._leads[self._sums.get(product, product)]
-        return self._calls[product] if own else GLOBAL_KEY
 
     def _set_preferred_site(self, node: Node) -> None:
         """Set the site at which a gradient's readers want it."""
@@ -308,10 +267,8 @@ class SitePlacement:
 
     def _find_site(self, node: Node) -> str:
         role = self.roles.get(node, "other")
-        if role in ("product", "opening"):
-            return self._find_working_site(node)
-        if node in self._products:
-            return self._find_working_site(self._products[node])
+        if role == "product":
+            return self._calls[node]
         if role == "other":
             return GLOBAL_KEY
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
@@ -327,11 +284,11 @@ class SitePlacement:
         role = "other" if reader.op == "output" else self.roles[reader]
         if role == "other":
             return GLOBAL_KEY
-        return self.sites[reader if role in ("product", "opening", "linear") else node]
+        return self.sites[reader if role in ("product", "linear") else node]
 
     def list_site_keys(self) -> list[str]:
         """Return all sites, the global one and then the others in forward order."""
-        return [GLOBAL_KEY, *sorted(set(self._calls.values()) - {GLOBAL_KEY}, key=self._plan.find_site_rank)]
+        return [GLOBAL_KEY, *sorted(set(self._calls.values()), key=self._plan.find_site_rank)]
 
     def list_edges(self) -> list[Edge]:
         """Return every gradient that moves, once for each site that it moves to."""
@@ -351,24 +308,20 @@ class SitePlacement:
         """
         found: dict[str, dict[Node, MeasuredGradient]] = {}
 
-        def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
-            found.setdefault(key, {}).setdefault(_find_viewed_node(node), (node, kind, shared))
+        def add(key: str, node: Node, kind: str) -> None:
+            found.setdefault(key, {}).setdefault(_find_viewed_node(node), (node, kind))
 
         def name_kind(node: Node) -> str:
             return "passed" if self._leads[node] else "weight"
 
         for node, key in self._calls.items():
-            if self.roles[node] == "opening" and any(self.roles.get(x) == "opening" for x in node.users):
-                # A step on the way to the gradient of a parameter that was read without a product.
-                continue
-            if self.roles[node] == "product" and self._find_working_site(node) != GLOBAL_KEY:
-                for x in node.all_input_nodes:
-                    if x in self.gradients or x in moved:
-                        add(key, x, "received")
+            for x in node.all_input_nodes:
+                if x in self.gradients or x in moved:
+                    add(key, x, "received")
             several = isinstance(node.meta["val"], tuple | list)
-            for x in list(node.users) if several else [self._sums.get(node, node)]:
+            for x in list(node.users) if several else [node]:
                 if x in self.gradients and is_floating_tensor(x):
-                    add(key, x, name_kind(x), self.sites[x] == GLOBAL_KEY)
+                    add(key, x, name_kind(x))
         for node, edge in moved.items():
             if edge.target != GLOBAL_KEY and _is_float16(node):
                 add(edge.target, node, "received")

@@ -14,8 +14,7 @@ from torch import distributed as dist
 
 from ..formats import Format, fp16
 from ..formats._catalog import get_signed
-from ..rounding import Nearest, Rounding, get_rounding, mix64
-from ..rounding._random_bits import STREAM_VERSION
+from ..rounding import Nearest, Rounding, Stochastic, get_rounding, mix64
 from ..subclass import list_shard_groups, list_sharded_modules
 from ._policy import Amax, Policy
 from ._reports import LastStep
@@ -185,33 +184,26 @@ class GradientSharingProcesses:
 
 
 def _list_fsdp_groups(model: nn.Module) -> Iterator[Any]:
-    """Return the process groups of FSDP2 in a model."""
+    """Yield the process groups of FSDP2 in a model; refuse parameters that tensor parallel splits among processes."""
     # Whoever shards a model has loaded these.
     fsdp, dtensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
     if dtensor is None:
         return
-    sharded: set[int] = set()
-    modules = list(model.modules())
-    for module in modules:
+    for module in model.modules():
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
             for group in list_shard_groups(module):
-                sharded |= {id(one.sharded_param) for one in group.fsdp_params}
                 yield from group.mesh_info.mesh.get_all_groups()
-    if any(isinstance(m, dtensor.DTensor) and id(m) not in sharded for x in modules for m in x._parameters.values()):
-        _refuse_tensor_parallel(model, sharded, dtensor.DTensor)
-
-
-def _refuse_tensor_parallel(model: nn.Module, sharded: set[int], kind: type) -> None:
-    """Refuse parameters that are split among processes by tensor parallel."""
-    groups = (group for module in list_sharded_modules() for group in list_shard_groups(module))
-    held = {id(one.sharded_param) for group in groups for one in group.fsdp_params} | sharded
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, kind) and id(parameter) not in held:
-            raise ValueError(
-                f"parameter {name!r} is a DTensor of a parallel plan (tensor parallel): processes would hold parts of "
-                "one gradient at exponents of their own. AdaptiveGradScaler takes DistributedDataParallel and "
-                "fully_shard; for tensor parallel take torch.amp.GradScaler, or bfloat16"
-            )
+    found = [(name, one) for name, one in model.named_parameters() if isinstance(one, dtensor.DTensor)]
+    if found:
+        groups = (group for module in list_sharded_modules() for group in list_shard_groups(module))
+        held = {id(one.sharded_param) for group in groups for one in group.fsdp_params}
+        for name, parameter in found:
+            if id(parameter) not in held:
+                raise ValueError(
+                    f"parameter {name!r} is a DTensor of a parallel plan (tensor parallel): processes would hold parts "
+                    "of one gradient at exponents of their own. AdaptiveGradScaler takes DistributedDataParallel and "
+                    "fully_shard; for tensor parallel take torch.amp.GradScaler, or bfloat16"
+                )
 
 
 class ExponentController:
@@ -243,6 +235,11 @@ class ExponentController:
         if not floor <= start <= ceiling:
             raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")
         rounding, format = get_rounding(rounding), None if format is None else get_signed(format)
+        if isinstance(rounding, Stochastic) and rounding.seed is not None:
+            raise ValueError(
+                f"{rounding!r}: gradients are rounded by bits of torch's generator alone; take 'stochastic' and "
+                "torch.manual_seed, whose state a checkpoint keeps"
+            )
         if format is None and rounding != Nearest():
             raise ValueError(
                 f"rounding={rounding.name!r} without a format: the tensors' own dtypes round to nearest; give format= "
@@ -352,44 +349,17 @@ class ExponentController:
     def progress(self) -> list:
         """The counters that a state holds beside its sites.
 
-        The iteration, steps since the global scale last changed, whether this one is measured, roundings, the iteration
-        from which measured ones are counted, how many steps in a row were skipped, and the version of the stream of
-        random bits, which roundings key.
+        The iteration, steps since the global scale last changed, whether this one is measured, 0, the iteration from
+        which measured ones are counted, how many steps in a row were skipped, and 0.
         """
-        return [
-            self.iteration,
-            self.since,
-            self.backward.measuring,
-            self.backward.roundings,
-            self._restarted,
-            self._skips_in_row,
-            STREAM_VERSION,
-        ]
-
-    def adopt_scale(self, exponent: int, since: int) -> None:
-        """Adopt another scaler's scale and its count of steps without an overflow."""
-        self.sites.set_reference_binade(None)
-        for site in self.sites:
-            self._set_exponent(site, exponent)
-        self.sites.start = self.start = exponent
-        self.since = since
-
-    def check_random_stream(self, progress: list) -> None:
-        """Refuse a state whose gradients were rounded by another version of the stream of random bits."""
-        version = progress[6]
-        if self.backward.has_seeded_rounding and progress[3] and version != STREAM_VERSION:
-            raise ValueError(
-                f"'progress' of the state_dict is of version {version} of the stream of random bits, known is "
-                f"{STREAM_VERSION}: gradients would be rounded by other bits than the saved run's. To accept that, set "
-                f"its fourth number, of roundings, to 0; to go on with the same, use the halfulp that saved it"
-            )
+        return [self.iteration, self.since, self.backward.measuring, 0, self._restarted, self._skips_in_row, 0]
 
     def load_state(self, given: dict[str, Any], progress: list) -> None:
         """Load the sites of a state."""
         load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
             self._set_exponent(self.sites[key], values["exponent"])
-        self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
+        self.iteration, self.since, self.backward.measuring = progress[:3]
         self._restarted, self._skips_in_row = progress[4:6]
         self.sites.global_site.loss_binade, self.following.resumes = given[GLOBAL_KEY]["reference"]
         self.following.begin_iteration(self.iteration)

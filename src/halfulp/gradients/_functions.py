@@ -175,12 +175,12 @@ def memoize_by_tensor(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
     """Return a function cached per tensor, so that a tensor given twice stays one tensor."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def changed(x: Tensor) -> Tensor:
+    def change_once(x: Tensor) -> Tensor:
         if id(x) not in made:
             made[id(x)] = x, change(x)
         return made[id(x)][1]
 
-    return changed
+    return change_once
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool = True) -> Any:

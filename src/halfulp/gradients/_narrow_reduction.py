@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
 import typing
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,11 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from .. import __version__
-from .._messages import a_kind, listed, name_differences
-from .._torch_versions import ALL_GATHER, lacks
+from .._messages import a_kind, name_differences
+from .._torch_versions import ALL_GATHER
 from ..subclass.models._conversion import check_module
-from ..subclass.models._parameter_holders import list_shard_groups
 
 STATE_VERSION = 1
 _WIRE, _WIDE = torch.bfloat16, torch.float32
@@ -27,7 +24,7 @@ _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class _RoundingRemainders:
-    """The remainders that rounding has kept back from gradients, of one parameter or one FSDP2 group.
+    """The remainders that rounding has kept back from the gradients of one parameter.
 
     Attributes:
         sent: of what this rank sent.
@@ -44,7 +41,7 @@ class NarrowReduction:
     Attributes:
         group, size: the processes, and how many they are.
         bytes_sent: how many bytes this rank has sent to others so far.
-        names: what the state of each parameter, under `fully_shard` of each sharded module, is saved under.
+        names: what the state of each parameter is saved under.
     """
 
     def __init__(self, scaler: Any, group: Any, names: dict[Any, str]) -> None:
@@ -53,18 +50,6 @@ class NarrowReduction:
         self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._remainders: defaultdict[str, _RoundingRemainders] = defaultdict(_RoundingRemainders)
         self._scale = self._read_scale()
-        self._check_ranks()
-
-    def _check_ranks(self) -> None:
-        """Refuse ranks that differ in parameters or the version of halfulp."""
-        names = f"{len(self.names)} names from {next(iter(self.names.values()), None)!r}"
-        mine = (f"halfulp {__version__}", names)
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, mine, group=self.group)
-        for rank, theirs in enumerate(every):
-            other = [f"{one} where rank 0 has {first}" for one, first in zip(theirs, every[0]) if one != first]
-            if other:
-                raise ValueError(f"ranks differ: rank {rank} has {'; '.join(other)}. Start all with the same")
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, under a key with its rank: every rank saves its own, in a file or by DCP."""
@@ -79,34 +64,22 @@ class NarrowReduction:
         """Load what this rank's `state_dict` returned: the training goes on with the bits of an uninterrupted one.
 
         Raises:
-            ValueError: the state of another rank or number of ranks, other parameters, or of a newer version; nothing
-                is changed.
+            ValueError: the state of another rank, number of ranks, version or model; nothing is changed.
         """
-        version, mine = state_dict.get("version"), f"rank_{self._rank}"
-        if not isinstance(version, int):
-            raise ValueError(f"this is no state of reduce_in_bfloat16, it has the keys {listed(state_dict)}")
-        if version > STATE_VERSION:
+        mine = f"rank_{self._rank}"
+        if (state_dict.get("version"), state_dict.get("ranks")) != (STATE_VERSION, self.size) or mine not in state_dict:
             raise ValueError(
-                f"a state of version {version} of reduce_in_bfloat16, and this halfulp reads {STATE_VERSION}: update "
-                "halfulp"
-            )
-        saved = next((key for key in state_dict if key.startswith("rank_")), "no rank")
-        theirs, ours = f"{mine if mine in state_dict else saved} of {state_dict['ranks']}", f"{mine} of {self.size}"
-        if theirs != ours:
-            raise ValueError(
-                f"this is the state of {theirs}, not of {ours}: each rank loads its own. Else leave it out: what is "
+                f"this is not the state of {mine} of {self.size} under version {STATE_VERSION} of reduce_in_bfloat16, "
+                f"its keys are {', '.join(map(str, state_dict))}: each rank loads its own. Else leave it out: what is "
                 "lost is half an ulp of one step's gradients"
             )
         unknown = [name for name in state_dict[mine] if name not in self.names.values()]
         if unknown:
             raise ValueError(f"the state is of another model: it {name_differences([], unknown)}")
-        copied: Any = {
-            name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
-            for name, held in state_dict[mine].items()
-        }
-        self._remainders = defaultdict(
-            _RoundingRemainders, {name: _RoundingRemainders(**held) for name, held in copied.items()}
-        )
+        self._remainders.clear()
+        for name, held in state_dict[mine].items():
+            copied = {part: value.clone() for part, value in held.items()}
+            self._remainders[name] = _RoundingRemainders(**copied)
         self._scale = state_dict["scale"]
 
     def average_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -131,18 +104,6 @@ class NarrowReduction:
         finished.set_result(bucket.buffer())
         return finished
 
-    def scatter_gradients(self, name: str, output: Tensor, given: Tensor, op: Any) -> None:
-        """Sum or average a flat group of FSDP2's gradients over the ranks into this rank's shard."""
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise NotImplementedError(
-                f"fully_shard asks for {op}, as after set_gradient_divide_factor: reduce_in_bfloat16 sums and averages"
-            )
-        self._rescale_remainders()
-        rows = self._round_to_bfloat16(name, "sent", given.reshape(-1)).view(self.size, -1)
-        total = self._exchange_and_sum_rows(rows)
-        total = total / self.size if op == dist.ReduceOp.AVG else total
-        output.copy_(total if output.dtype == _WIDE else self._round_to_bfloat16(name, "summed", total))
-
     def _round_to_bfloat16(self, name: str, part: Literal["sent", "summed"], given: Tensor) -> Tensor:
         """Round a flat tensor to bfloat16, and keep back what is lost."""
         debt = self._remainders[name]
@@ -151,12 +112,6 @@ class NarrowReduction:
         if given.dtype not in _GRADIENT_DTYPES:
             raise NotImplementedError(f"{name}: a gradient of {given.dtype}: {_WIRE} would lose most of it")
         owed = getattr(debt, part)
-        if owed is not None and owed.numel() != given.numel():
-            raise NotImplementedError(
-                f"{name}: {given.numel()} elements of gradients are reduced, {owed.numel()} were before: fully_shard "
-                "leaves out parameters without a gradient, and then error feedback cannot tell whose element is "
-                "whose. Shard such layers by a call of their own"
-            )
         whole = given.to(_WIDE) if owed is None else given.to(_WIDE) + owed
         payload = whole.to(_WIRE)
         lost = whole - payload.to(_WIDE)
@@ -195,22 +150,6 @@ class NarrowReduction:
                         owed.mul_(ratio)
 
 
-class _FsdpReduceScatter:
-    """The reduce-scatter of one module's group, in the place of FSDP2's own."""
-
-    def __init__(self, reduction: NarrowReduction, name: str) -> None:
-        self.reduction, self.name = reduction, name
-
-    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        self.reduction.scatter_gradients(self.name, output_tensor, input_tensor, op)
-        return None
-
-
 def _average_bucket_hook(reduction: NarrowReduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return reduction.average_bucket(bucket)
 
@@ -224,7 +163,7 @@ def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReducti
     """Send gradients between processes in bfloat16, half the bytes of float32, and lose nothing over the steps.
 
     Each of n ranks sends its rounded gradient in parts, one to each rank, which sums that part of all in float32;
-    under DistributedDataParallel the means are rounded once more and sent to all. Whoever rounds adds what it lost to
+    the means are rounded once more and sent to all. Whoever rounds adds what it lost to
     what it rounds next:
 
         c_i = bf16(g_i + e_i),           e_i <- g_i + e_i - c_i          on every rank i
@@ -236,12 +175,11 @@ def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReducti
     stochastic gradient descent", Interspeech 2014; Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019; of
     both roundings: Tang et al., "DoubleSqueeze", ICML 2019.
 
-    Feedback holds 4 bytes per element of gradients on each rank, and 4 / n more under DistributedDataParallel. A
+    Feedback holds 4 bytes per element of gradients on each rank, and 4 / n more. A
     gradient is sent when the reducer has it, and backward goes on afterwards. What is not finite is sent, and not owed.
 
     Args:
-        model: a DistributedDataParallel, or a model of `fully_shard`, in which what its groups reduce in float32
-            (float32 parameters, or `MixedPrecisionPolicy(reduce_dtype=torch.float32)`) is sent in bfloat16.
+        model: a DistributedDataParallel.
         scaler: the gradients' GradScaler or AdaptiveGradScaler, whose scale is the unit of what is owed.
 
     Returns:
@@ -249,22 +187,21 @@ def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReducti
 
     Raises:
         TypeError: no module, or no scaler.
-        ValueError: a model in no such wrapper, a second communication hook, or ranks that differ in parameters or in
-            their version of halfulp.
-        NotImplementedError: FSDP1, a mesh of two dimensions, parameters with several parts (scaled,
-            multi-component), or a torch whose fully_shard takes no reduction.
+        ValueError: a model in no such wrapper, or a second communication hook.
+        NotImplementedError: parameters with several parts (scaled, multi-component).
 
     >>> reduce_in_bfloat16(torch.nn.Linear(4, 2))
     Traceback (most recent call last):
     ...
-    ValueError: reduce_in_bfloat16 takes a DistributedDataParallel or a model of fully_shard, got a Linear: wrap it
+    ValueError: reduce_in_bfloat16 takes a DistributedDataParallel, got a Linear: wrap it, or ...
     """
     check_module(model, "reduce_in_bfloat16")
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise TypeError(f"scaler= takes the GradScaler or AdaptiveGradScaler of these gradients, got {a_kind(scaler)}")
-    if type(model).__name__ == "FullyShardedDataParallel":
-        raise NotImplementedError(
-            "FSDP1 flattens parameters: shard the model by fully_shard, or take its own bf16 hook"
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"reduce_in_bfloat16 takes a DistributedDataParallel, got {a_kind(model)}: wrap it, or let fully_shard "
+            "reduce by MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), without error feedback"
         )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "decode"):
@@ -272,30 +209,9 @@ def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReducti
                 f"parameter {name!r} is {a_kind(parameter)}, whose gradients have several parts: "
                 "hu.scaled.payload_hook sends those of scaled parameters in float16"
             )
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        if getattr(model, "_comm_hooks", None):
-            raise ValueError("this DistributedDataParallel has a communication hook, and takes no second one")
-        names = {parameter: name for name, parameter in model.module.named_parameters()}
-        reduction = NarrowReduction(scaler, model.process_group, names)
-        model.register_comm_hook(reduction, _average_bucket_hook)
-        return reduction
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # there once something is sharded
-    sharded = {m: name or "root" for name, m in model.named_modules() if kind and isinstance(m, kind)}
-    if not sharded:
-        raise ValueError(
-            "reduce_in_bfloat16 takes a DistributedDataParallel or a model of fully_shard, got "
-            f"{a_kind(model)}: wrap it"
-        )
-    if not hasattr(kind, "set_custom_reduce_scatter"):
-        raise lacks("a reduction of one's own in fully_shard", "take DistributedDataParallel")
-    meshes = [group.mesh_info.mesh for module in sharded for group in list_shard_groups(module)]
-    if any(mesh.ndim > 1 or mesh != meshes[0] for mesh in meshes):
-        raise NotImplementedError(
-            "fully_shard over a mesh of two dimensions, or over several meshes, reduces twice, the second time by "
-            "torch's own all-reduce: take a mesh of one dimension"
-        )
-    names = {module: name for module, name in sharded.items() if list_shard_groups(module)}
-    reduction = NarrowReduction(scaler, meshes[0].get_group(), names)
-    for module, name in reduction.names.items():
-        module.set_custom_reduce_scatter(_FsdpReduceScatter(reduction, name))
+    if getattr(model, "_comm_hooks", None):
+        raise ValueError("this DistributedDataParallel has a communication hook, and takes no second one")
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    reduction = NarrowReduction(scaler, model.process_group, names)
+    model.register_comm_hook(reduction, _average_bucket_hook)
     return reduction

@@ -8,8 +8,6 @@ import math
 import statistics
 from typing import ClassVar
 
-from torch import Tensor
-
 from .._messages import a_kind
 from .._names import read_class_docstring, register_entry
 from ..formats import Format
@@ -72,10 +70,6 @@ class Policy(abc.ABC):
         """
         return None
 
-    def propose_bounds_at_loss(self, site: Site, gradient: Tensor, format: Format) -> ExponentProposal | None:
-        """Return the bounds by a wide gradient that is about to be rounded at a site; None without a rule for it."""
-        return None
-
 
 def get_policy(policy: Policy | str) -> Policy:
     """Return the policy of that name with its defaults; a Policy is returned as it is.
@@ -129,11 +123,11 @@ class Amax(Policy):
                 if size > 0:
                     sizes_by_kind.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
         highest = min(site.format.emax, _HIGHEST_USED_EXPONENT)
-        limits = [highest - _find_needed_top(sizes, self.headroom, site.format) for sizes in sizes_by_kind.values()]
+        limits = [highest - _find_peak_exponent(sizes, self.headroom, site.format) for sizes in sizes_by_kind.values()]
         return min(limits, default=None)
 
 
-def _find_needed_top(sizes: list[float], room: int | None, format: Format) -> int:
+def _find_peak_exponent(sizes: list[float], room: int | None, format: Format) -> int:
     """Return the power of two that must fit under the format's largest number: the largest size plus headroom.
 
     3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from ..formats import get
-from ._site import Site, Sites
+from ._site import Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,24 +55,6 @@ class SiteRow:
     overflows: int
     merged: str | None
 
-    @property
-    def underflow(self) -> float | None:
-        """Share of elements that are stored as zero or as subnormals; None of what no narrow format stores."""
-        if self.format is None or self.zero is None or self.subnormal is None:
-            return None
-        return self.zero + self.subnormal
-
-    @property
-    def margin(self) -> float | None:
-        """The powers of two by which the largest stored gradient could grow until it overflows the format.
-
-        None of what no narrow format stores, and of zeros.
-        """
-        largest = max((value for value in self.amax.values() if value), default=None)
-        if self.format is None or largest is None:
-            return None
-        return math.log2(get(self.format).max) - math.log2(largest) - self.exponent
-
     @classmethod
     def from_site(cls, site: Site) -> SiteRow:
         """Return the row of a site."""
@@ -107,34 +86,13 @@ class SiteTable:
     """Sites of a scaler; ``print`` it for a table.
 
     Attributes:
-        rows: In the order of their first use, the global one first, or as they were sorted.
-        total: How many sites the scaler has.
+        rows: In the order of their first use, the global one first.
     """
 
     rows: tuple[SiteRow, ...]
-    total: int = 0
 
-    @classmethod
-    def from_sites(cls, sites: Sites, pattern: str | None, sort: str | None) -> SiteTable:
-        """Return the table of the sites that are asked for; see `AdaptiveGradScaler.sites`."""
-        if sort is not None and sort not in _SORT_KEYS:
-            raise ValueError(f"sort is {', '.join(map(repr, _SORT_KEYS))} or None, got {sort!r}")
-        chosen = list(sites)
-        if pattern is not None:
-            # The key of a site, of its module, or of the layer that it calls.
-            patterns = [pattern + rest for rest in ("", ".*", "#*")]
-            chosen = [site for site in sites if any(fnmatch.fnmatchcase(site.key, one) for one in patterns)]
-        rows = [SiteRow.from_site(site) for site in chosen]
-        if sort is not None:
-            rows.sort(key=_SORT_KEYS[sort])
-        return cls(tuple(rows), len(sites))
-
-    def __getitem__(self, key: str | int | slice) -> Any:
-        """Return a site's row by its key or position, or a table of several; ValueError where there is none."""
-        if isinstance(key, slice):
-            return dataclasses.replace(self, rows=self.rows[key])
-        if isinstance(key, int):
-            return self.rows[key]
+    def __getitem__(self, key: str) -> SiteRow:
+        """Return a site's row by its key; ValueError where there is none."""
         for row in self.rows:
             if row.site == key:
                 return row
@@ -151,48 +109,21 @@ class SiteTable:
         return {"sites": [dataclasses.asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        if not self.rows:
-            return f"none of {self.total} sites"
         lines = [_format_row_cells(row) for row in self.rows]
         headers = list(lines[0])
         widths = [max(len(header), *(len(line[header]) for line in lines)) for header in headers]
         table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
-        text = "\n".join("  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table)
-        return text if len(self) >= self.total else f"{text}\n({len(self)} of {self.total} sites)"
-
-
-def _make_sort_key(field: str, sign: int) -> Callable[[SiteRow], tuple[bool, float]]:
-    """Return a sort key by which the worst rows come first, and rows without measurements last."""
-
-    def key(row: SiteRow) -> tuple[bool, float]:
-        found = getattr(row, field)
-        return found is None, sign * (found or 0)
-
-    return key
-
-
-_SORT_KEYS: dict[str, Callable[[SiteRow], Any]] = {
-    "underflow": _make_sort_key("underflow", -1),
-    "margin": _make_sort_key("margin", 1),
-    "overflows": _make_sort_key("overflows", -1),
-    "exponent": _make_sort_key("exponent", 1),
-    "site": lambda row: row.site,
-}
+        return "\n".join("  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table)
 
 
 def _format_row_cells(row: SiteRow) -> dict[str, str]:
     amax = {f"amax {kind}": "–" if value is None else f"{value:.2g}" for kind, value in row.amax.items()}
+    shares = {"zero": row.zero, "subnormal": row.subnormal}
     return {
         "site": row.site,
         "exponent": "global" if row.merged else str(row.exponent),
         **amax,
-        "zero": _format_percent(row.zero),
-        "subnormal": _format_percent(row.subnormal),
-        "margin": "–" if row.margin is None else f"{row.margin:.1f}",
+        **{name: "–" if share is None else f"{100 * share:.2f}%" for name, share in shares.items()},
         "format": row.format or "wide",
         "overflows": str(row.overflows or ""),
     }
-
-
-def _format_percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.2f}%"

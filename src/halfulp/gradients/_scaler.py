@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
 from collections import defaultdict
@@ -20,7 +19,7 @@ from ..kernels import uncompiled
 from ..rounding import Rounding
 from ._controller import ExponentController
 from ._policy import Policy, get_policy
-from ._reports import LastStep, SiteTable
+from ._reports import LastStep, SiteRow, SiteTable
 from ._site import GLOBAL_KEY, HIGHEST, parse_scale_exponent
 from ._state import check_sites, read_sites, save_sites
 from .eager._attach import attach_scaler, get_wrapped_model
@@ -94,8 +93,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         device = next((p.device.type for one in models for p in one.parameters()), "cpu")
         super().__init__(device, init_scale=init_scale, enabled=enabled)
         self.last_step: LastStep | None = None
-        # By a parameter's identity: the gradient that was divided since the last update, and after how many passes.
-        self._divided: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # By a parameter's identity: the gradient that was divided since the last update.
+        self._divided: dict[int, weakref.ref[Tensor]] = {}
         self._exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
         self._scale_was_read = False
@@ -163,11 +162,11 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer's parameters by ``get_scale()``, for instance before clipping.
 
-        Gradients set by hand are multiplied by ``get_scale()`` before. What optimizers share is divided once.
+        Gradients set by hand are multiplied by ``get_scale()`` before.
 
         Raises:
-            ValueError: no `scale` or `get_scale` since the last update; a backward pass after an optimizer that shares
-                a gradient was unscaled.
+            ValueError: no `scale` or `get_scale` since the last update; an optimizer that shares a parameter with one
+                that was unscaled.
             RuntimeError: called twice, or after step.
         """
         if not self._enabled:
@@ -192,34 +191,22 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale the gradients that are still scaled, as GradScaler does; check those that were divided already.
-
-        Optimizers that share a parameter share its gradient, which is divided for the first one that unscales; torch's
-        GradScaler divides again for each.
-        """
-        passes = self._controller.backward.passes
-        scaled, divided = [], []
-        for parameter in _list_parameters_with_gradients(optimizer):
-            gradient, divided_at = self._divided.get(id(parameter), (None, 0))
-            # Float16 is allowed where torch only checks, and divides none.
-            if allow_fp16 or gradient is None or gradient() is not parameter.grad:
-                scaled.append(parameter)
-            elif divided_at != passes:
-                raise ValueError(_PASS_AFTER_UNSCALING)
-            else:
-                divided.append(parameter)
+        """Unscale gradients as GradScaler does; refuse those that another optimizer's unscaling has divided already."""
+        parameters = list(_list_parameters_with_gradients(optimizer))
+        for parameter in parameters:
+            divided = self._divided.get(id(parameter))
+            if divided is not None and divided() is parameter.grad:
+                raise ValueError(
+                    f"two optimizers share a parameter, of shape {list(parameter.shape)}, whose gradient was unscaled "
+                    "for the other one already: give each parameter to one optimizer, or call scaler.update() and a "
+                    "backward pass of its own before each step"
+                )
         flags: dict[torch.device, Tensor] = {}
-        # torch leaves values as they are, bit for bit, under an inverse of 1.
-        for parameters, factor in (
-            (scaled, inv_scale),
-            (divided, torch.ones_like(inv_scale) if divided else inv_scale),
-        ):
-            for alike in _group_by_device_mesh(parameters):
-                held: Any = SimpleNamespace(param_groups=[{"params": alike}])
-                for device, flag in super()._unscale_grads_(held, factor, found_inf, allow_fp16).items():
-                    flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
-        if not allow_fp16:
-            self._divided |= {id(one): (weakref.ref(one.grad), passes) for one in scaled if one.grad is not None}
+        for alike in _group_by_device_mesh(parameters):
+            held: Any = SimpleNamespace(param_groups=[{"params": alike}])
+            for device, flag in super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16).items():
+                flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
+        self._divided |= {id(one): weakref.ref(one.grad) for one in parameters if one.grad is not None}
         return flags
 
     @uncompiled
@@ -227,13 +214,11 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """Step the optimizer if all gradients are finite, unscaling them first if needed; return its result.
 
         ``last_step`` says whether it was applied. The one synchronisation with the device is here, as GradScaler's.
-        An optimizer that handles overflow itself (``_step_supports_amp_scaling``) steps always, and finds
-        ``found_inf`` among its attributes.
+        An optimizer that could handle overflow itself (``_step_supports_amp_scaling``) is treated as any other.
 
         Raises:
-            ValueError: as `unscale_`; no gradients, where torch's GradScaler wants some; ``closure=`` is given.
+            ValueError: as `unscale_`; no gradients; ``closure=`` is given.
             RuntimeError: called twice since the last update.
-            TypeError: the optimizer's step takes ``grad_scaler=``.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -244,39 +229,19 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.UNSCALED and state["passes"] != self._controller.backward.passes:
             raise ValueError(_PASS_AFTER_UNSCALING)
-        handles_overflow = getattr(optimizer, "_step_supports_amp_scaling", False)
-        if handles_overflow and "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            raise TypeError(
-                "the optimizer's step takes grad_scaler=, the older form of torch's contract: let it read the "
-                "attributes grad_scale and found_inf, which are set on it during a step"
-            )
-        # As GradScaler steps torch's fused ones.
-        without_gradients = handles_overflow and next(_list_parameters_with_gradients(optimizer), None) is None
-        if state["stage"] is OptState.READY and not without_gradients:
+        if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         if self._controller.backward.passes:
             self._controller.backward.warn_if_unwatched()
         flags = list(state["found_inf_per_device"].values())
-        if not flags and without_gradients:
-            flags = [torch.zeros((), dtype=torch.float32, device=self._device)]
         if not flags:
             raise ValueError(
-                "the optimizer's parameters have no gradients: there is nothing to step with. Leave this step out, or "
-                "call another optimizer's zero_grad(), which clears what they share, after all steps"
+                "the optimizer's parameters have no gradients: there is nothing to step with. Leave this step out"
             )
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read_overflow(flags)
         self.last_step = self._controller.record_skipped_step() if overflowed else LastStep(applied=True)
-        if not handles_overflow:
-            return None if overflowed else optimizer.step(*args, **kwargs)
-        aware: Any = optimizer
-        # A scale of its own that somebody set stays.
-        aware.grad_scale = getattr(optimizer, "grad_scale", None)
-        aware.found_inf = sum(flag.to(flags[0].device, non_blocking=True) for flag in flags)
-        try:
-            return optimizer.step(*args, **kwargs)
-        finally:
-            del aware.grad_scale, aware.found_inf
+        return None if overflowed else optimizer.step(*args, **kwargs)
 
     @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -350,18 +315,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
     # what it tells --------------------------------------------------------------------------------------------
 
-    def sites(self, pattern: str | None = None, *, sort: str | None = None) -> SiteTable:
-        """Return every gradient's exponent and its last measurement; ``print`` it, or a slice of it, for a table.
-
-        Args:
-            pattern: Only sites of this name, or in the module of this name; ``*``, ``?`` and ``[...]`` stand for other
-                characters, as in file names.
-            sort: The worst first: "underflow", "margin" (to overflow), "overflows", "exponent", or by name, "site".
-
-        Raises:
-            ValueError: an unknown order.
-        """
-        return SiteTable.from_sites(self._controller.sites, pattern, sort)
+    def sites(self) -> SiteTable:
+        """Return every gradient's exponent and its last measurement; ``print`` it for a table."""
+        return SiteTable(tuple(map(SiteRow.from_site, self._controller.sites)))
 
     def set_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set sites' exponents by hand, all others to 0, and begin a new iteration: for experiments and proofs.
@@ -417,30 +373,23 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, or a GradScaler's state, whose scale becomes the global one.
+        """Load what `state_dict` returned.
 
         Sites are known from the first forward pass on; before it only the modules that they name are compared. Policy,
         floor and ceiling stay this scaler's.
 
         Raises:
-            ValueError: an empty state, one with an entry missing or of another type, or one of another model; nothing
-                is changed.
+            ValueError: an empty or damaged state, a GradScaler's, or one of another model; nothing is changed.
         """
         if not self._enabled:
             return
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
         controller, given = self._controller, read_sites(state_dict)
-        if given is not None:
-            check_sites(given, {site.key for site in controller.sites}, self._list_module_names())
-            controller.check_random_stream(state_dict["progress"])
+        check_sites(given, {site.key for site in controller.sites}, self._list_module_names())
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
-        if given is None:
-            exponent = parse_scale_exponent("the state's scale", state_dict["scale"])
-            controller.adopt_scale(exponent, int(state_dict["_growth_tracker"]))
-        else:
-            controller.load_state(given, state_dict["progress"])
+        controller.load_state(given, state_dict["progress"])
 
     def _list_module_names(self) -> set[str]:
         """Return the qualified names of all modules, with which sites' keys begin."""

@@ -106,7 +106,7 @@ class Site:
         overflows: How often it was the one that overflowed.
         memory: Remembers its overflows.
         loss_binade: Of the global site, floor(log2) of the largest gradient that losses send into the model for which
-            sites' exponents are meant, which move with it from pass to pass (`LossFollowing`); None if it is not known.
+            sites' exponents are meant, which move with it from pass to pass (`LossFollower`); None if it is not known.
         global_site: The global site of the scaler; None where it is that.
     """
 
@@ -359,8 +359,6 @@ def copy_to_host(rows: list[Tensor]) -> list[Any]:
 
 # Kernels choose by how far the first element, and each row, is from a multiple of this many bytes.
 _ALIGNMENT_BYTES = 64
-# A part of a tensor that lies in more than so many times its own memory is moved together.
-_LARGEST_SPAN_RATIO = 4
 
 
 def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
@@ -402,33 +400,14 @@ def restore_strides(values: Tensor, like: Tensor) -> Tensor:
 
 def _copy_to_layout(values: Tensor, like: Tensor) -> Tensor:
     """Copy the values to new memory, with the strides and the misalignment of another tensor."""
-    size, unit = like.shape, _ALIGNMENT_BYTES // like.element_size() or 1
+    size, stride = like.shape, like.stride()
+    offset = like.storage_offset() % (_ALIGNMENT_BYTES // like.element_size() or 1)
     # What is expanded is kept once.
-    kept = [1 if s == 0 else n for n, s in zip(size, like.stride())]
-    stride = list(like.stride())
-    if _count_spanned_elements(kept, stride) > _LARGEST_SPAN_RATIO * math.prod(kept):
-        stride = _close_stride_gaps(kept, stride, unit)
-    offset = like.storage_offset() % unit
-    memory = torch.empty(offset + _count_spanned_elements(kept, stride), dtype=values.dtype, device=values.device)
+    kept = [1 if s == 0 else n for n, s in zip(size, stride)]
+    spanned = 1 + sum((n - 1) * s for n, s in zip(kept, stride))
+    memory = torch.empty(offset + spanned, dtype=values.dtype, device=values.device)
     memory.as_strided(kept, stride, offset).copy_(values.as_strided(kept, values.stride(), values.storage_offset()))
     return memory.as_strided(size, stride, offset)
-
-
-def _count_spanned_elements(size: list[int], stride: list[int]) -> int:
-    """Return how many elements of memory a tensor of this size and these strides spans."""
-    return 1 + sum((n - 1) * s for n, s in zip(size, stride))
-
-
-def _close_stride_gaps(size: list[int], stride: list[int], unit: int) -> list[int]:
-    """Return strides without gaps that keep each dimension's alignment, and which dimensions are contiguous."""
-    found, old, new = list(stride), 1, 1
-    for i in sorted((i for i, n in enumerate(size) if n > 1), key=lambda i: stride[i]):
-        # The next place that is as aligned as the old one; a dimension that lay apart from the last still does.
-        if stride[i] > old:
-            new += 1 + (stride[i] - new - 1) % unit
-        old, found[i] = stride[i] * size[i], new
-        new *= size[i]
-    return found
 
 
 class CopyWithStrides(torch.autograd.Function):
@@ -458,7 +437,7 @@ def copy_with_strides(tensor: Tensor) -> Tensor:
 _FLOAT32_BIAS, _LARGEST_POWER = 127, 126
 
 
-class LossFollowing:
+class LossFollower:
     """Lifts all sites' exponents by one power of two per backward pass, so that they follow the loss's gradient.
 
     A model's gradients are linear in the one that enters it. Exponents are right for a loss that sends gradients of a

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,62 +37,56 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
     return tuple(found.items())
 
 
-# By the name of an entry: its type, or of how many whole numbers, or None, it is a list.
-_TORCH_ENTRIES: dict[str, Any] = {
-    **dict.fromkeys(("scale", "growth_factor", "backoff_factor"), (int, float)),
-    **dict.fromkeys(("growth_interval", "_growth_tracker"), int),
-}
-_SITE_ENTRIES: dict[str, Any] = {
-    **dict.fromkeys(("exponent", "overflows"), int),
-    **dict.fromkeys(("measured", "narrow"), bool),
-    "history": (list, tuple),
-    "memory": 2,
-    "merged": (str, type(None)),
-}
-
-
-def read_sites(state_dict: Any) -> dict[str, Any] | None:
-    """Check a scaler's state and return its sites by key; None for a GradScaler's, which has no sites."""
-    _check_fields("the state_dict", state_dict, _TORCH_ENTRIES)
-    parse_scale_exponent("'scale' of the state_dict", state_dict["scale"])
-    if not {"sites", "progress"} & state_dict.keys():
-        return None
-    _check_fields("the state_dict", state_dict, {"sites": (list, tuple, dict), "progress": 7})
-    try:
-        sites = dict(state_dict["sites"])
-    except (TypeError, ValueError):
-        sites = {}
-    if GLOBAL_KEY not in sites:
-        raise ValueError("'sites' of the state_dict is damaged: load what a scaler's state_dict() gave")
-    for key, values in sites.items():
-        place = f"site {key!r} of the state_dict"
-        _check_fields(place, values, _SITE_ENTRIES | ({"reference": 2} if key == GLOBAL_KEY else {}))
-        for entry in values["history"]:
-            names = entry if isinstance(entry, Mapping) else ("received",)
-            _check_fields(f"an entry of 'history' of {place}", entry, dict.fromkeys(names, (int, float)))
-    scale, exponent = state_dict["scale"], sites[GLOBAL_KEY]["exponent"]
-    if scale != 2.0**exponent:
+def read_sites(state_dict: Any) -> dict[str, dict[str, Any]]:
+    """Read a scaler's state and return its sites by key; a GradScaler's, which has none, is refused."""
+    place = "the state_dict"
+    if isinstance(state_dict, Mapping) and "scale" in state_dict and not {"sites", "progress"} & state_dict.keys():
         raise ValueError(
-            f"'scale' of the state_dict is 2^{exponent}, the exponent of its site {GLOBAL_KEY!r}, got {scale!r}: leave "
-            "'sites' and 'progress' out to start from the scale alone"
+            "a GradScaler's state has no sites: start from its scale instead, "
+            f"AdaptiveGradScaler(model, init_scale={state_dict['scale']!r})"
         )
-    return sites
+    try:
+        exponent = parse_scale_exponent("'scale' of the state_dict", float(state_dict["scale"]))
+        operator.index(state_dict["_growth_tracker"])
+        if len([operator.index(number) for number in state_dict["progress"]]) != _PROGRESS_LENGTH:
+            raise KeyError("progress")
+        found = {}
+        for key, values in dict(state_dict["sites"]).items():
+            place = f"site {key!r} of the state_dict"
+            found[key] = _read_site(values)
+        found[GLOBAL_KEY]["reference"] = _read_integers(dict(state_dict["sites"])[GLOBAL_KEY]["reference"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{place} is damaged ({type(error).__name__}: {error}), got {reprlib.repr(state_dict)}: load what a "
+            "scaler's state_dict() gave"
+        ) from error
+    if found[GLOBAL_KEY]["exponent"] != exponent:
+        raise ValueError(
+            f"'scale' of the state_dict is 2^{exponent}, and that of its sites is not: load what a "
+            "scaler's state_dict() gave"
+        )
+    return found
 
 
-def _check_fields(place: str, given: object, kinds: dict[str, Any]) -> None:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{place} is a dict with {', '.join(kinds)}, got {reprlib.repr(given)}")
-    for name, kind in kinds.items():
-        value = given.get(name, "nothing")
-        if isinstance(kind, int):
-            is_row = isinstance(value, (list, tuple)) and len(value) == kind
-            holds = is_row and all(isinstance(one, (int, type(None))) for one in value)
-        else:
-            holds = name in given and isinstance(value, kind)
-        if not holds:
-            raise ValueError(
-                f"{name!r} of {place} is damaged, got {reprlib.repr(value)}: load what a scaler's state_dict() gave"
-            )
+_PROGRESS_LENGTH = 7
+
+
+def _read_site(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a site, each of its own type, or raise."""
+    return {
+        "exponent": operator.index(values["exponent"]),
+        "merged": values["merged"],
+        "measured": bool(values["measured"]),
+        "narrow": bool(values["narrow"]),
+        "overflows": operator.index(values["overflows"]),
+        "memory": _read_integers(values["memory"]),
+        "history": [{kind: size + 0.0 for kind, size in entry.items()} for entry in values["history"]],
+    }
+
+
+def _read_integers(pair: Sequence[int | None]) -> list[int | None]:
+    first, second = (None if one is None else operator.index(one) for one in pair)
+    return [first, second]
 
 
 def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None:

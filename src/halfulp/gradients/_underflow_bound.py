@@ -1,7 +1,7 @@
 """Policies of "Adaptive Loss Scaling" and "Gradient Scaling", and their rules: from statistics to a scale's logarithm.
 
 Zhao, Vogel, Ahmed, "Adaptive Loss Scaling for Mixed Precision Training" (arXiv 1910.12385) and "Gradient Scaling"
-(IJCAI-20). Every rule gives log2(alpha) with its two bounds, NaN where a number is not finite, and 0 where there is
+(IJCAI-20). Every rule gives the two bounds of log2(alpha), NaN where a number is not finite, and none where there is
 nothing to scale. Everywhere ``u_min`` and ``u_max`` are the smallest positive and the largest number of the format, and
 ``fan`` is K, the terms in each sum: out_features of a linear layer, out_channels x kernel size of a convolution.
 """
@@ -11,14 +11,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from statistics import NormalDist
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..kernels import to_float64
 from ._functions import Operands
 from ._policy import Policy
 from ._site import HIGHEST, ExponentProposal, Site
@@ -65,33 +63,6 @@ class TensorMoments:
         return cls(mean * amax, std * amax, amax, smallest if amax else 0.0, math.isfinite(amax))
 
 
-@dataclasses.dataclass(frozen=True)
-class LogMoments:
-    """Mean and std of ln|x| over the elements that are not zero, 0 where there are none, and x's largest magnitude."""
-
-    mean: float
-    std: float
-    amax: float
-
-    @classmethod
-    def measure(cls, x: Tensor) -> LogMoments:
-        """Measure a floating-point tensor of any shape on its device, with one copy to the host.
-
-        >>> LogMoments.measure(torch.tensor([0.0, -1.0, 1.0]))
-        LogMoments(mean=0.0, std=0.0, amax=1.0)
-        """
-        size = widen_to_float32(x).abs()
-        if not size.numel():
-            return cls(0.0, 0.0, 0.0)
-        given = size > 0
-        count = given.count_nonzero().clamp(min=1)
-        logs = torch.where(given, size, 1).log2()  # exact at powers of two, where ln is not
-        mean = logs.sum() / count
-        std = (torch.where(given, logs - mean, 0).square().sum() / count).sqrt()
-        mean, std, amax = torch.stack([mean, std, size.amax()]).tolist()
-        return cls(mean * math.log(2), std * math.log(2), amax)
-
-
 def widen_to_float32(x: Tensor) -> Tensor:
     """Return a tensor's real numbers in float32, or float64 as they are; no gradient flows back."""
     x = torch.view_as_real(x) if x.is_complex() else x
@@ -102,29 +73,27 @@ def widen_to_float32(x: Tensor) -> Tensor:
 PAPER_UNDERFLOW_SHARE = 1e-3
 PAPER_FLOOR_OF_PRODUCT = 1e-15  # abs_range takes no product of minima for smaller than this
 
-RuleVersion = Literal["product", "sum"]
-
 _ROUNDING_OF_LOGS = 2.0**-36  # a sum of a few logarithms below 2^11 is nearer than this to the true one
 
 
-class LogScale(float):
-    """log2(alpha) of a rule, which is min(max(lower, 0), upper), with these two bounds.
+class LogScale(NamedTuple):
+    """Bounds of log2(alpha): alpha is at least 1 and what keeps from underflow, unless an overflow forbids it.
 
     Attributes:
-        lower: what keeps from underflow; -infinity where nothing asks for it.
-        upper: what keeps from overflow, and wins; infinity where nothing could.
+        lower: What keeps from underflow; -infinity where nothing asks for it.
+        upper: What keeps from overflow, and wins; infinity where nothing could.
 
-    >>> LogScale(3.5, 2.0), LogScale(3.5, 2.0).lower
-    (2.0, 3.5)
+    >>> LogScale(3.5, 2.0).log2_alpha
+    2.0
     """
 
     lower: float
     upper: float
 
-    def __new__(cls, lower: float, upper: float) -> LogScale:
-        made = super().__new__(cls, min(max(lower, 0.0), upper))
-        made.lower, made.upper = lower, upper
-        return made
+    @property
+    def log2_alpha(self) -> float:
+        """The rule's result, min(max(lower, 0), upper)."""
+        return min(max(self.lower, 0.0), self.upper)
 
 
 NO_BOUNDS = LogScale(-math.inf, math.inf)
@@ -137,7 +106,6 @@ def underflow_bound(
     weight: TensorMoments | None = None,
     fan: int = 1,
     *,
-    version: RuleVersion = "sum",
     share: float = PAPER_UNDERFLOW_SHARE,
     u_min: float,
     u_max: float,
@@ -148,14 +116,13 @@ def underflow_bound(
     P(|alpha o| < u_min) = erf(u_min / (sqrt(2) alpha s_o)) <= share,
 
         alpha = max(u_min / (sqrt(2) erfinv(share) s_o), 1), at most u_max / (K max|g| max|W|)
-        s_o^2 = (s_g^2 + mu_g^2) (s_W^2 + mu_W^2)           version="product" (arXiv 1910.12385)
-        s_o^2 = 0.5 K (s_g^2 + mu_g^2) (s_W^2 + mu_W^2)     version="sum" (IJCAI-20; a ReLU keeps half of the terms)
+        s_o^2 = 0.5 K (s_g^2 + mu_g^2) (s_W^2 + mu_W^2)     (IJCAI-20; a ReLU keeps half of the terms)
 
     Without a weight o is the gradient: s_o = s_g, and K = 1 whatever ``fan`` says. The upper bound may be less than 1,
-    and wins. s_o = 0 gives alpha = 1.
+    and wins. s_o = 0 gives alpha = 1. arXiv 1910.12385 has the same rule without 0.5 K.
 
     >>> g, w = TensorMoments.measure(torch.tensor([-1e-6, 1e-6])), TensorMoments.measure(torch.tensor([-1.0, 1.0]))
-    >>> underflow_bound(g, w, 512, u_min=6e-8, u_max=65504.0)
+    >>> underflow_bound(g, w, 512, u_min=6e-8, u_max=65504.0).log2_alpha
     1.581...
     """
     if not (gradient.finite and (weight is None or weight.finite)):
@@ -166,88 +133,13 @@ def underflow_bound(
         log_sigma = _compute_log2(math.hypot(gradient.std, gradient.mean)) + _compute_log2(
             math.hypot(weight.std, weight.mean)
         )
-        log_sigma += 0.5 * math.log2(0.5 * fan) * (version == "sum")
+        log_sigma += 0.5 * math.log2(0.5 * fan)
         # The largest of the four corner products of the two ranges is the product of the largest magnitudes.
         log_largest = math.log2(fan) + _compute_log2(gradient.amax) + _compute_log2(weight.amax)
     if log_sigma == -math.inf:
         return NO_BOUNDS
     threshold = math.sqrt(2) * torch.special.erfinv(torch.tensor(share, dtype=torch.float64, device="cpu")).item()
     return LogScale(math.log2(u_min) - math.log2(threshold) - log_sigma, math.log2(u_max) - log_largest)
-
-
-def lognormal(gradient: LogMoments, *, share: float = PAPER_UNDERFLOW_SHARE, u_min: float, u_max: float) -> LogScale:
-    """Return the rule of IJCAI-20 for the cast to a narrow format at the loss: magnitudes are taken for lognormal.
-
-    With ln|g| of mean mu and standard deviation s over the elements that are not zero,
-
-        alpha = max(exp(ln u_min - mu - s sqrt(2) erfinv(2 share - 1)), 1), at most u_max / max|g|
-
-    Where s = 0 the equation holds as it stands (the papers' code gives 1). Multiply before the cast.
-
-    >>> g = LogMoments.measure(torch.tensor([2.0**-30, -(2.0**-30), 0.0]))
-    >>> floor_to_exponent(lognormal(g, u_min=2.0**-24, u_max=65504.0))
-    6
-    """
-    if not math.isfinite(gradient.amax):
-        return _UNKNOWN_BOUNDS
-    if not gradient.amax:
-        return NO_BOUNDS
-    # sqrt(2) erfinv(2 share - 1), without the cancellation at small shares.
-    quantile = NormalDist().inv_cdf(share)
-    log_alpha = math.log2(u_min) - (gradient.mean + gradient.std * quantile) / math.log(2)
-    return LogScale(log_alpha, math.log2(u_max) - _compute_log2(gradient.amax))
-
-
-def element_wise(g: Tensor, w: Tensor, fan: int, *, u_min: float, u_max: float) -> LogScale:
-    """Return the rule that looks at every product p = g_ik w_kj that is not zero, without making them.
-
-        alpha = min(max over p of max(u_min / |p|, 1), min over p of u_max / (K |p|))
-
-    Only the extremes of |g_ik| and |w_kj| for every inner index k count.
-
-    Args:
-        g: gradient of the layer's output, (..., K); of a convolution with the channels moved to the end.
-        w: weight, (K, ...), as torch stores a linear layer's and an ungrouped convolution's.
-        fan: the terms in each sum.
-        u_min, u_max: of the format.
-
-    >>> g, w = torch.tensor([[2.0**-20, 0.0]]), torch.tensor([[2.0**-9], [2.0**-30]])
-    >>> element_wise(g, w, 2, u_min=2.0**-24, u_max=65504.0)
-    5.0
-    """
-    g, w = widen_to_float32(g), widen_to_float32(w)
-    if not (g.numel() and w.numel()):
-        return NO_BOUNDS
-    g, w = g.reshape(-1, g.shape[-1]), w.reshape(w.shape[0], -1).T
-    table = torch.stack([*_find_column_extremes(g), *_find_column_extremes(w)]).to("cpu").double().log2()
-    low, high = table[0] + table[2], table[1] + table[3]
-    if not (table[1] < math.inf).all() or not (table[3] < math.inf).all():
-        return _UNKNOWN_BOUNDS
-    least, largest = low.min().item(), high.max().item()
-    if largest == -math.inf:
-        return NO_BOUNDS
-    return LogScale(math.log2(u_min) - least, math.log2(u_max) - (math.log2(fan) + largest))
-
-
-def abs_range(gradient: TensorMoments, weight: TensorMoments, fan: int, *, u_min: float, u_max: float) -> LogScale:
-    """Return the rule that lifts the product of the smallest magnitudes, as if it occurred.
-
-        alpha = max((u_min / K) / max(min|g| min|W|, 1e-15), 1), at most (u_max / K) / (max|g| max|W|)
-
-    over the elements that are not zero, K = ``fan``. That u_min is divided by K too is the papers' code's choice.
-
-    >>> one = TensorMoments.measure(torch.tensor([2.0**-16, 1.0]))
-    >>> abs_range(one, one, 4, u_min=2.0**-24, u_max=65504.0)
-    6.0
-    """
-    if not (gradient.finite and weight.finite):
-        return _UNKNOWN_BOUNDS
-    if not (gradient.amax and weight.amax):
-        return NO_BOUNDS
-    log_fan = math.log2(fan)
-    least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_FLOOR_OF_PRODUCT))
-    largest = math.log2(gradient.amax) + math.log2(weight.amax)
-    return LogScale(math.log2(u_min) - log_fan - least, math.log2(u_max) - (log_fan + largest))
 
 
 def floor_to_exponent(log2_alpha: float) -> int:
@@ -270,50 +162,7 @@ def _find_column_extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(size == 0, torch.inf, size).amin(0), size.amax(0)
 
 
-# Rows and columns of a product of which all sums are made.
-_SAMPLED_ROWS = 128
-
-
-def scale_by_numbers(numbers: Tensor, *, share: float, u_min: float, u_max: float) -> LogScale:
-    """Return log2 of the scale at which at most half a share of the nonzero numbers lies under ``u_min``.
-
-    Half, as numbers that are a sample scatter. The numbers are finite.
-
-    >>> scale_by_numbers(torch.tensor([0.0, 2.0**-20, 1.0]), share=1e-3, u_min=2.0**-14, u_max=65504.0).lower
-    6.0
-    """
-    sizes = widen_to_float32(numbers).abs().flatten()
-    sizes = sizes[sizes > 0]
-    if not sizes.numel():
-        return NO_BOUNDS
-    rank = 1 + int(share / 2 * sizes.numel())
-    least, largest = torch.stack([sizes.kthvalue(rank).values, sizes.amax()]).tolist()
-    return LogScale(math.log2(u_min) - math.log2(least), math.log2(u_max) - math.log2(largest))
-
-
-def sample_sums(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return a product's sums for some rows of (..., K) and some columns of (K, ...), evenly chosen, in float64."""
-    rows, columns = gradient.reshape(-1, gradient.shape[-1]), weight.reshape(weight.shape[0], -1)
-    rows, columns = rows[:: 1 + len(rows) // _SAMPLED_ROWS], columns[:, :: 1 + columns.shape[1] // _SAMPLED_ROWS]
-    return to_float64(rows) @ to_float64(columns)
-
-
 # the policies -----------------------------------------------------------------------------------------------
-
-
-def _find_format_limits(format: Format) -> dict[str, float]:
-    return {"u_min": format.smallest_subnormal, "u_max": format.max}
-
-
-def _combine_bounds(exponent: int, alphas: list[LogScale]) -> ExponentProposal | None:
-    """Return the bounds of several rules as one, of a gradient that is stored at an exponent."""
-    if any(map(math.isnan, alphas)):
-        return None
-    lower = max([0.0, *(alpha.lower for alpha in alphas)])
-    upper = min(alpha.upper for alpha in alphas)
-    # Up for what must be reached, down for what must not be passed.
-    least = exponent - floor_to_exponent(-lower)
-    return ExponentProposal(least, HIGHEST if upper == math.inf else exponent + floor_to_exponent(upper))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,15 +178,21 @@ class OperandStatisticsPolicy(Policy):
     wants_operands = True
 
     @abc.abstractmethod
-    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
-        """Return the base-2 logarithms of alpha, by each rule of the policy; NaN where an operand is not finite."""
+    def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
+        """Return the bounds of log2 alpha, by each rule of the policy; NaN where an operand is not finite."""
 
     def propose_bounds(self, site: Site, operands: Operands, format: Format) -> ExponentProposal | None:
         """Return the bounds of a site's exponent by a product's operands; the gradient is stored at the present one."""
         # Zeros alone say nothing of how far to go.
         if not bool(operands.gradient.any()):
             return None
-        return _combine_bounds(site.exponent, self.log2_alpha(operands, format))
+        bounds = self.list_bounds(operands, format)
+        if any(math.isnan(one.upper) for one in bounds):
+            return None
+        lower, upper = max([0.0, *(one.lower for one in bounds)]), min(one.upper for one in bounds)
+        # Up for what must be reached, down for what must not be passed.
+        least = site.exponent - floor_to_exponent(-lower)
+        return ExponentProposal(least, HIGHEST if upper == math.inf else site.exponent + floor_to_exponent(upper))
 
     def exponent(self, site: Site) -> int | None:
         """Return the largest lower bound of all proposals, at most the smallest upper one."""
@@ -350,67 +205,77 @@ class OperandStatisticsPolicy(Policy):
 class UnderflowBound(OperandStatisticsPolicy):
     """Lets at most a share of a product's outputs underflow, if its operands are Gaussian and independent.
 
-    See `underflow_bound` for the equations. At the loss, where a wide gradient is rounded
-    before the first product, the rule for lognormal gradients (IJCAI-20) holds too. The published rules are lower
-    bounds of a scale; so is what the gradient of the loss, and a sample of each product's sums, show by themselves, and
-    the largest is taken.
+    See `underflow_bound` for the equations: the rule for the product and the one for the gradient alone hold together.
 
     Args:
-        version: ``"sum"`` counts the terms of each sum (IJCAI-20), ``"product"`` does not (the first paper).
         share: The share that may underflow.
     """
 
-    version: RuleVersion = "sum"
     share: float = PAPER_UNDERFLOW_SHARE
 
     name = "underflow-bound"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.version, str) or self.version not in get_args(RuleVersion):
-            raise ValueError(f"version is one of {', '.join(get_args(RuleVersion))}; got {self.version!r}")
         if not isinstance(self.share, (int, float)) or not 0 < self.share < 1:
             raise ValueError(f"share is between 0 and 1, both excluded; got {self.share!r}")
 
-    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
-        """Return log2 alpha by the published rule for the product, for the gradient alone, and by sampled sums."""
-        limits: dict[str, Any] = {"share": self.share, **_find_format_limits(format)}
+    def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
+        """Return the bounds by the rule for the product and by the one for the gradient alone."""
+        limits: dict[str, Any] = {"share": self.share, "u_min": format.smallest_subnormal, "u_max": format.max}
         gradient, weight = TensorMoments.measure(operands.gradient), TensorMoments.measure(operands.weight)
-        found = [
-            underflow_bound(gradient, weight, operands.fan, version=self.version, **limits),
-            underflow_bound(gradient, **limits),
-        ]
-        if gradient.finite and weight.finite:
-            found.append(scale_by_numbers(sample_sums(operands.gradient, operands.weight), **limits))
-        return found
-
-    def propose_bounds_at_loss(self, site: Site, gradient: Tensor, format: Format) -> ExponentProposal | None:
-        """Return bounds for a gradient at the loss, by the Gaussian and the lognormal rule and by its numbers."""
-        limits: dict[str, Any] = {"share": self.share, **_find_format_limits(format)}
-        moments = TensorMoments.measure(gradient)
-        if not (moments.finite and moments.amax):
-            return None
-        alphas = [lognormal(LogMoments.measure(gradient), **limits), underflow_bound(moments, **limits)]
-        return _combine_bounds((site.global_site or site).exponent, [*alphas, scale_by_numbers(gradient, **limits)])
+        return [underflow_bound(gradient, weight, operands.fan, **limits), underflow_bound(gradient, **limits)]
 
 
 @dataclasses.dataclass(frozen=True)
 class ElementWise(OperandStatisticsPolicy):
-    """No single product of two elements may underflow, unless a sum could then overflow."""
+    """No single product of two elements may underflow, unless a sum could then overflow.
+
+    Of every product p = g_ik w_kj that is not zero, without making them: only the extremes of |g_ik| and |w_kj| for
+    every inner index k count.
+
+        alpha = min(max over p of max(u_min / |p|, 1), min over p of u_max / (K |p|))
+    """
 
     name = "element-wise"
 
-    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
-        """See `element_wise`."""
-        return [element_wise(operands.gradient, operands.weight, operands.fan, **_find_format_limits(format))]
+    def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
+        """Return the bounds that the class describes."""
+        g, w = widen_to_float32(operands.gradient), widen_to_float32(operands.weight)
+        if not (g.numel() and w.numel()):
+            return [NO_BOUNDS]
+        g, w = g.reshape(-1, g.shape[-1]), w.reshape(w.shape[0], -1).T
+        table = torch.stack([*_find_column_extremes(g), *_find_column_extremes(w)]).to("cpu").double().log2()
+        if not (table[1::2] < math.inf).all():
+            return [_UNKNOWN_BOUNDS]
+        least, largest = (table[0] + table[2]).min().item(), (table[1] + table[3]).max().item()
+        if largest == -math.inf:
+            return [NO_BOUNDS]
+        log_fan = math.log2(operands.fan)
+        return [LogScale(math.log2(format.smallest_subnormal) - least, math.log2(format.max) - (log_fan + largest))]
 
 
 @dataclasses.dataclass(frozen=True)
 class AbsRange(OperandStatisticsPolicy):
-    """The product of the smallest operands may not underflow, unless a sum of the largest could then overflow."""
+    """The product of the smallest operands may not underflow, unless a sum of the largest could then overflow.
+
+    It lifts that product as if it occurred:
+
+        alpha = max((u_min / K) / max(min|g| min|W|, 1e-15), 1), at most (u_max / K) / (max|g| max|W|)
+
+    over the elements that are not zero. That u_min is divided by K too is the papers' code's choice.
+    """
 
     name = "abs-range"
 
-    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
-        """See `abs_range`."""
+    def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
+        """Return the bounds that the class describes."""
         gradient, weight = TensorMoments.measure(operands.gradient), TensorMoments.measure(operands.weight)
-        return [abs_range(gradient, weight, operands.fan, **_find_format_limits(format))]
+        if not (gradient.finite and weight.finite):
+            return [_UNKNOWN_BOUNDS]
+        if not (gradient.amax and weight.amax):
+            return [NO_BOUNDS]
+        log_fan = math.log2(operands.fan)
+        least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_FLOOR_OF_PRODUCT))
+        largest = math.log2(gradient.amax) + math.log2(weight.amax)
+        u_min, u_max = format.smallest_subnormal, format.max
+        return [LogScale(math.log2(u_min) - log_fan - least, math.log2(u_max) - (log_fan + largest))]

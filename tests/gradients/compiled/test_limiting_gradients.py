@@ -1,15 +1,11 @@
-"""What a compiled backward graph measures, which forward functions its nodes belong to, and what is refused."""
+"""What a compiled backward graph measures, and what is refused."""
 
 import pytest
 import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp._torch_versions import is_backward, is_gradient_sum
-from halfulp.gradients import _compiled_backend as _compiled
-from halfulp.gradients._compiled_backend import compute_edge_factors, name_forward_functions, observe_gradients
-
-from ..models.architectures import Case, build
+from halfulp.gradients._compiled_backend import compute_edge_factors, observe_gradients
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -17,48 +13,6 @@ pytestmark = [
         "ignore:`torch.jit:DeprecationWarning", "ignore:.*should not be instantiated:DeprecationWarning"
     ),
 ]
-
-
-class Written(nn.Module):
-    """Writes into whole tensors and views of them, with and without a clone that autograd keeps."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 3)
-
-    def forward(self, x):
-        one, other = self.first(x), self.second(x)
-        one.mul_(other.sigmoid())
-        one[:, 1] = other[:, 0].tanh()
-        one[:, 2:].mul_(other[:, :10].cos())
-        one.neg_().add_(other, alpha=0.5)
-        one += other.abs().clone().mul_(1.5).sub_(one.mean(1, keepdim=True))
-        one[:, ::2].copy_(other[:, ::2].exp()).clamp_(max=3)
-        return self.last(one.div_(other.square().add_(1)).masked_fill_(other > 1, 0))
-
-
-def test_every_derivative_is_of_a_function(seed, monkeypatch, needs_torch):
-    """Sums of gradients are of none; the eager front end's bits hang on what all others are of."""
-    unnamed, named = [], 0
-
-    def checked(joint):
-        nonlocal named
-        name_forward_functions(joint)
-        made = [node for node in joint.graph.nodes if is_backward(node) and node.op == "call_function"]
-        made = [node for node in made if not is_gradient_sum(node)]
-        named += len(made)
-        unnamed.extend(node.format_node() for node in made if not node.meta.get("fwd_source_fn_stack"))
-
-    monkeypatch.setattr(_compiled, "name_forward_functions", checked)
-    needs_torch("slices of some dimensions alone")  # in torch 2.6 the others' are copies of no function
-    torch.manual_seed(seed)
-    written = Case(Written(), (torch.randn(5, 8),), lambda out: out.square().sum())
-    for case in (written, build("in-place-columns", seed % 1000)):
-        scaler = hu.AdaptiveGradScaler(case.model)
-        run = torch.compile(case.model, backend=scaler.backend("aot_eager"))
-        scaler.scale(case.loss(run(*case.batch))).backward()
-    assert named > 100
-    assert unnamed == []
 
 
 class Quiet(nn.Module):

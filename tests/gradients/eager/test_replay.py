@@ -229,7 +229,7 @@ def test_a_replay_rounds_as_a_region_does(name, seed):
 
 
 class ByNumber(torch.nn.Module):
-    """ArgumentMoves a number that a product made by two functions, which do not save it."""
+    """ArgumentGradientMoves a number that a product made by two functions, which do not save it."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,7 @@
 """The papers' rules against mpmath, brute force over all products, exact fractions and Monte Carlo."""
 
 import math
+import types
 from fractions import Fraction
 
 import mpmath
@@ -10,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfulp.formats import fp16
-from halfulp.gradients import UnderflowBound
+from halfulp.gradients import AbsRange, ElementWise, UnderflowBound
 from halfulp.gradients import _underflow_bound as rules
+from halfulp.gradients._functions import Operands
 
 # The constants of the papers' code for fp16: u_min is about 2^-24.
 U = {"u_min": 6e-8, "u_max": 65504.0}
@@ -31,6 +33,21 @@ def random_moments():
     mean, std = low + (high - low) * float(torch.rand(())), (high - low) * float(torch.rand(()))
     amax = max(abs(low), abs(high))
     return rules.TensorMoments(mean, std, amax, amax * float(torch.rand(())) + 1e-18, True)
+
+
+def bounds(policy, g, w, fan, u_min, u_max):
+    """The bounds of a policy for a format of these limits."""
+    format = types.SimpleNamespace(smallest_subnormal=u_min, max=u_max)
+    (found,) = policy.list_bounds(Operands(g, w, fan), format)
+    return found
+
+
+def element_wise(g, w, fan, **limits):
+    return bounds(ElementWise(), g, w, fan, **limits)
+
+
+def abs_range(g, w, fan, **limits):
+    return bounds(AbsRange(), g, w, fan, **limits)
 
 
 def log2(value):
@@ -95,7 +112,6 @@ def test_moments_at_the_edges(dtype):
     for bad in (math.nan, math.inf, -math.inf):
         x = torch.tensor([1.0, bad, 0.0], dtype=dtype)
         assert not rules.TensorMoments.measure(x).finite
-        assert not math.isfinite(rules.LogMoments.measure(x).amax)
 
 
 def test_equal_numbers_have_no_std_where_a_mean_is_a_sum_times_the_inverse_count(monkeypatch):
@@ -108,21 +124,9 @@ def test_moments_are_copied_once_and_leave_no_graph(seed):
     x = torch.randn(20, requires_grad=True)
     saved = []
     with Watch() as watch, torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
-        found = rules.TensorMoments.measure(x), rules.LogMoments.measure(x)
+        found = (rules.TensorMoments.measure(x),)
     assert (watch.reads, saved) == (0, [])
     assert all(type(number) in (float, int, bool) for moments in found for number in vars(moments).values())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_log_moments(dtype, seed):
-    x = wild(30, 20, low=-9, high=4, dtype=dtype)
-    logs = [mpmath.log(abs(number)) for number in x.double().flatten().tolist() if number]
-    mean = mpmath.fsum(logs) / len(logs)
-    std = mpmath.sqrt(mpmath.fsum((number - mean) ** 2 for number in logs) / len(logs))
-    found = rules.LogMoments.measure(x)
-    assert (found.mean, found.std) == (pytest.approx(float(mean), abs=1e-5), pytest.approx(float(std), abs=1e-5))
-    assert found.amax == x.abs().amax().item()
-    assert rules.LogMoments.measure(x[:0]) == rules.LogMoments.measure(x * 0) == rules.LogMoments(0, 0, 0)
 
 
 # the rules against their formulas -----------------------------------------------------------------------------
@@ -136,28 +140,11 @@ def test_underflow_bound_is_the_formula(share, seed):
         second = [mpmath.mpf(m.std) ** 2 + mpmath.mpf(m.mean) ** 2 for m in (g, w)]
         corner = mpmath.mpf(g.amax) * w.amax
         most = mpmath.mpf(U["u_max"]) / (fan * corner)
-        sigma = {"product": mpmath.sqrt(second[0] * second[1])}
-        sigma["sum"] = sigma["product"] * mpmath.sqrt(mpmath.mpf(fan) / 2)
-        for version in ("product", "sum"):
-            wanted = least_and_most(U["u_min"] / (of * sigma[version]), most)
-            assert rules.underflow_bound(g, w, fan, version=version, share=share, **U) == pytest.approx(
-                wanted, abs=NEAR
-            )
+        sigma = mpmath.sqrt(second[0] * second[1] * mpmath.mpf(fan) / 2)
+        wanted = least_and_most(U["u_min"] / (of * sigma), most)
+        assert rules.underflow_bound(g, w, fan, share=share, **U).log2_alpha == pytest.approx(wanted, abs=NEAR)
         wanted = least_and_most(U["u_min"] / (of * g.std), U["u_max"] / mpmath.mpf(g.amax))
-        assert rules.underflow_bound(g, None, fan, share=share, **U) == pytest.approx(wanted, abs=NEAR)
-
-
-@pytest.mark.parametrize("share", [1e-30, 1e-3, 0.5, 0.9])
-def test_lognormal_is_the_formula(share, seed):
-    with mpmath.workdps(60):
-        for _ in range(50):
-            mean, std, up = (torch.randn(3, dtype=torch.float64) * torch.tensor([20, 3, 5])).tolist()
-            moments = rules.LogMoments(mean, abs(std), math.exp(mean + abs(up)))
-            shift = abs(std) * mpmath.sqrt(2) * mpmath.erfinv(2 * mpmath.mpf(share) - 1)
-            wanted = least_and_most(
-                mpmath.exp(mpmath.log(U["u_min"]) - mean - shift), U["u_max"] / mpmath.mpf(moments.amax)
-            )
-            assert rules.lognormal(moments, share=share, **U) == pytest.approx(wanted, abs=NEAR)
+        assert rules.underflow_bound(g, None, fan, share=share, **U).log2_alpha == pytest.approx(wanted, abs=NEAR)
 
 
 def test_abs_range_is_the_formula(seed):
@@ -167,8 +154,8 @@ def test_abs_range_is_the_formula(seed):
             a, b = ([mpmath.mpf(abs(n)) for n in x.flatten().tolist() if n] for x in (g, w))
             least = max(min(a) * min(b), mpmath.mpf(rules.PAPER_FLOOR_OF_PRODUCT))
             wanted = least_and_most(U["u_min"] / (fan * least), U["u_max"] / (fan * max(a) * max(b)))
-            found = rules.abs_range(rules.TensorMoments.measure(g), rules.TensorMoments.measure(w), fan, **U)
-            assert found == pytest.approx(wanted, abs=NEAR)
+            found = abs_range(g, w, fan, **U)
+            assert found.log2_alpha == pytest.approx(wanted, abs=NEAR)
 
 
 def brute_force(g, w, fan):
@@ -187,22 +174,22 @@ def test_element_wise_is_brute_force(dtype, low, high, seed):
         g = wild(rows, inner, low=low, high=high, dtype=dtype)
         w = wild(inner, columns, low=-15, high=9, dtype=dtype)
         g[0, 0] = w[0, 0] = 1e-3
-        found = rules.element_wise(g, w, inner, **U)
-        assert found == pytest.approx(brute_force(g, w, inner), abs=NEAR)
+        found = element_wise(g, w, inner, **U)
+        assert found.log2_alpha == pytest.approx(brute_force(g, w, inner), abs=NEAR)
 
 
 def test_element_wise_takes_batches_and_convolutions(seed):
     g, w = wild(2, 3, 6), wild(6, 4)
-    assert rules.element_wise(g, w, 6, **U) == rules.element_wise(g.reshape(6, 6), w, 6, **U)
+    assert element_wise(g, w, 6, **U) == element_wise(g.reshape(6, 6), w, 6, **U)
     images, kernel = wild(2, 6, 5, 5), wild(6, 3, 3, 3)
-    found = rules.element_wise(images.movedim(1, -1), kernel, 54, **U)
-    assert found == pytest.approx(brute_force(images.movedim(1, -1), kernel, 54), abs=NEAR)
+    found = element_wise(images.movedim(1, -1), kernel, 54, **U)
+    assert found.log2_alpha == pytest.approx(brute_force(images.movedim(1, -1), kernel, 54), abs=NEAR)
 
 
 def test_element_wise_never_makes_the_products(seed):
     g, w = torch.randn(300, 8), torch.randn(8, 200)
     with Watch() as watch:
-        rules.element_wise(g, w, 8, **U)
+        element_wise(g, w, 8, **U)
     assert watch.largest == g.numel()
 
 
@@ -215,13 +202,10 @@ def share_below(outputs, log2_alpha, expected):
     return (found - expected) / math.sqrt(expected * (1 - expected) / outputs.numel())
 
 
-def test_gaussian_products_underflow_at_the_share(seed):
-    g, w, share = torch.randn(200_000) * 1e-4, torch.randint(0, 2, (200_000,)) * 2.0 - 1, 0.02
-    moments = rules.TensorMoments.measure(g), rules.TensorMoments.measure(w)
-    alpha = rules.underflow_bound(*moments, 64, version="product", share=share, **FREE)
-    assert abs(share_below(g * w, alpha, share)) < DEVIATIONS
-    alone = rules.underflow_bound(moments[0], share=share, **FREE)
-    assert abs(share_below(g, alone, share)) < DEVIATIONS
+def test_gaussian_gradients_underflow_at_the_share(seed):
+    g, share = torch.randn(200_000) * 1e-4, 0.02
+    alone = rules.underflow_bound(rules.TensorMoments.measure(g), share=share, **FREE)
+    assert abs(share_below(g, alone.log2_alpha, share)) < DEVIATIONS
 
 
 def test_gaussian_sums_underflow_at_most_at_the_share(seed):
@@ -231,18 +215,11 @@ def test_gaussian_sums_underflow_at_most_at_the_share(seed):
     alpha = rules.underflow_bound(
         rules.TensorMoments.measure(g), rules.TensorMoments.measure(w), fan, share=share, **FREE
     )
-    assert share_below(outputs, alpha, share) < DEVIATIONS
+    assert share_below(outputs, alpha.log2_alpha, share) < DEVIATIONS
     # Without a ReLU no term is missing, so that the outputs are wider by the square root of 2; a sum of
     # 128 products is not quite Gaussian.
     expected = float(mpmath.erf(mpmath.erfinv(share) / mpmath.sqrt(2)))
-    assert abs(share_below(outputs, alpha, expected)) < DEVIATIONS + 1
-
-
-def test_lognormal_magnitudes_underflow_at_the_share(seed):
-    g = torch.exp(torch.randn(100_000) * 2 - 12)
-    g[:50_000] = 0
-    alpha = rules.lognormal(rules.LogMoments.measure(-g), share=0.02, **FREE)
-    assert abs(share_below(g[50_000:], alpha, 0.02)) < DEVIATIONS
+    assert abs(share_below(outputs, alpha.log2_alpha, expected)) < DEVIATIONS + 1
 
 
 def test_the_upper_bound_keeps_every_sum_finite(seed):
@@ -250,11 +227,11 @@ def test_the_upper_bound_keeps_every_sum_finite(seed):
     moments = rules.TensorMoments.measure(g), rules.TensorMoments.measure(w)
     for found in (
         rules.underflow_bound(*moments, 64, **U),
-        rules.abs_range(*moments, 64, **U),
-        rules.element_wise(g, w, 64, **U),
+        abs_range(g, w, 64, **U),
+        element_wise(g, w, 64, **U),
     ):
-        assert found < 0
-        worst = (g.double().abs() @ w.double().abs()).amax() * 2.0 ** rules.floor_to_exponent(found)
+        assert found.log2_alpha < 0
+        worst = (g.double().abs() @ w.double().abs()).amax() * 2.0 ** rules.floor_to_exponent(found.log2_alpha)
         assert worst <= fp16.max
 
 
@@ -266,15 +243,13 @@ def test_nothing_to_scale():
     for x in (zero, zero[:0], zero[:, :0]):
         for g, w in ((x, one), (one, x), (x, x)):
             moments = rules.TensorMoments.measure(g), rules.TensorMoments.measure(w)
-            assert rules.underflow_bound(*moments, 3, **U) == 0
-            assert rules.underflow_bound(*moments, 3, version="product", **U) == 0
-            assert rules.abs_range(*moments, 3, **U) == 0
-        assert rules.underflow_bound(rules.TensorMoments.measure(x), **U) == 0
-        assert rules.lognormal(rules.LogMoments.measure(x), u_min=2.0, u_max=8.0) == 0
-    assert rules.underflow_bound(rules.TensorMoments.measure(one), **U) == 0
+            assert rules.underflow_bound(*moments, 3, **U) == rules.NO_BOUNDS
+            assert abs_range(g, w, 3, **U) == rules.NO_BOUNDS
+        assert rules.underflow_bound(rules.TensorMoments.measure(x), **U) == rules.NO_BOUNDS
+    assert rules.underflow_bound(rules.TensorMoments.measure(one), **U) == rules.NO_BOUNDS
     left, right = torch.tensor([[1e-9, 0.0]]), torch.tensor([[0.0], [1.0]])
     for g, w in ((zero, one), (one, zero), (left, right), (zero[:0], one), (one, one[:, :0]), (zero[:, :0], zero[:0])):
-        assert rules.element_wise(g, w, 2, **U) == 0
+        assert element_wise(g, w, 2, **U) == rules.NO_BOUNDS
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -282,18 +257,16 @@ def test_what_is_not_finite_gives_nan(bad):
     x, one = torch.tensor([[bad, 1.0], [0.0, 0.0]]), torch.ones(2, 2)
     for g, w in ((x, one), (one, x)):
         moments = rules.TensorMoments.measure(g), rules.TensorMoments.measure(w)
-        assert math.isnan(rules.underflow_bound(*moments, 2, **U))
-        assert math.isnan(rules.abs_range(*moments, 2, **U))
-        assert math.isnan(rules.element_wise(g, w, 2, **U))
-    assert math.isnan(rules.underflow_bound(rules.TensorMoments.measure(x), **U))
-    assert math.isnan(rules.lognormal(rules.LogMoments.measure(x), **U))
+        assert math.isnan(rules.underflow_bound(*moments, 2, **U).upper)
+        assert math.isnan(abs_range(g, w, 2, **U).upper)
+        assert math.isnan(element_wise(g, w, 2, **U).upper)
+    assert math.isnan(rules.underflow_bound(rules.TensorMoments.measure(x), **U).upper)
 
 
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         *((lambda share=share: UnderflowBound(share=share), "share is between 0 and 1") for share in (0, 1, math.nan)),
-        (lambda: UnderflowBound(version="both"), "version is one of product, sum; got 'both'"),
     ],
 )
 def test_options_of_the_policies(make, match):
@@ -311,8 +284,8 @@ def test_power_of_two_is_the_exact_floor(seed):
         g, w = wild(2, zeros=0, dtype=torch.float64).tolist()
         if power % 2:  # here alpha is a power of two, and the logarithms are not exact
             g, w = mantissa * 2.0 ** (power % 30 - 50), 1.0
-        moments = (rules.TensorMoments.measure(torch.tensor(number, dtype=torch.float64)) for number in (g, w))
-        found = rules.floor_to_exponent(rules.abs_range(*moments, 1, u_min=u_min, u_max=u_max))
+        tensors = (torch.tensor(number, dtype=torch.float64) for number in (g, w))
+        found = rules.floor_to_exponent(abs_range(*tensors, 1, u_min=u_min, u_max=u_max).log2_alpha)
         product = abs(Fraction(g) * Fraction(w))
         lower = Fraction(u_min) / max(product, Fraction(rules.PAPER_FLOOR_OF_PRODUCT))
         alpha = min(max(lower, Fraction(1)), Fraction(u_max) / product)

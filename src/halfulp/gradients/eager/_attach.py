@@ -20,7 +20,7 @@ from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, class_of, leave_compiled_products
 from .._functions import map_tensors
 from ._backward import Backward, get_region, is_differentiating
-from ._region import ParameterNames, Region
+from ._region import ParameterNames, Region, is_compiler_active
 from ._replay import GraphReplay
 
 
@@ -104,6 +104,9 @@ class WatchedForward(GraphReader):
         if torch.compiler.is_compiling():
             # One expression: where a graph breaks in it, Dynamo goes on inside of the module.
             return self.inner(*args, **kwargs) if is_exporting() else self._mark_outputs(self.inner(*args, **kwargs))
+        if get_region() is None and is_compiler_active():
+            # Dynamo has given this call up, and would compile parts of it.
+            return torch.compiler.disable(self._run_with_edges)(args, kwargs)
         return self._run_with_edges(args, kwargs)
 
     def _mark_outputs(self, out: Any) -> Any:
@@ -188,10 +191,6 @@ class WatchedForward(GraphReader):
 def get_plain_forward(module: nn.Module) -> types.MethodType:
     """Return the ``forward`` of a module's class."""
     return types.MethodType(type(module).forward, module)
-
-
-# Modules whose forward reads their parts' parameters and does not call the parts.
-SINGLE_SITE_MODULES = (nn.MultiheadAttention,)
 
 
 def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleRole]]:

@@ -17,10 +17,10 @@ from torch.autograd import Variable
 from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
 from ...kernels import untraced
-from ...rounding import Nearest, Rounding, Stochastic, quantize
+from ...rounding import Nearest, Rounding, quantize
 from .._functions import SecondFactor
 from .._policy import Policy
-from .._site import ExponentProposal, LossFollowing, Measurements, Site, Sites, find_narrow_format
+from .._site import LossFollower, Measurements, Site, Sites, find_narrow_format
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 FIRST_LEAF_NUMBER = 2**62
@@ -28,7 +28,7 @@ FIRST_LEAF_NUMBER = 2**62
 _REMEMBERED_PASSES, _REMEMBERED_EARLIER_PASSES = 4096, 64
 
 
-def mark_node(node: Any, above: Site, below: Site, global_site: Site) -> None:
+def mark_node_sites(node: Any, above: Site, below: Site, global_site: Site) -> None:
     """Mark a node with the sites at whose exponents its gradient arrives and leaves; one mark for each scaler."""
     node.metadata[global_site] = above, below
 
@@ -107,8 +107,6 @@ class Backward:
         self.policy = policy
         self.format = format
         self._rounding = rounding
-        # How many gradients were rounded: a seeded rounding draws for each anew.
-        self.roundings = 0
         # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
         self.idle = not policy.per_site and not policy.measures and format is None
         # Looks for the processes that add their gradients to these.
@@ -124,7 +122,7 @@ class Backward:
         self.unmarked_passes: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED_PASSES)
         self.replays = 0
         self._replays = True
-        self.following = LossFollowing(sites, policy.per_site and policy.measures and not policy.wants_operands)
+        self.following = LossFollower(sites, policy.per_site and policy.measures and not policy.wants_operands)
         # The sites of this iteration's forward and backward passes.
         self.reached: dict[Site, None] = {}
         self.forwards = 0
@@ -193,7 +191,7 @@ class Backward:
         global_site = self.sites.global_site
         if node is not None and not is_at_global_exponent(node, global_site):
             self.refuse_inner_tensors(node)
-            mark_node(node, global_site, global_site, global_site)
+            mark_node_sites(node, global_site, global_site, global_site)
 
     def use_one_scale(self) -> None:
         """Use one global scale until the next update, and never replay a known graph again."""
@@ -240,10 +238,6 @@ class Backward:
             if self.has_closed_edges() or gradient is None:
                 return None
             self.reached[source] = None
-            stored = self.format or source.stored
-            if target is self.sites.global_site and self.measuring and self.policy.wants_operands and stored:
-                # A wide gradient, before the format rounds it.
-                self._keep_proposal(source, self.policy.propose_bounds_at_loss(source, gradient, stored))
             changed = self._store_gradient(gradient, target, "passed")
             changed = self.following.move_between_sites(changed, source, target)
             changed = self._store_gradient(changed, source, "received")
@@ -266,11 +260,6 @@ class Backward:
         """Return pairs of a site and one that passes gradients to it."""
         return self._edge_hooks.keys()
 
-    @property
-    def has_seeded_rounding(self) -> bool:
-        """Whether gradients are rounded with seeded random bits, which the count of roundings keys."""
-        return isinstance(self._rounding, Stochastic) and self._rounding.seed is not None
-
     @untraced
     def round_gradients(self, gradients: tuple) -> tuple | None:
         """Round a product's incoming gradients to the format (the hook of its result)."""
@@ -290,23 +279,20 @@ class Backward:
                 gradient.indices(), self.round_to_format(gradient.values()), gradient.shape, is_coalesced=True
             )
         overflow = "inf" if self.format.infinities else "nan"
-        self.roundings += 1
-        return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
+        return quantize(gradient, self.format, self._rounding, overflow=overflow)
 
     def make_operand_hook(self, site: Site, factor: SecondFactor) -> GradientHook:
         """Return a hook of a product's result that shows the policy both factors."""
 
         @untraced
-        def look(gradients: tuple) -> None:
+        def show_operands(gradients: tuple) -> None:
             stored, gradient = self.format or site.stored, gradients[0]
             if self.active and gradient is not None and stored is not None:
-                self._keep_proposal(site, self.policy.propose_bounds(site, factor.align_operands(gradient), stored))
+                proposal = self.policy.propose_bounds(site, factor.align_operands(gradient), stored)
+                if proposal is not None:
+                    site.proposals.append(proposal)
 
-        return look
-
-    def _keep_proposal(self, site: Site, proposal: ExponentProposal | None) -> None:
-        if proposal is not None:
-            site.proposals.append(proposal)
+        return show_operands
 
     def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> GradientHook:
         """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from torch.autograd.function import Function, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
-from ...kernels import constant_result, untraced
+from ...kernels import untraced
 from .._functions import (
     classify_function,
     get_function_name,
@@ -36,7 +35,7 @@ from ._backward import (
     GradientHook,
     get_region,
     is_at_global_exponent,
-    mark_node,
+    mark_node_sites,
     refuse_float16_gradient,
     set_region,
 )
@@ -48,40 +47,27 @@ COMPILED_PART_TEXT = (
 # Sets and returns what is not None while something that torch.compile was given runs. The function that only returns it
 # gives up a reference to it each time in torch 2.6, until Python crashes.
 _set_dynamo_callback = torch._C._dynamo.eval_frame.set_eval_frame
-# Whose users have been warned.
-_warned_backwards: weakref.WeakSet = weakref.WeakSet()
 
 
-def is_compiled_alone() -> bool:
-    """Return whether a part of the model that was compiled by itself is running."""
-    if torch.compiler.is_dynamo_compiling():
-        _warn_of_compiled_part()
-        raise NotImplementedError(COMPILED_PART_TEXT)
+def is_compiler_active() -> bool:
+    """Return whether something that torch.compile was given runs."""
     callback = _set_dynamo_callback(None)
-    if callback is None:
-        return False
-    _set_dynamo_callback(callback)
-    _warn_of_compiled_part()
-    return True
+    if callback is not None:
+        _set_dynamo_callback(callback)
+    return callback is not None
 
 
-# Dynamo calls it as it traces.
-@constant_result
-def _warn_of_compiled_part() -> None:
-    region = get_region()
-    if region is not None and region._backward not in _warned_backwards:
-        _warned_backwards.add(region._backward)
-        given_up = "It runs uncompiled, as the whole does where torch.compile has given that up (said once)"
-        warnings.warn(f"{COMPILED_PART_TEXT}. {given_up}", stacklevel=4)
+def refuse_compiled_part() -> None:
+    """Refuse a part of the model that is compiled by itself."""
+    if torch.compiler.is_dynamo_compiling() or is_compiler_active():
+        raise NotImplementedError(COMPILED_PART_TEXT)
 
 
-def without_watching(method: Callable[..., Any]) -> Callable[..., Any]:
+def disable_torch_function(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a region's method so that the torch functions it calls are not watched."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if is_compiled_alone():
-            return torch.compiler.disable(run)(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return method(*args, **kwargs)
 
@@ -157,7 +143,7 @@ class CallRecording:
 SlotHooks = tuple[tuple[int, GradientHook], ...]
 
 
-class ArgumentMoves:
+class ArgumentGradientMoves:
     """Moves the gradients of a call's arguments that belong to other sites, by hooks of the nodes that read them.
 
     Autograd runs nodes in the reverse of the order in which they were made, and adds up what they send to a tensor in
@@ -180,7 +166,7 @@ class ArgumentMoves:
         self.views: list[Tensor] = []
         self._begun = 0
 
-    def is_movable(self, tensor: Tensor) -> bool:
+    def can_move_by_hook(self, tensor: Tensor) -> bool:
         """Return whether a hook can move a tensor's gradient; else it needs a view."""
         if self._backward.format is not None:
             return False
@@ -223,12 +209,12 @@ class ArgumentMoves:
                 node.hook = leaving
             else:
                 node.register_prehook(leaving)
-            mark_node(node, self._site, global_site, global_site)
+            mark_node_sites(node, self._site, global_site, global_site)
         if self.hooks or self.leaves:
             for node, moves in self._list_readers(made, leaving):
                 node.register_hook(_make_slot_hook(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
-                mark_node(node, self._site, self._site, global_site)
+                mark_node_sites(node, self._site, self._site, global_site)
 
     def _list_readers(self, made: Any, leaving: GradientHook) -> Iterator[tuple[Any, SlotHooks]]:
         """Yield the nodes of the call that read noted tensors, each with its hooks."""
@@ -286,7 +272,7 @@ class Region(TorchFunctionMode):
 
     The gradient of each tensor belongs to a site. A product opens one; any other function needs all its inputs at one
     site, the latest, and gives its results to it: gradients are linear in what arrives, so no function needs a rule.
-    Where an input belongs elsewhere, hooks of the nodes that read it move its gradient back (`ArgumentMoves`).
+    Where an input belongs elsewhere, hooks of the nodes that read it move its gradient back (`ArgumentGradientMoves`).
     """
 
     is_replaying = False
@@ -319,9 +305,7 @@ class Region(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if is_compiled_alone():
-            self._fail_recording()
-            return torch.compiler.disable(self.__torch_function__)(function, types, args, kwargs)
+        refuse_compiled_part()
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
         differentiable = list(list_differentiable((args, kwargs)))
@@ -343,13 +327,13 @@ class Region(TorchFunctionMode):
 
     def _run_at_site(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
         """Run a function with all its gradients at one site."""
-        reads = ArgumentMoves(self._backward, site)
+        reads = ArgumentGradientMoves(self._backward, site)
         # Views run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
         taken = 1 if kind == "shape" else len(args)
         kwargs = kwargs if kind == "shape" else self._move_arguments(kwargs, site, reads, function)
         given = (*self._move_arguments(args[:taken], site, reads, function), *args[taken:])
         out = reads.run_call(self.recording, function, given, kwargs, None)
-        made = self._assign_site(out, site, kind, reads)
+        made = self._set_result_sites(out, site, kind, reads)
         watches = kind == "product" and self._backward.measuring and self._backward.policy.wants_operands
         if watches and isinstance(out, Tensor) and not out.is_leaf:
             node: Any = out.grad_fn
@@ -368,7 +352,7 @@ class Region(TorchFunctionMode):
             return out
         return self._run_at_site(function, args, {}, self._find_common_site(function, differentiable), "plain")
 
-    @without_watching
+    @disable_torch_function
     def take_arguments(self, arguments: Any) -> None:
         """Put the model's arguments at the global exponent, whichever thread made them."""
         for x in list_differentiable(arguments):
@@ -442,26 +426,26 @@ class Region(TorchFunctionMode):
     # edges ----------------------------------------------------------------------------------------------------
 
     def _move_arguments(
-        self, value: Any, site: Site, reads: ArgumentMoves | None, function: Callable | None = None
+        self, value: Any, site: Site, reads: ArgumentGradientMoves | None, function: Callable | None = None
     ) -> Any:
         """Return arguments whose gradients all leave ``site``, or are noted in ``reads`` and will.
 
         A composite function may ask whether two arguments are one tensor, so that they must stay one.
         """
 
-        def moved(x: Tensor) -> Tensor:
+        def move_tensor(x: Tensor) -> Tensor:
             if is_parameter(x):
                 return self._read_parameter(x, site, reads, function)
             source = self.find_site(x)
-            if reads is None or source is site or not reads.is_movable(x):
+            if reads is None or source is site or not reads.can_move_by_hook(x):
                 return self.add_edge(x, source, site)
             reads.add_tensor(x, source)
             return x
 
-        return map_tensors(value, memoize_by_tensor(moved) if isinstance(function, FunctionType) else moved)
+        return map_tensors(value, memoize_by_tensor(move_tensor) if isinstance(function, FunctionType) else move_tensor)
 
     def _read_parameter(
-        self, parameter: Tensor, site: Site, reads: ArgumentMoves | None, function: Callable | None
+        self, parameter: Tensor, site: Site, reads: ArgumentGradientMoves | None, function: Callable | None
     ) -> Tensor:
         """Return a parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
         refuse_float16_gradient(parameter, self._names.is_sharded)
@@ -470,7 +454,7 @@ class Region(TorchFunctionMode):
             self._fail_recording()
         if site is self._global_site or reads is None:
             return parameter
-        if reads.is_movable(parameter):
+        if reads.can_move_by_hook(parameter):
             reads.leaves[id(parameter)] = None
             return parameter
         if parameter.dtype == torch.float16:
@@ -497,7 +481,7 @@ class Region(TorchFunctionMode):
         node.register_prehook(self._backward.get_edge_hook(source, target))
         if self.recording is not None:
             self.recording.edges.add(node)
-        mark_node(node, target, source, self._global_site)
+        mark_node_sites(node, target, source, self._global_site)
         setattr(out, _SITE_ATTRIBUTE, target)
         return out
 
@@ -513,7 +497,7 @@ class Region(TorchFunctionMode):
             )
         written = args[0] if args and isinstance(args[0], Tensor) else differentiable[0]
         site = self.find_site(written) if written.requires_grad else self._find_common_site(function, differentiable)
-        reads = ArgumentMoves(self._backward, site)
+        reads = ArgumentGradientMoves(self._backward, site)
         kwargs = self._move_arguments(kwargs, site, reads)
         given = (written, *self._move_arguments(args[1:], site, reads)) if args else ()
         out = reads.run_call(self.recording, function, given, kwargs, written)
@@ -522,12 +506,14 @@ class Region(TorchFunctionMode):
                 self._set_site(x, getattr(x, _SITE_ATTRIBUTE, site))
         return out
 
-    def _assign_site(self, out: Any, site: Site, kind: str, reads: ArgumentMoves | None = None) -> Any:
+    def _set_result_sites(self, out: Any, site: Site, kind: str, reads: ArgumentGradientMoves | None = None) -> Any:
         """Assign the new tensors of a function's results to ``site``, and return the results."""
         nodes: set = set()
-        return map_tensors(out, lambda x: self._give_site(x, site, kind, nodes, reads))
+        return map_tensors(out, lambda x: self._set_result_site(x, site, kind, nodes, reads))
 
-    def _give_site(self, out: Tensor, site: Site, kind: str, nodes: set, reads: ArgumentMoves | None) -> Tensor:
+    def _set_result_site(
+        self, out: Tensor, site: Site, kind: str, nodes: set, reads: ArgumentGradientMoves | None
+    ) -> Tensor:
         if out.is_leaf or (reads is not None and reads.hooks and (out.grad_fn, out.output_nr) in reads.hooks):
             # One of the arguments that were read stays at its site.
             return out
@@ -552,10 +538,10 @@ class Region(TorchFunctionMode):
         """Set a tensor's site; at the global exponent, mark its node as an exit."""
         setattr(out, _SITE_ATTRIBUTE, site)
         if site is self._global_site:
-            mark_node(out.grad_fn, site, site, site)
+            mark_node_sites(out.grad_fn, site, site, site)
         return out
 
-    @without_watching
+    @disable_torch_function
     def call_at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
         """Call a function with its incoming and outgoing gradients at the global exponent; return its results."""
         self._fail_recording()
@@ -567,9 +553,9 @@ class Region(TorchFunctionMode):
                 f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
                 "gradient then goes round the exponents: let it work on a clone"
             )
-        return self._assign_site(out, self._global_site, "plain")
+        return self._set_result_sites(out, self._global_site, "plain")
 
-    @without_watching
+    @disable_torch_function
     def leave_region(self, output: Any, wide: bool) -> Any:
         """Return a model's output at the global exponent; ``wide``: in float32 where it is float16."""
         return map_tensors(output, memoize_by_tensor(lambda x: self._move_to_global_exponent(x, wide)))
@@ -585,7 +571,7 @@ class Region(TorchFunctionMode):
             node.register_prehook(self._backward.get_edge_hook(site, self._global_site))
         else:
             left = self.add_edge(out, site, self._global_site, leaving=True)
-        mark_node(left.grad_fn, self._global_site, self._global_site, self._global_site)
+        mark_node_sites(left.grad_fn, self._global_site, self._global_site, self._global_site)
         # It is at the global exponent, wherever it goes.
         vars(left).pop(_SITE_ATTRIBUTE, None)
         return left
@@ -623,6 +609,7 @@ def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         or cls in (FloatWideningView, CopyWithStrides)
     ):
         return apply(*args, **kwargs)
+    refuse_compiled_part()
     if cls is checkpoint.CheckpointFunction:
         args = (_make_recomputation(args[0], region), *args[1:])
     if region not in _get_current_function_mode_stack():

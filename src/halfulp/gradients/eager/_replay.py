@@ -18,8 +18,8 @@ from torch import Tensor
 from ...kernels import untraced
 from .._functions import is_parameter, list_differentiable, map_tensors, memoize_by_tensor
 from .._site import Site, copy_with_strides, make_power_of_two
-from ._backward import FIRST_LEAF_NUMBER, Backward, get_region, is_at_global_exponent, mark_node, set_region
-from ._region import CallRecording, ParameterNames, without_watching
+from ._backward import FIRST_LEAF_NUMBER, Backward, get_region, is_at_global_exponent, mark_node_sites, set_region
+from ._region import CallRecording, ParameterNames, disable_torch_function
 
 # Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
 GraphLink = tuple[int, int]
@@ -98,7 +98,7 @@ _NODES_OF_NEW_GRADIENTS = {
 def make_multiplying_hook(backward: Backward, kind: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
     """Return a hook that multiplies some of a node's gradients by powers of two while a scaled loss is differentiated.
 
-    ``moves``: which gradient, by which power, and how often the pass's lift counts (see LossFollowing).
+    ``moves``: which gradient, by which power, and how often the pass's lift counts (see LossFollower).
     """
     following, new = backward.following, kind in _NODES_OF_NEW_GRADIENTS
 
@@ -143,7 +143,7 @@ class LearnedGraph:
         self.shape = shape
         self.order = dict.fromkeys(order)
         self._backward = backward
-        self._sites = _place_leaf_views(shape, sites, backward.sites.global_site)
+        self._sites = _set_leaf_views_to_global_site(shape, sites, backward.sites.global_site)
         self._all_sites = list(dict.fromkeys([backward.sites.global_site, *self._sites]))
         self._exponents: list[tuple[int, bool]] = []
         self._hooks: list[tuple[int, Callable]] = []
@@ -200,7 +200,7 @@ def learn_graph(
     return None if len(sites) < len(found) else LearnedGraph(shape, sites, list(recording.opened), backward)
 
 
-def _place_leaf_views(shape: GraphShape, sites: list[Site], global_site: Site) -> list[Site]:
+def _set_leaf_views_to_global_site(shape: GraphShape, sites: list[Site], global_site: Site) -> list[Site]:
     """Return the sites with views of a leaf at the global one, so that the node behind them moves the gradient."""
     found, leaves = list(sites), {place for place, *_ in shape.leaves}
     for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)):
@@ -247,7 +247,7 @@ class GraphReplay:
         """Return a recording for the next region to fill; None where no forward pass will be replayed."""
         return None if self._has_given_up or self._names.is_sharded() else CallRecording()
 
-    @without_watching
+    @disable_torch_function
     def learn_from(self, recording: CallRecording, arguments: Any, output: Any, begun: int) -> None:
         """Store the graph that a region recorded."""
         learned = learn_graph(
@@ -315,7 +315,7 @@ class GraphReplay:
         except ValueError:
             # A region knows the sites of tensors that another one made, by whatever way they come.
             self._backward.use_one_scale()
-            mark_node(node, self._global_site, self._global_site, self._global_site)
+            mark_node_sites(node, self._global_site, self._global_site, self._global_site)
 
     def _move_to_global_exponent(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
         move = (
@@ -333,7 +333,7 @@ class GraphReplay:
             return out
         node: Any = out.grad_fn
         node.register_prehook(functools.partial(_move_output_gradient, self._backward, move, order))
-        mark_node(node, self._global_site, self._global_site, self._global_site)
+        mark_node_sites(node, self._global_site, self._global_site, self._global_site)
         return out
 
 
