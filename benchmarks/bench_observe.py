@@ -23,8 +23,8 @@ DebugUnderflowOverflow of transformers, which both look at every step. Microseco
 costs more, over the tensors that it looks at."""
 NOTE = """MB: the tensors whose exact extremes a sampled step finds, so that all of each is read. Reading alone: a \
 step and one pass over so many bytes, as fast as torch sums a tensor of 64 MB; what lies in a cache is read faster. \
-The rest is hooks (torch calls Python for each output and gradient), samples counted in six formats, and a step of the \
-optimizer's own class on float64 copies of them: of small tensors, most of it does not depend on their size."""
+The rest is hooks (torch calls Python for each output and gradient), samples counted by powers of two, and a step of \
+the optimizer's own class on float64 copies of them: of small tensors, most of it does not depend on their size."""
 INTERVAL = 50
 MOST_RATIO, MOST_SHARE, MOST_MICROSECONDS, SLOW = 1.25, 0.02, 20.0, 10.0
 

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import halfulp as hu
 from halfulp.emulation import region
-from halfulp.kernels import address, has_own_memory, overlaps_itself, to_plain_memory
+from halfulp.kernels import address, has_own_memory, overlaps_itself, plain_address, to_plain_memory
 
 SOURCE = Path(hu.__file__).parent
 VALUES = [1.0, -2.0, 0.5]
@@ -258,3 +258,20 @@ def test_pointers_are_taken_in_few_places():
             for node in ast.walk(function):
                 taken = isinstance(node, ast.Attribute) and node.attr in ("data_ptr", "const_data_ptr")
                 assert not taken, f"{path}: {function.name} takes a pointer: use halfulp.kernels.address"
+
+
+def test_only_plain_memory_has_an_address():
+    x = torch.ones(4, 6)
+    plain = (x, torch.nn.Parameter(x), x[1:], x.bfloat16(), torch.ones(()), torch.inference_mode()(torch.ones)(3))
+    assert all(plain_address(one) == one.data_ptr() for one in plain)
+    scaled = hu.scalify(torch.nn.Linear(4, 4)).weight
+    others = [x.t(), x[:, 1:], x.to_sparse(), torch._neg_view(x), torch._efficientzerotensor(3), x.to("meta")]
+    others += [scaled, torch.empty(0), torch.ones(3, dtype=torch.complex64).conj().imag]
+    assert [plain_address(one) for one in others] == [0] * len(others)
+
+    def check(one: torch.Tensor) -> torch.Tensor:
+        assert plain_address(one) == 0
+        return one.sum()
+
+    torch.vmap(check)(x)
+    torch.func.grad(check)(x)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfulp as hu
 from halfulp.kernels import same_bits
@@ -301,3 +302,22 @@ def test_averages_have_the_bits_of_those_of_a_step_after_backward(write):
     assert all(same_bits(a, b) for a, b in weights)
     averages = zip(before.float32_state_dict().values(), after.float32_state_dict().values(), strict=True)
     assert all(same_bits(a, b) for a, b in averages)
+
+
+def test_hooks_of_step_are_refused_before_anything_is_written():
+    model = torch.nn.Linear(4, 2)
+    released = hu.optim.release_gradients(model, lambda named: hu.optim.SGD(named, lr=0.1))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with (
+        hu.observe(model, released.optimizer),
+        pytest.raises(NotImplementedError, match=r"such as those of hu.observe, would see no step"),
+    ):
+        released.backward(model(torch.ones(3, 4)).sum())
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        with pytest.raises(NotImplementedError, match="would see no step"):
+            released.backward(model(torch.ones(3, 4)).sum())
+    finally:
+        handle.remove()
+    assert all(map(torch.equal, before, model.parameters()))
+    released.backward(model(torch.ones(3, 4)).sum())

@@ -341,8 +341,7 @@ def observation() -> None:
     model = nn.Linear(4, 2)
     optimizer = hu.optim.SGD(model.parameters(), lr=0.1)
     rows: list[dict[str, Any]] = []
-    formats = ("bf16", hu.formats.fp16, torch.float16)
-    with hu.observe(model, optimizer, interval=1, formats=formats, sinks=[rows.append]) as run:
+    with hu.observe(model, optimizer, interval=1, sinks=[rows.append]) as run:
         assert_type(run, hu.observation.Observation)
         torch.autograd.backward(model(torch.ones(3, 4)).sum())
         optimizer.step()

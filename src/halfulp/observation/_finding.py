@@ -12,7 +12,7 @@ from typing import Any, Literal
 from .._names import read_descriptions
 from .._qualified_names import join_numbered_names, make_name_pattern
 from ._record import to_plain_data
-from ._text import describe_lr, format_percent
+from ._text import describe_lr, format_percent, pluralize
 
 Severity = Literal["note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
@@ -77,17 +77,8 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data that JSON can hold; numbers that JSON has no word for become strings."""
-        return {
-            "code": self.code,
-            "where": list(self.where),
-            "severity": self.severity,
-            "confidence": self.confidence,
-            "evidence": to_plain_data(self.evidence),
-            "cure": self.cure,
-            "summary": self.summary,
-            "write": self.write,
-            "role": self.role,
-        }
+        keys = ("code", "where", "severity", "confidence", "evidence", "cure", "summary", "write", "role")
+        return {key: to_plain_data(getattr(self, key)) for key in keys}
 
 
 def describe_names(names: Iterable[str]) -> str:
@@ -143,32 +134,32 @@ def rank_findings(
     for i, consequence in enumerate(found):
         codes = set((causes or {}).get(consequence.code, ()))
         for j, cause in enumerate(found):
-            if cause.code in codes and (cause.code in spreading or have_common_place(cause.where, consequence.where)):
+            if cause.code in codes and (cause.code in spreading or have_related_names(cause.where, consequence.where)):
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
 
-    def badness(i: int, *before: int) -> int:
-        consequences = [badness(k, i, *before) for k in follows[i] if k not in before]
+    def measure_badness(i: int, *before: int) -> int:
+        consequences = [measure_badness(k, i, *before) for k in follows[i] if k not in before]
         return max([SEVERITIES.index(found[i].severity), *consequences])
 
-    def rank(i: int) -> tuple[object, ...]:
+    def make_sort_key(i: int) -> tuple[object, ...]:
         finding = found[i]
-        return -badness(i), i in explained, -finding.confidence, -len(finding.where), finding.code
+        return -measure_badness(i), i in explained, -finding.confidence, -len(finding.where), finding.code
 
-    return [found[i] for i in sorted(follows, key=rank)]
+    return [found[i] for i in sorted(follows, key=make_sort_key)]
 
 
-def have_common_place(names: Iterable[str], others: Iterable[str]) -> bool:
+def have_related_names(names: Iterable[str], others: Iterable[str]) -> bool:
     """Return whether two sets of names have a place in common: a name, or a module and what lies in it."""
     mine, theirs = set(names), set(others)
     if not mine or not theirs or mine & theirs:
         return True
-    return any(_is_within_any_module(name, theirs) for name in mine) or any(
-        _is_within_any_module(name, mine) for name in theirs
+    return any(_is_inside_listed_module(name, theirs) for name in mine) or any(
+        _is_inside_listed_module(name, mine) for name in theirs
     )
 
 
-def _is_within_any_module(name: str, others: set[str]) -> bool:
+def _is_inside_listed_module(name: str, others: set[str]) -> bool:
     """Return whether a module around a name is among others; "" is the whole model."""
     parts = name.split(".")
     return any(".".join(parts[:count]) in others for count in range(len(parts)))
@@ -227,7 +218,7 @@ def _belong_to_one_cause(group: Sequence[Finding], others: Sequence[Finding]) ->
         for one in group:
             follows, leads = one.code in other.explained_by, other.code in one.explained_by
             is_mended_alike = one.write != "" and one.write == other.write
-            if (follows or leads) if is_mended_alike else follows and have_common_place(one.where, other.where):
+            if (follows or leads) if is_mended_alike else follows and have_related_names(one.where, other.where):
                 return True
     return False
 
@@ -333,17 +324,13 @@ def count_causes_in_words(causes: Sequence[Any], of: str) -> str:
     >>> count_causes_in_words([{"severity": "error"}, {"severity": "note"}, {"severity": "note"}], "after 401 steps")
     '3 findings (1 error, 2 notes) after 401 steps'
     >>> count_causes_in_words([{"severity": "error"}], "after 401 steps"), count_causes_in_words([], "in 4 tensors")
-    ('1 finding of grade error after 401 steps', 'no findings in 4 tensors')
+    ('1 finding (1 error) after 401 steps', 'no findings in 4 tensors')
     """
-    many = {severity: sum(one["severity"] == severity for one in causes) for severity in reversed(SEVERITIES)}
-    said = [(number, one) for one, number in many.items() if number]
-    if not said:
+    if not causes:
         return f"no findings {of}"
-    total = sum(many.values())
-    findings = f"{total} finding{'' if total == 1 else 's'}"
-    if len(said) == 1:
-        return f"{findings} of grade {said[0][1]} {of}"
-    return f"{findings} ({', '.join(f'{number} {one}' + ('' if number == 1 else 's') for number, one in said)}) {of}"
+    many = {severity: sum(one["severity"] == severity for one in causes) for severity in reversed(SEVERITIES)}
+    said = ", ".join(pluralize(number, severity) for severity, number in many.items() if number)
+    return f"{pluralize(len(causes), 'finding')} ({said}) {of}"
 
 
 _LINE_INDENT = " " * 9
@@ -375,12 +362,8 @@ def format_findings(findings: Sequence[Finding], most: int = 10) -> list[str]:
     if not findings:
         return ["no findings"]
     causes = group_by_cause(findings)
-    many = f"{len(findings)} finding{'s' if len(findings) > 1 else ''}"
-    lines = [
-        f"{many}, of {'one cause' if len(causes) == 1 else f'{len(causes)} causes'}:"
-        if len(findings) > 1
-        else f"{many}:"
-    ]
+    of = f", of {'one cause' if len(causes) == 1 else f'{len(causes)} causes'}" if len(findings) > 1 else ""
+    lines = [f"{pluralize(len(findings), 'finding')}{of}:"]
     for group in causes[:most]:
         lines += _list_cause_lines(group)
     left = sum(map(len, causes[most:]))

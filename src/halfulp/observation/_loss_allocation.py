@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,13 @@ NamedTensors = dict[str, Tensor]
 class ParameterShare:
     """The `change` of the loss that one parameter's movement has made: sum (w' - w) . g, below 0 where it helped.
 
-    `rounding` is the part that rounding has made of it, and `helped` the share of its elements' movements that lowered
-    the loss.
+    `rounding` is the part that rounding has made of it.
     """
 
     name: str
     elements: int
     change: float = 0.0
     rounding: float = 0.0
-    helped: float = math.nan
 
 
 class LossAllocation:
@@ -52,8 +50,8 @@ class LossAllocation:
         steps, unsplit: optimizer steps, and those whose rounding is not known, which count as movement alone.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction, interval: int) -> None:
-        self._model, self._optimizer, self._loss, self._interval = model, optimizer, loss, interval
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction) -> None:
+        self._optimizer, self._loss = optimizer, loss
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in self._trained.items()}
         self._copy = _make_float64_copy(model)
@@ -61,8 +59,6 @@ class LossAllocation:
         self.shares = {name: ParameterShare(name, p.numel()) for name, p in self._trained.items()}
         self.first = self.last = math.nan
         self.steps = self.unsplit = 0
-        self._counts = {name: [0, 0] for name in self.shares}
-        self._wanted: NamedTensors | None = {}
         self._handles: list[Any] = []
 
     def __enter__(self) -> LossAllocation:
@@ -72,19 +68,15 @@ class LossAllocation:
         self.last, self._gradient = self._compute_loss_and_gradient(self._point)
         if math.isnan(self.first):
             self.first = self.last
-        self._pending = 0
-        self._reset_wanted_changes()
         self._handles = [
             self._optimizer.register_step_pre_hook(self._note_wanted_changes),
-            self._optimizer.register_step_post_hook(self._count_step),
+            self._optimizer.register_step_post_hook(self._allocate_step),
         ]
         return self
 
     def __exit__(self, *error: object) -> None:
         while self._handles:
             self._handles.pop().remove()
-        if self._pending and error[0] is None:  # the error that ends a training is not to be replaced by another
-            self._allocate_segment()
 
     @property
     def change(self) -> float:
@@ -103,28 +95,13 @@ class LossAllocation:
 
     @torch.no_grad()
     def _note_wanted_changes(self, *_: Any) -> None:
-        """Note the changes that the step wants; writes by others since the last one are a segment of their own."""
-        now = self._copy_weights()
-        if not self._pending and any(not torch.equal(now[name], self._point[name]) for name in now):
-            self._wanted = None
-            self._allocate_segment(now)
-        wanted = compute_wanted_changes(self._optimizer, self._names)
-        if wanted is None or self._wanted is None:
-            self._wanted = None
-            self.unsplit += 1
-        else:
-            for name, change in wanted.items():
-                self._wanted[name] = self._wanted[name] + change
+        self._before, self._wanted = self._copy_weights(), compute_wanted_changes(self._optimizer, self._names)
 
-    def _count_step(self, *_: Any) -> None:
-        self.steps += 1
-        self._pending += 1
-        if self._pending == self._interval:
-            self._allocate_segment()
-
-    def _allocate_segment(self, end: NamedTensors | None = None) -> None:
+    def _allocate_step(self, *_: Any) -> None:
         """Allocate the change of the loss from the last point to the present weights."""
-        end = end or self._copy_weights()
+        self.steps += 1
+        self.unsplit += self._wanted is None
+        end = self._copy_weights()
         start, moved = self._point, {name: end[name] - self._point[name] for name in end}
         loss, after = self._compute_loss_and_gradient(end)
         # Composite Simpson: (g_0 + 4 (g_1 + g_3 + ...) + 2 (g_2 + g_4 + ...) + g_n) / 3n, n doubled until the sum fits.
@@ -140,19 +117,11 @@ class LossAllocation:
             mean = {n: (self._gradient[n] + 4 * odd[n] + 2 * even[n] + after[n]) / (3 * parts) for n in end}
             total = math.fsum(float((mean[name] * moved[name]).sum()) for name in end)
         for name, share in self.shares.items():
-            each = mean[name] * moved[name]
-            share.change += float(each.sum())
+            share.change += float((mean[name] * moved[name]).sum())
             if self._wanted is not None:
-                share.rounding += float((mean[name] * (moved[name] - self._wanted[name])).sum())
-            counts = self._counts[name]
-            counts[0] += int((each < 0).sum())
-            counts[1] += int((each != 0).sum())
-            share.helped = counts[0] / counts[1] if counts[1] else math.nan
-        self._point, self.last, self._gradient, self._pending = end, loss, after, 0
-        self._reset_wanted_changes()
-
-    def _reset_wanted_changes(self) -> None:
-        self._wanted = {name: torch.zeros_like(weight) for name, weight in self._point.items()}
+                stepped = end[name] - self._before[name]  # without what others wrote since the last step
+                share.rounding += float((mean[name] * (stepped - self._wanted.get(name, 0.0))).sum())
+        self._point, self.last, self._gradient = end, loss, after
 
     def _copy_weights(self) -> NamedTensors:
         return {name: p.detach().to("cpu", torch.float64, copy=True) for name, p in self._trained.items()}
@@ -173,11 +142,11 @@ class LossAllocation:
         return float(loss.detach()), {n: torch.zeros_like(point[n]) if g is None else g.cpu() for n, g in made.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can hold; None where nothing moved, or before the start."""
+        """Return plain data that JSON can hold; None before the start."""
         keys = ("first", "last", "change", "allocated", "error", "steps", "unsplit")
-        whole = {key: getattr(self, key) for key in keys} | {"shares": [vars(share) for share in self.shares.values()]}
-        plain = tree_map(lambda value: None if isinstance(value, float) and math.isnan(value) else value, whole)
-        return cast("dict[str, Any]", plain)
+        whole: dict[str, Any] = {key: getattr(self, key) for key in keys}
+        plain = {key: None if math.isnan(value) else value for key, value in whole.items()}
+        return {**plain, "shares": [vars(share) for share in self.shares.values()]}
 
     def __str__(self) -> str:
         """Return a table of the parameters, the largest cost of rounding first."""
@@ -186,19 +155,15 @@ class LossAllocation:
             f"{self.allocated:+.4g} ({self.error:.3%} off)"
         ]
         width = max(map(len, self.shares))
-        lines.append(f"  {'parameter':{width}}  {'change':>11}  {'by rounding':>11}  helped")
+        lines.append(f"  {'parameter':{width}}  {'change':>11}  {'by rounding':>11}")
         for share in sorted(self.shares.values(), key=lambda share: -share.rounding):
-            lines.append(
-                f"  {share.name:{width}}  {share.change:>+11.3g}  {share.rounding:>+11.3g}  {share.helped:>6.1%}"
-            )
+            lines.append(f"  {share.name:{width}}  {share.change:>+11.3g}  {share.rounding:>+11.3g}")
         if self.unsplit:
             lines.append(f"  rounding is not known in {self.unsplit} of {self.steps} steps, which count as movement")
         return "\n".join(lines)
 
 
-def allocate_loss(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction, *, interval: int = 1
-) -> LossAllocation:
+def allocate_loss(model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction) -> LossAllocation:
     """Follow a training, and allocate the change of a loss to the parameters, and to the rounding of their updates.
 
     Loss change allocation (Lan, Liu, Zhou and Yosinski, arXiv 1909.01440): by the fundamental theorem of calculus
@@ -217,16 +182,15 @@ def allocate_loss(
         model: of plain parameters, in any dtypes; a model under `halfulp.convert` too.
         optimizer: that steps it.
         loss: a function of a model that returns the scalar loss over as many data as time allows, the same at each
-            call. It is called at least twice per `interval` with a float64 copy of the model, made once, in evaluation
-            mode, whose floating inputs are cast.
-        interval: steps per segment; the sum of a segment's shares is exact for any number.
+            call. It is called at least twice per step with a float64 copy of the model, made once, in evaluation mode,
+            whose floating inputs are cast.
 
     Returns:
         A context manager, which prints as a table.
 
     Raises:
         TypeError: no module or optimizer, or parameters that are tensor subclasses.
-        ValueError: no parameter trains, an interval below 1, or an emulated model, whose loss is a step function.
+        ValueError: no parameter trains, or an emulated model, whose loss is a step function.
 
     >>> import torch, halfulp as hu
     >>> model = torch.nn.Linear(4, 1)
@@ -244,8 +208,6 @@ def allocate_loss(
         raise TypeError(f"allocate_loss takes a torch.nn.Module, got {a_kind(model)}")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"allocate_loss takes a torch optimizer, got {a_kind(optimizer)}")
-    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        raise ValueError(f"interval is a number of steps, 1 or more; got {interval!r}")
     if any(isinstance(vars(module).get("forward"), Emulation) for module in model.modules()):
         raise ValueError(
             "the model is emulated, and its loss a step function, whose gradient says nothing about its changes: end "
@@ -257,7 +219,7 @@ def allocate_loss(
     for parameter in trained:
         if type(parameter) not in (nn.Parameter, Tensor) or type(parameter.data) is not Tensor:
             raise TypeError(f"allocate_loss takes plain parameters, got {a_kind(parameter.data)}")
-    return LossAllocation(model, optimizer, loss, interval)
+    return LossAllocation(model, optimizer, loss)
 
 
 def compute_wanted_changes(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> NamedTensors | None:
@@ -313,8 +275,8 @@ def _make_float64_copy(model: nn.Module) -> nn.Module:
         revert(wide)
     wide.double().eval()
 
-    def cast(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))
 
-    wide.register_forward_pre_hook(cast, with_kwargs=True)
+    wide.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     return wide

@@ -15,23 +15,6 @@ Role = Literal[
 
 
 @dataclass(slots=True)
-class FormatCounts:
-    """Counts of sampled nonzero elements that one format, at one scale, would lose.
-
-    Attributes:
-        elements: how many sampled elements were counted, zeros included.
-        underflow: not zero, and would become zero.
-        subnormal: would become a subnormal that is not zero.
-        overflow: would go beyond the largest number.
-    """
-
-    elements: int = 0
-    underflow: int = 0
-    subnormal: int = 0
-    overflow: int = 0
-
-
-@dataclass(slots=True)
 class RealisedChanges:
     """The share of wanted changes of sampled elements that took place, where the change is rounded.
 
@@ -72,23 +55,22 @@ class TensorRecord:
         dtype: of the stored tensor; a scaled or multi-component tensor's payload.
         order: position among the activations of the first sampled step, in order of computation.
         steps: in how many sampled steps it was seen.
-        elements, zeros, nonfinite, largest: exact counts over the whole tensors of all these steps: all elements;
-            zeros; NaN and infinities; those at the largest finite magnitude of the storage format.
-        amax, amin: exact largest and smallest nonzero finite magnitude over all these steps; 0 and inf without any.
+        elements, nonfinite, largest: exact counts over the whole tensors of all these steps: all elements; NaN and
+            infinities; those at the largest finite magnitude of the storage format.
+        amax: exact largest finite magnitude over all these steps; 0 without any.
         last_amax: exact largest finite magnitude in the last of these steps.
         input_amax: activations that are all zeros in the last step: largest magnitude of the module's floating-point
             inputs; None else.
         weight_amax: of the same, where the module has parameters of its own: their largest magnitude; None else.
-        sources: activation gradients: the innermost modules that took the output, whose backward passes its gradient
-            comes from; the module around it where only that one's own code took it; empty of what the model returns.
         first_nonfinite: the first sampled step with NaN or infinity, and its position in that step's order.
         nonfinite_steps: sampled steps with NaN or infinity.
         sampled: sampled elements.
         histogram: sampled nonzero finite elements by floor(log2 |x|).
-        formats: counts of the sampled elements by format name.
-        block_hidden: by block format, sampled nonzero elements that become zero in a block whose largest does not.
         scale: a scaled tensor's scale, or the power of two of the tensor's gradient exponent or loss scale; 1 else.
         asked_format: name of a format that its values are known to be quantized to, beyond its dtype; None else.
+        asked_overflow: sampled finite elements beyond the largest number of asked_format.
+        block_hidden: where asked_format has blocks, sampled nonzero elements that become zero in a block whose largest
+            does not; None else.
         quantization_error: root mean square of x - quantize(x) in asked_format over the last sample; None else.
         rms: root mean square of the last sample.
     """
@@ -100,25 +82,27 @@ class TensorRecord:
     order: int = 0
     steps: int = 0
     elements: int = 0
-    zeros: int = 0
     nonfinite: int = 0
     largest: int = 0
     amax: float = 0.0
-    amin: float = float("inf")
     last_amax: float = 0.0
     input_amax: float | None = None
     weight_amax: float | None = None
-    sources: tuple[str, ...] = ()
     first_nonfinite: tuple[int, int] | None = None
     nonfinite_steps: int = 0
     sampled: int = 0
     histogram: dict[int, int] = field(default_factory=dict)
-    formats: dict[str, FormatCounts] = field(default_factory=dict)
-    block_hidden: dict[str, int] = field(default_factory=dict)
     scale: float = 1.0
     asked_format: str | None = None
+    asked_overflow: int = 0
+    block_hidden: int | None = None
     quantization_error: float | None = None
     rms: float = 0.0
+
+    @property
+    def is_all_zero(self) -> bool:
+        """Whether all elements were zeros in all these steps."""
+        return bool(self.elements) and not self.amax and not self.nonfinite
 
 
 @dataclass(slots=True)
@@ -195,18 +179,16 @@ class ParameterRecord:
 
 @dataclass(slots=True)
 class AverageRecord:
-    """A running average beside the weights: an EMA's parameter, a normalization's running statistics.
+    """An averaged parameter beside the weights.
 
     Attributes:
         name: qualified in its own module.
         dtype: of its storage.
-        retention: the share that a step keeps, if it is known.
         change: of its sampled elements.
     """
 
     name: str
     dtype: torch.dtype
-    retention: float | None
     change: RealisedChanges = field(default_factory=RealisedChanges)
 
 
@@ -269,7 +251,7 @@ class StepRecord:
 
 
 @dataclass(slots=True)
-class Expectation:
+class DtypeExpectation:
     """The dtype that was asked for, and the one found.
 
     Attributes:
@@ -277,18 +259,16 @@ class Expectation:
         asked: the dtype's name.
         matched: names that match.
         other: those of them that have something else, and what.
-        source: who asked: "expect" or "autocast".
     """
 
     pattern: str
     asked: str
     matched: list[str] = field(default_factory=list)
     other: dict[str, str] = field(default_factory=dict)
-    source: str = "expect"
 
 
 @dataclass(slots=True)
-class Difference:
+class OutputDifference:
     """Two computations of one module's output on the same inputs.
 
     Attributes:
@@ -311,7 +291,7 @@ class Record:
     Attributes:
         parameters: by qualified name.
         tensors: by (role, name).
-        averages: running averages, by name.
+        averages: of the weights, by name.
         residuals: outputs that are added to a stream of their own 16-bit type, by the module's name.
         positions: outputs whose positions were counted in 16 bits, by the module's name.
         history: steps in order.
@@ -339,10 +319,10 @@ class Record:
     positions: dict[str, PositionsRecord] = field(default_factory=dict)
     history: list[StepRecord] = field(default_factory=list)
     sampled_steps: list[int] = field(default_factory=list)
-    expectations: list[Expectation] = field(default_factory=list)
+    expectations: list[DtypeExpectation] = field(default_factory=list)
     replicas: dict[str, bool] = field(default_factory=dict)
-    recomputed: list[Difference] = field(default_factory=list)
-    compiled: list[Difference] = field(default_factory=list)
+    recomputed: list[OutputDifference] = field(default_factory=list)
+    compiled: list[OutputDifference] = field(default_factory=list)
     loss_dtype: torch.dtype | None = None
     loss_gap: float | None = None
     loss_scale: float | None = None
@@ -362,8 +342,8 @@ def to_plain_data(value: Any) -> Any:
     >>> to_plain_data(RealisedChanges(seen=4, cancelled=3, wanted=2.0, kept=0.5))["lost_share"]
     0.75
     >>> entry = to_plain_data(TensorRecord("weight", "head.weight", "Linear", torch.bfloat16, histogram={-3: 7}))
-    >>> entry["dtype"], entry["histogram"], entry["amin"]
-    ('bfloat16', {'-3': 7}, 'inf')
+    >>> entry["dtype"], entry["histogram"]
+    ('bfloat16', {'-3': 7})
     """
     if is_dataclass(value) and not isinstance(value, type):
         found = {field.name: to_plain_data(getattr(value, field.name)) for field in fields(value)}
@@ -387,20 +367,8 @@ def to_plain_data(value: Any) -> Any:
 
 
 def record_to_plain_data(record: Record) -> dict[str, Any]:
-    """Return a record as plain data: its fields, with `parameters`, `tensors` and `averages` as lists.
-
-    Of a group's options the numbers stay, since the page and the contract need those alone.
-    """
+    """Return a record as plain data: its fields, with `parameters`, `tensors` and `averages` as lists."""
     found = {field.name: getattr(record, field.name) for field in fields(record)}
     for keyed in ("parameters", "tensors", "averages"):
         found[keyed] = list(found[keyed].values())
-    plain = {key: to_plain_data(value) for key, value in found.items()}
-    for parameter in plain["parameters"]:
-        parameter["options"] = {key: value for key, value in parameter["options"].items() if _is_numeric(value)}
-    return plain
-
-
-def _is_numeric(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_numeric, value))
-    return isinstance(value, int | float) or value is None
+    return {key: to_plain_data(value) for key, value in found.items()}

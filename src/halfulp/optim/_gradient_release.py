@@ -19,26 +19,6 @@ from .parameters._narrow_groups import walk_model_parameters
 from .parameters._tensor_map import TensorMap
 
 
-class StepWatcher:
-    """Watches steps: by its hooks of `step`, and by these methods where gradients are released inside of backward."""
-
-    def begin_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer steps its parameters one by one from now on."""
-
-    def make_step_context(
-        self, optimizer: Optimizer, parameter: torch.Tensor
-    ) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which one parameter steps."""
-        return contextlib.nullcontext()
-
-    def pause(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a backward pass that is run again."""
-        return contextlib.nullcontext()
-
-    def end_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has stepped all parameters."""
-
-
 class GradientRelease:
     """The handle that `release_gradients` returns.
 
@@ -55,7 +35,6 @@ class GradientRelease:
         self._handles: TensorMap[RemovableHandle] = TensorMap()
         self._places: TensorMap[tuple[dict[str, Any], int]] = TensorMap()
         self._is_accumulating = self._has_begun = False
-        self._watchers: list[StepWatcher] = []
         self._attach_hooks()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -66,7 +45,7 @@ class GradientRelease:
 
         Raises:
             NotImplementedError: a gradient scaler of halfulp, or DistributedDataParallel, that came since, or hooks of
-                the optimizer's `step` other than `hu.observe`'s.
+                the optimizer's `step`, such as `hu.observe`'s.
         """
         _refuse_wrappers_and_scalers(self._model, not self._has_begun)
         self._has_begun = True
@@ -74,10 +53,7 @@ class GradientRelease:
         if self._is_accumulating:
             loss.backward()
             return
-        self._watchers = []
-        for watcher in _find_watchers(self.optimizer):
-            watcher.begin_step(self.optimizer)
-            self._watchers.append(watcher)
+        _refuse_step_hooks(self.optimizer)
         if self._clip is None:
             with self._context_with_hook(self._step):
                 loss.backward()
@@ -92,8 +68,6 @@ class GradientRelease:
             coefficient = self._measure_clip_coefficient(loss, self._clip)
             with self._context_with_hook(functools.partial(self._step, coefficient=coefficient)):
                 loss.backward()
-        for watcher in self._watchers:
-            watcher.end_step(self.optimizer)
 
     def _measure_clip_coefficient(self, loss: torch.Tensor, clip: float) -> torch.Tensor | None:
         """Return the factor of `torch.nn.utils.clip_grad_norm_`, by a backward pass that keeps norms alone."""
@@ -104,9 +78,7 @@ class GradientRelease:
             # As clip_grad_norm_ computes it, to the bit.
             norms[parameter], parameter.grad = torch._foreach_norm([parameter.grad.detach()], 2.0)[0], None
 
-        with contextlib.ExitStack() as paused, self._context_with_hook(measure_norm):
-            for watcher in self._watchers:
-                paused.enter_context(watcher.pause())
+        with self._context_with_hook(measure_norm):
             loss.backward(retain_graph=True)
         found = [norms[parameter] for parameter in self._list_parameters() if parameter in norms]
         if not found:
@@ -171,10 +143,7 @@ class GradientRelease:
         assert parameter.grad is not None
         if coefficient is not None:
             parameter.grad.mul_(coefficient.to(parameter.grad.device))
-        with contextlib.ExitStack() as watched:
-            for watcher in self._watchers:
-                watched.enter_context(watcher.make_step_context(self.optimizer, parameter))
-            self.optimizer._step_one_parameter(parameter, group, position)
+        self.optimizer._step_one_parameter(parameter, group, position)
         parameter.grad = None
 
     def _step_remaining(self) -> None:
@@ -189,19 +158,15 @@ class GradientRelease:
         )
 
 
-def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:
-    """Yield the observers of all optimizers, then those of this one; other step hooks would see no gradients."""
+def _refuse_step_hooks(optimizer: Optimizer) -> None:
+    """Refuse hooks of `step`, of this optimizer or of all, which would see no step."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if not all(isinstance(getattr(hook, "__self__", None), StepWatcher) for hooks in own for hook in hooks.values()):
+    of_all = (_torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks)
+    if any((*own, *of_all)):
         raise NotImplementedError(
-            "released gradients are stepped by inside of backward, where hooks of step() would see no step: remove "
-            "them, or call step() after backward"
+            "released gradients are stepped by inside of backward, where hooks of step(), such as those of hu.observe, "
+            "would see no step: remove them, or call step() after backward"
         )
-    # The first ones may begin to watch this one.
-    for hooks in (_torch_optimizer._global_optimizer_pre_hooks, own[0]):
-        for hook in [*hooks.values()]:
-            if isinstance(watcher := getattr(hook, "__self__", None), StepWatcher):
-                yield watcher
 
 
 def release_gradients(

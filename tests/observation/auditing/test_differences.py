@@ -53,7 +53,7 @@ def random_codes(dtype: torch.dtype, count: int) -> torch.Tensor:
     return torch.randint(low, high, (count,)).to(WORDS[dtype.itemsize]).view(dtype)
 
 
-def find_neighbours(a: torch.Tensor) -> torch.Tensor:
+def find_rounding_neighbours(a: torch.Tensor) -> torch.Tensor:
     """Return tensors whose codes differ by a few from given ones."""
     words = a.view(WORDS[a.dtype.itemsize])
     return (words + torch.randint(0, 3, words.shape).to(words.dtype)).view(a.dtype)
@@ -106,7 +106,7 @@ def test_random_and_neighbouring_codes_of_one_dtype_equal_exact_rationals(dtype,
     with kernels.engine(engine):
         a = random_codes(dtype, 400)
         check(a, random_codes(dtype, 400))
-        check(a, find_neighbours(a))
+        check(a, find_rounding_neighbours(a))
         check(a, a)
 
 

@@ -51,7 +51,6 @@ def tensors(*given: tuple[str, str, dict[str, Any]]) -> Record:
             "steps": 8,
             "elements": 32768,
             "amax": 4.0,
-            "amin": 2.0**-10,
             "last_amax": 4.0,
             "sampled": 32768,
             "histogram": {-1: 16384, 0: 16384},

@@ -6,7 +6,7 @@ import pytest
 
 from halfulp.observation._record import AverageRecord, RealisedChanges, Record
 
-from .records import BRAIN, found, parameter, realised, severity
+from .records import BRAIN, parameter, realised, severity
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,8 @@ def test_a_second_moment_that_is_rounded_stochastically_is_right_on_average():
     ],
 )
 def test_average_stuck(change, expected):
-    record = Record(averages={"ema.weight": AverageRecord("ema.weight", BRAIN, 0.999, change)})
+    record = Record(averages={"ema.weight": AverageRecord("ema.weight", BRAIN, change)})
     assert severity("average-stuck", record) == expected
-    if expected == "error":
-        assert "of which a step keeps 0.999" in found("average-stuck", record)[0].summary
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from halfulp.observation._record import Difference, Record, StepRecord
+from halfulp.observation._record import OutputDifference, Record, StepRecord
 
 from .records import found, severity
 
@@ -31,7 +31,9 @@ def test_replicas_differ():
     ],
 )
 def test_compiled_differs(dtypes, differing, relative, expected):
-    assert severity("compiled-differs", Record(compiled=[Difference("m", dtypes, differing, relative)])) == expected
+    assert (
+        severity("compiled-differs", Record(compiled=[OutputDifference("m", dtypes, differing, relative)])) == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,10 @@ def test_compiled_differs(dtypes, differing, relative, expected):
     ],
 )
 def test_recompute_differs(dtypes, differing, relative, expected):
-    assert severity("recompute-differs", Record(recomputed=[Difference("m", dtypes, differing, relative)])) == expected
+    assert (
+        severity("recompute-differs", Record(recomputed=[OutputDifference("m", dtypes, differing, relative)]))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(

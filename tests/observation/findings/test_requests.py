@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfulp.observation._record import Expectation, Record
+from halfulp.observation._record import DtypeExpectation, Record
 
 from .records import BRAIN, HALF, SINGLE, found, parameter, severity
 
@@ -12,14 +12,14 @@ OTHER = {"layers.0": "fp32", "layers.1": "fp32"}
 
 def asking(**fields) -> Record:
     return Record(
-        expectations=[Expectation(**{"pattern": "layers.*", "asked": "bf16", "matched": list(OTHER), **fields})]
+        expectations=[DtypeExpectation(**{"pattern": "layers.*", "asked": "bf16", "matched": list(OTHER), **fields})]
     )
 
 
 def test_dtype_not_asked():
-    (finding,) = found("dtype-not-asked", asking(other=OTHER, source="autocast"))
+    (finding,) = found("dtype-not-asked", asking(other=OTHER))
     assert finding.severity == "error"
-    assert str(finding).startswith("layers.{0,1}: bf16 was asked for (autocast); 2 have fp32; ")
+    assert str(finding).startswith("layers.{0,1}: bf16 was asked for; 2 have fp32; ")
     assert severity("dtype-not-asked", asking()) is None
 
 

@@ -94,7 +94,7 @@ def find_loss(dtype: torch.dtype) -> Record:
 
 
 def read_averages(dtype: torch.dtype) -> Record:
-    return Record(averages={"a": AverageRecord("a", dtype, 0.999, realised(0.05))})
+    return Record(averages={"a": AverageRecord("a", dtype, realised(0.05))})
 
 
 def underflowing(dtype: torch.dtype, role: str) -> Record:

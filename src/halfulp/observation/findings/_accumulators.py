@@ -84,14 +84,12 @@ class AverageStuck(FindingKind):
             realised = change.realised_share
             if change.seen < FEWEST_CHANGES or realised is None or not realised < REALISED_AVERAGE_WARNING:
                 continue
-            retention = "" if average.retention is None else f", of which a step keeps {average.retention:.6g}"
             yield self.found(
                 name,
                 "note" if is_wide_dtype(average.dtype) else "error" if realised < REALISED_AVERAGE_ERROR else "warning",
                 compute_confidence(change.seen, FEWEST_CHANGES),
-                f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}{retention}",
+                f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}",
                 cure=self.cure_in(average.dtype),
-                retention=average.retention,
                 **make_change_evidence(change, average.dtype),
             )
 

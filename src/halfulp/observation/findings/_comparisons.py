@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ... import formats
 from .._finding import Finding
-from .._record import Difference, Record
+from .._record import OutputDifference, Record
 from .._text import compute_confidence, format_percent, name_dtype
 from ._kind import FindingKind, register_finding
 
@@ -15,7 +15,7 @@ FLOAT32_TOLERANCE_UNITS = 64
 FLOAT32_EPS = 2.0**-23
 
 
-def is_explained_by_sum_order(difference: Difference) -> bool:
+def is_explained_by_sum_order(difference: OutputDifference) -> bool:
     """Return whether float32 sums in another order, rounded once more to the outputs' own format, explain it."""
     try:
         eps = max(formats.get(dtype).eps for dtype in difference.dtypes)

@@ -32,10 +32,9 @@ class BlockHidden(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
             count = count_nonzero(tensor)
-            hidden = tensor.block_hidden.get(tensor.asked_format or "")
-            if hidden is None or count < FEWEST_BLOCK_ELEMENTS:
+            if tensor.block_hidden is None or count < FEWEST_BLOCK_ELEMENTS:
                 continue
-            share = min(1.0, hidden / count)
+            share = min(1.0, tensor.block_hidden / count)
             if share < HIDDEN_SHARE_WARNING:
                 continue
             yield self.found(
@@ -107,13 +106,12 @@ class PayloadSaturated(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
-            held_in, asked = get_storage_format(tensor), tensor.asked_format or ""
-            counts = tensor.formats.get(asked)
+            held_in, asked = get_storage_format(tensor), tensor.asked_format
             # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
-            if counts is not None and asked not in tensor.block_hidden:
+            if asked is not None:
                 said = f"beyond {asked}'s largest number and reach {tensor.amax:.4g}"
                 yield from self._find_saturation(
-                    tensor, counts.overflow, counts.elements, asked, said, SCALE_FIRST_CURE
+                    tensor, tensor.asked_overflow, tensor.sampled, asked, said, SCALE_FIRST_CURE
                 )
             if held_in is not None and not has_float32_range(held_in):
                 said = f"at {held_in.name}'s largest number, {held_in.max:.6g}"
@@ -176,7 +174,7 @@ class QuantizedToZero(FindingKind):
             entered = tensor.input_amax
             # Zeros in 16 bits and more are those of a ReLU, a mask or a zero weight, unless a quantizer made them.
             quantizes = tensor.dtype.itemsize == 1 or "quant" in tensor.kind.lower()
-            if not quantizes or not tensor.elements or tensor.zeros < tensor.elements or not entered:
+            if not quantizes or not tensor.is_all_zero or not entered:
                 continue
             yield self.found(
                 tensor.name,

@@ -103,7 +103,7 @@ class ActivationUnderflow(FindingKind):
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
                 continue
-            all_zero = tensor.steps >= FEWEST_ZERO_STEPS and tensor.elements and _is_all_zero(tensor)
+            all_zero = tensor.steps >= FEWEST_ZERO_STEPS and tensor.is_all_zero
             if all_zero and _is_rounded_to_zero(tensor.input_amax or 0.0, tensor.weight_amax, held_in):
                 # Inputs times weights underflow; of zeros no histogram tells.
                 weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
@@ -196,7 +196,10 @@ FEWEST_NONFINITE_STEPS = 3
 FORWARD_CURE = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
 FORWARD_CURE_IN_WIDE_RANGE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
 BACKWARD_CURE = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
-LOSS_CURE = "see what the loss divides by in its backward pass (sqrt, norm or log at 0), and add an eps inside"
+READER_CURE = (
+    "see what takes this output, the next layer or the loss: what its backward pass divides by (sqrt, norm or log at "
+    "0) needs an eps inside"
+)
 LAST_CLEAN_CHECKPOINT_ADVICE = "load the last clean checkpoint, which `halfulp audit` finds"
 GO_BACK_ADVICE = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
 GO_FURTHER_BACK_ADVICE = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
@@ -248,8 +251,8 @@ class FirstNonfinite(FindingKind):
         finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
         alone = outputs_alone and finite and (not others or any(role in GRADIENT_ROLES for role, _ in record.tensors))
         counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
-        said = f"{_describe_origin(first)} the first NaN or infinity, {counted}; {others} more tensors have some since"
-        where, sure = first.sources or first.name, 1 - 0.5 ** (1 + others)
+        said = f"{first.role} has the first NaN or infinity, {counted}; {others} more tensors have some since"
+        where, sure = first.name, 1 - 0.5 ** (1 + others)
         severity: Severity = "note" if alone else "error"
         told |= _make_nonfinite_evidence(first)
         yield self.found(where, severity, sure, said, cure=_choose_nonfinite_cure(first), step=step, **told)
@@ -290,19 +293,11 @@ def _describe_nonfinite_counts(rows: list[TensorAudit]) -> str:
     return " and ".join(f"{count} {word}" for word, count in counts.items() if count) + f" of {elements} elements"
 
 
-def _describe_origin(tensor: TensorRecord) -> str:
-    """Name what made the first non-finite numbers: for an output's gradient, the backward pass of its reader."""
-    if tensor.role != "activation gradient":
-        return f"{tensor.role} has"
-    to = f"the gradient of the output of {tensor.name}" if tensor.name else "the gradient of the model's output"
-    return f"the backward pass {'' if tensor.sources else 'of the loss '}gives {to}"
-
-
 def _choose_nonfinite_cure(tensor: TensorRecord) -> str:
     if tensor.role == "activation":
         return FORWARD_CURE_IN_WIDE_RANGE if has_float32_range(get_storage_format(tensor)) else FORWARD_CURE
-    if tensor.role == "activation gradient" and not tensor.sources:
-        return LOSS_CURE
+    if tensor.role == "activation gradient":
+        return READER_CURE
     return BACKWARD_CURE if tensor.role in GRADIENT_ROLES else LAST_CLEAN_CHECKPOINT_ADVICE
 
 
@@ -348,7 +343,8 @@ class GradientUnderflow(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         cure = SCALED_LOSS_REMEDY if has_scaled_loss(record) else UNSCALED_LOSS_REMEDY
         found = list_tensors(record, *GRADIENT_ROLES)
-        if min((one.steps for one in found), default=0) >= FEWEST_VANISHED_STEPS and all(map(_is_all_zero, found)):
+        long_enough = min((one.steps for one in found), default=0) >= FEWEST_VANISHED_STEPS
+        if long_enough and all(one.is_all_zero for one in found):
             # Of a loss whose first gradient is zero no later gradient tells.
             for tensor in found:
                 held_in = get_storage_format(tensor)
@@ -388,10 +384,6 @@ class GradientUnderflow(FindingKind):
         told |= {"subnormal": subnormal, "vanished": vanished, "amax": tensor.amax, "seen": count_nonzero(tensor)}
         told |= {"write": self.write, "role": tensor.role}
         return self.found(tensor.name, severity, confidence, said, cure=cure, **told)
-
-
-def _is_all_zero(tensor: TensorRecord) -> bool:
-    return tensor.zeros >= tensor.elements
 
 
 # From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.

@@ -62,7 +62,7 @@ class DtypeNotAsked(FindingKind):
                 tuple(asked.other),
                 "error",
                 1.0,
-                f"{asked.asked} was asked for ({asked.source}); {len(asked.other)} have {there}",
+                f"{asked.asked} was asked for; {len(asked.other)} have {there}",
                 asked=asked.asked,
                 there=there,
                 other=len(asked.other),
@@ -84,8 +84,8 @@ class PatternEmpty(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for asked in record.expectations:
             if not asked.matched:
-                said = f"{asked.pattern!r} matches no name, where {asked.asked} was asked for ({asked.source})"
-                yield self.found((), "error", 1.0, said, pattern=asked.pattern, asked=asked.asked, source=asked.source)
+                said = f"{asked.pattern!r} matches no name, where {asked.asked} was asked for"
+                yield self.found((), "error", 1.0, said, pattern=asked.pattern, asked=asked.asked)
 
 
 @register_finding

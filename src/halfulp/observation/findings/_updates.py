@@ -168,7 +168,7 @@ class NeverStepped(FindingKind):
                 continue
             if parameter.optimizer is None:
                 gradient, numel = record.tensors.get(("weight gradient", name)), parameter.numel
-                if not steps or (gradient is not None and gradient.zeros < gradient.elements):
+                if not steps or (gradient is not None and not gradient.is_all_zero):
                     yield self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)
                 else:  # perhaps a copy
                     said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a "
@@ -452,7 +452,7 @@ class WeightFrozen(FindingKind):
                 continue
             rounded, moves = update.lost_share >= MOSTLY_LOST_SHARE, update.seen - update.cancelled
             gradient = record.tensors.get(("weight gradient", name))
-            nonzero = 0.0 if gradient is None else 1 - gradient.zeros / max(1, gradient.elements)
+            nonzero = 0.0 if gradient is None else sum(gradient.histogram.values()) / max(1, gradient.sampled)
             if not rounded and (moves < FEWEST_MOVES or nonzero <= DENSE_GRADIENT_SHARE):
                 continue
             if is_update_kept_beside(parameter) and not _is_movement_due(record, parameter):

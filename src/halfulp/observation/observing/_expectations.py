@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from ..._messages import a_kind
 from ...formats import BlockFormat, Format, get
+from ...formats._block import get_any
 from ...optim.parameters._local_tensors import memory
 from ...rounding import quantize
-from .._record import Expectation, Record, Role, TensorRecord
+from .._record import DtypeExpectation, Record, Role, TensorRecord
 from .._text import name_dtype
-from ..sampling._sampler import FormatLike, find_format
+from ._sampler import RUN_LENGTH
 
 ExpectedFormats: TypeAlias = Mapping[str, torch.dtype | str | Format]
-# What autocast computes in the lower precision.
-PRODUCT_LAYERS = (nn.Linear, _ConvNd)
 
 
-class Expectations:
+class DtypeExpectations:
     """Compares the dtypes that were asked for with those of parameters and outputs.
 
     Args:
@@ -52,29 +51,14 @@ class Expectations:
                     f"expect= compares dtypes, and torch has none for {format.name}: quantized= names formats that "
                     "outputs are rounded to"
                 )
-        self._autocast: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
-    def note_autocast_output(self, module: nn.Module, name: str, output: Any) -> None:
-        """Note the dtype that autocast gave a product's output."""
-        device = output.device.type if isinstance(output, torch.Tensor) else ""
-        watched = isinstance(module, PRODUCT_LAYERS) and device and torch.is_autocast_enabled(device)
-        if watched and output.dtype != torch.float64:  # which autocast leaves alone
-            self._autocast[name] = torch.get_autocast_dtype(device), output.dtype
-
-    def compare_with_record(self, record: Record) -> list[Expectation]:
-        """Compare what the user and autocast asked for with the record."""
+    def compare_with_record(self, record: Record) -> list[DtypeExpectation]:
+        """Compare what was asked for with the record."""
         outputs = {name: tensor.dtype for (role, name), tensor in record.tensors.items() if role == "activation"}
-        found = [self._compare_pattern(pattern, asked.name, outputs) for pattern, asked in self._expect.items()]
-        by_dtype: dict[torch.dtype, Expectation] = {}
-        for name, (asked, there) in self._autocast.items():
-            one = by_dtype.setdefault(asked, Expectation("*", name_dtype(asked), source="autocast"))
-            one.matched.append(name)
-            if there != asked:
-                one.other[name] = f"{name_dtype(there)} outputs"
-        return [*found, *by_dtype.values()]
+        return [self._compare_pattern(pattern, asked.name, outputs) for pattern, asked in self._expect.items()]
 
-    def _compare_pattern(self, pattern: str, asked: str, outputs: dict[str, torch.dtype]) -> Expectation:
-        one = Expectation(pattern, asked)
+    def _compare_pattern(self, pattern: str, asked: str, outputs: dict[str, torch.dtype]) -> DtypeExpectation:
+        one = DtypeExpectation(pattern, asked)
         modules = [name for name, _ in self._model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)]
         one.matched += modules
         for name, parameter in self._model.named_parameters(remove_duplicate=False):  # a tied head has its own name
@@ -90,7 +74,7 @@ class Expectations:
         return one
 
 
-FormatsByPattern: TypeAlias = Mapping[str, FormatLike]
+FormatsByPattern: TypeAlias = Mapping[str, Format | BlockFormat | str | torch.dtype]
 QUANTIZED_ROLES: tuple[Role, ...] = ("activation", "activation gradient")
 
 
@@ -102,7 +86,8 @@ class QuantizedModules:
 
     Raises:
         TypeError: no mapping from patterns to formats.
-        ValueError: an unknown format, or a pattern that matches no module.
+        ValueError: an unknown format, blocks that the sampled runs do not hold a whole number of, or a pattern that
+            matches no module.
     """
 
     def __init__(self, model: nn.Module, given: FormatsByPattern | None) -> None:
@@ -119,7 +104,12 @@ class QuantizedModules:
                     f"quantized=: {pattern!r} matches no module: take names from model.named_modules(), with * for a "
                     f"layer's number, such as {', '.join(map(repr, names[1:4])) or repr('')}"
                 )
-            found = find_format(format)
+            found = get_any(format)
+            if isinstance(found, BlockFormat) and RUN_LENGTH % found.block:
+                raise ValueError(
+                    f"quantized=: {found.name} has blocks of {found.block} elements, and samples are runs of "
+                    f"{RUN_LENGTH}: give block formats whose block divides {RUN_LENGTH}"
+                )
             for name in matched:
                 self.formats.setdefault(name, found)
 
@@ -130,11 +120,18 @@ class QuantizedModules:
             sample: its sampled elements, in aligned runs.
         """
         format = self.formats.get(record.name) if record.role in QUANTIZED_ROLES else None
-        if format is None:
+        if format is None or not len(sample):
             return
         record.asked_format = format.name
         finite = torch.where(sample.isfinite(), sample, 0.0)
-        short = -len(finite) % format.block if isinstance(format, BlockFormat) else 0
-        rounded = quantize(nn.functional.pad(finite, (0, short)), format)[: len(finite)]
-        error: Any = (rounded.double() - finite.double()).square().mean().sqrt()
-        record.quantization_error = float(error) if len(finite) else None
+        if isinstance(format, BlockFormat):
+            finite = nn.functional.pad(finite, (0, -len(finite) % format.block))
+            blocks, rounded = (one.view(-1, format.block) for one in (finite, quantize(finite, format)))
+            hidden = (blocks != 0) & (rounded == 0) & (rounded != 0).any(-1, keepdim=True)
+            record.block_hidden = (record.block_hidden or 0) + int(hidden.sum())
+            rounded = rounded.flatten()
+        else:
+            rounded = quantize(finite, format)
+            record.asked_overflow += int(quantize(finite, format, overflow="nan").isnan().sum())
+        error = float((rounded.double() - finite.double()).square().sum())
+        record.quantization_error = math.sqrt(error / len(sample))

@@ -15,27 +15,21 @@ from torch.utils.hooks import RemovableHandle
 
 from ...kernels import to_float64
 from .._record import PositionsRecord, RealisedChanges, ResidualRecord
-from ..sampling._sampler import PLAIN_TENSOR_TYPES, read_numbers, take_sample
-from ._averages import RunningStatisticsWatcher, has_running_statistics
-from ._expectations import Expectations
 from ._recorder import Recorder, find_float_tensors, make_safe_method
-from ._second_runs import CompiledModuleCheck, Recomputations
-from ._updates import ChangeComparison, count_changes
-
-# Hooks on outputs whose graphs may be gone, before they are looked through.
-MOST_GRADIENT_HANDLES = 10_000
+from ._sampler import PLAIN_TENSOR_TYPES, read_numbers, take_sample
+from ._second_runs import CompiledModuleCheck, RecomputationCheck
+from ._updates import count_changes
 
 
 class ModuleHooks:
     """Watches the outputs of all modules of a model that run in eager mode.
 
     Args:
-        expectations: told what autocast makes of outputs.
         check: whether compiled modules and modules that run again are compared with a second run.
     """
 
-    def __init__(self, recorder: Recorder, model: nn.Module, expectations: Expectations, check: bool) -> None:
-        self.recorder, self._expectations = recorder, expectations
+    def __init__(self, recorder: Recorder, model: nn.Module, check: bool) -> None:
+        self.recorder = recorder
         self.loss: torch.Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: list[RemovableHandle] = []
@@ -51,32 +45,32 @@ class ModuleHooks:
                 "hooks run in eager mode only; observe the run without torch.compile to see them"
             )
         self.expects_calls: bool = bool(names) and not compiled
-        followed = {module: name for module, name in names.items() if has_running_statistics(module)}
-        self.statistics: RunningStatisticsWatcher = RunningStatisticsWatcher(recorder, followed)
         self._residuals = ResidualSums(recorder)
-        self._again = Recomputations(recorder) if check else None
+        self._again = RecomputationCheck(recorder) if check else None
         self._hooks = {module: functools.partial(self._note_module_run, name) for module, name in names.items()}
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
         for name in compiled.keys() - wrappers.keys() if check else ():
             recorder.note_unseen(
                 f"{name or 'the model'} was compiled in place: there is no eager original to compare with"
             )
-        self._compiled = CompiledModuleCheck(recorder, wrappers)
+        self._compiled = CompiledModuleCheck(recorder, wrappers) if wrappers else None
 
     def attach(self) -> None:
         """Attach the hooks."""
         if not self._handles:
             self._handles = [module.register_forward_hook(hook) for module, hook in self._hooks.items()]
-        self._compiled.attach()
+        if self._compiled is not None:
+            self._compiled.attach()
 
     def detach(self) -> None:
         """Remove all hooks, and let go of a step's tensors."""
-        self._release_tensors()
+        self._residuals.release_tensors()
         for handle in (*self._handles, *self._gradient_handles):
             handle.remove()
         self._handles.clear()
         self._gradient_handles.clear()
-        self._compiled.detach()
+        if self._compiled is not None:
+            self._compiled.detach()
 
     def end_step(self) -> None:
         """Forget what belongs to one step."""
@@ -85,13 +79,9 @@ class ModuleHooks:
         self._gradient_handles.clear()
         self._seen.clear()
         self._last = self.loss = None
-        self._release_tensors()
+        self._residuals.release_tensors()
         if self._again is not None:
             self._again.end_step()
-
-    def _release_tensors(self) -> None:
-        self.recorder.uses.forget_tensors()
-        self._residuals.release_tensors()
 
     def _note_module_run(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Note that a module has run in training; evaluation without gradients is left out."""
@@ -100,26 +90,20 @@ class ModuleHooks:
         if torch.is_grad_enabled():
             in_backward = torch._C._current_graph_task_id() != -1
             self._look_at_outputs(name, module, inputs, output, in_backward)
-        elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
-            self._note_first_pass(name, output)
 
     @make_safe_method
     def _look_at_outputs(
         self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any, in_backward: bool
     ) -> None:
         if not in_backward:  # what runs again in a backward pass was noted in the first run
-            self.recorder.uses.note_module_run(name, inputs, output)
             self._residuals.note_module_run(name, inputs, output)
             for one in output if isinstance(output, tuple) else (output,):
                 if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_ROWS:
                     find_position_collisions(self.recorder, name, one)
         found = list(find_float_tensors(output))
-        self.statistics.update_shadows(module, inputs)
         if self._again is not None and found:
             self._again.note_output(name, found[0], in_backward)
         if not in_backward or name not in self._seen:
-            if torch._C._is_any_autocast_enabled():
-                self._expectations.note_autocast_output(module, name, output)
             for tensor in found:
                 # One that a module around hands on was looked at last.
                 if self._last is None or self._last[0]() is not tensor or self._last[1] != tensor._version:
@@ -130,28 +114,20 @@ class ModuleHooks:
             is_one = isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1
             self.loss = loss.detach() if is_one and loss is not None and loss.requires_grad else None
 
-    @make_safe_method
-    def _note_first_pass(self, name: str, output: Any) -> None:
-        first = next(find_float_tensors(output), None)
-        if first is not None and self._again is not None:
-            self._again.note_output(name, first, again=False)
-
     def _look_at_output(self, name: str, module: nn.Module, tensor: torch.Tensor, inputs: tuple[Any, ...]) -> None:
         kind = type(module).__name__
-        totals = self.recorder.count_tensor("activation", name, kind, tensor)
-        if totals is None:
+        record = self.recorder.count_tensor("activation", name, kind, tensor)
+        if record is None:
             return
         # Of outputs that are all zeros the largest input and weight: did rounding make them so?
-        record, zeros = totals.record, totals.record.last_amax == 0.0
-        record.input_amax = max(map(_find_amax, find_float_tensors(inputs)), default=None) if zeros else None
+        zeros = record.last_amax == 0.0
+        record.input_amax = max(map(_compute_amax, find_float_tensors(inputs)), default=None) if zeros else None
         own = [one for one in module._parameters.values() if one is not None] if zeros else []
-        record.weight_amax = max(map(_find_amax, find_float_tensors(own)), default=None)
+        record.weight_amax = max(map(_compute_amax, find_float_tensors(own)), default=None)
         self._last = weakref.ref(tensor), tensor._version
         if tensor.requires_grad:
-            handles = self._gradient_handles
-            if len(handles) > MOST_GRADIENT_HANDLES:  # many forward passes without an optimizer's step
-                handles[:] = [handle for handle in handles if handle.hooks_dict_ref() is not None]
-            handles.append(tensor.register_hook(functools.partial(self._note_gradient, name, kind)))
+            hook = functools.partial(self._note_gradient, name, kind)
+            self._gradient_handles.append(tensor.register_hook(hook))
 
     @make_safe_method
     def _note_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
@@ -160,7 +136,7 @@ class ModuleHooks:
             self.recorder.count_tensor("activation gradient", name, kind, gradient, self.recorder.scale)
 
 
-def _find_amax(tensor: torch.Tensor) -> float:
+def _compute_amax(tensor: torch.Tensor) -> float:
     if type(tensor) not in PLAIN_TENSOR_TYPES or not tensor.numel():
         return 0.0
     values = tensor.detach()
@@ -257,7 +233,7 @@ class ResidualSums:
             return
         record = self.recorder.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))
         record.stream, record.added = sizes[1 - small], sizes[small]
-        count_changes([ChangeComparison([record.change], past, _sample_rows(total), added)])
+        count_changes(record.change, past, _sample_rows(total), added)
 
 
 def make_graph_key(node: Any, number: int) -> tuple[int, int]:
@@ -331,7 +307,7 @@ class GradientHooks:
         """Attach the hooks."""
         for name, parameter in self._named.items() if not self._handles else ():
             if parameter.requires_grad and parameter.is_leaf:
-                self._handles.append(parameter.register_hook(functools.partial(self._note_arriving, name)))
+                self._handles.append(parameter.register_hook(functools.partial(self._note_arriving_gradient, name)))
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -346,7 +322,7 @@ class GradientHooks:
         self._addends.clear()
 
     @make_safe_method
-    def _note_arriving(self, name: str, gradient: torch.Tensor) -> None:
+    def _note_arriving_gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Count a gradient that arrives, and keep samples of it and of the one that it is added to, if there is one."""
         if not self.recorder.sampling:
             return
@@ -358,7 +334,7 @@ class GradientHooks:
         incoming = None if held is None else read_numbers(gradient)
         if held is None or incoming is None or held.flat.numel() != incoming.flat.numel():
             return
-        key = self.recorder.place_key(name)
+        key = self.recorder.get_sampling_key(name)
         self._addends[name] = take_sample(held.flat, key), take_sample(incoming.flat, key)
         if name not in self._followed:
             self._followed.add(name)
@@ -378,7 +354,7 @@ class GradientHooks:
         if found is None or addends is None or not addends[0].any():
             return
         held, incoming = addends
-        now = take_sample(found.flat, self.recorder.place_key(name))
+        now = take_sample(found.flat, self.recorder.get_sampling_key(name))
         record = self.recorder.record.parameters[name]
         record.accumulation = record.accumulation or RealisedChanges()
-        count_changes([ChangeComparison([record.accumulation], held, now, incoming)])
+        count_changes(record.accumulation, held, now, incoming)

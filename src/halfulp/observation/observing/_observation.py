@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -11,10 +10,10 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ...gradients import AdaptiveGradScaler
 from ...optim import EMA, Optimizer
-from ...optim._gradient_release import StepWatcher
 from ...optim.parameters._local_tensors import local, memory
 from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...optim.parameters._random_identity import plain_names
@@ -32,19 +30,19 @@ from .._record import ParameterRecord, Record, StepRecord, record_to_plain_data
 from .._text import format_multiple
 from ..findings import collect_findings
 from ..page import write_page
-from ..sampling._sampler import FormatLike, make_place_key, read_numbers, take_sample
 from ._averages import WeightAverageWatcher
-from ._expectations import Expectations, ExpectedFormats, FormatsByPattern, QuantizedModules
+from ._expectations import DtypeExpectations, ExpectedFormats, FormatsByPattern, QuantizedModules
 from ._hooks import GradientHooks, ModuleHooks
 from ._ranks import RankComparison
 from ._recorder import Recorder, RowWriter, make_safe_method, run_safely
+from ._sampler import make_sampling_key, read_numbers, take_sample
 from ._updates import UpdateWatcher
 
 # Losses of sampled steps that tell how far neighbouring ones are apart.
 MOST_RECENT_LOSSES = 256
 
 
-class Observation(StepWatcher):
+class Observation:
     """A watched run; `observe` makes it.
 
     Use it as a context, or call `start` and `stop`. Reading `record` or `findings` is allowed at any time.
@@ -66,19 +64,18 @@ class Observation(StepWatcher):
         expect: ExpectedFormats | None,
         check: bool,
         quantized: FormatsByPattern | None,
-        formats: Sequence[FormatLike],
         sinks: Sequence[Sink] = (),
     ) -> None:
-        self._steps = OptimizerSteps(optimizers)
+        self._steps = RunStepCounter(optimizers)
         self.model: nn.Module = model
         self.optimizers: list[torch.optim.Optimizer] = self._steps.optimizers
         self.interval: int = interval
-        self.recorder: Recorder = Recorder(formats, QuantizedModules(model, quantized))
+        self.recorder: Recorder = Recorder(QuantizedModules(model, quantized))
         self._parameters = ObservedParameters(model, self.optimizers, self.recorder.record)
         self._scales = ScalerTracker(self.recorder.record, scaler, scheduler)
-        self._expectations = Expectations(model, expect)
-        self._modules = ModuleHooks(self.recorder, model, self._expectations, check)
-        self._averages = WeightAverageWatcher(self.recorder, average, model)
+        self._expectations = DtypeExpectations(model, expect)
+        self._modules = ModuleHooks(self.recorder, model, check)
+        self._averages = None if average is None else WeightAverageWatcher(self.recorder, average, model)
         self._ranks = RankComparison(self.recorder, model, self._parameters.named)
         self._gradients = GradientHooks(self.recorder, self._parameters.named)
         self._updates = {id(one): UpdateWatcher(self.recorder, one, self._parameters.names) for one in self.optimizers}
@@ -105,7 +102,7 @@ class Observation(StepWatcher):
             self._handles.append(optimizer.register_step_post_hook(self._handle_step_end))
         if not self.recorder.record.history:
             run_safely(self.recorder, self._parameters.count_moved)
-        run_safely(self.recorder, self._scales.read_scale_and_skips, True)
+        run_safely(self.recorder, self._scales.begin_counting_skips)
         run_safely(self.recorder, self._ranks.begin_observing, len(self))
         run_safely(self.recorder, self._begin_run_step, len(self), True)
         return self
@@ -145,7 +142,7 @@ class Observation(StepWatcher):
         if self._began is not None:
             self._update_record()
         self._note_unseen()
-        record = self.recorder.finish_record()
+        record = self.recorder.record
         record.expectations = self._expectations.compare_with_record(record)
         return record
 
@@ -204,81 +201,51 @@ class Observation(StepWatcher):
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Sample before an optimizer's step; with a closure, behind that, which computes the gradients."""
-        self.begin_step(optimizer)
-        if not self.recorder.sampling:
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-        if not callable(closure):
-            self._sample_before_update(optimizer)
-            return None
-
-        def watched() -> Any:
-            loss = closure()
-            self._sample_before_update(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], watched, *args[2:]), kwargs
-        return args, {**kwargs, "closure": watched}
-
-    @make_safe_method
-    def _sample_before_update(self, optimizer: torch.optim.Optimizer, alone: torch.Tensor | None = None) -> None:
-        self._updates[id(optimizer)].sample_before_step(self._gradients.arrived, alone)
-
-    def _handle_step_end(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare what an optimizer's step did with what was wanted."""
-        if self.recorder.sampling:
-            run_safely(self.recorder, self._updates[id(optimizer)].compare_after_step)
-        self.end_step(optimizer)
-
-    # released gradients, which are stepped by one after another ------------------------------------------------
-
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer is about to step."""
         ended = self._steps.note_step_begin(optimizer)
         if ended is not None:
             self._end_run_step(ended)
         if self._scales.searches_left:
             run_safely(self.recorder, self._scales.search_scaler)
-        if self.recorder.sampling:
+        if not self.recorder.sampling:
+            return None
+        if self._averages is not None:
             run_safely(self.recorder, self._averages.compare_averages)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+        if not callable(closure):
+            self._sample_before_update(optimizer)
+            return None
 
-    @contextlib.contextmanager
-    def make_step_context(self, optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[None]:
-        """Compare one parameter's wanted change with what its step has made of it."""
-        if self.recorder.sampling:
-            self._sample_before_update(optimizer, parameter)
-        yield
+        def call_and_sample() -> Any:
+            loss = closure()
+            self._sample_before_update(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], call_and_sample, *args[2:]), kwargs
+        return args, {**kwargs, "closure": call_and_sample}
+
+    @make_safe_method
+    def _sample_before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._updates[id(optimizer)].sample_before_step(self._gradients.arrived)
+
+    def _handle_step_end(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare what an optimizer's step did with what was wanted."""
         if self.recorder.sampling:
             run_safely(self.recorder, self._updates[id(optimizer)].compare_after_step)
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Suspend sampling inside a block."""
-        sampling, self.recorder.sampling = self.recorder.sampling, False
-        try:
-            yield
-        finally:
-            self.recorder.sampling = sampling
-
-    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has stepped."""
         if self._steps.note_step_end(optimizer):
             self._end_run_step(optimizer)
 
     @make_safe_method
     def _end_run_step(self, optimizer: torch.optim.Optimizer) -> None:
         recorder, record = self.recorder, self.recorder.record
-        scale, skipped = self._scales.count_step(optimizer, recorder.sampling)
-        loss = self._take_loss()
+        scale, skipped = self._scales.read_at_step(recorder.sampling)
+        loss = self._read_step_loss()
         lr = optimizer.param_groups[0].get("lr")
         step = StepRecord(recorder.step, recorder.sampling, None if lr is None else float(lr), scale, skipped)
         step.scheduled, step.loss = self._scales.count_scheduler_steps(), loss
         try:
             if recorder.sampling:
                 record.sampled_steps.append(recorder.step)
-                recorder.count_queued_samples()
-                self._modules.statistics.compare_statistics()
                 record.sites = self._scales.list_sites()
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
@@ -301,13 +268,13 @@ class Observation(StepWatcher):
             self.recorder.scale = self._scales.get_loss_scale() or 1.0
             self._modules.attach()
             self._gradients.attach()
-            self._modules.statistics.copy_statistics()
-            self._averages.sample_averages()
+            if self._averages is not None:
+                self._averages.sample_averages()
         else:
             self._modules.detach()
             self._gradients.detach()
 
-    def _take_loss(self) -> float | None:
+    def _read_step_loss(self) -> float | None:
         """Return the loss of this step: the logged one, or one among the model's outputs."""
         seen, told = self._modules.loss, self._logged
         self._logged = None
@@ -321,7 +288,6 @@ class Observation(StepWatcher):
 
     @make_safe_method
     def _update_record(self) -> None:
-        self.recorder.count_queued_samples()
         record = self.recorder.record
         # What scaler and scheduler did since the last optimizer step, such as skipping all that follow.
         record.loss_scale, skipped = self._scales.read_scale_and_skips()
@@ -402,11 +368,11 @@ class RunSummary:
         return "\n".join([*format_findings(self.findings), "", *told])
 
 
-class OptimizerSteps:
+class RunStepCounter:
     """Orders optimizers such that one which holds another counts once, and counts steps.
 
-    One that holds several in a list, tuple or dict, and steps nothing but their parameters, as torchtitan's container
-    does, is none of its own: those in it follow their parameters. Of any other pair the one outside follows all.
+    A container that holds several in a list named `optimizers` and steps nothing but their parameters, as torchtitan's,
+    is none of its own: those in it follow their parameters. Of any other pair the one outside follows all.
 
     A step of the run ends with the step of one optimizer, which leads: the last one to step before another steps again.
     Where one steps again while the lead does not, it leads from then on.
@@ -449,28 +415,12 @@ class OptimizerSteps:
 
 
 def find_contained_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that a container holds, or the optimizer itself.
-
-    >>> class Container(torch.optim.SGD):
-    ...     def __init__(self, parts):
-    ...         self.parts = parts
-    ...         super().__init__([p for one in parts for group in one.param_groups for p in group["params"]])
-    >>> parts = [torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]) for _ in range(2)]
-    >>> find_contained_optimizers(Container(parts)) == parts, find_contained_optimizers(parts[0]) == parts[:1]
-    (True, True)
-    """
-    found: dict[int, torch.optim.Optimizer] = {}
-    for value in vars(optimizer).values():
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        found |= {id(one): one for one in held if isinstance(one, torch.optim.Optimizer)}
-    inside = {id(p) for one in found.values() for p in _list_parameters(one)}
-    if not found or not all(id(p) in inside for p in _list_parameters(optimizer)):
+    """Return the optimizers in the attribute `optimizers` of a container, or the optimizer itself."""
+    parts = vars(optimizer).get("optimizers")
+    if not isinstance(parts, list | tuple) or not all(isinstance(one, torch.optim.Optimizer) for one in parts):
         return [optimizer]
-    return [part for one in found.values() for part in find_contained_optimizers(one)]
-
-
-def _list_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    inside, own = ({id(p) for one in some for _, _, p in walk_model_parameters(one)} for some in (parts, [optimizer]))
+    return list(parts) if own <= inside else [optimizer]
 
 
 class ObservedParameters:
@@ -531,18 +481,16 @@ class ObservedParameters:
         for name, parameter in self.named.items():
             numbers = read_numbers(parameter)
             if numbers is not None:
-                found[name] = take_sample(numbers.flat, make_place_key(0, name)).mul_(numbers.scale)
+                found[name] = take_sample(numbers.flat, make_sampling_key(0, name)).mul_(numbers.scale)
         return found
 
 
 MOST_SCALER_SEARCHES = 3
 MOST_CALLER_FRAMES = 14
-# A scale that would grow beyond float32 stays as it is.
-LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 class ScalerTracker:
-    """Follows a gradient scaler and a learning-rate scheduler; counts skipped steps in the record.
+    """Follows a gradient scaler and a learning-rate scheduler; counts falls of the scale as skipped steps.
 
     Args:
         scaler: the run's, or None: then one that calls an optimizer's step is found there, and its skips are counted
@@ -554,8 +502,7 @@ class ScalerTracker:
 
     def __init__(self, record: Record, scaler: torch.amp.GradScaler | None, scheduler: Any | None) -> None:
         self._record, self.scaler, self.scheduler = record, scaler, scheduler
-        self._before: _ScalerReading | None = None
-        self._taken: int = 0
+        self._before: float | None = None
         self.searches_left: int = 0 if scaler is not None else MOST_SCALER_SEARCHES
         self._epoch: int | None = None if scheduler is None else int(getattr(scheduler, "last_epoch", 0))
 
@@ -570,8 +517,12 @@ class ScalerTracker:
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
             if isinstance(owner, torch.amp.GradScaler):
                 self.scaler, self.searches_left = owner, 0
-                self._before = self._read_scaler()
+                self.begin_counting_skips()
                 return
+
+    def begin_counting_skips(self) -> None:
+        """Count skips from here on."""
+        self._before = self.get_loss_scale()
 
     def get_loss_scale(self) -> float | None:
         """Return the loss scale, None without an enabled scaler."""
@@ -582,36 +533,21 @@ class ScalerTracker:
             return scaler._compute_global_scale()
         return float(scaler.get_scale())
 
-    def count_step(self, optimizer: torch.optim.Optimizer, sampled: bool) -> tuple[float | None, int]:
-        """Count a step that was taken, before the scaler is told of it.
+    def read_at_step(self, sampled: bool) -> tuple[float | None, int]:
+        """Return what `read_scale_and_skips` does, or (None, 0) where reading would wait for a device to no end."""
+        return self.read_scale_and_skips() if sampled or self._is_scale_on_host() else (None, 0)
 
-        Returns:
-            What `read` does, or (None, 0) where reading would wait for a device to no end.
-        """
-        scaler, before = self.scaler, self._before
-        can_have_grown = before is None or scaler is None or before.streak + self._taken >= scaler.get_growth_interval()
-        found = self.read_scale_and_skips() if sampled or self._is_scale_on_host() or can_have_grown else (None, 0)
-        infinite = getattr(optimizer, "found_inf", None)  # of an optimizer that skips its step itself
-        on_host = isinstance(infinite, torch.Tensor) and infinite.is_cpu
-        self._taken += 0 if on_host and bool(infinite) else 1
-        return found
-
-    def read_scale_and_skips(self, afresh: bool = False) -> tuple[float | None, int]:
+    def read_scale_and_skips(self) -> tuple[float | None, int]:
         """Return the scale now, and how many steps were skipped since it was read last, none where reading begins."""
-        before, taken = None if afresh else self._before, self._taken
-        now = self._before = self._read_scaler()
-        self._taken = 0
-        if now is None or before is None or self.scaler is None:
-            return self.get_loss_scale(), 0
-        skipped = _count_skipped_steps(before, now, taken, self.scaler)
+        before, now = self._before, self.get_loss_scale()
+        self._before = now
+        if now is None or not before or self.scaler is None or isinstance(self.scaler, AdaptiveGradScaler):
+            return now, 0
+        factor = float(self.scaler.get_backoff_factor())
+        fell = 0 < factor < 1 and now < before
+        skipped = (max(1, round(math.log(now / before) / math.log(factor))) if now > 0 else 1) if fell else 0
         self._record.skipped += skipped
-        return now.scale, skipped
-
-    def _read_scaler(self) -> _ScalerReading | None:
-        scaler = self.scaler
-        if scaler is None or not scaler.is_enabled() or isinstance(scaler, AdaptiveGradScaler):
-            return None
-        return _ScalerReading(float(scaler.get_scale()), int(scaler._get_growth_tracker()))
+        return now, skipped
 
     def _is_scale_on_host(self) -> bool:
         scale = getattr(self.scaler, "_scale", None)
@@ -637,29 +573,6 @@ class ScalerTracker:
             }
             for site in self.scaler._controller.sites
         ]
-
-
-class _ScalerReading(NamedTuple):
-    """A scaler's scale, and how many iterations in a row it had not skipped then."""
-
-    scale: float
-    streak: int
-
-
-def _count_skipped_steps(before: _ScalerReading, now: _ScalerReading, taken: int, scaler: torch.amp.GradScaler) -> int:
-    """Return how many steps were skipped between two readings, between which so many were taken.
-
-    Exact where one step is taken between them, as on the host; of a scale that grew and then fell, together with
-    skips before it grew, all but one are counted.
-    """
-    if before.streak and now.streak == before.streak + taken:
-        return 0  # the scale may have been set by hand
-    factor, grown = float(scaler.get_backoff_factor()), before.scale * float(scaler.get_growth_factor())
-    grew = not now.streak and taken > 0 and before.streak + taken >= scaler.get_growth_interval()
-    highest = grown if grew and grown <= LARGEST_SCALE else before.scale
-    if not 0 < factor < 1 or now.scale >= highest or before.scale <= 0:
-        return 0
-    return 1 if now.scale <= 0 else max(1, round(math.log(now.scale / highest) / math.log(factor)))
 
 
 MOST_HISTORY_STEPS = 2000

@@ -15,7 +15,6 @@ from ..._messages import a_kind
 from ...optim import EMA
 from ...optim._optimizer import find_inner_optimizer
 from ...sinks import Sink
-from ..sampling._sampler import DEFAULT_FORMATS, FormatLike
 from ._expectations import ExpectedFormats, FormatsByPattern
 from ._observation import Observation
 
@@ -31,18 +30,17 @@ def observe(
     expect: ExpectedFormats | None = None,
     check: bool = False,
     quantized: FormatsByPattern | None = None,
-    formats: Sequence[FormatLike] = DEFAULT_FORMATS,
     sinks: Iterable[Sink] = (),
 ) -> Observation:
     """Watch a run of any model and any torch optimizer, unmodified, and say what is wrong with its numbers.
 
     Every `interval`-th optimizer step, from the first on, hooks look at activations, weights, both kinds of gradients,
-    updates and moments: exact extremes of whole tensors, and a sample of 32 aligned runs of 128 elements (all elements
-    of smaller tensors) at places chosen by a counter, which is counted in candidate formats. Updates are compared with
-    those that the optimizer's own class makes of float64 copies of the sample. Between sampled steps only the count of
-    steps is kept. Nothing that training computes changes, not one bit, and no random number is drawn. Of several
-    processes all should observe, from the same step on: where they stop they compare what they saw through the process
-    group's store, without a collective.
+    updates and moments: exact extremes of whole tensors, and powers of two in a sample of 32 aligned runs of 128
+    elements (all elements of smaller tensors) at places chosen by a counter. Updates are compared with those that the
+    optimizer's own class makes of float64 copies of the sample. Between sampled steps only the count of steps is kept.
+    Nothing that training computes changes, not one bit, and no random number is drawn. Of several processes all should
+    observe, from the same step on: where they stop they compare what they saw through the process group's store,
+    without a collective.
 
     Args:
         model: its modules are named in what is found.
@@ -53,15 +51,15 @@ def observe(
         scheduler: the learning-rate scheduler, whose steps are counted beside the optimizer's; without one, a torch
             LRScheduler that was made for one of the optimizers before is found.
         average: an average of the weights that is updated between steps: `hu.optim.EMA`, torch's AveragedModel, or a
-            module of averaged parameters. Running statistics of batch normalizations are watched in any case.
+            module of averaged parameters.
         expect: dtypes that parameters and outputs should have, by patterns over the names of modules and
             parameters: ``{"*.norm": torch.float32, "lm_head": "bf16"}``.
         check: whether compiled modules are run a second time in eager mode in sampled steps, and what checkpointed
-            modules give when they run again is compared with the first time. The second run works on copies of inputs,
-            buffers and attributes; modules that draw random numbers are not compared, and `record.unseen` says so.
+            modules give when they run again is compared with the first time (not under `use_reentrant=True`). Copies
+            of the module and its inputs run; modules that draw random numbers are not compared, and `record.unseen`
+            says so.
         quantized: formats that outputs of modules and their gradients are rounded to after they were made, by patterns
             over the names of modules: ``{"layers.*": "mxfp8_e4m3"}``.
-        formats: that samples are counted in: formats, names or dtypes, block formats of up to 128 elements.
         sinks: what gets a row of numbers of each sampled step while the run goes on, from rank 0 alone: a path that
             ends in .jsonl, whose rows go behind those that are there; TensorBoard's SummaryWriter, or what else
             has `add_scalar`; a wandb run, or what else has `log` or `log_metrics` and takes a dict; a function of a
@@ -110,9 +108,7 @@ def observe(
         )
     if scheduler is None:
         scheduler = find_scheduler(optimizers)
-    return Observation(
-        model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, formats, list(sinks)
-    )
+    return Observation(model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, list(sinks))
 
 
 def check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...optim.parameters._local_tensors import is_dtensor
 from ...rounding import mix64
-from ..sampling._sampler import hash_name, make_place_key, read_numbers, take_sample
 from ._recorder import Recorder
+from ._sampler import hash_name, make_sampling_key, read_numbers, take_sample
 
 # Seconds that a rank waits, where it stops, for what the others have yet to say.
 SECONDS_TO_WAIT = 5.0
@@ -87,7 +87,7 @@ class RankComparison:
         if self._own.step < 0 and store.check(keys):
             self._own.starts = [int(count) for count in store.multi_get(keys)]
         step = self._own.step = self.recorder.step - self._first
-        self._own.hashes = hash_parameters(self._replicated, lambda name: make_place_key(step, name))
+        self._own.hashes = hash_parameters(self._replicated, lambda name: make_sampling_key(step, name))
 
     def compare_ranks(self) -> None:
         """Compare the summaries of other ranks with this one's, and note the missing ones."""

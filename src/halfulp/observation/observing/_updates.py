@@ -13,17 +13,15 @@ import numpy as np
 import torch
 
 from ..._messages import a_kind
-from ...kernels import address, address_of, run_chunks, run_on_tensors, select_engine
-from ...kernels._device_function import CHUNK_COLUMNS
+from ...kernels import keeping_subnormals
 from ...optim import Optimizer
 from ...optim._float32 import read_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
 from ...optim.states._codec import PlainCodec
 from ...optim.step._kernel import change_by_rule
 from .._record import ParameterRecord, RealisedChanges, Role, RoundingRecord
-from ..sampling._device_functions import make_changes_table
-from ..sampling._sampler import PackedSamples, StoredNumbers, compile_table_once, read_numbers, take_samples
 from ._recorder import Recorder
+from ._sampler import StoredNumbers, read_numbers, take_sample
 
 OptimizerOptions = Mapping[str, Any]
 # Whether weight decay multiplies the weight by 1 - lr wd, rounded by itself, before the update is subtracted.
@@ -128,83 +126,50 @@ class ParameterBeforeStep(NamedTuple):
 
 def sample_tensors(
     recorder: Recorder, records: Sequence[ParameterRecord], numbers: Sequence[StoredNumbers], role: Role | None = None
-) -> PackedSamples:
+) -> list[torch.Tensor]:
     """Return samples of one tensor per parameter in float64; under a role count the tensors too."""
-    if role is not None:
-        samples = recorder.count_tensors(role, [(one.name, one.kind) for one in records], numbers)
-    else:
-        samples = take_samples(numbers, [recorder.place_key(one.name) for one in records])
-    packed = samples.packed.double()
-    if any(one.scale != 1.0 for one in numbers):
-        packed = packed * torch.from_numpy(np.repeat([one.scale for one in numbers], samples.counts))
-    return PackedSamples(packed, samples.counts)
+    samples = []
+    for record, one in zip(records, numbers, strict=True):
+        sample = take_sample(one.flat, recorder.get_sampling_key(record.name))
+        if role is not None:
+            recorder.count_numbers(role, record.name, record.kind, one, sample)
+        samples.append(sample.double() * one.scale if one.scale != 1.0 else sample.double())
+    return samples
 
 
-class ChangeComparison(NamedTuple):
-    """Samples of some tensors before and after a change, one tensor's after the other's, with what was wanted.
+@keeping_subnormals()
+def count_changes(
+    record: RealisedChanges,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    wanted: torch.Tensor,
+    *,
+    is_wanted_known: bool = True,
+    decreases_only: bool = False,
+) -> None:
+    """Add to a record what of the wanted changes of a tensor's sample took place.
 
-    Attributes:
-        records: what the changes are added to, one per tensor.
+    Args:
+        before, after: the sample around the change.
         wanted: the changes that were wanted; where they are not known, the gradients, whose zeros want none.
         is_wanted_known: whether `wanted` is what was wanted.
         decreases_only: whether wanted decreases alone are counted.
     """
-
-    records: Sequence[RealisedChanges]
-    before: torch.Tensor
-    after: torch.Tensor
-    wanted: torch.Tensor
-    is_wanted_known: bool = True
-    decreases_only: bool = False
-
-
-def count_changes(compared: Sequence[ChangeComparison], ends: Sequence[int] | None = None) -> None:
-    """Add to each record the changes of its tensor's samples.
-
-    Args:
-        ends: where the tensors' samples begin and end: one more than there are tensors; None for a single one.
-    """
-    ends = [0, len(compared[0].before)] if ends is None else ends
-    values = [
-        [x.detach().to("cpu", torch.float64).contiguous() for x in (one.before, one.after, one.wanted)]
-        for one in compared
-    ]
-    if select_engine("cpu") == "llvm":
-        sums = _count_changes_by_kernel(values, ends, [one.decreases_only for one in compared])
-    else:
-        sums = [_count_changes_by_torch(own, ends, one.decreases_only) for own, one in zip(values, compared)]
-    for one, found in zip(compared, sums):
-        for record, (seen, cancelled, square, kept) in zip(one.records, found, strict=True):
-            record.seen += int(seen)
-            record.cancelled += int(cancelled)
-            if not one.is_wanted_known:
-                record.known = False
-            elif record.known:
-                # Each step's share counts by its elements, not by the size of its learning rate.
-                share = kept / square if square else 0.0
-                record.wanted += int(seen) if square else 0
-                record.kept += int(seen) * share
-
-
-def _count_changes_by_kernel(
-    values: Sequence[Sequence[torch.Tensor]], ends: Sequence[int], decreases: Sequence[bool]
-) -> list[list[list[float]]]:
-    """Return the sums of `make_changes_table` of each tensor of each comparison."""
-    rows, shape = np.arange(len(values)), (len(values), len(ends) - 1, CHUNK_COLUMNS)
-    chunks, sums = np.zeros(shape, np.int64), np.zeros(shape)
-    chunks[:, :, 0], chunks[:, :, 1], chunks[:, :, 2] = rows[:, None], ends[:-1], np.diff(ends)
-    pointers = np.array([[address(one) for one in own] for own in values], np.int64)
-    limits = np.where(decreases, 0.0, np.inf)
-    given = (*map(address_of, (chunks, pointers, rows, limits)), 0, address_of(sums))
-    run_chunks(compile_table_once(make_changes_table()), chunks[:, :, 2].ravel(), *given)
-    found: list[list[list[float]]] = sums.tolist()
-    return found
-
-
-def _count_changes_by_torch(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
-    """Return the sums of `make_changes_table` of each tensor without kernels."""
-    trace, limit = make_changes_table().trace, {("constant", 0): 0.0 if decreases else np.inf}
-    return [run_on_tensors(trace, [x[start:end] for x in values], limit)[1] for start, end in itertools.pairwise(ends)]
+    old, new, aim = (x.detach().to("cpu", torch.float64).contiguous().numpy() for x in (before, after, wanted))
+    with np.errstate(invalid="ignore", over="ignore"):
+        change = new - old
+        counts = np.isfinite(change) & np.isfinite(aim) & ((aim < 0) if decreases_only else (aim != 0))
+        asked, took = np.where(counts, aim, 0.0), np.where(counts, change, 0.0)
+        square, kept = float(asked @ asked), float(asked @ took)
+    seen = int(np.count_nonzero(counts))
+    record.seen += seen
+    record.cancelled += int(np.count_nonzero(counts & (old.view(np.int64) == new.view(np.int64))))
+    if not is_wanted_known:
+        record.known = False
+    elif record.known:
+        # Each step's share counts by its elements, not by the size of its learning rate.
+        record.wanted += seen if square else 0
+        record.kept += seen * kept / square if square else 0.0
 
 
 # Roles of states, by their names in torch.optim and here.
@@ -226,7 +191,7 @@ class ParameterBatch:
 
     Attributes:
         sizes: elements of each parameter.
-        ends: where the parameters' samples begin and end.
+        counts: sampled elements of each parameter.
         weight, gradient: samples before the step.
         states: samples of their states, and numbers of whole tensors, before the step.
         compute_wanted: computes the wanted update; None where no formula is known.
@@ -236,7 +201,7 @@ class ParameterBatch:
     records: list[ParameterRecord]
     parameters: list[torch.Tensor]
     sizes: list[int]
-    ends: list[int]
+    counts: list[int]
     weight: torch.Tensor
     gradient: torch.Tensor
     states: dict[str, Any] = field(default_factory=dict)
@@ -245,7 +210,12 @@ class ParameterBatch:
 
     def split_samples(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the sample of each parameter among packed ones."""
-        return list(packed.split(np.diff(self.ends).tolist()))
+        return list(packed.split(self.counts))
+
+    def count_changes(self, records: Sequence[RealisedChanges], *packed: torch.Tensor, **how: Any) -> None:
+        """Call `count_changes` for each parameter's record and its part of packed samples."""
+        for record, *samples in zip(records, *map(self.split_samples, packed), strict=True):
+            count_changes(record, *samples, **how)
 
 
 class UpdateWatcher:
@@ -262,23 +232,20 @@ class UpdateWatcher:
         # Directions of rounding in the step before less their probabilities, in standard deviations, by parameter.
         self._surprises: dict[str, torch.Tensor] = {}
 
-    def sample_before_step(self, arrived: set[str], alone: torch.Tensor | None = None) -> None:
+    def sample_before_step(self, arrived: set[str]) -> None:
         """Sample weights, gradients and states before a step.
 
         Args:
             arrived: names whose gradients were looked at when they arrived.
-            alone: the parameter that steps, if it is one.
         """
         self._batches = []
-        batches = self._group_parameters(alone)
-        late = [one for _, members in batches for one in members if one.record.name not in arrived]
-        if late:  # their gradients met no hook
-            sample_tensors(
-                self.recorder, [one.record for one in late], [one.gradient for one in late], "weight gradient"
-            )
+        batches = self._group_parameters()
+        for one in itertools.chain.from_iterable(members for _, members in batches):
+            if one.record.name not in arrived:  # its gradient met no hook
+                sample_tensors(self.recorder, [one.record], [one.gradient], "weight gradient")
         self._batches = [self._sample_batch(group, members) for group, members in batches]
 
-    def _group_parameters(self, alone: torch.Tensor | None) -> list[tuple[dict[str, Any], list[ParameterBeforeStep]]]:
+    def _group_parameters(self) -> list[tuple[dict[str, Any], list[ParameterBeforeStep]]]:
         """Return parameters with gradients by what makes them step together, with their param groups."""
         batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[ParameterBeforeStep]]] = {}
         for group in self.optimizer.param_groups:
@@ -289,7 +256,7 @@ class UpdateWatcher:
                 and (isinstance(value, _OPTION_TYPES) or (isinstance(value, torch.Tensor) and value.numel() == 1))
             }
             kind = tuple(options.items())
-            for parameter in group["params"] if alone is None else [p for p in group["params"] if p is alone]:
+            for parameter in group["params"]:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None:
                     continue
@@ -360,16 +327,16 @@ class UpdateWatcher:
     def _sample_batch(self, group: dict[str, Any], members: list[ParameterBeforeStep]) -> ParameterBatch:
         """Sample weights, gradients and states of parameters that step together."""
         records, sizes = [one.record for one in members], [one.weight.flat.numel() for one in members]
-        weight, counts = sample_tensors(self.recorder, records, [one.weight for one in members], "weight")
-        gradient = sample_tensors(self.recorder, records, [one.gradient for one in members]).packed
+        weights = sample_tensors(self.recorder, records, [one.weight for one in members], "weight")
+        weight = torch.cat(weights)
+        gradient = torch.cat(sample_tensors(self.recorder, records, [one.gradient for one in members]))
         divisor = _convert_to_float(getattr(self.optimizer, "grad_scale", None), 1.0)
         if divisor != 1.0:
             gradient = gradient / divisor
-        ends = [0, *itertools.accumulate(counts)]
-        nonzero = np.add.reduceat((gradient != 0).numpy(), ends[:-1], dtype=np.int64)
-        for record, count in zip(records, nonzero.tolist()):
-            record.nonzero_gradients += count
-        batch = ParameterBatch(records, [one.parameter for one in members], sizes, ends, weight, gradient)
+        counts = list(map(len, weights))
+        batch = ParameterBatch(records, [one.parameter for one in members], sizes, counts, weight, gradient)
+        for record, slope in zip(records, batch.split_samples(gradient)):
+            record.nonzero_gradients += int(slope.count_nonzero())
         first = members[0]
         if isinstance(self.optimizer, Optimizer):
             plan = self.optimizer._plans.get(first.parameter)
@@ -392,7 +359,7 @@ class UpdateWatcher:
             for key, value in first.states.items():
                 if isinstance(value, StoredNumbers):
                     held = [one.states[key] for one in members if one.states is not None]
-                    batch.states[key] = sample_tensors(self.recorder, records, held).packed
+                    batch.states[key] = torch.cat(sample_tensors(self.recorder, records, held))
                 else:
                     batch.states[key] = value.clone() if isinstance(value, torch.Tensor) else value
             batch.compute_wanted = self._compute_by_shadow
@@ -404,7 +371,7 @@ class UpdateWatcher:
         if not has_float32_weight(plans[0]):
             return stored_weights
         weights = [StoredNumbers(weight, weight.dtype) for weight in read_weights(plans)]
-        return sample_tensors(self.recorder, batch.records, weights).packed
+        return torch.cat(sample_tensors(self.recorder, batch.records, weights))
 
     def _get_plans(self, batch: ParameterBatch) -> list[ParameterPlan]:
         assert isinstance(self.optimizer, Optimizer)
@@ -420,7 +387,7 @@ class UpdateWatcher:
                 # What stores numbers as they are need not be decoded where no sample looks.
                 values = tensors[0] if type(codec) is PlainCodec else codec.decode(tensors)
                 numbers.append(StoredNumbers(values.contiguous(), values.dtype))
-            found[slot.name] = sample_tensors(self.recorder, batch.records, numbers).packed
+            found[slot.name] = torch.cat(sample_tensors(self.recorder, batch.records, numbers))
         return found
 
     def compare_after_step(self) -> None:
@@ -430,7 +397,7 @@ class UpdateWatcher:
             return
         for batch in batches:
             numbers = [one for parameter in batch.parameters if (one := read_numbers(parameter)) is not None]
-            now = sample_tensors(self.recorder, batch.records, numbers).packed
+            now = torch.cat(sample_tensors(self.recorder, batch.records, numbers))
             states_now = self._count_states(batch)
             if batch.is_unplanned:
                 continue
@@ -439,8 +406,7 @@ class UpdateWatcher:
                 states_now = self._sample_decoded_states(batch) if batch.states else {}
             if batch.compute_wanted is None:
                 updates = [record.update for record in batch.records]
-                changes = ChangeComparison(updates, batch.weight, now, batch.gradient, is_wanted_known=False)
-                count_changes([changes], batch.ends)
+                batch.count_changes(updates, batch.weight, now, batch.gradient, is_wanted_known=False)
                 self._count_updates(batch, now - batch.weight)
             else:
                 self._compare_with_wanted(batch, batch.compute_wanted(batch), now, states_now)
@@ -453,16 +419,14 @@ class UpdateWatcher:
             if record.name in self.recorder.fixed:
                 self._count_directions(record, *pair)
         self._count_updates(batch, change)
-        compared = [ChangeComparison([one.update for one in batch.records], batch.weight, now, change)]
+        batch.count_changes([one.update for one in batch.records], batch.weight, now, change)
         for key, state in states.items():
             if key in states_now:
                 before = batch.states.get(key)
                 before = torch.zeros_like(state) if before is None else before
                 changes = [record.states.setdefault(key, RealisedChanges()) for record in batch.records]
                 falls = key in SQUARE_AVERAGE_STATES
-                compared.append(
-                    ChangeComparison(changes, before, states_now[key], state - before, decreases_only=falls)
-                )
+                batch.count_changes(changes, before, states_now[key], state - before, decreases_only=falls)
         decouples, options = ELEMENTWISE_OPTIMIZERS.get(type(self.optimizer)), batch.records[0].options
         decay = options.get("weight_decay")
         # torch's loop rounds decoupled decay into the weight by itself, as a factor.
@@ -472,8 +436,7 @@ class UpdateWatcher:
                 record.decay = record.decay or RealisedChanges()
             changes = [record.decay for record in batch.records if record.decay is not None]
             decayed = (batch.weight.to(batch.parameters[0].dtype) * factor).double()
-            compared.append(ChangeComparison(changes, batch.weight, decayed, batch.weight * (factor - 1)))
-        count_changes(compared, batch.ends)
+            batch.count_changes(changes, batch.weight, decayed, batch.weight * (factor - 1))
 
     def _compute_by_shadow(self, batch: ParameterBatch) -> WantedUpdate:
         """Return the update of samples by the optimizer's own class, in float64."""
@@ -493,7 +456,7 @@ class UpdateWatcher:
         Args:
             wanted, after: float64 values before rounding, and what was stored.
         """
-        low, high = find_neighbours(wanted, record.dtype)
+        low, high = find_rounding_neighbours(wanted, record.dtype)
         up = after == high
         probability = (wanted - low) / (high - low)
         decided = (low < wanted) & (wanted < high) & (up | (after == low)) & (high - low).isfinite()
@@ -513,15 +476,13 @@ class UpdateWatcher:
         self._surprises[record.name] = surprise
 
     def _count_updates(self, batch: ParameterBatch, change: torch.Tensor) -> None:
-        dtypes = [record.dtype for record in batch.records]
-        parts = batch.split_samples(change if torch.float64 in dtypes else change.float())
-        kinds = [dtype if dtype.is_floating_point else torch.float32 for dtype in dtypes]
-        named = [(record.name, record.kind) for record in batch.records]
-        self.recorder.count_sampled_tensors("update", named, list(map(StoredNumbers, parts, kinds)))
+        for record, part in zip(batch.records, batch.split_samples(change)):
+            dtype = record.dtype if record.dtype.is_floating_point else torch.float32
+            self.recorder.count_numbers("update", record.name, record.kind, StoredNumbers(part, dtype), part)
 
     def _count_states(self, batch: ParameterBatch) -> dict[str, torch.Tensor]:
         """Count the states after the step, and return samples of those that all parameters of a batch have."""
-        found: dict[str, tuple[list[ParameterRecord], list[StoredNumbers]]] = {}
+        found: dict[str, list[torch.Tensor]] = {}
         for record, parameter, size in zip(batch.records, batch.parameters, batch.sizes):
             for key, value in self._get_state(parameter).items():
                 is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
@@ -530,13 +491,9 @@ class UpdateWatcher:
                 record.state_dtypes[key] = value.dtype
                 numbers = read_numbers(value)
                 if numbers is not None and numbers.flat.numel() == size:
-                    records, held = found.setdefault(key, ([], []))
-                    records.append(record)
-                    held.append(numbers)
-        samples = {
-            key: sample_tensors(self.recorder, *held, ROLES_OF_STATES.get(key)).packed for key, held in found.items()
-        }
-        return {key: samples[key] for key, (records, _) in found.items() if len(records) == len(batch.records)}
+                    samples = sample_tensors(self.recorder, [record], [numbers], ROLES_OF_STATES.get(key))
+                    found.setdefault(key, []).extend(samples)
+        return {key: torch.cat(samples) for key, samples in found.items() if len(samples) == len(batch.records)}
 
     def _get_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         # Indexing a defaultdict would make an entry that the optimizer takes for a started one.
@@ -594,10 +551,10 @@ def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch
     return parameter.dtype in _STOCHASTIC_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))
 
 
-def find_neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def find_rounding_neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the nearest numbers of a 16-bit dtype at or below and above float64 values, as float64.
 
-    >>> low, high = find_neighbours(torch.tensor([1.001, -1.001], dtype=torch.float64), torch.bfloat16)
+    >>> low, high = find_rounding_neighbours(torch.tensor([1.001, -1.001], dtype=torch.float64), torch.bfloat16)
     >>> low.tolist(), high.tolist()
     ([1.0, -1.0078125], [1.0078125, -1.0])
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from ... import formats
@@ -27,6 +27,9 @@ from ._findings import (
     render_page,
     shorten_dtype,
 )
+
+# Formats that the map shows tensors in, whatever stores them.
+PAGE_FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn")
 
 
 def render_observation_page(data: PlainData) -> str:
@@ -55,7 +58,6 @@ def render_observation_page(data: PlainData) -> str:
         updates_words=LOST_AND_KEPT_TEXT,
         history_words=curves["words"] if curves else "",
         storage=make_storage_table(record),
-        extras=make_extra_tables(record),
         unseen=record.get("unseen", []),
         cost="" if overhead is None else f"{every}Observing took {format_multiple(overhead)} the run's own time.",
     )
@@ -92,9 +94,8 @@ def make_map_data(
     """
     sampled = [one for one in tensors if one["sampled"]]
     held = {one["name"]: one for one in parameters}
-    weights = {one["name"]: _find_median_binade(one["histogram"]) for one in sampled if one["role"] == "weight"}
-    rows = [_make_tensor_row(one, held.get(one["name"]), weights.get(one["name"])) for one in sampled]
-    named = list(dict.fromkeys(name for row in rows for name in row["formats"]))
+    rows = [_make_tensor_row(one, held.get(one["name"])) for one in sampled]
+    named = dict.fromkeys([*PAGE_FORMATS, *(row["dtype"] for row in rows), *(one["asked_format"] for one in sampled)])
     order = {role: place for place, role in enumerate(get_args(Role))}
     roles = sorted({row["role"] for row in rows}, key=lambda role: order.get(role, len(order)))
     for row in rows:
@@ -106,7 +107,7 @@ def make_map_data(
         stored[each] = held_in.most_common(1)[0][0]
     return {
         "tensors": sorted(rows, key=lambda row: row["order"]),
-        "formats": [find_format_limits(name) for name in named],
+        "formats": [limits for name in named if (limits := find_format_limits(name)) is not None],
         "stored": stored,
         "roles": roles,
         "role": role if found else (roles[0] if roles else ""),
@@ -114,78 +115,41 @@ def make_map_data(
     }
 
 
-def _make_tensor_row(one: PlainData, parameter: PlainData | None, weight: int | None) -> dict[str, Any]:
-    smallest = one["amin"]
+def _make_tensor_row(one: PlainData, parameter: PlainData | None) -> dict[str, Any]:
+    bins = sorted([int(bin), many] for bin, many in one["histogram"].items())
     row = {key: one[key] for key in ("role", "name", "kind", "order", "sampled", "elements", "nonfinite", "amax")}
-    row |= {
-        "dtype": shorten_dtype(one["dtype"]),
-        "amin": smallest if isinstance(smallest, int | float) and math.isfinite(smallest) else 0,
-        "bins": sorted([int(bin), many] for bin, many in one["histogram"].items()),
-        "formats": {
-            name: [counts["elements"], counts["underflow"], counts["subnormal"], counts["overflow"]]
-            for name, counts in one["formats"].items()
-        },
-    }
-    if row["dtype"] not in row["formats"] and one.get("scale", 1.0) == 1.0:
-        row["formats"] |= _count_as_stored(row)
+    row |= {"dtype": shorten_dtype(one["dtype"]), "bins": bins, "amin": 2.0 ** bins[0][0] if bins else 0}
     if one["role"] == "update" and parameter is not None and parameter["update"]["seen"]:
         row["lost"] = [parameter["update"]["seen"], parameter["update"]["cancelled"]]
-        if parameter["weight_update"] == "nearest" and parameter.get("rounding") is None and weight is not None:
-            row["weight"] = weight
     return row
 
 
-def _count_as_stored(row: PlainData) -> dict[str, list[int]]:
-    """Return the counts of a row in the format that stores it, where none became zero or overflowed."""
-    try:
-        smallest = formats.get(row["dtype"]).emin
-    except ValueError:
-        return {}
-    return {row["dtype"]: [row["sampled"], 0, sum(many for bin, many in row["bins"] if bin < smallest), 0]}
-
-
-def _find_median_binade(histogram: Mapping[str, int]) -> int | None:
-    """Return the power of two of the median of magnitudes."""
-    left = sum(histogram.values()) / 2
-    for bin, many in sorted((int(bin), many) for bin, many in histogram.items()):
-        left -= many
-        if left <= 0:
-            return bin
-    return None
-
-
-def find_format_limits(name: str) -> dict[str, Any]:
+def find_format_limits(name: str | None) -> dict[str, Any] | None:
     """Return where a format's magnitudes begin and end, as powers of two under rounding to nearest.
 
     `zero` is the power below which all becomes zero, `normal` that from which numbers are normal, `over` the logarithm
-    of the smallest magnitude beyond the largest number, `digits` the bits of a number behind its first; a format in
-    blocks, whose limits move with its scales, and one that is not known here have `block` alone.
+    of the smallest magnitude beyond the largest number. None of a format in blocks, whose limits move with its scales,
+    and of one that is not known here.
 
     >>> limits = find_format_limits("fp16")
-    >>> limits["zero"], limits["normal"], round(limits["over"], 4), limits["digits"]
-    (-25, -14, 15.9996, 10)
-    >>> find_format_limits("mxfp8_e4m3")
-    {'name': 'mxfp8_e4m3', 'title': 'mxfp8_e4m3: blocks of 32 elements', 'block': True}
+    >>> limits["zero"], limits["normal"], round(limits["over"], 4)
+    (-25, -14, 15.9996)
     """
-    if name in formats.block_names():
-        blocks = formats.get_block(name).block
-        return {"name": name, "title": f"{name}: blocks of {blocks} elements", "block": True}
     try:
-        found = formats.get(name)
+        found = formats.get(name or "")
     except ValueError:
-        return {"name": name, "title": name, "block": True}
+        return None
     half_ulp = math.ldexp(0.5, found.emax - found.mantissa_bits)
     return {
         "name": name,
         "title": f"{name}: {found.smallest_subnormal:.3g} to {found.max:.6g}",
-        "block": False,
         "zero": math.frexp(found.smallest_subnormal)[1] - 2,
         "normal": found.emin,
         "over": math.log2(found.max) if math.isinf(found.max + half_ulp) else math.log2(found.max + half_ulp),
-        "digits": found.mantissa_bits,
     }
 
 
+NOT_FINITE_TEXT = "NaN or infinity"
 CurvePoints = list[tuple[int, float | None]]
 
 
@@ -220,16 +184,12 @@ def describe_history(history: Sequence[PlainData]) -> str:
     """Return a description of the curves in words, for readers of the page who cannot see them."""
     said = [f"{len(history):,} steps on record"]
     for key, word in (("loss", "loss"), ("loss_scale", "loss scale"), ("lr", "learning rate")):
-        points = _list_curve_points(history, key)
-        found = [value for _, value in points if value is not None]
-        if found:
-            said.append(f"{word} from {found[0]:.4g} to {found[-1]:.4g}")
-        if len(found) < len(points):
-            said.append(f"{word} NaN or infinite in {len(points) - len(found):,} of {len(points):,} steps")
+        points = [value for _, value in _list_curve_points(history, key)]
+        if points:
+            first, last = (NOT_FINITE_TEXT if end is None else f"{end:.4g}" for end in (points[0], points[-1]))
+            said.append(f"{word} from {first} to {last}")
     total = sum(one["skipped"] for one in history)
-    if total:
-        said.append(f"{total} skipped by the scaler")
-    return "; ".join(said) + "."
+    return "; ".join([*said, f"{total} skipped by the scaler"] if total else said) + "."
 
 
 def _make_curve(name: str, points: CurvePoints, colour: str, dash: bool = False) -> dict[str, Any]:
@@ -260,77 +220,31 @@ def make_updates_table(parameters: Sequence[PlainData]) -> Table:
 
 
 def make_storage_table(data: PlainData) -> Table:
-    """Return a table of parameters and outputs: the dtype asked for, the one found, and the optimizer."""
-    asked = {
-        name: (one["asked"], one["source"], name not in one["other"])
-        for one in data.get("expectations", ())
-        for name in one["matched"]
-    }
-    outputs = [one for one in data.get("tensors", ()) if one["role"] == "activation"]
+    """Return a table of parameters: the dtype asked for, the one found, and the optimizer."""
+    expected = data.get("expectations", ())
+    asked = {name: one["asked"] for one in expected for name in one["matched"]}
+    unmet = {name for one in expected for name in one["other"]}
 
-    def wanted(one: PlainData) -> Cell:
-        dtype, source, _ = asked.get(one["name"], ("", "", True))
-        return Cell(shorten_dtype(dtype), title=f"asked by {source}") if dtype else UNKNOWN_CELL
+    def make_found_cell(one: PlainData) -> Cell:
+        return Cell(shorten_dtype(one["dtype"]), tone="bad" if one["name"] in unmet else "")
 
-    def there(one: PlainData) -> Cell:
-        stored, met = one.get("asked_format"), asked.get(one["name"], ("", "", True))[2]
-        small = f"quantized to {stored}" if stored else ""
-        return Cell(shorten_dtype(one["dtype"]), tone="" if met else "bad", small=small)
-
-    def stepper(one: PlainData) -> Cell:
+    def make_optimizer_cell(one: PlainData) -> Cell:
         if not one["requires_grad"]:
             return Cell("frozen", sort="", tone="quiet")
         return Cell("none", tone="bad") if one["optimizer"] is None else Cell(one["optimizer"])
 
-    def elements(one: PlainData) -> Cell:
-        return make_count_cell(one["numel"], describe_shape(one["shape"]))
-
-    def gradient(one: PlainData) -> Cell:
-        return Cell(shorten_dtype(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
-
-    def of_parameter(cell: Callable[[PlainData], Cell]) -> Callable[[PlainData], Cell]:
-        return lambda one: UNKNOWN_CELL if "role" in one else cell(one)
-
     columns: TableColumns = [
-        ("name", "", lambda one: Cell(one["name"] or "(model)")),
-        ("what", "", lambda one: Cell("output" if "role" in one else "parameter")),
+        ("parameter", "", lambda one: Cell(one["name"])),
         ("class", "minor", lambda one: Cell(one["kind"])),
-        ("asked", "", wanted),
-        ("there", "", there),
-        ("elements", "number minor", of_parameter(elements)),
-        ("gradient", "minor", of_parameter(gradient)),
-        ("optimizer", "", of_parameter(stepper)),
-        (
-            "weight update",
-            "",
-            of_parameter(lambda one: Cell(one["weight_update"]) if one["optimizer"] else UNKNOWN_CELL),
-        ),
-        ("states", "", of_parameter(_make_state_dtypes_cell)),
+        ("asked", "", lambda one: Cell(shorten_dtype(asked.get(one["name"])))),
+        ("there", "", make_found_cell),
+        ("elements", "number minor", lambda one: make_count_cell(one["numel"], describe_shape(one["shape"]))),
+        ("gradient", "minor", lambda one: Cell(shorten_dtype(one["gradient_dtype"]))),
+        ("optimizer", "", make_optimizer_cell),
+        ("weight update", "", lambda one: Cell(one["weight_update"]) if one["optimizer"] else UNKNOWN_CELL),
+        ("states", "", _make_state_dtypes_cell),
     ]
-    rows = [*data.get("parameters", ()), *outputs]
-    return make_table("storage", "What is stored how", rows, columns, "filter, as norm float32")
-
-
-def make_extra_tables(data: PlainData) -> list[Table]:
-    """Return tables that only some runs have: running averages, and sites of a scaler."""
-    averages: TableColumns = [
-        ("average", "", lambda one: Cell(one["name"])),
-        ("stored in", "", lambda one: Cell(shorten_dtype(one["dtype"]))),
-        ("kept per step", "number", lambda one: make_number_cell(one["retention"])),
-        (LOST_TITLE, "number", lambda one: make_change_cell(one["change"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: make_kept_cell(one["change"])),
-    ]
-    sites: TableColumns = [
-        ("site", "", lambda one: Cell(one["site"])),
-        ("format", "", lambda one: Cell(one["format"] or "–")),
-        ("exponent", "number", lambda one: make_number_cell(one["exponent"])),
-        ("overflows", "number", lambda one: make_number_cell(one["overflows"])),
-    ]
-    found = [
-        make_table("averages", "Running averages", data.get("averages", ()), averages),
-        make_table("sites", "Sites of the gradient scaler", data.get("sites", ()), sites),
-    ]
-    return [table for table in found if table.rows]
+    return make_table("storage", "What is stored how", data.get("parameters", ()), columns, "filter, as norm float32")
 
 
 def _make_state_dtypes_cell(one: PlainData) -> Cell:
@@ -352,7 +266,7 @@ def _make_states_lost_cell(states: Mapping[str, PlainData]) -> Cell:
 def make_trainings_table(trainings: Sequence[PlainData]) -> Table:
     """Return a row per training of `Report.to_dict`; without rows where there are not several."""
 
-    def verdict(one: PlainData) -> Cell:
+    def make_verdict_cell(one: PlainData) -> Cell:
         found = Counter(finding["severity"] for finding in one["findings"])
         worst = next((severity for severity in reversed(SEVERITIES) if found[severity]), None)
         said = [pluralize(found[severity], severity) for severity in ("error", "warning") if found[severity]]
@@ -364,7 +278,7 @@ def make_trainings_table(trainings: Sequence[PlainData]) -> Table:
         ("model", "", lambda one: Cell(one["model"])),
         ("optimizer", "", lambda one: Cell(", ".join(one["optimizers"]))),
         ("steps", "number", lambda one: make_count_cell(one["steps"])),
-        ("errors and warnings", "", verdict),
+        ("errors and warnings", "", make_verdict_cell),
         ("codes", "minor", lambda one: Cell(", ".join(dict.fromkeys(f["code"] for f in one["findings"])) or "–")),
     ]
     several = trainings if len(trainings) > 1 else ()

@@ -59,7 +59,7 @@ def _describe_audit(cards: Sequence[PlainData], data: PlainData) -> str:
 
 
 def _make_groups_table(groups: Sequence[PlainData]) -> Table:
-    def medians(one: PlainData) -> Cell:
+    def make_medians_cell(one: PlainData) -> Cell:
         return Cell(" to ".join(dict.fromkeys(make_number_cell(end).text for end in one["median_change_ulps"])))
 
     columns: TableColumns = [
@@ -69,17 +69,17 @@ def _make_groups_table(groups: Sequence[PlainData]) -> Table:
         ("how many", "number", lambda one: make_count_cell(len(one["names"]))),
         ("elements", "number minor", lambda one: make_count_cell(one["numel"])),
         ("unchanged", "number", lambda one: make_share_cell(one["share_unchanged"], bar=True)),
-        ("median, ulps", "number", medians),
+        ("median, ulps", "number", make_medians_cell),
     ]
     return make_table("groups", "Layer by layer", groups, columns, "filter, as norm")
 
 
 def _make_states_table(states: Sequence[PlainData]) -> Table:
-    def kinds(one: PlainData) -> Cell:
+    def make_kinds_cell(one: PlainData) -> Cell:
         found = dict.fromkeys(_join_dtypes(pair) for pair in one["dtypes"].values())
         return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else UNKNOWN_CELL
 
-    def remedy(one: PlainData) -> Cell:
+    def make_remedy_cell(one: PlainData) -> Cell:
         """Name the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
         if one["update"] is None:
             return UNKNOWN_CELL
@@ -90,11 +90,11 @@ def _make_states_table(states: Sequence[PlainData]) -> Table:
         ("parameter", "", lambda one: Cell(one["name"])),
         ("lr", "number", lambda one: make_number_cell(one["options"].get("lr"))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"] or "–", sort=one["weight_update"] or "")),
-        ("states", "", kinds),
+        ("states", "", make_kinds_cell),
         (LOST_TITLE, "number", lambda one: make_change_cell(one["update"], bar=True)),
         (KEPT_TITLE, "number", lambda one: make_kept_cell(one["update"])),
         ("decay lost", "number", lambda one: make_change_cell(one["decay"])),
-        ("would keep it", "minor", remedy),
+        ("would keep it", "minor", make_remedy_cell),
     ]
     return make_table("states", "What the optimizer's state says", states, columns)
 

@@ -75,21 +75,16 @@
 
   // The map -----------------------------------------------------------------------------------------------------
 
-  // What a format makes of a row at scale 2^power: exact counts at 1, else by power of two.
+  // What a format makes of a row at scale 2^power, from the counts by power of two.
   function counted(row, format, power) {
-    const exact = row.formats[format.name];
-    if (power === 0 || format.block) {
-      if (!exact) return null;
-      return { elements: exact[0], zero: exact[1], subnormal: exact[2], over: exact[3], exact: true };
-    }
-    const found = { elements: row.sampled, zero: 0, subnormal: 0, over: 0, exact: false };
+    const found = { elements: row.sampled, zero: 0, subnormal: 0, over: 0 };
     for (const [bin, many] of row.bins) {
       const at = bin + power;
       if (at < format.zero) found.zero += many;
       else if (at < format.normal) found.subnormal += many;
       else if (at + 1 > format.over) found.over += many * Math.min(1, at + 1 - format.over);
     }
-    found.over = Math.round(found.over);
+    found.over = row.dtype === format.name && !power ? 0 : Math.round(found.over);  // what it stores is not beyond it
     return found;
   }
 
@@ -97,8 +92,7 @@
   function centred(row, format) {
     let least = Infinity, powers = [];
     for (let power = -48; power <= 48; power++) {
-      const at = format.block ? null : counted({ ...row, formats: {} }, format, power || 1e-9);
-      if (!at) return 0;
+      const at = counted(row, format, power);
       const loss = at.zero + at.over + 0.25 * at.subnormal;
       if (loss < least - 1e-9) { least = loss; powers = [power]; } else if (loss <= least + 1e-9) powers.push(power);
     }
@@ -114,7 +108,6 @@
     const more = card.querySelector(".under .more");
     const state = { role: data.role, power: 0, chosen: "", all: false, format: "" };
     const format = () => formats[Number(field("format").value)];
-    const powerOf = () => (format().block ? 0 : state.power);
 
     roles.forEach((role) => {
       const label = html("label"), input = html("input", { type: "radio", name: "role", value: role, checked: role === state.role });
@@ -137,11 +130,6 @@
       const many = inRole(), own = many.filter((row) => row.dtype === one.name).length;
       return own === many.length ? `stored in ${one.title}` : `${one.title}, which stores ${own} of ${many.length}`;
     }
-    // The power of two of half the gap beside a row's median weight: in the format that stores the row, or the one asked for.
-    function gapOf(row, one) {
-      const own = one.name === data.stored[state.role] ? formats.find((each) => each.name === row.dtype) : one;
-      return row.weight === undefined || !own || own.block ? -Infinity : Math.max(row.weight, own.normal) - own.digits - 1;
-    }
     const inRole = () => tensors.filter((row) => row.role === state.role);
     function fill() {
       const options = [html("option", { value: "", textContent: "no tensor" })];
@@ -159,7 +147,7 @@
     }
 
     function rows() {
-      const lost = (row) => { if (row.lost) return row.lost[1] / row.lost[0]; const at = counted(row, format(), powerOf()); return at ? (at.zero + at.over + at.subnormal / 1e3) / (at.elements || 1) : 0; };
+      const lost = (row) => { if (row.lost) return row.lost[1] / row.lost[0]; const at = counted(row, format(), state.power); return (at.zero + at.over + at.subnormal / 1e3) / (at.elements || 1); };
       const found = inRole();
       return field("order").value === "lost" ? found.map((row) => [lost(row), row]).sort((a, b) => b[1].found - a[1].found || b[0] - a[0]).map((pair) => pair[1]) : found;
     }
@@ -167,15 +155,12 @@
     // From the data to the format's limits where those are near, the same at every scale.
     function range(found) {
       const bins = found.flatMap((row) => row.bins.map((pair) => pair[0]));
-      for (const row of found) if (gapOf(row, format()) > -Infinity) bins.push(gapOf(row, format()));
       for (const row of found) for (const edge of [row.amin, row.amax]) if (edge) bins.push(Math.floor(Math.log2(edge)));
       let low = -1, high = 1;
       if (bins.length) { low = bins.reduce((a, b) => Math.min(a, b)); high = bins.reduce((a, b) => Math.max(a, b)) + 1; }
       let [left, right] = [low - 2, high + 2];
-      if (!format().block) {
-        if (format().zero - 4 > low - 28) left = Math.min(left, format().zero - 4);
-        if (format().over + 4 < high + 28) right = Math.max(right, Math.ceil(format().over) + 4);
-      }
+      if (format().zero - 4 > low - 28) left = Math.min(left, format().zero - 4);
+      if (format().over + 4 < high + 28) right = Math.max(right, Math.ceil(format().over) + 4);
       return [left, right];
     }
 
@@ -189,7 +174,7 @@
       if (inRole().some((row) => row.nonfinite)) columns.push(["broken", narrow ? "NaN" : "NaN, inf"]);
       const each = narrow ? 42 : 66, right = columns.length * each + 4;
       const plot = width - left - right, height = top + shown.length * tall + bottom;
-      const [low, high] = range(found), power = powerOf(), one = format();
+      const [low, high] = range(found), power = state.power, one = format();
       const x = (bin) => left + ((Math.min(Math.max(bin, low), high) - low) / (high - low)) * plot;
       const svg = canvas(width, height, `Magnitudes of every ${state.role}. ${said.textContent} The table below has the numbers.`);
       const end = top + shown.length * tall;
@@ -199,17 +184,15 @@
       defs.append(hatch);
       svg.append(defs);
 
-      if (!one.block) {
-        const edges = [["zero", -Infinity, one.zero], ["subnormal", one.zero, one.normal], ["normal", one.normal, one.over], ["overflow", one.over, Infinity]];
-        for (const [name, from, to] of edges) {
-          const start = x(from - power), stop = x(to - power), wide = stop - start;
-          if (wide < 0.5) continue;
-          const paint = { zero: "url(#hatch)", overflow: "url(#hatch)", subnormal: "var(--sub-bg)" }[name];
-          if (paint) svg.append(make("rect", { x: round(start), y: top, width: round(wide), height: end - top, fill: paint }));
-          const size = narrow ? 10 : 11;
-          if (wide > name.length * size * 0.56) write(svg, (start + stop) / 2, top - 7, name, { "text-anchor": "middle", "font-size": size, "font-weight": name === "normal" ? 400 : 600, fill: { subnormal: "var(--open)", normal: "var(--soft)" }[name] ?? "var(--lost)" });
-          if (start > left + 0.5) svg.append(make("line", { x1: round(start), y1: top - 3, x2: round(start), y2: end, stroke: name === "normal" ? "var(--subnormal)" : "var(--lost)", "stroke-width": 1 }));
-        }
+      const edges = [["zero", -Infinity, one.zero], ["subnormal", one.zero, one.normal], ["normal", one.normal, one.over], ["overflow", one.over, Infinity]];
+      for (const [name, from, to] of edges) {
+        const start = x(from - power), stop = x(to - power), wide = stop - start;
+        if (wide < 0.5) continue;
+        const paint = { zero: "url(#hatch)", overflow: "url(#hatch)", subnormal: "var(--sub-bg)" }[name];
+        if (paint) svg.append(make("rect", { x: round(start), y: top, width: round(wide), height: end - top, fill: paint }));
+        const size = narrow ? 10 : 11;
+        if (wide > name.length * size * 0.56) write(svg, (start + stop) / 2, top - 7, name, { "text-anchor": "middle", "font-size": size, "font-weight": name === "normal" ? 400 : 600, fill: { subnormal: "var(--open)", normal: "var(--soft)" }[name] ?? "var(--lost)" });
+        if (start > left + 0.5) svg.append(make("line", { x1: round(start), y1: top - 3, x2: round(start), y2: end, stroke: name === "normal" ? "var(--subnormal)" : "var(--lost)", "stroke-width": 1 }));
       }
       write(svg, left, 13, narrow ? chosen(one).split(":")[0] : `${state.role} · ${chosen(one)}${power ? ` · times 2${superscript(power)}` : ""}`, { fill: "var(--ink)", "font-weight": 650, "font-size": narrow ? 11.5 : 13 });
       columns.forEach(([, title], index) => write(svg, width - right + (index + 1) * each, top - 7, title, { "text-anchor": "end" }));
@@ -225,11 +208,10 @@
         const start = top + index * tall, y = start + above, group = make("g", { class: row.name === state.chosen && state.chosen !== "" ? "row chosen" : "row" });
         group.append(make("rect", { class: "hit", x: 0, y: start, width, height: tall }));
         label(group, row.name || "(model)", narrow ? start : y + deep / 2 + 4, narrow, left, width, { "font-weight": row.found ? 700 : 400 });
-        const gap = gapOf(row, one);
         const whole = row.bins.reduce((sum, pair) => sum + pair[1], 0) || 1;
         for (const [at, many] of row.bins) {
           const place = at + power;
-          const kind = one.block ? "kept" : place < one.zero || place + 1 > Math.ceil(one.over) || at + 1 <= gap ? "lost" : place < one.normal ? "subnormal" : "kept";
+          const kind = place < one.zero || place + 1 > Math.ceil(one.over) ? "lost" : place < one.normal ? "subnormal" : "kept";
           const faintest = kind === "kept" ? 0.14 : 0.4;
           const depth = faintest + (1 - faintest) * Math.min(1, Math.max(0, (Math.log10(many / whole) + 4) / 3.5));
           group.append(make("rect", { x: round(x(at)), y: y + 1.5, width: round(Math.max(bin - (bin > 5 ? 1 : 0), 0.8)), height: deep - 3, rx: bin > 5 ? 1.5 : 0, fill: `var(--${kind})`, "fill-opacity": round(depth) }));
@@ -239,7 +221,6 @@
           const place = round(x(Math.log2(edge)));
           group.append(make("line", { x1: place, y1: y + 2, x2: place, y2: y + deep - 2, stroke: "var(--ink)", "stroke-width": 1.3 }));
         }
-        if (gap > low) group.append(make("line", { x1: round(x(gap)), y1: y, x2: round(x(gap)), y2: y + deep, stroke: "var(--lost)", "stroke-width": 2, "stroke-dasharray": "3 2" }));
         const at = counted(row, one, power);
         columns.forEach(([key], column) => {
           const own = key === "broken" || (key === "lost" && row.lost !== undefined);
@@ -273,27 +254,23 @@
     }
 
     function tell() {
-      const one = format(), power = powerOf(), sum = { elements: 0, zero: 0, subnormal: 0, over: 0 };
-      for (const row of inRole()) { const at = counted(row, one, power); if (at) for (const key of Object.keys(sum)) sum[key] += at[key]; }
+      const one = format(), power = state.power, sum = { elements: 0, zero: 0, subnormal: 0, over: 0 };
+      for (const row of inRole()) { const at = counted(row, one, power); for (const key of Object.keys(sum)) sum[key] += at[key]; }
       const part = (key) => percent(sum[key] / (sum.elements || 1));
       const bold = (text) => html("b", { textContent: text });
-      const scale = one.block ? "with the scales of its blocks" : power ? `times 2${superscript(power)}` : "as they are";
-      const how = one.block || !power ? "Counted exactly." : "Estimated by powers of two.";
+      const scale = power ? `times 2${superscript(power)}` : "as they are";
       said.replaceChildren(storedWords(), " ");
       const seen = inRole().filter((row) => row.lost), worst = seen.filter((row) => row.found);
       const share = (rows) => bold(percent(rows.reduce((many, row) => many + row.lost[1], 0) / rows.reduce((many, row) => many + row.lost[0], 0)));
       if (worst.length && worst.length < seen.length) said.append(share(worst), " of the updates of the tensors in bold are lost to rounding, ", share(seen), " of all. ");
       else if (seen.length) said.append(share(seen), " of the updates are lost to rounding. ");
-      card.querySelector(".legend .gap").hidden = one.block || !inRole().some((row) => row.weight !== undefined);
-      said.append(`In ${one.name}'s range, ${scale}: `, bold(part("zero")), " become zero, ", bold(part("subnormal")), " subnormal, ", bold(part("over")), ` overflow. ${how}`);
+      said.append(`In ${one.name}'s range, ${scale}: `, bold(part("zero")), " become zero, ", bold(part("subnormal")), " subnormal, ", bold(part("over")), ` overflow. Estimated by powers of two.`);
       const total = (key) => inRole().reduce((many, row) => many + row[key], 0);
       if (total("nonfinite")) said.append(" ", bold(percent(total("nonfinite") / total("elements"))), " of the tensors' elements are NaN or infinite, and in no column of the map.");
       field("scale").value = state.power;
-      field("scale").disabled = one.block;
       field("scale").setAttribute("aria-valuetext", `2 to the ${state.power}`);
-      card.querySelector(".power").innerHTML = `2<sup>${powerOf()}</sup>`;
+      card.querySelector(".power").innerHTML = `2<sup>${state.power}</sup>`;
       field("centre").value = state.chosen;
-      field("centre").disabled = one.block;
     }
 
     function table() {
@@ -304,20 +281,20 @@
       box.innerHTML = `<div class="tools"><label><span class="unseen">Filter tensors</span><input type="search" placeholder="filter by name" autocomplete="off"></label><span class="quiet"><output class="count"></output> rows</span></div><div class="scroll" tabindex="0" role="region" aria-label="Numbers of the map"><table data-table><caption class="unseen">What the format makes of each tensor</caption><thead><tr>${head}</tr></thead><tbody></tbody></table></div><button type="button" class="more" hidden></button>`;
       const one = format();
       for (const row of rows()) {
-        const at = counted(row, one, powerOf()), line = html("tr");
+        const at = counted(row, one, state.power), line = html("tr");
         const name = html("th", { scope: "row" });
         name.append(html("code", { textContent: row.name || "(model)" }));
         line.append(name, html("td", { className: "minor", textContent: row.kind }), html("td", { className: "minor", textContent: row.dtype }), html("td", { className: "number", textContent: row.sampled.toLocaleString("en") }));
         line.lastChild.dataset.sort = row.sampled;
         for (const key of ["zero", "subnormal", "over"]) {
-          const cell = html("td", { className: `number ${key}`, textContent: at ? percent(at[key] / (at.elements || 1)) : "–", title: at ? `${at[key]} of ${at.elements}` : "" });
-          cell.dataset.sort = at ? at[key] / (at.elements || 1) : "";
-          if (at) cell.dataset.count = at[key];
+          const cell = html("td", { className: `number ${key}`, textContent: percent(at[key] / (at.elements || 1)), title: `${at[key]} of ${at.elements}` });
+          cell.dataset.sort = at[key] / (at.elements || 1);
+          cell.dataset.count = at[key];
           line.append(cell);
         }
-        const best = one.block ? "–" : `2${superscript(centred(row, one))}`;
+        const best = `2${superscript(centred(row, one))}`;
         line.append(html("td", { className: "number", textContent: best }));
-        line.lastChild.dataset.sort = one.block ? "" : centred(row, one);
+        line.lastChild.dataset.sort = centred(row, one);
         box.querySelector("tbody").append(line);
       }
       holder.replaceChildren(box);

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ...optim._gradient_release import StepWatcher
 from ...sinks import Row, RowFile
 from .._finding import Finding, group_causes_as_dicts
 from ..findings._kind import rank_by_causes
@@ -27,7 +26,7 @@ MOST_TRAININGS = 32
 _TEXT_LOOSE_PARAMETERS = "an optimizer steps parameters that no module holds: they are not observed"
 
 
-class ScriptWatch(StepWatcher):
+class ScriptWatch:
     """Observes whatever trains while the context is open.
 
     An optimizer's first step begins a training of the model that it steps, which is observed from the next step on. An
@@ -59,7 +58,6 @@ class ScriptWatch(StepWatcher):
 
     def __enter__(self) -> ScriptWatch:
         self._open.enter_context(tell_backward_losses(self._log_loss))
-        self._open.callback(register_optimizer_step_pre_hook(self.begin_step).remove)
         self._open.callback(register_optimizer_step_post_hook(self.end_step).remove)
         return self
 
@@ -93,9 +91,6 @@ class ScriptWatch(StepWatcher):
             observation = training.observation
             if observation is not None and observation.recorder.sampling:
                 observation.log_loss(loss)
-
-    def begin_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Do nothing: its place among the hooks is how released gradients find this watcher."""
 
     def end_step(self, optimizer: Optimizer, *_: object) -> None:
         """Begin a training of an optimizer that has stepped, if it has none."""

@@ -1,0 +1,198 @@
+"""The sampler: the numbers behind a tensor, extremes of the whole, and histograms of a sample.
+
+A sample is 32 aligned runs of 128 elements. The k-th run is floor((k + u_k) R / 32) of the tensor's R runs in row-major
+order, u_k uniform in [0, 1) and a pure function of (step, name): every run has the same chance 32 / R, whatever R
+is, so that counts over the sample are unbiased, and no period of the tensor's rows can hide from them. A tensor of up
+to 4096 elements is taken whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...kernels import keeping_subnormals, plain_address, to_plain_memory
+from ...mctensor import MCTensor
+from ...optim.parameters._local_tensors import local
+from ...rounding import mix64
+from ...scaled import ScaledTensor
+from .._record import TensorRecord
+
+RUN_LENGTH = 128
+RUNS_PER_SAMPLE = 32
+SAMPLE_SIZE = RUN_LENGTH * RUNS_PER_SAMPLE
+
+
+def hash_name(name: str) -> int:
+    """Return 64 bits that stand for a name, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+@functools.lru_cache(4096)
+def make_sampling_key(step: int, name: str) -> int:
+    """Return the key of a tensor's places at a step."""
+    return mix64(0, step, hash_name(name))
+
+
+@functools.lru_cache(4096)
+def draw_runs(key: int, elements: int) -> torch.Tensor:
+    """Return the numbers, in ascending order, of the sampled runs of a tensor of more than 4096 elements.
+
+    >>> runs = draw_runs(7, 10_000)
+    >>> len(runs), bool(((0 <= runs) & (runs < 79)).all())
+    (32, True)
+    """
+    draw, runs = random.Random(key).random, -(-elements // RUN_LENGTH)
+    return torch.tensor([int((k + draw()) * runs / RUNS_PER_SAMPLE) for k in range(RUNS_PER_SAMPLE)], device="cpu")
+
+
+_SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
+_PLAIN_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+PLAIN_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+class StoredNumbers(NamedTuple):
+    """A tensor's numbers.
+
+    Attributes:
+        flat: contiguous, without history, of any shape; payload of a scaled tensor, values of an expansion.
+        dtype: of its storage: a payload's, a component's.
+        scale: its values are `flat` times this.
+    """
+
+    flat: torch.Tensor
+    dtype: torch.dtype
+    scale: float = 1.0
+
+
+def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
+    """Return a tensor's numbers in row-major order; None where it holds none that can be read.
+
+    Floating-point tensors only; of a DTensor the shard on this process. A sparse, quantized, nested, fake or meta
+    tensor, and one inside a transform of torch.func, has none.
+    """
+    if tensor.dtype in _PLAIN_DTYPES and plain_address(tensor):
+        return StoredNumbers(tensor.detach(), tensor.dtype)
+    tensor = local(tensor)
+    if not tensor.dtype.is_floating_point:
+        return None
+    try:
+        if isinstance(tensor, ScaledTensor):
+            payload = to_plain_memory(tensor.payload.detach())
+            return StoredNumbers(payload.contiguous(), payload.dtype, float(tensor.scale))
+        if isinstance(tensor, MCTensor):
+            dtype = tensor.components[0].dtype
+            decoded = tensor.detach().decode(torch.float32 if dtype in _SIXTEEN_BIT_DTYPES else torch.float64)
+            return StoredNumbers(to_plain_memory(decoded).contiguous(), dtype)
+        flat = to_plain_memory(tensor.detach())
+    except TypeError:
+        return None
+    return StoredNumbers(flat if flat.is_contiguous() else flat.contiguous(), flat.dtype)
+
+
+@dataclass(slots=True)
+class ObservedTensor:
+    """The record of a tensor role, and what its last sampled step has shown so far.
+
+    Attributes:
+        record: of all steps.
+        step: the last sampled step in which the tensor was seen; -1 before.
+        step_nonfinite: infinities and NaN in that step.
+    """
+
+    record: TensorRecord
+    step: int = -1
+    step_nonfinite: int = 0
+
+    def begin_step(self, step: int) -> None:
+        """Start a step at a tensor's first appearance in it."""
+        if self.step != step:
+            self.step, self.step_nonfinite = step, 0
+            self.record.steps += 1
+            self.record.last_amax = 0.0
+
+
+@keeping_subnormals()
+def measure_amax(numbers: StoredNumbers, totals: ObservedTensor, step: int) -> None:
+    """Count all elements of a tensor, and note its largest, at a step."""
+    totals.begin_step(step)
+    record, flat = totals.record, widen_eight_bit_floats(numbers.flat)
+    record.elements += flat.numel()
+    if not flat.numel():
+        return
+    low, high = torch.aminmax(flat)
+    amax, largest = float(torch.maximum(-low, high)), torch.finfo(numbers.dtype).max
+    if not amax < largest:  # at the largest number, beyond it, or NaN
+        magnitude = flat.abs()
+        finite = magnitude.isfinite()
+        nonfinite = flat.numel() - int(finite.sum())
+        record.nonfinite += nonfinite
+        totals.step_nonfinite += nonfinite
+        record.largest += int((magnitude == largest).sum())
+        amax = float(torch.where(finite, magnitude, 0.0).max())
+    record.last_amax, record.amax = max(record.last_amax, amax), max(record.amax, amax)
+
+
+# Of a word of memory: its type, the bits of the fraction, the exponent's bits, and its bias.
+_WORDS = {torch.float32: (np.int32, 23, 255, 127), torch.float64: (np.int64, 52, 2047, 1023)}
+
+
+@keeping_subnormals()
+def count_sample(sample: torch.Tensor, record: TensorRecord) -> None:
+    """Add a sample, float32 or float64 on the CPU, to the histogram of a record; subnormal numbers as one power."""
+    word, fraction, top, bias = _WORDS[sample.dtype]
+    values = sample.view(-1).numpy()
+    record.sampled += len(values)
+    bins = np.bincount((values.view(word) >> fraction) & top, minlength=top + 1)
+    bins[0] = np.count_nonzero(values) - bins[1:].sum()  # without zeros
+    if bins[top]:
+        values = values[np.isfinite(values)]
+    wide = values.astype(np.float64)
+    with np.errstate(over="ignore"):
+        record.rms = math.sqrt(wide @ wide / max(1, len(wide)))
+    for place in np.flatnonzero(bins[:top]).tolist():
+        record.histogram[place - bias] = record.histogram.get(place - bias, 0) + int(bins[place])
+
+
+def widen_eight_bit_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return eight-bit floating-point numbers as bfloat16, which holds them all, and others as they are, contiguous."""
+    tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
+    return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
+
+
+def take_sample(flat: torch.Tensor, key: int) -> torch.Tensor:
+    """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU.
+
+    The tensor has no history.
+    """
+    taken = _pick_elements(flat, key)
+    wide = _widen_sample(taken)
+    return wide.clone() if wide is taken and flat.numel() <= SAMPLE_SIZE else wide
+
+
+def _pick_elements(flat: torch.Tensor, key: int) -> torch.Tensor:
+    """Return a tensor's sampled elements, flat; the last run may be shorter than 128."""
+    given, elements = widen_eight_bit_floats(flat), flat.numel()
+    if elements <= SAMPLE_SIZE:
+        return given.view(-1)
+    runs, rest = draw_runs(key, elements).to(given.device), elements % RUN_LENGTH
+    if not rest:
+        return given.view(-1, RUN_LENGTH).index_select(0, runs).view(-1)
+    given = given.view(-1)
+    short = runs[runs == elements // RUN_LENGTH]
+    taken = given[: elements - rest].view(-1, RUN_LENGTH).index_select(0, runs[: RUNS_PER_SAMPLE - len(short)]).view(-1)
+    return torch.cat([taken, given[elements - rest :]]) if len(short) else taken
+
+
+def _widen_sample(taken: torch.Tensor) -> torch.Tensor:
+    """Return numbers in float32, float64 ones as they are, on the CPU."""
+    if taken.is_cpu:
+        return taken if taken.dtype == torch.float64 else taken.float()
+    return taken.to("cpu", torch.float64 if taken.dtype == torch.float64 else torch.float32)
