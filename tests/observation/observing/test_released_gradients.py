@@ -77,10 +77,8 @@ def test_the_record_and_the_bits_are_those_of_a_step_after_backward(clip, parts)
 def test_a_script_is_observed():
     with ScriptWatch(interval=2) as watch:
         _run(True, watched=False)
-    (training,) = watch.trainings
-    assert training.model == "Sequential"
-    assert len(training) == STEPS - 1
-    assert training.summary.record.parameters["2.weight"].update.seen
+    assert len(watch.observation) == STEPS - 1
+    assert watch.observation.record.parameters["2.weight"].update.seen
 
 
 def test_other_hooks_are_refused_before_anything_is_written():
