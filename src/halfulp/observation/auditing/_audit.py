@@ -36,7 +36,6 @@ class TensorStatistics:
     Attributes:
         dtype: of the stored tensor.
         nan, infinite, zeros: counts of elements.
-        saturated: elements at the largest finite magnitude of the dtype.
         constant: the value of all elements where it is one, else None.
     """
 
@@ -44,7 +43,6 @@ class TensorStatistics:
     nan: int = 0
     infinite: int = 0
     zeros: int = 0
-    saturated: int = 0
     constant: float | None = None
 
     @property
@@ -89,7 +87,7 @@ class TensorAudit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data that JSON can hold."""
-        both = ("nan", "infinite", "zeros", "saturated", "constant")
+        both = ("nan", "infinite", "zeros", "constant")
         return {
             "name": self.name,
             "dtypes": to_plain_data([self.a.dtype, self.b.dtype]),
@@ -110,35 +108,25 @@ class StateAudit:
         name: of the parameter.
         options: numbers of its group in B: lr (A's where B's is 0), weight_decay, betas, eps, momentum.
         steps: its step in A and B; None where it is not known.
-        dtypes: of each of its states in A and B; None where one has none.
-        shapes_match: whether every state that should have the parameter's shape has it.
+        dtypes: of each of its states of its own shape in A and B; None where one has none.
         weight_update: of an optimizer of halfulp; None of any other.
         compensated: whether low bits, a residual or master weights lie beside the parameter.
         compensation_moved: whether those changed; None without them or where A has none.
         all_zero: whether its first moment is all zeros: no gradient has arrived for long.
         nonfinite: NaN and infinities of each state, in A and B; states without any are left out.
         update: the last update, computed from B's states and learning rate, under nearest rounding.
-        lost_by: weight update -> share of that update's elements that it would lose.
-        decay: decoupled weight decay alone, under nearest rounding.
-        reduced: names of the states that have another shape than the parameter.
-        coded: whether a state is codes, or a scale or table that codes need.
     """
 
     name: str
     options: Mapping[str, Any]
     steps: tuple[int | None, int | None]
     dtypes: Mapping[str, tuple[torch.dtype | None, torch.dtype | None]]
-    shapes_match: bool = True
     weight_update: str | None = None
     compensated: bool = False
     compensation_moved: bool | None = None
     all_zero: bool = False
     nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     update: RealisedChanges | None = None
-    lost_by: Mapping[str, float] = field(default_factory=dict)
-    decay: RealisedChanges | None = None
-    reduced: tuple[str, ...] = ()
-    coded: bool = False
 
     @property
     def advanced(self) -> int | None:
@@ -180,7 +168,6 @@ class Audit:
         tensors: by name, in the order of the files.
         states: what optimizer states say, by parameter; empty where a checkpoint holds none.
         share: below which mean change in ulps a tensor counts as barely moved.
-        contract: differences of the precision contracts that both checkpoints hold, name and words.
         unseen: sentences that say what could not be compared, and why.
         findings: what is wrong, the worst first.
         states_complete: whether each of B's optimizer states found its parameter; where not, a parameter without states
@@ -190,7 +177,6 @@ class Audit:
     tensors: Mapping[str, TensorAudit]
     states: Mapping[str, StateAudit] = field(default_factory=dict)
     share: float = 0.01
-    contract: tuple[tuple[str, str], ...] = ()
     unseen: tuple[str, ...] = ()
     findings: list[Finding] = field(default_factory=list)
     states_complete: bool = True
@@ -225,7 +211,6 @@ class Audit:
             "tensors": [row.to_dict() for row in self.tensors.values()],
             "states": [to_plain_data(state) for state in self.states.values()],
             "groups": [to_plain_data(group) for group in self.groups()],
-            "contract": [{"name": name, "difference": said} for name, said in self.contract],
             "share": self.share,
             "steps": self.advanced,
             "unseen": list(self.unseen),

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ..._messages import a_kind
-from ...recipes._contract import Contract, list_contract_differences
-from ..checkpoints._files import Checkpoint
-from ..checkpoints._names import name_optimizer_states, read_checkpoint_content
+from ..checkpoints._names import Checkpoint, name_optimizer_states, read_checkpoint_content
 from ..checkpoints._open import open_checkpoint
 from ..findings import collect_findings
 from ._audit import Audit
 from ._states import compare_states
-from ._tensors import compare_tensors, find_tied_names
+from ._tensors import compare_tensors
 
 CheckpointOrPath = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -32,7 +30,7 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
 
     Args:
         a, b: the earlier and the later checkpoint: a file of safetensors or torch.save, a sharded folder, a folder of
-            HF's Trainer or of torch.distributed.checkpoint, or a state_dict.
+            HF's Trainer, or a state_dict.
         share: mean change in ulps below which a tensor counts as barely moved.
         lr: learning rate in place of the one that B's optimizer holds.
 
@@ -66,22 +64,11 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
     earlier, later = name_optimizer_states(before, unseen), name_optimizer_states(after, unseen)
     after.unseen.clear()
     complete = len(later) >= after.stepped_count
-    for tied, held in find_tied_names(after, set(later)).items():
-        later[tied] = later[held]
-        if held in earlier:
-            earlier.setdefault(tied, earlier[held])
     tensors = compare_tensors(before, after, set(earlier) | set(later), share)
     states = compare_states(earlier, later, after, lr)
-    contract: tuple[tuple[str, str], ...] = ()
-    if before.contract is not None and after.contract is not None:
-        try:
-            contracts = Contract.from_dict(before.contract), Contract.from_dict(after.contract)
-            contract = tuple((one.name, one.words) for one in list_contract_differences(*contracts))
-        except ValueError as error:
-            unseen.append(f"the precision contracts were not compared: {error}")
     unseen += [said for said in after.unseen if said not in unseen]
     said = tuple(dict.fromkeys(unseen))
-    made = Audit(tensors, states, share, contract, said, states_complete=complete)
+    made = Audit(tensors, states, share, said, states_complete=complete)
     return dataclasses.replace(made, findings=collect_findings("audit", made))
 
 

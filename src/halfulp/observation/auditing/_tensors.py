@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +13,7 @@ from ... import formats
 from ..._messages import listed
 from ...formats import Format
 from .._text import holds_signed_floats
-from ..checkpoints._files import Checkpoint, StoredTensor, split_tensors
-from ..checkpoints._names import RUNNING_STATISTICS
+from ..checkpoints._names import RUNNING_STATISTICS, Checkpoint
 from ._audit import TensorAudit, TensorRole, TensorStatistics, TensorStatus
 
 # Changes in ulps by binade, from 2^LOWEST on, and by the first FINE bits of their fraction.
@@ -71,13 +70,18 @@ class TensorDifferences:
         return math.ldexp(1 + (slot % (1 << FINE)) / (1 << FINE), (slot >> FINE) + LOWEST) if slot else 0.0
 
 
+def split_tensors(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the elements of tensors of one size in parts, side by side."""
+    yield from zip(*(one.reshape(-1).split(ELEMENTS_AT_ONCE) for one in tensors), strict=True)
+
+
 def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
     """Compare a part of A with the same part of B, both of one shape and floating-point.
 
     A change is measured in the spacing, at the element of A, of that dtype of the two which is coarser there.
     """
     forms = formats.get(a.dtype), formats.get(b.dtype)
-    for parts in zip(*(x.detach().reshape(-1).split(ELEMENTS_AT_ONCE) for x in (a, b)), strict=True):
+    for parts in split_tensors(a, b):
         if not parts[0].numel():
             return
         x, y = (part.to("cpu", torch.float64) for part in parts)
@@ -121,8 +125,8 @@ def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: f
 
 def _check_names(a: Checkpoint, b: Checkpoint) -> None:
     ours, theirs = a.tensors, b.tensors
-    missing = _leave_out_tied_names(a, [name for name in ours if name not in theirs])
-    foreign = _leave_out_tied_names(b, [name for name in theirs if name not in ours])
+    missing = [name for name in ours if name not in theirs]
+    foreign = [name for name in theirs if name not in ours]
     # Averages are kept from some step on, by some runs.
     for which, names in (("A", missing), ("B", foreign)):
         averages = [name for name in names if name.startswith("ema.")]
@@ -141,33 +145,13 @@ def _check_names(a: Checkpoint, b: Checkpoint) -> None:
         )
 
 
-def find_tied_names(checkpoint: Checkpoint, held: set[str]) -> dict[str, str]:
-    """Return the further names of tensors that an optimizer holds under one name, with that name."""
-    places: dict[object, str] = {
-        place: name for name in held & checkpoint.tensors.keys() if (place := checkpoint.find_memory_place(name))
-    }
-    found = {name: places.get(checkpoint.find_memory_place(name)) for name in checkpoint.tensors if name not in held}
-    return {name: other for name, other in found.items() if other is not None}
-
-
-def _leave_out_tied_names(checkpoint: Checkpoint, names: list[str]) -> list[str]:
-    """Return the names whose memory has no other name: files may leave out the further names of tied tensors."""
-    places = {name: checkpoint.find_memory_place(name) for name in checkpoint.tensors} if names else {}
-    times = Counter(places.values())
-    return [name for name in names if places[name] is None or times[places[name]] == 1]
-
-
-def _compare_tensor(
-    name: str, pair: tuple[StoredTensor, StoredTensor], parameters: set[str], share: float
-) -> TensorAudit:
-    if all(one.dtype.is_complex for one in pair):
-        a, b = (_view_as_real_parts(one) for one in pair)
-    else:
-        a, b = pair
+def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str], share: float) -> TensorAudit:
+    is_complex = all(one.is_complex() for one in pair)
+    a, b = (torch.view_as_real(one.resolve_conj()) if is_complex else one for one in pair)
     numbers = all(holds_signed_floats(one.dtype) for one in (a, b))
     found = TensorDifferences()
     if numbers:
-        add_differences(found, a.read(), b.read())
+        add_differences(found, a, b)
     unchanged = found.same if numbers else count_same_elements(a, b)
     before, after = (_make_statistics(one.dtype, counts) for one, counts in zip(pair, (found.a, found.b)))
     mean = found.total / found.finite if found.finite else math.nan
@@ -176,8 +160,8 @@ def _compare_tensor(
     role = "parameter" if name in parameters else role
     return TensorAudit(
         name,
-        pair[0].shape,
-        a.numel,
+        tuple(pair[0].shape),
+        a.numel(),
         role,
         before,
         after,
@@ -185,7 +169,7 @@ def _compare_tensor(
         mean,
         found.compute_median(),
         found.largest if found.finite else math.nan,
-        _choose_status(before, after, unchanged == a.numel, mean < share),
+        _choose_status(before, after, unchanged == a.numel(), mean < share),
     )
 
 
@@ -201,28 +185,16 @@ def _choose_status(a: TensorStatistics, b: TensorStatistics, still: bool, little
     return "constant" if b.constant is not None and a.constant is None else "changed"
 
 
-def _view_as_real_parts(stored: StoredTensor) -> StoredTensor:
-    """Return a complex tensor as its real and imaginary parts, in one more dimension."""
-    return StoredTensor(
-        stored.dtype.to_real(),
-        (*stored.shape, 2),
-        lambda: torch.view_as_real(stored.read().resolve_conj()),
-        stored.mapped,
-    )
-
-
 def _make_statistics(dtype: torch.dtype, counts: ValueCounts) -> TensorStatistics:
     constant = None if counts.varies else counts.first
     return TensorStatistics(dtype, counts.nan, counts.infinite, counts.zeros, constant)
 
 
-def count_same_elements(a: StoredTensor, b: StoredTensor) -> int:
-    """Return how many elements of two stored tensors of one shape are equal, NaN being equal to none."""
+def count_same_elements(a: Tensor, b: Tensor) -> int:
+    """Return how many elements of two tensors of one shape are equal, NaN being equal to none."""
     if a.shape != b.shape:
         return 0
-    return sum(
-        int((_make_comparable(x) == _make_comparable(y)).sum()) for x, y in split_tensors((a, b), ELEMENTS_AT_ONCE)
-    )
+    return sum(int((_make_comparable(x) == _make_comparable(y)).sum()) for x, y in split_tensors(a, b))
 
 
 def _make_comparable(x: Tensor) -> Tensor:

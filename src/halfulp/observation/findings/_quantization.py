@@ -3,11 +3,9 @@
 import math
 from collections.abc import Iterator
 
-from ... import formats
 from .._finding import Finding
 from .._record import Record, TensorRecord
-from .._text import compute_confidence, format_percent, get_precision, is_narrow_dtype, name_dtype
-from ..auditing._audit import Audit
+from .._text import compute_confidence, format_percent, name_dtype
 from ._kind import FindingKind, register_finding
 from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_float32_range, list_tensors
 
@@ -138,25 +136,6 @@ class PayloadSaturated(FindingKind):
                 scale=tensor.scale,
             )
 
-    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, row in audit.tensors.items():
-            dtype, count = row.b.dtype, row.b.saturated - 1  # a scale that follows the largest element puts one there
-            share = count / max(1, row.numel)
-            if count < FEWEST_SATURATED_ELEMENTS or share < SATURATED_SHARE_WARNING or row.b.constant is not None:
-                continue
-            # Formats of float32's range do not saturate; a mask is filled with their lowest number.
-            if not dtype.is_floating_point or not is_narrow_dtype(dtype) or has_float32_range(formats.get(dtype)):
-                continue
-            yield self.found(
-                name,
-                "error" if share >= SATURATED_SHARE_ERROR else "warning",
-                0.9,
-                f"{format_percent(share)} of elements at the largest number of {name_dtype(dtype)}",
-                share=share,
-                before=row.a.saturated / max(1, row.numel),
-                elements=row.numel,
-            )
-
 
 @register_finding
 class QuantizedToZero(FindingKind):
@@ -187,18 +166,3 @@ class QuantizedToZero(FindingKind):
                 input_amax=entered,
                 steps=tensor.steps,
             )
-
-    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, row in audit.tensors.items():
-            if get_precision(row.b.dtype) is None or row.numel < 2 or row.role == "buffer":
-                continue
-            share, before = row.b.zeros / row.numel, row.a.zeros / row.numel
-            sure, said = 1.0, f"all zeros in B, {format_percent(before)} zeros in A"
-            if share < 1 or before == 1:
-                sure, said = (
-                    0.9,
-                    f"{format_percent(share)} zeros in {name_dtype(row.b.dtype)}, {format_percent(before)} before",
-                )
-                if share - before <= 0.5 or row.a.dtype == row.b.dtype:
-                    continue
-            yield self.found(name, "error", sure, said, zeros=share, before=before, elements=row.numel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,6 @@ from .._record import Record, Role, TensorRecord
 from .._text import compute_confidence, format_percent, name_dtype, pluralize, read_option
 from ..auditing._audit import Audit, TensorAudit
 from ._kind import FindingKind, register_finding
-
-if TYPE_CHECKING:
-    from ..forecasting._forecast import Forecast
 
 # bfloat16's and float32's largest numbers are beyond this power of two.
 WIDE_RANGE_MAX = 2.0**100
@@ -174,21 +171,9 @@ class EpsZero(FindingKind):
             found = [parameter.state_dtypes[state] for state in DENOMINATOR_STATES if state in parameter.state_dtypes]
             dtype = found[0] if found else parameter.dtype
             if dtype.is_floating_point and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
-                yield self._report_eps(name, eps, dtype)
-
-    def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
-        zero: dict[tuple[float, torch.dtype], list[str]] = {}
-        for layer in forecast.layers:
-            eps, dtype = layer.eps, layer.denominator
-            if eps and dtype is not None and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
-                zero.setdefault((eps, dtype), []).append(layer.name)
-        for (eps, dtype), names in zero.items():
-            yield self._report_eps(names, eps, dtype)
-
-    def _report_eps(self, names: str | list[str], eps: float, dtype: torch.dtype) -> Finding:
-        said = f"eps {eps:.3g} is 0 in {name_dtype(dtype)}"
-        cure = self.wide_cure if has_float32_range(formats.get(dtype)) else self.cure
-        return self.found(names, "error", 1.0, said, cure=cure, eps=eps, dtype=name_dtype(dtype))
+                cure = self.wide_cure if has_float32_range(formats.get(dtype)) else self.cure
+                said = f"eps {eps:.3g} is 0 in {name_dtype(dtype)}"
+                yield self.found(name, "error", 1.0, said, cure=cure, eps=eps, dtype=name_dtype(dtype))
 
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.

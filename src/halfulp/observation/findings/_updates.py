@@ -90,7 +90,6 @@ def is_update_kept_beside(parameter: ParameterRecord) -> bool:
     return parameter.weight_update not in ("nearest", "none")
 
 
-SPLIT_CURE = "keep these in float32, or weight_update='split' of hu.optim: the updates are too small for 'kahan'"
 NO_GRADIENT_CURE = "see whether the loss depends on it; set requires_grad=False if it is to stay"
 # Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
 FROZEN_SHARE_WARNING = 0.02
@@ -281,21 +280,15 @@ class UpdatesLost(FindingKind):
             if _are_weights_kept_elsewhere(update, row, state):
                 severity, confidence = "warning", 0.5
                 said += ", unless wider weights are kept elsewhere"
-            too_small = not is_wide_dtype(row.b.dtype) and state.lost_by.get("kahan", 0) > 0.5
-            cure = SPLIT_CURE if too_small else self.cure_in(row.b.dtype)
-            argument = 'weight_update="split"' if too_small else KAHAN_ARGUMENT
-            code = write_optimizer_code(None, argument, state.weight_update is not None)
-            by: dict[str, Any] = {f"lost_by_{key}": share for key, share in state.lost_by.items()}
             yield self.found(
                 name,
                 severity,
                 confidence,
                 said,
-                cure=cure,
-                write=code,
+                cure=self.cure_in(row.b.dtype),
+                write=write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None),
                 **make_change_evidence(update, row.b.dtype),
                 lr=state.options.get("lr"),
-                **by,
             )
 
 
@@ -352,26 +345,22 @@ class WeightDecayLost(FindingKind):
                 continue
             realised = decay.realised_share
             if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED_WARNING:
-                sure = compute_confidence(decay.seen, FEWEST_UPDATES)
-                told = {"realised": realised, "seen": decay.seen}
-                code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
-                yield self._report_lost_decay(
-                    [name], parameter.dtype, decay.lost_share, parameter.options, sure, code, told
+                lr, rate = (read_option(parameter.options, key) for key in ("lr", "weight_decay"))
+                yield self.found(
+                    name,
+                    # In float32 that is a schedule's last steps, when decay has nothing left to do.
+                    "note" if is_wide_dtype(parameter.dtype) else "warning",
+                    compute_confidence(decay.seen, FEWEST_UPDATES),
+                    f"{format_percent(decay.lost_share)} of weight decay lost in {name_dtype(parameter.dtype)}"
+                    + ("" if lr is None or rate is None else f" (1 - {lr * rate:.3g} a step)"),
+                    cure=self.cure_in(parameter.dtype),
+                    write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp),
+                    realised=realised,
+                    seen=decay.seen,
+                    lost=decay.lost_share,
+                    lr=lr,
+                    weight_decay=rate,
                 )
-
-    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, state, row in _list_rounded(audit):
-            decay = state.decay
-            realised = None if decay is None else decay.realised_share
-            if (
-                decay is not None
-                and realised is not None
-                and decay.seen >= FEWEST_UPDATES
-                and realised < REALISED_ERROR
-            ):
-                told = make_change_evidence(decay, row.b.dtype)
-                code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
-                yield self._report_lost_decay([name], row.b.dtype, decay.lost_share, state.options, 1.0, code, told)
 
     def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
@@ -383,32 +372,18 @@ class WeightDecayLost(FindingKind):
         ]
         if losing:
             lost, worst = max(losing, key=lambda pair: pair[0])
-            options = {"lr": worst.lr, "weight_decay": worst.weight_decay}
-            code = write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp)
-            names = [layer.name for _, layer in losing]
-            yield self._report_lost_decay(names, worst.dtype, lost, options, 1.0, code, {}, ahead=True)
-
-    def _report_lost_decay(
-        self,
-        names: list[str],
-        dtype: torch.dtype,
-        lost: float,
-        options: Mapping[str, Any],
-        confidence: float,
-        code: str | None,
-        told: dict[str, Any],
-        ahead: bool = False,
-    ) -> Finding:
-        lr, rate = read_option(options, "lr"), read_option(options, "weight_decay")
-        most = " at most" if ahead else ""
-        factor = f" (1 - {lr * rate:.3g} a step{most})" if lr is not None and rate is not None else ""
-        # In float32 that is a schedule's last steps, when decay has nothing left to do.
-        severity: Severity = "note" if is_wide_dtype(dtype) else "warning"
-        said = (
-            f"{format_percent(lost)} of weight decay {'will be ' if ahead else ''}lost in {name_dtype(dtype)}{factor}"
-        )
-        told |= {"lost": lost, "lr": lr, "weight_decay": rate}
-        return self.found(names, severity, confidence, said, cure=self.cure_in(dtype), write=code, **told)
+            yield self.found(
+                [layer.name for _, layer in losing],
+                "note" if is_wide_dtype(worst.dtype) else "warning",
+                1.0,
+                f"{format_percent(lost)} of weight decay will be lost in {name_dtype(worst.dtype)} "
+                f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
+                cure=self.cure_in(worst.dtype),
+                write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
+                lost=lost,
+                lr=worst.lr,
+                weight_decay=worst.weight_decay,
+            )
 
 
 # A smaller sample, as of a scalar, may stand still by chance for some steps.
@@ -541,7 +516,7 @@ def _are_weights_kept_elsewhere(update: RealisedChanges, row: TensorAudit, state
         return True
     if state.weight_update is not None:  # an optimizer of halfulp holds the states that it was asked for
         return False
-    kept = [get_precision(dtype) or 0 for key, (_, dtype) in state.dtypes.items() if key not in state.reduced]
+    kept = [get_precision(dtype) or 0 for _, dtype in state.dtypes.values()]
     return bool(kept) and min(kept) > (get_precision(row.b.dtype) or 0)
 
 

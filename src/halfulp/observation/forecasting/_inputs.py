@@ -18,8 +18,7 @@ from ..._messages import a_kind, listed
 from ..._names import describe_unknown_name
 from ...optim import Optimizer as HalfulpOptimizer
 from .._text import holds_signed_floats
-from ..checkpoints._files import Checkpoint
-from ..checkpoints._names import RUNNING_STATISTICS, name_optimizer_states
+from ..checkpoints._names import RUNNING_STATISTICS, Checkpoint, name_optimizer_states
 
 Schedule = str | LRScheduler | Callable[[int], float] | Sequence[float] | Tensor | None
 SCHEDULE_NAMES = ("constant", "linear", "cosine", "wsd")
@@ -272,10 +271,8 @@ def make_inputs_from_checkpoint(
     if left and kept:
         why = "in no optimizer of the checkpoint" if complete else "averages of the weights"
         notes.append(f"{listed([name for name in opened.tensors if name in left])} are {why}: left out")
-    weights = [(name, opened.tensors[name].read()) for name in kept or opened.tensors]
-    values = {
-        name: state.values | {key: one.read() for key, one in state.tensors.items()} for name, state in states.items()
-    }
+    weights = [(name, opened.tensors[name]) for name in kept or opened.tensors]
+    values = {name: state.values | state.tensors for name, state in states.items()}
     return make_inputs_from_weights(weights, values, lr, rule, options, dtype, saved, tuple(notes))
 
 
