@@ -227,16 +227,13 @@ class LayerForecast:
         freeze_step: the first step of the schedule from which on fewer than 1% of the nonzero updates change their
             element; None if there is none. The first step to come if that holds already.
         freeze_lr: the learning rate there.
-        freeze_range: steps before which and after which it lies with a chance of 1 in 20 each: what few elements, a
-            sample of many, and updates that become a half smaller or larger leave open; an end is None beyond the
-            schedule.
         after_freeze: share of the learning rates to come that comes after it, which trains nothing; 0 without one.
         lost: (step, share of nonzero updates that change nothing) at steps spread over the schedule.
         lost_share: the mean of that share, each step weighed by its learning rate.
         weight_decay: decoupled; 0 without.
         decay_lost: share of the decoupled weight decay that rounding drops; None without one, negative if rounding
             makes more of it.
-        beta2, eps: of the optimizer, None without.
+        beta2: of the optimizer, None without.
         denominator: dtype in which a denominator of rounded numbers is computed, None where in float32.
     """
 
@@ -249,14 +246,12 @@ class LayerForecast:
     lr: float = 0.0
     freeze_step: int | None = None
     freeze_lr: float | None = None
-    freeze_range: tuple[int | None, int | None] | None = None
     after_freeze: float = 0.0
     lost: tuple[tuple[int, float], ...] = ()
     lost_share: float | None = None
     weight_decay: float = 0.0
     decay_lost: float | None = None
     beta2: float | None = None
-    eps: float | None = None
     denominator: torch.dtype | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -292,14 +287,11 @@ class SimulatedWalk:
     """The simulated course of a sample of one layer's weights.
 
     Attributes:
-        moved: per coming step, the expected share of nonzero updates that change their element.
-        fewer, more: the same, were updates smaller and larger by a margin.
+        moved_shares: per coming step, the expected share of nonzero updates that change their element.
         decay_wanted, decay_made: sums of |change| by weight decay that is rounded by itself; 0 without one.
     """
 
     moved_shares: Tensor
-    moved_shares_if_smaller: Tensor
-    moved_shares_if_larger: Tensor
     decay_wanted: float
     decay_made: float
 
@@ -314,7 +306,6 @@ def simulate_walk(
     apart: bool,
     leaps: int,
     generator: torch.Generator,
-    margin: float = 0.0,
 ) -> SimulatedWalk:
     """Follow weights that are rounded to nearest after every update.
 
@@ -331,11 +322,10 @@ def simulate_walk(
         decay: decoupled weight decay; 0 without.
         apart: whether decay is rounded by itself before the update, as torch's loops do, or with it.
         leaps: most leaps to make.
-        margin: share by which updates may become smaller or larger than they are now.
     """
     steps = len(rates)
     stride = max(1, math.ceil(steps / leaps))
-    shares = torch.zeros(3, steps, dtype=torch.float64, device="cpu")
+    shares = torch.zeros(steps, dtype=torch.float64, device="cpu")
     wanted = made = 0.0
     for begin in range(0, steps, stride):
         end = min(steps, begin + stride)
@@ -348,12 +338,7 @@ def simulate_walk(
         up, down = find_neighbour_gaps(weights, format)
         deviation = rate * growth * sizes.deviation
         rises, falls = _compute_move_chances(mean, deviation, up, down, sizes.is_sign_update)
-        shares[0, begin:end] = (rises + falls).mean()
-        for row, scale in ((1, 1 - margin), (2, 1 + margin)):
-            rises_then, falls_then = _compute_move_chances(
-                mean * scale, deviation * scale, up, down, sizes.is_sign_update
-            )
-            shares[row, begin:end] = (rises_then + falls_then).mean()
+        shares[begin:end] = (rises + falls).mean()
         count = end - begin
         if apart and decay:  # w (1 - lr weight_decay), rounded at each step
             once = quantize(weights * (1 - rate * decay), format, overflow="saturate")
@@ -369,7 +354,7 @@ def simulate_walk(
         walked = weights + count * mean + drawn * deviation * math.sqrt(2 * sizes.run_steps * count)
         free = torch.maximum(up, down) < 2 * (deviation + mean.abs())
         weights = quantize(torch.where(free, walked, weights + ups * up - downs * down), format, overflow="saturate")
-    return SimulatedWalk(shares[0], shares[1], shares[2], wanted, made)
+    return SimulatedWalk(shares, wanted, made)
 
 
 def _compute_move_chances(
@@ -382,19 +367,18 @@ def _compute_move_chances(
     return torch.special.ndtr((mean - up / 2) / spread), torch.special.ndtr((-mean - down / 2) / spread)
 
 
-def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5) -> int | None:
-    """Return the first step from which on fewer than FROZEN of the nonzero updates change their element.
+def find_freeze_step(moved: Tensor, count: int, run: float) -> int | None:
+    """Return the first step from which on fewer than FROZEN_SHARE of the nonzero updates change their element.
 
-    Of `count` elements a whole number k = ceil(FROZEN count) has to move for the step to be above. Their number is
-    Poisson's with mean moved * count, so that it is above with probability P(k, moved count), the regularized
+    Of `count` elements a whole number k = ceil(FROZEN_SHARE count) has to move for the step to be above. Their number
+    is Poisson's with mean moved * count, so that it is above with probability P(k, moved count), the regularized
     incomplete gamma function; updates keep their sign over `run` steps, in which a layer has one chance and not
-    many. Returned is the first step from which on no step is above with probability `chance`.
+    many. Returned is the first step from which on it is as likely as not that no step is above.
 
     Args:
         moved: expected share per step; 0 where nothing is updated.
         count: elements with updates.
         run: steps over which updates are alike.
-        chance: 0.5 for the median.
 
     >>> find_freeze_step(torch.tensor([0.5, 0.1, 0.001, 0.0001], dtype=torch.float64), 10**6, 1.0)
     2
@@ -404,19 +388,13 @@ def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5)
     )
     none = torch.log1p(-above.clamp_max(1 - 1e-15)) / run
     none_from = none.flip(0).cumsum(0).flip(0)
-    found = (none_from >= math.log(chance)).nonzero()
+    found = (none_from >= math.log(0.5)).nonzero()
     return int(found[0]) if len(found) else None
 
 
 # Elements of a run that is read together where not all are: a page of memory holds many of them.
 _SAMPLE_RUN_ELEMENTS = 64
 _SHOWN_STEPS = 12
-# The chance to lie before the range, and after it, and where a normal number has it.
-_EDGE_CHANCE = 0.05
-_EDGE_DEVIATIONS = 1.645
-# Gradients change as a training goes on: until the end of its schedule the updates of nine in ten layers stayed within
-# this share of their size when they were forecast (docs/forecast.md).
-_UPDATE_SIZE_MARGIN = 0.5
 
 
 def forecast_layer(
@@ -442,7 +420,6 @@ def forecast_layer(
         trained.weight_update,
         lr=float(rates.max()),
         weight_decay=decay,
-        eps=read_number(options["eps"]) if "eps" in options else None,
         beta2=read_number(options["betas"][1]) if adam else None,
         denominator=states if adam and apart else None,  # torch's loops add eps in the states' dtype
     )
@@ -469,12 +446,10 @@ def forecast_layer(
         apart=apart,
         leaps=leaps,
         generator=generator,
-        margin=_UPDATE_SIZE_MARGIN,
     )
-    sampling = _EDGE_DEVIATIONS / math.sqrt(FROZEN_SHARE * len(held)) if len(index) < trained.value.numel() else 0.0
     count = max(1, round(len(held) / len(weights) * trained.value.numel()))
     lost = 1 - walked.decay_made / walked.decay_wanted if walked.decay_wanted else None
-    freezing = _describe_freezing(walked, rates, count, sampling, sizes, start)
+    freezing = _describe_freezing(walked.moved_shares, rates, count, sizes.run_steps, start)
     return replace(layer, updates=sizes.source, update_size=sizes.rms, decay_lost=lost, **freezing)
 
 
@@ -491,30 +466,19 @@ def choose_sample(elements: int, most: int) -> Tensor:
     return (begins[:, None] + torch.arange(_SAMPLE_RUN_ELEMENTS, dtype=torch.int64, device="cpu")).flatten()
 
 
-def _describe_freezing(
-    walked: SimulatedWalk, rates: Tensor, count: int, sampling: float, sizes: UpdateSizes, start: int
-) -> dict[str, Any]:
-    """Return when a layer freezes, and which share of its updates is lost by then.
-
-    `sampling` is how far the share that moves may be off, relative to itself, as only a sample was followed.
-    """
+def _describe_freezing(moved: Tensor, rates: Tensor, count: int, run: float, start: int) -> dict[str, Any]:
+    """Return when a layer freezes, and which share of its updates is lost by then."""
     after = (rates > 0).nonzero()
     # Where the rate is 0 there is no update that could be lost.
     active = int(after[-1]) + 1 if len(after) else 0
-    moved, fewer, more = (
-        one[:active] for one in (walked.moved_shares, walked.moved_shares_if_smaller, walked.moved_shares_if_larger)
-    )
-    step = find_freeze_step(moved, count, sizes.run_steps)
-    low = find_freeze_step(fewer * max(0.0, 1 - sampling), count, sizes.run_steps, _EDGE_CHANCE)
-    high = find_freeze_step(more * (1 + sampling), count, sizes.run_steps, 1 - _EDGE_CHANCE)
+    step = find_freeze_step(moved[:active], count, run)
     places = torch.linspace(0, active - 1, min(_SHOWN_STEPS, active), dtype=torch.float64, device="cpu")
     shown = places.long().unique().tolist()
-    weighed = float((walked.moved_shares * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
+    weighed = float((moved * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
     return {
         "freeze_step": None if step is None else start + step,
         "freeze_lr": None if step is None else float(rates[step]),
-        "freeze_range": tuple(None if edge is None else start + edge for edge in (low, high)),
         "after_freeze": 0.0 if step is None else float(rates[step:].sum() / rates.sum()),
-        "lost": tuple((start + at, 1 - float(walked.moved_shares[at])) for at in shown),
+        "lost": tuple((start + at, 1 - float(moved[at])) for at in shown),
         "lost_share": 1 - weighed,
     }

@@ -173,12 +173,7 @@ def _make_chart_row(one: PlainData, low: int, high: int) -> dict[str, Any]:
 def _make_freeze_cell(one: PlainData) -> Cell:
     if one["freeze_step"] is None:
         return Cell("never", sort="")
-    between = one["freeze_range"]
-    said = ""
-    if between is not None:
-        first, last = ("beyond the schedule" if end is None else format_count(end) for end in between)
-        said = f"between {first} and {last}, 9 times in 10"
-    return Cell(format_count(one["freeze_step"]), sort=one["freeze_step"], title=said)
+    return Cell(format_count(one["freeze_step"]), sort=one["freeze_step"])
 
 
 Instrument = Literal["observe", "audit", "forecast"]
