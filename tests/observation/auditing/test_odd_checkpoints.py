@@ -62,7 +62,7 @@ def test_packed_floats_integers_and_scales_are_compared_by_their_codes(seed):
 
 
 def test_a_weight_that_comes_back_quantized_has_no_digits_to_count():
-    (finding,) = hu.audit({"w": W, "v": W}, {"w": (W * 100).to(torch.int8), "v": W + 1}).findings
+    (finding,) = hu.audit({"w": W, "v": W.clone()}, {"w": (W * 100).to(torch.int8), "v": W + 1}).findings
     assert (finding.code, finding.severity) == ("dtype-changed-on-resume", "error")
     assert finding.summary == "fp32 in A, int8 in B"
 
@@ -213,8 +213,8 @@ def test_a_file_that_was_zipped_again_with_compression_is_refused(method, tmp_pa
 
 def test_names_with_odd_characters_stay_as_they_are(tmp_path):
     names = ["a b/ü\n.weight", "<script>alert(1)</script>", "x" * 300, "..", ""]
-    torch.save(dict.fromkeys(names, W), tmp_path / "a.pt")
-    torch.save(dict.fromkeys(names, W + 1), tmp_path / "b.pt")
+    torch.save({name: W.clone() for name in names}, tmp_path / "a.pt")
+    torch.save({name: W + k for k, name in enumerate(names)}, tmp_path / "b.pt")
     found = hu.audit(tmp_path / "a.pt", tmp_path / "b.pt")
     assert set(found.tensors) == set(names)
     found.to_html(tmp_path / "page.html")

@@ -66,9 +66,8 @@ def test_crossing_is_that_of_binomial_numbers(count):
     """Poisson's numbers for the binomial ones, summed exactly, are a step off at most."""
     shares, needed = [0.5 * 0.9**step for step in range(100)], max(1, -(-count // 100))
     below = [sum(math.comb(count, k) * p**k * (1 - p) ** (count - k) for k in range(needed)) for p in shares]
-    for chance in (0.05, 0.5, 0.95):
-        exact = next(step for step in range(101) if math.prod(below[step:]) >= chance)
-        assert abs(find_freeze_step(torch.tensor(shares, dtype=torch.float64), count, 1.0, chance) - exact) <= 1
+    exact = next(step for step in range(101) if math.prod(below[step:]) >= 0.5)
+    assert abs(find_freeze_step(torch.tensor(shares, dtype=torch.float64), count, 1.0) - exact) <= 1
 
 
 def test_adams_size_on_noise_is_the_known_one():
@@ -150,8 +149,6 @@ def test_what_is_lost_beside_the_weights():
     by_code = {finding.code: finding for finding in narrow.findings}
     assert by_code["weight-decay-lost"].evidence["lost"] == 1.0
     assert by_code["second-moment-stuck"].where == ("weight", "bias")
-    half = hu.forecast(model, 1e-3, "linear", steps=100, dtype="fp16")
-    assert "eps-zero" in [finding.code for finding in half.findings]
     other = hu.forecast(model, 1e-3, "linear", steps=100, dtype="fp16", eps=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
     assert not [finding for finding in other.findings if finding.severity != "note"]
 
@@ -310,9 +307,6 @@ def test_weights_that_walk_across_a_power_of_two_are_followed(way, seed):
     drift = {"each its own": 0.2 * torch.randn(2048), "all down": torch.full((2048,), 1.0), "none": torch.zeros(2048)}
     layer, measured = drifting(start, drift[way], 1.2e-2)
     assert layer.freeze_step == pytest.approx(measured, rel=0.12), (layer.freeze_step, measured)
-    low, high = layer.freeze_range
-    assert low <= measured
-    assert high is None or measured <= high
 
 
 def test_a_forecasts_updates_have_the_sign_of_the_steps(seed):

@@ -123,13 +123,11 @@ def make_audit() -> Audit:
         (10, 70),
         pairs,
         update=lost,
-        lost_by={"kahan": 0, "split8": 0.01, "stochastic": 0.4},
-        decay=RealisedChanges(5, 5, 5, 0),
     )
     found = [Finding("weight-frozen", ("norm.weight",), "error", 1.0, {"steps": 60}, "<i>cure</i>", "did not move")]
     tensors = {row.name: row for row in rows}
     states = {"norm.weight": state, "head": StateAudit("head", {}, (None, None), {})}
-    return Audit(tensors, states, 0.01, (("head", "was bf16, is float32"),), ("step 3 is <b>lost</b>",), found)
+    return Audit(tensors, states, 0.01, ("step 3 is <b>lost</b>",), found)
 
 
 @pytest.fixture(scope="session")

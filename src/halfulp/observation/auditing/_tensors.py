@@ -136,7 +136,7 @@ def _check_names(a: Checkpoint, b: Checkpoint) -> None:
     shapes = [name for name in ours if name in theirs and ours[name].shape != theirs[name].shape]
     said = [f"only {which} has {listed(names)}" for which, names in (("A", missing), ("B", foreign)) if names]
     if shapes:
-        first = f"{shapes[0]}: {ours[shapes[0]].shape} in A, {theirs[shapes[0]].shape} in B"
+        first = f"{shapes[0]}: {tuple(ours[shapes[0]].shape)} in A, {tuple(theirs[shapes[0]].shape)} in B"
         said.append(f"{listed(shapes)} have other shapes ({first})")
     if said:
         raise ValueError(
