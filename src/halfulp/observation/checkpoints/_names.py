@@ -132,7 +132,7 @@ def _make_parts_error(names: Sequence[str]) -> NotImplementedError:
 
 @dataclass(slots=True)
 class NamedParameterState:
-    """States of one parameter: tensors and plain values by the state's name, and its group's options."""
+    """States of one parameter by their names, tensors and others, and the options that its group shares."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
@@ -162,12 +162,12 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
                 "a name; save weights and states under the same names"
             )
         left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
+        options = {id(one): {k: value for k, value in one.items() if k not in left_out} for one in optimizer.groups}
         for key, name in names.items():
             state = optimizer.state.get(key) or {}
             tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             values = {key: value for key, value in state.items() if key not in tensors}
-            options = {key: value for key, value in groups[key].items() if key not in left_out}
-            found[name] = NamedParameterState(tensors, values, options)
+            found[name] = NamedParameterState(tensors, values, options[id(groups[key])])
     return found
 
 

@@ -29,7 +29,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a checkpoint for reading, tensor by tensor; nothing that it holds is executed.
 
     Known are files of safetensors and of torch.save (with a state_dict at the top or inside, as Lightning's), sharded
-    folders with an index (safetensors and .bin), folders with model.safetensors or pytorch_model.bin beside
+    folders of safetensors with an index, folders with model.safetensors or pytorch_model.bin beside
     optimizer.pt, as of HF's Trainer.
     """
     path = Path(path)
@@ -91,16 +91,15 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
-    for kind in (".safetensors.index.json", ".bin.index.json"):
-        for index in files:
-            if index.name.endswith(kind):
-                return _open_sharded(index)
+    indices = sorted(path for path in files if path.name.endswith((".safetensors.index.json", ".bin.index.json")))
+    if indices:
+        return _open_sharded(indices[0])
     tensors = [path for path in files if path.suffix == ".safetensors" and not _NO_WEIGHTS_PATTERN.match(path.name)]
     saved = [path for path in files if path.suffix in _TORCH_SUFFIXES and not _NO_WEIGHTS_PATTERN.match(path.name)]
-    for group, opened in ((tensors, _open_safetensors), (saved, _open_torch_files)):
+    for group in (tensors, saved):
         known = [path for path in group if path.stem in _WEIGHT_FILE_STEMS]
         if len(known) == 1 or len(group) == 1:
-            found = opened(known[:1] or group)
+            found = _open_file((known or group)[0])
             rest = [path.name for path in group if path not in (known[:1] or group)]
             if rest:
                 found.unseen.append(f"{listed(rest)} lie beside {known[0].name}, and were not compared")
@@ -127,14 +126,15 @@ def _open_sharded(index: Path) -> Checkpoint:
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise ValueError(f"{index.parent} lacks the shards {listed(missing)}, which {index.name} names: copy them too")
-    is_safe = all(shard.suffix == ".safetensors" for shard in shards)
-    found = _open_safetensors(shards) if is_safe else _open_torch_files(shards)
-    wanted = dict(zip(placed, plain_names(placed), strict=True))
-    absent = [name for name, plain in wanted.items() if plain not in found.tensors]
+    if any(shard.suffix != ".safetensors" for shard in shards):
+        raise ValueError(
+            f"{index} names shards of torch.save: load the model from them, and save it in safetensors, as "
+            "save_pretrained does"
+        )
+    found = _open_safetensors(shards)
+    absent = [name for name in plain_names(placed) if name not in found.tensors]
     if absent:
         raise ValueError(f"the shards of {index} lack {listed(absent)}: index and shards are of different checkpoints")
-    if not is_safe:
-        found.tensors = {plain: found.tensors[plain] for plain in wanted.values()}
     return found
 
 
@@ -143,16 +143,6 @@ def _open_safetensors(paths: list[Path]) -> Checkpoint:
     for path in paths:
         tensors |= read_safetensors(path)
     return Checkpoint(str(paths[0]), dict(zip(plain_names(tensors), tensors.values(), strict=True)), ordered=False)
-
-
-def _open_torch_files(paths: list[Path]) -> Checkpoint:
-    parts = [read_checkpoint_content(load_torch_file(path), str(path)) for path in paths]
-    found = parts[0]
-    for part in parts[1:]:
-        found.tensors |= part.tensors
-        found.optimizers += part.optimizers
-        found.unseen += part.unseen
-    return found
 
 
 def _parse_json_object(text: str, path: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..._qualified_names import make_name_pattern
 from .._finding import Finding, Severity
 from .._record import ParameterRecord, RealisedChanges, Record, RoundingRecord
 from .._text import (
@@ -268,9 +267,9 @@ class UpdatesLost(FindingKind):
             )
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, state, row in _list_rounded(audit):
-            update = state.update
-            if update is None or update.seen < FEWEST_UPDATES:
+        for name, state in audit.states.items():
+            row, update = audit.tensors.get(name), state.update
+            if row is None or update is None or update.seen < FEWEST_UPDATES:
                 continue
             realised = update.realised_share
             severity = grade_lost_movement(row.b.dtype, realised, update.lost_share)
@@ -452,9 +451,6 @@ class WeightFrozen(FindingKind):
             )
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        moving = {
-            make_name_pattern(name) for name, row in audit.tensors.items() if row.status in ("changed", "barely-moved")
-        }
         for name, row in audit.tensors.items():
             if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel:
                 continue
@@ -463,7 +459,7 @@ class WeightFrozen(FindingKind):
             if name in audit.states:
                 yield from self._find_frozen_when_stepped(row, audit.states[name])
             else:
-                yield self._make_never_stepped_finding(row, audit, make_name_pattern(name) in moving)
+                yield self._make_never_stepped_finding(row, audit)
 
     def _find_frozen_when_stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
         steps, lr = state.advanced, state.options.get("lr")
@@ -480,7 +476,7 @@ class WeightFrozen(FindingKind):
             code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
             yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), write=code, **evidence)
 
-    def _make_never_stepped_finding(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
+    def _make_never_stepped_finding(self, row: TensorAudit, audit: Audit) -> Finding:
         said = f"not one of {row.numel} elements moved in {name_dtype(row.a.dtype)}"
         if row.b.constant is not None and row.numel > 1:
             said += f", all still {row.b.constant:g}"
@@ -491,21 +487,7 @@ class WeightFrozen(FindingKind):
             return self.found(row.name, "note", 0.5, said, cure=on_purpose, **evidence)
         if is_narrow_dtype(row.a.dtype):
             return self.found(row.name, "warning", 0.8 if row.numel >= FEWEST_UPDATES else 0.5, said, **evidence)
-        if siblings_moved:
-            said += ", those of other layers did"
-            cure = "see whether it is meant to be frozen and gets a gradient"
-            return self.found(row.name, "warning", 0.6, said, cure=cure, **evidence)
         return self.found(row.name, "note", 0.3, said, cure=on_purpose, **evidence)
-
-
-def _list_rounded(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]:
-    """Yield the parameters that nothing wider stands beside and that no other rounding updates."""
-    for name, state in audit.states.items():
-        row = audit.tensors.get(name)
-        if row is None or state.compensated:
-            continue
-        if state.weight_update in (None, "nearest"):
-            yield name, state, row
 
 
 def _are_weights_kept_elsewhere(update: RealisedChanges, row: TensorAudit, state: StateAudit) -> bool:

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..._messages import a_kind, listed
 from ..._names import describe_unknown_name
-from ...optim import Optimizer as HalfulpOptimizer
 from .._text import holds_signed_floats
 from ..checkpoints._names import RUNNING_STATISTICS, Checkpoint, name_optimizer_states
 
@@ -67,6 +66,11 @@ def compute_learning_rates(
                 raise ValueError(said)
         if isinstance(schedule, LRScheduler):
             rates = _run_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
+            if len(rates) != len(top_rates):
+                raise ValueError(
+                    f"the scheduler is of {len(rates)} groups, {len(top_rates)} of which hold parameters of the model: "
+                    "give a function step -> learning rate, or a list"
+                )
         elif callable(schedule):
             count = _count_steps_ahead(steps, "a function step -> learning rate", start)
             rates = _expand_rates_to_groups(
@@ -212,7 +216,7 @@ class Inputs:
         rule: "AdamW", "Adam", "SGD" or "Lion".
         top_rates: per group, its learning rate before a schedule.
         start: steps that were made so far.
-        ours: whether halfulp's optimizer steps them, which rounds decay and update together, and moments at random.
+        is_halfulp: whether halfulp's optimizer steps them, which rounds decay and update together, and moments at random.
         notes: what could not be read.
     """
 
@@ -228,27 +232,24 @@ def make_inputs_from_optimizer(
     weights: Sequence[tuple[str, Tensor]], optimizer: torch.optim.Optimizer, rule: str | None, dtype: torch.dtype | None
 ) -> Inputs:
     """Return the parameters that an optimizer holds, with its states and options."""
-    rule = rule or _find_optimizer_rule(optimizer)
-    by_tensor = {id(tensor): name for name, tensor in weights}
-    ours = isinstance(optimizer, HalfulpOptimizer)
-    found, strangers = [], 0
-    for index, group in enumerate(optimizer.param_groups):
+    names = {id(tensor): name for name, tensor in weights}
+    states: dict[str, Mapping[str, Any]] = {}
+    saved: dict[str, Mapping[str, Any]] = {}
+    strangers = 0
+    for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
-            name = by_tensor.get(id(parameter))
+            name = names.get(id(parameter))
             if name is None:
                 strangers += 1
-                continue
-            update = _name_weight_update(group, parameter.dtype) if ours else "nearest"
-            state = optimizer.state.get(parameter, {})
-            found.append(_make_trained_tensor(name, parameter, state, options, index, dtype, parameter.grad, update))
-    if not found:
+            else:
+                saved[name], states[name] = options, optimizer.state.get(parameter, {})
+    if not saved:
         raise ValueError("the optimizer holds none of the model's parameters: give the one that trains this model")
-    order = {name: position for position, (name, _) in enumerate(weights)}
-    found.sort(key=lambda trained: order[trained.name])
-    notes = [f"{strangers} parameters of the optimizer are not the model's: left out"] if strangers else []
-    top_rates = tuple(read_number(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
-    return Inputs(tuple(found), rule, top_rates, _find_start_step(found), ours, tuple(notes))
+    notes = (f"{strangers} parameters of the optimizer are not the model's: left out",) if strangers else ()
+    held = [(name, tensor) for name, tensor in weights if name in saved]
+    rule = rule or _find_optimizer_rule(optimizer)
+    return make_inputs_from_weights(held, states, None, rule, {}, dtype, saved, notes)
 
 
 def make_inputs_from_checkpoint(
@@ -289,7 +290,8 @@ def make_inputs_from_weights(
     """Return the inputs of a forecast from floating-point weights, under a named optimizer and its saved states.
 
     The optimizer and its options are those given, else what a checkpoint saved for a parameter, else AdamW and an
-    optimizer's own defaults. Without a learning rate each parameter has the one that it was saved with.
+    optimizer's own defaults. Without a learning rate each parameter has that of its group, of which all parameters
+    have the same dict of options in `saved`.
     """
     saved = saved or {}
     own = (
@@ -303,17 +305,17 @@ def make_inputs_from_weights(
     if rule is None:
         raise ValueError(describe_unknown_name("optimizer", given, RULE_NAMES))
     ours = any("weight_update" in one for one in saved.values())
-    groups = list(dict.fromkeys(map(_read_saved_rate, saved.values()))) if lr is None else [lr]
+    groups = list({id(one): one for one in saved.values()}.values()) if lr is None else [{"lr": lr}]
+    top_rates = tuple(read_number(one.get("initial_lr", one.get("lr", 0.0))) for one in groups)
+    places = {id(one): place for place, one in enumerate(groups)}
 
     def trained(name: str, tensor: Tensor) -> TrainedTensor:
         before = saved.get(name, {})
-        rate = groups[0] if lr is not None or not before else _read_saved_rate(before)
-        merged = {**DEFAULT_OPTIONS[rule], **before, **options, "lr": rate}
+        group = places.get(id(before), 0)
+        merged = {**DEFAULT_OPTIONS[rule], **before, **options, "lr": top_rates[group]}
         gradient = tensor.grad if tensor.is_leaf else None
         update = _name_weight_update(before, dtype or tensor.dtype) if "weight_update" in before else "nearest"
-        return _make_trained_tensor(
-            name, tensor, states.get(name, {}), merged, groups.index(rate), dtype, gradient, update
-        )
+        return _make_trained_tensor(name, tensor, states.get(name, {}), merged, group, dtype, gradient, update)
 
     found = [
         trained(name, tensor)
@@ -332,12 +334,7 @@ def make_inputs_from_weights(
         notes = (*notes, f"{listed(others)} are complex, or codes of quantized weights: left out")
     if not found:
         raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
-    return Inputs(tuple(found), rule, tuple(groups), _find_start_step(found), ours, notes)
-
-
-def _read_saved_rate(options: Mapping[str, Any]) -> float:
-    """Return the learning rate that a parameter's group began with."""
-    return read_number(options.get("initial_lr", options.get("lr", 0.0)))
+    return Inputs(tuple(found), rule, top_rates, _find_start_step(found), ours, notes)
 
 
 def _guess_saved_rule(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
