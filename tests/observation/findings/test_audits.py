@@ -51,7 +51,7 @@ def test_a_stepped_weight_that_stands_still_is_frozen():
 
 @pytest.mark.parametrize(
     "given",
-    [{"steps": (10, 10)}, {"compensated": True, "compensation_moved": True}, {"options": {"lr": 0.0}}],
+    [{"steps": (10, 10)}, {"compensated": True}, {"options": {"lr": 0.0}}],
 )
 def test_a_weight_that_had_no_reason_to_move_is_not_frozen(given):
     assert codes(audit(row(status="unchanged"), states=[state(**given)])) == []
@@ -73,14 +73,6 @@ def test_lost_updates_say_which_cure_keeps_them():
     assert [one.code for one in found] == ["updates-lost"]
     assert "99% of updates lost in bf16 at lr 0.0001" in found[0].summary
     assert "kahan" in found[0].cure
-    for own in ({"compensated": True}, {"weight_update": "stochastic"}):
-        assert codes(audit(row(), states=[state(update=lost, **own)])) == []
-
-
-def test_a_second_moment_that_cannot_decay_is_stuck():
-    options = {"lr": 1e-4, "betas": (0.9, 0.999)}
-    assert codes(audit(row(), states=[state(options=options)])) == [("second-moment-stuck", "warning")]
-    assert codes(audit(row(dtype=F32), states=[state(dtype=F32, options=options)])) == []
 
 
 def test_an_average_that_stands_still_while_weights_move_is_stuck():

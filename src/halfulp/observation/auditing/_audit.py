@@ -17,8 +17,6 @@ from ..page import write_page
 
 TensorStatus = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
 TensorRole = Literal["parameter", "average", "buffer", "unknown"]
-# As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
-SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
 STATUS_WORDS: dict[TensorStatus, str] = {
     "nonfinite": "has NaN or infinity",
     "dtype-changed": "another dtype",
@@ -106,12 +104,11 @@ class StateAudit:
 
     Attributes:
         name: of the parameter.
-        options: numbers of its group in B: lr (A's where B's is 0), weight_decay, betas, eps, momentum.
+        options: numbers of its group in B: lr, weight_decay, betas, eps, momentum.
         steps: its step in A and B; None where it is not known.
         dtypes: of each of its states of its own shape in A and B; None where one has none.
         weight_update: of an optimizer of halfulp; None of any other.
         compensated: whether low bits, a residual or master weights lie beside the parameter.
-        compensation_moved: whether those changed; None without them or where A has none.
         all_zero: whether its first moment is all zeros: no gradient has arrived for long.
         nonfinite: NaN and infinities of each state, in A and B; states without any are left out.
         update: the last update, computed from B's states and learning rate, under nearest rounding.
@@ -123,7 +120,6 @@ class StateAudit:
     dtypes: Mapping[str, tuple[torch.dtype | None, torch.dtype | None]]
     weight_update: str | None = None
     compensated: bool = False
-    compensation_moved: bool | None = None
     all_zero: bool = False
     nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     update: RealisedChanges | None = None

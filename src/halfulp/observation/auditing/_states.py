@@ -15,7 +15,7 @@ from .._record import RealisedChanges
 from .._text import get_precision
 from ..checkpoints._names import Checkpoint, NamedParameterState
 from ._audit import StateAudit
-from ._tensors import ELEMENTS_AT_ONCE, count_same_elements, split_tensors
+from ._tensors import ELEMENTS_AT_ONCE, split_tensors
 
 # What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.
 _COMPENSATION_STATES = ("residual", "low_bits", "master", "kahan_comp", "kahan_compensation", "master_param", "shift")
@@ -50,18 +50,12 @@ def _compare_parameter_states(
     name: str, before: NamedParameterState | None, after: NamedParameterState, weight: Tensor, lr: float | None
 ) -> StateAudit:
     options = _read_options(after.options)
-    # At the end of a schedule B's is 0.
-    if lr is None and options.get("lr") == 0 and before is not None:
-        lr = _read_options(before.options).get("lr")
     if lr is not None:
         options["lr"] = lr
     ours = {} if before is None else _get_state_tensors(before)
     theirs = _get_state_tensors(after)
     steps = None if before is None else _read_step(before), _read_step(after)
     compensation = [key for key in _COMPENSATION_STATES if key in theirs]
-    moved = None
-    if compensation and all(key in ours for key in compensation):
-        moved = any(count_same_elements(ours[key], theirs[key]) < theirs[key].numel() for key in compensation)
     weight_update = _name_weight_update(after.options, theirs)
     to_nearest = not compensation and weight_update in (None, "nearest")
     numbers = weight.dtype.is_floating_point and get_precision(weight.dtype) is not None
@@ -76,7 +70,6 @@ def _compare_parameter_states(
         },
         weight_update,
         bool(compensation),
-        moved,
         any(_count_elements(theirs[key], lambda part: part != 0) == 0 for key in _FIRST_MOMENTS if key in theirs),
         {
             key: (_count_nonfinite(ours.get(key)), found)

@@ -127,12 +127,6 @@ def _check_names(a: Checkpoint, b: Checkpoint) -> None:
     ours, theirs = a.tensors, b.tensors
     missing = [name for name in ours if name not in theirs]
     foreign = [name for name in theirs if name not in ours]
-    # Averages are kept from some step on, by some runs.
-    for which, names in (("A", missing), ("B", foreign)):
-        averages = [name for name in names if name.startswith("ema.")]
-        if averages:
-            b.unseen.append(f"{listed(averages)} are averages that only {which} holds, and were not compared")
-            names[:] = [name for name in names if not name.startswith("ema.")]
     shapes = [name for name in ours if name in theirs and ours[name].shape != theirs[name].shape]
     said = [f"only {which} has {listed(names)}" for which, names in (("A", missing), ("B", foreign)) if names]
     if shapes:

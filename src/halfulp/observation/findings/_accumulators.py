@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...optim import OPTIMIZERS
 from .._finding import Finding, Severity
@@ -18,7 +18,7 @@ from .._text import (
     name_dtype,
     write_optimizer_code,
 )
-from ..auditing._audit import SECOND_MOMENTS, Audit
+from ..auditing._audit import Audit
 from ._kind import FindingKind, register_finding
 from ._updates import is_explained_by_chance, make_change_evidence
 
@@ -164,6 +164,8 @@ class ResidualSwamped(FindingKind):
             )
 
 
+# As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
 FEWEST_DECREASES = 32
 # With half of its changes missing the average follows a different, slower horizon than beta2 says.
 STUCK_MOMENT_SHARE = 0.5
@@ -205,21 +207,6 @@ class SecondMomentStuck(FindingKind):
                     state=state,
                     **make_change_evidence(change, dtype),
                 )
-
-    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        """Find second moments that can only rise, since their format loses every decay by beta2."""
-        for name, state in audit.states.items():
-            betas, alpha = state.options.get("betas"), state.options.get("alpha")
-            beta2 = betas[1] if isinstance(betas, list | tuple) and len(betas) >= 2 else alpha
-            if beta2 is None or state.weight_update is not None:
-                continue
-            rate = 1.0 - float(beta2)
-            for moment, (_, dtype) in state.dtypes.items():
-                if moment not in SECOND_MOMENTS or not loses_state_decay(rate, dtype):
-                    continue
-                said = f"{moment} in {name_dtype(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
-                told: dict[str, Any] = {"state": moment, "decay": rate, "dtype": name_dtype(dtype)}
-                yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), **told)
 
     def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         found = [(layer, layer.beta2) for layer in forecast.layers if layer.beta2 is not None]

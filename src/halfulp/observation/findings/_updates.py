@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..._qualified_names import make_name_pattern
 from .._finding import Finding, Severity
 from .._record import ParameterRecord, RealisedChanges, Record, RoundingRecord
 from .._text import (
@@ -451,6 +452,8 @@ class WeightFrozen(FindingKind):
             )
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
+        moved = ("changed", "barely-moved")
+        moving = {make_name_pattern(name) for name, row in audit.tensors.items() if row.status in moved}
         for name, row in audit.tensors.items():
             if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel:
                 continue
@@ -459,11 +462,11 @@ class WeightFrozen(FindingKind):
             if name in audit.states:
                 yield from self._find_frozen_when_stepped(row, audit.states[name])
             else:
-                yield self._make_never_stepped_finding(row, audit)
+                yield self._make_never_stepped_finding(row, audit, make_name_pattern(name) in moving)
 
     def _find_frozen_when_stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
         steps, lr = state.advanced, state.options.get("lr")
-        if state.compensation_moved or steps == 0 or lr == 0:
+        if state.compensated or steps == 0 or lr == 0:
             return
         during = f"in {steps} steps" if steps is not None and steps > 0 else "between the checkpoints"
         said = f"has not moved {during} in {name_dtype(row.a.dtype)}{describe_lr(state.options)}"
@@ -476,7 +479,7 @@ class WeightFrozen(FindingKind):
             code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
             yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), write=code, **evidence)
 
-    def _make_never_stepped_finding(self, row: TensorAudit, audit: Audit) -> Finding:
+    def _make_never_stepped_finding(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
         said = f"not one of {row.numel} elements moved in {name_dtype(row.a.dtype)}"
         if row.b.constant is not None and row.numel > 1:
             said += f", all still {row.b.constant:g}"
@@ -487,6 +490,10 @@ class WeightFrozen(FindingKind):
             return self.found(row.name, "note", 0.5, said, cure=on_purpose, **evidence)
         if is_narrow_dtype(row.a.dtype):
             return self.found(row.name, "warning", 0.8 if row.numel >= FEWEST_UPDATES else 0.5, said, **evidence)
+        if siblings_moved:
+            said += ", those of other layers did"
+            cure = "see whether it is meant to be frozen and gets a gradient"
+            return self.found(row.name, "warning", 0.6, said, cure=cure, **evidence)
         return self.found(row.name, "note", 0.3, said, cure=on_purpose, **evidence)
 
 

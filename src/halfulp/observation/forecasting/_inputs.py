@@ -42,14 +42,8 @@ def compute_learning_rates(
     """Return the learning rate of each group at each step from `start` to the end.
 
     Args:
-        schedule: "constant" (or None), "linear", "cosine" or "wsd" (warm-up, stable, decay); a scheduler of torch,
-            which is run on a copy that holds no parameters; a function step -> learning rate; a list of them.
         top_rates: per group, the learning rate that a named schedule begins to fall from.
-        steps: length of the whole run; a list has its own.
-        start: steps that were made already.
-        warmup: steps over which a named schedule rises from top / warmup to the top.
-        decay: steps over which "wsd" falls at the end; a fifth of all by default.
-        final: the learning rate that a named schedule ends at.
+        others: as of `forecast`.
 
     Returns:
         float64 (groups, steps - start).
@@ -90,15 +84,6 @@ def compute_learning_rates(
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
     return rates
-
-
-def name_schedule(schedule: Schedule) -> str:
-    """Return the name of a schedule for a report: its name, its class, "function" or "list"."""
-    if schedule is None or isinstance(schedule, str):
-        return schedule or "constant"
-    if isinstance(schedule, LRScheduler):
-        return type(schedule).__name__
-    return "function" if callable(schedule) else "list"
 
 
 def _compute_rates_by_name(
@@ -193,7 +178,6 @@ class TrainedTensor:
         dtype: what it will be trained in.
         state: the optimizer's tensors and numbers for it; empty without.
         group: index of its group.
-        gradient: its current gradient, None without one.
         weight_update: "nearest" for every optimizer but halfulp's.
     """
 
@@ -203,7 +187,6 @@ class TrainedTensor:
     state: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     group: int = 0
-    gradient: Tensor | None = None
     weight_update: str = "nearest"
 
 
@@ -216,7 +199,7 @@ class Inputs:
         rule: "AdamW", "Adam", "SGD" or "Lion".
         top_rates: per group, its learning rate before a schedule.
         start: steps that were made so far.
-        is_halfulp: whether halfulp's optimizer steps them, which rounds decay and update together, and moments at random.
+        is_halfulp: whether halfulp steps them, which rounds decay and update together, and moments at random.
         notes: what could not be read.
     """
 
@@ -313,9 +296,8 @@ def make_inputs_from_weights(
         before = saved.get(name, {})
         group = places.get(id(before), 0)
         merged = {**DEFAULT_OPTIONS[rule], **before, **options, "lr": top_rates[group]}
-        gradient = tensor.grad if tensor.is_leaf else None
         update = _name_weight_update(before, dtype or tensor.dtype) if "weight_update" in before else "nearest"
-        return _make_trained_tensor(name, tensor, states.get(name, {}), merged, group, dtype, gradient, update)
+        return _make_trained_tensor(name, tensor, states.get(name, {}), merged, group, dtype, update)
 
     found = [
         trained(name, tensor)
@@ -357,7 +339,6 @@ def _make_trained_tensor(
     options: Mapping[str, Any],
     group: int,
     dtype: torch.dtype | None,
-    gradient: Tensor | None,
     update: str = "nearest",
 ) -> TrainedTensor:
     if is_lazy(tensor):
@@ -373,7 +354,7 @@ def _make_trained_tensor(
             f"{name} is {kind}, whose updates are not those of plain floating-point numbers: forecast the model before "
             "it is converted"
         )
-    return TrainedTensor(name, value, dtype or value.dtype, state, options, group, gradient, update)
+    return TrainedTensor(name, value, dtype or value.dtype, state, options, group, update)
 
 
 def _find_optimizer_rule(optimizer: torch.optim.Optimizer) -> str:

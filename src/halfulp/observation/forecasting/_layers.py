@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +15,6 @@ from ...rounding import quantize
 from .._record import to_plain_data
 from ._inputs import Inputs, TrainedTensor, read_number
 
-_SIMULATED_ELEMENTS = 2048
-_LONGEST_SIMULATION = 4000
-_SMOOTHING_STEPS = 31
 # Elements whose mean square goes into that of each binade, so that a binade of few elements does not stand on chance.
 _PRIOR_ELEMENTS = 16
 _LARGEST_SIGNAL_SHARE = 0.99
@@ -73,25 +69,19 @@ def _model_adam_updates(
     eps = read_number(trained.options["eps"])
     run = max(1.0, 0.5 / (1 - beta1)) if beta1 < 1 else 1.0
     step = int(read_number(trained.state.get("step", inputs.start))) if first is not None else 0
-    own = trained.dtype if second is None else second.dtype
-    dtype = torch.float32 if inputs.is_halfulp else own
-    noise = compute_noise_size(
-        beta1, beta2, dtype if dtype.itemsize > 1 else torch.float32, min(step + steps, _LONGEST_SIMULATION)
-    )
-    noise = torch.cat([noise, noise[-1:].expand(max(0, step + steps - len(noise)))])
+    noise = compute_noise_size(beta1, step + 1, step + steps + 1)
     nonzero = torch.ones_like(weights, dtype=torch.bool)
     if first is None or second is None or step < 1:
-        growth = noise[step : step + steps]
         deviation = torch.ones_like(weights)
-        return UpdateSizes(nonzero, torch.zeros_like(weights), deviation, growth, run, False, "Adam's on noise")
+        return UpdateSizes(nonzero, torch.zeros_like(weights), deviation, noise, run, False, "Adam's on noise")
     m, v = first.flatten()[index].cpu().double(), second.flatten()[index].cpu().double()
     size = -m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
     nonzero = (m != 0) & size.isfinite()
     size, held = size[nonzero], weights[nonzero]
     if not len(size):
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
-        return UpdateSizes(nonzero, nothing, nothing, noise[step:], run, False, "the optimizer's state")
-    reference = float(noise[step - 1]) ** 2
+        return UpdateSizes(nonzero, nothing, nothing, noise, run, False, "the optimizer's state")
+    reference = float(compute_noise_size(beta1, step, step + 1)) ** 2
     drift = _estimate_mean_updates(size, held).clamp(-1, 1)
     rest = size - drift
     square = _compute_binade_mean_square(rest, held).clamp_min(_TINY_SQUARE)
@@ -103,7 +93,7 @@ def _model_adam_updates(
         nonzero,
         drift + rest * signal / square + spread * drawn,
         (square - signal).clamp_min(0).sqrt(),
-        noise[step : step + steps] / math.sqrt(reference),
+        noise / math.sqrt(reference),
         run,
         False,
         "the optimizer's state",
@@ -111,13 +101,9 @@ def _model_adam_updates(
 
 
 def _model_sgd_updates(trained: TrainedTensor, index: Tensor, weights: Tensor, steps: int) -> UpdateSizes | None:
-    """Return the sizes of SGD's updates, its momentum buffer or the gradient, taken to stay as they are."""
+    """Return the sizes of SGD's updates, its momentum buffer, taken to stay as they are; None without one."""
     momentum = read_number(trained.options.get("momentum", 0.0))
-    known, source = _get_state_tensor(trained, "momentum_buffer"), "the momentum buffer"
-    if known is None and trained.gradient is not None and trained.gradient.shape == trained.value.shape:
-        known, source = trained.gradient.detach(), "the gradient"
-        # Gradients of mean 0 add up to a buffer of that much more (the sum of momentum^(2 k)).
-        known = known.double() / math.sqrt(1 - momentum**2) if momentum < 1 else known
+    known = _get_state_tensor(trained, "momentum_buffer")
     if known is None:
         return None
     size = -known.flatten()[index].cpu().double()
@@ -127,7 +113,7 @@ def _model_sgd_updates(trained: TrainedTensor, index: Tensor, weights: Tensor, s
     square = _compute_binade_mean_square(size - drift, held) if len(size) else size
     growth = torch.ones(steps, dtype=torch.float64, device="cpu")
     run = max(1.0, 0.5 / (1 - momentum)) if momentum < 1 else 1.0
-    return UpdateSizes(nonzero, drift, square.sqrt(), growth, run, False, source)
+    return UpdateSizes(nonzero, drift, square.sqrt(), growth, run, False, "the momentum buffer")
 
 
 def _estimate_mean_updates(size: Tensor, weights: Tensor) -> Tensor:
@@ -170,34 +156,16 @@ def _compute_binade_mean_square(size: Tensor, weights: Tensor) -> Tensor:
     return ((total + _PRIOR_ELEMENTS * overall) / (count + _PRIOR_ELEMENTS))[inverse]
 
 
-@functools.lru_cache(maxsize=8)
-def compute_noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: int) -> Tensor:
-    """Return the root mean square of Adam's normalized update at each step from the first, on gradients N(0, 1).
+def compute_noise_size(beta1: float, first: int, last: int) -> Tensor:
+    """Return the root mean square of Adam's normalized update from one step to before another, on gradients N(0, 1).
 
-    In float32 it goes from 1 to sqrt((1 - beta1) / (1 + beta1)) as the averages fill. Moments that are rounded to
-    bfloat16 at each operation, as torch's loop does, follow other averages: a second moment that cannot decay any more
-    stays larger. So the recurrence itself is run, in the moments' dtype.
+    It goes from 1 to sqrt((1 - beta1) / (1 + beta1)) as the first average fills; the second one is taken as filled.
 
-    >>> round(float(compute_noise_size(0.9, 0.95, torch.float32, 200)[-1]), 1)
-    0.2
+    >>> [round(float(size), 2) for size in compute_noise_size(0.9, 1, 300)[[0, -1]]]
+    [1.0, 0.23]
     """
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    m = torch.zeros(_SIMULATED_ELEMENTS, dtype=dtype, device="cpu")
-    v = torch.zeros_like(m)
-    sizes = []
-    for step in range(1, steps + 1):
-        g = torch.randn(_SIMULATED_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        size = m.float() / (1 - beta1**step) / (v.float() / (1 - beta2**step)).sqrt()
-        sizes.append(size[size.isfinite()].square().mean())
-    squares = torch.stack(sizes).double()
-    total = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
-    at = torch.arange(steps, dtype=torch.int64, device="cpu")
-    # Steps at the start differ from each other: the window is no wider than what lies before it.
-    half = at.clamp_max(_SMOOTHING_STEPS // 2)
-    low, high = at - half, (at + half + 1).clamp_max(steps)
-    return ((total[high] - total[low]) / (high - low)).sqrt()
+    left = beta1 ** torch.arange(first, last, dtype=torch.float64, device="cpu")
+    return ((1 - beta1) / (1 + beta1) * (1 + left) / (1 - left)).sqrt()
 
 
 def _get_state_tensor(trained: TrainedTensor, *names: str) -> Tensor | None:

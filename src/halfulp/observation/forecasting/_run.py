@@ -26,7 +26,6 @@ from ._inputs import (
     make_inputs_from_checkpoint,
     make_inputs_from_optimizer,
     make_inputs_from_weights,
-    name_schedule,
 )
 from ._layers import choose_sample, forecast_layer
 
@@ -129,7 +128,8 @@ def forecast(
     rates = compute_learning_rates(
         schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
     )
-    return _follow_layers(inputs, rates, name_schedule(schedule), begin)
+    name = schedule or "constant" if schedule is None or isinstance(schedule, str) else type(schedule).__name__
+    return _follow_layers(inputs, rates, name, begin)
 
 
 def _check_rate(given: object) -> float:
@@ -158,7 +158,7 @@ def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> 
     if unknown:
         notes.append(
             f"the size of updates is not known of {len(unknown)} of {count} layers: SGD's are its gradients; give an "
-            "optimizer that has made a step with momentum, or a model that holds gradients"
+            "optimizer that has made a step with momentum"
         )
     total, ahead = start + rates.shape[1], rates.shape[1]
     places = torch.linspace(0, ahead - 1, min(ahead, _RATE_CURVE_POINTS), dtype=torch.float64, device="cpu")

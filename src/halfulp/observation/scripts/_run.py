@@ -13,12 +13,11 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
-_RUNPY_FILES = ("<frozen runpy>", runpy.__file__)
 # What the script's names hold lives to the end of the process, as in Python: handlers at exit find it, and a process
 # group whose threads are still ending is not taken apart under their feet, which can wait for ever.
 _KEPT_SCRIPT_STATE: list[object] = []
@@ -27,7 +26,6 @@ PROCESS_REMEDY = (
     "where a script trains in processes that it starts, put `with hu.observe(model, optimizer, interval=50) as seen:` "
     "around the loop there, and `seen.to_html('observe.html')` after it: rank 0 writes the page"
 )
-_SCRIPTS_FOLDER = os.path.dirname(os.path.realpath(__file__))
 
 
 @contextlib.contextmanager
@@ -60,7 +58,7 @@ def run_script(
     passing: type[BaseException] | tuple[type[BaseException], ...] = (),
     module: bool = False,
 ) -> ScriptEnding:
-    """Run a script to its end; a traceback is printed as Python prints it, from the script's first line on.
+    """Run a script to its end; the traceback of a crash is printed.
 
     sys.argv, sys.path[0], __name__ and __file__ are what the script would find; they are put back afterwards.
 
@@ -92,7 +90,7 @@ def run_script(
     except BaseException as error:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        traceback.print_exception(type(error), error, _trim_traceback(error.__traceback__))
+        traceback.print_exception(error)
         _KEPT_SCRIPT_STATE[:] = [error]
         return ScriptEnding(1, "crashed")
     return ScriptEnding(0, "finished")
@@ -109,16 +107,6 @@ def _run_as_main(path: str, arguments: Sequence[str], module: bool) -> Iterator[
     finally:
         sys.argv = argv
         sys.path[:] = search
-
-
-def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames that lead to the script: those of this package and of runpy."""
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if os.path.dirname(os.path.realpath(file)) != _SCRIPTS_FOLDER and file not in _RUNPY_FILES:
-            break
-        trace = trace.tb_next
-    return trace
 
 
 @contextlib.contextmanager
