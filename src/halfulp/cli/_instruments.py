@@ -119,9 +119,6 @@ _SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", "no
 def audit(
     a: Annotated[str, typer.Argument(metavar="A", help="The earlier checkpoint: a file or a folder.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The later checkpoint of the same run.")],
-    share: Annotated[
-        float, typer.Option(help="Mean change in ulps below which a tensor counts as barely moved.")
-    ] = 0.01,
     lr: Annotated[float | None, typer.Option(help="Learning rate in place of the one that B holds.")] = None,
     out: OutOption = None,
     json: JsonOption = False,
@@ -135,7 +132,7 @@ def audit(
     from ..observation import audit as compare_checkpoints
 
     prepare_out_folder(out, "audit")
-    found = compare_checkpoints(a, b, share=share, lr=lr)
+    found = compare_checkpoints(a, b, lr=lr)
     if json:
         print_json(found.to_dict())
     else:

@@ -82,7 +82,6 @@ def check(a: torch.Tensor, b: torch.Tensor) -> None:
     moved = [change for change in changes if change]
     if moved and max(moved) < Fraction(2) ** 1000:
         assert found.largest == pytest.approx(float(max(moved)), rel=1e-15)
-        assert found.total == pytest.approx(float(sum(moved)), rel=1e-12)
     if changes:
         median = sorted(changes)[(len(changes) - 1) // 2]
         if not median or Fraction(2) ** -180 < median < Fraction(2) ** 300:
@@ -128,7 +127,6 @@ def test_parts_give_what_the_whole_gives(dtype):
     assert (whole.a, whole.b, whole.same, whole.finite) == (parts.a, parts.b, parts.same, parts.finite)
     assert torch.equal(whole.table, parts.table)
     assert whole.largest == parts.largest
-    assert whole.total == pytest.approx(parts.total, rel=1e-12)
 
 
 def test_views_empty_and_constant_tensors():

@@ -71,7 +71,7 @@ def read(folder, wanted):
     unseen: list[str] = []
     states = name_optimizer_states(open_checkpoint(folder), unseen)
     for name, state in states.items():
-        moment = state.tensors["exp_avg"]
+        moment = state.state["exp_avg"]
         assert same_bits(moment, wanted[name])
     return set(states), " ".join(unseen)
 

@@ -33,7 +33,7 @@ def check(path, model, optimizer=None):
         states = name_optimizer_states(found, unseen)
         assert not unseen
         for name, parameter in model.named_parameters():
-            moment = states[name].tensors["exp_avg"]
+            moment = states[name].state["exp_avg"]
             assert same_bits(moment, optimizer.state[parameter]["exp_avg"])
             assert states[name].options["lr"] == 1e-3
     return found

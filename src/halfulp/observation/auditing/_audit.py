@@ -15,13 +15,12 @@ from .._finding import Finding, Severity, describe_names, find_worst_severity, f
 from .._record import RealisedChanges, to_plain_data
 from ..page import write_page
 
-TensorStatus = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
+TensorStatus = Literal["nonfinite", "dtype-changed", "unchanged", "constant", "changed"]
 TensorRole = Literal["parameter", "average", "buffer", "unknown"]
 STATUS_WORDS: dict[TensorStatus, str] = {
     "nonfinite": "has NaN or infinity",
     "dtype-changed": "another dtype",
     "unchanged": "did not move",
-    "barely-moved": "hardly moved",
     "constant": "constant",
     "changed": "moved",
 }
@@ -60,10 +59,10 @@ class TensorAudit:
             integers, "unknown" else.
         a, b: what each checkpoint holds.
         unchanged: elements with the same value (NaN equals NaN, and -0 equals +0).
-        mean, median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
+        median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
             as 0. The median is exact below 64 ulps and within 1/32 of itself above. NaN where there is no such element.
         status: the first that holds of: it has NaN or infinity that A did not have, the dtype changed, nothing moved,
-            the mean change is below the share asked for, B is constant and A is not, it moved.
+            B is constant and A is not, it moved.
     """
 
     name: str
@@ -73,7 +72,6 @@ class TensorAudit:
     a: TensorStatistics
     b: TensorStatistics
     unchanged: int
-    mean: float
     median: float
     largest: float
     status: TensorStatus
@@ -93,7 +91,7 @@ class TensorAudit:
             "role": self.role,
             "status": self.status,
             "share_unchanged": self.share_unchanged,
-            **{f"{key}_change_ulps": to_plain_data(getattr(self, key)) for key in ("largest", "median", "mean")},
+            **{f"{key}_change_ulps": to_plain_data(getattr(self, key)) for key in ("largest", "median")},
             **{key: to_plain_data([getattr(self.a, key), getattr(self.b, key)]) for key in both},
         }
 
@@ -163,7 +161,6 @@ class Audit:
     Attributes:
         tensors: by name, in the order of the files.
         states: what optimizer states say, by parameter; empty where a checkpoint holds none.
-        share: below which mean change in ulps a tensor counts as barely moved.
         unseen: sentences that say what could not be compared, and why.
         findings: what is wrong, the worst first.
         states_complete: whether each of B's optimizer states found its parameter; where not, a parameter without states
@@ -172,7 +169,6 @@ class Audit:
 
     tensors: Mapping[str, TensorAudit]
     states: Mapping[str, StateAudit] = field(default_factory=dict)
-    share: float = 0.01
     unseen: tuple[str, ...] = ()
     findings: list[Finding] = field(default_factory=list)
     states_complete: bool = True
@@ -195,7 +191,7 @@ class Audit:
             found = told.get(name)
             key = make_name_pattern(name), row.a.dtype, row.b.dtype, row.status, found.code if found else ""
             kinds.setdefault(key, []).append(row)
-        made = [_make_layer_group(rows, told.get(rows[0].name), self.share) for rows in kinds.values()]
+        made = [_make_layer_group(rows, told.get(rows[0].name)) for rows in kinds.values()]
         order = {"error": 0, "warning": 1, "note": 2, None: 3}
         return sorted(made, key=lambda group: order[group.severity])
 
@@ -207,7 +203,6 @@ class Audit:
             "tensors": [row.to_dict() for row in self.tensors.values()],
             "states": [to_plain_data(state) for state in self.states.values()],
             "groups": [to_plain_data(group) for group in self.groups()],
-            "share": self.share,
             "steps": self.advanced,
             "unseen": list(self.unseen),
         }
@@ -226,23 +221,21 @@ class Audit:
         return "\n".join([*format_findings(self.findings), *(groups or ["no tensors"]), *self.unseen])
 
 
-def _make_layer_group(rows: list[TensorAudit], found: Finding | None, share: float) -> LayerGroup:
+def _make_layer_group(rows: list[TensorAudit], found: Finding | None) -> LayerGroup:
     first, numel = rows[0], sum(row.numel for row in rows)
     names = tuple(row.name for row in rows)
     unchanged = sum(row.unchanged for row in rows) / numel if numel else 1.0
     medians = [row.median for row in rows if not math.isnan(row.median)]
     ends = (min(medians), max(medians)) if medians else (math.nan, math.nan)
     dtypes = " -> ".join(dict.fromkeys(to_plain_data([first.a.dtype, first.b.dtype])))
-    verdict = found.summary if found is not None else _describe_verdict(first, unchanged, ends, share)
+    verdict = found.summary if found is not None else _describe_verdict(first, unchanged, ends)
     severity = found.severity if found is not None else None
     return LayerGroup(describe_names(names), names, dtypes, numel, unchanged, ends, verdict, severity)
 
 
-def _describe_verdict(row: TensorAudit, unchanged: float, median: tuple[float, float], share: float) -> str:
+def _describe_verdict(row: TensorAudit, unchanged: float, median: tuple[float, float]) -> str:
     if not row.numel:
         return "empty"
-    if row.status == "barely-moved":
-        return f"hardly moved: less than {share:g} ulp on average"
     if row.status != "changed":
         return STATUS_WORDS[row.status]
     if math.isnan(median[0]) or row.role == "buffer":

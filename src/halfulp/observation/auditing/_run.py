@@ -21,7 +21,7 @@ from ._tensors import compare_tensors
 CheckpointOrPath = str | os.PathLike[str] | Mapping[str, Any]
 
 
-def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: float | None = None) -> Audit:
+def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) -> Audit:
     """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
 
     Files are read by memory map, tensor by tensor; no model code is needed, and nothing that they hold is executed.
@@ -31,7 +31,6 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
     Args:
         a, b: the earlier and the later checkpoint: a file of safetensors or torch.save, a sharded folder, a folder of
             HF's Trainer, or a state_dict.
-        share: mean change in ulps below which a tensor counts as barely moved.
         lr: learning rate in place of the one that B's optimizer holds.
 
     Returns:
@@ -40,7 +39,7 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
     Raises:
         TypeError: a or b is neither a path nor a mapping.
         ValueError: it cannot be read as a checkpoint, or is refused by weights_only; both are the same file, or of
-            different models; share or lr is no number from 0 on.
+            different models; lr is no number from 0 on.
 
     >>> import torch
     >>> start = {"norm.weight": torch.ones(64, dtype=torch.bfloat16), "head.weight": torch.ones(64)}
@@ -48,10 +47,9 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
     >>> [(found.code, found.where) for found in audit(start, later).findings]
     [('weight-frozen', ('norm.weight',))]
     """
-    for name, number in (("share", share), ("lr", lr)):
-        known = isinstance(number, int | float) and not isinstance(number, bool)
-        if number is not None and not (known and 0 <= number <= sys.float_info.max):
-            raise ValueError(f"{name}={number!r}: give a number from 0 on")
+    known = isinstance(lr, int | float) and not isinstance(lr, bool)
+    if lr is not None and not (known and 0 <= lr <= sys.float_info.max):
+        raise ValueError(f"lr={lr!r}: give a number from 0 on")
     is_same = a is b
     if isinstance(a, str | os.PathLike) and isinstance(b, str | os.PathLike):
         with contextlib.suppress(OSError, ValueError):  # what is not there is said when it is opened
@@ -59,20 +57,20 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
     if is_same:
         same = a_kind(a) if isinstance(a, Mapping) else a
         raise ValueError(f"A and B are the same checkpoint, {same}: give an earlier and a later one of a run")
-    before, after = _open_given(a, "A"), _open_given(b, "B")
+    before, after = _open_checkpoint_or_dict(a, "A"), _open_checkpoint_or_dict(b, "B")
     unseen = [*before.unseen, *after.unseen]
     earlier, later = name_optimizer_states(before, unseen), name_optimizer_states(after, unseen)
     after.unseen.clear()
     complete = len(later) >= after.stepped_count
-    tensors = compare_tensors(before, after, set(earlier) | set(later), share)
+    tensors = compare_tensors(before, after, set(earlier) | set(later))
     states = compare_states(earlier, later, after, lr)
     unseen += [said for said in after.unseen if said not in unseen]
     said = tuple(dict.fromkeys(unseen))
-    made = Audit(tensors, states, share, said, states_complete=complete)
+    made = Audit(tensors, states, said, states_complete=complete)
     return dataclasses.replace(made, findings=collect_findings("audit", made))
 
 
-def _open_given(given: CheckpointOrPath, which: str) -> Checkpoint:
+def _open_checkpoint_or_dict(given: CheckpointOrPath, which: str) -> Checkpoint:
     if isinstance(given, Mapping):
         return read_checkpoint_content(given, which)
     if isinstance(given, str | os.PathLike):

@@ -20,8 +20,7 @@ from ._tensors import ELEMENTS_AT_ONCE, split_tensors
 # What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.
 _COMPENSATION_STATES = ("residual", "low_bits", "master", "kahan_comp", "kahan_compensation", "master_param", "shift")
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
-_OPTION_NAMES = ("lr", "weight_decay", "betas", "eps", "momentum", "alpha", "amsgrad", "maximize", "fused", "nesterov")
-_HALFULP_OPTION_NAMES = ("decoupled_weight_decay", "weight_update")
+_OPTION_NAMES = ("lr", "weight_decay", "betas", "eps", "momentum", "amsgrad", "maximize")
 
 
 def compare_states(
@@ -30,7 +29,7 @@ def compare_states(
     """Compare the optimizer states of two checkpoints, by parameter."""
     found, missing = {}, []
     for name, after in b.items():
-        if name not in weights.tensors or not (after.tensors or after.values):
+        if name not in weights.tensors or not after.state:
             continue
         weight = weights.tensors[name]
         state = found[name] = _compare_parameter_states(name, a.get(name), after, weight, lr)
@@ -61,7 +60,7 @@ def _compare_parameter_states(
     numbers = weight.dtype.is_floating_point and get_precision(weight.dtype) is not None
     return StateAudit(
         name,
-        {key: value for key, value in options.items() if key not in _HALFULP_OPTION_NAMES},
+        options,
         steps,
         {
             key: (ours[key].dtype if key in ours else None, stored.dtype)
@@ -82,18 +81,18 @@ def _compare_parameter_states(
 
 def _get_state_tensors(state: NamedParameterState) -> dict[str, Tensor]:
     """Return the tensors of a state but for its step and checksums."""
-    return {key: one for key, one in state.tensors.items() if key != "step" and "checksum" not in key}
+    tensors = {key: one for key, one in state.state.items() if isinstance(one, Tensor)}
+    return {key: one for key, one in tensors.items() if key != "step" and "checksum" not in key}
 
 
 def _read_step(state: NamedParameterState) -> int | None:
-    step = state.values.get("step")
-    if "step" in state.tensors and state.tensors["step"].numel() == 1:
-        step = state.tensors["step"].item()
+    step = state.state.get("step")
+    step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     return int(step) if isinstance(step, int | float) and math.isfinite(step) else None
 
 
 def _read_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: group[key] for key in (*_OPTION_NAMES, *_HALFULP_OPTION_NAMES) if group.get(key) is not None}
+    found = {key: group[key] for key in _OPTION_NAMES if group.get(key) is not None}
     return {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in found.items()
     }
@@ -171,10 +170,10 @@ def _find_update_rule(
             return None
         (beta1, beta2), eps = map(float, pair), float(options.get("eps", 0.0))
 
-        def adam(m: Tensor, v: Tensor) -> Tensor:
+        def compute_adam_update(m: Tensor, v: Tensor) -> Tensor:
             return lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
 
-        return [states["exp_avg"], states[second]], adam
+        return [states["exp_avg"], states[second]], compute_adam_update
     if pair is not None and "exp_avg" in states:
         return [states["exp_avg"]], lambda m: lr * m.sign()
     return ([states["momentum_buffer"]], lambda m: lr * m) if "momentum_buffer" in states else None

@@ -50,7 +50,7 @@ class TensorDifferences:
         a, b: counts of each.
         same: elements of the same value, NaN being equal to NaN and -0 to +0.
         finite: elements that are finite in both.
-        total, largest: sum and largest of the changes in ulps.
+        largest: of the changes in ulps.
         table: finite elements by binade and first bits of the fraction of their change in ulps; unchanged ones first.
     """
 
@@ -58,7 +58,6 @@ class TensorDifferences:
     b: ValueCounts = field(default_factory=ValueCounts)
     same: int = 0
     finite: int = 0
-    total: float = 0.0
     largest: float = 0.0
     table: Tensor = field(default_factory=lambda: torch.zeros(BINADES << FINE, dtype=torch.int64, device="cpu"))
 
@@ -96,7 +95,6 @@ def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
         ulps = _measure_changes_in_ulps(x, y, forms)
         found.finite += len(x)
         found.same += len(x) - int(ulps.count_nonzero())
-        found.total += float(ulps.sum())
         found.largest = max(found.largest, float(ulps.max()))
         slots = (ulps.view(torch.int64) >> (52 - FINE)) - (1023 + LOWEST << FINE)
         found.table += slots.clamp_(0, len(found.table) - 1).bincount(minlength=len(found.table))
@@ -113,11 +111,11 @@ def _measure_changes_in_ulps(x: Tensor, y: Tensor, forms: tuple[Format, Format])
     return (y * first - x * first).abs_() * second
 
 
-def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: float) -> dict[str, TensorAudit]:
+def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str]) -> dict[str, TensorAudit]:
     """Return how each tensor of A differs from that of its name in B."""
     _check_names(a, b)
     return {
-        name: _compare_tensor(name, (stored, b.tensors[name]), parameters, share)
+        name: _compare_tensor(name, (stored, b.tensors[name]), parameters)
         for name, stored in a.tensors.items()
         if name in b.tensors
     }
@@ -139,7 +137,7 @@ def _check_names(a: Checkpoint, b: Checkpoint) -> None:
         )
 
 
-def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str], share: float) -> TensorAudit:
+def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]) -> TensorAudit:
     is_complex = all(one.is_complex() for one in pair)
     a, b = (torch.view_as_real(one.resolve_conj()) if is_complex else one for one in pair)
     numbers = all(holds_signed_floats(one.dtype) for one in (a, b))
@@ -148,7 +146,6 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
         add_differences(found, a, b)
     unchanged = found.same if numbers else count_same_elements(a, b)
     before, after = (_make_statistics(one.dtype, counts) for one, counts in zip(pair, (found.a, found.b)))
-    mean = found.total / found.finite if found.finite else math.nan
     is_average = name.startswith("ema.") or name.rpartition(".")[2] in RUNNING_STATISTICS
     role: TensorRole = "buffer" if not numbers else "average" if is_average else "unknown"
     role = "parameter" if name in parameters else role
@@ -160,22 +157,19 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
         before,
         after,
         unchanged,
-        mean,
         found.compute_median(),
         found.largest if found.finite else math.nan,
-        _choose_status(before, after, unchanged == a.numel(), mean < share),
+        _choose_status(before, after, unchanged == a.numel()),
     )
 
 
-def _choose_status(a: TensorStatistics, b: TensorStatistics, still: bool, little: bool) -> TensorStatus:
+def _choose_status(a: TensorStatistics, b: TensorStatistics, still: bool) -> TensorStatus:
     if b.nonfinite > a.nonfinite:
         return "nonfinite"
     if a.dtype != b.dtype:
         return "dtype-changed"
     if still:
         return "unchanged"
-    if little:
-        return "barely-moved"
     return "constant" if b.constant is not None and a.constant is None else "changed"
 
 

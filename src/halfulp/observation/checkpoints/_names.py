@@ -36,7 +36,7 @@ class OptimizerStates:
     groups: list[dict[str, Any]]
 
     @property
-    def keys(self) -> list[list[Any]]:
+    def keys_by_group(self) -> list[list[Any]]:
         """The parameters' numbers, or names, of each group."""
         return [list(group.get("params") or ()) for group in self.groups]
 
@@ -61,7 +61,7 @@ class Checkpoint:
     @property
     def stepped_count(self) -> int:
         """The number of parameters that its optimizers hold."""
-        return sum(len(keys) for optimizer in self.optimizers for keys in optimizer.keys)
+        return sum(len(keys) for optimizer in self.optimizers for keys in optimizer.keys_by_group)
 
 
 # Returns whether a parameter decays, given its name and itself.
@@ -132,10 +132,9 @@ def _make_parts_error(names: Sequence[str]) -> NotImplementedError:
 
 @dataclass(slots=True)
 class NamedParameterState:
-    """States of one parameter by their names, tensors and others, and the options that its group shares."""
+    """States of one parameter by their names, tensors and numbers, and the options that its group shares."""
 
-    tensors: dict[str, Tensor]
-    values: dict[str, Any]
+    state: dict[str, Any]
     options: dict[str, Any]
 
 
@@ -143,7 +142,7 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
     """Return the states of every parameter of a checkpoint; sentences on those that have no name go to `unseen`."""
     found: dict[str, NamedParameterState] = {}
     for optimizer in checkpoint.optimizers:
-        groups = {key: group for keys, group in zip(optimizer.keys, optimizer.groups) for key in keys}
+        groups = {key: group for keys, group in zip(optimizer.keys_by_group, optimizer.groups) for key in keys}
         names = _read_saved_names(optimizer, list(groups))
         if names is None:
             names = _name_by_model_order(checkpoint, optimizer, len(groups))
@@ -164,10 +163,7 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
         left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
         options = {id(one): {k: value for k, value in one.items() if k not in left_out} for one in optimizer.groups}
         for key, name in names.items():
-            state = optimizer.state.get(key) or {}
-            tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-            values = {key: value for key, value in state.items() if key not in tensors}
-            found[name] = NamedParameterState(tensors, values, options[id(groups[key])])
+            found[name] = NamedParameterState(optimizer.state.get(key) or {}, options[id(groups[key])])
     return found
 
 
@@ -176,7 +172,7 @@ def _read_saved_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, 
         return dict(zip(keys, plain_names(keys), strict=True))
     given = [group.get("param_names") for group in optimizer.groups]
     own = [list(names) if isinstance(names, list | tuple) else [] for names in given]
-    if not keys or list(map(len, own)) != list(map(len, optimizer.keys)):
+    if not keys or list(map(len, own)) != list(map(len, optimizer.keys_by_group)):
         return None
     return dict(zip(keys, plain_names(itertools.chain(*own)), strict=True))
 
@@ -207,7 +203,7 @@ def _assign_names(
     ordered: Mapping[str, Tensor], optimizer: OptimizerStates, decays: DecayRule
 ) -> dict[Any, str] | None:
     """Return names in order, each given to the group whose next state fits, of several the one that decays or not."""
-    waiting = optimizer.keys
+    waiting = optimizer.keys_by_group
     found = {}
     for name, stored in ordered.items():
         fitting = []
@@ -244,7 +240,7 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
         raise ValueError(f"{path} holds {a_kind(content)}: give a checkpoint with a model's state_dict")
     leaves: _TensorsByPath = {}
     found = Checkpoint(path, {})
-    for where, leaf in walk_content(content, ()):
+    for where, leaf in walk_leaves(content, ()):
         if isinstance(leaf, OptimizerStates):
             found.optimizers.append(leaf)
         elif isinstance(leaf, ValueError):
@@ -276,7 +272,7 @@ def _leave_out_tied_names(checkpoint: Checkpoint) -> None:
         checkpoint.tensors = {name: one for name, one in checkpoint.tensors.items() if name in kept}
 
 
-def walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
+def walk_leaves(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
     """Yield what nested data holds with its path: leaves, and the states of whole optimizers."""
     if len(where) > _DEEPEST_NESTING:
         raise ValueError(
@@ -287,10 +283,10 @@ def walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
         yield where, _read_optimizer_states(content)
     elif isinstance(content, Mapping):
         for key, value in content.items():
-            yield from walk_content(value, (*where, key))
+            yield from walk_leaves(value, (*where, key))
     elif isinstance(content, list | tuple):
         for number, value in enumerate(content):
-            yield from walk_content(value, (*where, number))
+            yield from walk_leaves(value, (*where, number))
     elif isinstance(content, Tensor) and (content.layout != torch.strided or content.is_meta):
         kind = "on the meta device, without numbers" if content.is_meta else f"a tensor of layout {content.layout}"
         yield where, ValueError(f"it is {kind}")
@@ -323,25 +319,25 @@ def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, 
         groups.setdefault(where[0] if len(where) > 1 else None, {})[where] = leaf
     models = [key for key in groups if isinstance(key, str) and _MODEL_KEY_PATTERN.match(key)]
     if not models:
-        models = [key for key in groups if key is None or not _is_no_model_key(key)]
+        models = [key for key in groups if key is None or not _is_auxiliary_key(key)]
         # Loose tensors beside a model's dict are a loss or a counter.
         models = [key for key in models if key is not None or len(models) == 1]
     found: dict[str, Tensor] = {}
     for key in models:
         prefix = f"{key}." if len(models) > 1 else ""
-        found |= _name_tensors(groups[key], prefix, 1 if key is not None else 0)
+        found |= _name_by_path(groups[key], prefix, 1 if key is not None else 0)
     for key in [key for key in groups if key not in models]:
         if isinstance(key, str) and _AVERAGE_KEY_PATTERN.search(key):
-            found |= _name_tensors(groups[key], "ema.", 1)
-        elif key is not None and not _is_no_model_key(key):
+            found |= _name_by_path(groups[key], "ema.", 1)
+        elif key is not None and not _is_auxiliary_key(key):
             unseen.append(f"tensors under {key!r} were not compared: they are not the model's")
     return found
 
 
-def _is_no_model_key(key: object) -> bool:
+def _is_auxiliary_key(key: object) -> bool:
     return isinstance(key, int) or bool(_OTHER_KEY_PATTERN.search(str(key)))
 
 
-def _name_tensors(leaves: _TensorsByPath, prefix: str, skip: int) -> dict[str, Tensor]:
+def _name_by_path(leaves: _TensorsByPath, prefix: str, skip: int) -> dict[str, Tensor]:
     names = [".".join(map(str, where[skip:])) for where in leaves]
     return {prefix + name: leaf for name, leaf in zip(plain_names(names), leaves.values(), strict=True)}

@@ -54,7 +54,7 @@ class AccumulationSwamped(FindingKind):
                 "error" if realised < REALISED_SUMS_ERROR else "warning",
                 compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS),
                 f"{format_percent(1 - realised)} of what is added to .grad is lost in {name_dtype(held_in)}",
-                cure=self.cure_in(held_in),
+                cure=self.choose_cure(held_in),
                 **make_change_evidence(sums, held_in),
             )
 
@@ -74,7 +74,6 @@ class AverageStuck(FindingKind):
     code = "average-stuck"
     cure = "keep the average in float32, or use hu.optim.EMA, whose weight_update keeps what rounding would lose"
     says = "the average {place} stands still: {lost:share} of its changes are lost in {dtype}"
-    wide_cure = "a step that keeps less of the average, or an average in float64"
     worst = "lost"
     explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
 
@@ -82,15 +81,16 @@ class AverageStuck(FindingKind):
         for name, average in record.averages.items():
             change = average.change
             realised = change.realised_share
-            if change.seen < FEWEST_CHANGES or realised is None or not realised < REALISED_AVERAGE_WARNING:
+            if change.seen < FEWEST_CHANGES or realised is None or is_wide_dtype(average.dtype):
+                continue
+            if not realised < REALISED_AVERAGE_WARNING:
                 continue
             retention = "" if average.retention is None else f", of which a step keeps {average.retention:.6g}"
             yield self.found(
                 name,
-                "note" if is_wide_dtype(average.dtype) else "error" if realised < REALISED_AVERAGE_ERROR else "warning",
+                "error" if realised < REALISED_AVERAGE_ERROR else "warning",
                 compute_confidence(change.seen, FEWEST_CHANGES),
                 f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}{retention}",
-                cure=self.cure_in(average.dtype),
                 retention=average.retention,
                 **make_change_evidence(change, average.dtype),
             )
@@ -183,7 +183,6 @@ class SecondMomentStuck(FindingKind):
     says = "the second moment of {place} cannot fall: {lost:share} of its decreases are lost in {dtype}"
     write = write_optimizer_code(None, "state_dtype=torch.float32")
     role = "second moment"
-    wide_cure = "nothing, if steps may follow gradients of long ago; else a smaller beta2, or float64"
     worst = "lost"
     explained_by = ("state-mismatch", "dtype-changed-on-resume")
     shares_cause_with = ("updates-lost", "weight-frozen", "weight-decay-lost", "freeze-ahead")
@@ -192,17 +191,16 @@ class SecondMomentStuck(FindingKind):
         for name, parameter in record.parameters.items():
             for state, change in parameter.states.items():
                 is_moment = state in SECOND_MOMENTS and change.seen >= FEWEST_DECREASES
-                if not is_moment or not _is_moment_stuck(parameter, change):
-                    continue
                 dtype = parameter.state_dtypes.get(state)
+                if not is_moment or is_wide_dtype(dtype or parameter.dtype) or not _is_moment_stuck(parameter, change):
+                    continue
                 # Nothing to write for an optimizer that is not here.
                 code = write_optimizer_code(parameter.optimizer, "state_dtype=torch.float32", parameter.is_of_halfulp)
                 yield self.found(
                     name,
-                    "note" if is_wide_dtype(dtype or parameter.dtype) else "warning",
+                    "warning",
                     compute_confidence(change.seen, FEWEST_DECREASES),
                     f"{format_percent(change.lost_share)} of decreases of {state} lost in {name_dtype(dtype)}",
-                    cure=self.cure_in(dtype),
                     write=code if parameter.optimizer in OPTIMIZERS else "",
                     state=state,
                     **make_change_evidence(change, dtype),
@@ -215,8 +213,7 @@ class SecondMomentStuck(FindingKind):
             first, beta2 = stuck[0]
             names, dtype = [layer.name for layer, _ in stuck], name_dtype(first.denominator)
             said = f"a second moment in {dtype} cannot decay at beta2 {beta2:g}: it only grows"
-            cure = self.cure_in(first.denominator)
-            yield self.found(names, "warning", 1.0, said, cure=cure, beta2=beta2, dtype=dtype)
+            yield self.found(names, "warning", 1.0, said, beta2=beta2, dtype=dtype)
 
 
 def _is_moment_stuck(parameter: ParameterRecord, change: RealisedChanges) -> bool:

@@ -110,15 +110,15 @@ class PayloadSaturated(FindingKind):
             # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
             if counts is not None and asked not in tensor.block_hidden:
                 said = f"beyond {asked}'s largest number and reach {tensor.amax:.4g}"
-                yield from self._find_saturation(
+                yield from self._find_saturated_elements(
                     tensor, counts.overflow, counts.elements, asked, said, SCALE_FIRST_CURE
                 )
             if held_in is not None and not has_float32_range(held_in):
                 said = f"at {held_in.name}'s largest number, {held_in.max:.6g}"
                 count = tensor.largest - tensor.steps  # a scale puts one there in each step
-                yield from self._find_saturation(tensor, count, tensor.elements, held_in.name, said, self.cure)
+                yield from self._find_saturated_elements(tensor, count, tensor.elements, held_in.name, said, self.cure)
 
-    def _find_saturation(
+    def _find_saturated_elements(
         self, tensor: TensorRecord, count: int, elements: int, format: str, said: str, cure: str
     ) -> Iterator[Finding]:
         share = count / max(1, elements)

@@ -106,7 +106,7 @@ class ActivationUnderflow(FindingKind):
                 weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
                 said = f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
                 said += f"{tensor.input_amax:.3g}{weights}"
-                yield self._report_underflow(tensor, held_in, 1 - 0.5**tensor.steps, said, 0.0, math.inf)
+                yield self._make_underflow_finding(tensor, held_in, 1 - 0.5**tensor.steps, said, 0.0, math.inf)
             elif count >= FEWEST_ACTIVATIONS and tensor.rms > 0 and tensor.amax < held_in.smallest_normal * 2:
                 # Rounding to multiples of q errs by q / sqrt(12) on average.
                 noise = held_in.smallest_subnormal / (math.sqrt(12) * tensor.rms)
@@ -115,9 +115,9 @@ class ActivationUnderflow(FindingKind):
                 said += f"rounding error of {format_percent(min(1.0, noise))} of their size"
                 if noise >= ROUNDING_NOISE_WARNING:
                     sure = compute_confidence(count, FEWEST_ACTIVATIONS)
-                    yield self._report_underflow(tensor, held_in, sure, said, subnormal, noise)
+                    yield self._make_underflow_finding(tensor, held_in, sure, said, subnormal, noise)
 
-    def _report_underflow(
+    def _make_underflow_finding(
         self, tensor: TensorRecord, held_in: Format, confidence: float, said: str, subnormal: float, noise: float
     ) -> Finding:
         return self.found(
@@ -341,7 +341,7 @@ class GradientUnderflow(FindingKind):
                     continue
                 steps, name = min(one.steps for one in found), name_dtype(tensor.dtype)
                 said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
-                yield self._report_underflow(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=name)
+                yield self._make_underflow_finding(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=name)
                 break
         for tensor in found:
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
@@ -357,9 +357,9 @@ class GradientUnderflow(FindingKind):
                 if is_bad:
                     severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
                     sure, told = compute_confidence(count, FEWEST_GRADIENTS), {"says": says, "format": held_in.name}
-                    yield self._report_underflow(tensor, severity, sure, said, own, subnormal, vanished, **told)
+                    yield self._make_underflow_finding(tensor, severity, sure, said, own, subnormal, vanished, **told)
 
-    def _report_underflow(
+    def _make_underflow_finding(
         self,
         tensor: TensorRecord,
         severity: Severity,

@@ -24,13 +24,13 @@ class DtypeChangedOnResume(FindingKind):
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
             if row.a.dtype != row.b.dtype:
-                yield self._report_dtype_change(name, "", row.a.dtype, row.b.dtype)
+                yield self._make_dtype_finding(name, "", row.a.dtype, row.b.dtype)
         for name, state in audit.states.items():
             for key, (before, after) in state.dtypes.items():
                 if before is not None and after is not None and before != after:
-                    yield self._report_dtype_change(name, f"{key} ", before, after)
+                    yield self._make_dtype_finding(name, f"{key} ", before, after)
 
-    def _report_dtype_change(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
+    def _make_dtype_finding(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
         digits = get_precision(before), get_precision(after)
         said = f"{what}{name_dtype(before)} in A, {name_dtype(after)} in B"
         fewer = digits[0] is not None and (digits[1] is None or digits[1] < digits[0])

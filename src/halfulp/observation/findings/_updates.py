@@ -48,13 +48,11 @@ def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: f
         realised: share of the wanted movement that took place; None or NaN where it is not known.
         cancelled: share of the updates that are not zero and left their element as it was.
     """
-    if realised is None or realised != realised:
+    if realised is None or realised != realised or is_wide_dtype(dtype):
         return None
     if realised < REALISED_WARNING:
-        if is_wide_dtype(dtype):
-            return "note"
         return "error" if realised < REALISED_ERROR else "warning"
-    return "warning" if is_narrow_dtype(dtype) and cancelled >= CANCELLED_SHARE_WARNING else None
+    return "warning" if cancelled >= CANCELLED_SHARE_WARNING else None
 
 
 def is_explained_by_chance(change: RealisedChanges, realised: float, spread: float = 1.0) -> bool:
@@ -126,7 +124,7 @@ class FreezeAhead(FindingKind):
                 _describe_freeze(layers, worst, dtype, forecast.start),
                 says=FROZEN_FROM_START_DIAGNOSIS if worst.freeze_step == forecast.start else self.says,
                 write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
-                cure=self.cure_in(worst.dtype),
+                cure=self.choose_cure(worst.dtype),
                 freeze_step=worst.freeze_step,
                 freeze_lr=worst.freeze_lr,
                 after_freeze=worst.after_freeze,
@@ -242,7 +240,6 @@ class UpdatesLost(FindingKind):
     says = "{place} [loses|lose] {lost:share} of [its|their] updates: {dtype} weights{at_lr}"
     write = write_optimizer_code(None, KAHAN_ARGUMENT)
     role = "update"
-    wide_cure = "nothing, if these are at rest; else a larger learning rate, or float64"
     worst = "lost"
     explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
 
@@ -260,7 +257,6 @@ class UpdatesLost(FindingKind):
                 severity,
                 compute_confidence(update.seen, FEWEST_UPDATES) * (1.0 if update.known else 0.5),
                 said,
-                cure=self.cure_in(parameter.dtype),
                 says=self.says if update.known else "",
                 write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp),
                 **make_change_evidence(update, parameter.dtype),
@@ -285,7 +281,6 @@ class UpdatesLost(FindingKind):
                 severity,
                 confidence,
                 said,
-                cure=self.cure_in(row.b.dtype),
                 write=write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None),
                 **make_change_evidence(update, row.b.dtype),
                 lr=state.options.get("lr"),
@@ -305,11 +300,10 @@ def _grade_lost_updates(parameter: ParameterRecord) -> Severity | None:
     """Return how bad it is; None where stochastic rounding cancels updates and is right on average, or few are lost."""
     update = parameter.update
     if not update.known:
-        if is_update_kept_beside(parameter):
+        if is_update_kept_beside(parameter) or is_wide_dtype(parameter.dtype):
             return None
         lr = parameter.options.get("lr", 1.0)
-        severity: Severity = "note" if is_wide_dtype(parameter.dtype) else "warning"
-        return severity if lr != 0 and update.lost_share >= UNKNOWN_LOST_SHARE else None
+        return "warning" if lr != 0 and update.lost_share >= UNKNOWN_LOST_SHARE else None
     realised = update.realised_share
     to_nearest = parameter.rounding is None and parameter.weight_update == "nearest"
     found = grade_lost_movement(parameter.dtype, realised, update.lost_share if to_nearest else 0.0)
@@ -333,7 +327,6 @@ class WeightDecayLost(FindingKind):
     says = "{place} [does|do] not decay: {lost:share} of weight decay rounds away{at_lr}"
     write = write_optimizer_code(None, KAHAN_ARGUMENT)
     role = "weight"
-    wide_cure = "nothing, if so small a decay is not missed; else a larger one, or float64"
     worst = "lost"
     explained_by = ("updates-lost", "weight-frozen", "dtype-not-asked", "dtype-changed-on-resume")
     shares_cause_with = ("freeze-ahead",)
@@ -341,19 +334,18 @@ class WeightDecayLost(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             decay = parameter.decay
-            if decay is None or decay.seen < FEWEST_UPDATES:
+            # In float32 that is a schedule's last steps, when decay has nothing left to do.
+            if decay is None or decay.seen < FEWEST_UPDATES or is_wide_dtype(parameter.dtype):
                 continue
             realised = decay.realised_share
             if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED_WARNING:
                 lr, rate = (read_option(parameter.options, key) for key in ("lr", "weight_decay"))
                 yield self.found(
                     name,
-                    # In float32 that is a schedule's last steps, when decay has nothing left to do.
-                    "note" if is_wide_dtype(parameter.dtype) else "warning",
+                    "warning",
                     compute_confidence(decay.seen, FEWEST_UPDATES),
                     f"{format_percent(decay.lost_share)} of weight decay lost in {name_dtype(parameter.dtype)}"
                     + ("" if lr is None or rate is None else f" (1 - {lr * rate:.3g} a step)"),
-                    cure=self.cure_in(parameter.dtype),
                     write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp),
                     realised=realised,
                     seen=decay.seen,
@@ -368,17 +360,17 @@ class WeightDecayLost(FindingKind):
             for layer in forecast.layers
             if layer.decay_lost is not None
             and layer.weight_update == "nearest"
+            and not is_wide_dtype(layer.dtype)
             and layer.decay_lost > 1 - DECAY_REALISED_WARNING
         ]
         if losing:
             lost, worst = max(losing, key=lambda pair: pair[0])
             yield self.found(
                 [layer.name for _, layer in losing],
-                "note" if is_wide_dtype(worst.dtype) else "warning",
+                "warning",
                 1.0,
                 f"{format_percent(lost)} of weight decay will be lost in {name_dtype(worst.dtype)} "
                 f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
-                cure=self.cure_in(worst.dtype),
                 write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
                 lost=lost,
                 lr=worst.lr,
@@ -440,7 +432,7 @@ class WeightFrozen(FindingKind):
                 f"has not moved in {steps} sampled steps in {name_dtype(parameter.dtype)}"
                 + describe_lr(parameter.options)
                 + ("" if rounded else ", though updates changed it"),
-                cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK_CURE,
+                cure=self.choose_cure(parameter.dtype) if rounded else WRITTEN_BACK_CURE,
                 says=self.says if rounded else "",
                 write=code if rounded else "",
                 moved=0.0,
@@ -452,8 +444,7 @@ class WeightFrozen(FindingKind):
             )
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        moved = ("changed", "barely-moved")
-        moving = {make_name_pattern(name) for name, row in audit.tensors.items() if row.status in moved}
+        moving = {make_name_pattern(name) for name, row in audit.tensors.items() if row.status == "changed"}
         for name, row in audit.tensors.items():
             if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel:
                 continue
@@ -477,7 +468,7 @@ class WeightFrozen(FindingKind):
         else:
             sure = 1.0 if row.numel >= FEWEST_UPDATES else 0.9
             code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
-            yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), write=code, **evidence)
+            yield self.found(row.name, "error", sure, said, cure=self.choose_cure(row.a.dtype), write=code, **evidence)
 
     def _make_never_stepped_finding(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
         said = f"not one of {row.numel} elements moved in {name_dtype(row.a.dtype)}"

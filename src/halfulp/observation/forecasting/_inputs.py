@@ -68,10 +68,10 @@ def compute_learning_rates(
         elif callable(schedule):
             count = _count_steps_ahead(steps, "a function step -> learning rate", start)
             rates = _expand_rates_to_groups(
-                [_read_rate(schedule(step)) for step in range(start, start + count)], top_rates
+                [_read_scheduled_rate(schedule(step)) for step in range(start, start + count)], top_rates
             )
         elif isinstance(schedule, Iterable):
-            listed_rates = [_read_rate(value) for value in schedule]
+            listed_rates = [_read_scheduled_rate(value) for value in schedule]
             if steps is not None and steps != len(listed_rates):
                 raise ValueError(f"steps={steps} and a list of {len(listed_rates)} learning rates: leave steps out")
             _count_steps_ahead(len(listed_rates), "a list", start)
@@ -126,7 +126,7 @@ def _count_steps_ahead(steps: int | None, what: str, start: int) -> int:
     return steps - start
 
 
-def _read_rate(value: Any) -> float:
+def _read_scheduled_rate(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -256,7 +256,7 @@ def make_inputs_from_checkpoint(
         why = "in no optimizer of the checkpoint" if complete else "averages of the weights"
         notes.append(f"{listed([name for name in opened.tensors if name in left])} are {why}: left out")
     weights = [(name, opened.tensors[name]) for name in kept or opened.tensors]
-    values = {name: state.values | state.tensors for name, state in states.items()}
+    values = {name: one.state for name, one in states.items()}
     return make_inputs_from_weights(weights, values, lr, rule, options, dtype, saved, tuple(notes))
 
 
@@ -292,7 +292,7 @@ def make_inputs_from_weights(
     top_rates = tuple(read_number(one.get("initial_lr", one.get("lr", 0.0))) for one in groups)
     places = {id(one): place for place, one in enumerate(groups)}
 
-    def trained(name: str, tensor: Tensor) -> TrainedTensor:
+    def make_tensor(name: str, tensor: Tensor) -> TrainedTensor:
         before = saved.get(name, {})
         group = places.get(id(before), 0)
         merged = {**DEFAULT_OPTIONS[rule], **before, **options, "lr": top_rates[group]}
@@ -300,7 +300,7 @@ def make_inputs_from_weights(
         return _make_trained_tensor(name, tensor, states.get(name, {}), merged, group, dtype, update)
 
     found = [
-        trained(name, tensor)
+        make_tensor(name, tensor)
         for name, tensor in weights
         if holds_signed_floats(tensor.dtype) and name.rpartition(".")[2] not in RUNNING_STATISTICS
     ]

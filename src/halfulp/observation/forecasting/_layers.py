@@ -131,11 +131,11 @@ def _estimate_mean_updates(size: Tensor, weights: Tensor) -> Tensor:
         0, count - _SMOOTHED_NEIGHBOURS
     )
 
-    def averaged(values: Tensor) -> Tensor:
+    def average_neighbours(values: Tensor) -> Tensor:
         total = torch.cat([values.new_zeros(1), values.cumsum(0)])
         return (total[begin + _SMOOTHED_NEIGHBOURS] - total[begin]) / _SMOOTHED_NEIGHBOURS
 
-    own = _subtract_chance(averaged(rest), averaged(rest.square()), _SMOOTHED_NEIGHBOURS)
+    own = _subtract_chance(average_neighbours(rest), average_neighbours(rest.square()), _SMOOTHED_NEIGHBOURS)
     return torch.zeros_like(size).scatter(0, order, common + own)
 
 
@@ -417,7 +417,7 @@ def forecast_layer(
     )
     count = max(1, round(len(held) / len(weights) * trained.value.numel()))
     lost = 1 - walked.decay_made / walked.decay_wanted if walked.decay_wanted else None
-    freezing = _describe_freezing(walked.moved_shares, rates, count, sizes.run_steps, start)
+    freezing = _compute_freezing(walked.moved_shares, rates, count, sizes.run_steps, start)
     return replace(layer, updates=sizes.source, update_size=sizes.rms, decay_lost=lost, **freezing)
 
 
@@ -434,7 +434,7 @@ def choose_sample(elements: int, most: int) -> Tensor:
     return (begins[:, None] + torch.arange(_SAMPLE_RUN_ELEMENTS, dtype=torch.int64, device="cpu")).flatten()
 
 
-def _describe_freezing(moved: Tensor, rates: Tensor, count: int, run: float, start: int) -> dict[str, Any]:
+def _compute_freezing(moved: Tensor, rates: Tensor, count: int, run: float, start: int) -> dict[str, Any]:
     """Return when a layer freezes, and which share of its updates is lost by then."""
     after = (rates > 0).nonzero()
     # Where the rate is 0 there is no update that could be lost.

@@ -114,9 +114,9 @@ def forecast(
             )
         inputs = make_inputs_from_optimizer(weights, optimizer_or_lr, optimizer, dtype)
     elif isinstance(model_or_state, nn.Module):
-        inputs = make_inputs_from_weights(weights, {}, _check_rate(optimizer_or_lr), optimizer, options, dtype)
+        inputs = make_inputs_from_weights(weights, {}, _check_learning_rate(optimizer_or_lr), optimizer, options, dtype)
     else:
-        rate = None if optimizer_or_lr is None else _check_rate(optimizer_or_lr)
+        rate = None if optimizer_or_lr is None else _check_learning_rate(optimizer_or_lr)
         if isinstance(model_or_state, str | Path):
             opened = open_checkpoint(model_or_state)
         elif isinstance(model_or_state, Mapping):
@@ -129,10 +129,10 @@ def forecast(
         schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
     )
     name = schedule or "constant" if schedule is None or isinstance(schedule, str) else type(schedule).__name__
-    return _follow_layers(inputs, rates, name, begin)
+    return _forecast_layers(inputs, rates, name, begin)
 
 
-def _check_rate(given: object) -> float:
+def _check_learning_rate(given: object) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise TypeError(f"forecast takes a torch.optim.Optimizer or a learning rate; got {a_kind(given)}")
     if not 0 <= given < float("inf"):
@@ -140,7 +140,7 @@ def _check_rate(given: object) -> float:
     return float(given)
 
 
-def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forecast:
+def _forecast_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forecast:
     """Follow every layer, each by as many elements and leaps as some seconds allow for all of them."""
     count = len(inputs.parameters)
     leaps = min(_MOST_LEAPS, rates.shape[1])

@@ -112,7 +112,7 @@ def tell_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[N
         known = factor.isfinite() & (factor != 0)
         return torch.where(known, (to_float64(loss) / factor).to(loss.dtype), loss)
 
-    def tell_losses(backward: Any) -> Any:
+    def wrap_backward(backward: Any) -> Any:
         def tell_loss_and_run_backward(tensors: Any, *args: Any, **options: Any) -> Any:
             single = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
             if isinstance(single, torch.Tensor) and single.numel() == 1:
@@ -121,7 +121,7 @@ def tell_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[N
 
         return tell_loss_and_run_backward
 
-    def note_scales(scale: Any) -> Any:
+    def wrap_scale(scale: Any) -> Any:
         def scale_and_note(scaler: Any, outputs: Any) -> Any:
             result = scale(scaler, outputs)
             if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
@@ -131,7 +131,7 @@ def tell_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[N
         return scale_and_note
 
     with contextlib.ExitStack() as replaced:
-        replaced.enter_context(replace_function(torch.autograd, "backward", tell_losses))
+        replaced.enter_context(replace_function(torch.autograd, "backward", wrap_backward))
         for kind in SCALER_TYPES:
-            replaced.enter_context(replace_function(kind, "scale", note_scales))
+            replaced.enter_context(replace_function(kind, "scale", wrap_scale))
         yield
