@@ -157,30 +157,6 @@ def test_an_interrupt_leaves_a_report(observe):
     assert written()["ended"] == "interrupted"
 
 
-@pytest.mark.filterwarnings("ignore:AveragedModel keeps its averages")  # said once in a process that has hu.optim
-def test_an_average_of_the_models_weights_is_watched_too(observe):
-    text = """
-import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-torch.manual_seed(0)
-model = torch.nn.Linear(64, 64).bfloat16()
-other = AveragedModel(torch.nn.Linear(3, 3))
-ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(12):
-    model(torch.randn(8, 64).bfloat16()).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    ema.update_parameters(model)
-"""
-    code, _, _ = observe(text, options=("--interval", "1"))
-    assert code == 0
-    (found,) = [one for one in written()["findings"] if one["code"] == "average-stuck" and "weight" in one["where"][0]]
-    assert found["where"] == ["average.weight"]
-    assert found["severity"] == "error"
-
-
 def test_one_step_alone_is_too_few(observe):
     code, _, err = observe(LOOP.format(ending="pass").replace("range(12)", "range(1)"))
     assert code == 2

@@ -96,12 +96,11 @@ def test_damaged_optimizer_states_are_said(optimizer):
     assert "optimizer was not compared: its param_groups and state are not those of a torch optimizer" in found.unseen
 
 
-def test_steps_and_moments_that_are_nan_are_found():
+def test_steps_that_are_nan_are_said():
     state = {"exp_avg": W, "exp_avg_sq": W * math.nan, "step": torch.tensor(math.nan)}
     groups = [{"params": [0], "param_names": ["w"], "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8}]
     optimizer = {"state": {0: state}, "param_groups": groups}
     found = hu.audit({"model": {"w": W}, "optimizer": optimizer}, {"model": {"w": W + 1}, "optimizer": optimizer})
-    assert ("first-nonfinite", "w") in codes(found)
     assert "the last updates of 'w' were not computed again" in " ".join(found.unseen)
 
 

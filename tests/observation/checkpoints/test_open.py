@@ -73,23 +73,28 @@ def test_a_lightning_file_and_names_of_wrappers(tmp_path):
     check(tmp_path / "last.ckpt", model, optimizer)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_sharded_folders_of_a_trainer(tmp_path, kind):
+def test_sharded_folders_of_a_trainer(tmp_path):
     model, optimizer = trained()
     names = list(model.state_dict())
-    placed = {name: f"model-{1 + (k > 3):05d}-of-00002.{kind}" for k, name in enumerate(names)}
+    placed = {name: f"model-{1 + (k > 3):05d}-of-00002.safetensors" for k, name in enumerate(names)}
     for shard in set(placed.values()):
-        part = {name: model.state_dict()[name] for name in names if placed[name] == shard}
-        save_file(part, tmp_path / shard) if kind == "safetensors" else torch.save(part, tmp_path / shard)
-    index = "model.safetensors.index.json" if kind == "safetensors" else "pytorch_model.bin.index.json"
-    (tmp_path / index).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+        save_file({name: model.state_dict()[name] for name in names if placed[name] == shard}, tmp_path / shard)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     torch.save({"last_epoch": 1}, tmp_path / "scheduler.pt")
     (tmp_path / "config.json").write_text("{}")
     check(tmp_path, model, optimizer)
-    check(tmp_path / index, model)
+    check(index, model)
     (tmp_path / placed[names[0]]).unlink()
     with pytest.raises(ValueError, match=r"lacks the shards 'model-00001-of-00002.*copy them too"):
+        open_checkpoint(tmp_path)
+
+
+def test_shards_of_torch_save_are_refused(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"w": "a.bin"}}))
+    with pytest.raises(ValueError, match=r"names shards of torch\.save: load the model from them, and save it in"):
         open_checkpoint(tmp_path)
 
 

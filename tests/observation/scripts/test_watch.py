@@ -6,10 +6,9 @@ import gc
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from halfulp.observation.scripts import ScriptWatch, tell_backward_losses
-from halfulp.observation.scripts._find import JointModel, find_average, find_trained_model
+from halfulp.observation.scripts._find import JointModel, find_trained_model
 
 
 def net() -> nn.Sequential:
@@ -114,12 +113,3 @@ def test_losses_are_those_before_the_scaler(share):
     weight = weight.detach()
     assert seen == pytest.approx([weight.square().sum().item() * share, weight.sum().item(), weight.prod().item()])
     assert (torch.autograd.backward, torch.amp.GradScaler.scale) == before
-
-
-def test_an_average_whose_construction_failed_is_none():
-    """It may live on in a traceback, without the model that it averages."""
-    half = AveragedModel.__new__(AveragedModel)
-    nn.Module.__init__(half)
-    model = net()
-    assert find_trained_model([torch.optim.SGD(model.parameters(), lr=0.1)]) is model
-    assert find_average(model) is None

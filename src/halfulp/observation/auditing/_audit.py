@@ -55,7 +55,7 @@ class TensorAudit:
     Attributes:
         name: qualified.
         shape, numel: of the tensor; a complex element counts as two, its real and its imaginary part.
-        role: "parameter" where an optimizer holds it, "average" for running statistics and EMAs, "buffer" for
+        role: "parameter" where an optimizer holds it, "average" for running statistics, "buffer" for
             integers, "unknown" else.
         a, b: what each checkpoint holds.
         unchanged: elements with the same value (NaN equals NaN, and -0 equals +0).
@@ -108,7 +108,6 @@ class StateAudit:
         weight_update: of an optimizer of halfulp; None of any other.
         compensated: whether low bits, a residual or master weights lie beside the parameter.
         all_zero: whether its first moment is all zeros: no gradient has arrived for long.
-        nonfinite: NaN and infinities of each state, in A and B; states without any are left out.
         update: the last update, computed from B's states and learning rate, under nearest rounding.
     """
 
@@ -119,7 +118,6 @@ class StateAudit:
     weight_update: str | None = None
     compensated: bool = False
     all_zero: bool = False
-    nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     update: RealisedChanges | None = None
 
     @property

@@ -15,7 +15,7 @@ from .._record import RealisedChanges
 from .._text import get_precision
 from ..checkpoints._names import Checkpoint, NamedParameterState
 from ._audit import StateAudit
-from ._tensors import ELEMENTS_AT_ONCE, split_tensors
+from ._tensors import split_tensors
 
 # What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.
 _COMPENSATION_STATES = ("residual", "low_bits", "master", "kahan_comp", "kahan_compensation", "master_param", "shift")
@@ -69,12 +69,7 @@ def _compare_parameter_states(
         },
         weight_update,
         bool(compensation),
-        any(_count_elements(theirs[key], lambda part: part != 0) == 0 for key in _FIRST_MOMENTS if key in theirs),
-        {
-            key: (_count_nonfinite(ours.get(key)), found)
-            for key, one in theirs.items()
-            if (found := _count_nonfinite(one))
-        },
+        any(not int(theirs[key].count_nonzero()) for key in _FIRST_MOMENTS if key in theirs),
         replay_last_update(weight, theirs, options, steps[1]) if to_nearest and numbers else None,
     )
 
@@ -106,17 +101,6 @@ def _name_weight_update(group: Mapping[str, Any], states: Mapping[str, Tensor]) 
     if given is None:
         return "split8" if "low_bits" in states else "nearest"
     return str(given.get("name")) if isinstance(given, Mapping) else str(given)
-
-
-def _count_elements(stored: Tensor, is_counted: Callable[[Tensor], Tensor]) -> int:
-    parts = stored.reshape(-1).split(ELEMENTS_AT_ONCE)
-    return sum(int(is_counted(part.float() if part.itemsize == 1 else part).sum()) for part in parts)
-
-
-def _count_nonfinite(stored: Tensor | None) -> int:
-    if stored is None or not stored.dtype.is_floating_point:
-        return 0
-    return _count_elements(stored, lambda part: ~part.isfinite())
 
 
 def replay_last_update(

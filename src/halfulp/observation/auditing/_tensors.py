@@ -146,7 +146,7 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
         add_differences(found, a, b)
     unchanged = found.same if numbers else count_same_elements(a, b)
     before, after = (_make_statistics(one.dtype, counts) for one, counts in zip(pair, (found.a, found.b)))
-    is_average = name.startswith("ema.") or name.rpartition(".")[2] in RUNNING_STATISTICS
+    is_average = name.rpartition(".")[2] in RUNNING_STATISTICS
     role: TensorRole = "buffer" if not numbers else "average" if is_average else "unknown"
     role = "parameter" if name in parameters else role
     return TensorAudit(

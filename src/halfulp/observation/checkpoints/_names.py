@@ -182,9 +182,7 @@ def _name_by_model_order(checkpoint: Checkpoint, optimizer: OptimizerStates, cou
     candidates = {
         name: tensor
         for name, tensor in checkpoint.tensors.items()
-        if name.rpartition(".")[2] not in RUNNING_STATISTICS
-        and not name.startswith("ema.")
-        and (tensor.is_floating_point() or tensor.is_complex())
+        if name.rpartition(".")[2] not in RUNNING_STATISTICS and (tensor.is_floating_point() or tensor.is_complex())
     }
     order = None if checkpoint.config is None else list_names_by_config(checkpoint.config, candidates)
     order = list(candidates) if checkpoint.ordered else order
@@ -225,7 +223,6 @@ def _assign_names(
 _MODEL_KEY_PATTERN = re.compile(
     r"^(model|net|network|module|weights|params|model_?state|(model_?)?state_?dict|model_state_dict)$", re.I
 )
-_AVERAGE_KEY_PATTERN = re.compile(r"(^|_)(ema|swa|avg|average|averaged|shadow)(_|$)", re.I)
 # What runs keep beside their weights: tensors here are a generator's state, a best score, a counter.
 _OTHER_KEY_PATTERN = re.compile(
     r"rng|random|callback|loop|schedul|scaler|metric|loss|history|sampler|hyper|config|args|step|epoch", re.I
@@ -263,7 +260,7 @@ def _leave_out_tied_names(checkpoint: Checkpoint) -> None:
     """Leave the first of several names of one memory, as which tied weights are saved."""
     first: dict[object, str] = {}
     for name, tensor in checkpoint.tensors.items():
-        is_plain = type(tensor) is Tensor and tensor.numel() > 0 and not name.startswith("ema.")
+        is_plain = type(tensor) is Tensor and tensor.numel() > 0
         first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if is_plain else name, name)
     kept = set(first.values())
     tied = [name for name in checkpoint.tensors if name not in kept]
@@ -311,7 +308,7 @@ def _read_optimizer_states(content: Mapping[Any, Any]) -> OptimizerStates | Valu
 
 
 def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, Tensor]:
-    """Return the model's tensors by name, and tensors of averages under "ema."."""
+    """Return the model's tensors by name."""
     while leaves and len({where[0] for where in leaves}) == 1 and all(len(where) > 1 for where in leaves):
         leaves = {where[1:]: leaf for where, leaf in leaves.items()}
     groups: dict[Any, _TensorsByPath] = {}
@@ -326,11 +323,8 @@ def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, 
     for key in models:
         prefix = f"{key}." if len(models) > 1 else ""
         found |= _name_by_path(groups[key], prefix, 1 if key is not None else 0)
-    for key in [key for key in groups if key not in models]:
-        if isinstance(key, str) and _AVERAGE_KEY_PATTERN.search(key):
-            found |= _name_by_path(groups[key], "ema.", 1)
-        elif key is not None and not _is_auxiliary_key(key):
-            unseen.append(f"tensors under {key!r} were not compared: they are not the model's")
+    others = [key for key in groups if key not in models and key is not None and not _is_auxiliary_key(key)]
+    unseen += [f"tensors under {key!r} were not read: they are not the model's" for key in others]
     return found
 
 

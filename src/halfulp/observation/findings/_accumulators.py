@@ -6,24 +6,21 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...optim import OPTIMIZERS
-from .._finding import Finding, Severity
+from .._finding import Finding
 from .._record import ParameterRecord, RealisedChanges, Record
 from .._text import (
     compute_confidence,
     format_percent,
     get_precision,
-    is_narrow_dtype,
     is_wide_dtype,
-    loses_state_decay,
     name_dtype,
     write_optimizer_code,
 )
-from ..auditing._audit import Audit
 from ._kind import FindingKind, register_finding
 from ._updates import is_explained_by_chance, make_change_evidence
 
 if TYPE_CHECKING:
-    from ..forecasting._forecast import Forecast
+    pass
 
 FEWEST_ADDED_ELEMENTS = 32
 # What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.
@@ -63,8 +60,6 @@ FEWEST_CHANGES = 16
 # An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
 REALISED_AVERAGE_WARNING = 0.5
 REALISED_AVERAGE_ERROR = 0.1
-# An average that takes in what is new changes nearly everywhere; a few elements may stand still by chance.
-STUCK_SHARE = 0.95
 
 
 @register_finding
@@ -94,18 +89,6 @@ class AverageStuck(FindingKind):
                 retention=average.retention,
                 **make_change_evidence(change, average.dtype),
             )
-
-    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        moved = any(row.status == "changed" and row.role != "average" for row in audit.tensors.values())
-        for name, row in audit.tensors.items():
-            if row.role != "average" or not moved or row.numel < FEWEST_CHANGES or not is_narrow_dtype(row.a.dtype):
-                continue
-            if row.share_unchanged < STUCK_SHARE or row.b.nonfinite or row.b.constant == 0:
-                continue
-            share = format_percent(row.share_unchanged)
-            said = f"{share} unchanged in {name_dtype(row.a.dtype)}, while the weights moved"
-            severity: Severity = "error" if row.status == "unchanged" else "warning"
-            yield self.found(name, severity, 0.8, said, unchanged=row.share_unchanged, elements=row.numel)
 
 
 @register_finding
@@ -205,15 +188,6 @@ class SecondMomentStuck(FindingKind):
                     state=state,
                     **make_change_evidence(change, dtype),
                 )
-
-    def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
-        found = [(layer, layer.beta2) for layer in forecast.layers if layer.beta2 is not None]
-        stuck = [(layer, beta2) for layer, beta2 in found if loses_state_decay(1 - beta2, layer.denominator)]
-        if stuck:
-            first, beta2 = stuck[0]
-            names, dtype = [layer.name for layer, _ in stuck], name_dtype(first.denominator)
-            said = f"a second moment in {dtype} cannot decay at beta2 {beta2:g}: it only grows"
-            yield self.found(names, "warning", 1.0, said, beta2=beta2, dtype=dtype)
 
 
 def _is_moment_stuck(parameter: ParameterRecord, change: RealisedChanges) -> bool:

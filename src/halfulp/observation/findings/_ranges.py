@@ -258,11 +258,6 @@ class FirstNonfinite(FindingKind):
             else:
                 said = f"{_describe_nonfinite_counts([row])}, in A already"
                 yield self.found(row.name, "error", 1.0, said, cure=GO_FURTHER_BACK_ADVICE, **told)
-        for name, state in audit.states.items():
-            for key, (before, after) in state.nonfinite.items():
-                said = f"{after} elements of {key} are NaN or infinite in B, {before} in A"
-                cure = GO_FURTHER_BACK_ADVICE if before else GO_BACK_ADVICE
-                yield self.found(name, "error", 1.0, said, cure=cure, state=key, before=before, after=after)
 
 
 def _make_nonfinite_evidence(tensor: TensorRecord) -> dict[str, Any]:

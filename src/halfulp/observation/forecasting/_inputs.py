@@ -240,22 +240,19 @@ def make_inputs_from_checkpoint(
 ) -> Inputs:
     """Return the weights of a checkpoint that a training goes on with, with the states and options saved beside them.
 
-    Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
+    What no optimizer of the checkpoint holds is left out, as nothing steps it.
     """
     notes = list(opened.unseen)
     states = name_optimizer_states(opened, notes)
     saved = {name: state.options for name, state in states.items()}
     if lr is None and not (saved and all("lr" in one for one in saved.values())):
         raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
-    complete = bool(states) and len(states) == opened.stepped_count
-    # What is called ema and stands beside no weight of its name is a layer.
-    averages = {name for name in opened.tensors if name.startswith("ema.") and name[4:] in opened.tensors}
-    left = opened.tensors.keys() - states.keys() if complete else averages
-    kept = [name for name in opened.tensors if name not in left]
-    if left and kept:
-        why = "in no optimizer of the checkpoint" if complete else "averages of the weights"
-        notes.append(f"{listed([name for name in opened.tensors if name in left])} are {why}: left out")
-    weights = [(name, opened.tensors[name]) for name in kept or opened.tensors]
+    kept = list(opened.tensors)
+    if states and len(states) == opened.stepped_count:
+        kept = [name for name in opened.tensors if name in states] or kept
+    left = [name for name in opened.tensors if name not in kept]
+    notes += [f"{listed(left)} are in no optimizer of the checkpoint: left out"] if left else []
+    weights = [(name, opened.tensors[name]) for name in kept]
     values = {name: one.state for name, one in states.items()}
     return make_inputs_from_weights(weights, values, lr, rule, options, dtype, saved, tuple(notes))
 

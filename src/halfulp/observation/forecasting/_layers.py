@@ -201,8 +201,6 @@ class LayerForecast:
         weight_decay: decoupled; 0 without.
         decay_lost: share of the decoupled weight decay that rounding drops; None without one, negative if rounding
             makes more of it.
-        beta2: of the optimizer, None without.
-        denominator: dtype in which a denominator of rounded numbers is computed, None where in float32.
     """
 
     name: str
@@ -219,8 +217,6 @@ class LayerForecast:
     lost_share: float | None = None
     weight_decay: float = 0.0
     decay_lost: float | None = None
-    beta2: float | None = None
-    denominator: torch.dtype | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
@@ -375,12 +371,10 @@ def forecast_layer(
     weights = trained.value.flatten()[index].cpu().to(trained.dtype).double()
     finite = weights.isfinite()
     index, weights = index[finite], weights[finite]
-    options, adam = trained.options, inputs.rule.startswith("Adam")
+    options = trained.options
     decoupled = inputs.rule in ("AdamW", "Lion") or options.get("decoupled_weight_decay")
     decay = read_number(options.get("weight_decay", 0.0)) if decoupled else 0.0
     apart = not inputs.is_halfulp and not options.get("fused")
-    second = trained.state.get("exp_avg_sq")
-    states = second.dtype if isinstance(second, Tensor) and second.is_floating_point() else trained.dtype
     layer = LayerForecast(
         trained.name,
         trained.dtype,
@@ -388,8 +382,6 @@ def forecast_layer(
         trained.weight_update,
         lr=float(rates.max()),
         weight_decay=decay,
-        beta2=read_number(options["betas"][1]) if adam else None,
-        denominator=states if adam and apart else None,  # torch's loops add eps in the states' dtype
     )
     sizes: UpdateSizes | None = None
     if len(weights) and inputs.rule == "Lion":

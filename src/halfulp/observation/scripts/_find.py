@@ -1,4 +1,4 @@
-"""The model, average and losses that belong to a script's optimizers, found among all living objects."""
+"""The model and the losses that belong to a script's optimizers, found among all living objects."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 from ...gradients import AdaptiveGradScaler
 from ...kernels import to_float64
-from ...optim import EMA
 from ...optim.parameters._narrow_groups import walk_model_parameters
-from ..observing._averages import list_averaged_parameters
 from ._run import replace_function
 
 SCALER_TYPES = (torch.amp.GradScaler, AdaptiveGradScaler)
@@ -68,16 +65,6 @@ def _find_modules() -> list[nn.Module]:
     """Return the living modules whose construction is done, but those that hold models together for an observation."""
     ready = [one for one in _find_living_objects(nn.Module) if "_parameters" in vars(one) and "_modules" in vars(one)]
     return [module for module in ready if not isinstance(module, JointModel)]
-
-
-def find_average(model: nn.Module) -> AveragedModel | EMA | None:
-    """Return the one living average of all parameters of a model and no others, None without one or with several."""
-    live = {name: parameter.shape for name, parameter in model.named_parameters()}
-    # One whose construction failed may be alive without the model that it averages.
-    averaged = [one for one in _find_living_objects(AveragedModel) if "module" in vars(one).get("_modules", ())]
-    averages = [*_find_living_objects(EMA), *averaged]
-    found = [one for one in averages if {name: x.shape for name, x in list_averaged_parameters(one).items()} == live]
-    return found[0] if len(found) == 1 else None
 
 
 def _collect_parameter_ids(module: nn.Module) -> set[int]:

@@ -16,7 +16,7 @@ from ...sinks import Outlet, RowFile
 from ..observing._observation import Observation, RunSummary
 from ..observing._observe import observe
 from ..page import write_page
-from ._find import find_average, find_trained_model, tell_backward_losses
+from ._find import find_trained_model, tell_backward_losses
 
 _TEXT_LOOSE_PARAMETERS = "an optimizer steps parameters that no module holds: they are not observed"
 _TEXT_LATE_OPTIMIZER = (
@@ -102,8 +102,7 @@ class ScriptWatch(StepWatcher):
         if self.observation is not None:
             self.observation.stop()
         sinks = [] if self._lines is None else [Outlet("the file of JSON lines", self._lines.write)]
-        average = find_average(model)
-        self.observation = observe(model, self._observed, interval=self.interval, average=average, sinks=sinks).start()
+        self.observation = observe(model, self._observed, interval=self.interval, sinks=sinks).start()
         return None
 
 
