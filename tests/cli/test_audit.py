@@ -44,7 +44,6 @@ def test_a_finding_is_exit_code_1_and_stands_in_table_and_json(pair, capsys):
     assert [one["where"] for one in found["findings"]] == [["layers.1.weight"]]
     (frozen,) = [row for row in found["tensors"] if row["status"] == "unchanged"]
     assert (frozen["name"], frozen["share_unchanged"], frozen["largest_change_ulps"]) == ("layers.1.weight", 1.0, 0.0)
-    assert found["share"] == 0.5
 
 
 def test_bad_input_is_one_line_and_exit_code_2(pair, capsys):
