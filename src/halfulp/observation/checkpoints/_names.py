@@ -71,14 +71,13 @@ _NO_DECAY_PATTERN = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_no
 
 
 def list_decay_rules(tensors: Mapping[str, Tensor]) -> list[DecayRule]:
-    """Return the usual rules of weight decay: by names as transformers, with norms told by shape, matrices alone."""
+    """Return the usual rules of weight decay: by names as transformers with norms told by shape, and matrices alone."""
     vectors = {
         name.rpartition(".")[0]
         for name, stored in tensors.items()
         if name.rpartition(".")[2] == "weight" and len(stored.shape) == 1
     }
     return [
-        lambda name, stored: not _NO_DECAY_PATTERN.search(name.lower()),
         lambda name, stored: not _NO_DECAY_PATTERN.search(name.lower()) and name.rpartition(".")[0] not in vectors,
         lambda name, stored: len(stored.shape) >= 2,
     ]

@@ -313,7 +313,8 @@ def make_inputs_from_weights(
         notes = (*notes, f"{listed(others)} are complex, or codes of quantized weights: left out")
     if not found:
         raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
-    return Inputs(tuple(found), rule, top_rates, _find_start_step(found), ours, notes)
+    start = max(int(read_number(one.state.get("step", 0))) for one in found)
+    return Inputs(tuple(found), rule, top_rates, start, ours, notes)
 
 
 def _guess_saved_rule(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
@@ -374,11 +375,6 @@ def _name_weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
     if isinstance(chosen, Mapping):  # as state_dict() has it
         return str(chosen.get("name"))
     return chosen if isinstance(chosen, str) else str(chosen.name)
-
-
-def _find_start_step(found: Sequence[TrainedTensor]) -> int:
-    """Return the largest step count of any state."""
-    return max((int(read_number(trained.state.get("step", 0))) for trained in found), default=0)
 
 
 def read_number(value: Any) -> float:

@@ -246,20 +246,6 @@ FROZEN_SHARE = 0.01
 _LARGEST_POISSON_MEAN = 1e6
 
 
-@dataclass(frozen=True)
-class SimulatedWalk:
-    """The simulated course of a sample of one layer's weights.
-
-    Attributes:
-        moved_shares: per coming step, the expected share of nonzero updates that change their element.
-        decay_wanted, decay_made: sums of |change| by weight decay that is rounded by itself; 0 without one.
-    """
-
-    moved_shares: Tensor
-    decay_wanted: float
-    decay_made: float
-
-
 def simulate_walk(
     weights: Tensor,
     sizes: UpdateSizes,
@@ -270,7 +256,7 @@ def simulate_walk(
     apart: bool,
     leaps: int,
     generator: torch.Generator,
-) -> SimulatedWalk:
+) -> tuple[Tensor, float, float]:
     """Follow weights that are rounded to nearest after every update.
 
     An update u moves a number with neighbours at distances a (up) and b (down) where u > a / 2 or u < -b / 2. With u
@@ -286,6 +272,10 @@ def simulate_walk(
         decay: decoupled weight decay; 0 without.
         apart: whether decay is rounded by itself before the update, as torch's loops do, or with it.
         leaps: most leaps to make.
+
+    Returns:
+        Per coming step the expected share of nonzero updates that change their element; then, of weight decay that is
+        rounded by itself, the sums of |change| that are wanted and made, 0 without one.
     """
     steps = len(rates)
     stride = max(1, math.ceil(steps / leaps))
@@ -318,7 +308,7 @@ def simulate_walk(
         walked = weights + count * mean + drawn * deviation * math.sqrt(2 * sizes.run_steps * count)
         free = torch.maximum(up, down) < 2 * (deviation + mean.abs())
         weights = quantize(torch.where(free, walked, weights + ups * up - downs * down), format, overflow="saturate")
-    return SimulatedWalk(shares, wanted, made)
+    return shares, wanted, made
 
 
 def _compute_move_chances(
@@ -397,7 +387,7 @@ def forecast_layer(
     if not len(held):
         return replace(layer, updates=sizes.source, update_size=0.0)
     repeats = max(1, min(8, sample // len(held)))
-    walked = simulate_walk(
+    moved, decay_wanted, decay_made = simulate_walk(
         held.repeat(repeats),
         replace(sizes, mean=sizes.mean.repeat(repeats), deviation=sizes.deviation.repeat(repeats)),
         rates,
@@ -408,8 +398,8 @@ def forecast_layer(
         generator=generator,
     )
     count = max(1, round(len(held) / len(weights) * trained.value.numel()))
-    lost = 1 - walked.decay_made / walked.decay_wanted if walked.decay_wanted else None
-    freezing = _compute_freezing(walked.moved_shares, rates, count, sizes.run_steps, start)
+    lost = 1 - decay_made / decay_wanted if decay_wanted else None
+    freezing = _compute_freezing(moved, rates, count, sizes.run_steps, start)
     return replace(layer, updates=sizes.source, update_size=sizes.rms, decay_lost=lost, **freezing)
 
 
