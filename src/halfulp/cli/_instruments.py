@@ -125,8 +125,8 @@ def audit(
 ) -> int:
     """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
 
-    Reads safetensors, torch.save (weights_only), sharded folders, folders of HF's Trainer and of
-    torch.distributed.checkpoint, by memory map; nothing in them is executed. The exit code is 0 if nothing above a
+    Reads safetensors, torch.save (weights_only), sharded folders and folders of HF's Trainer, by memory map; nothing in
+    them is executed. The exit code is 0 if nothing above a
     note was found, 1 if something was, 2 if a checkpoint cannot be read.
     """
     from ..observation import audit as compare_checkpoints
@@ -169,7 +169,7 @@ def _print_audit(found: Any) -> None:
 
 def forecast(
     checkpoint: Annotated[
-        str, typer.Argument(help="Weights: a file of safetensors or torch.save, a sharded or a DCP folder.")
+        str, typer.Argument(help="Weights: a file of safetensors or torch.save, or a sharded folder.")
     ],
     lr: Annotated[float | None, typer.Option(help="Learning rate before the schedule; default: as saved.")] = None,
     schedule: Annotated[str, typer.Option(help="constant, linear, cosine or wsd.")] = "constant",

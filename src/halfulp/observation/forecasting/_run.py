@@ -64,12 +64,12 @@ def forecast(
     their updates make them.
 
     The forecast takes gradients to stay as large as they are, which is what Adam divides out; a loss that goes to 0
-    freezes layers earlier. Of layers of few elements the step is a matter of chance: `freeze_range` says how much.
+    freezes layers earlier. Of layers of few elements the step is a matter of chance.
 
     Args:
         model_or_state: a module, a state dict of tensors, a dict of one and of an optimizer's
             (``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``), or the path of a checkpoint:
-            safetensors, torch.save, a sharded folder, DCP. Its optimizer states and options are read too; nothing in
+            safetensors, torch.save, a sharded folder. Its optimizer states and options are read too; nothing in
             it is executed.
         optimizer_or_lr: a torch.optim.Optimizer (its states, options and groups are read), also inside a trainer's
             wrapper, or a learning rate; a checkpoint's own by default.
