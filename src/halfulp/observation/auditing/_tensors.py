@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from ._audit import TensorAudit, TensorRole, TensorStatistics, TensorStatus
 # Changes in ulps by binade, from 2^LOWEST on, and by the first FINE bits of their fraction.
 FINE, LOWEST, BINADES = 5, -192, 512
 # Elements that are compared one after another, so that temporary float64 stays in the processor's caches.
-ELEMENTS_AT_ONCE = 1 << 17
+ELEMENTS_AT_ONCE = 1 << 15
 
 
 @dataclass(slots=True)
@@ -103,8 +104,8 @@ def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
 def _measure_changes_in_ulps(x: Tensor, y: Tensor, forms: tuple[Format, Format]) -> Tensor:
     """Return |y - x| in the spacings of the coarser of two formats at x, all float64."""
     binade = (x.view(torch.int64) >> 52 & 0x7FF) - 1023
-    spacings = [binade.clamp_min(form.emin) - form.mantissa_bits for form in forms]
-    spacing = torch.maximum(*spacings)
+    spacings = [binade.clamp_min(form.emin) - form.mantissa_bits for form in dict.fromkeys(forms)]
+    spacing = functools.reduce(torch.maximum, spacings)
     # Two factors, as the inverse of float64's smallest number is none.
     half = spacing >> 1
     first, second = ((1023 - power << 52).view(torch.float64) for power in (half, spacing - half))
