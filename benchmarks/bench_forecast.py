@@ -12,8 +12,7 @@ for {before} steps and then for {steps} in pure bfloat16 by torch's AdamW, whose
 three schedules. After {share:.0%} of these steps `hu.forecast(model, optimizer, schedule)` says from weights and \
 optimizer state at which step each tensor freezes; the training then goes on and shows it: the first step from which \
 on fewer than 1% of the nonzero updates change their element. Of tensors of few elements that step is a matter of \
-chance (1% of 128 is two elements): the forecast's range, outside of which it should lie in 1 of 10 tensors, stands \
-beside it. What is frozen at the forecast already counts as the step of the forecast."""
+chance (1% of 128 is two elements). What is frozen at the forecast already counts as the step of the forecast."""
 BAR = 0.1
 
 
@@ -92,7 +91,6 @@ def measured(run: Run, width: int, before: int, steps: int, at: int, seed: int) 
     for layer in forecast.layers:
         found = max(at, last[layer.name] + 1)
         said = steps if layer.freeze_step is None else layer.freeze_step
-        low, high = (steps if edge is None else edge for edge in layer.freeze_range)
         yield {
             "schedule": run.name,
             "tensor": layer.name,
@@ -100,8 +98,6 @@ def measured(run: Run, width: int, before: int, steps: int, at: int, seed: int) 
             "forecast": said,
             "measured": found,
             "error": abs(said - found) / found,
-            "range": f"{low} to {high}",
-            "inside": low <= found <= high,
             "seconds": seconds,
         }
 
@@ -134,7 +130,7 @@ def main() -> None:
         },
     )
     columns = {"schedule": "", "tensor": "", "elements": "", "forecast": "", "measured": "", "error": ".1%"}
-    every = Table("Every tensor", {**columns, "range": "", "inside": ""})
+    every = Table("Every tensor", columns)
     at = round(options.share * options.steps)
     for run in RUNS:
         rows = list(measured(run, options.width, options.before, options.steps, at, options.seed))

@@ -181,8 +181,8 @@ assert describe_environment()["processor"]["cores"] >= 1
 from halfulp.trials.running import _pool
 assert _pool.describe_exit(-15) == "was killed by SIGTERM"
 assert _pool.describe_exit(-9) == "was killed by SIGKILL, as where memory is short"
-from halfulp.observation.scripts._run import exit_on_termination
-with exit_on_termination():
+from halfulp.observation.scripts._run import report_termination
+with report_termination(lambda ending: ending.code):
     pass
 print("stepped")
 """

@@ -3,7 +3,7 @@
 import json
 
 from ._places import place
-from ._tables import RESULTS, benchmark_rows, benchmark_table, grid, measured
+from ._tables import RESULTS, benchmark_table, grid, measured
 
 
 def _plots(name: str) -> dict | None:
@@ -170,16 +170,6 @@ def mammals() -> str:
     """The embedding of WordNet's mammals."""
     result = measured("mammals")
     return benchmark_table("mammals", "", list(result.tables[0].columns)) if result else ""
-
-
-@place
-def forecast_range() -> str:
-    """How often the measured step lies in the range, of tensors that move at the forecast."""
-    rows = [row for row in benchmark_rows("forecast", "Every tensor") if max(row["measured"], row["forecast"]) > 160]
-    if not rows:
-        return ""
-    inside = sum(row["inside"] for row in rows)
-    return f"Of the trainings below the measured step lies in it for {inside} of {len(rows)} tensors."
 
 
 @place

@@ -38,13 +38,12 @@ def test_a_finding_is_exit_code_1_and_stands_in_table_and_json(pair, capsys):
     code, out, _ = run(capsys, pair / "a.pt", pair / "frozen.pt")
     assert code == 1
     assert "warning  weight-frozen: layers.1.weight: not one of 64 elements moved in bf16\n" in out
-    code, out, err = run(capsys, pair / "a.pt", pair / "frozen.pt", "--json", "--share", "0.5")
+    code, out, err = run(capsys, pair / "a.pt", pair / "frozen.pt", "--json")
     found = json.loads(out)
     assert (code, err) == (1, "")
     assert [one["where"] for one in found["findings"]] == [["layers.1.weight"]]
     (frozen,) = [row for row in found["tensors"] if row["status"] == "unchanged"]
     assert (frozen["name"], frozen["share_unchanged"], frozen["largest_change_ulps"]) == ("layers.1.weight", 1.0, 0.0)
-    assert found["share"] == 0.5
 
 
 def test_bad_input_is_one_line_and_exit_code_2(pair, capsys):

@@ -166,7 +166,7 @@ def test_a_reference_that_does_not_learn_gives_no_verdict_and_a_scaler_no_other_
 @pytest.mark.usefixtures("forked_runs")
 def test_scripts_whose_recipes_are_used_and_what_is_said_of_them(compare):
     text = "from torch.optim.adamw import AdamW\n" + SCRIPT.format(parameters="model.parameters()")
-    text = text.replace("torch.optim.AdamW", "AdamW").replace("print(", "import os; os._exit(0)\nprint(")
+    text = text.replace("torch.optim.AdamW", "AdamW")
     second = "optimizer =", "torch.optim.RMSprop([torch.zeros(1, requires_grad=True)]).step()\noptimizer ="
     code, out, err = compare(text.replace(*second), "--recipe", "bf16-kahan")
     assert code == 0, err

@@ -111,21 +111,6 @@ def test_what_is_no_contract_model_or_optimizer_is_refused():
         hu.contract(model, "adam")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # by torch 2.8 itself
-def test_it_travels_in_a_distributed_checkpoint(tmp_path, needs_torch):
-    needs_torch("distributed.checkpoint.save(no_dist=)")
-    from torch.distributed.checkpoint import FileSystemWriter, save
-
-    from halfulp.observation.checkpoints._open import open_checkpoint
-
-    model, optimizer = kahan()
-    held = hu.contract(model, optimizer)
-    content = {"model": model.state_dict(), "precision_contract": held.to_dict()}
-    save(content, storage_writer=FileSystemWriter(str(tmp_path)), no_dist=True)
-    assert Contract.from_dict(open_checkpoint(tmp_path).contract) == held
-
-
 def test_it_is_the_same_for_a_sharded_run(in_process):
     """In a process of its own, since a process group is one for all."""
     in_process(

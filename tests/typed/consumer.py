@@ -365,7 +365,7 @@ def checkpoints() -> None:
     after = {"weight": torch.full((4,), 2.0, dtype=torch.bfloat16)}
     audit = hu.audit(before, after)
     assert_type(audit, hu.observation.Audit)
-    assert_type(hu.observation.audit(before, after, share=0.1), hu.observation.Audit)
+    assert_type(hu.observation.audit(before, after), hu.observation.Audit)
     assert_type(audit.findings, list[hu.Finding])
     assert_type(audit.to_dict(), dict[str, Any])
     model = nn.Linear(4, 2)

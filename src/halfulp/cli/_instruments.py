@@ -45,12 +45,12 @@ def observe(
 ) -> int:
     """Run an unchanged training script; report what is wrong with its numbers, and what to do about it.
 
-    Options of this command stand before the script's name, the script's own behind it. Models and optimizers are found
-    while it runs, each training of a script for itself. The exit code is the script's own, or 2 where nothing was
+    Options of this command stand before the script's name, the script's own behind it. The models that are trained
+    first, and their optimizers, are found while it runs. The exit code is the script's own, or 2 where nothing was
     observed. While the script runs, each sampled step becomes a line of observe.jsonl, which a killed run leaves. With
     --json what the script prints goes to stderr. Under torchrun the first process alone writes.
     """
-    from ..observation.scripts import ScriptWatch, exit_on_termination, run_script
+    from ..observation.scripts import ScriptWatch, report_termination, run_script
 
     rank = os.environ.get("RANK", "0")
     first = not rank.isdigit() or int(rank) == 0  # of torchrun's processes
@@ -69,25 +69,17 @@ def observe(
         if json:
             elsewhere.enter_context(stdout_to_stderr())
 
-        def leave(ending: ScriptEnding) -> int:
+        def report(ending: ScriptEnding) -> int:
             watch.__exit__(None, None, None)
             elsewhere.close()
-            try:
-                return _write_report(watch, ending, out, folder, json) if _is_reporter(first, watch) else ending.code
-            except SystemExit as failed:
-                return failed.code if isinstance(failed.code, int) else 2
-            except ValueError as error:
-                _print_to_stderr(" ".join(str(error).split()))
-                return 2
-
-        with exit_on_termination() as ignore_termination:
-            with watch:
-                ending = run_script(script, arguments or [], module=module, leave=leave)
-                ignore_termination()
-            elsewhere.close()
-            if os.getpid() != own or not _is_reporter(first, watch):
+            # Of several processes the first reports, also of those that torchrun did not start.
+            if os.getpid() != own or not first or watch.rank != 0:
                 return ending.code
             return _write_report(watch, ending, out, folder, json)
+
+        with report_termination(report), watch:
+            ending = run_script(script, arguments or [], module=module)
+        return report(ending)
 
 
 def _write_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: str, json: bool) -> int:
@@ -96,15 +88,15 @@ def _write_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: st
 
     report = watch.make_report(ending.reason)
     how = _WORDS_OF_EARLY_ENDINGS.get(ending.reason)
-    if not report.steps:
+    if report is None:
         if ending.code:
             said = f"the script {how or ending.reason} before a torch optimizer had stepped twice"
             _print_to_stderr(f"{said}: nothing was observed, as a training is from its second step on")
             return ending.code
-        why = "; ".join([*report.unseen, f"a training is observed from its second step on; {PROCESS_REMEDY}"])
+        why = "; ".join([*watch.unseen, f"a training is observed from its second step on; {PROCESS_REMEDY}"])
         exit_with_error(f"the script never stepped a torch optimizer twice that can be observed: {why}")
     if how:
-        said = f"the script {how} after {report.steps} observed steps"
+        said = f"the script {how} after {report.summary.steps} observed steps"
         report.unseen.insert(0, f"{said}: this is what was observed until then")
         _print_to_stderr(f"{said}; what was observed until then:")
     if json:
@@ -117,11 +109,6 @@ def _write_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: st
     return ending.code
 
 
-def _is_reporter(first: bool, watch: ScriptWatch) -> bool:
-    """Return whether this process reports: of several the first, also of those that torchrun did not start."""
-    return first and watch.rank == 0
-
-
 def _print_to_stderr(words: str) -> None:
     print(f"halfulp: {words}", file=sys.stderr)
 
@@ -132,23 +119,20 @@ _SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", "no
 def audit(
     a: Annotated[str, typer.Argument(metavar="A", help="The earlier checkpoint: a file or a folder.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The later checkpoint of the same run.")],
-    share: Annotated[
-        float, typer.Option(help="Mean change in ulps below which a tensor counts as barely moved.")
-    ] = 0.01,
     lr: Annotated[float | None, typer.Option(help="Learning rate in place of the one that B holds.")] = None,
     out: OutOption = None,
     json: JsonOption = False,
 ) -> int:
     """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
 
-    Reads safetensors, torch.save (weights_only), sharded folders, folders of HF's Trainer and of
-    torch.distributed.checkpoint, by memory map; nothing in them is executed. The exit code is 0 if nothing above a
+    Reads safetensors, torch.save (weights_only), sharded folders and folders of HF's Trainer, by memory map; nothing in
+    them is executed. The exit code is 0 if nothing above a
     note was found, 1 if something was, 2 if a checkpoint cannot be read.
     """
     from ..observation import audit as compare_checkpoints
 
     prepare_out_folder(out, "audit")
-    found = compare_checkpoints(a, b, share=share, lr=lr)
+    found = compare_checkpoints(a, b, lr=lr)
     if json:
         print_json(found.to_dict())
     else:
@@ -185,7 +169,7 @@ def _print_audit(found: Any) -> None:
 
 def forecast(
     checkpoint: Annotated[
-        str, typer.Argument(help="Weights: a file of safetensors or torch.save, a sharded or a DCP folder.")
+        str, typer.Argument(help="Weights: a file of safetensors or torch.save, or a sharded folder.")
     ],
     lr: Annotated[float | None, typer.Option(help="Learning rate before the schedule; default: as saved.")] = None,
     schedule: Annotated[str, typer.Option(help="constant, linear, cosine or wsd.")] = "constant",

@@ -146,18 +146,6 @@ def is_wide_dtype(dtype: torch.dtype) -> bool:
     return bits is not None and bits >= FLOAT32_PRECISION
 
 
-def loses_state_decay(rate: float, dtype: torch.dtype | None) -> bool:
-    """Return whether a state of a dtype, rounded to nearest, loses every decay by a share of itself.
-
-    That is where rate * v is under half the spacing below every number v of p bits, 2^-(p + 1) v at least.
-
-    >>> loses_state_decay(1 - 0.999, torch.bfloat16), loses_state_decay(1 - 0.99, torch.bfloat16)
-    (True, False)
-    """
-    bits = get_precision(dtype)
-    return bits is not None and 0 < rate < 2.0 ** -(bits + 1)
-
-
 IMPORT_LINE = "import halfulp as hu"
 KAHAN_ARGUMENT = 'weight_update="kahan"'
 _PLACE_COMMENT = "# behind the line that makes the optimizer: its groups keep their options"

@@ -248,7 +248,7 @@ def run_worker() -> None:
     losses: list[float] = []
     done = Substitution()
 
-    def write(ending: ScriptEnding | None, refused: str | None = None) -> int:
+    def write(ending: ScriptEnding | None, refused: str | None = None) -> None:
         code = 0 if ending is None else ending.code
         if refused is None and not done.optimizers_made and not code:
             refused = done.explain_nothing_converted()
@@ -257,15 +257,13 @@ def run_worker() -> None:
             losses, done.step_count, refused, done.write_notes(), None if ending is None else ending.reason, code, size
         )
         Path(result).write_text(json.dumps(asdict(run)), encoding="utf-8")
-        return code
 
     def log(loss: Tensor) -> None:
         losses.append(float(loss))
 
     try:
         with substitute_optimizers(recipes.get(recipe)) as done, tell_backward_losses(log):
-            # Where the script ends the process by os._exit, the result is written before.
-            ending = run_script(script, arguments, passing=RecipeRefusal, module=kind == "module", leave=write)
+            ending = run_script(script, arguments, passing=RecipeRefusal, module=kind == "module")
     except RecipeRefusal as refusal:
         write(None, str(refusal))
     else:

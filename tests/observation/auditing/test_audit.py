@@ -90,16 +90,6 @@ def test_lost_updates_are_those_that_left_the_weights_as_they_were(named):
     assert found.advanced == 8
 
 
-def test_at_the_end_of_a_schedule_the_learning_rate_is_the_earlier_one():
-    (a, b), _, _ = run(torch.bfloat16, 1e-5)
-    for group in b["optimizer"]["param_groups"]:
-        group["lr"] = 0.0
-    found = hu.audit(a, b)
-    assert ("weight-frozen", "1.weight") in codes(found)
-    assert ("updates-lost", "1.weight") in codes(found)
-    assert found.states["1.weight"].options["lr"] == 1e-5
-
-
 def test_a_weight_whose_states_have_no_name_is_not_taken_for_one_that_is_not_trained(tmp_path):
     saved, *_ = run(torch.bfloat16, 1e-5, named=False)
     folders = tmp_path / "checkpoint-8", tmp_path / "checkpoint-16"
@@ -118,16 +108,6 @@ def test_healthy_runs_have_no_findings_above_a_note():
         saved, *_ = run(dtype, 1e-3, kind, **({} if kind == "torch" else {"state_dtype": torch.float32}))
         found = hu.audit(*saved)
         assert found.passed, str(found)
-
-
-def test_weight_decay_that_the_format_cannot_hold_is_lost(needs_torch):
-    needs_torch("a saved option that tells Adam's decay from AdamW's")
-    saved, *_ = run(torch.bfloat16, 1e-2, weight_decay=0.01)
-    decays = [state.decay for state in hu.audit(*saved).states.values()]
-    assert all(decay is not None for decay in decays)
-    assert all(decay.lost_share == 1 for decay in decays)
-    saved, *_ = run(torch.float32, 1e-2, weight_decay=0.01)
-    assert all(state.decay.lost_share == 0 for state in hu.audit(*saved).states.values())
 
 
 def test_parts_of_tensors_are_refused():
@@ -161,27 +141,6 @@ def test_empty_scalar_integer_complex_and_strided_tensors():
     }
 
 
-def test_the_share_of_an_ulp_below_which_a_tensor_hardly_moved():
-    a = {"w": torch.full((1000,), 1.0, dtype=torch.bfloat16)}
-    b = {"w": a["w"].clone()}
-    b["w"][:5] = 1.0 + 2**-7
-    assert hu.audit(a, b).tensors["w"].status == "barely-moved"
-    assert hu.audit(a, b, share=0.004).tensors["w"].status == "changed"
-    assert hu.audit(a, b).tensors["w"].mean == 0.005
-
-
-def test_contracts_are_compared_where_both_hold_one():
-    held = []
-    for update in ("kahan", "nearest"):
-        model = torch.nn.Linear(4, 4).bfloat16()
-        optimizer = hu.optim.AdamW(model.named_parameters(), weight_update=update)
-        kept = hu.contract(model, optimizer).to_dict()
-        held.append({"model": dict(model.state_dict()), "precision_contract": kept})
-    found = hu.audit(*held)
-    assert ("dtype-changed-on-resume", "weight") in codes(found)
-    assert "weight_update was kahan, is nearest" in str(found)
-
-
 def test_bad_input_is_refused_in_words(tmp_path):
     a, _ = pair(torch.float32)
     torch.save(a, tmp_path / "a.pt")
@@ -195,7 +154,7 @@ def test_bad_input_is_refused_in_words(tmp_path):
         hu.audit([1], {"w": torch.ones(4)})
     for given in (-1, math.nan, "much"):
         with pytest.raises(ValueError, match="from 0 on"):
-            hu.audit(a, a | {}, share=given)
+            hu.audit(a, a | {}, lr=given)
 
 
 def coded(kind, weight):
@@ -248,8 +207,7 @@ def test_updates_that_cannot_be_computed_again_are_said(names):
     assert "a learning rate above 0 (give lr=)" in " ".join(hu.audit(a, b).unseen)
 
 
-def test_tied_weights_agree(tmp_path):
-    """A weight that has two names is one tensor: what is found of one is found of the other."""
+def test_a_tied_weight_is_one_tensor(tmp_path):
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(64, 16), "head": torch.nn.Linear(16, 64, bias=False)})
     model["head"].weight = model["embed"].weight
     model.to(torch.bfloat16)
@@ -259,9 +217,9 @@ def test_tied_weights_agree(tmp_path):
         optimizer.step()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{step}.pt")
     found = hu.audit(tmp_path / "0.pt", tmp_path / "2.pt")
-    assert {"embed.weight", "head.weight"} == set(found.states) == set(found.tensors)
-    of_each = [{(one.code, one.severity) for one in found.findings if name in one.where} for name in found.tensors]
-    assert of_each[0] == of_each[1] != set()
+    assert {"embed.weight"} == set(found.states) == set(found.tensors)
+    assert ("updates-lost", "embed.weight") in codes(found)
+    assert "'head.weight' are tied to tensors of other names" in found.unseen[0]
     assert found.states_complete
     with hu.observe(model, optimizer, interval=1) as seen:
         optimizer.step()

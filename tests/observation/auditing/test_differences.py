@@ -4,13 +4,11 @@ import itertools
 import math
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 
-from halfulp import formats, kernels
-from halfulp.observation.auditing import _tensors as d
-from halfulp.observation.auditing._tensors import TensorDifferences, add_differences
+from halfulp import formats
+from halfulp.observation.auditing._tensors import ELEMENTS_AT_ONCE, TensorDifferences, add_differences
 
 DTYPES = [
     torch.float64,
@@ -76,48 +74,38 @@ def measured(a: torch.Tensor, b: torch.Tensor):
 def check(a: torch.Tensor, b: torch.Tensor) -> None:
     found, changes = measured(a, b), exact_changes(a, b)
     x, y = a.double(), b.double()
-    assert found.counts[d.SAME] == int((x == y).sum()) + int((x.isnan() & y.isnan()).sum())
-    assert found.counts[d.FINITE] == len(changes)
-    for place, values, form in ((d.A_NAN, x, formats.get(a.dtype)), (d.B_NAN, y, formats.get(b.dtype))):
-        masks = values.isnan(), values.isinf(), values == 0, values.abs() == form.max
-        assert list(found.counts[place : place + 4]) == [int(mask.sum()) for mask in masks]
+    assert found.same == int((x == y).sum()) + int((x.isnan() & y.isnan()).sum())
+    assert found.finite == len(changes)
+    for counts, values in ((found.a, x), (found.b, y)):
+        wanted = [int(mask.sum()) for mask in (values.isnan(), values.isinf(), values == 0)]
+        assert [counts.nan, counts.infinite, counts.zeros] == wanted
     moved = [change for change in changes if change]
-    expected: dict[int, int] = {}
-    for change in moved:
-        key = min(max(log2_floor(change), d.LOWEST), d.LOWEST + d.BINADES - 1)
-        expected[key] = expected.get(key, 0) + 1
-    binades = found.table.reshape(d.BINADES, -1).sum(1)
-    assert {int(k) + d.LOWEST: int(binades[k]) for k in binades.nonzero()[0]} == dict(sorted(expected.items()))
     if moved and max(moved) < Fraction(2) ** 1000:
         assert found.largest == pytest.approx(float(max(moved)), rel=1e-15)
-        assert found.total == pytest.approx(float(sum(moved)), rel=1e-12)
     if changes:
         median = sorted(changes)[(len(changes) - 1) // 2]
         if not median or Fraction(2) ** -180 < median < Fraction(2) ** 300:
-            shown = Fraction(found.median())
-            assert shown <= median <= shown * Fraction(33, 32)
+            shown = Fraction(found.compute_median())
+            # What is no multiple of an ulp is rounded to float64 before it is counted.
+            assert shown * (1 - Fraction(1, 2**50)) <= median <= shown * Fraction(33, 32)
             assert shown == median or median >= 64 or median.denominator > 1
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_random_and_neighbouring_codes_of_one_dtype_equal_exact_rationals(dtype, engine):
-    with kernels.engine(engine):
-        a = random_codes(dtype, 400)
-        check(a, random_codes(dtype, 400))
-        check(a, find_rounding_neighbours(a))
-        check(a, a)
+def test_random_and_neighbouring_codes_of_one_dtype_equal_exact_rationals(dtype):
+    a = random_codes(dtype, 400)
+    check(a, random_codes(dtype, 400))
+    check(a, find_rounding_neighbours(a))
+    check(a, a)
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("pair", list(itertools.permutations(DTYPES, 2)), ids=str)
-def test_random_codes_of_two_dtypes_equal_exact_rationals(pair, engine):
-    with kernels.engine(engine):
-        a = random_codes(pair[0], 200)
-        check(a, random_codes(pair[1], 200))
-        check(a, a.double().to(pair[1]))
+def test_random_codes_of_two_dtypes_equal_exact_rationals(pair):
+    a = random_codes(pair[0], 200)
+    check(a, random_codes(pair[1], 200))
+    check(a, a.double().to(pair[1]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -128,30 +116,26 @@ def test_every_pair_of_special_values_equals_exact_rationals(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parts_and_threads_give_what_the_whole_gives(dtype):
-    a = torch.randn(200_000).to(dtype)
+def test_parts_give_what_the_whole_gives(dtype):
+    count = 2 * ELEMENTS_AT_ONCE + 5
+    a = torch.randn(count).to(dtype)
     b = torch.where(torch.rand(a.shape) < 0.5, a, (a.double() * 1.01).to(dtype))
-    b[7], b[150_000] = math.nan, math.inf
+    b[7], b[count - 1] = math.nan, math.inf
     whole, parts = measured(a, b), TensorDifferences()
     for x, y in zip(a.split(70_000), b.split(70_000), strict=True):
         add_differences(parts, x, y)
-    with kernels.engine("reference"):
-        reference = measured(a, b)
-    for other in (parts, reference):
-        assert np.array_equal(whole.counts, other.counts)
-        assert np.array_equal(whole.table, other.table)
-        assert whole.largest == other.largest
-        assert whole.total == pytest.approx(other.total, rel=1e-12)
+    assert (whole.a, whole.b, whole.same, whole.finite) == (parts.a, parts.b, parts.same, parts.finite)
+    assert torch.equal(whole.table, parts.table)
+    assert whole.largest == parts.largest
 
 
 def test_views_empty_and_constant_tensors():
     a = torch.randn(6, 5)
-    found = measured(a.t(), (a + 1).t())
-    assert found.counts[d.FINITE] == 30
-    assert math.isnan(measured(a[:0], a[:0]).median())
+    assert measured(a.t(), (a + 1).t()).finite == 30
+    assert math.isnan(measured(a[:0], a[:0]).compute_median())
     constant = measured(torch.full((9,), 2.0), torch.full((9,), 3.0))
-    assert not constant.counts[d.A_VARIES]
-    assert not constant.counts[d.B_VARIES]
-    assert constant.first == (2.0, 3.0)
-    assert measured(a.flatten(), a.flatten()).counts[d.A_VARIES]
+    assert not constant.a.varies
+    assert not constant.b.varies
+    assert (constant.a.first, constant.b.first) == (2.0, 3.0)
+    assert measured(a.flatten(), a.flatten()).a.varies
     assert measured(torch.tensor(1.0).reshape(1), torch.tensor(1.5).reshape(1)).largest == 2.0**22

@@ -9,14 +9,14 @@ from halfulp.observation._record import RealisedChanges
 from halfulp.observation.auditing._audit import Audit, StateAudit, TensorAudit, TensorStatistics
 from halfulp.observation.findings import collect_findings
 
-BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+BF16, F32 = torch.bfloat16, torch.float32
 NAMES = [f"layers.{k}.weight" for k in range(3)]
 
 
 def row(name=NAMES[0], dtype=BF16, status="changed", unchanged=200, role="parameter", a=None, b=None, **given):
     a, b = a or TensorStatistics(dtype), b or TensorStatistics(dtype)
     unchanged = 1000 if status == "unchanged" else unchanged
-    numbers = {"mean": 1.0, "median": 1.0, "largest": 2.0, **given}
+    numbers = {"median": 1.0, "largest": 2.0, **given}
     return TensorAudit(name, (10, 100), 1000, role, a, b, unchanged, status=status, **numbers)
 
 
@@ -38,7 +38,7 @@ def codes(measured):
 def test_a_healthy_pair_has_no_findings(dtype):
     kept = RealisedChanges(1000, 10, 1000, 999)
     rows = [row(name, dtype) for name in NAMES]
-    states = [state(name, dtype, update=kept, decay=kept) for name in NAMES]
+    states = [state(name, dtype, update=kept) for name in NAMES]
     assert codes(audit(*rows, states=states)) == []
     assert codes(audit(*rows)) == []
 
@@ -51,7 +51,7 @@ def test_a_stepped_weight_that_stands_still_is_frozen():
 
 @pytest.mark.parametrize(
     "given",
-    [{"steps": (10, 10)}, {"compensated": True, "compensation_moved": True}, {"options": {"lr": 0.0}}],
+    [{"steps": (10, 10)}, {"compensated": True}, {"options": {"lr": 0.0}}],
 )
 def test_a_weight_that_had_no_reason_to_move_is_not_frozen(given):
     assert codes(audit(row(status="unchanged"), states=[state(**given)])) == []
@@ -67,42 +67,21 @@ def test_without_an_optimizer_a_frozen_weight_is_judged_by_its_digits_and_its_si
     assert codes(audit(counter)) == []
 
 
-def test_lost_updates_and_decay_say_which_cure_keeps_them():
+def test_lost_updates_say_which_cure_keeps_them():
     lost = RealisedChanges(1000, 990, 1000, 100)
-    found = collect_findings(
-        "audit", audit(row(), states=[state(update=lost, decay=RealisedChanges(1000, 1000, 1000, 0))])
-    )
-    assert [one.code for one in found] == ["updates-lost", "weight-decay-lost"]
+    found = collect_findings("audit", audit(row(), states=[state(update=lost)]))
+    assert [one.code for one in found] == ["updates-lost"]
     assert "99% of updates lost in bf16 at lr 0.0001" in found[0].summary
     assert "kahan" in found[0].cure
-    too_small = RealisedChanges(1000, 1000, 1000, 0)
-    (found,) = collect_findings("audit", audit(row(), states=[state(update=too_small, lost_by={"kahan": 0.9})]))
-    assert "'split'" in found.cure
-    for own in ({"compensated": True}, {"weight_update": "stochastic"}):
-        assert codes(audit(row(), states=[state(update=lost, **own)])) == []
 
 
-def test_a_second_moment_that_cannot_decay_is_stuck():
-    options = {"lr": 1e-4, "betas": (0.9, 0.999)}
-    assert codes(audit(row(), states=[state(options=options)])) == [("second-moment-stuck", "warning")]
-    assert codes(audit(row(dtype=F32), states=[state(dtype=F32, options=options)])) == []
-
-
-def test_an_average_that_stands_still_while_weights_move_is_stuck():
-    average = row("ema.weight", status="unchanged", role="average")
-    assert codes(audit(average, row())) == [("average-stuck", "error")]
-    assert codes(audit(average)) == []
-    assert codes(audit(row("ema.weight", role="average"), row())) == []
-
-
-def test_dtypes_that_changed_and_contracts_that_differ():
+def test_dtypes_that_changed():
     narrower = row(status="dtype-changed", a=TensorStatistics(F32), b=TensorStatistics(BF16))
     assert codes(audit(narrower)) == [("dtype-changed-on-resume", "error")]
     wider = row(status="dtype-changed", a=TensorStatistics(BF16), b=TensorStatistics(F32))
     assert codes(audit(wider)) == [("dtype-changed-on-resume", "warning")]
     moments = {"exp_avg": (F32, BF16)}
     assert ("dtype-changed-on-resume", "error") in codes(audit(row(), states=[state(dtypes=moments)]))
-    assert codes(audit(row(), contract=((NAMES[0], "weight_update: kahan, nearest"),)))[0][1] == "error"
 
 
 def test_nonfinite_tensors_name_the_last_clean_checkpoint():
@@ -121,25 +100,10 @@ def test_nonfinite_tensors_name_the_last_clean_checkpoint():
         b=TensorStatistics(F32, infinite=9),
     )
     assert codes(audit(mask)) == [("first-nonfinite", "note")]
-    assert codes(audit(row(), states=[state(nonfinite={"exp_avg": (0, 4)})])) == [("first-nonfinite", "error")]
 
 
-def test_saturated_and_zeroed_payloads():
-    assert codes(audit(row(b=TensorStatistics(E4M3, saturated=50), a=TensorStatistics(E4M3)))) == [
-        ("payload-saturated", "error")
-    ]
-    assert codes(audit(row(b=TensorStatistics(E4M3, saturated=1), a=TensorStatistics(E4M3)))) == []
-    assert codes(audit(row(b=TensorStatistics(BF16, saturated=50)))) == []
-    zeroed = row(a=TensorStatistics(F32), b=TensorStatistics(E4M3, zeros=1000, constant=0.0), status="dtype-changed")
-    assert ("quantized-to-zero", "error") in codes(audit(zeroed))
-    assert codes(audit(row(a=TensorStatistics(BF16, zeros=1000), b=TensorStatistics(BF16, zeros=1000)))) == []
-
-
-def test_states_that_do_not_fit():
-    assert codes(audit(row(), states=[state(shapes_match=False)])) == [("state-mismatch", "error")]
+def test_an_older_checkpoint_given_second_is_said():
     assert codes(audit(row(), states=[state(steps=(20, 10))])) == [("state-mismatch", "warning")]
-    assert codes(audit(row(), states=[state(dtype=F32)])) == [("state-mismatch", "warning")]
-    assert codes(audit(row(), states=[state(dtype=F32, weight_update="kahan")])) == []
 
 
 def test_an_audit_is_plain_data_and_words():

@@ -35,11 +35,12 @@ def test_updates_lost(update, expected):
     assert severity("updates-lost", parameter(update=update)) == expected
 
 
-def test_what_float32_loses_is_a_note():
+def test_what_float32_loses_is_no_finding_but_a_frozen_weight():
     given = {"dtype": SINGLE, "update": realised(0.0), "moved": 0.0, "decay": realised(0.0)}
-    for code in ("updates-lost", "weight-frozen", "weight-decay-lost"):
-        assert severity(code, parameter(**given)) == "note"
-    assert severity("updates-lost", parameter(dtype=SINGLE, update=realised(0.0, known=False))) == "note"
+    assert severity("weight-frozen", parameter(**given)) == "note"
+    for code in ("updates-lost", "weight-decay-lost"):
+        assert severity(code, parameter(**given)) is None
+    assert severity("updates-lost", parameter(dtype=SINGLE, update=realised(0.0, known=False))) is None
 
 
 def test_updates_lost_in_words():

@@ -42,7 +42,7 @@ def test_the_share_that_moves_is_that_of_real_additions(seed):
         sizes = normal_sizes(len(weights), 1.0, 1)
         rates = torch.tensor([rate], dtype=torch.float64)
         options = {"decay": 0.0, "apart": True, "leaps": 1, "generator": torch.Generator().manual_seed(0)}
-        moved = float(simulate_walk(weights.double(), sizes, rates, formats.bf16, **options).moved_shares[0])
+        moved = float(simulate_walk(weights.double(), sizes, rates, formats.bf16, **options)[0][0])
         share = float(changed.double().mean())
         # Five standard deviations of a mean over 200,000 elements.
         assert abs(moved - share) < 5 * (share * (1 - share) / len(weights)) ** 0.5
@@ -53,12 +53,12 @@ def test_decay_that_is_rounded_by_itself_is_lost_below_half_a_spacing(seed):
     sizes, options = normal_sizes(5000, 1e-30, 1), {"apart": True, "leaps": 1, "generator": torch.Generator()}
     for factor, lost in ((1e-4, 1.0), (2.0**-10, 1.0)):
         rates = torch.tensor([factor], dtype=torch.float64)
-        found = simulate_walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
-        assert 1 - found.decay_made / found.decay_wanted == lost
+        _, wanted, made = simulate_walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
+        assert 1 - made / wanted == lost
     rates = torch.tensor([0.01], dtype=torch.float64)
-    found = simulate_walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
+    _, _, made = simulate_walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
     after = (weights.float() * (1 - 0.01)).bfloat16().double()
-    assert found.decay_made == pytest.approx(float((weights.abs() - after.abs()).sum()), rel=1e-6)
+    assert made == pytest.approx(float((weights.abs() - after.abs()).sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("count", [48, 1000])
@@ -66,18 +66,20 @@ def test_crossing_is_that_of_binomial_numbers(count):
     """Poisson's numbers for the binomial ones, summed exactly, are a step off at most."""
     shares, needed = [0.5 * 0.9**step for step in range(100)], max(1, -(-count // 100))
     below = [sum(math.comb(count, k) * p**k * (1 - p) ** (count - k) for k in range(needed)) for p in shares]
-    for chance in (0.05, 0.5, 0.95):
-        exact = next(step for step in range(101) if math.prod(below[step:]) >= chance)
-        assert abs(find_freeze_step(torch.tensor(shares, dtype=torch.float64), count, 1.0, chance) - exact) <= 1
+    exact = next(step for step in range(101) if math.prod(below[step:]) >= 0.5)
+    assert abs(find_freeze_step(torch.tensor(shares, dtype=torch.float64), count, 1.0) - exact) <= 1
 
 
-def test_adams_size_on_noise_is_the_known_one():
-    sizes = compute_noise_size(0.9, 0.95, torch.float32, 300)
-    assert float(sizes[0]) == pytest.approx(1.0, abs=1e-3)
-    # sqrt((1 - beta1) / (1 + beta1)) is 0.229, and a little less as both moments hold the same large gradients.
-    assert 0.22 < float(sizes[-100:].mean()) < 0.23
-    stuck = compute_noise_size(0.9, 0.999, torch.bfloat16, 3000)
-    assert float(stuck[-1]) < 0.21, "a bfloat16 second moment that cannot decay stays too large"
+def test_adams_size_on_noise_is_that_of_its_averages(seed):
+    m, v, sizes = torch.zeros(20_000), torch.zeros(20_000), []
+    for step in range(1, 101):
+        g = torch.randn(20_000)
+        m.lerp_(g, 0.1)
+        v.lerp_(g.square(), 0.001)
+        sizes.append((m / (1 - 0.9**step) / (v / (1 - 0.999**step)).sqrt()).square().mean().sqrt())
+    found = compute_noise_size(0.9, 1, 101)
+    assert float(found[0]) == pytest.approx(float(sizes[0]), abs=1e-3)
+    assert float(found[-1]) == pytest.approx(float(sizes[-1]), rel=0.03)
 
 
 def trained(schedule, steps: int, at: int):
@@ -149,9 +151,6 @@ def test_what_is_lost_beside_the_weights():
     narrow = hu.forecast(model, 1e-3, "linear", steps=100, dtype=torch.bfloat16)
     by_code = {finding.code: finding for finding in narrow.findings}
     assert by_code["weight-decay-lost"].evidence["lost"] == 1.0
-    assert by_code["second-moment-stuck"].where == ("weight", "bias")
-    half = hu.forecast(model, 1e-3, "linear", steps=100, dtype="fp16")
-    assert "eps-zero" in [finding.code for finding in half.findings]
     other = hu.forecast(model, 1e-3, "linear", steps=100, dtype="fp16", eps=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
     assert not [finding for finding in other.findings if finding.severity != "note"]
 
@@ -163,7 +162,6 @@ def test_sgd_needs_gradients_and_says_so():
     assert "not known of 2 of 2 layers" in found.notes[0]
     assert "not known" in str(found)
     model(torch.ones(2, 8).bfloat16()).sum().backward()
-    assert {layer.updates for layer in hu.forecast(model, 0.1, optimizer="sgd", steps=10).layers} == {"the gradient"}
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sgd.step()
     assert {layer.updates for layer in hu.forecast(model, sgd, steps=10).layers} == {"the momentum buffer"}
@@ -310,9 +308,6 @@ def test_weights_that_walk_across_a_power_of_two_are_followed(way, seed):
     drift = {"each its own": 0.2 * torch.randn(2048), "all down": torch.full((2048,), 1.0), "none": torch.zeros(2048)}
     layer, measured = drifting(start, drift[way], 1.2e-2)
     assert layer.freeze_step == pytest.approx(measured, rel=0.12), (layer.freeze_step, measured)
-    low, high = layer.freeze_range
-    assert low <= measured
-    assert high is None or measured <= high
 
 
 def test_a_forecasts_updates_have_the_sign_of_the_steps(seed):
@@ -325,26 +320,17 @@ def test_a_forecasts_updates_have_the_sign_of_the_steps(seed):
     assert frozen[1.0] > frozen[-1.0] + 50
 
 
-def test_averages_and_what_no_optimizer_holds_do_not_freeze(tmp_path, seed):
+def test_what_no_optimizer_holds_does_not_freeze(tmp_path, seed):
     model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32)).bfloat16()
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-4)
-    for _ in range(2):
-        model(torch.randn(4, 8).bfloat16()).square().mean().backward()
-        optimizer.step()
-    named = {name for name, _ in model.named_parameters()}
-    beside = {"model": model.state_dict(), "ema": model.state_dict()}
+    optimizer = torch.optim.AdamW(model[0].named_parameters(), lr=1e-4)
+    model(torch.randn(4, 8).bfloat16()).square().mean().backward()
+    optimizer.step()
+    beside = {"model": model[0].state_dict() | {"average.weight": torch.ones(3)}, "ema": model[1].state_dict()}
     torch.save({**beside, "optimizer": optimizer.state_dict()}, tmp_path / "with.pt")
-    torch.save(beside, tmp_path / "without.pt")
-    for given, lr, expected in (
-        (tmp_path / "with.pt", None, named),
-        (tmp_path / "without.pt", 1e-4, named),
-        ({**model.state_dict(), **{f"ema.{name}": p for name, p in model.named_parameters()}}, 1e-4, named),
-        ({f"ema.{name}": p for name, p in model.named_parameters()}, 1e-4, {f"ema.{name}" for name in named}),
-    ):
-        found = hu.forecast(given, lr, "cosine", steps=10)
-        assert {layer.name for layer in found.layers} == expected
-        has_averages = not isinstance(given, nn.Module) and not all(name.startswith("ema.") for name in expected)
-        assert any("left out" in note for note in found.notes) == has_averages
+    found = hu.forecast(tmp_path / "with.pt", None, "cosine", steps=10)
+    assert [layer.name for layer in found.layers] == ["weight", "bias"]
+    assert "'average.weight' are in no optimizer of the checkpoint: left out" in found.notes
+    assert "tensors under 'ema' were not read: they are not the model's" in found.notes
 
 
 W = torch.ones(8, 8, dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import halfulp as hu
-from halfulp.observation.scripts._find import find_training
+from halfulp.observation.scripts._find import find_trained_model
 
 
 class Root(nn.Module):
@@ -140,7 +140,7 @@ def test_names_are_the_models_own(wrapper):
         optimizer.step()
     assert list(seen.record.parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert {name for role, name in seen.record.tensors if role == "activation"} >= {"0", "1"}
-    assert find_training([hu.optim.AdamW(model.parameters())]).model is model
+    assert find_trained_model([hu.optim.AdamW(model.parameters())]) is model
 
 
 def test_parameters_of_checkpointed_modules_have_their_own_names_and_parallel_ones_their_modules():

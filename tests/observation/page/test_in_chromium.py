@@ -270,8 +270,6 @@ def test_an_audit_says_what_moved_and_sorts(show: Callable, pages: dict) -> None
     assert column(tab, "groups", 0)[0] == EVIL
     assert column(tab, "groups", 4) == ["16", "4", "2", "0"]
     assert column(tab, "states", 4)[0] == "90%"
-    assert column(tab, "states", 7)[0] == "kahan, split8"
-    assert column(tab, "contract", 1) == ["was bf16, is float32"]
     assert "step 3 is <b>lost</b>" in tab.locator("main").text_content()
 
 

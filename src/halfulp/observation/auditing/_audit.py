@@ -15,15 +15,12 @@ from .._finding import Finding, Severity, describe_names, find_worst_severity, f
 from .._record import RealisedChanges, to_plain_data
 from ..page import write_page
 
-TensorStatus = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
+TensorStatus = Literal["nonfinite", "dtype-changed", "unchanged", "constant", "changed"]
 TensorRole = Literal["parameter", "average", "buffer", "unknown"]
-# As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
-SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
 STATUS_WORDS: dict[TensorStatus, str] = {
     "nonfinite": "has NaN or infinity",
     "dtype-changed": "another dtype",
     "unchanged": "did not move",
-    "barely-moved": "hardly moved",
     "constant": "constant",
     "changed": "moved",
 }
@@ -36,7 +33,6 @@ class TensorStatistics:
     Attributes:
         dtype: of the stored tensor.
         nan, infinite, zeros: counts of elements.
-        saturated: elements at the largest finite magnitude of the dtype.
         constant: the value of all elements where it is one, else None.
     """
 
@@ -44,7 +40,6 @@ class TensorStatistics:
     nan: int = 0
     infinite: int = 0
     zeros: int = 0
-    saturated: int = 0
     constant: float | None = None
 
     @property
@@ -60,14 +55,14 @@ class TensorAudit:
     Attributes:
         name: qualified.
         shape, numel: of the tensor; a complex element counts as two, its real and its imaginary part.
-        role: "parameter" where an optimizer holds it, "average" for running statistics and EMAs, "buffer" for
+        role: "parameter" where an optimizer holds it, "average" for running statistics, "buffer" for
             integers, "unknown" else.
         a, b: what each checkpoint holds.
         unchanged: elements with the same value (NaN equals NaN, and -0 equals +0).
-        mean, median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
+        median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
             as 0. The median is exact below 64 ulps and within 1/32 of itself above. NaN where there is no such element.
         status: the first that holds of: it has NaN or infinity that A did not have, the dtype changed, nothing moved,
-            the mean change is below the share asked for, B is constant and A is not, it moved.
+            B is constant and A is not, it moved.
     """
 
     name: str
@@ -77,7 +72,6 @@ class TensorAudit:
     a: TensorStatistics
     b: TensorStatistics
     unchanged: int
-    mean: float
     median: float
     largest: float
     status: TensorStatus
@@ -89,7 +83,7 @@ class TensorAudit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data that JSON can hold."""
-        both = ("nan", "infinite", "zeros", "saturated", "constant")
+        both = ("nan", "infinite", "zeros", "constant")
         return {
             "name": self.name,
             "dtypes": to_plain_data([self.a.dtype, self.b.dtype]),
@@ -97,7 +91,7 @@ class TensorAudit:
             "role": self.role,
             "status": self.status,
             "share_unchanged": self.share_unchanged,
-            **{f"{key}_change_ulps": to_plain_data(getattr(self, key)) for key in ("largest", "median", "mean")},
+            **{f"{key}_change_ulps": to_plain_data(getattr(self, key)) for key in ("largest", "median")},
             **{key: to_plain_data([getattr(self.a, key), getattr(self.b, key)]) for key in both},
         }
 
@@ -108,37 +102,23 @@ class StateAudit:
 
     Attributes:
         name: of the parameter.
-        options: numbers of its group in B: lr (A's where B's is 0), weight_decay, betas, eps, momentum.
+        options: numbers of its group in B: lr, weight_decay, betas, eps, momentum.
         steps: its step in A and B; None where it is not known.
-        dtypes: of each of its states in A and B; None where one has none.
-        shapes_match: whether every state that should have the parameter's shape has it.
+        dtypes: of each of its states of its own shape in A and B; None where one has none.
         weight_update: of an optimizer of halfulp; None of any other.
         compensated: whether low bits, a residual or master weights lie beside the parameter.
-        compensation_moved: whether those changed; None without them or where A has none.
         all_zero: whether its first moment is all zeros: no gradient has arrived for long.
-        nonfinite: NaN and infinities of each state, in A and B; states without any are left out.
         update: the last update, computed from B's states and learning rate, under nearest rounding.
-        lost_by: weight update -> share of that update's elements that it would lose.
-        decay: decoupled weight decay alone, under nearest rounding.
-        reduced: names of the states that have another shape than the parameter.
-        coded: whether a state is codes, or a scale or table that codes need.
     """
 
     name: str
     options: Mapping[str, Any]
     steps: tuple[int | None, int | None]
     dtypes: Mapping[str, tuple[torch.dtype | None, torch.dtype | None]]
-    shapes_match: bool = True
     weight_update: str | None = None
     compensated: bool = False
-    compensation_moved: bool | None = None
     all_zero: bool = False
-    nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     update: RealisedChanges | None = None
-    lost_by: Mapping[str, float] = field(default_factory=dict)
-    decay: RealisedChanges | None = None
-    reduced: tuple[str, ...] = ()
-    coded: bool = False
 
     @property
     def advanced(self) -> int | None:
@@ -179,8 +159,6 @@ class Audit:
     Attributes:
         tensors: by name, in the order of the files.
         states: what optimizer states say, by parameter; empty where a checkpoint holds none.
-        share: below which mean change in ulps a tensor counts as barely moved.
-        contract: differences of the precision contracts that both checkpoints hold, name and words.
         unseen: sentences that say what could not be compared, and why.
         findings: what is wrong, the worst first.
         states_complete: whether each of B's optimizer states found its parameter; where not, a parameter without states
@@ -189,8 +167,6 @@ class Audit:
 
     tensors: Mapping[str, TensorAudit]
     states: Mapping[str, StateAudit] = field(default_factory=dict)
-    share: float = 0.01
-    contract: tuple[tuple[str, str], ...] = ()
     unseen: tuple[str, ...] = ()
     findings: list[Finding] = field(default_factory=list)
     states_complete: bool = True
@@ -213,7 +189,7 @@ class Audit:
             found = told.get(name)
             key = make_name_pattern(name), row.a.dtype, row.b.dtype, row.status, found.code if found else ""
             kinds.setdefault(key, []).append(row)
-        made = [_make_layer_group(rows, told.get(rows[0].name), self.share) for rows in kinds.values()]
+        made = [_make_layer_group(rows, told.get(rows[0].name)) for rows in kinds.values()]
         order = {"error": 0, "warning": 1, "note": 2, None: 3}
         return sorted(made, key=lambda group: order[group.severity])
 
@@ -225,8 +201,6 @@ class Audit:
             "tensors": [row.to_dict() for row in self.tensors.values()],
             "states": [to_plain_data(state) for state in self.states.values()],
             "groups": [to_plain_data(group) for group in self.groups()],
-            "contract": [{"name": name, "difference": said} for name, said in self.contract],
-            "share": self.share,
             "steps": self.advanced,
             "unseen": list(self.unseen),
         }
@@ -245,23 +219,21 @@ class Audit:
         return "\n".join([*format_findings(self.findings), *(groups or ["no tensors"]), *self.unseen])
 
 
-def _make_layer_group(rows: list[TensorAudit], found: Finding | None, share: float) -> LayerGroup:
+def _make_layer_group(rows: list[TensorAudit], found: Finding | None) -> LayerGroup:
     first, numel = rows[0], sum(row.numel for row in rows)
     names = tuple(row.name for row in rows)
     unchanged = sum(row.unchanged for row in rows) / numel if numel else 1.0
     medians = [row.median for row in rows if not math.isnan(row.median)]
     ends = (min(medians), max(medians)) if medians else (math.nan, math.nan)
     dtypes = " -> ".join(dict.fromkeys(to_plain_data([first.a.dtype, first.b.dtype])))
-    verdict = found.summary if found is not None else _describe_verdict(first, unchanged, ends, share)
+    verdict = found.summary if found is not None else _describe_verdict(first, unchanged, ends)
     severity = found.severity if found is not None else None
     return LayerGroup(describe_names(names), names, dtypes, numel, unchanged, ends, verdict, severity)
 
 
-def _describe_verdict(row: TensorAudit, unchanged: float, median: tuple[float, float], share: float) -> str:
+def _describe_verdict(row: TensorAudit, unchanged: float, median: tuple[float, float]) -> str:
     if not row.numel:
         return "empty"
-    if row.status == "barely-moved":
-        return f"hardly moved: less than {share:g} ulp on average"
     if row.status != "changed":
         return STATUS_WORDS[row.status]
     if math.isnan(median[0]) or row.role == "buffer":

@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ..._messages import a_kind
-from ...recipes._contract import Contract, list_contract_differences
-from ..checkpoints._files import Checkpoint
-from ..checkpoints._names import name_optimizer_states, read_checkpoint_content
+from ..checkpoints._names import Checkpoint, name_optimizer_states, read_checkpoint_content
 from ..checkpoints._open import open_checkpoint
 from ..findings import collect_findings
 from ._audit import Audit
 from ._states import compare_states
-from ._tensors import compare_tensors, find_tied_names
+from ._tensors import compare_tensors
 
 CheckpointOrPath = str | os.PathLike[str] | Mapping[str, Any]
 
 
-def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: float | None = None) -> Audit:
+def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) -> Audit:
     """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
 
     Files are read by memory map, tensor by tensor; no model code is needed, and nothing that they hold is executed.
@@ -32,8 +30,7 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
 
     Args:
         a, b: the earlier and the later checkpoint: a file of safetensors or torch.save, a sharded folder, a folder of
-            HF's Trainer or of torch.distributed.checkpoint, or a state_dict.
-        share: mean change in ulps below which a tensor counts as barely moved.
+            HF's Trainer, or a state_dict.
         lr: learning rate in place of the one that B's optimizer holds.
 
     Returns:
@@ -42,7 +39,7 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
     Raises:
         TypeError: a or b is neither a path nor a mapping.
         ValueError: it cannot be read as a checkpoint, or is refused by weights_only; both are the same file, or of
-            different models; share or lr is no number from 0 on.
+            different models; lr is no number from 0 on.
 
     >>> import torch
     >>> start = {"norm.weight": torch.ones(64, dtype=torch.bfloat16), "head.weight": torch.ones(64)}
@@ -50,10 +47,9 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
     >>> [(found.code, found.where) for found in audit(start, later).findings]
     [('weight-frozen', ('norm.weight',))]
     """
-    for name, number in (("share", share), ("lr", lr)):
-        known = isinstance(number, int | float) and not isinstance(number, bool)
-        if number is not None and not (known and 0 <= number <= sys.float_info.max):
-            raise ValueError(f"{name}={number!r}: give a number from 0 on")
+    known = isinstance(lr, int | float) and not isinstance(lr, bool)
+    if lr is not None and not (known and 0 <= lr <= sys.float_info.max):
+        raise ValueError(f"lr={lr!r}: give a number from 0 on")
     is_same = a is b
     if isinstance(a, str | os.PathLike) and isinstance(b, str | os.PathLike):
         with contextlib.suppress(OSError, ValueError):  # what is not there is said when it is opened
@@ -61,31 +57,20 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
     if is_same:
         same = a_kind(a) if isinstance(a, Mapping) else a
         raise ValueError(f"A and B are the same checkpoint, {same}: give an earlier and a later one of a run")
-    before, after = _open_given(a, "A"), _open_given(b, "B")
+    before, after = _open_checkpoint_or_dict(a, "A"), _open_checkpoint_or_dict(b, "B")
     unseen = [*before.unseen, *after.unseen]
     earlier, later = name_optimizer_states(before, unseen), name_optimizer_states(after, unseen)
     after.unseen.clear()
     complete = len(later) >= after.stepped_count
-    for tied, held in find_tied_names(after, set(later)).items():
-        later[tied] = later[held]
-        if held in earlier:
-            earlier.setdefault(tied, earlier[held])
-    tensors = compare_tensors(before, after, set(earlier) | set(later), share)
+    tensors = compare_tensors(before, after, set(earlier) | set(later))
     states = compare_states(earlier, later, after, lr)
-    contract: tuple[tuple[str, str], ...] = ()
-    if before.contract is not None and after.contract is not None:
-        try:
-            contracts = Contract.from_dict(before.contract), Contract.from_dict(after.contract)
-            contract = tuple((one.name, one.words) for one in list_contract_differences(*contracts))
-        except ValueError as error:
-            unseen.append(f"the precision contracts were not compared: {error}")
     unseen += [said for said in after.unseen if said not in unseen]
     said = tuple(dict.fromkeys(unseen))
-    made = Audit(tensors, states, share, contract, said, states_complete=complete)
+    made = Audit(tensors, states, said, states_complete=complete)
     return dataclasses.replace(made, findings=collect_findings("audit", made))
 
 
-def _open_given(given: CheckpointOrPath, which: str) -> Checkpoint:
+def _open_checkpoint_or_dict(given: CheckpointOrPath, which: str) -> Checkpoint:
     if isinstance(given, Mapping):
         return read_checkpoint_content(given, which)
     if isinstance(given, str | os.PathLike):

@@ -9,8 +9,8 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +21,70 @@ from ..._messages import a_kind, listed
 from ...mctensor import MCTensor
 from ...optim.parameters._random_identity import plain_names
 from ...scaled import ScaledTensor
-from ._files import Checkpoint, OptimizerStates, StoredTensor, wrap_tensor
+
+
+@dataclass(slots=True)
+class OptimizerStates:
+    """An optimizer's saved options and states.
+
+    Attributes:
+        state: by the parameter's number, or name: tensors and numbers by their name.
+        groups: options of each param group; "params" are numbers or names, "param_names" names if there are any.
+    """
+
+    state: dict[Any, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+    @property
+    def keys_by_group(self) -> list[list[Any]]:
+        """The parameters' numbers, or names, of each group."""
+        return [list(group.get("params") or ()) for group in self.groups]
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A checkpoint that is open for reading; tensors of files are mapped, so that they cost no memory before use.
+
+    Attributes:
+        ordered: whether the tensors' order is that of the model, and not an alphabet's.
+        unseen: sentences that say what could not be read, and why.
+        config: the model's config of transformers beside it, None without one.
+    """
+
+    path: str
+    tensors: dict[str, Tensor]
+    ordered: bool = True
+    optimizers: list[OptimizerStates] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    config: Path | None = None
+
+    @property
+    def stepped_count(self) -> int:
+        """The number of parameters that its optimizers hold."""
+        return sum(len(keys) for optimizer in self.optimizers for keys in optimizer.keys_by_group)
+
 
 # Returns whether a parameter decays, given its name and itself.
-DecayRule = Callable[[str, StoredTensor], bool]
+DecayRule = Callable[[str, Tensor], bool]
 # As `Trainer.get_decay_parameter_names` of transformers has them (transformers/trainer.py).
 _NO_DECAY_PATTERN = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-def list_decay_rules(tensors: Mapping[str, StoredTensor]) -> list[DecayRule]:
-    """Return the usual rules of weight decay: by names as transformers, with norms told by shape, matrices alone."""
+def list_decay_rules(tensors: Mapping[str, Tensor]) -> list[DecayRule]:
+    """Return the usual rules of weight decay: by names as transformers with norms told by shape, and matrices alone."""
     vectors = {
         name.rpartition(".")[0]
         for name, stored in tensors.items()
         if name.rpartition(".")[2] == "weight" and len(stored.shape) == 1
     }
     return [
-        lambda name, stored: not _NO_DECAY_PATTERN.search(name.lower()),
         lambda name, stored: not _NO_DECAY_PATTERN.search(name.lower()) and name.rpartition(".")[0] not in vectors,
         lambda name, stored: len(stored.shape) >= 2,
     ]
 
 
-def order_by_config(config: Path, tensors: Mapping[str, StoredTensor]) -> tuple[list[str], DecayRule] | None:
-    """Return the parameter names of a transformers model in its own order, and its Trainer's rule of weight decay.
+def list_names_by_config(config: Path, tensors: Mapping[str, Tensor]) -> list[str] | None:
+    """Return the parameter names of a transformers model in its own order.
 
     The model is made from its config on the meta device, by the class of the installed transformers that it names; code
     beside the config is not run.
@@ -66,14 +106,8 @@ def order_by_config(config: Path, tensors: Mapping[str, StoredTensor]) -> tuple[
         return None
     finally:
         logging.disable(level)
-    modules = dict(model.named_modules())
-    norms = {name for name, module in modules.items() if isinstance(module, torch.nn.LayerNorm)}
     # A tied weight is saved once.
-    names = [name for name, _ in model.named_parameters() if name in tensors]
-    return (
-        names,
-        lambda name, stored: name.rpartition(".")[0] not in norms and not _NO_DECAY_PATTERN.search(name.lower()),
-    )
+    return [name for name, _ in model.named_parameters() if name in tensors]
 
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
@@ -97,10 +131,9 @@ def _make_parts_error(names: Sequence[str]) -> NotImplementedError:
 
 @dataclass(slots=True)
 class NamedParameterState:
-    """States of one parameter: tensors and plain values by the state's name, and its group's options."""
+    """States of one parameter by their names, tensors and numbers, and the options that its group shares."""
 
-    tensors: dict[str, StoredTensor]
-    values: dict[str, Any]
+    state: dict[str, Any]
     options: dict[str, Any]
 
 
@@ -108,7 +141,7 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
     """Return the states of every parameter of a checkpoint; sentences on those that have no name go to `unseen`."""
     found: dict[str, NamedParameterState] = {}
     for optimizer in checkpoint.optimizers:
-        groups = {key: group for keys, group in zip(optimizer.keys, optimizer.groups) for key in keys}
+        groups = {key: group for keys, group in zip(optimizer.keys_by_group, optimizer.groups) for key in keys}
         names = _read_saved_names(optimizer, list(groups))
         if names is None:
             names = _name_by_model_order(checkpoint, optimizer, len(groups))
@@ -120,7 +153,6 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
                 + (order if checkpoint.config else "")
             )
             continue
-        names = _strip_common_prefix(names, checkpoint.tensors)
         strange = [name for name in names.values() if name not in checkpoint.tensors]
         if strange:
             unseen.append(
@@ -128,35 +160,10 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
                 "a name; save weights and states under the same names"
             )
         left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
+        options = {id(one): {k: value for k, value in one.items() if k not in left_out} for one in optimizer.groups}
         for key, name in names.items():
-            state = optimizer.state.get(key) or {}
-            tensors = {key: value for key, value in state.items() if isinstance(value, StoredTensor)}
-            values = {key: value for key, value in state.items() if key not in tensors}
-            options = {key: value for key, value in groups[key].items() if key not in left_out}
-            found[name] = NamedParameterState(tensors, values, options)
+            found[name] = NamedParameterState(optimizer.state.get(key) or {}, options[id(groups[key])])
     return found
-
-
-def _strip_common_prefix(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, str]:
-    """Return names as the weights have them, where one prefix alone, of a wrapper or of a module, sets both apart."""
-    strange = next((name for name in names.values() if name not in tensors), None)
-    if strange is None:
-        return names
-    # A prefix of the strange name, and what stands in its place before the same rest of a tensor's name.
-    parts = strange.split(".")
-    rests = [".".join(parts[k:]) for k in range(len(parts))]
-    pairs = {
-        (strange.removesuffix(rest), tensor.removesuffix(rest)): None
-        for rest in rests
-        for tensor in tensors
-        if tensor == rest or tensor.endswith(f".{rest}")
-    }
-    found = []
-    for prefix, other in pairs:
-        changed = {key: other + name.removeprefix(prefix) for key, name in names.items()}
-        if all(name.startswith(prefix) for name in names.values()) and all(x in tensors for x in changed.values()):
-            found += [changed] if changed not in found else []
-    return found[0] if len(found) == 1 else names
 
 
 def _read_saved_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] | None:
@@ -164,25 +171,25 @@ def _read_saved_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, 
         return dict(zip(keys, plain_names(keys), strict=True))
     given = [group.get("param_names") for group in optimizer.groups]
     own = [list(names) if isinstance(names, list | tuple) else [] for names in given]
-    if not keys or list(map(len, own)) != list(map(len, optimizer.keys)):
+    if not keys or list(map(len, own)) != list(map(len, optimizer.keys_by_group)):
         return None
     return dict(zip(keys, plain_names(itertools.chain(*own)), strict=True))
 
 
 def _name_by_model_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: int) -> dict[Any, str] | None:
     """Return names in the order of the model, where numbers and shapes of all parameters agree with it."""
-    candidates = dict(_list_parameters(checkpoint))
-    if len(candidates) != count:
+    candidates = {
+        name: tensor
+        for name, tensor in checkpoint.tensors.items()
+        if name.rpartition(".")[2] not in RUNNING_STATISTICS and (tensor.is_floating_point() or tensor.is_complex())
+    }
+    order = None if checkpoint.config is None else list_names_by_config(checkpoint.config, candidates)
+    order = list(candidates) if checkpoint.ordered else order
+    if order is None or not len(order) == len(candidates) == count:
         return None
-    rules = list_decay_rules(candidates)
-    if not checkpoint.ordered:
-        known = None if checkpoint.config is None else order_by_config(checkpoint.config, candidates)
-        if known is None or len(known[0]) != len(candidates):
-            return None
-        candidates = {name: candidates[name] for name in known[0]}
-        rules.insert(0, known[1])
+    candidates = {name: candidates[name] for name in order}
     found: list[dict[Any, str]] = []
-    for decays in rules:
+    for decays in list_decay_rules(candidates):
         names = _assign_names(candidates, optimizer, decays)
         if names is not None and names not in found:
             found.append(names)
@@ -190,16 +197,16 @@ def _name_by_model_order(checkpoint: Checkpoint, optimizer: OptimizerStates, cou
 
 
 def _assign_names(
-    ordered: Mapping[str, StoredTensor], optimizer: OptimizerStates, decays: DecayRule
+    ordered: Mapping[str, Tensor], optimizer: OptimizerStates, decays: DecayRule
 ) -> dict[Any, str] | None:
     """Return names in order, each given to the group whose next state fits, of several the one that decays or not."""
-    waiting = optimizer.keys
+    waiting = optimizer.keys_by_group
     found = {}
     for name, stored in ordered.items():
         fitting = []
         for number, keys in enumerate(waiting):
             state = optimizer.state.get(keys[0]) if keys else None
-            shapes = [value.shape for value in (state or {}).values() if isinstance(value, StoredTensor)]
+            shapes = [value.shape for value in (state or {}).values() if isinstance(value, Tensor)]
             # The largest tensor of a parameter's state has its shape.
             if keys and (not shapes or max(shapes, key=lambda one: (len(one), one)) == stored.shape):
                 fitting.append(number)
@@ -212,55 +219,34 @@ def _assign_names(
     return found
 
 
-def _list_parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, StoredTensor]]:
-    """Yield the tensors that may be parameters, under one of several names for the same memory."""
-    seen: set[object] = set()
-    for name, stored in checkpoint.tensors.items():
-        last = name.rpartition(".")[2]
-        if last in RUNNING_STATISTICS or name.startswith("ema."):
-            continue
-        if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
-            continue
-        place = checkpoint.find_memory_place(name)
-        if place not in seen:
-            yield name, stored
-        if place is not None:
-            seen.add(place)
-
-
-CONTRACT_KEY = "precision_contract"
 _MODEL_KEY_PATTERN = re.compile(
     r"^(model|net|network|module|weights|params|model_?state|(model_?)?state_?dict|model_state_dict)$", re.I
 )
-_AVERAGE_KEY_PATTERN = re.compile(r"(^|_)(ema|swa|avg|average|averaged|shadow)(_|$)", re.I)
 # What runs keep beside their weights: tensors here are a generator's state, a best score, a counter.
 _OTHER_KEY_PATTERN = re.compile(
     r"rng|random|callback|loop|schedul|scaler|metric|loss|history|sampler|hyper|config|args|step|epoch", re.I
 )
 _DEEPEST_NESTING = 64
-_TensorsByPath = dict[tuple[Any, ...], StoredTensor]
+_TensorsByPath = dict[tuple[Any, ...], Tensor]
 
 
 def read_checkpoint_content(content: object, path: str) -> Checkpoint:
-    """Return the parts of what a file holds: nested mappings and lists of tensors, `StoredTensor`, and plain data."""
+    """Return the parts of what a file holds: nested mappings and lists of tensors and plain data."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds {a_kind(content)}: give a checkpoint with a model's state_dict")
     leaves: _TensorsByPath = {}
     found = Checkpoint(path, {})
-    for where, leaf in walk_content(content, ()):
+    for where, leaf in walk_leaves(content, ()):
         if isinstance(leaf, OptimizerStates):
             found.optimizers.append(leaf)
         elif isinstance(leaf, ValueError):
             found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf}")
-        elif where[-1] == CONTRACT_KEY and isinstance(leaf, Mapping):
-            found.contract = dict(leaf)
-        elif isinstance(leaf, StoredTensor):
-            leaves[where] = leaf
         elif isinstance(leaf, Tensor):
             if isinstance(leaf, MCTensor | ScaledTensor):
                 raise _make_parts_error([".".join(map(str, where))])
-            leaves[where] = wrap_tensor(getattr(leaf, "_local_tensor", leaf))
+            leaves[where] = getattr(leaf, "_local_tensor", leaf).detach()
     found.tensors = _name_model_tensors(leaves, found.unseen)
+    _leave_out_tied_names(found)
     refuse_tensor_parts(found.tensors)
     if not found.tensors:
         rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {listed(content)}"
@@ -269,7 +255,20 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
     return found
 
 
-def walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
+def _leave_out_tied_names(checkpoint: Checkpoint) -> None:
+    """Leave the first of several names of one memory, as which tied weights are saved."""
+    first: dict[object, str] = {}
+    for name, tensor in checkpoint.tensors.items():
+        is_plain = type(tensor) is Tensor and tensor.numel() > 0
+        first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if is_plain else name, name)
+    kept = set(first.values())
+    tied = [name for name in checkpoint.tensors if name not in kept]
+    if tied:
+        checkpoint.unseen.append(f"{listed(tied)} are tied to tensors of other names, and stand under these")
+        checkpoint.tensors = {name: one for name, one in checkpoint.tensors.items() if name in kept}
+
+
+def walk_leaves(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
     """Yield what nested data holds with its path: leaves, and the states of whole optimizers."""
     if len(where) > _DEEPEST_NESTING:
         raise ValueError(
@@ -280,13 +279,10 @@ def walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
         yield where, _read_optimizer_states(content)
     elif isinstance(content, Mapping):
         for key, value in content.items():
-            if key == CONTRACT_KEY:
-                yield (*where, key), value
-            else:
-                yield from walk_content(value, (*where, key))
+            yield from walk_leaves(value, (*where, key))
     elif isinstance(content, list | tuple):
         for number, value in enumerate(content):
-            yield from walk_content(value, (*where, number))
+            yield from walk_leaves(value, (*where, number))
     elif isinstance(content, Tensor) and (content.layout != torch.strided or content.is_meta):
         kind = "on the meta device, without numbers" if content.is_meta else f"a tensor of layout {content.layout}"
         yield where, ValueError(f"it is {kind}")
@@ -303,15 +299,15 @@ def _read_optimizer_states(content: Mapping[Any, Any]) -> OptimizerStates | Valu
     ):
         return ValueError("its param_groups and state are not those of a torch optimizer")
     kept = {
-        key: {name: wrap_tensor(one) if isinstance(one, Tensor) else one for name, one in value.items()}
+        key: {name: one.detach() if isinstance(one, Tensor) else one for name, one in value.items()}
         for key, value in state.items()
         if isinstance(value, Mapping)
     }
     return OptimizerStates(kept, [dict(group) for group in groups])
 
 
-def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, StoredTensor]:
-    """Return the model's tensors by name, and tensors of averages under "ema."."""
+def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, Tensor]:
+    """Return the model's tensors by name."""
     while leaves and len({where[0] for where in leaves}) == 1 and all(len(where) > 1 for where in leaves):
         leaves = {where[1:]: leaf for where, leaf in leaves.items()}
     groups: dict[Any, _TensorsByPath] = {}
@@ -319,25 +315,22 @@ def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, 
         groups.setdefault(where[0] if len(where) > 1 else None, {})[where] = leaf
     models = [key for key in groups if isinstance(key, str) and _MODEL_KEY_PATTERN.match(key)]
     if not models:
-        models = [key for key in groups if key is None or not _is_no_model_key(key)]
+        models = [key for key in groups if key is None or not _is_auxiliary_key(key)]
         # Loose tensors beside a model's dict are a loss or a counter.
         models = [key for key in models if key is not None or len(models) == 1]
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, Tensor] = {}
     for key in models:
         prefix = f"{key}." if len(models) > 1 else ""
-        found |= _name_tensors(groups[key], prefix, 1 if key is not None else 0)
-    for key in [key for key in groups if key not in models]:
-        if isinstance(key, str) and _AVERAGE_KEY_PATTERN.search(key):
-            found |= _name_tensors(groups[key], "ema.", 1)
-        elif key is not None and not _is_no_model_key(key):
-            unseen.append(f"tensors under {key!r} were not compared: they are not the model's")
+        found |= _name_by_path(groups[key], prefix, 1 if key is not None else 0)
+    others = [key for key in groups if key not in models and key is not None and not _is_auxiliary_key(key)]
+    unseen += [f"tensors under {key!r} were not read: they are not the model's" for key in others]
     return found
 
 
-def _is_no_model_key(key: object) -> bool:
+def _is_auxiliary_key(key: object) -> bool:
     return isinstance(key, int) or bool(_OTHER_KEY_PATTERN.search(str(key)))
 
 
-def _name_tensors(leaves: _TensorsByPath, prefix: str, skip: int) -> dict[str, StoredTensor]:
+def _name_by_path(leaves: _TensorsByPath, prefix: str, skip: int) -> dict[str, Tensor]:
     names = [".".join(map(str, where[skip:])) for where in leaves]
     return {prefix + name: leaf for name, leaf in zip(plain_names(names), leaves.values(), strict=True)}

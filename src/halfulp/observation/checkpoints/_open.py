@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..._messages import listed
 from ...optim.parameters._random_identity import plain_names
-from ._files import (
-    METADATA_FILE,
-    Checkpoint,
-    OptimizerStates,
-    StoredTensor,
-    find_deepspeed_partition,
-    is_inside_folder,
-    load_torch_file,
-    make_partition_error,
-    open_dcp,
-    open_safetensors,
-)
-from ._names import CONTRACT_KEY, read_checkpoint_content, refuse_tensor_parts, walk_content
+from ._names import Checkpoint, OptimizerStates, read_checkpoint_content, refuse_tensor_parts, walk_leaves
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WEIGHT_FILE_STEMS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
 _NO_WEIGHTS_PATTERN = re.compile(r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I)
 _NUMBERED_OPTIMIZER_PATTERN = re.compile(r"^optimizer_\d+\.(pt|bin|pth)$")
-CHECKPOINT_REMEDY = "give a file of safetensors or torch.save, a sharded folder with its index, or a DCP folder"
+CHECKPOINT_REMEDY = "give a file of safetensors or torch.save, or a sharded folder with its index"
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a checkpoint for reading, tensor by tensor; nothing that it holds is executed.
 
     Known are files of safetensors and of torch.save (with a state_dict at the top or inside, as Lightning's), sharded
-    folders with an index (safetensors and .bin), folders with model.safetensors or pytorch_model.bin beside
-    optimizer.pt, as of HF's Trainer, and folders of torch.distributed.checkpoint.
+    folders of safetensors with an index, folders with model.safetensors or pytorch_model.bin beside
+    optimizer.pt, as of HF's Trainer.
     """
     path = Path(path)
     try:
@@ -52,8 +46,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not found.tensors:
         raise ValueError(f"{path} holds no tensors: {CHECKPOINT_REMEDY}")
     refuse_tensor_parts(found.tensors)
-    if not any(stored.numel for stored in found.tensors.values()):
-        raise ValueError(f"{path} holds only empty tensors, as ZeRO-3 leaves them: give a checkpoint of whole weights")
+    if not any(tensor.numel() for tensor in found.tensors.values()):
+        raise ValueError(
+            f"{path} holds only empty tensors, as ZeRO-3 leaves them: give whole weights, as the zero_to_fp32.py that "
+            "lies beside them makes"
+        )
     found.path = str(path)
     return found
 
@@ -61,8 +58,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def _open_file(path: Path) -> Checkpoint:
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty: {CHECKPOINT_REMEDY}")
-    if (partition := find_deepspeed_partition(path)) is not None:
-        raise make_partition_error(path, partition)
     if path.name.endswith(".index.json"):
         return _open_sharded(path)
     with path.open("rb") as file:
@@ -74,23 +69,16 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    if (folder / METADATA_FILE).is_file():
-        content, unseen = open_dcp(folder)
-        found = read_checkpoint_content(content, str(folder))
-        found.unseen += unseen
-        found.ordered = False
-        return found
-    partition = find_deepspeed_partition(folder)
-    files = sorted(path for path in folder.iterdir() if path.is_file() and find_deepspeed_partition(path) is None)
-    weights = [path.name for path in files if path.suffix in (".safetensors", *_TORCH_SUFFIXES)]
-    if partition is not None and all(map(_NO_WEIGHTS_PATTERN.match, weights)):
-        raise make_partition_error(folder, partition)
+    if (folder / ".metadata").is_file():
+        raise ValueError(
+            f"{folder} is of torch.distributed.checkpoint, whose own tool makes one file of it: python -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} checkpoint.pt"
+        )
+    files = sorted(path for path in folder.iterdir() if path.is_file())
     found = _open_weight_files(folder, files)
-    if partition is not None:
-        found.unseen.append(f"DeepSpeed's partitions of the optimizer's states ({partition}) were not compared")
     for path in (folder / name for name in _OPTIMIZER_FILES):
         if path.is_file() and not found.optimizers:
-            leaves = walk_content(load_torch_file(path), ())
+            leaves = walk_leaves(load_torch_file(path), ())
             found.optimizers = [leaf for _, leaf in leaves if isinstance(leaf, OptimizerStates)]
             if not found.optimizers:
                 found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
@@ -99,23 +87,19 @@ def _open_folder(folder: Path) -> Checkpoint:
         found.unseen.append(f"{listed(more)} are further optimizers' states, and were not compared")
     if (folder / "config.json").is_file():
         found.config = folder / "config.json"
-    beside = folder / f"{CONTRACT_KEY}.json"
-    if found.contract is None and beside.is_file():
-        found.contract = _parse_json_object(beside.read_text(encoding="utf-8", errors="replace"), beside)
     return found
 
 
 def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
-    for kind in (".safetensors.index.json", ".bin.index.json"):
-        for index in files:
-            if index.name.endswith(kind):
-                return _open_sharded(index)
+    indices = sorted(path for path in files if path.name.endswith((".safetensors.index.json", ".bin.index.json")))
+    if indices:
+        return _open_sharded(indices[0])
     tensors = [path for path in files if path.suffix == ".safetensors" and not _NO_WEIGHTS_PATTERN.match(path.name)]
     saved = [path for path in files if path.suffix in _TORCH_SUFFIXES and not _NO_WEIGHTS_PATTERN.match(path.name)]
-    for group, opened in ((tensors, _open_safetensors), (saved, _open_torch_files)):
+    for group in (tensors, saved):
         known = [path for path in group if path.stem in _WEIGHT_FILE_STEMS]
         if len(known) == 1 or len(group) == 1:
-            found = opened(known[:1] or group)
+            found = _open_file((known or group)[0])
             rest = [path.name for path in group if path not in (known[:1] or group)]
             if rest:
                 found.unseen.append(f"{listed(rest)} lie beside {known[0].name}, and were not compared")
@@ -142,37 +126,23 @@ def _open_sharded(index: Path) -> Checkpoint:
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise ValueError(f"{index.parent} lacks the shards {listed(missing)}, which {index.name} names: copy them too")
-    is_safe = all(shard.suffix == ".safetensors" for shard in shards)
-    found = _open_safetensors(shards) if is_safe else _open_torch_files(shards)
-    wanted = dict(zip(placed, plain_names(placed), strict=True))
-    absent = [name for name, plain in wanted.items() if plain not in found.tensors]
+    if any(shard.suffix != ".safetensors" for shard in shards):
+        raise ValueError(
+            f"{index} names shards of torch.save: load the model from them, and save it in safetensors, as "
+            "save_pretrained does"
+        )
+    found = _open_safetensors(shards)
+    absent = [name for name in plain_names(placed) if name not in found.tensors]
     if absent:
         raise ValueError(f"the shards of {index} lack {listed(absent)}: index and shards are of different checkpoints")
-    if not is_safe:
-        found.tensors = {plain: found.tensors[plain] for plain in wanted.values()}
     return found
 
 
 def _open_safetensors(paths: list[Path]) -> Checkpoint:
-    tensors: dict[str, StoredTensor] = {}
-    contract = None
+    tensors: dict[str, Tensor] = {}
     for path in paths:
-        part, metadata = open_safetensors(path)
-        tensors |= part
-        if CONTRACT_KEY in metadata:
-            contract = _parse_json_object(metadata[CONTRACT_KEY], path)
-    named = dict(zip(plain_names(tensors), tensors.values(), strict=True))
-    return Checkpoint(str(paths[0]), named, ordered=False, contract=contract)
-
-
-def _open_torch_files(paths: list[Path]) -> Checkpoint:
-    parts = [read_checkpoint_content(load_torch_file(path), str(path)) for path in paths]
-    found = parts[0]
-    for part in parts[1:]:
-        found.tensors |= part.tensors
-        found.optimizers += part.optimizers
-        found.unseen += part.unseen
-    return found
+        tensors |= read_safetensors(path)
+    return Checkpoint(str(paths[0]), dict(zip(plain_names(tensors), tensors.values(), strict=True)), ordered=False)
 
 
 def _parse_json_object(text: str, path: Path) -> dict[str, Any]:
@@ -183,3 +153,57 @@ def _parse_json_object(text: str, path: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise ValueError(f"{path} holds no JSON object: it is damaged; copy it again")
     return read
+
+
+def is_inside_folder(name: object) -> bool:
+    """Return whether an index's name of a file stays in its folder, where it may be a link to elsewhere."""
+    return isinstance(name, str) and bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+_REFUSED_GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
+_READING_ERRORS = (
+    *(RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, MemoryError),
+    *(OverflowError, zipfile.BadZipFile, struct.error),
+)
+
+
+def load_torch_file(path: Path) -> Any:
+    """Load a file of torch.save, memory-mapped if it is a zip archive, as torch has written since 1.6."""
+    is_zip = zipfile.is_zipfile(path)
+    try:
+        if not is_zip or all(one.compress_type == zipfile.ZIP_STORED for one in zipfile.ZipFile(path).infolist()):
+            return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = _REFUSED_GLOBAL_PATTERN.search(str(error))
+        if found is not None:
+            said = f"{path} was not loaded: it holds {found[1]}, which weights_only refuses, since loading it would run"
+            said += " code from the file; save the state dicts alone, in torch.save or safetensors"
+            raise ValueError(said) from None
+        raise ValueError(_describe_damage(path, error)) from None
+    except _READING_ERRORS as error:
+        raise ValueError(_describe_damage(path, error)) from None
+    raise ValueError(f"{path} was zipped again with compression: unpack it, and give what `zip -0 -r` makes of it")
+
+
+def _describe_damage(path: Path, error: Exception) -> str:
+    said = " ".join(str(error).split())[:200]
+    return (
+        f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {said}): it is damaged, or of "
+        "another kind; give a checkpoint in safetensors, torch.save, a sharded folder"
+    )
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Return a file's tensors by name, in the order of the file, each mapped."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} cannot be read as safetensors ({said}): it is truncated, damaged or of another kind; copy it "
+            "again, or take another checkpoint"
+        ) from None
+    names = file.offset_keys() if hasattr(file, "offset_keys") else file.keys()
+    return {name: file.get_tensor(name) for name in names}

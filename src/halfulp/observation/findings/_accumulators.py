@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...optim import OPTIMIZERS
-from .._finding import Finding, Severity
+from .._finding import Finding
 from .._record import ParameterRecord, RealisedChanges, Record
 from .._text import (
     compute_confidence,
     format_percent,
     get_precision,
-    is_narrow_dtype,
     is_wide_dtype,
-    loses_state_decay,
     name_dtype,
     write_optimizer_code,
 )
-from ..auditing._audit import SECOND_MOMENTS, Audit
 from ._kind import FindingKind, register_finding
 from ._updates import is_explained_by_chance, make_change_evidence
 
 if TYPE_CHECKING:
-    from ..forecasting._forecast import Forecast
+    pass
 
 FEWEST_ADDED_ELEMENTS = 32
 # What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.
@@ -54,7 +51,7 @@ class AccumulationSwamped(FindingKind):
                 "error" if realised < REALISED_SUMS_ERROR else "warning",
                 compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS),
                 f"{format_percent(1 - realised)} of what is added to .grad is lost in {name_dtype(held_in)}",
-                cure=self.cure_in(held_in),
+                cure=self.choose_cure(held_in),
                 **make_change_evidence(sums, held_in),
             )
 
@@ -63,8 +60,6 @@ FEWEST_CHANGES = 16
 # An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
 REALISED_AVERAGE_WARNING = 0.5
 REALISED_AVERAGE_ERROR = 0.1
-# An average that takes in what is new changes nearly everywhere; a few elements may stand still by chance.
-STUCK_SHARE = 0.95
 
 
 @register_finding
@@ -74,7 +69,6 @@ class AverageStuck(FindingKind):
     code = "average-stuck"
     cure = "keep the average in float32, or use hu.optim.EMA, whose weight_update keeps what rounding would lose"
     says = "the average {place} stands still: {lost:share} of its changes are lost in {dtype}"
-    wide_cure = "a step that keeps less of the average, or an average in float64"
     worst = "lost"
     explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
 
@@ -82,28 +76,18 @@ class AverageStuck(FindingKind):
         for name, average in record.averages.items():
             change = average.change
             realised = change.realised_share
-            if change.seen < FEWEST_CHANGES or realised is None or not realised < REALISED_AVERAGE_WARNING:
+            if change.seen < FEWEST_CHANGES or realised is None or is_wide_dtype(average.dtype):
+                continue
+            if not realised < REALISED_AVERAGE_WARNING:
                 continue
             yield self.found(
                 name,
-                "note" if is_wide_dtype(average.dtype) else "error" if realised < REALISED_AVERAGE_ERROR else "warning",
+                "error" if realised < REALISED_AVERAGE_ERROR else "warning",
                 compute_confidence(change.seen, FEWEST_CHANGES),
                 f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}",
-                cure=self.cure_in(average.dtype),
+                cure=self.choose_cure(average.dtype),
                 **make_change_evidence(change, average.dtype),
             )
-
-    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        moved = any(row.status == "changed" and row.role != "average" for row in audit.tensors.values())
-        for name, row in audit.tensors.items():
-            if row.role != "average" or not moved or row.numel < FEWEST_CHANGES or not is_narrow_dtype(row.a.dtype):
-                continue
-            if row.share_unchanged < STUCK_SHARE or row.b.nonfinite or row.b.constant == 0:
-                continue
-            share = format_percent(row.share_unchanged)
-            said = f"{share} unchanged in {name_dtype(row.a.dtype)}, while the weights moved"
-            severity: Severity = "error" if row.status == "unchanged" else "warning"
-            yield self.found(name, severity, 0.8, said, unchanged=row.share_unchanged, elements=row.numel)
 
 
 @register_finding
@@ -162,6 +146,8 @@ class ResidualSwamped(FindingKind):
             )
 
 
+# As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
 FEWEST_DECREASES = 32
 # With half of its changes missing the average follows a different, slower horizon than beta2 says.
 STUCK_MOMENT_SHARE = 0.5
@@ -179,7 +165,6 @@ class SecondMomentStuck(FindingKind):
     says = "the second moment of {place} cannot fall: {lost:share} of its decreases are lost in {dtype}"
     write = write_optimizer_code(None, "state_dtype=torch.float32")
     role = "second moment"
-    wide_cure = "nothing, if steps may follow gradients of long ago; else a smaller beta2, or float64"
     worst = "lost"
     explained_by = ("state-mismatch", "dtype-changed-on-resume")
     shares_cause_with = ("updates-lost", "weight-frozen", "weight-decay-lost", "freeze-ahead")
@@ -188,46 +173,20 @@ class SecondMomentStuck(FindingKind):
         for name, parameter in record.parameters.items():
             for state, change in parameter.states.items():
                 is_moment = state in SECOND_MOMENTS and change.seen >= FEWEST_DECREASES
-                if not is_moment or not _is_moment_stuck(parameter, change):
-                    continue
                 dtype = parameter.state_dtypes.get(state)
+                if not is_moment or is_wide_dtype(dtype or parameter.dtype) or not _is_moment_stuck(parameter, change):
+                    continue
                 # Nothing to write for an optimizer that is not here.
                 code = write_optimizer_code(parameter.optimizer, "state_dtype=torch.float32", parameter.is_of_halfulp)
                 yield self.found(
                     name,
-                    "note" if is_wide_dtype(dtype or parameter.dtype) else "warning",
+                    "warning",
                     compute_confidence(change.seen, FEWEST_DECREASES),
                     f"{format_percent(change.lost_share)} of decreases of {state} lost in {name_dtype(dtype)}",
-                    cure=self.cure_in(dtype),
                     write=code if parameter.optimizer in OPTIMIZERS else "",
                     state=state,
                     **make_change_evidence(change, dtype),
                 )
-
-    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        """Find second moments that can only rise, since their format loses every decay by beta2."""
-        for name, state in audit.states.items():
-            betas, alpha = state.options.get("betas"), state.options.get("alpha")
-            beta2 = betas[1] if isinstance(betas, list | tuple) and len(betas) >= 2 else alpha
-            if beta2 is None or state.weight_update is not None:
-                continue
-            rate = 1.0 - float(beta2)
-            for moment, (_, dtype) in state.dtypes.items():
-                if moment not in SECOND_MOMENTS or not loses_state_decay(rate, dtype):
-                    continue
-                said = f"{moment} in {name_dtype(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
-                told: dict[str, Any] = {"state": moment, "decay": rate, "dtype": name_dtype(dtype)}
-                yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), **told)
-
-    def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
-        found = [(layer, layer.beta2) for layer in forecast.layers if layer.beta2 is not None]
-        stuck = [(layer, beta2) for layer, beta2 in found if loses_state_decay(1 - beta2, layer.denominator)]
-        if stuck:
-            first, beta2 = stuck[0]
-            names, dtype = [layer.name for layer, _ in stuck], name_dtype(first.denominator)
-            said = f"a second moment in {dtype} cannot decay at beta2 {beta2:g}: it only grows"
-            cure = self.cure_in(first.denominator)
-            yield self.found(names, "warning", 1.0, said, cure=cure, beta2=beta2, dtype=dtype)
 
 
 def _is_moment_stuck(parameter: ParameterRecord, change: RealisedChanges) -> bool:

@@ -75,7 +75,7 @@ class LossCancels(FindingKind):
         said = f"neighbouring losses in {dtype} are {gap:.3g} times as far apart as the loss changes from step to step"
         if math.isinf(gap):
             said = f"neighbouring losses in {dtype} are so far apart that the loss stands still"
-        sure, cure = compute_confidence(losses, FEWEST_LOSSES), self.cure_in(record.loss_dtype)
+        sure, cure = compute_confidence(losses, FEWEST_LOSSES), self.choose_cure(record.loss_dtype)
         yield self.found((), "warning", sure, said, cure=cure, gap=gap, dtype=dtype, losses=losses)
 
 

@@ -100,7 +100,7 @@ class FindingKind:
             (*self.explained_by, *self.shares_cause_with),
         )
 
-    def cure_in(self, dtype: torch.dtype | None) -> str:
+    def choose_cure(self, dtype: torch.dtype | None) -> str:
         """Return what to do about numbers of a dtype: float32 is no cure of what is float32."""
         return self.wide_cure if self.wide_cure and dtype is not None and is_wide_dtype(dtype) else self.cure
 

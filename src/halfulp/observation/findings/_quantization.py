@@ -3,11 +3,9 @@
 import math
 from collections.abc import Iterator
 
-from ... import formats
 from .._finding import Finding
 from .._record import Record, TensorRecord
-from .._text import compute_confidence, format_percent, get_precision, is_narrow_dtype, name_dtype
-from ..auditing._audit import Audit
+from .._text import compute_confidence, format_percent, name_dtype
 from ._kind import FindingKind, register_finding
 from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_float32_range, list_tensors
 
@@ -110,15 +108,15 @@ class PayloadSaturated(FindingKind):
             # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
             if asked is not None:
                 said = f"beyond {asked}'s largest number and reach {tensor.amax:.4g}"
-                yield from self._find_saturation(
+                yield from self._find_saturated_elements(
                     tensor, tensor.asked_overflow, tensor.sampled, asked, said, SCALE_FIRST_CURE
                 )
             if held_in is not None and not has_float32_range(held_in):
                 said = f"at {held_in.name}'s largest number, {held_in.max:.6g}"
                 count = tensor.largest - tensor.steps  # a scale puts one there in each step
-                yield from self._find_saturation(tensor, count, tensor.elements, held_in.name, said, self.cure)
+                yield from self._find_saturated_elements(tensor, count, tensor.elements, held_in.name, said, self.cure)
 
-    def _find_saturation(
+    def _find_saturated_elements(
         self, tensor: TensorRecord, count: int, elements: int, format: str, said: str, cure: str
     ) -> Iterator[Finding]:
         share = count / max(1, elements)
@@ -134,25 +132,6 @@ class PayloadSaturated(FindingKind):
                 role=tensor.role,
                 format=format,
                 scale=tensor.scale,
-            )
-
-    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, row in audit.tensors.items():
-            dtype, count = row.b.dtype, row.b.saturated - 1  # a scale that follows the largest element puts one there
-            share = count / max(1, row.numel)
-            if count < FEWEST_SATURATED_ELEMENTS or share < SATURATED_SHARE_WARNING or row.b.constant is not None:
-                continue
-            # Formats of float32's range do not saturate; a mask is filled with their lowest number.
-            if not dtype.is_floating_point or not is_narrow_dtype(dtype) or has_float32_range(formats.get(dtype)):
-                continue
-            yield self.found(
-                name,
-                "error" if share >= SATURATED_SHARE_ERROR else "warning",
-                0.9,
-                f"{format_percent(share)} of elements at the largest number of {name_dtype(dtype)}",
-                share=share,
-                before=row.a.saturated / max(1, row.numel),
-                elements=row.numel,
             )
 
 
@@ -185,18 +164,3 @@ class QuantizedToZero(FindingKind):
                 input_amax=entered,
                 steps=tensor.steps,
             )
-
-    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, row in audit.tensors.items():
-            if get_precision(row.b.dtype) is None or row.numel < 2 or row.role == "buffer":
-                continue
-            share, before = row.b.zeros / row.numel, row.a.zeros / row.numel
-            sure, said = 1.0, f"all zeros in B, {format_percent(before)} zeros in A"
-            if share < 1 or before == 1:
-                sure, said = (
-                    0.9,
-                    f"{format_percent(share)} zeros in {name_dtype(row.b.dtype)}, {format_percent(before)} before",
-                )
-                if share - before <= 0.5 or row.a.dtype == row.b.dtype:
-                    continue
-            yield self.found(name, "error", sure, said, zeros=share, before=before, elements=row.numel)

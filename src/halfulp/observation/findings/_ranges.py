@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,6 @@ from .._record import Record, Role, TensorRecord
 from .._text import compute_confidence, format_percent, name_dtype, pluralize, read_option
 from ..auditing._audit import Audit, TensorAudit
 from ._kind import FindingKind, register_finding
-
-if TYPE_CHECKING:
-    from ..forecasting._forecast import Forecast
 
 # bfloat16's and float32's largest numbers are beyond this power of two.
 WIDE_RANGE_MAX = 2.0**100
@@ -109,7 +106,7 @@ class ActivationUnderflow(FindingKind):
                 weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
                 said = f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
                 said += f"{tensor.input_amax:.3g}{weights}"
-                yield self._report_underflow(tensor, held_in, 1 - 0.5**tensor.steps, said, 0.0, math.inf)
+                yield self._make_underflow_finding(tensor, held_in, 1 - 0.5**tensor.steps, said, 0.0, math.inf)
             elif count >= FEWEST_ACTIVATIONS and tensor.rms > 0 and tensor.amax < held_in.smallest_normal * 2:
                 # Rounding to multiples of q errs by q / sqrt(12) on average.
                 noise = held_in.smallest_subnormal / (math.sqrt(12) * tensor.rms)
@@ -118,9 +115,9 @@ class ActivationUnderflow(FindingKind):
                 said += f"rounding error of {format_percent(min(1.0, noise))} of their size"
                 if noise >= ROUNDING_NOISE_WARNING:
                     sure = compute_confidence(count, FEWEST_ACTIVATIONS)
-                    yield self._report_underflow(tensor, held_in, sure, said, subnormal, noise)
+                    yield self._make_underflow_finding(tensor, held_in, sure, said, subnormal, noise)
 
-    def _report_underflow(
+    def _make_underflow_finding(
         self, tensor: TensorRecord, held_in: Format, confidence: float, said: str, subnormal: float, noise: float
     ) -> Finding:
         return self.found(
@@ -174,21 +171,9 @@ class EpsZero(FindingKind):
             found = [parameter.state_dtypes[state] for state in DENOMINATOR_STATES if state in parameter.state_dtypes]
             dtype = found[0] if found else parameter.dtype
             if dtype.is_floating_point and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
-                yield self._report_eps(name, eps, dtype)
-
-    def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
-        zero: dict[tuple[float, torch.dtype], list[str]] = {}
-        for layer in forecast.layers:
-            eps, dtype = layer.eps, layer.denominator
-            if eps and dtype is not None and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
-                zero.setdefault((eps, dtype), []).append(layer.name)
-        for (eps, dtype), names in zero.items():
-            yield self._report_eps(names, eps, dtype)
-
-    def _report_eps(self, names: str | list[str], eps: float, dtype: torch.dtype) -> Finding:
-        said = f"eps {eps:.3g} is 0 in {name_dtype(dtype)}"
-        cure = self.wide_cure if has_float32_range(formats.get(dtype)) else self.cure
-        return self.found(names, "error", 1.0, said, cure=cure, eps=eps, dtype=name_dtype(dtype))
+                cure = self.wide_cure if has_float32_range(formats.get(dtype)) else self.cure
+                said = f"eps {eps:.3g} is 0 in {name_dtype(dtype)}"
+                yield self.found(name, "error", 1.0, said, cure=cure, eps=eps, dtype=name_dtype(dtype))
 
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
@@ -276,11 +261,6 @@ class FirstNonfinite(FindingKind):
             else:
                 said = f"{_describe_nonfinite_counts([row])}, in A already"
                 yield self.found(row.name, "error", 1.0, said, cure=GO_FURTHER_BACK_ADVICE, **told)
-        for name, state in audit.states.items():
-            for key, (before, after) in state.nonfinite.items():
-                said = f"{after} elements of {key} are NaN or infinite in B, {before} in A"
-                cure = GO_FURTHER_BACK_ADVICE if before else GO_BACK_ADVICE
-                yield self.found(name, "error", 1.0, said, cure=cure, state=key, before=before, after=after)
 
 
 def _make_nonfinite_evidence(tensor: TensorRecord) -> dict[str, Any]:
@@ -352,7 +332,7 @@ class GradientUnderflow(FindingKind):
                     continue
                 steps, name = min(one.steps for one in found), name_dtype(tensor.dtype)
                 said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
-                yield self._report_underflow(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=name)
+                yield self._make_underflow_finding(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=name)
                 break
         for tensor in found:
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
@@ -368,9 +348,9 @@ class GradientUnderflow(FindingKind):
                 if is_bad:
                     severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
                     sure, told = compute_confidence(count, FEWEST_GRADIENTS), {"says": says, "format": held_in.name}
-                    yield self._report_underflow(tensor, severity, sure, said, own, subnormal, vanished, **told)
+                    yield self._make_underflow_finding(tensor, severity, sure, said, own, subnormal, vanished, **told)
 
-    def _report_underflow(
+    def _make_underflow_finding(
         self,
         tensor: TensorRecord,
         severity: Severity,

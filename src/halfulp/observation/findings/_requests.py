@@ -7,7 +7,7 @@ import torch
 from .._finding import Finding, Severity
 from .._record import Record
 from .._text import get_precision, name_dtype
-from ..auditing._audit import Audit, StateAudit, TensorAudit
+from ..auditing._audit import Audit
 from ._kind import FindingKind, register_finding
 
 
@@ -24,15 +24,13 @@ class DtypeChangedOnResume(FindingKind):
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
             if row.a.dtype != row.b.dtype:
-                yield self._report_dtype_change(name, "", row.a.dtype, row.b.dtype)
+                yield self._make_dtype_finding(name, "", row.a.dtype, row.b.dtype)
         for name, state in audit.states.items():
             for key, (before, after) in state.dtypes.items():
                 if before is not None and after is not None and before != after:
-                    yield self._report_dtype_change(name, f"{key} ", before, after)
-        for name, said in audit.contract:
-            yield self.found((name,) if name else (), "error", 1.0, f"the precision contracts differ: {said}")
+                    yield self._make_dtype_finding(name, f"{key} ", before, after)
 
-    def _report_dtype_change(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
+    def _make_dtype_finding(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
         digits = get_precision(before), get_precision(after)
         said = f"{what}{name_dtype(before)} in A, {name_dtype(after)} in B"
         fewer = digits[0] is not None and (digits[1] is None or digits[1] < digits[0])
@@ -117,34 +115,7 @@ class StateMismatch(FindingKind):
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state in audit.states.items():
-            row = audit.tensors.get(name)
-            if row is None:
-                continue
-            if not state.shapes_match:
-                said = f"a state has another shape than the parameter, {row.shape}"
-                cure = "see whether states and weights are of one run, and in the order of its parameters"
-                yield self.found(name, "error", 1.0, said, cure=cure)
             if state.advanced is not None and state.advanced < 0:
                 before, after = state.steps
                 said = f"step {after} in B, {before} in A: B is the older one, or its steps began anew"
                 yield self.found(name, "warning", 0.9, said, cure="swap A and B", before=before, after=after)
-            yield from self._find_other_precision(name, row, state)
-
-    def _find_other_precision(self, name: str, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
-        # Optimizers of halfulp hold states in the dtype that they were asked for, beside what a weight's dtype loses.
-        if state.weight_update is not None or state.compensated or state.coded:
-            return
-        bits = get_precision(row.b.dtype)
-        for key, (_, dtype) in state.dtypes.items():
-            digits = get_precision(dtype)
-            if bits is None or digits is None or digits == bits or key in state.reduced:
-                continue
-            stored, kept = name_dtype(row.b.dtype), name_dtype(dtype)
-            why, cure = "a load into narrower weights rounds states", None
-            if digits > bits:
-                why, cure = (
-                    "the weights were rounded when they were saved",
-                    "save the weights in the dtype of the training",
-                )
-            said = f"saved in {stored} beside {key} in {kept}: {why}"
-            yield self.found(name, "warning", 0.7, said, cure=cure, parameter=stored, state=key, dtype=kept)

@@ -48,13 +48,11 @@ def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: f
         realised: share of the wanted movement that took place; None or NaN where it is not known.
         cancelled: share of the updates that are not zero and left their element as it was.
     """
-    if realised is None or realised != realised:
+    if realised is None or realised != realised or is_wide_dtype(dtype):
         return None
     if realised < REALISED_WARNING:
-        if is_wide_dtype(dtype):
-            return "note"
         return "error" if realised < REALISED_ERROR else "warning"
-    return "warning" if is_narrow_dtype(dtype) and cancelled >= CANCELLED_SHARE_WARNING else None
+    return "warning" if cancelled >= CANCELLED_SHARE_WARNING else None
 
 
 def is_explained_by_chance(change: RealisedChanges, realised: float, spread: float = 1.0) -> bool:
@@ -90,7 +88,6 @@ def is_update_kept_beside(parameter: ParameterRecord) -> bool:
     return parameter.weight_update not in ("nearest", "none")
 
 
-SPLIT_CURE = "keep these in float32, or weight_update='split' of hu.optim: the updates are too small for 'kahan'"
 NO_GRADIENT_CURE = "see whether the loss depends on it; set requires_grad=False if it is to stay"
 # Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
 FROZEN_SHARE_WARNING = 0.02
@@ -127,7 +124,7 @@ class FreezeAhead(FindingKind):
                 _describe_freeze(layers, worst, dtype, forecast.start),
                 says=FROZEN_FROM_START_DIAGNOSIS if worst.freeze_step == forecast.start else self.says,
                 write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
-                cure=self.cure_in(worst.dtype),
+                cure=self.choose_cure(worst.dtype),
                 freeze_step=worst.freeze_step,
                 freeze_lr=worst.freeze_lr,
                 after_freeze=worst.after_freeze,
@@ -243,7 +240,6 @@ class UpdatesLost(FindingKind):
     says = "{place} [loses|lose] {lost:share} of [its|their] updates: {dtype} weights{at_lr}"
     write = write_optimizer_code(None, KAHAN_ARGUMENT)
     role = "update"
-    wide_cure = "nothing, if these are at rest; else a larger learning rate, or float64"
     worst = "lost"
     explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
 
@@ -261,7 +257,6 @@ class UpdatesLost(FindingKind):
                 severity,
                 compute_confidence(update.seen, FEWEST_UPDATES) * (1.0 if update.known else 0.5),
                 said,
-                cure=self.cure_in(parameter.dtype),
                 says=self.says if update.known else "",
                 write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp),
                 **make_change_evidence(update, parameter.dtype),
@@ -269,9 +264,9 @@ class UpdatesLost(FindingKind):
             )
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, state, row in _list_rounded(audit):
-            update = state.update
-            if update is None or update.seen < FEWEST_UPDATES:
+        for name, state in audit.states.items():
+            row, update = audit.tensors.get(name), state.update
+            if row is None or update is None or update.seen < FEWEST_UPDATES:
                 continue
             realised = update.realised_share
             severity = grade_lost_movement(row.b.dtype, realised, update.lost_share)
@@ -281,21 +276,14 @@ class UpdatesLost(FindingKind):
             if _are_weights_kept_elsewhere(update, row, state):
                 severity, confidence = "warning", 0.5
                 said += ", unless wider weights are kept elsewhere"
-            too_small = not is_wide_dtype(row.b.dtype) and state.lost_by.get("kahan", 0) > 0.5
-            cure = SPLIT_CURE if too_small else self.cure_in(row.b.dtype)
-            argument = 'weight_update="split"' if too_small else KAHAN_ARGUMENT
-            code = write_optimizer_code(None, argument, state.weight_update is not None)
-            by: dict[str, Any] = {f"lost_by_{key}": share for key, share in state.lost_by.items()}
             yield self.found(
                 name,
                 severity,
                 confidence,
                 said,
-                cure=cure,
-                write=code,
+                write=write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None),
                 **make_change_evidence(update, row.b.dtype),
                 lr=state.options.get("lr"),
-                **by,
             )
 
 
@@ -312,11 +300,10 @@ def _grade_lost_updates(parameter: ParameterRecord) -> Severity | None:
     """Return how bad it is; None where stochastic rounding cancels updates and is right on average, or few are lost."""
     update = parameter.update
     if not update.known:
-        if is_update_kept_beside(parameter):
+        if is_update_kept_beside(parameter) or is_wide_dtype(parameter.dtype):
             return None
         lr = parameter.options.get("lr", 1.0)
-        severity: Severity = "note" if is_wide_dtype(parameter.dtype) else "warning"
-        return severity if lr != 0 and update.lost_share >= UNKNOWN_LOST_SHARE else None
+        return "warning" if lr != 0 and update.lost_share >= UNKNOWN_LOST_SHARE else None
     realised = update.realised_share
     to_nearest = parameter.rounding is None and parameter.weight_update == "nearest"
     found = grade_lost_movement(parameter.dtype, realised, update.lost_share if to_nearest else 0.0)
@@ -340,7 +327,6 @@ class WeightDecayLost(FindingKind):
     says = "{place} [does|do] not decay: {lost:share} of weight decay rounds away{at_lr}"
     write = write_optimizer_code(None, KAHAN_ARGUMENT)
     role = "weight"
-    wide_cure = "nothing, if so small a decay is not missed; else a larger one, or float64"
     worst = "lost"
     explained_by = ("updates-lost", "weight-frozen", "dtype-not-asked", "dtype-changed-on-resume")
     shares_cause_with = ("freeze-ahead",)
@@ -348,30 +334,25 @@ class WeightDecayLost(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             decay = parameter.decay
-            if decay is None or decay.seen < FEWEST_UPDATES:
+            # In float32 that is a schedule's last steps, when decay has nothing left to do.
+            if decay is None or decay.seen < FEWEST_UPDATES or is_wide_dtype(parameter.dtype):
                 continue
             realised = decay.realised_share
             if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED_WARNING:
-                sure = compute_confidence(decay.seen, FEWEST_UPDATES)
-                told = {"realised": realised, "seen": decay.seen}
-                code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
-                yield self._report_lost_decay(
-                    [name], parameter.dtype, decay.lost_share, parameter.options, sure, code, told
+                lr, rate = (read_option(parameter.options, key) for key in ("lr", "weight_decay"))
+                yield self.found(
+                    name,
+                    "warning",
+                    compute_confidence(decay.seen, FEWEST_UPDATES),
+                    f"{format_percent(decay.lost_share)} of weight decay lost in {name_dtype(parameter.dtype)}"
+                    + ("" if lr is None or rate is None else f" (1 - {lr * rate:.3g} a step)"),
+                    write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp),
+                    realised=realised,
+                    seen=decay.seen,
+                    lost=decay.lost_share,
+                    lr=lr,
+                    weight_decay=rate,
                 )
-
-    def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, state, row in _list_rounded(audit):
-            decay = state.decay
-            realised = None if decay is None else decay.realised_share
-            if (
-                decay is not None
-                and realised is not None
-                and decay.seen >= FEWEST_UPDATES
-                and realised < REALISED_ERROR
-            ):
-                told = make_change_evidence(decay, row.b.dtype)
-                code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
-                yield self._report_lost_decay([name], row.b.dtype, decay.lost_share, state.options, 1.0, code, told)
 
     def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
@@ -379,36 +360,22 @@ class WeightDecayLost(FindingKind):
             for layer in forecast.layers
             if layer.decay_lost is not None
             and layer.weight_update == "nearest"
+            and not is_wide_dtype(layer.dtype)
             and layer.decay_lost > 1 - DECAY_REALISED_WARNING
         ]
         if losing:
             lost, worst = max(losing, key=lambda pair: pair[0])
-            options = {"lr": worst.lr, "weight_decay": worst.weight_decay}
-            code = write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp)
-            names = [layer.name for _, layer in losing]
-            yield self._report_lost_decay(names, worst.dtype, lost, options, 1.0, code, {}, ahead=True)
-
-    def _report_lost_decay(
-        self,
-        names: list[str],
-        dtype: torch.dtype,
-        lost: float,
-        options: Mapping[str, Any],
-        confidence: float,
-        code: str | None,
-        told: dict[str, Any],
-        ahead: bool = False,
-    ) -> Finding:
-        lr, rate = read_option(options, "lr"), read_option(options, "weight_decay")
-        most = " at most" if ahead else ""
-        factor = f" (1 - {lr * rate:.3g} a step{most})" if lr is not None and rate is not None else ""
-        # In float32 that is a schedule's last steps, when decay has nothing left to do.
-        severity: Severity = "note" if is_wide_dtype(dtype) else "warning"
-        said = (
-            f"{format_percent(lost)} of weight decay {'will be ' if ahead else ''}lost in {name_dtype(dtype)}{factor}"
-        )
-        told |= {"lost": lost, "lr": lr, "weight_decay": rate}
-        return self.found(names, severity, confidence, said, cure=self.cure_in(dtype), write=code, **told)
+            yield self.found(
+                [layer.name for _, layer in losing],
+                "warning",
+                1.0,
+                f"{format_percent(lost)} of weight decay will be lost in {name_dtype(worst.dtype)} "
+                f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
+                write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
+                lost=lost,
+                lr=worst.lr,
+                weight_decay=worst.weight_decay,
+            )
 
 
 # A smaller sample, as of a scalar, may stand still by chance for some steps.
@@ -465,7 +432,7 @@ class WeightFrozen(FindingKind):
                 f"has not moved in {steps} sampled steps in {name_dtype(parameter.dtype)}"
                 + describe_lr(parameter.options)
                 + ("" if rounded else ", though updates changed it"),
-                cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK_CURE,
+                cure=self.choose_cure(parameter.dtype) if rounded else WRITTEN_BACK_CURE,
                 says=self.says if rounded else "",
                 write=code if rounded else "",
                 moved=0.0,
@@ -477,9 +444,7 @@ class WeightFrozen(FindingKind):
             )
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        moving = {
-            make_name_pattern(name) for name, row in audit.tensors.items() if row.status in ("changed", "barely-moved")
-        }
+        moving = {make_name_pattern(name) for name, row in audit.tensors.items() if row.status == "changed"}
         for name, row in audit.tensors.items():
             if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel:
                 continue
@@ -492,7 +457,7 @@ class WeightFrozen(FindingKind):
 
     def _find_frozen_when_stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
         steps, lr = state.advanced, state.options.get("lr")
-        if state.compensation_moved or steps == 0 or lr == 0:
+        if state.compensated or steps == 0 or lr == 0:
             return
         during = f"in {steps} steps" if steps is not None and steps > 0 else "between the checkpoints"
         said = f"has not moved {during} in {name_dtype(row.a.dtype)}{describe_lr(state.options)}"
@@ -503,7 +468,7 @@ class WeightFrozen(FindingKind):
         else:
             sure = 1.0 if row.numel >= FEWEST_UPDATES else 0.9
             code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
-            yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), write=code, **evidence)
+            yield self.found(row.name, "error", sure, said, cure=self.choose_cure(row.a.dtype), write=code, **evidence)
 
     def _make_never_stepped_finding(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
         said = f"not one of {row.numel} elements moved in {name_dtype(row.a.dtype)}"
@@ -523,16 +488,6 @@ class WeightFrozen(FindingKind):
         return self.found(row.name, "note", 0.3, said, cure=on_purpose, **evidence)
 
 
-def _list_rounded(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]:
-    """Yield the parameters that nothing wider stands beside and that no other rounding updates."""
-    for name, state in audit.states.items():
-        row = audit.tensors.get(name)
-        if row is None or state.compensated:
-            continue
-        if state.weight_update in (None, "nearest"):
-            yield name, state, row
-
-
 def _are_weights_kept_elsewhere(update: RealisedChanges, row: TensorAudit, state: StateAudit) -> bool:
     """Return whether the weights seem to be copies of wider ones, which a step changes first."""
     if (
@@ -541,7 +496,7 @@ def _are_weights_kept_elsewhere(update: RealisedChanges, row: TensorAudit, state
         return True
     if state.weight_update is not None:  # an optimizer of halfulp holds the states that it was asked for
         return False
-    kept = [get_precision(dtype) or 0 for key, (_, dtype) in state.dtypes.items() if key not in state.reduced]
+    kept = [get_precision(dtype) or 0 for _, dtype in state.dtypes.values()]
     return bool(kept) and min(kept) > (get_precision(row.b.dtype) or 0)
 
 

@@ -16,10 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..._messages import a_kind, listed
 from ..._names import describe_unknown_name
-from ...optim import Optimizer as HalfulpOptimizer
 from .._text import holds_signed_floats
-from ..checkpoints._files import Checkpoint
-from ..checkpoints._names import RUNNING_STATISTICS, name_optimizer_states
+from ..checkpoints._names import RUNNING_STATISTICS, Checkpoint, name_optimizer_states
 
 Schedule = str | LRScheduler | Callable[[int], float] | Sequence[float] | Tensor | None
 SCHEDULE_NAMES = ("constant", "linear", "cosine", "wsd")
@@ -44,14 +42,8 @@ def compute_learning_rates(
     """Return the learning rate of each group at each step from `start` to the end.
 
     Args:
-        schedule: "constant" (or None), "linear", "cosine" or "wsd" (warm-up, stable, decay); a scheduler of torch,
-            which is run on a copy that holds no parameters; a function step -> learning rate; a list of them.
         top_rates: per group, the learning rate that a named schedule begins to fall from.
-        steps: length of the whole run; a list has its own.
-        start: steps that were made already.
-        warmup: steps over which a named schedule rises from top / warmup to the top.
-        decay: steps over which "wsd" falls at the end; a fifth of all by default.
-        final: the learning rate that a named schedule ends at.
+        others: as of `forecast`.
 
     Returns:
         float64 (groups, steps - start).
@@ -68,13 +60,18 @@ def compute_learning_rates(
                 raise ValueError(said)
         if isinstance(schedule, LRScheduler):
             rates = _run_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
+            if len(rates) != len(top_rates):
+                raise ValueError(
+                    f"the scheduler is of {len(rates)} groups, {len(top_rates)} of which hold parameters of the model: "
+                    "give a function step -> learning rate, or a list"
+                )
         elif callable(schedule):
             count = _count_steps_ahead(steps, "a function step -> learning rate", start)
             rates = _expand_rates_to_groups(
-                [_read_rate(schedule(step)) for step in range(start, start + count)], top_rates
+                [_read_scheduled_rate(schedule(step)) for step in range(start, start + count)], top_rates
             )
         elif isinstance(schedule, Iterable):
-            listed_rates = [_read_rate(value) for value in schedule]
+            listed_rates = [_read_scheduled_rate(value) for value in schedule]
             if steps is not None and steps != len(listed_rates):
                 raise ValueError(f"steps={steps} and a list of {len(listed_rates)} learning rates: leave steps out")
             _count_steps_ahead(len(listed_rates), "a list", start)
@@ -87,15 +84,6 @@ def compute_learning_rates(
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
     return rates
-
-
-def name_schedule(schedule: Schedule) -> str:
-    """Return the name of a schedule for a report: its name, its class, "function" or "list"."""
-    if schedule is None or isinstance(schedule, str):
-        return schedule or "constant"
-    if isinstance(schedule, LRScheduler):
-        return type(schedule).__name__
-    return "function" if callable(schedule) else "list"
 
 
 def _compute_rates_by_name(
@@ -138,7 +126,7 @@ def _count_steps_ahead(steps: int | None, what: str, start: int) -> int:
     return steps - start
 
 
-def _read_rate(value: Any) -> float:
+def _read_scheduled_rate(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -190,7 +178,6 @@ class TrainedTensor:
         dtype: what it will be trained in.
         state: the optimizer's tensors and numbers for it; empty without.
         group: index of its group.
-        gradient: its current gradient, None without one.
         weight_update: "nearest" for every optimizer but halfulp's.
     """
 
@@ -200,7 +187,6 @@ class TrainedTensor:
     state: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     group: int = 0
-    gradient: Tensor | None = None
     weight_update: str = "nearest"
 
 
@@ -213,7 +199,7 @@ class Inputs:
         rule: "AdamW", "Adam", "SGD" or "Lion".
         top_rates: per group, its learning rate before a schedule.
         start: steps that were made so far.
-        ours: whether halfulp's optimizer steps them, which rounds decay and update together, and moments at random.
+        is_halfulp: whether halfulp steps them, which rounds decay and update together, and moments at random.
         notes: what could not be read.
     """
 
@@ -229,27 +215,24 @@ def make_inputs_from_optimizer(
     weights: Sequence[tuple[str, Tensor]], optimizer: torch.optim.Optimizer, rule: str | None, dtype: torch.dtype | None
 ) -> Inputs:
     """Return the parameters that an optimizer holds, with its states and options."""
-    rule = rule or _find_optimizer_rule(optimizer)
-    by_tensor = {id(tensor): name for name, tensor in weights}
-    ours = isinstance(optimizer, HalfulpOptimizer)
-    found, strangers = [], 0
-    for index, group in enumerate(optimizer.param_groups):
+    names = {id(tensor): name for name, tensor in weights}
+    states: dict[str, Mapping[str, Any]] = {}
+    saved: dict[str, Mapping[str, Any]] = {}
+    strangers = 0
+    for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
-            name = by_tensor.get(id(parameter))
+            name = names.get(id(parameter))
             if name is None:
                 strangers += 1
-                continue
-            update = _name_weight_update(group, parameter.dtype) if ours else "nearest"
-            state = optimizer.state.get(parameter, {})
-            found.append(_make_trained_tensor(name, parameter, state, options, index, dtype, parameter.grad, update))
-    if not found:
+            else:
+                saved[name], states[name] = options, optimizer.state.get(parameter, {})
+    if not saved:
         raise ValueError("the optimizer holds none of the model's parameters: give the one that trains this model")
-    order = {name: position for position, (name, _) in enumerate(weights)}
-    found.sort(key=lambda trained: order[trained.name])
-    notes = [f"{strangers} parameters of the optimizer are not the model's: left out"] if strangers else []
-    top_rates = tuple(read_number(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
-    return Inputs(tuple(found), rule, top_rates, _find_start_step(found), ours, tuple(notes))
+    notes = (f"{strangers} parameters of the optimizer are not the model's: left out",) if strangers else ()
+    held = [(name, tensor) for name, tensor in weights if name in saved]
+    rule = rule or _find_optimizer_rule(optimizer)
+    return make_inputs_from_weights(held, states, None, rule, {}, dtype, saved, notes)
 
 
 def make_inputs_from_checkpoint(
@@ -257,25 +240,20 @@ def make_inputs_from_checkpoint(
 ) -> Inputs:
     """Return the weights of a checkpoint that a training goes on with, with the states and options saved beside them.
 
-    Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
+    What no optimizer of the checkpoint holds is left out, as nothing steps it.
     """
     notes = list(opened.unseen)
     states = name_optimizer_states(opened, notes)
     saved = {name: state.options for name, state in states.items()}
     if lr is None and not (saved and all("lr" in one for one in saved.values())):
         raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
-    complete = bool(states) and len(states) == opened.stepped_count
-    # What is called ema and stands beside no weight of its name is a layer.
-    averages = {name for name in opened.tensors if name.startswith("ema.") and name[4:] in opened.tensors}
-    left = opened.tensors.keys() - states.keys() if complete else averages
-    kept = [name for name in opened.tensors if name not in left]
-    if left and kept:
-        why = "in no optimizer of the checkpoint" if complete else "averages of the weights"
-        notes.append(f"{listed([name for name in opened.tensors if name in left])} are {why}: left out")
-    weights = [(name, opened.tensors[name].read()) for name in kept or opened.tensors]
-    values = {
-        name: state.values | {key: one.read() for key, one in state.tensors.items()} for name, state in states.items()
-    }
+    kept = list(opened.tensors)
+    if states and len(states) == opened.stepped_count:
+        kept = [name for name in opened.tensors if name in states] or kept
+    left = [name for name in opened.tensors if name not in kept]
+    notes += [f"{listed(left)} are in no optimizer of the checkpoint: left out"] if left else []
+    weights = [(name, opened.tensors[name]) for name in kept]
+    values = {name: one.state for name, one in states.items()}
     return make_inputs_from_weights(weights, values, lr, rule, options, dtype, saved, tuple(notes))
 
 
@@ -292,7 +270,8 @@ def make_inputs_from_weights(
     """Return the inputs of a forecast from floating-point weights, under a named optimizer and its saved states.
 
     The optimizer and its options are those given, else what a checkpoint saved for a parameter, else AdamW and an
-    optimizer's own defaults. Without a learning rate each parameter has the one that it was saved with.
+    optimizer's own defaults. Without a learning rate each parameter has that of its group, of which all parameters
+    have the same dict of options in `saved`.
     """
     saved = saved or {}
     own = (
@@ -306,20 +285,19 @@ def make_inputs_from_weights(
     if rule is None:
         raise ValueError(describe_unknown_name("optimizer", given, RULE_NAMES))
     ours = any("weight_update" in one for one in saved.values())
-    groups = list(dict.fromkeys(map(_read_saved_rate, saved.values()))) if lr is None else [lr]
+    groups = list({id(one): one for one in saved.values()}.values()) if lr is None else [{"lr": lr}]
+    top_rates = tuple(read_number(one.get("initial_lr", one.get("lr", 0.0))) for one in groups)
+    places = {id(one): place for place, one in enumerate(groups)}
 
-    def trained(name: str, tensor: Tensor) -> TrainedTensor:
+    def make_tensor(name: str, tensor: Tensor) -> TrainedTensor:
         before = saved.get(name, {})
-        rate = groups[0] if lr is not None or not before else _read_saved_rate(before)
-        merged = {**DEFAULT_OPTIONS[rule], **before, **options, "lr": rate}
-        gradient = tensor.grad if tensor.is_leaf else None
+        group = places.get(id(before), 0)
+        merged = {**DEFAULT_OPTIONS[rule], **before, **options, "lr": top_rates[group]}
         update = _name_weight_update(before, dtype or tensor.dtype) if "weight_update" in before else "nearest"
-        return _make_trained_tensor(
-            name, tensor, states.get(name, {}), merged, groups.index(rate), dtype, gradient, update
-        )
+        return _make_trained_tensor(name, tensor, states.get(name, {}), merged, group, dtype, update)
 
     found = [
-        trained(name, tensor)
+        make_tensor(name, tensor)
         for name, tensor in weights
         if holds_signed_floats(tensor.dtype) and name.rpartition(".")[2] not in RUNNING_STATISTICS
     ]
@@ -335,12 +313,8 @@ def make_inputs_from_weights(
         notes = (*notes, f"{listed(others)} are complex, or codes of quantized weights: left out")
     if not found:
         raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
-    return Inputs(tuple(found), rule, tuple(groups), _find_start_step(found), ours, notes)
-
-
-def _read_saved_rate(options: Mapping[str, Any]) -> float:
-    """Return the learning rate that a parameter's group began with."""
-    return read_number(options.get("initial_lr", options.get("lr", 0.0)))
+    start = max(int(read_number(one.state.get("step", 0))) for one in found)
+    return Inputs(tuple(found), rule, top_rates, start, ours, notes)
 
 
 def _guess_saved_rule(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
@@ -363,7 +337,6 @@ def _make_trained_tensor(
     options: Mapping[str, Any],
     group: int,
     dtype: torch.dtype | None,
-    gradient: Tensor | None,
     update: str = "nearest",
 ) -> TrainedTensor:
     if is_lazy(tensor):
@@ -379,7 +352,7 @@ def _make_trained_tensor(
             f"{name} is {kind}, whose updates are not those of plain floating-point numbers: forecast the model before "
             "it is converted"
         )
-    return TrainedTensor(name, value, dtype or value.dtype, state, options, group, gradient, update)
+    return TrainedTensor(name, value, dtype or value.dtype, state, options, group, update)
 
 
 def _find_optimizer_rule(optimizer: torch.optim.Optimizer) -> str:
@@ -402,11 +375,6 @@ def _name_weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
     if isinstance(chosen, Mapping):  # as state_dict() has it
         return str(chosen.get("name"))
     return chosen if isinstance(chosen, str) else str(chosen.name)
-
-
-def _find_start_step(found: Sequence[TrainedTensor]) -> int:
-    """Return the largest step count of any state."""
-    return max((int(read_number(trained.state.get("step", 0))) for trained in found), default=0)
 
 
 def read_number(value: Any) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +15,6 @@ from ...rounding import quantize
 from .._record import to_plain_data
 from ._inputs import Inputs, TrainedTensor, read_number
 
-_SIMULATED_ELEMENTS = 2048
-_LONGEST_SIMULATION = 4000
-_SMOOTHING_STEPS = 31
 # Elements whose mean square goes into that of each binade, so that a binade of few elements does not stand on chance.
 _PRIOR_ELEMENTS = 16
 _LARGEST_SIGNAL_SHARE = 0.99
@@ -73,25 +69,19 @@ def _model_adam_updates(
     eps = read_number(trained.options["eps"])
     run = max(1.0, 0.5 / (1 - beta1)) if beta1 < 1 else 1.0
     step = int(read_number(trained.state.get("step", inputs.start))) if first is not None else 0
-    own = trained.dtype if second is None else second.dtype
-    dtype = torch.float32 if inputs.is_halfulp else own
-    noise = compute_noise_size(
-        beta1, beta2, dtype if dtype.itemsize > 1 else torch.float32, min(step + steps, _LONGEST_SIMULATION)
-    )
-    noise = torch.cat([noise, noise[-1:].expand(max(0, step + steps - len(noise)))])
+    noise = compute_noise_size(beta1, step + 1, step + steps + 1)
     nonzero = torch.ones_like(weights, dtype=torch.bool)
     if first is None or second is None or step < 1:
-        growth = noise[step : step + steps]
         deviation = torch.ones_like(weights)
-        return UpdateSizes(nonzero, torch.zeros_like(weights), deviation, growth, run, False, "Adam's on noise")
+        return UpdateSizes(nonzero, torch.zeros_like(weights), deviation, noise, run, False, "Adam's on noise")
     m, v = first.flatten()[index].cpu().double(), second.flatten()[index].cpu().double()
     size = -m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
     nonzero = (m != 0) & size.isfinite()
     size, held = size[nonzero], weights[nonzero]
     if not len(size):
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
-        return UpdateSizes(nonzero, nothing, nothing, noise[step:], run, False, "the optimizer's state")
-    reference = float(noise[step - 1]) ** 2
+        return UpdateSizes(nonzero, nothing, nothing, noise, run, False, "the optimizer's state")
+    reference = float(compute_noise_size(beta1, step, step + 1)) ** 2
     drift = _estimate_mean_updates(size, held).clamp(-1, 1)
     rest = size - drift
     square = _compute_binade_mean_square(rest, held).clamp_min(_TINY_SQUARE)
@@ -103,7 +93,7 @@ def _model_adam_updates(
         nonzero,
         drift + rest * signal / square + spread * drawn,
         (square - signal).clamp_min(0).sqrt(),
-        noise[step : step + steps] / math.sqrt(reference),
+        noise / math.sqrt(reference),
         run,
         False,
         "the optimizer's state",
@@ -111,13 +101,9 @@ def _model_adam_updates(
 
 
 def _model_sgd_updates(trained: TrainedTensor, index: Tensor, weights: Tensor, steps: int) -> UpdateSizes | None:
-    """Return the sizes of SGD's updates, its momentum buffer or the gradient, taken to stay as they are."""
+    """Return the sizes of SGD's updates, its momentum buffer, taken to stay as they are; None without one."""
     momentum = read_number(trained.options.get("momentum", 0.0))
-    known, source = _get_state_tensor(trained, "momentum_buffer"), "the momentum buffer"
-    if known is None and trained.gradient is not None and trained.gradient.shape == trained.value.shape:
-        known, source = trained.gradient.detach(), "the gradient"
-        # Gradients of mean 0 add up to a buffer of that much more (the sum of momentum^(2 k)).
-        known = known.double() / math.sqrt(1 - momentum**2) if momentum < 1 else known
+    known = _get_state_tensor(trained, "momentum_buffer")
     if known is None:
         return None
     size = -known.flatten()[index].cpu().double()
@@ -127,7 +113,7 @@ def _model_sgd_updates(trained: TrainedTensor, index: Tensor, weights: Tensor, s
     square = _compute_binade_mean_square(size - drift, held) if len(size) else size
     growth = torch.ones(steps, dtype=torch.float64, device="cpu")
     run = max(1.0, 0.5 / (1 - momentum)) if momentum < 1 else 1.0
-    return UpdateSizes(nonzero, drift, square.sqrt(), growth, run, False, source)
+    return UpdateSizes(nonzero, drift, square.sqrt(), growth, run, False, "the momentum buffer")
 
 
 def _estimate_mean_updates(size: Tensor, weights: Tensor) -> Tensor:
@@ -145,11 +131,11 @@ def _estimate_mean_updates(size: Tensor, weights: Tensor) -> Tensor:
         0, count - _SMOOTHED_NEIGHBOURS
     )
 
-    def averaged(values: Tensor) -> Tensor:
+    def average_neighbours(values: Tensor) -> Tensor:
         total = torch.cat([values.new_zeros(1), values.cumsum(0)])
         return (total[begin + _SMOOTHED_NEIGHBOURS] - total[begin]) / _SMOOTHED_NEIGHBOURS
 
-    own = _subtract_chance(averaged(rest), averaged(rest.square()), _SMOOTHED_NEIGHBOURS)
+    own = _subtract_chance(average_neighbours(rest), average_neighbours(rest.square()), _SMOOTHED_NEIGHBOURS)
     return torch.zeros_like(size).scatter(0, order, common + own)
 
 
@@ -170,34 +156,16 @@ def _compute_binade_mean_square(size: Tensor, weights: Tensor) -> Tensor:
     return ((total + _PRIOR_ELEMENTS * overall) / (count + _PRIOR_ELEMENTS))[inverse]
 
 
-@functools.lru_cache(maxsize=8)
-def compute_noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: int) -> Tensor:
-    """Return the root mean square of Adam's normalized update at each step from the first, on gradients N(0, 1).
+def compute_noise_size(beta1: float, first: int, last: int) -> Tensor:
+    """Return the root mean square of Adam's normalized update from one step to before another, on gradients N(0, 1).
 
-    In float32 it goes from 1 to sqrt((1 - beta1) / (1 + beta1)) as the averages fill. Moments that are rounded to
-    bfloat16 at each operation, as torch's loop does, follow other averages: a second moment that cannot decay any more
-    stays larger. So the recurrence itself is run, in the moments' dtype.
+    It goes from 1 to sqrt((1 - beta1) / (1 + beta1)) as the first average fills; the second one is taken as filled.
 
-    >>> round(float(compute_noise_size(0.9, 0.95, torch.float32, 200)[-1]), 1)
-    0.2
+    >>> [round(float(size), 2) for size in compute_noise_size(0.9, 1, 300)[[0, -1]]]
+    [1.0, 0.23]
     """
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    m = torch.zeros(_SIMULATED_ELEMENTS, dtype=dtype, device="cpu")
-    v = torch.zeros_like(m)
-    sizes = []
-    for step in range(1, steps + 1):
-        g = torch.randn(_SIMULATED_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        size = m.float() / (1 - beta1**step) / (v.float() / (1 - beta2**step)).sqrt()
-        sizes.append(size[size.isfinite()].square().mean())
-    squares = torch.stack(sizes).double()
-    total = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
-    at = torch.arange(steps, dtype=torch.int64, device="cpu")
-    # Steps at the start differ from each other: the window is no wider than what lies before it.
-    half = at.clamp_max(_SMOOTHING_STEPS // 2)
-    low, high = at - half, (at + half + 1).clamp_max(steps)
-    return ((total[high] - total[low]) / (high - low)).sqrt()
+    left = beta1 ** torch.arange(first, last, dtype=torch.float64, device="cpu")
+    return ((1 - beta1) / (1 + beta1) * (1 + left) / (1 - left)).sqrt()
 
 
 def _get_state_tensor(trained: TrainedTensor, *names: str) -> Tensor | None:
@@ -227,17 +195,12 @@ class LayerForecast:
         freeze_step: the first step of the schedule from which on fewer than 1% of the nonzero updates change their
             element; None if there is none. The first step to come if that holds already.
         freeze_lr: the learning rate there.
-        freeze_range: steps before which and after which it lies with a chance of 1 in 20 each: what few elements, a
-            sample of many, and updates that become a half smaller or larger leave open; an end is None beyond the
-            schedule.
         after_freeze: share of the learning rates to come that comes after it, which trains nothing; 0 without one.
         lost: (step, share of nonzero updates that change nothing) at steps spread over the schedule.
         lost_share: the mean of that share, each step weighed by its learning rate.
         weight_decay: decoupled; 0 without.
         decay_lost: share of the decoupled weight decay that rounding drops; None without one, negative if rounding
             makes more of it.
-        beta2, eps: of the optimizer, None without.
-        denominator: dtype in which a denominator of rounded numbers is computed, None where in float32.
     """
 
     name: str
@@ -249,15 +212,11 @@ class LayerForecast:
     lr: float = 0.0
     freeze_step: int | None = None
     freeze_lr: float | None = None
-    freeze_range: tuple[int | None, int | None] | None = None
     after_freeze: float = 0.0
     lost: tuple[tuple[int, float], ...] = ()
     lost_share: float | None = None
     weight_decay: float = 0.0
     decay_lost: float | None = None
-    beta2: float | None = None
-    eps: float | None = None
-    denominator: torch.dtype | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
@@ -287,23 +246,6 @@ FROZEN_SHARE = 0.01
 _LARGEST_POISSON_MEAN = 1e6
 
 
-@dataclass(frozen=True)
-class SimulatedWalk:
-    """The simulated course of a sample of one layer's weights.
-
-    Attributes:
-        moved: per coming step, the expected share of nonzero updates that change their element.
-        fewer, more: the same, were updates smaller and larger by a margin.
-        decay_wanted, decay_made: sums of |change| by weight decay that is rounded by itself; 0 without one.
-    """
-
-    moved_shares: Tensor
-    moved_shares_if_smaller: Tensor
-    moved_shares_if_larger: Tensor
-    decay_wanted: float
-    decay_made: float
-
-
 def simulate_walk(
     weights: Tensor,
     sizes: UpdateSizes,
@@ -314,8 +256,7 @@ def simulate_walk(
     apart: bool,
     leaps: int,
     generator: torch.Generator,
-    margin: float = 0.0,
-) -> SimulatedWalk:
+) -> tuple[Tensor, float, float]:
     """Follow weights that are rounded to nearest after every update.
 
     An update u moves a number with neighbours at distances a (up) and b (down) where u > a / 2 or u < -b / 2. With u
@@ -331,11 +272,14 @@ def simulate_walk(
         decay: decoupled weight decay; 0 without.
         apart: whether decay is rounded by itself before the update, as torch's loops do, or with it.
         leaps: most leaps to make.
-        margin: share by which updates may become smaller or larger than they are now.
+
+    Returns:
+        Per coming step the expected share of nonzero updates that change their element; then, of weight decay that is
+        rounded by itself, the sums of |change| that are wanted and made, 0 without one.
     """
     steps = len(rates)
     stride = max(1, math.ceil(steps / leaps))
-    shares = torch.zeros(3, steps, dtype=torch.float64, device="cpu")
+    shares = torch.zeros(steps, dtype=torch.float64, device="cpu")
     wanted = made = 0.0
     for begin in range(0, steps, stride):
         end = min(steps, begin + stride)
@@ -348,12 +292,7 @@ def simulate_walk(
         up, down = find_neighbour_gaps(weights, format)
         deviation = rate * growth * sizes.deviation
         rises, falls = _compute_move_chances(mean, deviation, up, down, sizes.is_sign_update)
-        shares[0, begin:end] = (rises + falls).mean()
-        for row, scale in ((1, 1 - margin), (2, 1 + margin)):
-            rises_then, falls_then = _compute_move_chances(
-                mean * scale, deviation * scale, up, down, sizes.is_sign_update
-            )
-            shares[row, begin:end] = (rises_then + falls_then).mean()
+        shares[begin:end] = (rises + falls).mean()
         count = end - begin
         if apart and decay:  # w (1 - lr weight_decay), rounded at each step
             once = quantize(weights * (1 - rate * decay), format, overflow="saturate")
@@ -369,7 +308,7 @@ def simulate_walk(
         walked = weights + count * mean + drawn * deviation * math.sqrt(2 * sizes.run_steps * count)
         free = torch.maximum(up, down) < 2 * (deviation + mean.abs())
         weights = quantize(torch.where(free, walked, weights + ups * up - downs * down), format, overflow="saturate")
-    return SimulatedWalk(shares[0], shares[1], shares[2], wanted, made)
+    return shares, wanted, made
 
 
 def _compute_move_chances(
@@ -382,19 +321,18 @@ def _compute_move_chances(
     return torch.special.ndtr((mean - up / 2) / spread), torch.special.ndtr((-mean - down / 2) / spread)
 
 
-def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5) -> int | None:
-    """Return the first step from which on fewer than FROZEN of the nonzero updates change their element.
+def find_freeze_step(moved: Tensor, count: int, run: float) -> int | None:
+    """Return the first step from which on fewer than FROZEN_SHARE of the nonzero updates change their element.
 
-    Of `count` elements a whole number k = ceil(FROZEN count) has to move for the step to be above. Their number is
-    Poisson's with mean moved * count, so that it is above with probability P(k, moved count), the regularized
+    Of `count` elements a whole number k = ceil(FROZEN_SHARE count) has to move for the step to be above. Their number
+    is Poisson's with mean moved * count, so that it is above with probability P(k, moved count), the regularized
     incomplete gamma function; updates keep their sign over `run` steps, in which a layer has one chance and not
-    many. Returned is the first step from which on no step is above with probability `chance`.
+    many. Returned is the first step from which on it is as likely as not that no step is above.
 
     Args:
         moved: expected share per step; 0 where nothing is updated.
         count: elements with updates.
         run: steps over which updates are alike.
-        chance: 0.5 for the median.
 
     >>> find_freeze_step(torch.tensor([0.5, 0.1, 0.001, 0.0001], dtype=torch.float64), 10**6, 1.0)
     2
@@ -404,19 +342,13 @@ def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5)
     )
     none = torch.log1p(-above.clamp_max(1 - 1e-15)) / run
     none_from = none.flip(0).cumsum(0).flip(0)
-    found = (none_from >= math.log(chance)).nonzero()
+    found = (none_from >= math.log(0.5)).nonzero()
     return int(found[0]) if len(found) else None
 
 
 # Elements of a run that is read together where not all are: a page of memory holds many of them.
 _SAMPLE_RUN_ELEMENTS = 64
 _SHOWN_STEPS = 12
-# The chance to lie before the range, and after it, and where a normal number has it.
-_EDGE_CHANCE = 0.05
-_EDGE_DEVIATIONS = 1.645
-# Gradients change as a training goes on: until the end of its schedule the updates of nine in ten layers stayed within
-# this share of their size when they were forecast (docs/forecast.md).
-_UPDATE_SIZE_MARGIN = 0.5
 
 
 def forecast_layer(
@@ -429,12 +361,10 @@ def forecast_layer(
     weights = trained.value.flatten()[index].cpu().to(trained.dtype).double()
     finite = weights.isfinite()
     index, weights = index[finite], weights[finite]
-    options, adam = trained.options, inputs.rule.startswith("Adam")
+    options = trained.options
     decoupled = inputs.rule in ("AdamW", "Lion") or options.get("decoupled_weight_decay")
     decay = read_number(options.get("weight_decay", 0.0)) if decoupled else 0.0
     apart = not inputs.is_halfulp and not options.get("fused")
-    second = trained.state.get("exp_avg_sq")
-    states = second.dtype if isinstance(second, Tensor) and second.is_floating_point() else trained.dtype
     layer = LayerForecast(
         trained.name,
         trained.dtype,
@@ -442,9 +372,6 @@ def forecast_layer(
         trained.weight_update,
         lr=float(rates.max()),
         weight_decay=decay,
-        eps=read_number(options["eps"]) if "eps" in options else None,
-        beta2=read_number(options["betas"][1]) if adam else None,
-        denominator=states if adam and apart else None,  # torch's loops add eps in the states' dtype
     )
     sizes: UpdateSizes | None = None
     if len(weights) and inputs.rule == "Lion":
@@ -460,7 +387,7 @@ def forecast_layer(
     if not len(held):
         return replace(layer, updates=sizes.source, update_size=0.0)
     repeats = max(1, min(8, sample // len(held)))
-    walked = simulate_walk(
+    moved, decay_wanted, decay_made = simulate_walk(
         held.repeat(repeats),
         replace(sizes, mean=sizes.mean.repeat(repeats), deviation=sizes.deviation.repeat(repeats)),
         rates,
@@ -469,12 +396,10 @@ def forecast_layer(
         apart=apart,
         leaps=leaps,
         generator=generator,
-        margin=_UPDATE_SIZE_MARGIN,
     )
-    sampling = _EDGE_DEVIATIONS / math.sqrt(FROZEN_SHARE * len(held)) if len(index) < trained.value.numel() else 0.0
     count = max(1, round(len(held) / len(weights) * trained.value.numel()))
-    lost = 1 - walked.decay_made / walked.decay_wanted if walked.decay_wanted else None
-    freezing = _describe_freezing(walked, rates, count, sampling, sizes, start)
+    lost = 1 - decay_made / decay_wanted if decay_wanted else None
+    freezing = _compute_freezing(moved, rates, count, sizes.run_steps, start)
     return replace(layer, updates=sizes.source, update_size=sizes.rms, decay_lost=lost, **freezing)
 
 
@@ -491,30 +416,19 @@ def choose_sample(elements: int, most: int) -> Tensor:
     return (begins[:, None] + torch.arange(_SAMPLE_RUN_ELEMENTS, dtype=torch.int64, device="cpu")).flatten()
 
 
-def _describe_freezing(
-    walked: SimulatedWalk, rates: Tensor, count: int, sampling: float, sizes: UpdateSizes, start: int
-) -> dict[str, Any]:
-    """Return when a layer freezes, and which share of its updates is lost by then.
-
-    `sampling` is how far the share that moves may be off, relative to itself, as only a sample was followed.
-    """
+def _compute_freezing(moved: Tensor, rates: Tensor, count: int, run: float, start: int) -> dict[str, Any]:
+    """Return when a layer freezes, and which share of its updates is lost by then."""
     after = (rates > 0).nonzero()
     # Where the rate is 0 there is no update that could be lost.
     active = int(after[-1]) + 1 if len(after) else 0
-    moved, fewer, more = (
-        one[:active] for one in (walked.moved_shares, walked.moved_shares_if_smaller, walked.moved_shares_if_larger)
-    )
-    step = find_freeze_step(moved, count, sizes.run_steps)
-    low = find_freeze_step(fewer * max(0.0, 1 - sampling), count, sizes.run_steps, _EDGE_CHANCE)
-    high = find_freeze_step(more * (1 + sampling), count, sizes.run_steps, 1 - _EDGE_CHANCE)
+    step = find_freeze_step(moved[:active], count, run)
     places = torch.linspace(0, active - 1, min(_SHOWN_STEPS, active), dtype=torch.float64, device="cpu")
     shown = places.long().unique().tolist()
-    weighed = float((walked.moved_shares * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
+    weighed = float((moved * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
     return {
         "freeze_step": None if step is None else start + step,
         "freeze_lr": None if step is None else float(rates[step]),
-        "freeze_range": tuple(None if edge is None else start + edge for edge in (low, high)),
         "after_freeze": 0.0 if step is None else float(rates[step:].sum() / rates.sum()),
-        "lost": tuple((start + at, 1 - float(walked.moved_shares[at])) for at in shown),
+        "lost": tuple((start + at, 1 - float(moved[at])) for at in shown),
         "lost_share": 1 - weighed,
     }

@@ -26,7 +26,6 @@ from ._inputs import (
     make_inputs_from_checkpoint,
     make_inputs_from_optimizer,
     make_inputs_from_weights,
-    name_schedule,
 )
 from ._layers import choose_sample, forecast_layer
 
@@ -65,12 +64,12 @@ def forecast(
     their updates make them.
 
     The forecast takes gradients to stay as large as they are, which is what Adam divides out; a loss that goes to 0
-    freezes layers earlier. Of layers of few elements the step is a matter of chance: `freeze_range` says how much.
+    freezes layers earlier. Of layers of few elements the step is a matter of chance.
 
     Args:
         model_or_state: a module, a state dict of tensors, a dict of one and of an optimizer's
             (``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``), or the path of a checkpoint:
-            safetensors, torch.save, a sharded folder, DCP. Its optimizer states and options are read too; nothing in
+            safetensors, torch.save, a sharded folder. Its optimizer states and options are read too; nothing in
             it is executed.
         optimizer_or_lr: a torch.optim.Optimizer (its states, options and groups are read), also inside a trainer's
             wrapper, or a learning rate; a checkpoint's own by default.
@@ -115,9 +114,9 @@ def forecast(
             )
         inputs = make_inputs_from_optimizer(weights, optimizer_or_lr, optimizer, dtype)
     elif isinstance(model_or_state, nn.Module):
-        inputs = make_inputs_from_weights(weights, {}, _check_rate(optimizer_or_lr), optimizer, options, dtype)
+        inputs = make_inputs_from_weights(weights, {}, _check_learning_rate(optimizer_or_lr), optimizer, options, dtype)
     else:
-        rate = None if optimizer_or_lr is None else _check_rate(optimizer_or_lr)
+        rate = None if optimizer_or_lr is None else _check_learning_rate(optimizer_or_lr)
         if isinstance(model_or_state, str | Path):
             opened = open_checkpoint(model_or_state)
         elif isinstance(model_or_state, Mapping):
@@ -129,10 +128,11 @@ def forecast(
     rates = compute_learning_rates(
         schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
     )
-    return _follow_layers(inputs, rates, name_schedule(schedule), begin)
+    name = schedule or "constant" if schedule is None or isinstance(schedule, str) else type(schedule).__name__
+    return _forecast_layers(inputs, rates, name, begin)
 
 
-def _check_rate(given: object) -> float:
+def _check_learning_rate(given: object) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise TypeError(f"forecast takes a torch.optim.Optimizer or a learning rate; got {a_kind(given)}")
     if not 0 <= given < float("inf"):
@@ -140,7 +140,7 @@ def _check_rate(given: object) -> float:
     return float(given)
 
 
-def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forecast:
+def _forecast_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forecast:
     """Follow every layer, each by as many elements and leaps as some seconds allow for all of them."""
     count = len(inputs.parameters)
     leaps = min(_MOST_LEAPS, rates.shape[1])
@@ -158,7 +158,7 @@ def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> 
     if unknown:
         notes.append(
             f"the size of updates is not known of {len(unknown)} of {count} layers: SGD's are its gradients; give an "
-            "optimizer that has made a step with momentum, or a model that holds gradients"
+            "optimizer that has made a step with momentum"
         )
     total, ahead = start + rates.shape[1], rates.shape[1]
     places = torch.linspace(0, ahead - 1, min(ahead, _RATE_CURVE_POINTS), dtype=torch.float64, device="cpu")

@@ -1,4 +1,4 @@
-"""The page of an observation: magnitudes, storage, history and trainings."""
+"""The page of an observation: magnitudes, storage and history."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any, get_args
 
 from ... import formats
 from ...pages import Cell, Table, format_share, make_table
-from .._finding import SEVERITIES, choose_headline, count_causes_in_words
+from .._finding import choose_headline, count_causes_in_words
 from .._record import Role
 from .._text import KEPT_TITLE, LOST_AND_KEPT_TEXT, LOST_TITLE, format_multiple, pluralize
 from ._findings import (
-    SEVERITY_TONES,
     UNKNOWN_CELL,
     PlainData,
     TableColumns,
@@ -34,7 +33,7 @@ PAGE_FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn")
 
 def render_observation_page(data: PlainData) -> str:
     """Return the page of what `Observation.to_dict` gives, as text."""
-    record, cards, trainings = data.get("record", {}), make_cause_cards(data), data.get("trainings", ())
+    record, cards = data.get("record", {}), make_cause_cards(data)
     parameters = record.get("parameters", [])
     # The role of the tensors that show the first cause, and its names.
     first = [data["findings"][k] for card in cards[:1] for k in card["findings"]]
@@ -49,10 +48,8 @@ def render_observation_page(data: PlainData) -> str:
         "observation.html.j2",
         cards,
         (charts if has_map else {}) | ({"history": curves} if curves else {}),
-        headline=choose_headline(cards, _describe_extent(data)) if cards or data["steps"] else nothing,
+        headline=choose_headline(cards, pluralize(data["steps"], "step")) if cards or data["steps"] else nothing,
         lead=_describe_observation(cards, data, record),
-        trainings=make_trainings_table(trainings),
-        shown=[one["number"] for one in trainings if one["shown"]],
         has_map=has_map,
         updates=make_updates_table(parameters),
         updates_words=LOST_AND_KEPT_TEXT,
@@ -63,19 +60,12 @@ def render_observation_page(data: PlainData) -> str:
     )
 
 
-def _describe_extent(data: PlainData) -> str:
-    """Describe how much was observed: steps, of how many trainings."""
-    steps = [one["steps"] for one in data.get("trainings", ())] or [data["steps"]]
-    of = "" if len(steps) == 1 else f" of {len(steps)} trainings"
-    return f"{pluralize(sum(steps), 'step')}{of}"
-
-
 def _describe_observation(cards: Sequence[PlainData], data: PlainData, record: PlainData) -> str:
     """Describe how many causes there are, and what was observed: sampled steps, parameters, optimizers."""
     parameters = record.get("parameters", [])
     elements = sum(one["numel"] for one in parameters)
     optimizers = dict.fromkeys(one["optimizer"] for one in parameters if one["optimizer"])
-    said = [count_causes_in_words(cards, f"after {_describe_extent(data)}")] if cards else []
+    said = [count_causes_in_words(cards, f"after {pluralize(data['steps'], 'step')}")] if cards else []
     said.append(f"{pluralize(len(record.get('sampled_steps', ())), 'step')} sampled")
     said.append(f"{pluralize(len(parameters), 'parameter tensor')} of {pluralize(elements, 'element')}")
     said += [", ".join(optimizers)] if optimizers else ["no optimizer"]
@@ -261,25 +251,3 @@ def _make_states_lost_cell(states: Mapping[str, PlainData]) -> Cell:
         return UNKNOWN_CELL
     worst = max(found, key=lambda name: found[name])
     return Cell(format_share(found[worst]), sort=found[worst], title=f"the worst, {worst}")
-
-
-def make_trainings_table(trainings: Sequence[PlainData]) -> Table:
-    """Return a row per training of `Report.to_dict`; without rows where there are not several."""
-
-    def make_verdict_cell(one: PlainData) -> Cell:
-        found = Counter(finding["severity"] for finding in one["findings"])
-        worst = next((severity for severity in reversed(SEVERITIES) if found[severity]), None)
-        said = [pluralize(found[severity], severity) for severity in ("error", "warning") if found[severity]]
-        rank = -1 if worst is None else SEVERITIES.index(worst)
-        return Cell(", ".join(said) or "none", sort=rank, tone=SEVERITY_TONES.get(worst or "", "good"))
-
-    columns: TableColumns = [
-        ("training", "number", lambda one: Cell(str(one["number"]), sort=one["number"])),
-        ("model", "", lambda one: Cell(one["model"])),
-        ("optimizer", "", lambda one: Cell(", ".join(one["optimizers"]))),
-        ("steps", "number", lambda one: make_count_cell(one["steps"])),
-        ("errors and warnings", "", make_verdict_cell),
-        ("codes", "minor", lambda one: Cell(", ".join(dict.fromkeys(f["code"] for f in one["findings"])) or "–")),
-    ]
-    several = trainings if len(trainings) > 1 else ()
-    return make_table("trainings", "The trainings of the script", several, columns, "filter, as a model's name")

@@ -32,10 +32,6 @@ from ._observation import render_observation_page
 def render_audit_page(data: PlainData) -> str:
     """Return the page of what `Audit.to_dict` gives, as text."""
     cards, tensors = make_cause_cards(data), data["tensors"]
-    contract: TableColumns = [
-        ("name", "", lambda one: Cell(one["name"])),
-        ("difference", "", lambda one: Cell(one["difference"])),
-    ]
     return render_page(
         "audit.html.j2",
         cards,
@@ -44,7 +40,6 @@ def render_audit_page(data: PlainData) -> str:
         lead=_describe_audit(cards, data),
         groups=_make_groups_table(data["groups"]),
         states=_make_states_table(data["states"]),
-        contract=make_table("contract", "Precision contracts that differ", data["contract"], contract),
         unseen=data["unseen"],
     )
 
@@ -79,13 +74,6 @@ def _make_states_table(states: Sequence[PlainData]) -> Table:
         found = dict.fromkeys(_join_dtypes(pair) for pair in one["dtypes"].values())
         return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else UNKNOWN_CELL
 
-    def make_remedy_cell(one: PlainData) -> Cell:
-        """Name the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
-        if one["update"] is None:
-            return UNKNOWN_CELL
-        limit = max(0.01, one["update"]["lost_share"] / 10)
-        return Cell(", ".join(name for name, part in one["lost_by"].items() if part <= limit) or "–")
-
     columns: TableColumns = [
         ("parameter", "", lambda one: Cell(one["name"])),
         ("lr", "number", lambda one: make_number_cell(one["options"].get("lr"))),
@@ -93,8 +81,6 @@ def _make_states_table(states: Sequence[PlainData]) -> Table:
         ("states", "", make_kinds_cell),
         (LOST_TITLE, "number", lambda one: make_change_cell(one["update"], bar=True)),
         (KEPT_TITLE, "number", lambda one: make_kept_cell(one["update"])),
-        ("decay lost", "number", lambda one: make_change_cell(one["decay"])),
-        ("would keep it", "minor", make_remedy_cell),
     ]
     return make_table("states", "What the optimizer's state says", states, columns)
 
@@ -187,12 +173,7 @@ def _make_chart_row(one: PlainData, low: int, high: int) -> dict[str, Any]:
 def _make_freeze_cell(one: PlainData) -> Cell:
     if one["freeze_step"] is None:
         return Cell("never", sort="")
-    between = one["freeze_range"]
-    said = ""
-    if between is not None:
-        first, last = ("beyond the schedule" if end is None else format_count(end) for end in between)
-        said = f"between {first} and {last}, 9 times in 10"
-    return Cell(format_count(one["freeze_step"]), sort=one["freeze_step"], title=said)
+    return Cell(format_count(one["freeze_step"]), sort=one["freeze_step"])
 
 
 Instrument = Literal["observe", "audit", "forecast"]
