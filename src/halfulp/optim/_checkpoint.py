@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFIX
@@ -46,7 +47,7 @@ from .states._codec import finite_amax
 from .states._int8_blocks import CODEC_VERSION, scale_shape
 from .states._state import Codec
 from .step._batch import PlanCache
-from .step._scales import choose_weight_scale
+from .step._scales import fit_weight_scale
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
 # Options that torch.optim's groups got later than others, and what older files that lack them mean.
@@ -314,9 +315,10 @@ class CheckpointMixin(torch.optim.Optimizer):
                 plan = self._find_valid_plan(*places[id(own[name])])
                 value = local(value.detach()).float().contiguous()
                 if plan.spec.scaled:
-                    scale = choose_weight_scale(plan.spec.store.dtype, own[name].scale.item(), finite_amax(value))
-                    own[name].scale.fill_(scale)
-                    value = value / scale
+                    given = (np.float64(number) for number in (own[name].scale.item(), finite_amax(value), 0.0))
+                    scale, _ = fit_weight_scale(plan.spec.store.dtype, *given)
+                    own[name].scale.fill_(scale.item())
+                    value = value / scale.item()
                 set_weight(plan, value)
             # Not by model.load_state_dict, whose hooks may ask for all that a model saves.
             for path, module in model.named_modules() if extra else ():

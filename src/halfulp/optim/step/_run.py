@@ -162,16 +162,12 @@ def _run_triton(batch: Batch) -> bool:
     from . import _triton_kernel as triton
 
     spec, device, table = batch.spec, batch.device, batch.table
-    kernels = kernel = None
-    if spec.scaled:
-        kernels = triton.find_scaled_kernels(spec, amax_spec(spec), device, _step_fixed_elements)
-        present = _list_present_scales(batch)
-        if kernels is None or any(scale.device != device for scales in present for scale in scales):
-            return False
-    else:
-        kernel = triton.find_step_kernel(spec, device, _step_fixed_elements)
-        if kernel is None:
-            return False
+    specs = (amax_spec(spec), spec) if spec.scaled else (spec,)
+    found = (triton.find_step_kernel(one, device, _step_fixed_elements) for one in specs)
+    kernels = [kernel for kernel in found if kernel is not None]
+    present = _list_present_scales(batch) if spec.scaled else []
+    if len(kernels) < len(specs) or any(scale.device != device for scales in present for scale in scales):
+        return False
     _point_at_gradients(batch)
     distinct, row_of_each = _find_distinct(batch.constants)
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
@@ -179,10 +175,10 @@ def _run_triton(batch: Batch) -> bool:
     constants = np.pad(constants, ((0, 0), (0, len(spec.constants) - constants.shape[1])))  # room for the scales
     placed = table.placed_chunks = place_chunks(table.chunks, table.pointers, device, table.placed_chunks)
     rows = triton.make_parameter_rows(device, table.pointers, constants, _make_keys(batch))
-    if kernels is not None:
+    if spec.scaled:
         totals, batch.scales = triton.launch_scaled_step(spec, kernels, placed, rows, present)
-    elif kernel is not None:
-        totals = kernel.launch(placed, rows)
+    else:
+        totals = kernels[0].launch(placed, rows)
     if spec.metered:
         _count_lost_updates(totals.sum(1).cpu().numpy(), placed.chunks, batch.plans)
     return True
