@@ -40,10 +40,6 @@ def _multiply_high16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # Which torch has for tensors alone: a quotient by a number would be a product with its inverse on CUDA.
 _TENSOR_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sqrt": _trace.square_root,
-    "power_below": _trace.power_below,
-    "exponent": _trace.exponent,
-    "power": _trace.power,
-    "round_to_float32": _trace.round_to_float32,
     "product_error": _trace.product_error,
     "to_float64": to_float64,
     "to_float32": lambda x: x.to(torch.float32),

@@ -253,35 +253,28 @@ def reference_step(
     gradient: torch.Tensor,
     states: Sequence[list[torch.Tensor]],
     constants: Sequence[float],
-    key: int | None,
-    index_map: IndexMap,
-) -> tuple[float, float, float, float] | None:
-    """Make one step of one parameter, in place.
+    key: int | None = None,
+    index_map: IndexMap | None = None,
+) -> list[float]:
+    """Make one step of one parameter, in place, or find what a specification that writes nothing looks for.
 
     Args:
         states: the tensors of each state.
         constants: of the specification, rounded to float32 here.
         key: of the random words; None without draws.
+        index_map: places in the whole tensor, with a key.
 
     Returns:
-        For a metered specification: updates wanted, updates cancelled, sum u^2, sum u (realised change).
+        What the specification adds up or finds the largest of; metered: updates wanted, updates cancelled, sum u^2,
+        sum u (realised change).
     """
-    drawn = {}
-    if key is not None:
-        drawn = dict(zip(STREAM_INPUTS, compute_stream(key, make_global_index(index_map, gradient.device))))
-    found = _run_recorded_step(spec, parts, gradient, states, constants, drawn)
-    return (found[0], found[1], found[2], found[3]) if spec.metered else None
-
-
-def reference_amax(
-    spec: StepSpec,
-    parts: Sequence[torch.Tensor],
-    gradient: torch.Tensor,
-    states: Sequence[list[torch.Tensor]],
-    constants: Sequence[float],
-) -> list[float]:
-    """Return the largest finite magnitudes of the weight and each scaled state that a step would store."""
-    return _run_recorded_step(spec, parts, gradient, states, constants, {})
+    arrays = {**dict(enumerate(parts)), POINTERS_BEFORE_STATES - 1: gradient}
+    arrays |= dict(enumerate((tensor for state in states for tensor in state), POINTERS_BEFORE_STATES))
+    rounded = torch.tensor(constants, dtype=torch.float32, device="cpu").tolist()
+    inputs: dict[Any, Any] = {("constant", k): value for k, value in enumerate(rounded)}
+    if key is not None and index_map is not None:
+        inputs |= zip(STREAM_INPUTS, compute_stream(key, make_global_index(index_map, gradient.device)))
+    return run_on_tensors(record_step(spec), arrays, inputs, block=spec.block)[1]
 
 
 def change_by_rule(
@@ -304,14 +297,6 @@ def _record_rule(update: Callable, inputs: int) -> RecordedFunction:
     trace, results = record_function(functools.partial(record_call, update), torch.float32, inputs)
     as_values = [x if isinstance(x, Traced) else trace.emit("constant", (), float(x).hex(), "f32") for x in results]
     return RecordedFunction(trace, tuple(x.number for x in as_values))
-
-
-def _run_recorded_step(spec, parts, gradient, states, constants, drawn) -> list[float]:
-    arrays = {**dict(enumerate(parts)), POINTERS_BEFORE_STATES - 1: gradient}
-    arrays |= dict(enumerate((tensor for state in states for tensor in state), POINTERS_BEFORE_STATES))
-    rounded = torch.tensor(constants, dtype=torch.float32, device="cpu").tolist()
-    inputs = {**drawn, **{("constant", k): value for k, value in enumerate(rounded)}}
-    return run_on_tensors(record_step(spec), arrays, inputs, block=spec.block)[1]
 
 
 def make_global_index(index_map: IndexMap, device: torch.device) -> torch.Tensor:

@@ -34,7 +34,7 @@ from ..parameters._local_tensors import cut_shard, get_scale, is_dtensor, local,
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, count_pointers
 from ._batch import Batch
-from ._kernel import GRADIENT_COLUMN, compile_step, record_step, reference_amax, reference_step
+from ._kernel import GRADIENT_COLUMN, compile_step, record_step, reference_step
 from ._scales import append_present_scales, choose_new_scales, write_kept_scales
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def run_reducing_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float,
     if batch.engine != "llvm":
         rows = range(len(batch.plans))
         rowwise = [
-            reference_amax(spec, batch.parts(k), batch.gradients[k], batch.states(k), constants[k]) for k in rows
+            reference_step(spec, batch.parts(k), batch.gradients[k], batch.states(k), constants[k]) for k in rows
         ]
         return np.array(rowwise).reshape(-1, columns)
     held, batch.constants = batch.constants, constants
@@ -133,7 +133,7 @@ def _write_step(batch: Batch) -> None:
             (keys[row] or [None])[0],
             plan.index_map,
         )
-        if lost is not None:
+        if lost:
             plan.record.count(*lost)
 
 
@@ -312,7 +312,7 @@ def _step_fixed_elements(
             constants += of_sums
             row = np.array([constants], np.float32)
             given = (spec, parts, gradient, states, constants)
-            found = reference_amax(*given) if run is None else run(
+            found = reference_step(*given) if run is None else run(
                 cut_into_chunks(index_map, 0), np.array([pointers], np.int64), row, keys
             ).max(0)[: len(record_step(spec).sums)]  # fmt: skip
             return [torch.tensor(found, dtype=torch.float32, device="cpu")]
