@@ -140,7 +140,7 @@ class Trace:
         """Add a float64 up ("sum"), find the largest float32's word or float64 ("max"), or count a mask ("count")."""
         self.sums.append((how, value.number))
 
-    def emit_deposit(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
+    def emit_counter_addition(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
         """Add a 64-bit word of each element to an entry of an array of such words.
 
         Where copies of the counters lie `apart`, COUNTER_COPIES in all, a writer may spread the elements over them,
@@ -148,7 +148,7 @@ class Trace:
         """
         self.deposits.append((address.number, place.number, word.number, apart))
 
-    def find_live_outs(self) -> list[int]:
+    def list_outgoing_values(self) -> list[int]:
         """Return the instructions whose values leave the trace: what is stored, summed up and deposited."""
         deposited = [number for _, place, word, _ in self.deposits for number in (place, word)]
         return [*self.stores.values(), *(number for _, number in self.sums), *deposited]

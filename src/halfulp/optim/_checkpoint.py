@@ -44,7 +44,7 @@ from .parameters._state_tensors import (
 )
 from .rules._update_rule import StateSlot
 from .states._codec import finite_amax
-from .states._int8_blocks import CODEC_VERSION, scale_shape
+from .states._int8_blocks import CODEC_VERSION, compute_scale_shape
 from .states._state import Codec
 from .step._batch import PlanCache
 from .step._scales import fit_weight_scale
@@ -374,7 +374,7 @@ def _place_like_parameter(name: str, value: object, state: Mapping, parameter: t
     from torch.distributed.tensor import DTensor
 
     mesh, placements = parameter.device_mesh, parameter.placements
-    whole = scale_shape(parameter.shape, block)
+    whole = compute_scale_shape(parameter.shape, block)
     stride = torch.empty(whole, dtype=value.dtype, device="meta").stride()
     return DTensor.from_local(value, mesh, placements, shape=whole, stride=stride, run_check=False)
 
@@ -569,7 +569,7 @@ def _fit_saved_state(
         check_codec_version(rule_state.name, state)
         return {name: state[name] for name in names}
     is_packed = f"{rule_state.name}_packed" in state
-    shape = scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
+    shape = compute_scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
     like = torch.empty(shape, dtype=torch.float32, device="meta")
     given = _check_saved_shape(plan, rule_state.name, given, like, exact=False)
     value = decode_saved_state(local(given), state, rule_state)

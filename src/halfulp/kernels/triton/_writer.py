@@ -56,7 +56,7 @@ _FLOAT64_EXPRESSIONS = _EXPRESSIONS | {
 _TRITON_TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
 
 
-def module_source(functions: Iterable[str], kernel: str, size: int = 0) -> str:
+def write_module(functions: Iterable[str], kernel: str, size: int = 0) -> str:
     """Return the source of a Triton module: a kernel, the functions that it calls, and operations that those call.
 
     Args:
@@ -89,7 +89,7 @@ def _insert_constants(text: str, place: int) -> str:
     return re.sub(rf"\b({'|'.join(_CONSTANTS)})\b", lambda found: repr(_CONSTANTS[found[0]][place]), text)
 
 
-def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str:
+def write_element_function(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str:
     """Return the source of a device function of blocks i of elements, in blocks b, of which some lanes exist.
 
     Args:
@@ -111,22 +111,23 @@ def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str
     return _function_text(name, ["i", "b", *arguments.values(), "lanes", "aligned: tl.constexpr"], lines)
 
 
-def function_sources(name: str, trace: Trace, results: Sequence[int]) -> list[str]:
+def write_functions(name: str, trace: Trace, results: Sequence[int]) -> list[str]:
     """Return the sources of a device function of reals x0, x1, ... and of those that it calls, which come first.
 
-    Each takes `tables` behind its inputs, the address of the values of `join_tables(trace)`, and returns its results.
+    Each takes `tables` behind its inputs, the address of the values of `concatenate_tables(trace)`, and returns its
+    results.
     """
     found: dict[str, str] = {}
     _collect_functions(name, trace, results, _find_table_offsets(trace), found)
     return list(found.values())
 
 
-def join_tables(trace: Trace) -> tuple[float, ...]:
+def concatenate_tables(trace: Trace) -> tuple[float, ...]:
     """Return the constants that a trace and those that it calls look up, one table behind the other."""
     return tuple(value for table in _find_table_offsets(trace) for value in table)
 
 
-def cast_source(name: str, dtype: torch.dtype) -> str:
+def write_cast(name: str, dtype: torch.dtype) -> str:
     """Return a real in a dtype in memory, to nearest; a float64 of 16 bits goes through float32, which is exact."""
     if dtype == torch.bfloat16:
         return f"to_bfloat16({name}.to(tl.float32))"
@@ -135,12 +136,12 @@ def cast_source(name: str, dtype: torch.dtype) -> str:
     return f"{name}.to({'tl.float64' if dtype == torch.float64 else 'tl.float32'})"
 
 
-def word_function_source(name: str, piece: RecordedFunction) -> str:
+def write_word_function(name: str, piece: RecordedFunction) -> str:
     """Return the source of a device function of words.
 
     >>> from halfulp.kernels._device_function import record_word_function
     >>> from halfulp.kernels._operations import add, mul
-    >>> print(word_function_source("twice", record_word_function(lambda x: add(x, x), "w32")))
+    >>> print(write_word_function("twice", record_word_function(lambda x: add(x, x), "w32")))
     @triton.jit
     def twice(x0):
         v0 = x0
@@ -156,7 +157,7 @@ def word_function_source(name: str, piece: RecordedFunction) -> str:
 
 def find_live_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
     """Return the numbers of the instructions on which results, and what a trace stores and sums up, depend."""
-    needed = {*results, *trace.find_live_outs()}
+    needed = {*results, *trace.list_outgoing_values()}
     for number in reversed(range(len(trace.lines))):
         if number in needed:
             needed.update(trace.lines[number][1])

@@ -46,11 +46,11 @@ class VectorBuilder:
         """Return a constant of 64 bits."""
         return self.ir.Constant(self.i64, value)
 
-    def undefined_vector(self, kind):
+    def make_undefined_vector(self, kind):
         """Return an undefined vector, to be filled lane by lane."""
         return self.ir.Constant(kind, self.ir.Undefined)
 
-    def lane_numbers(self, numbers: list[int]):
+    def make_lane_numbers(self, numbers: list[int]):
         """Return a constant vector of lane numbers, for a shuffle."""
         return self.ir.Constant(self.ir.VectorType(self.i32, len(numbers)), numbers)
 
@@ -58,13 +58,13 @@ class VectorBuilder:
         """Return a vector with a scalar in all lanes."""
         if lanes == 1:
             return value
-        nothing = self.undefined_vector(self.vector_type(value.type, lanes))
+        nothing = self.make_undefined_vector(self.vector_type(value.type, lanes))
         one = self.b.insert_element(nothing, value, self.ir.Constant(self.i32, 0))
-        return self.b.shuffle_vector(one, nothing, self.lane_numbers([0] * lanes))
+        return self.b.shuffle_vector(one, nothing, self.make_lane_numbers([0] * lanes))
 
     def extract_lanes(self, vector, first: int, lanes: int):
         """Extract some lanes of a vector, as a vector."""
-        return self.b.shuffle_vector(vector, vector, self.lane_numbers(list(range(first, first + lanes))))
+        return self.b.shuffle_vector(vector, vector, self.make_lane_numbers(list(range(first, first + lanes))))
 
     def extract_lane(self, vector, k: int):
         """Extract one lane of a vector, as a scalar."""

@@ -143,7 +143,7 @@ class InstructionWriter(VectorBuilder):
         function.attributes.add("noinline")
         builder = ir.IRBuilder(function.append_basic_block("entry"))
         computed = InstructionWriter(builder, piece.trace, self.lanes, self.calls).run(list(function.args))
-        together = self.undefined_vector(kind.return_type)
+        together = self.make_undefined_vector(kind.return_type)
         for k, number in enumerate(piece.results):
             together = builder.insert_value(together, computed[number], k)
         builder.ret(together)
@@ -206,7 +206,7 @@ class InstructionWriter(VectorBuilder):
         first = ir.Constant(self.i32, 0)
         if self.lanes == 1:
             return b.load(b.gep(table, [first, whole]))
-        made = self.undefined_vector(self.real)
+        made = self.make_undefined_vector(self.real)
         for k in range(self.lanes):
             lane = ir.Constant(self.i32, k)
             made = b.insert_element(made, b.load(b.gep(table, [first, b.extract_element(whole, lane)])), lane)

@@ -220,13 +220,13 @@ class Scaled(PlainCodec):
         return sqrt(value) if self.squared else value
 
 
-def finite_word(x):
+def read_finite_magnitude(x):
     """Device function: the word of |x|; 0 for infinities and NaN."""
     magnitude = bit_and(word(x), ABS)
     return select(magnitude < EXPONENT, magnitude, NONE)
 
 
-def largest_finite_word(x):
+def find_largest_finite_word(x):
     """Device function: the word of the largest finite |x| of a block; 0 if there is none.
 
     Less infinity's word, those of infinities and NaN are the smallest of all.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...kernels import IndexMap, Trace, Traced, record_function, run_on_tensors
-from ...kernels._device_function import STREAM_INPUTS, Recording, Table, bind_names, record_call
+from ...kernels._device_function import STREAM_INPUTS, Recording, Table, bind_names, record_users_function
 from ...kernels._operations import bit_and, select, shr, sqrt
 from ...kernels._trace import RecordedFunction
 from ...kernels.vector._table_loop import compile_table
@@ -27,7 +27,7 @@ from ..parameters._step_spec import (
     list_state_pointers,
 )
 from ..rules._update_rule import UpdateRule
-from ..states._codec import Scaled, finite_word
+from ..states._codec import Scaled, read_finite_magnitude
 from ..states._int8_blocks import GROW, HUGE, HUGE_SQUARED, SHRINK, Int8Blocks
 
 GRADIENT_COLUMN = 4
@@ -72,7 +72,7 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
     step.record()
     if with_payload:
         payload = spec.store.real(spec.store.load(element.arrays[0], element.index))
-        element.trace.gather_sum("max", finite_word(payload))
+        element.trace.gather_sum("max", read_finite_magnitude(payload))
     return element.trace
 
 
@@ -103,9 +103,9 @@ class _StepRecorder:
             return
         u, new = self.apply_rule(w, g, values)
         if spec.finds_amax:
-            self.trace.gather_sum("max", finite_word(w + u))
+            self.trace.gather_sum("max", read_finite_magnitude(w + u))
             for k, codec in spec.scaled_states.items():
-                self.trace.gather_sum("max", finite_word(codec.measured(new[k])))
+                self.trace.gather_sum("max", read_finite_magnitude(codec.measured(new[k])))
             return
         weight_draws, state_draws = list_draws(spec)
         written = self.write_weight(p, held, w, g, u, [self.draw_bits(draw) for draw in weight_draws])
@@ -166,7 +166,7 @@ class _StepRecorder:
     def apply_rule(self, w: Any, g: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Apply the rule: return the difference, or new weight, and the new states."""
         rule = self.spec.rule
-        made = record_call(rule.update, *self.collect_operands(w, g, values), *self.rescale_constants())
+        made = record_users_function(rule.update, *self.collect_operands(w, g, values), *self.rescale_constants())
         if not isinstance(made, (tuple, list)) or len(made) != 1 + len(values):
             kept = ", ".join(["the update", *(repr(slot.name) for slot in rule.states)])
             raise TypeError(f"update rule {rule.name!r} returns {made!r}: return a tuple of {kept}")
@@ -189,9 +189,9 @@ class _StepRecorder:
         for k, reduction in enumerate(self.spec.rule.reductions):
             arguments = [*self.collect_operands(w, g, values), *constants]
             taken = arguments[: reduction.of.__code__.co_argcount]
-            value = record_call(reduction.of, *taken)
+            value = record_users_function(reduction.of, *taken)
             if self.spec.reduces == "largest":
-                self.trace.gather_sum("max", finite_word(value))
+                self.trace.gather_sum("max", read_finite_magnitude(value))
                 continue
             inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALES)
             rest = self.to_float64(value * inverse)
@@ -294,7 +294,7 @@ def change_by_rule(
 
 @functools.lru_cache(64)
 def _record_rule(update: Callable, inputs: int) -> RecordedFunction:
-    trace, results = record_function(functools.partial(record_call, update), torch.float32, inputs)
+    trace, results = record_function(functools.partial(record_users_function, update), torch.float32, inputs)
     as_values = [x if isinstance(x, Traced) else trace.emit("constant", (), float(x).hex(), "f32") for x in results]
     return RecordedFunction(trace, tuple(x.number for x in as_values))
 

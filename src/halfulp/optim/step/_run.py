@@ -49,8 +49,8 @@ def compile_kernels(batch: Batch) -> None:
     """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
     batch.engine = select_engine(batch.device.type)
     if batch.engine == "llvm":
-        twins = [amax_spec(batch.spec)] if batch.spec.scaled else []
-        for one in (batch.spec, *twins, *(reducing_specs(batch.spec) if batch.spec.rule.reductions else ())):
+        twins = [make_amax_spec(batch.spec)] if batch.spec.scaled else []
+        for one in (batch.spec, *twins, *(make_reducing_specs(batch.spec) if batch.spec.rule.reductions else ())):
             compile_and_check(one)
     if batch.device.type != "cpu":
         require_same_bits(
@@ -74,7 +74,7 @@ def run_step(batch: Batch) -> None:
         append_present_scales(spec, plan, constants, float(scale))
         for plan, constants, scale in zip(batch.plans, batch.constants, batch.gradient_scales)
     ]
-    amax = run_reducing_spec(amax_spec(spec), batch, batch.constants)
+    amax = run_reducing_spec(make_amax_spec(spec), batch, batch.constants)
     batch.constants = choose_new_scales(spec, batch.plans, batch.constants, amax)
     _write_step(batch)
     for plan, constants in zip(batch.plans, batch.constants):
@@ -82,13 +82,13 @@ def run_step(batch: Batch) -> None:
 
 
 @functools.cache
-def amax_spec(spec: StepSpec) -> StepSpec:
+def make_amax_spec(spec: StepSpec) -> StepSpec:
     """Return the specification that finds the largest magnitudes that a step would store."""
     return dataclasses.replace(spec, metered=False, finds_amax=True)
 
 
 @functools.cache
-def reducing_specs(spec: StepSpec) -> tuple[StepSpec, StepSpec]:
+def make_reducing_specs(spec: StepSpec) -> tuple[StepSpec, StepSpec]:
     """Return the specifications that find the largest of the values that a rule adds up, and their sums."""
     plain = dataclasses.replace(spec, metered=False)
     return dataclasses.replace(plain, reduces="largest"), dataclasses.replace(plain, reduces="sums")
@@ -162,7 +162,7 @@ def _run_triton(batch: Batch) -> bool:
     from . import _triton_kernel as triton
 
     spec, device, table = batch.spec, batch.device, batch.table
-    specs = (amax_spec(spec), spec) if spec.scaled else (spec,)
+    specs = (make_amax_spec(spec), spec) if spec.scaled else (spec,)
     found = (triton.find_step_kernel(one, device, _step_fixed_elements) for one in specs)
     kernels = [kernel for kernel in found if kernel is not None]
     present = _list_present_scales(batch) if spec.scaled else []
@@ -426,7 +426,7 @@ def finish_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, 
 
 def _run_reducing_kernel(batch: Batch, what: str, scales: np.ndarray | None = None) -> np.ndarray:
     """Run the reducing kernel of a batch once, and return a row per parameter: sums or largest magnitudes."""
-    spec = reducing_specs(batch.spec)[what == "sums"]
+    spec = make_reducing_specs(batch.spec)[what == "sums"]
     late = len(spec.rule.constants) - len(batch.constants[0])
     given = []
     for row, (plan, constants) in enumerate(zip(batch.plans, batch.constants)):

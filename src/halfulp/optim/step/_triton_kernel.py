@@ -26,7 +26,7 @@ from ._scales import choose_scales, find_column, list_present_columns
 
 
 @functools.cache
-def make_kernel(spec: StepSpec) -> TableKernel:
+def make_step_kernel(spec: StepSpec) -> TableKernel:
     """Return the kernel of a specification.
 
     One that finds the largest magnitudes gives their words: of the weight, of each scaled state, of the payload.
@@ -44,7 +44,7 @@ def find_step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> T
         spec,
         f"optimizer step {spec.name}",
         device,
-        lambda: make_kernel(spec),
+        lambda: make_step_kernel(spec),
         lambda kernel, device: trial(spec, functools.partial(_run_trial, kernel, device), device),
         lambda: trial(spec),
     )
