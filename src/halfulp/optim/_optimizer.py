@@ -490,7 +490,7 @@ class Optimizer(CheckpointMixin):
             places = self._renew_plans(groups, settings, plans, gradients, scales)
             roster = self._plans.roster = Roster.from_places(settings, plans, resting, places, self.state, roster)
             for table in roster.tables:
-                table.renew_guards(table.select_batch_values(gradients))
+                table.renew_guards(table.select_values(gradients))
             batches = roster.make_batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting

@@ -79,13 +79,8 @@ def _adam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple
     lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     size = lr / (1 - beta1**step)
     feedback_gain = (1 - beta1) / (beta1 * size) if size > 0 and beta1 > 0 else 0.0
-    return (
-        *list_moment_constants(group, decoupled),
-        compute_unbiasing_root(beta2, step),
-        float(group["eps"]),
-        size,
-        feedback_gain,
-    )
+    unbias, eps = compute_unbiasing_root(beta2, step), float(group["eps"])
+    return (*list_moment_constants(group, decoupled), unbias, eps, size, feedback_gain)
 
 
 _adamw_constants = DecoupledConstants(_adam_constants)
@@ -135,13 +130,8 @@ def _nadam_constants(group: Mapping, step: int, decoupled: bool = False) -> tupl
     lr, (beta1, beta2), slows = float(group["lr"]), map(float, group["betas"]), float(group["momentum_decay"])
     size_g = lr * (1 - compute_momentum(beta1, slows, step)) / (1 - compute_momentum_product(beta1, slows, step))
     size_m = lr * compute_momentum(beta1, slows, step + 1) / (1 - compute_momentum_product(beta1, slows, step + 1))
-    return (
-        *list_moment_constants(group, decoupled),
-        compute_unbiasing_root(beta2, step),
-        float(group["eps"]),
-        size_g,
-        size_m,
-    )
+    unbias, eps = compute_unbiasing_root(beta2, step), float(group["eps"])
+    return (*list_moment_constants(group, decoupled), unbias, eps, size_g, size_m)
 
 
 _nadamw_constants = DecoupledConstants(_nadam_constants)

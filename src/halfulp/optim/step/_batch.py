@@ -105,7 +105,7 @@ class BatchTable:
             is_plain=all(plan.plain for plan in plans),
         )
 
-    def select_batch_values(self, values: list[Any]) -> list[Any]:
+    def select_values(self, values: list[Any]) -> list[Any]:
         """Return the values of the batch's parameters, given those of all."""
         return (
             values if len(self.parameter_places) == len(values) else [values[place] for place in self.parameter_places]
@@ -328,8 +328,7 @@ class Roster:
         ):
             return False
         return all(
-            table.is_valid_for(table.select_batch_values(parameters), table.select_batch_values(gradients))
-            for table in self.tables
+            table.is_valid_for(table.select_values(parameters), table.select_values(gradients)) for table in self.tables
         )
 
     def make_batches(
@@ -373,8 +372,8 @@ class Roster:
                 Batch(
                     spec.metered_twin if metered.pop() else spec,
                     table,
-                    table.select_batch_values(parameters),
-                    table.select_batch_values(gradients),
+                    table.select_values(parameters),
+                    table.select_values(gradients),
                     [scales.get(place, 1.0) for place in table.parameter_places] if scales else [1.0] * len(steps),
                     steps,
                     constants,

@@ -242,12 +242,8 @@ def _make_keys(batch: Batch) -> np.ndarray:
 def compile_and_check(spec: StepSpec):
     """Return a compiled kernel, compared with its reference before its first use in a process."""
     held = vars(spec)  # as a cached property would keep it, but for the layers: copies and pickles leave it out
-    if "checked_kernel" not in held:
-        held["checked_kernel"] = _compile_and_check(spec)
-    return held["checked_kernel"]
-
-
-def _compile_and_check(spec: StepSpec):
+    if "checked_kernel" in held:
+        return held["checked_kernel"]
     kernel = compile_step(spec)
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
 
@@ -257,12 +253,8 @@ def _compile_and_check(spec: StepSpec):
         kernel(0, len(chunks), *map(address_of, given))
         return meter
 
-    check_bits(
-        spec.name,
-        lambda: _step_fixed_elements(spec, run),
-        lambda: _step_fixed_elements(spec),
-        spec,
-    )
+    check_bits(spec.name, lambda: _step_fixed_elements(spec, run), lambda: _step_fixed_elements(spec), spec)
+    held["checked_kernel"] = kernel
     return kernel
 
 
