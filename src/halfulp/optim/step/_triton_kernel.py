@@ -88,7 +88,8 @@ def launch_scaled_step(
     now = torch.stack([torch.stack([*scales]) for scales in present])
     first, last = (kernels[1].table.columns + count for count in (len(spec.rule.constants), len(spec.constants)))
     columns = torch.ones(last - first, len(rows), dtype=torch.float32, device=rows.device)
-    columns[list_present_columns(spec)] = now
+    for place, scales in zip(list_present_columns(spec), now, strict=True):
+        columns[place] = scales  # one by one: a list of places would be copied to the device, which waits
     rows[:, first:last] = columns.t().contiguous().view(torch.int32)
     largest = kernels[0].launch(placed, rows).t().contiguous().view(torch.float32)
     columns = choose_scales(spec, now.double(), largest.double()).float()
