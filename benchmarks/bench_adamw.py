@@ -39,7 +39,7 @@ def bytes_alone():
     import numpy as np
     import torch
 
-    from halfulp.kernels import IndexMap, chunk_table, run_chunks
+    from halfulp.kernels import IndexMap, make_chunk_table, run_chunks
     from halfulp.kernels._device_function import Recording
     from halfulp.kernels._device_function import Table as Loop
     from halfulp.kernels._operations import add, load16, store16
@@ -52,7 +52,7 @@ def bytes_alone():
         store16(array, element.index, add(load16(array, element.index), load16(gradient, element.index)))
     kernel = compile_table("bytes_alone", Loop(element.trace, 4))
     held = [(p, p.grad, torch.zeros_like(p), torch.zeros_like(p)) for p in _workload.parameters(torch.bfloat16)]
-    chunks = chunk_table([IndexMap.whole(tuple(row[0].shape)) for row in held])
+    chunks = make_chunk_table([IndexMap.whole(tuple(row[0].shape)) for row in held])
     pointers = np.array([[tensor.data_ptr() for tensor in row] for row in held], np.int64)
     lengths, given = chunks[:, 2], (address_of(chunks), address_of(pointers))
 

@@ -11,7 +11,7 @@ import pytest
 
 from halfulp import kernels
 from halfulp.kernels import address_of, source_digest
-from halfulp.kernels.vector._machine_function import cache_folder, machine_function
+from halfulp.kernels.vector._machine_function import cache_folder, compile_machine_function
 
 QUANTIZE = """
     import torch, halfulp.rounding as r
@@ -82,7 +82,7 @@ def doubles() -> list[int]:
             b.b.store(b.b.add(word, word), place, align=4)
 
     x = np.array([5, 7], np.uint32)
-    machine_function("double", "of this test", 2, write)(2, address_of(x))
+    compile_machine_function("double", "of this test", 2, write)(2, address_of(x))
     return x.tolist()
 
 

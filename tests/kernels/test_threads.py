@@ -113,7 +113,7 @@ def test_a_compiled_function_runs_without_the_gil(cache):
     import numpy as np
 
     from halfulp.kernels import address_of
-    from halfulp.kernels.vector._machine_function import machine_function
+    from halfulp.kernels.vector._machine_function import compile_machine_function
 
     def meet(vectors, own, other, patience):
         b, word = vectors.b, vectors.word
@@ -134,7 +134,7 @@ def test_a_compiled_function_runs_without_the_gil(cache):
         b.position_at_end(done)
         b.store(b.zext(left, vectors.i64), vectors.pointer(own, one, vectors.i64), align=8)
 
-    kernel = machine_function("meet", "of the test", 3, meet)
+    kernel = compile_machine_function("meet", "of the test", 3, meet)
     words = np.zeros((2, 2), np.int64)
     places = [address_of(row) for row in words]
     thread = threading.Thread(target=kernel, args=(*places, 1 << 33))

@@ -18,7 +18,7 @@ from ._canary import (
     to_float64,
 )
 from ._engine import engine, note_and_warn_once, note_fallback, report, select_engine
-from ._index_map import CHUNK_ELEMENTS, IndexMap, chunk_table, cut_into_chunks
+from ._index_map import CHUNK_ELEMENTS, IndexMap, cut_into_chunks, make_chunk_table
 from ._operations import divide, floor, maximum, select, sign_of, sqrt
 from ._operator import (
     absent_operators,

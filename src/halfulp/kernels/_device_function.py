@@ -55,17 +55,9 @@ class Table:
 
     def make_key(self) -> str:
         """Return a key of the instructions, which omits the processor and the sources of `kernels`."""
-        told = self.stream_start and (self.stream_start.trace.digest(), self.stream_start.results)
-        counts = (
-            self.columns,
-            self.constants,
-            self.counter_step,
-            self.block,
-            self.partial,
-            self.is_far_memory,
-            self.is_streaming,
-        )
-        return repr((self.trace.digest(), sorted(self.trace.rare_masks), counts, told))
+        start = self.stream_start and (self.stream_start.trace.digest(), self.stream_start.results)
+        rest = {name: value for name, value in vars(self).items() if name not in ("trace", "stream_start")}
+        return repr((self.trace.digest(), sorted(self.trace.rare_masks), start, rest))
 
 
 def bind_names(function: Callable, names: Mapping[str, object]) -> Callable:
@@ -116,7 +108,7 @@ _LANGUAGE_RULES = (
 )
 
 
-def record_call(function: Callable, *arguments: Any) -> Any:
+def record_users_function(function: Callable, *arguments: Any) -> Any:
     """Call a device function that a user wrote with traced values, so that errors name its lines.
 
     Raises:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from .._messages import ENVIRONMENT, find_users_level
-from .vector._processor import check_features, explain_unsupported
+from .vector._processor import check_features, explain_unsupported_machine
 
 ENGINES = ("auto", "llvm", "triton", "reference")
 _UNKNOWN_ENGINE = (
@@ -107,7 +107,7 @@ def choose_engine(device: str) -> tuple[str, str]:
     if wish == "reference" or device != "cpu":
         return "reference", ""
     check_features()
-    if why := _explain_missing_package("llvmlite") or explain_unsupported():
+    if why := _explain_missing_package("llvmlite") or explain_unsupported_machine():
         if wish == "llvm":
             raise ImportError(f"engine 'llvm' was asked for, but {why}; {ENVIRONMENT}")
         return "reference", f"{why}: kernels run as plain torch, slower and with the same bits"

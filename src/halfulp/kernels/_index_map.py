@@ -115,7 +115,7 @@ def cut_into_chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
     return np.concatenate(rows).astype(np.int64)
 
 
-def chunk_table(index_maps: Sequence[IndexMap]) -> np.ndarray:
+def make_chunk_table(index_maps: Sequence[IndexMap]) -> np.ndarray:
     """Return the chunks of several tensors, each in the row of its place in the sequence; equal maps are cut once.
 
     Returns:

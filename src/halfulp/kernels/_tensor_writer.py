@@ -40,10 +40,6 @@ def _multiply_high16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # Which torch has for tensors alone: a quotient by a number would be a product with its inverse on CUDA.
 _TENSOR_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sqrt": _trace.square_root,
-    "power_below": _trace.power_below,
-    "exponent": _trace.exponent,
-    "power": _trace.power,
-    "round_to_float32": _trace.round_to_float32,
     "product_error": _trace.product_error,
     "to_float64": to_float64,
     "to_float32": lambda x: x.to(torch.float32),
@@ -103,20 +99,19 @@ class _ExecutionPlan:
         columns: of the addresses, by instruction.
         element_addresses: addresses of arrays with a value per element.
         constant_values: the constants, by instruction.
-        steps: the other instructions that are needed: number, operands, a function if it takes them as they are, and
-            the values that nothing needs afterwards.
+        steps: the other instructions that are needed: number, operands, and the values that nothing needs afterwards.
     """
 
     columns: dict[int, int]
     element_addresses: tuple[int, ...]
     constant_values: dict[int, float]
-    steps: tuple[tuple[int, tuple[int, ...], Callable[..., Any] | None, tuple[int, ...]], ...]
+    steps: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
 
 
 @functools.lru_cache(1024)
 def _plan_execution(trace: Trace, results: tuple[int, ...]) -> _ExecutionPlan:
     lines, end = trace.lines, len(trace.lines)
-    last = dict.fromkeys([*results, *trace.find_live_outs()], end)
+    last = dict.fromkeys([*results, *trace.list_outgoing_values()], end)
     for number in reversed(range(end)):
         if number in last:
             for operand in lines[number][1]:
@@ -125,21 +120,11 @@ def _plan_execution(trace: Trace, results: tuple[int, ...]) -> _ExecutionPlan:
     for operand, number in last.items():
         dead.setdefault(number, []).append(operand)
     numbers = {k: _read_constant(lines[k][2], trace.kinds[k]) for k in last if lines[k][0] in ("constant", "word")}
-    may_be_numbers = {*numbers, *(k for k in last if lines[k][0] == "input")}
-    steps = []
-    for number in sorted(last.keys() - numbers.keys()):
-        operation, operands, _ = lines[number]
-        name = operation.removeprefix("word_").removeprefix("mask_")
-        as_they_are = operation not in (*_TENSOR_FUNCTIONS, *_UNSIGNED_COMPARISONS) and not may_be_numbers.issuperset(
-            operands
-        )
-        steps.append(
-            (number, operands, _TORCH_OPERATORS.get(name) if as_they_are else None, tuple(dead.get(number, ())))
-        )
+    steps = [(k, lines[k][1], tuple(dead.get(k, ()))) for k in sorted(last.keys() - numbers.keys())]
     places = [(x[1][0], *x[2]) for x in lines if x[0] == "load"] + list(trace.stores)
     columns = {k: extra for k, (name, _, extra) in enumerate(lines) if name == "address"}
     elements = tuple(address for address, bits, one in places if not one and bits > 4)
-    return _ExecutionPlan(columns, elements, numbers, tuple(steps))
+    return _ExecutionPlan(columns, elements, numbers, steps)
 
 
 def _read_constant(extra: Any, kind: str) -> float:
@@ -179,13 +164,10 @@ class _TraceRun:
         """Return the values that are results, stored or summed up."""
         values: dict[int, Any] = dict(plan.constant_values)
         trace = self.trace
-        for number, operands, function, dead in plan.steps:
+        for number, operands, dead in plan.steps:
+            operation, _, extra = trace.lines[number]
             given = [values[k] for k in operands]
-            if function is not None and not self.mixes:
-                values[number] = function(*given)
-            else:
-                operation, _, extra = trace.lines[number]
-                values[number] = self.compute_instruction(operation, trace.kinds[number], extra, operands, given)
+            values[number] = self.compute_instruction(operation, trace.kinds[number], extra, operands, given)
             for k in dead:
                 del values[k]
         return values

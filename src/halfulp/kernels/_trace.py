@@ -140,7 +140,7 @@ class Trace:
         """Add a float64 up ("sum"), find the largest float32's word or float64 ("max"), or count a mask ("count")."""
         self.sums.append((how, value.number))
 
-    def emit_deposit(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
+    def emit_counter_addition(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
         """Add a 64-bit word of each element to an entry of an array of such words.
 
         Where copies of the counters lie `apart`, COUNTER_COPIES in all, a writer may spread the elements over them,
@@ -148,7 +148,7 @@ class Trace:
         """
         self.deposits.append((address.number, place.number, word.number, apart))
 
-    def find_live_outs(self) -> list[int]:
+    def list_outgoing_values(self) -> list[int]:
         """Return the instructions whose values leave the trace: what is stored, summed up and deposited."""
         deposited = [number for _, place, word, _ in self.deposits for number in (place, word)]
         return [*self.stores.values(), *(number for _, number in self.sums), *deposited]
@@ -325,30 +325,51 @@ def select(condition: Any, a: Any, b: Any) -> Any:
     return torch.where(condition, a, b) if isinstance(condition, torch.Tensor) else a if condition else b
 
 
+def _emit_bits(x: Traced) -> Traced:
+    """Return the word of a real, or the real of a word."""
+    return x.trace.emit("bits", (x,), None, ("w" if x.kind[0] == "f" else "f") + x.kind[1:])
+
+
+def _emit_word_operation(operation: str, x: Traced, number: int) -> Traced:
+    return x.trace.emit_binary(f"word_{operation}", x, np.uint64(number) if x.kind == "w64" else np.uint32(number))
+
+
+def _find_layout(x: Any) -> tuple[int, int]:
+    """Return the bits of a real's fraction, and the bias of its exponent."""
+    dtype = torch.float64 if (x.kind == "f64" if isinstance(x, Traced) else x.dtype == torch.float64) else torch.float32
+    return MANTISSA_BITS[dtype], _EXPONENT_BIAS[dtype]
+
+
 def power_below(x):
     """2^floor(log2 |x|) for a normal x; 0 for zeros and subnormals, infinity for infinities and NaNs."""
+    mantissa, bias = _find_layout(x)
+    mask = (2 * bias + 1) << mantissa
     if isinstance(x, Traced):
-        return x.trace.emit("power_below", (x,))
-    mantissa, word = MANTISSA_BITS[x.dtype], _WORD_DTYPES[x.dtype]
-    mask = (2 * _EXPONENT_BIAS[x.dtype] + 1) << mantissa
-    return (x.contiguous().view(word) & mask).view(x.dtype)
+        return _emit_bits(_emit_word_operation("and", _emit_bits(x), mask))
+    return (x.contiguous().view(_WORD_DTYPES[x.dtype]) & mask).view(x.dtype)
 
 
 def exponent(x: Any) -> Any:
     """floor(log2 |x|) for a normal x, as a real number."""
-    if isinstance(x, Traced):
-        return x.trace.emit("exponent", (x,))
-    mantissa, word = MANTISSA_BITS[x.dtype], _WORD_DTYPES[x.dtype]
-    biased = (x.contiguous().view(word) >> mantissa) & (2 * _EXPONENT_BIAS[x.dtype] + 1)
-    return (biased - _EXPONENT_BIAS[x.dtype]).to(x.dtype)
+    mantissa, bias = _find_layout(x)
+    if not isinstance(x, Traced):
+        biased = (x.contiguous().view(_WORD_DTYPES[x.dtype]) >> mantissa) & (2 * bias + 1)
+        return (biased - bias).to(x.dtype)
+    word, is_wide = _emit_word_operation("shr", _emit_bits(x), mantissa), x.kind == "f64"
+    word = x.trace.emit("low_word", (word,), None, "w32") if is_wide else word
+    biased = _emit_word_operation("and", word, 2 * bias + 1)
+    number = x.trace.emit("to_real", (_emit_word_operation("sub", biased, bias),), None, "f32")
+    return x.trace.emit("to_float64", (number,), None, "f64") if is_wide else number
 
 
 def power(k: Any) -> Any:
     """2^k for an integer k in the range of normal numbers."""
-    if isinstance(k, Traced):
-        return k.trace.emit("power", (k,))
-    mantissa, word = MANTISSA_BITS[k.dtype], _WORD_DTYPES[k.dtype]
-    return ((k.nan_to_num(0.0).to(word) + _EXPONENT_BIAS[k.dtype]) << mantissa).view(k.dtype)
+    mantissa, bias = _find_layout(k)
+    if not isinstance(k, Traced):
+        return ((k.nan_to_num(0.0).to(_WORD_DTYPES[k.dtype]) + bias) << mantissa).view(k.dtype)
+    biased = select(k == k, k, 0.0) + float(bias)
+    whole = k.trace.emit("to_word", (biased,), None, "w" + k.kind[1:])
+    return _emit_bits(_emit_word_operation("shl", whole, mantissa))
 
 
 def gather(table: tuple[float, ...], index):
@@ -366,7 +387,9 @@ def block_largest(x):
 
 def round_to_float32(x):
     """Return a float64 rounded to float32, ties to even, as float64."""
-    return x.trace.emit("round_to_float32", (x,)) if isinstance(x, Traced) else x.float().double()
+    if not isinstance(x, Traced):
+        return x.float().double()
+    return x.trace.emit("to_float64", (x.trace.emit("to_float32", (x,), None, "f32"),), None, "f64")
 
 
 def is_finite(x: Any) -> Any:

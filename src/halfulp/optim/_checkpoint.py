@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFIX
@@ -43,10 +44,10 @@ from .parameters._state_tensors import (
 )
 from .rules._update_rule import StateSlot
 from .states._codec import finite_amax
-from .states._int8_blocks import CODEC_VERSION, scale_shape
+from .states._int8_blocks import CODEC_VERSION, compute_scale_shape
 from .states._state import Codec
 from .step._batch import PlanCache
-from .step._scales import choose_weight_scale
+from .step._scales import fit_weight_scale
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
 # Options that torch.optim's groups got later than others, and what older files that lack them mean.
@@ -314,9 +315,10 @@ class CheckpointMixin(torch.optim.Optimizer):
                 plan = self._find_valid_plan(*places[id(own[name])])
                 value = local(value.detach()).float().contiguous()
                 if plan.spec.scaled:
-                    scale = choose_weight_scale(plan.spec.store.dtype, own[name].scale.item(), finite_amax(value))
-                    own[name].scale.fill_(scale)
-                    value = value / scale
+                    given = (np.float64(number) for number in (own[name].scale.item(), finite_amax(value), 0.0))
+                    scale, _ = fit_weight_scale(plan.spec.store.dtype, *given)
+                    own[name].scale.fill_(scale.item())
+                    value = value / scale.item()
                 set_weight(plan, value)
             # Not by model.load_state_dict, whose hooks may ask for all that a model saves.
             for path, module in model.named_modules() if extra else ():
@@ -372,7 +374,7 @@ def _place_like_parameter(name: str, value: object, state: Mapping, parameter: t
     from torch.distributed.tensor import DTensor
 
     mesh, placements = parameter.device_mesh, parameter.placements
-    whole = scale_shape(parameter.shape, block)
+    whole = compute_scale_shape(parameter.shape, block)
     stride = torch.empty(whole, dtype=value.dtype, device="meta").stride()
     return DTensor.from_local(value, mesh, placements, shape=whole, stride=stride, run_check=False)
 
@@ -567,7 +569,7 @@ def _fit_saved_state(
         check_codec_version(rule_state.name, state)
         return {name: state[name] for name in names}
     is_packed = f"{rule_state.name}_packed" in state
-    shape = scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
+    shape = compute_scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
     like = torch.empty(shape, dtype=torch.float32, device="meta")
     given = _check_saved_shape(plan, rule_state.name, given, like, exact=False)
     value = decode_saved_state(local(given), state, rule_state)

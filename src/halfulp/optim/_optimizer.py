@@ -64,9 +64,9 @@ from .step._batch import (
     GroupSetting,
     PlanCache,
     Roster,
-    as_plain_gradient,
     check_parameter,
     choose_gradient_store,
+    convert_to_plain_gradient,
 )
 from .step._run import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
 from .weight_updates._weight_update import WeightUpdate
@@ -490,7 +490,7 @@ class Optimizer(CheckpointMixin):
             places = self._renew_plans(groups, settings, plans, gradients, scales)
             roster = self._plans.roster = Roster.from_places(settings, plans, resting, places, self.state, roster)
             for table in roster.tables:
-                table.renew_guards(table.select_own(gradients))
+                table.renew_guards(table.select_values(gradients))
             batches = roster.make_batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
@@ -520,7 +520,7 @@ class Optimizer(CheckpointMixin):
                     continue
                 if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                     name = read_parameter_name(group, position)
-                    gradient, scale = as_plain_gradient(local(gradient), parameter, name)
+                    gradient, scale = convert_to_plain_gradient(local(gradient), parameter, name)
                     if isinstance(scale, torch.Tensor):
                         scales[place] = scale
                 if (

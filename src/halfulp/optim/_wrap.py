@@ -29,7 +29,7 @@ from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule
-from .step._batch import as_plain_gradient
+from .step._batch import convert_to_plain_gradient
 from .weight_updates._weight_update import WeightUpdate
 
 BASE_PREFIX = "base."
@@ -450,7 +450,7 @@ def _widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> tor
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
     if local(gradient) is gradient:
-        gradient, _ = as_plain_gradient(gradient, gradient, "a wrapped parameter")
+        gradient, _ = convert_to_plain_gradient(gradient, gradient, "a wrapped parameter")
     if gradient.dtype == torch.float32:
         return gradient
     part = local(gradient.detach())

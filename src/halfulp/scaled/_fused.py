@@ -21,7 +21,7 @@ from ..kernels._operations import bit_and, bit_or, real, word
 from ..kernels._plain_memory import is_dense
 from ..kernels._trace import Trace
 from ..kernels.triton._launch import find_checked_kernel, on_device
-from ..kernels.triton._writer import COMPILE_OPTIONS, function_sources, load_module, module_source
+from ..kernels.triton._writer import COMPILE_OPTIONS, load_module, write_functions, write_module
 from ..rounding._device_functions import E4M3FN, E5M2, encode_bfloat16, encode_float16, widen_bfloat16, widen_float16
 from . import _powers_of_two as _powers
 
@@ -279,13 +279,13 @@ def write_kernel_source(kernel: FusedKernel) -> str:
     made = [f"y{k}" for k in range(len(scale_results))]
     given = [f"tl.load(s{k}).to(tl.float64)" for k in range(scales)]
     given += [f"tl.full([], 1.0, tl.float64) * c{k}" for k in range(numbers)]
-    functions = function_sources("scales", scale_trace, scale_results)
+    functions = write_functions("scales", scale_trace, scale_results)
     lines = ["program = tl.program_id(0)", f"{', '.join(made)} = scales({', '.join([*given, 'None'])})"]
     if kept:
         lines += ["if program == 0:", *(f"    tl.store(r{k}, y{k}.to(tl.float32))" for k in range(kept))]
     names = [*(f"s{k}" for k in range(scales)), *(f"r{k}" for k in range(kept)), *(f"c{k}" for k in range(numbers))]
     if kernel.element_function is not None:
-        functions += [_TRITON_REPEAT, *function_sources("element", element_trace, element_results)]
+        functions += [_TRITON_REPEAT, *write_functions("element", element_trace, element_results)]
         places = ("x0 + i", "x1 + repeat(program, period, BLOCK, same)")
         words = [
             f"tl.load({place}, mask=lanes, other=0){_TRITON_LOAD_CASTS[dtype.itemsize]}"
@@ -301,7 +301,7 @@ def write_kernel_source(kernel: FusedKernel) -> str:
         names = [*(f"x{k}" for k in range(len(words))), "out", "n", "period", *names]
         names += ["same: tl.constexpr", "BLOCK: tl.constexpr"]
     body = "\n".join(f"    {line}" for line in lines)
-    return module_source(functions, f"@triton.jit\ndef kernel({', '.join(names)}):\n{body}\n")
+    return write_module(functions, f"@triton.jit\ndef kernel({', '.join(names)}):\n{body}\n")
 
 
 @functools.cache
@@ -316,8 +316,8 @@ def record_level_kernel(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Tra
 def write_level_source(dtype: torch.dtype) -> str:
     """Return the source of a Triton module: `measure` makes parts of a payload, and `level` a scale of these."""
     element, measured, wide, made = record_level_kernel(dtype)
-    functions = [*function_sources("element", element, measured), *function_sources("level_of", wide, made)]
-    return module_source(functions, _TRITON_LEVEL.replace("READ", _TRITON_LOAD_CASTS[dtype.itemsize]))
+    functions = [*write_functions("element", element, measured), *write_functions("level_of", wide, made)]
+    return write_module(functions, _TRITON_LEVEL.replace("READ", _TRITON_LOAD_CASTS[dtype.itemsize]))
 
 
 _TRITON_LEVEL = """@triton.jit

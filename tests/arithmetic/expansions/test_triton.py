@@ -23,7 +23,7 @@ from halfulp.arithmetic._pointwise import (
 from halfulp.arithmetic._reductions import _Reduction, average, product, total
 from halfulp.kernels import same_bits
 from halfulp.kernels._trace import _product_error
-from halfulp.kernels.triton._expansions import pointwise_source, reduction_source
+from halfulp.kernels.triton._expansions import PointwiseKernel, ReductionKernel
 from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_module
 
 from ...kernels.triton.interpreted import interpreted
@@ -132,10 +132,10 @@ def _sources(kept):
         )
         if elements is not None:
             trace, numbers = elements.recorded_trace
-            yield name, pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
+            yield name, PointwiseKernel(trace, numbers, elements.stored, elements.written).source
     for one in REDUCTIONS:
         stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
-        yield one.kind, reduction_source(one.device_functions, stored, written)
+        yield one.kind, ReductionKernel(one.device_functions, stored, written).source
 
 
 def test_every_function_is_written_in_what_triton_can_compile(seed):
@@ -194,14 +194,14 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
     for name, elements in kinds.items():
         trace, numbers = elements.recorded_trace
         constants = {f"mode{k}": 0 for k in range(len(elements.stored))} | {"WHOLE": True, "TILE": 1024}
-        text = pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
+        text = PointwiseKernel(trace, numbers, elements.stored, elements.written).source
         given = {"tables": "*fp64", "count": "i64", "columns": "i64"}
         ptx = instructions(text, (elements.stored, elements.written), given, constants, 4)
         check(ptx, name in ("mul", "exp", "div"))
         assert ptx.count("ld.global.v"), "16 bytes at a time"
     for one in REDUCTIONS:
         stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
-        text = reduction_source(one.device_functions, stored, written)
+        text = ReductionKernel(one.device_functions, stored, written).source
         given = dict.fromkeys(("rows", "columns", "length", "segments", "divisor", "several", "tiles"), "i64")
         for lanes in (32, 128):
             constants = {"LANES": lanes}

@@ -7,7 +7,7 @@ import torch
 from halfulp.kernels import Trace, same_bits
 from halfulp.kernels import _operations as o
 from halfulp.kernels.vector._instructions import InstructionWriter
-from halfulp.kernels.vector._machine_function import machine_function
+from halfulp.kernels.vector._machine_function import compile_machine_function
 
 from .numbers import TYPES, on_numbers
 
@@ -56,7 +56,7 @@ def compiled(name: str, function, kinds: tuple[str, ...], lanes: int, given: lis
             b.store(InstructionWriter(b, trace, lanes).run(values)[recorded.number], target, align=4)
 
     key = f"{name} {kinds} {lanes} {trace.digest()}"
-    kernel = machine_function(name, key, 2 + len(operands), write)
+    kernel = compile_machine_function(name, key, 2 + len(operands), write)
     kernel(len(made), *(array.ctypes.data for array in (*given, made)))
     return made
 

@@ -10,7 +10,7 @@ import pytest
 
 import halfulp
 from halfulp.kernels import address_of
-from halfulp.kernels.vector._machine_function import machine_function
+from halfulp.kernels.vector._machine_function import compile_machine_function
 
 ROOT = Path(halfulp.__file__).parent
 
@@ -29,7 +29,7 @@ def compiled(constant: int):
             x = b.xor(b.add(b.mul(x, word(2 * k + 3)), word(constant)), b.ashr(x, word(k)))
         return x
 
-    return machine_function("loop", f"of this test, {constant}", 2, loop)
+    return compile_machine_function("loop", f"of this test, {constant}", 2, loop)
 
 
 def bytes_in_use() -> int:

@@ -68,9 +68,9 @@ def test_what_the_environment_says_is_taken(monkeypatch):
 def test_kernels_need_instructions_for_float16(monkeypatch):
     monkeypatch.setattr(_processor, "processor", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx"))
     monkeypatch.setattr(_processor, "_is_x86", lambda: True)
-    assert "F16C" in _processor.explain_unsupported.__wrapped__()
+    assert "F16C" in _processor.explain_unsupported_machine.__wrapped__()
     monkeypatch.setattr(_processor, "processor", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx,+f16c"))
-    assert _processor.explain_unsupported.__wrapped__() == ""
+    assert _processor.explain_unsupported_machine.__wrapped__() == ""
 
 
 def test_a_feature_without_a_sign_is_refused(monkeypatch):

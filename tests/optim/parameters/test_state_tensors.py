@@ -7,7 +7,7 @@ import torch
 
 import halfulp as hu
 from halfulp.optim.parameters._state_tensors import BLOCK_LENGTHS, decode_saved_state, find_block_length
-from halfulp.optim.states._int8_blocks import Int8Blocks, scale_shape
+from halfulp.optim.states._int8_blocks import Int8Blocks, compute_scale_shape
 
 from ...laws.optim.cases import differing, snapshot
 
@@ -84,13 +84,13 @@ def test_codes_of_a_later_version_are_refused(seed):
 def test_scales_shard_as_the_rows_of_the_parameter_do(shape):
     """Cut along dimension 0 into any number of parts, the scales of the parts are the parts of the scales."""
     for block in (16, 32, 64):
-        whole = scale_shape(torch.Size(shape), block)
+        whole = compute_scale_shape(torch.Size(shape), block)
         for world in (1, 2, 3, 4):
             parts = torch.zeros(shape, dtype=torch.uint8).chunk(world) if shape[0] else [torch.zeros(shape)]
             if len(shape) == 1 and parts[0].numel() % block:
                 continue  # cuts a block: refused
             own = torch.zeros(whole).chunk(world) if shape[0] else [torch.zeros(whole)]
-            assert [scale_shape(part.shape, block) for part in parts] == [part.shape for part in own]
+            assert [compute_scale_shape(part.shape, block) for part in parts] == [part.shape for part in own]
         assert whole.numel() * block == torch.Size(shape).numel()
         assert find_block_length(torch.zeros(shape), torch.zeros(whole)) == block
 

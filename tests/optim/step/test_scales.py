@@ -13,8 +13,7 @@ import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.optim._storage import PAYLOADS
 from halfulp.optim.states._codec import Scaled
-from halfulp.optim.step import _scales as words
-from halfulp.optim.step._scales import SCALE_WINDOWS, choose_weight_scale
+from halfulp.optim.step._scales import SCALE_WINDOWS, fit_weight_scale
 from halfulp.scaled import ScaledTensor
 
 from ... import samples
@@ -133,6 +132,10 @@ def test_a_weight_that_leaves_the_range_takes_its_scale_along_in_the_same_step(s
         error = (parameter.detach().decode() - wanted).abs().max()
         assert error <= torch.finfo(dtype).eps * wanted.abs().max()
         assert parameter.payload.float().isfinite().all()
+
+
+def choose_weight_scale(dtype, present, largest):
+    return fit_weight_scale(dtype, *map(np.float64, (present, largest, 0.0)))[0]
 
 
 def test_a_scale_is_kept_inside_its_window_and_powers_of_two_are_exact(seed):
@@ -383,10 +386,6 @@ STATES = [dtype for dtype in PAYLOADS if dtype not in (torch.float32, torch.bflo
 GREATEST = float(np.finfo(np.float32).max)
 
 
-def _word(x):
-    return np.float32(x).view(np.uint32)
-
-
 def _weight_scale(dtype, scale, largest, stored):
     """The new scale of a weight, by Python's floats, and the factor that brings the payload there."""
     low, high, target = SCALE_WINDOWS[dtype]
@@ -403,10 +402,6 @@ def _weight_scale(dtype, scale, largest, stored):
     return reached, max(scale / reached, 2.0**-126)
 
 
-def _real(w):
-    return float(np.uint32(w).view(np.float32))
-
-
 def _magnitudes(seed):
     """Zero, the ends of float32's range, both sides of powers of two, and some numbers between."""
     powers = [
@@ -417,32 +412,35 @@ def _magnitudes(seed):
     return [0.0, *powers, *sides, *drawn, GREATEST]
 
 
+@pytest.mark.parametrize("library", [np.array, torch.tensor])
 @pytest.mark.parametrize("dtype", SCALE_WINDOWS)
-def test_the_scale_of_a_weight_and_the_factor_to_it_are_the_cpus(seed, dtype):
-    new_scale = words.weight_scale_function(dtype)
+def test_the_scale_of_a_weight_and_the_factor_to_it_are_pythons(seed, dtype, library):
     most, magnitudes = torch.finfo(dtype).max, _magnitudes(seed)
     stored = [x for x in magnitudes[::3] if x <= most] + [most]
     scales = [2.0**k for k in (-126, -125, -63, -1, 0, 5, 90, 126, 127)]
     pairs = itertools.product(scales, magnitudes)
     every = 1 if samples.IS_WHOLE else 4  # neighbouring pairs take the next ones
-    for present, largest, payload in ((*pair, x) for k, pair in enumerate(pairs) for x in stored[k % every :: every]):
-        scale, factor = _weight_scale(dtype, present, largest, payload)
-        found = new_scale(_word(present), _word(largest), _word(payload))
-        given = f"{present=} {largest=} {payload=}"
-        assert _real(found) == scale, given
-        assert 2.0**-126 <= scale <= 2.0**127, given
-        assert _real(words.compute_scale_ratio(_word(present), found, _word(payload))) == factor, given
-        assert _real(words.invert_scale(found)) == 1 / scale, given
+    given = [(*pair, x) for k, pair in enumerate(pairs) for x in stored[k % every :: every]]
+    wanted = [_weight_scale(dtype, *numbers) for numbers in given]
+    found = fit_weight_scale(dtype, *map(library, np.array(given).T))
+    assert [*zip(*(x.tolist() for x in found))] == wanted
+    assert all(2.0**-126 <= scale <= 2.0**127 for scale, _ in wanted)
 
 
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("dtype", STATES)
-def test_the_scale_of_a_state_is_the_cpus(seed, dtype, squared):
-    codec = Scaled(PAYLOADS[dtype], stochastic=True, squared=squared)
-    scale_of, most = words.state_scale_function(codec), torch.finfo(dtype).max
+def test_the_scale_of_a_state_is_the_least_that_it_fits_under(seed, dtype, squared):
+    codec, most = Scaled(PAYLOADS[dtype], stochastic=True, squared=squared), torch.finfo(dtype).max
     edges = [math.ldexp(most, k) for k in range(-160, 112)]
     sides = [float(np.nextafter(np.float32(x), np.float32(to))) for x in edges for to in (0.0, np.inf)]
-    for largest in (*_magnitudes(seed), *map(float, np.float32(edges)), *sides):
-        found = scale_of(_word(largest))
-        assert _real(found) == codec.fitting(largest), largest
-        assert _real(words.invert_scale(found)) == 1 / codec.fitting(largest)
+    given = (*_magnitudes(seed), *map(float, np.float32(edges)), *sides)
+    for largest, scale in zip(given, codec.fit_scale(np.array(given)).tolist()):
+        assert math.frexp(scale)[0] == 0.5
+        assert 2.0**-126 <= scale <= 2.0**126
+        if largest:
+            assert largest <= scale * most or scale == 2.0**126, largest
+            assert largest > scale / 2 * most or scale == 2.0**-126, largest
+    assert (
+        codec.fit_scale(torch.tensor(given, dtype=torch.float64)).tolist() == codec.fit_scale(np.array(given)).tolist()
+    )
+    assert codec.fit_scale(np.zeros(1)) == 1

@@ -12,9 +12,9 @@ import halfulp as hu
 from halfulp._torch_versions import HAS_GRADIENT_DTYPE
 from halfulp.kernels import record_function, select
 from halfulp.kernels._trace import RecordedFunction
-from halfulp.kernels.triton._writer import COMPILE_OPTIONS, word_function_source
+from halfulp.kernels.triton._writer import COMPILE_OPTIONS, write_word_function
 from halfulp.optim._storage import STORES
-from halfulp.optim.step._triton_kernel import make_kernel
+from halfulp.optim.step._triton_kernel import make_step_kernel
 
 from ...kernels.triton.interpreted import interpreted
 from ...kernels.triton.source import check_source
@@ -42,8 +42,8 @@ def _kind(rule, update, store, codec, gradient, metered=False):
 
 def _check_source_of(*kind):
     kind = _kind(*kind)
-    text = make_kernel(kind).source
-    assert text == make_kernel.__wrapped__(kind).source, "not deterministic"
+    text = make_step_kernel(kind).source
+    assert text == make_step_kernel.__wrapped__(kind).source, "not deterministic"
     assert {"element", "run"} <= check_source(text)
 
 
@@ -66,13 +66,13 @@ def test_every_metered_kind_is_written_in_what_triton_can_compile(rule, update, 
 def test_an_operation_without_a_form_on_blocks_is_refused():
     trace, (value,) = record_function(lambda x: [x.trace.emit("logarithm", (x,))], torch.float32, 1)
     with pytest.raises(NotImplementedError, match="logarithm of a device function has no form on Triton's blocks"):
-        word_function_source("logarithm", RecordedFunction(trace, (value.number,)))
+        write_word_function("logarithm", RecordedFunction(trace, (value.number,)))
 
 
 def test_constants_keep_their_bits():
     numbers = (-0.0, math.nan, 2.0**-149)
     trace, (value,) = record_function(lambda x: [select(x < numbers[0], numbers[1], numbers[2])], torch.float32, 1)
-    text = word_function_source("chosen", RecordedFunction(trace, (value.number,)))
+    text = write_word_function("chosen", RecordedFunction(trace, (value.number,)))
     for written in (
         "real(tl.full([], 2147483648, tl.uint32))",
         "real(tl.full([], 2143289344, tl.uint32))",
@@ -123,7 +123,7 @@ def test_the_compiler_fuses_and_flushes_nothing(case, capability, monkeypatch, t
     from triton.backends.compiler import GPUTarget
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = make_kernel(_kind(*case))
+    kernel = make_step_kernel(_kind(*case))
     totals = {"totals": "*fp64"} if kernel.table.trace.sums else {}
     types = {"chunks": "*i64", "rows": "*i64", "width": "i64", **totals, "aligned": "constexpr"}
     whole = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}

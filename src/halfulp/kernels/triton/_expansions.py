@@ -14,10 +14,10 @@ from ._writer import (
     COMPILE_OPTIONS,
     LONG_TRACE,
     TritonKernel,
-    cast_source,
-    function_sources,
-    join_tables,
-    module_source,
+    concatenate_tables,
+    write_cast,
+    write_functions,
+    write_module,
 )
 
 # Instructions up to which a kernel is compiled, in some 10 seconds.
@@ -43,14 +43,33 @@ class PointwiseKernel(TritonKernel):
         self._source_arguments = trace, tuple(results), tuple(stored), tuple(written)
         self.size = trace.count_instructions()
         self.tile = 1024 if self.size <= 100 else 512 if self.size <= LONG_TRACE else 256  # whose values registers hold
-        self.values = join_tables(trace)
+        self.values = concatenate_tables(trace)
         # Kept as long as the kernel, since what runs or was captured still reads them.
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     @property
     def source(self) -> str:
-        """The text of `pointwise_source`."""
-        return pointwise_source(*self._source_arguments)
+        """The text of the module, whose function `run` takes inputs, outputs, constants, sizes and modes."""
+        trace, results, stored, written = self._source_arguments
+        functions = write_functions("element", trace, results)
+        inputs, outputs = range(len(stored)), range(len(written))
+        modes = [f"mode{k}: tl.constexpr" for k in inputs]
+        arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), "tables"]
+        arguments += ["count: tl.int64", "columns: tl.int64", *modes, "WHOLE: tl.constexpr", "TILE: tl.constexpr"]
+        wide = "tl.float64" if trace.dtype == torch.float64 else "tl.float32"
+        lines = [
+            "if WHOLE:",  # of an argument itself tl.multiple_of says nothing
+            f"    count = count // {VECTOR_ELEMENTS} * {VECTOR_ELEMENTS}",
+            "i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)",
+            "lanes = i < count",
+            *(f"x{k} = load(input{k}, i, columns, lanes, mode{k}, TILE).to({wide})" for k in inputs),
+            f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), 'tables'])})",
+            *(f"write(output{k} + i, {write_cast(f'y{k}', dtype)}, lanes)" for k, dtype in enumerate(written)),
+        ]
+        body = "\n".join(f"    {line}" for line in lines)
+        # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
+        text = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef run({', '.join(arguments)}):\n{body}\n"
+        return write_module([_LOAD_SOURCE, *functions], text, trace.count_instructions())
 
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Fill `outputs` (contiguous, of one shape and device) from inputs that broadcast to them."""
@@ -76,31 +95,6 @@ class PointwiseKernel(TritonKernel):
                 self.tile,
                 **COMPILE_OPTIONS,
             )
-
-
-def pointwise_source(
-    trace: Trace, results: tuple[int, ...], stored: tuple[torch.dtype, ...], written: tuple[torch.dtype, ...]
-) -> str:
-    """Return the source of the module, whose function `run` takes inputs, outputs, constants, sizes and modes."""
-    functions = function_sources("element", trace, results)
-    inputs, outputs = range(len(stored)), range(len(written))
-    modes = [f"mode{k}: tl.constexpr" for k in inputs]
-    arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), "tables"]
-    arguments += ["count: tl.int64", "columns: tl.int64", *modes, "WHOLE: tl.constexpr", "TILE: tl.constexpr"]
-    wide = "tl.float64" if trace.dtype == torch.float64 else "tl.float32"
-    lines = [
-        "if WHOLE:",  # of an argument itself tl.multiple_of says nothing
-        f"    count = count // {VECTOR_ELEMENTS} * {VECTOR_ELEMENTS}",
-        "i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)",
-        "lanes = i < count",
-        *(f"x{k} = load(input{k}, i, columns, lanes, mode{k}, TILE).to({wide})" for k in inputs),
-        f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), 'tables'])})",
-        *(f"write(output{k} + i, {cast_source(f'y{k}', dtype)}, lanes)" for k, dtype in enumerate(written)),
-    ]
-    body = "\n".join(f"    {line}" for line in lines)
-    # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
-    text = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef run({', '.join(arguments)}):\n{body}\n"
-    return module_source([_LOAD_SOURCE, *functions], text, trace.count_instructions())
 
 
 _LOAD_SOURCE = f"""@triton.jit
@@ -164,8 +158,85 @@ class ReductionKernel(TritonKernel):
 
     @property
     def source(self) -> str:
-        """The text of `reduction_source`."""
-        return reduction_source(*self._source_arguments)
+        """The text of the module, with the kernel `run(inputs, outputs, numbers, LANES)`."""
+        steps, stored, written = self._source_arguments
+        pieces = steps.record_steps(len(stored))
+        functions = dict.fromkeys(
+            text
+            for name, (trace, results) in zip(("step", "join", "merge", "close"), pieces)
+            for text in write_functions(name, trace, results)
+        )
+        inputs, outputs = range(len(stored)), range(len(written))
+        state, held, other = ([f"{name}{k}" for k in range(steps.width)] for name in ("state", "held", "other"))
+        row = [f"row{k}" for k in inputs]
+        begin = [steps.start] + [0.0] * (steps.width - 1)
+        written_out = pieces[0][0].count_instructions() <= _UNROLLED_INSTRUCTIONS
+
+        def call(name: str, results: Sequence[str], given: Sequence[str]) -> str:
+            # None of these looks constants up.
+            return f"{', '.join(results)} = {name}({', '.join(given)}, None)"
+
+        def start(names: Sequence[str]) -> list[str]:
+            return [f"{name} = tl.full([LANES], {value}, tl.float64)" for name, value in zip(names, begin)]
+
+        def each(lines: Sequence[str]) -> list[str]:
+            return [f"    {line}" for line in lines]
+
+        turn = [
+            "at = (first + turn) * width + lane",
+            "there = inside & (at < count)",
+            *(
+                f"row{k} = tl.load(input{k} + base + at, mask=there, other={0.0 if k else steps.start}).to(tl.float64)"
+                for k in inputs
+            ),
+            call("step", [f"new{k}" for k in range(steps.width)], [*state, *row]),
+            *(f"state{k} = tl.where(first + turn < turns, new{k}, state{k})" for k in range(steps.width)),
+        ]
+        block = [
+            *start(state),
+            f"for turn in {'tl.static_range' if written_out else 'range'}({BLOCK}):",
+            *each(turn),
+            call("join", held, [*held, *state]),
+            f"first += {BLOCK}",
+        ]
+        merge = [
+            "beside = (several + 1) // 2",
+            "from_lane = tl.minimum(lane + beside * columns, LANES - 1).to(tl.int32)",
+            *(f"other{k} = tl.gather(held{k}, from_lane, 0)" for k in range(steps.width)),
+            call("merge", [f"new{k}" for k in range(steps.width)], [*held, *other]),
+            *(f"held{k} = tl.where(lane < (several - beside) * columns, new{k}, held{k})" for k in range(steps.width)),
+            "several = beside",
+        ]
+        lines = [
+            "program = tl.program_id(0).to(tl.int64)",
+            "segment = program // tiles",
+            "matrix = segment // segments",
+            "top = (segment - matrix * segments) * length",
+            "lane = (program - segment * tiles) * LANES + tl.arange(0, LANES)",
+            "width = columns * several",
+            "inside = lane < width",
+            "count = tl.minimum(rows - top, length) * columns",
+            "turns = (count + width - 1) // width",
+            "base = (matrix * rows + top) * columns",
+            *start(held),
+            # Triton's interpreter has no loops over ranges that it computes.
+            "first = turns * 0",
+            "while first < turns:",
+            *each(block),
+            f"for _ in range({NARROW_LANES.bit_length() - 1}):",
+            *each(merge),
+            call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
+            "to = segment * columns + lane",
+            *(
+                f"tl.store(output{k} + to, {write_cast(f'y{k}', dtype)}, mask=lane < columns)"
+                for k, dtype in enumerate(written)
+            ),
+        ]
+        numbers = [f"{name}: tl.int64" for name in _SIZE_ARGUMENTS]
+        arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), *numbers, "LANES: tl.constexpr"]
+        # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
+        text = f"@triton.jit(do_not_specialize={list(_SIZE_ARGUMENTS)})\ndef run({', '.join(arguments)}):\n"
+        return write_module(functions, text + "\n".join(each(lines)) + "\n")
 
     def __call__(
         self, parts: Sequence[torch.Tensor], made: Sequence[torch.Tensor], cut: Sequence[int], divisor: int
@@ -201,86 +272,3 @@ class ReductionKernel(TritonKernel):
                 num_warps=1 if narrow else 4,
                 enable_fp_fusion=False,
             )
-
-
-def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], written: tuple[torch.dtype, ...]) -> str:
-    """Return the source of the module, with the kernel `run(inputs, outputs, numbers, LANES)`."""
-    pieces = steps.record_steps(len(stored))
-    functions = dict.fromkeys(
-        text
-        for name, (trace, results) in zip(("step", "join", "merge", "close"), pieces)
-        for text in function_sources(name, trace, results)
-    )
-    inputs, outputs = range(len(stored)), range(len(written))
-    state, held, other, row = (
-        [f"{name}{k}" for k in range(count)]
-        for name, count in (("state", steps.width), ("held", steps.width), ("other", steps.width), ("row", len(stored)))
-    )
-    begin = [steps.start] + [0.0] * (steps.width - 1)
-    written_out = pieces[0][0].count_instructions() <= _UNROLLED_INSTRUCTIONS
-
-    def call(name: str, results: Sequence[str], given: Sequence[str]) -> str:
-        # None of these looks constants up.
-        return f"{', '.join(results)} = {name}({', '.join(given)}, None)"
-
-    def start(names: Sequence[str]) -> list[str]:
-        return [f"{name} = tl.full([LANES], {value}, tl.float64)" for name, value in zip(names, begin)]
-
-    def each(lines: Sequence[str]) -> list[str]:
-        return [f"    {line}" for line in lines]
-
-    turn = [
-        "at = (first + turn) * width + lane",
-        "there = inside & (at < count)",
-        *(
-            f"row{k} = tl.load(input{k} + base + at, mask=there, other={0.0 if k else steps.start}).to(tl.float64)"
-            for k in inputs
-        ),
-        call("step", [f"new{k}" for k in range(steps.width)], [*state, *row]),
-        *(f"state{k} = tl.where(first + turn < turns, new{k}, state{k})" for k in range(steps.width)),
-    ]
-    block = [
-        *start(state),
-        f"for turn in {'tl.static_range' if written_out else 'range'}({BLOCK}):",
-        *each(turn),
-        call("join", held, [*held, *state]),
-        f"first += {BLOCK}",
-    ]
-    merge = [
-        "beside = (several + 1) // 2",
-        "from_lane = tl.minimum(lane + beside * columns, LANES - 1).to(tl.int32)",
-        *(f"other{k} = tl.gather(held{k}, from_lane, 0)" for k in range(steps.width)),
-        call("merge", [f"new{k}" for k in range(steps.width)], [*held, *other]),
-        *(f"held{k} = tl.where(lane < (several - beside) * columns, new{k}, held{k})" for k in range(steps.width)),
-        "several = beside",
-    ]
-    lines = [
-        "program = tl.program_id(0).to(tl.int64)",
-        "segment = program // tiles",
-        "matrix = segment // segments",
-        "top = (segment - matrix * segments) * length",
-        "lane = (program - segment * tiles) * LANES + tl.arange(0, LANES)",
-        "width = columns * several",
-        "inside = lane < width",
-        "count = tl.minimum(rows - top, length) * columns",
-        "turns = (count + width - 1) // width",
-        "base = (matrix * rows + top) * columns",
-        *start(held),
-        # Triton's interpreter has no loops over ranges that it computes.
-        "first = turns * 0",
-        "while first < turns:",
-        *each(block),
-        f"for _ in range({NARROW_LANES.bit_length() - 1}):",
-        *each(merge),
-        call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
-        "to = segment * columns + lane",
-        *(
-            f"tl.store(output{k} + to, {cast_source(f'y{k}', dtype)}, mask=lane < columns)"
-            for k, dtype in enumerate(written)
-        ),
-    ]
-    numbers = [f"{name}: tl.int64" for name in _SIZE_ARGUMENTS]
-    arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), *numbers, "LANES: tl.constexpr"]
-    # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
-    text = f"@triton.jit(do_not_specialize={list(_SIZE_ARGUMENTS)})\ndef run({', '.join(arguments)}):\n"
-    return module_source(functions, text + "\n".join(each(lines)) + "\n")

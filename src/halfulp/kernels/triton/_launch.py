@@ -18,7 +18,14 @@ from .._engine import note_and_warn_once, note_fallback, use_reference_in_thread
 from .._index_map import CHUNK_ELEMENTS
 from .._operator import is_under_transform
 from .._trace import Trace
-from ._writer import COMPILE_OPTIONS, TritonKernel, element_source, find_live_lines, module_source, word_function_source
+from ._writer import (
+    COMPILE_OPTIONS,
+    TritonKernel,
+    find_live_lines,
+    write_element_function,
+    write_module,
+    write_word_function,
+)
 
 _checked_kernels: dict[Hashable, Any] = {}
 
@@ -118,9 +125,9 @@ class TensorKernel(TritonKernel):
         table, inputs = self.table, _find_inputs(self.table.trace)
         arguments: dict[object, str] = {column: f"b{column}" for column in sorted(_find_element_sizes(table.trace))}
         arguments |= {extra: f"{extra[0]}{extra[1]}" for extra, _ in inputs}
-        functions = [word_function_source("start_stream", table.stream_start)] if table.stream_start else []
-        functions.append(element_source("element", table.trace, arguments))
-        return module_source(functions, _kernel_text(self, list(arguments.values()), inputs))
+        functions = [write_word_function("start_stream", table.stream_start)] if table.stream_start else []
+        functions.append(write_element_function("element", table.trace, arguments))
+        return write_module(functions, _kernel_text(self, list(arguments.values()), inputs))
 
     @functools.cached_property
     def argument_constants(self) -> tuple[int, ...]:
@@ -343,7 +350,7 @@ def place_chunks(
     """Return int64 chunks (chunks, 4) of int64 pointers (rows, columns) on a device; `placed` if nothing has changed.
 
     Args:
-        chunks: see `kernels.chunk_table`.
+        chunks: see `kernels.make_chunk_table`.
         pointers: addresses; 0 for arrays that are not read.
         device: where the arrays lie.
         placed: what an earlier call with the same chunks returned.
@@ -377,8 +384,8 @@ class TableKernel(TritonKernel):
         arguments: dict[object, str] = {j: f"a{j}" for j in range(table.columns)}
         arguments |= {("constant", k): f"constant{k}" for k in range(table.constants)}
         arguments |= {name: name[0] for name in STREAM_INPUTS if draws}
-        functions = [word_function_source("start_stream", draws)] if draws else []
-        functions.append(element_source("element", table.trace, arguments))
+        functions = [write_word_function("start_stream", draws)] if draws else []
+        functions.append(write_element_function("element", table.trace, arguments))
         real = ".to(tl.uint32).to(tl.float32, bitcast=True)"
         last = table.columns + table.constants
         lines = [
@@ -405,7 +412,7 @@ class TableKernel(TritonKernel):
         totals = "totals, " if table.trace.sums else ""
         decorator = "@triton.jit(do_not_specialize=['width'])"
         text = f"{decorator}\ndef run(chunks, rows, width: tl.int64, {totals}aligned: tl.constexpr):\n{body}\n"
-        return module_source(functions, text, table.trace.count_instructions())
+        return write_module(functions, text, table.trace.count_instructions())
 
     def _total_lines(self, call: str) -> list[str]:
         """Return the lines that write a tile's sums, or raise a row's largest words in whatever order programs run."""

@@ -1,7 +1,8 @@
 """Operations on Triton blocks that take more than an expression: plain functions whose text goes into modules.
 
 `lanes` is the mask of the elements that exist, and `aligned` says that addresses and indices are multiples of 16. Words
-are uint32 blocks and reals float32 blocks; names that end in 64 are of uint64 and float64 blocks.
+are uint32 blocks and reals float32 blocks. Functions with a name in `WIDTHLESS_FUNCTIONS` are written for blocks of 64
+bits too, under names that end in 64.
 """
 
 from __future__ import annotations
@@ -14,42 +15,44 @@ else:
     tl = None  # triton.language in a generated module
 
 
+WIDTHLESS_FUNCTIONS = ("word", "real", "negative", "absolute", "product_error", "rint")
+# Constants of the functions below as they are for reals of 32 and of 64 bits.
+NAN, SIGN, MAGNITUDE = (0x7FC00000, 0x7FF8 << 48), (1 << 31, 1 << 63), ((1 << 31) - 1, (1 << 63) - 1)
+ROUNDING_SUMMAND, LEAST_WHOLE = (1.5 * 2.0**23, 1.5 * 2.0**52), (2.0**22, 2.0**51)
+
+
 def word(x):
     # A GPU's own NaN has all low bits set, which the encoders do not allow.
-    return tl.where(x == x, x.to(tl.uint32, bitcast=True), tl.full([], 0x7FC00000, tl.uint32))
-
-
-def word64(x):
-    return tl.where(x == x, x.to(tl.uint64, bitcast=True), tl.full([], 0x7FF8000000000000, tl.uint64))
+    return tl.where(x == x, x.to(tl.uint32, bitcast=True), tl.full([], NAN, tl.uint32))
 
 
 def real(w):
     return w.to(tl.float32, bitcast=True)
 
 
-def real64(w):
-    return w.to(tl.float64, bitcast=True)
+def negative(x):
+    # Triton's own minus is 0 - x, which loses the sign of a zero.
+    return real(x.to(tl.uint32, bitcast=True) ^ tl.full([], SIGN, tl.uint32))
+
+
+def absolute(x):
+    return real(x.to(tl.uint32, bitcast=True) & tl.full([], MAGNITUDE, tl.uint32))
+
+
+def product_error(a, b, p):
+    return tl.fma(a, b, negative(p))
+
+
+def rint(x):
+    # The sum rounds to a whole number, which larger ones nearly are; the sign of what becomes zero stays.
+    summand = tl.full([], ROUNDING_SUMMAND, tl.float32)
+    whole = tl.where(tl.abs(x) < tl.full([], LEAST_WHOLE, tl.float32), (x + summand) - summand, x)
+    sign = x.to(tl.uint32, bitcast=True) & tl.full([], SIGN, tl.uint32)
+    return real(whole.to(tl.uint32, bitcast=True) | sign)
 
 
 def divide64(a, b):
     return a / b  # of float64 correctly rounded, and div_rn takes float32 alone
-
-
-def negative(x):
-    # Triton's own minus is 0 - x, which loses the sign of a zero.
-    return (x.to(tl.uint32, bitcast=True) ^ tl.full([], 0x80000000, tl.uint32)).to(tl.float32, bitcast=True)
-
-
-def negative64(x):
-    return (x.to(tl.uint64, bitcast=True) ^ tl.full([], 0x8000000000000000, tl.uint64)).to(tl.float64, bitcast=True)
-
-
-def absolute(x):
-    return (x.to(tl.uint32, bitcast=True) & tl.full([], 0x7FFFFFFF, tl.uint32)).to(tl.float32, bitcast=True)
-
-
-def absolute64(x):
-    return (x.to(tl.uint64, bitcast=True) & tl.full([], 0x7FFFFFFFFFFFFFFF, tl.uint64)).to(tl.float64, bitcast=True)
 
 
 def deposit64(address, places, words, lanes):
@@ -119,63 +122,6 @@ def store4(address, i, w, lanes):
     low, high = tl.split(tl.reshape(w & 15, [w.shape[0], w.shape[1] // 2, 2]))
     place, _ = tl.split(tl.reshape(i >> 1, [w.shape[0], w.shape[1] // 2, 2]))
     write(address.to(tl.pointer_type(tl.uint8)) + place, (low | (high << 4)).to(tl.uint8), lanes)
-
-
-# of reals, the width of which ends a name -----------------------------------------------------------------------
-
-
-def product_error32(a, b, p):
-    minus_p = (p.to(tl.uint32, bitcast=True) ^ tl.full([], 0x80000000, tl.uint32)).to(tl.float32, bitcast=True)
-    return tl.fma(a, b, minus_p)
-
-
-def product_error64(a, b, p):
-    minus_p = (p.to(tl.uint64, bitcast=True) ^ tl.full([], 0x8000000000000000, tl.uint64)).to(tl.float64, bitcast=True)
-    return tl.fma(a, b, minus_p)
-
-
-def rint32(x):
-    # Next to 2^23 a float32 has no fraction; the sign of what becomes zero stays.
-    magic = tl.full([], 12582912.0, tl.float32)
-    whole = tl.where(tl.abs(x) < tl.full([], 4194304.0, tl.float32), (x + magic) - magic, x)
-    sign = x.to(tl.uint32, bitcast=True) & tl.full([], 0x80000000, tl.uint32)
-    return (whole.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-def rint64(x):
-    magic = tl.full([], 6755399441055744.0, tl.float64)
-    whole = tl.where(tl.abs(x) < tl.full([], 2251799813685248.0, tl.float64), (x + magic) - magic, x)
-    sign = x.to(tl.uint64, bitcast=True) & tl.full([], 0x8000000000000000, tl.uint64)
-    return (whole.to(tl.uint64, bitcast=True) | sign).to(tl.float64, bitcast=True)
-
-
-def power_below32(x):
-    return (x.to(tl.uint32, bitcast=True) & tl.full([], 0x7F800000, tl.uint32)).to(tl.float32, bitcast=True)
-
-
-def power_below64(x):
-    return (x.to(tl.uint64, bitcast=True) & tl.full([], 0x7FF0000000000000, tl.uint64)).to(tl.float64, bitcast=True)
-
-
-def exponent32(x):
-    biased = (x.to(tl.uint32, bitcast=True) >> tl.full([], 23, tl.uint32)) & tl.full([], 255, tl.uint32)
-    return (biased.to(tl.int32, bitcast=True) - 127).to(tl.float32)
-
-
-def exponent64(x):
-    biased = (x.to(tl.uint64, bitcast=True) >> tl.full([], 52, tl.uint64)) & tl.full([], 2047, tl.uint64)
-    return (biased.to(tl.int64, bitcast=True) - 1023).to(tl.float64)
-
-
-def power32(k):
-    # A NaN stands for no integer, and gives 1 as on the CPU.
-    whole = tl.where(k == k, k, tl.full([], 0.0, tl.float32)).to(tl.int32)
-    return ((whole + 127) << 23).to(tl.float32, bitcast=True)
-
-
-def power64(k):
-    whole = tl.where(k == k, k, tl.full([], 0.0, tl.float64)).to(tl.int64)
-    return ((whole + 1023) << 52).to(tl.float64, bitcast=True)
 
 
 def gather(table, index, last: tl.constexpr):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 import hashlib
 import inspect
 import linecache
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +26,10 @@ _INFIX_OPERATORS = {
 }
 # What an operation is as an expression of its operands x, y and z, where reals of 64 bits have the same one.
 _EXPRESSIONS = {
-    "abs": "absolute({x})",
-    "neg": "negative({x})",
+    "abs": "absolute{width}({x})",
+    "neg": "negative{width}({x})",
+    "rint": "rint{width}({x})",
+    "product_error": "product_error{width}({x}, {y}, {z})",
     "not": "{x} == 0",
     "select": "tl.where({x}, {y}, {z})",
     "div": "tl.div_rn({x}, {y})",
@@ -40,7 +42,6 @@ _EXPRESSIONS = {
     "to_word": "{x}.to(tl.int32).to(tl.uint32, bitcast=True)",
     "to_float32": "{x}.to(tl.float32)",
     "to_float64": "{x}.to(tl.float64)",
-    "round_to_float32": "{x}.to(tl.float32).to(tl.float64)",
     "word_sar": "({x}.to(tl.int64, bitcast=True) >> {y}.to(tl.int64)).to(tl.uint64, bitcast=True)",
     "word_mulh16": "(({x} >> 16) * ({y} >> 16) & 0xFFFF0000) | (({x} & 0xFFFF) * ({y} & 0xFFFF) >> 16)",
     "multiply_add": "{x} * {y} + {z}",
@@ -48,17 +49,14 @@ _EXPRESSIONS = {
 }
 # Triton's sqrt_rn takes float32 alone; its plain root rounds float64 correctly.
 _FLOAT64_EXPRESSIONS = _EXPRESSIONS | {
-    "abs": "absolute64({x})",
-    "neg": "negative64({x})",
     "div": "divide64({x}, {y})",
     "sqrt": "tl.sqrt({x})",
     "to_word": "{x}.to(tl.int32).to(tl.uint32, bitcast=True).to(tl.uint64)",
 }
-_REAL_OPERATIONS = ("product_error", "rint", "power_below", "exponent", "power")  # named by their width
 _TRITON_TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
 
 
-def module_source(functions: Iterable[str], kernel: str, size: int = 0) -> str:
+def write_module(functions: Iterable[str], kernel: str, size: int = 0) -> str:
     """Return the source of a Triton module: a kernel, the functions that it calls, and operations that those call.
 
     Args:
@@ -66,8 +64,13 @@ def module_source(functions: Iterable[str], kernel: str, size: int = 0) -> str:
         kernel: its source.
         size: instructions; beyond LONG_TRACE the kernel's tile has at most a vector of float64 per thread.
     """
-    known = {name: f for name, f in vars(operations).items() if inspect.isfunction(f)}
-    texts = {name: f"@triton.jit\n{inspect.getsource(function).rstrip()}" for name, function in known.items()}
+    texts = {}
+    for name, function in vars(operations).items():
+        if inspect.isfunction(function):
+            text = f"@triton.jit\n{inspect.getsource(function).rstrip()}"
+            texts[name] = _insert_constants(text, 0)
+            if name in operations.WIDTHLESS_FUNCTIONS:
+                texts[f"{name}64"] = _insert_constants(_WIDTHLESS_CALL.sub(r"\g<0>64", _WIDTH.sub("64", text)), 1)
     if size > LONG_TRACE:
         texts |= {name: texts[f"{name}_apart"].replace("_apart", "") for name in ("read", "write")}
     written = "\n\n\n".join([*functions, kernel])
@@ -77,7 +80,16 @@ def module_source(functions: Iterable[str], kernel: str, size: int = 0) -> str:
     return f"import triton\nimport triton.language as tl\n\n\n{written}"
 
 
-def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str:
+_WIDTH = re.compile(r"(?<=int)32|(?<=float)32")
+_WIDTHLESS_CALL = re.compile(rf"\b({'|'.join(operations.WIDTHLESS_FUNCTIONS)})(?=\()")
+_CONSTANTS = {name: pair for name, pair in vars(operations).items() if isinstance(pair, tuple) and len(pair) == 2}
+
+
+def _insert_constants(text: str, place: int) -> str:
+    return re.sub(rf"\b({'|'.join(_CONSTANTS)})\b", lambda found: repr(_CONSTANTS[found[0]][place]), text)
+
+
+def write_element_function(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str:
     """Return the source of a device function of blocks i of elements, in blocks b, of which some lanes exist.
 
     Args:
@@ -99,22 +111,23 @@ def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str
     return _function_text(name, ["i", "b", *arguments.values(), "lanes", "aligned: tl.constexpr"], lines)
 
 
-def function_sources(name: str, trace: Trace, results: Sequence[int]) -> list[str]:
+def write_functions(name: str, trace: Trace, results: Sequence[int]) -> list[str]:
     """Return the sources of a device function of reals x0, x1, ... and of those that it calls, which come first.
 
-    Each takes `tables` behind its inputs, the address of the values of `join_tables(trace)`, and returns its results.
+    Each takes `tables` behind its inputs, the address of the values of `concatenate_tables(trace)`, and returns its
+    results.
     """
     found: dict[str, str] = {}
     _collect_functions(name, trace, results, _find_table_offsets(trace), found)
     return list(found.values())
 
 
-def join_tables(trace: Trace) -> tuple[float, ...]:
+def concatenate_tables(trace: Trace) -> tuple[float, ...]:
     """Return the constants that a trace and those that it calls look up, one table behind the other."""
     return tuple(value for table in _find_table_offsets(trace) for value in table)
 
 
-def cast_source(name: str, dtype: torch.dtype) -> str:
+def write_cast(name: str, dtype: torch.dtype) -> str:
     """Return a real in a dtype in memory, to nearest; a float64 of 16 bits goes through float32, which is exact."""
     if dtype == torch.bfloat16:
         return f"to_bfloat16({name}.to(tl.float32))"
@@ -123,12 +136,12 @@ def cast_source(name: str, dtype: torch.dtype) -> str:
     return f"{name}.to({'tl.float64' if dtype == torch.float64 else 'tl.float32'})"
 
 
-def word_function_source(name: str, piece: RecordedFunction) -> str:
+def write_word_function(name: str, piece: RecordedFunction) -> str:
     """Return the source of a device function of words.
 
     >>> from halfulp.kernels._device_function import record_word_function
     >>> from halfulp.kernels._operations import add, mul
-    >>> print(word_function_source("twice", record_word_function(lambda x: add(x, x), "w32")))
+    >>> print(write_word_function("twice", record_word_function(lambda x: add(x, x), "w32")))
     @triton.jit
     def twice(x0):
         v0 = x0
@@ -144,7 +157,7 @@ def word_function_source(name: str, piece: RecordedFunction) -> str:
 
 def find_live_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
     """Return the numbers of the instructions on which results, and what a trace stores and sums up, depend."""
-    needed = {*results, *trace.find_live_outs()}
+    needed = {*results, *trace.list_outgoing_values()}
     for number in reversed(range(len(trace.lines))):
         if number in needed:
             needed.update(trace.lines[number][1])
@@ -165,17 +178,15 @@ def load_module(source: str) -> dict[str, object]:
     return namespace
 
 
-class TritonKernel(abc.ABC):
-    """The base of kernels, whose text is compiled at the first launch."""
+class TritonKernel:
+    """The base of kernels, whose text is compiled at the first launch.
 
-    @property
-    @abc.abstractmethod
-    def source(self) -> str:
-        """The text of the module, with the kernel's function `run`.
+    Attributes:
+        source: the text of the module, with the kernel's function `run`; NotImplementedError is raised over an
+            operation that has no form on Triton's blocks.
+    """
 
-        Raises:
-            NotImplementedError: an operation that has no form on Triton's blocks.
-        """
+    source: Any
 
     @functools.cached_property
     def run(self) -> Any:
@@ -262,7 +273,7 @@ def _write_expression(
     if operation == "word":
         return f"tl.full([], {extra[0]}, {_TRITON_TYPES[kind]})"
     if operation == "bits":
-        return f"{'real' if kind[0] == 'f' else 'word'}{'64' if kind[1:] == '64' else ''}({values[0]})"
+        return f"{'real' if kind[0] == 'f' else 'word'}{kind[1:].removeprefix('32')}({values[0]})"
     if operation == "part":
         return f"{values[0]}_{extra}"
     if operation == "gather":
@@ -270,11 +281,11 @@ def _write_expression(
         return f"gather(tables + {names['table', extra]}, {values[0]}, {last})"
     if name in _INFIX_OPERATORS:
         return f"{values[0]} {_INFIX_OPERATORS[name]} {values[1]}"
-    if operation in _REAL_OPERATIONS:
-        return f"{operation}{kind[1:]}({', '.join(values)})"
     if operation not in _EXPRESSIONS:
         raise NotImplementedError(f"the operation {operation} of a device function has no form on Triton's blocks")
-    return (_FLOAT64_EXPRESSIONS if kind[1:] == "64" else _EXPRESSIONS)[operation].format(**dict(zip("xyz", values)))
+    width = "64" if kind[1:] == "64" else ""
+    expressions = _FLOAT64_EXPRESSIONS if width else _EXPRESSIONS
+    return expressions[operation].format(width=width, **dict(zip("xyz", values)))
 
 
 def _write_constant(value: float, kind: str) -> str:

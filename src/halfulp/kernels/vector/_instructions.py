@@ -10,14 +10,23 @@ from typing import Any
 import torch
 
 from .._trace import RecordedFunction, Trace
-from ._builder import VectorBuilder, find_fixup, has_fixup_instruction, lane_type, write_fixup
+from ._builder import VectorBuilder, lane_type
 from ._processor import has_fused_vectors, processor, vector_bits
 
 # Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
 _LLVM_INSTRUCTIONS = {
     **{"word_add": "add", "word_sub": "sub", "word_mul": "mul", "word_shl": "shl", "word_shr": "lshr"},
     **{"word_sar": "ashr", "word_and": "and_", "word_or": "or_", "word_xor": "xor"},
-    **{"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "and": "and_", "or": "or_"},
+    **{
+        "add": "fadd",
+        "sub": "fsub",
+        "mul": "fmul",
+        "div": "fdiv",
+        "neg": "fneg",
+        "select": "select",
+        "and": "and_",
+        "or": "or_",
+    },
 }
 _LLVM_CASTS = {
     **{"bits": "bitcast", "to_real": "sitofp", "to_float64": "fpext", "to_float32": "fptrunc"},
@@ -47,7 +56,6 @@ class InstructionWriter(VectorBuilder):
         super().__init__(builder)
         self.trace, self.lanes, self.calls = trace, lanes, calls
         self.wide = trace.dtype == torch.float64
-        self.mantissa, self.bias = (52, 1023) if self.wide else (23, 127)
         self.real = self.vector_type(self.f64 if self.wide else self.f32, lanes)
         self.bits = self.vector_type(self.i64 if self.wide else self.i32, lanes)
         is_full = lanes * (64 if self.wide else 32) == vector_bits() and has_fused_vectors(vector_bits())
@@ -135,7 +143,7 @@ class InstructionWriter(VectorBuilder):
         function.attributes.add("noinline")
         builder = ir.IRBuilder(function.append_basic_block("entry"))
         computed = InstructionWriter(builder, piece.trace, self.lanes, self.calls).run(list(function.args))
-        together = self.undefined_vector(kind.return_type)
+        together = self.make_undefined_vector(kind.return_type)
         for k, number in enumerate(piece.results):
             together = builder.insert_value(together, computed[number], k)
         builder.ret(together)
@@ -160,14 +168,6 @@ class InstructionWriter(VectorBuilder):
     def do_high_word(self, _, x):
         return self.b.trunc(self.b.lshr(x, self.constant(x.type, 32)), self.type_of_kind("w32"))
 
-    def do_neg(self, _, x):
-        name, operands, _ = self.trace.lines[self.trace.lines[self.number][1][0]]
-        if name == "mul" and self.trace.lines[operands[0]][0] == "input":
-            factor, other = (self.values[k] for k in operands)
-            if factor is not None and other is not None:  # -(c x) as (-c) x: -c is made once for all elements
-                return self.b.fmul(self.b.fneg(factor), other)
-        return self.b.fneg(x)
-
     def do_multiply_add(self, _, a, b, c):
         if has_fused_vectors(vector_bits()):
             return self.call_intrinsic("fma", a, b, c)
@@ -189,39 +189,6 @@ class InstructionWriter(VectorBuilder):
     def do_not(self, _, x):
         return self.b.xor(x, self.constant(x.type, 1))
 
-    def do_select(self, _, condition, x, y):
-        found = (
-            find_fixup(self.trace, self.number)
-            if self.kind in ("f32", "w32") and has_fixup_instruction(self.lanes)
-            else None
-        )
-        if found is not None:
-            kept, of = (self.values[k] for k in found[:2])
-            if kept is not None and of is not None:
-                return write_fixup(self, kept, of, found[2])
-        return self.b.select(condition, x, y)
-
-    def do_power_below(self, _, x):
-        mask = self.constant(self.bits, (2 * self.bias + 1) << self.mantissa)
-        return self.b.bitcast(self.b.and_(self.b.bitcast(x, self.bits), mask), self.real)
-
-    def do_exponent(self, _, x):
-        shifted = self.b.lshr(self.b.bitcast(x, self.bits), self.constant(self.bits, self.mantissa))
-        biased = self.b.and_(shifted, self.constant(self.bits, 2 * self.bias + 1))
-        return self.b.sitofp(self.b.sub(biased, self.constant(self.bits, self.bias)), self.real)
-
-    def do_power(self, _, k):
-        whole = self.b.add(self.convert_to_word(k), self.constant(self.bits, self.bias))
-        return self.b.bitcast(self.b.shl(whole, self.constant(self.bits, self.mantissa)), self.real)
-
-    def convert_to_word(self, k):
-        """Return a real integer as a word; NaN, which no integer stands for, as 0."""
-        known = self.b.select(self.b.fcmp_ordered("ord", k, k), k, self.constant(self.real, 0.0))
-        return self.b.fptosi(known, self.bits)
-
-    def do_round_to_float32(self, _, x):
-        return self.b.fpext(self.b.fptrunc(x, self.type_like(x, self.f32)), self.real)
-
     def do_gather(self, number, index):
         ir, b = self.ir, self.b
         values = self.trace.tables[number]
@@ -239,7 +206,7 @@ class InstructionWriter(VectorBuilder):
         first = ir.Constant(self.i32, 0)
         if self.lanes == 1:
             return b.load(b.gep(table, [first, whole]))
-        made = self.undefined_vector(self.real)
+        made = self.make_undefined_vector(self.real)
         for k in range(self.lanes):
             lane = ir.Constant(self.i32, k)
             made = b.insert_element(made, b.load(b.gep(table, [first, b.extract_element(whole, lane)])), lane)

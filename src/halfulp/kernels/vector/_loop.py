@@ -13,7 +13,7 @@ from .._device_function import STREAM_INPUTS
 from .._trace import Trace
 from ._builder import VectorBuilder, element_size, lane_type
 from ._instructions import InstructionWriter
-from ._machine_function import Kernel, machine_function
+from ._machine_function import Kernel, compile_machine_function
 from ._processor import vector_bits
 
 # Cycles after which a result is there, where they are more than one.
@@ -211,10 +211,10 @@ def compile_trace(
 
 def compile_rows(name: str, key: str, emit: Callable) -> Kernel:
     """Return a function (first row, last row, table address) of the instructions that emit(builder, *these) writes."""
-    return machine_function(f"{name}_{key[:16]}", key, 3, lambda b, *values: emit(b.b, *values))
+    return compile_machine_function(f"{name}_{key[:16]}", key, 3, lambda b, *values: emit(b.b, *values))
 
 
-def native_lanes(dtype: torch.dtype) -> int:
+def count_native_lanes(dtype: torch.dtype) -> int:
     """Return the lanes of a vector register of the processor."""
     return vector_bits() // (64 if dtype == torch.float64 else 32)
 
@@ -226,7 +226,7 @@ class _RowLoop(VectorBuilder):
         super().__init__(builder)
         self.quick, self.exact = quick, exact
         self.trace, self.results, self.stored, self.written = trace, results, stored, written
-        self.lanes = native_lanes(trace.dtype)
+        self.lanes = count_native_lanes(trace.dtype)
         self.real = self.vector_type(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
         self.calls = trace.count_instructions() > _INSTRUCTIONS_TO_CALL
 
@@ -264,7 +264,7 @@ class _RowLoop(VectorBuilder):
         Vectors with an element in doubt are computed by the other trace, before anything is stored, as outputs may be
         inputs too.
         """
-        b, lanes = self.b, native_lanes(quick.trace.dtype)
+        b, lanes = self.b, count_native_lanes(quick.trace.dtype)
         words, width = self.vector_type(self.i32, lanes), self.word(2 * lanes)
         done = b.mul(b.sdiv(count, width), width)
         real = self.vector_type(self.f64 if quick.trace.dtype == torch.float64 else self.f32, lanes)

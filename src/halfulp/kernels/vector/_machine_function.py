@@ -36,7 +36,7 @@ if hasattr(os, "register_at_fork"):  # a child of a process that was compiling w
     os.register_at_fork(after_in_child=_renew_compile_lock)
 
 
-def machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> Kernel:
+def compile_machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> Kernel:
     """Return a compiled function of so many integers of 64 bits, addresses mostly, which runs without Python's lock.
 
     Args:
@@ -50,7 +50,7 @@ def machine_function(name: str, key: str, arguments: int, write: Callable[..., N
     ...     with b.loop(first, last, 1) as i:
     ...         b.b.store(i, b.pointer(array, i, b.i64))
     >>> numbers = np.zeros(3, np.int64)
-    >>> machine_function("fill", "of the example", 3, fill)(0, 3, address_of(numbers))
+    >>> compile_machine_function("fill", "of the example", 3, fill)(0, 3, address_of(numbers))
     >>> numbers
     array([0, 1, 2])
     """

@@ -37,7 +37,7 @@ def _describe_processor(name: str | None, features: str | None) -> tuple[str, st
 
 
 @functools.cache
-def explain_unsupported() -> str:
+def explain_unsupported_machine() -> str:
     """Return why llvmlite, which is installed, cannot compile for this machine; "" where it can."""
     try:
         from llvmlite import binding

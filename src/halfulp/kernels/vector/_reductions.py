@@ -11,7 +11,7 @@ import torch
 from .._trace import Trace, Traced, record_function
 from ._builder import VectorBuilder, count_lanes, element_size
 from ._instructions import InstructionWriter
-from ._loop import compile_rows, native_lanes
+from ._loop import compile_rows, count_native_lanes
 
 NARROW_LANES = 32  # lanes that the rows of a matrix with fewer columns are dealt to, whatever the processor's vectors
 BLOCK = 16  # rows that a step takes up one after another before they are joined to what came before
@@ -134,7 +134,7 @@ class _WideMatrixLoop(_ReductionLoop):
     def reduce_segment(self, start, rows, out) -> None:
         b = self.b
         # Four native vectors at once hide the latency of the chain of sums.
-        lanes = 4 * native_lanes(torch.float64)
+        lanes = 4 * count_native_lanes(torch.float64)
         kind = self.vector_type(self.f64, lanes)
         with self.loop(self.word(0), self.columns, lanes) as i:
             i = self.select_lesser(i, b.sub(self.columns, self.word(lanes)))

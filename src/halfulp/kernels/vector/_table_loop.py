@@ -15,7 +15,7 @@ from .._trace import COUNTER_COPIES, RecordedFunction
 from ._builder import VectorBuilder, lane_type
 from ._instructions import InstructionWriter
 from ._loop import Phases, Stages, find_operands, schedule_lines, split_into_stages
-from ._machine_function import Kernel, machine_function
+from ._machine_function import Kernel, compile_machine_function
 from ._processor import vector_bits
 
 _ELEMENTS_AT_ONCE = 512  # elements, in small blocks
@@ -30,7 +30,7 @@ def compile_table(name: str, table: Table) -> Kernel:
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
     (rows of constants, constants), uint64 (rows,): keys, and float64 (chunks, `table.sums`).
     """
-    return machine_function(name, table.make_key(), 8, lambda b, *values: TableLoop(b.b, table).build(*values))
+    return compile_machine_function(name, table.make_key(), 8, lambda b, *values: TableLoop(b.b, table).build(*values))
 
 
 def compile_row(name: str, table: Table) -> Kernel:
@@ -43,7 +43,7 @@ def compile_row(name: str, table: Table) -> Kernel:
         row, key, pointers = (b.b.add(b.arguments, b.word(8 * k)) for k in (4, 5, 6))
         TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, b.word(0))
 
-    return machine_function(name, f"row {table.make_key()}", 6 + table.columns, write)
+    return compile_machine_function(name, f"row {table.make_key()}", 6 + table.columns, write)
 
 
 class TableLoop(VectorBuilder):
@@ -132,7 +132,7 @@ class TableLoop(VectorBuilder):
         vectors = [self.vector_type(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
         totals = [self.ir.Constant(kind, None) for kind in vectors for _ in range(2)]
         (self.write_blocks if self.table.block else self.write_vectors)(begin, count, totals)
-        return [self.reduce_total(how, totals[2 * k : 2 * k + 2]) for k, (how, _) in enumerate(sums)]
+        return [self.reduce_total_lanes(how, totals[2 * k : 2 * k + 2]) for k, (how, _) in enumerate(sums)]
 
     def set_scalar(self, name: tuple, value) -> None:
         """Take a scalar for an input."""
@@ -151,7 +151,7 @@ class TableLoop(VectorBuilder):
         for name, value in zip(STREAM_INPUTS[1:], own):
             self.set_scalar(name, value)
 
-    def lane_places(self) -> list[list[int]]:
+    def list_lane_places(self) -> list[list[int]]:
         """Return which neighbours the lanes of the two vectors are."""
         lanes = range(self.lanes)
         if self.in_pairs:
@@ -171,32 +171,33 @@ class TableLoop(VectorBuilder):
             array: b.add(self.address[self.column[array[0]]], b.mul(begin, self.word(array[1] // 8)))
             for array in self.arrays
         }
+        ends = {array: b.add(base, self.count_bytes(whole, array[1])) for array, base in bases.items()}
         if self.trace.sums or self.trace.deposits:
             # Only of what remains it is asked which lanes are elements.
             with self.loop(zero, whole, self.width, totals) as i:
-                self.write_turn(bases, i, i, totals, None)
+                self.write_vector_pair(bases, i, i, totals, None)
             with self.loop(zero, rest, self.width, totals) as i:
-                self.copy_rest_in(bases, whole, rest)
-                self.write_turn(held, i, whole, totals, rest)
-                self.copy_out(bases, whole, rest)
+                self.copy_block(ends, rest)
+                self.write_vector_pair(held, i, whole, totals, rest)
+                self.copy_out(ends, rest)
             return
         first = b.select(b.icmp_signed(">", whole, zero), zero, one)
         last = b.select(b.icmp_signed(">", rest, zero), self.word(2), one)
         with self.loop(first, last, 1) as phase:
             is_rest = b.icmp_signed("==", phase, one)
             with b.if_then(is_rest):
-                self.copy_rest_in(bases, whole, rest)
+                self.copy_block(ends, rest)
             used = {array: b.select(is_rest, held[array], bases[array]) for array in self.arrays}
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
             if self.stages:
                 self.write_stages(self.stages, limit, before, used)
             else:
                 with self.loop(zero, limit, self.width) as i:
-                    self.write_turn(used, i, b.add(before, i), [], None)
+                    self.write_vector_pair(used, i, b.add(before, i), [], None)
             with b.if_then(is_rest):
-                self.copy_out(bases, whole, rest)
+                self.copy_out(ends, rest)
 
-    def write_turn(self, bases: dict, i, place, totals: list, limit) -> None:
+    def write_vector_pair(self, bases: dict, i, place, totals: list, limit) -> None:
         """Write what happens to two vectors from i on, whose place in the chunk is another; all lanes are elements.
 
         With a limit only those below it are.
@@ -205,7 +206,7 @@ class TableLoop(VectorBuilder):
         self.prefetch_arrays(bases, i)
         values = self.compute_vectors(loaded, place)
         self.store_results(values, self.stores, bases, i)
-        self.add_deposits(values, limit)
+        self.write_counter_additions(values, limit)
         self.add_to_totals(values, i, totals, limit, range(len(self.trace.lines)))
 
     def write_stages(self, stages: Stages, limit, before, bases: dict) -> None:
@@ -251,22 +252,13 @@ class TableLoop(VectorBuilder):
                 # Far ones come into the second level, whose queue of pending lines is longer.
                 self.prefetch_line(self.b.add(first, self.word(line)), 2 if is_far else 3)
 
-    def copy_rest_in(self, bases: dict, start, rest) -> None:
-        """Copy the last elements, and the last of them again up to a whole vector."""
-        b = self.b
-        with self.loop(self.word(0), self.word(self.width), 1) as j:
-            place = b.add(start, self.select_lesser(j, b.sub(rest, self.word(1))))
-            for array in dict.fromkeys(self.loads):
-                value = b.load(self.pointer(bases[array], place, self.ir.IntType(array[1])), align=array[1] // 8)
-                b.store(value, b.gep(self.copies[array], [j]), align=array[1] // 8)
-
-    def copy_out(self, bases: dict, start, count) -> None:
+    def copy_out(self, bases: dict, count) -> None:
         """Write what the copies hold where it belongs."""
         b = self.b
         with self.loop(self.word(0), count, 1) as j:
             for array in self.stores:
                 value = b.load(b.gep(self.copies[array], [j]), align=array[1] // 8)
-                to = self.pointer(bases[array], b.add(start, j), self.ir.IntType(array[1]))
+                to = self.pointer(bases[array], j, self.ir.IntType(array[1]))
                 b.store(value, to, align=array[1] // 8)
 
     # blocks ----------------------------------------------------------------------------------------------------
@@ -290,7 +282,7 @@ class TableLoop(VectorBuilder):
                 def at(k, number=number):
                     return self.locate_block(begin, b.add(number, k))
 
-                self.write_some_blocks(at, number, several, block, totals)
+                self.write_block_group(at, number, several, block, totals)
 
     def locate_block(self, begin, number) -> dict:
         """Return where a block's elements lie in each array."""
@@ -311,12 +303,12 @@ class TableLoop(VectorBuilder):
         held = {array: b.ptrtoint(self.copies[array], self.i64) for array in self.arrays}
         used = {array: b.select(in_copy, held[array], bases[array]) for array in self.arrays}
         first = b.sdiv(start, self.word(self.table.block or 0))
-        self.write_some_blocks(lambda _: used, first, self.word(1), size, totals)
+        self.write_block_group(lambda _: used, first, self.word(1), size, totals)
         with b.if_then(in_copy):
-            self.copy_out(bases, self.word(0), size)
+            self.copy_out(bases, size)
 
     def copy_block(self, bases: dict, size) -> None:
-        """Copy a block's elements, and zeros behind them."""
+        """Copy some elements, and zeros behind them up to a whole vector."""
         b = self.b
         for array in dict.fromkeys(self.loads):
             kind, align = self.ir.IntType(array[1]), array[1] // 8
@@ -342,7 +334,7 @@ class TableLoop(VectorBuilder):
         width = self.word(self.width)
         return self.b.mul(self.b.udiv(self.b.add(size, self.word(self.width - 1)), width), width)
 
-    def write_some_blocks(self, at: Callable, first, several, size, totals: list) -> None:
+    def write_block_group(self, at: Callable, first, several, size, totals: list) -> None:
         """Write the loops over some blocks, `several` from the chunk's block `first` on; `at` says where one lies."""
         b, phases = self.b, self.phases
         with self.loop(self.word(0), several, 1, totals) as k:
@@ -411,11 +403,11 @@ class TableLoop(VectorBuilder):
                         largest[n] = self.add_value("max", largest[n], word)
                 return sums + largest
 
-            carried[:] = self.write_rare_apart(turn, rest)
+            carried[:] = self.write_rare_cases_apart(turn, rest)
         totals[:] = carried[:kept]
         return carried[kept:]
 
-    def write_rare_apart(self, turn: tuple[dict, Any], rest: Callable) -> list:
+    def write_rare_cases_apart(self, turn: tuple[dict, Any], rest: Callable) -> list:
         """Write the rest of two vectors' instructions twice: as they are, and for vectors where rare masks are false.
 
         `rest` writes them, given what is known of each vector, and returns the values that the loop carries on.
@@ -474,7 +466,7 @@ class TableLoop(VectorBuilder):
                 [n + k for n in range(0, 2 * lanes, part) for k in range(at, at + part // 2)] for at in (0, part // 2)
             ]
             joined = [
-                [b.shuffle_vector(*pair, self.lane_numbers(half)) for half in halves]
+                [b.shuffle_vector(*pair, self.make_lane_numbers(half)) for half in halves]
                 for pair in zip(rows[::2], rows[1::2])
             ]
             rows, part = [self.add_value("max", *both) for both in joined], part // 2
@@ -551,7 +543,7 @@ class TableLoop(VectorBuilder):
                 if self.table.stream_start:
                     moved = b.mul(b.trunc(position, self.i32), self.ir.Constant(self.i32, step))
                     first = self.splat(b.add(self.first_counter, moved), self.lanes)
-                    steps = [step * place & 0xFFFFFFFF for place in self.lane_places()[half]]
+                    steps = [step * place & 0xFFFFFFFF for place in self.list_lane_places()[half]]
                     given[STREAM_INPUTS[0]] = b.add(first, self.ir.Constant(first.type, steps))
                 writer = InstructionWriter(b, self.trace, self.lanes)
                 running.append(writer.write_in_order(values, given, known and known[half], only, self.order))
@@ -569,7 +561,9 @@ class TableLoop(VectorBuilder):
         b, masks = self.b, []
         if self.trace.sums and limit is not None and (self.copied or not self.table.block):  # some lanes are padding
             left = self.splat(b.trunc(b.sub(limit, i), self.i32), self.lanes)
-            masks = [b.icmp_signed("<", self.ir.Constant(left.type, places), left) for places in self.lane_places()]
+            masks = [
+                b.icmp_signed("<", self.ir.Constant(left.type, places), left) for places in self.list_lane_places()
+            ]
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
                 # Counts are exact in any order: those of both vectors take one register.
@@ -578,7 +572,7 @@ class TableLoop(VectorBuilder):
                     value = b.select(masks[half], value, self.ir.Constant(value.type, None))
                 totals[at] = self.add_value(how, totals[at], value)
 
-    def add_deposits(self, values: list, limit) -> None:
+    def write_counter_additions(self, values: list, limit) -> None:
         """Add the words of two vectors to counters in memory, one after the other: several may have one place.
 
         They go through memory, from where lanes are loaded faster than they are taken out of wide vectors.
@@ -626,7 +620,7 @@ class TableLoop(VectorBuilder):
                 self.vector_pointer(base, i, bits, 0, self.vector_type(self.ir.IntType(bits), self.width)),
                 align=bits // 8,
             )
-            return [b.shuffle_vector(both, both, self.lane_numbers(half)) for half in self.lane_places()]
+            return [b.shuffle_vector(both, both, self.make_lane_numbers(half)) for half in self.list_lane_places()]
         pairs = self.vector_type(self.ir.IntType(2 * bits), lanes)
         both = b.load(self.vector_pointer(base, i, bits, 0, pairs), align=max(1, bits // 8))
         both = both if bits == 16 else b.zext(both, words)
@@ -643,7 +637,7 @@ class TableLoop(VectorBuilder):
         even, odd = values
         if bits >= 32:
             order = [k // 2 + lanes * (k % 2) for k in range(self.width)]
-            both = b.shuffle_vector(even, odd, self.lane_numbers(order))
+            both = b.shuffle_vector(even, odd, self.make_lane_numbers(order))
         else:
             mask, shift = self.constant(even.type, (1 << bits) - 1), self.constant(even.type, bits)
             both = b.or_(b.and_(even, mask), b.shl(odd, shift))
@@ -685,7 +679,7 @@ class TableLoop(VectorBuilder):
         kind = self.ir.FunctionType(words.type.element, [words.type])
         return self.b.call(self.b.module.declare_intrinsic(name, fnty=kind), [words])
 
-    def reduce_total(self, how: str, vectors: list):
+    def reduce_total_lanes(self, how: str, vectors: list):
         """Reduce the lanes of two vectors to one float64; words of a maximum are the bits of float32."""
         if how == "count":
             return self.b.uitofp(self.reduce_lanes("add", self.b.add(*vectors)), self.f64)

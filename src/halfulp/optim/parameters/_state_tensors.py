@@ -11,7 +11,7 @@ from ..._messages import listed
 from .._storage import STORES
 from ..rules._update_rule import StateSlot
 from ..states._int4_blocks import Int4Blocks
-from ..states._int8_blocks import CODEC_VERSION, Int8Blocks, scale_shape
+from ..states._int8_blocks import CODEC_VERSION, Int8Blocks, compute_scale_shape
 from ..states._state import encode_constant
 from ..weight_updates._weight_update import WEIGHT_UPDATES
 from ._local_tensors import local
@@ -135,7 +135,7 @@ def find_block_length(codes: torch.Tensor, scale: torch.Tensor, among: tuple[int
     """Return the block length of saved codes and scales; raise ValueError if none fits."""
     codes, scale = local(codes), local(scale)
     for block in among:
-        if scale_shape(codes.shape, block) == scale.shape:
+        if compute_scale_shape(codes.shape, block) == scale.shape:
             return block
     raise ValueError(
         f"codes of shape {tuple(codes.shape)} have scales of shape {tuple(scale.shape)}, which no length of blocks "

@@ -17,7 +17,7 @@ from ..rules._update_rule import UpdateRule
 from ..states._codec import Scaled
 from ..states._int8_blocks import Int8Blocks
 from ..states._state import PAIR_NAME, Codec, refuse_coarse, resolve_codecs
-from ..weight_updates._components import update_of_components
+from ..weight_updates._components import choose_components_update
 from ..weight_updates._weight_update import WEIGHT_UPDATES, WeightUpdate, find_weight_update
 from ._local_tensors import find_index_map, local, memory
 from ._narrowing import is_kept
@@ -210,7 +210,7 @@ def choose_step_spec(
     rule: UpdateRule, group: Mapping, parameter: torch.Tensor, gradient: Store | None, name: str
 ) -> StepSpec:
     """Return the step specification of a parameter, whose gradient is stored as it is if `gradient` is None."""
-    own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
+    own = choose_components_update(group, parameter, name) if isinstance(parameter, MCTensor) else None
     scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
     narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
     store = _find_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)

@@ -52,7 +52,7 @@ def adam_error_feedback(lost, m, v, sign, decay, keep_v, take_m, take_v, unbias,
     return m - feedback_gain * (lost * (sqrt(v) * unbias + eps))
 
 
-def moment_constants(group: Mapping, decoupled: bool = True) -> tuple[float, ...]:
+def list_moment_constants(group: Mapping, decoupled: bool = True) -> tuple[float, ...]:
     """Return what Adam and its variants begin with: the sign, the decay, b2, 1 - b1 and 1 - b2."""
     beta1, beta2 = map(float, group["betas"][:2])
     decay = (float(group["lr"]) if decoupled else 1.0) * float(group["weight_decay"])
@@ -70,7 +70,7 @@ class DecoupledConstants:
         return self.values(group, step, True)
 
 
-def unbiasing_root(beta2: float, step: int) -> float:
+def compute_unbiasing_root(beta2: float, step: int) -> float:
     """1 / sqrt(1 - b2^t)."""
     return 1 / math.sqrt(1 - beta2**step)
 
@@ -79,7 +79,8 @@ def _adam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple
     lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     size = lr / (1 - beta1**step)
     feedback_gain = (1 - beta1) / (beta1 * size) if size > 0 and beta1 > 0 else 0.0
-    return (*moment_constants(group, decoupled), unbiasing_root(beta2, step), float(group["eps"]), size, feedback_gain)
+    unbias, eps = compute_unbiasing_root(beta2, step), float(group["eps"])
+    return (*list_moment_constants(group, decoupled), unbias, eps, size, feedback_gain)
 
 
 _adamw_constants = DecoupledConstants(_adam_constants)
@@ -107,7 +108,7 @@ def nadamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, size_g,
     return -(decay * w) - divide(size_g * g + size_m * m, sqrt(v) * unbias + eps), m, v
 
 
-def momentum_at_step(beta: float, momentum_decay: float, step: int) -> float:
+def compute_momentum(beta: float, momentum_decay: float, step: int) -> float:
     """mu_t = b1 (1 - .96^(t momentum_decay) / 2)."""
     return beta * (1 - 0.5 * 0.96 ** (step * momentum_decay))
 
@@ -117,19 +118,20 @@ def _momentum_products(beta: float, momentum_decay: float) -> list[float]:
     return [1.0]
 
 
-def momentum_product(beta: float, momentum_decay: float, step: int) -> float:
+def compute_momentum_product(beta: float, momentum_decay: float, step: int) -> float:
     """mu_1 mu_2 ... mu_t, as under these options from the first step on; 0 once it is nothing beside 1."""
     known = _momentum_products(beta, momentum_decay)
     while len(known) <= step and known[-1] > _NEGLIGIBLE_PRODUCT:
-        known.append(known[-1] * momentum_at_step(beta, momentum_decay, len(known)))
+        known.append(known[-1] * compute_momentum(beta, momentum_decay, len(known)))
     return known[step] if step < len(known) else 0.0
 
 
 def _nadam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2), slows = float(group["lr"]), map(float, group["betas"]), float(group["momentum_decay"])
-    size_g = lr * (1 - momentum_at_step(beta1, slows, step)) / (1 - momentum_product(beta1, slows, step))
-    size_m = lr * momentum_at_step(beta1, slows, step + 1) / (1 - momentum_product(beta1, slows, step + 1))
-    return (*moment_constants(group, decoupled), unbiasing_root(beta2, step), float(group["eps"]), size_g, size_m)
+    size_g = lr * (1 - compute_momentum(beta1, slows, step)) / (1 - compute_momentum_product(beta1, slows, step))
+    size_m = lr * compute_momentum(beta1, slows, step + 1) / (1 - compute_momentum_product(beta1, slows, step + 1))
+    unbias, eps = compute_unbiasing_root(beta2, step), float(group["eps"])
+    return (*list_moment_constants(group, decoupled), unbias, eps, size_g, size_m)
 
 
 _nadamw_constants = DecoupledConstants(_nadam_constants)
@@ -157,8 +159,8 @@ def _radam_constants(group: Mapping, step: int, decoupled: bool = False) -> tupl
     length = longest - 2 * step * beta2**step / left
     if length > 5:  # the variance of the second moment is finite
         rest = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-        return (*moment_constants(group, decoupled), eps, 0.0, size * math.sqrt(left * rest))
-    return (*moment_constants(group, decoupled), 1.0, size, 0.0)  # the quotient is multiplied by 0
+        return (*list_moment_constants(group, decoupled), eps, 0.0, size * math.sqrt(left * rest))
+    return (*list_moment_constants(group, decoupled), 1.0, size, 0.0)  # the quotient is multiplied by 0
 
 
 # Not homogeneous: the first steps grow with the gradient.

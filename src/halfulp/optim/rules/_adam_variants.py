@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ...kernels import divide, maximum, sqrt
-from ._adam import MOMENTS, moment_constants, move_moments, unbiasing_root
+from ._adam import MOMENTS, compute_unbiasing_root, list_moment_constants, move_moments
 from ._update_rule import DESCENT_SIGNS, Reduction, StateSlot, UpdateRule
 
 
@@ -27,7 +27,7 @@ def _ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
         # Between the two betas such that half-lives grow linearly.
         fast, slow, share = math.log(beta1), math.log(beta3), step / beta_warmup
         beta3 = min(beta3, math.exp(fast * slow / ((1 - share) * slow + share * fast)))
-    kept = *moment_constants(group), 1 - beta3, unbiasing_root(beta2, step), float(group["eps"])
+    kept = *list_moment_constants(group), 1 - beta3, compute_unbiasing_root(beta2, step), float(group["eps"])
     return (*kept, lr / (1 - beta1**step), lr * alpha)
 
 
@@ -69,7 +69,7 @@ def _adan_constants(group: Mapping, step: int) -> tuple[float, ...]:
     kept = 1 - beta1, beta2, 1 - beta2, beta3, 1 - beta3
     follow = 0.0 if step == 1 else 1.0
     sign, eps = DESCENT_SIGNS[bool(group["maximize"])], float(group["eps"])
-    return (sign, decay, follow, *kept, *sizes, unbiasing_root(beta3, step), eps)
+    return (sign, decay, follow, *kept, *sizes, compute_unbiasing_root(beta3, step), eps)
 
 
 _ADAN_STATES = (
@@ -100,8 +100,8 @@ def lamb(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, ep
 
 def _lamb_constants(group: Mapping, step: int) -> tuple[float, ...]:
     beta1, beta2 = map(float, group["betas"])
-    unbias = (1 / (1 - beta1**step), unbiasing_root(beta2, step)) if group["bias_correction"] else (1.0, 1.0)
-    return (*moment_constants(group, decoupled=False), *unbias, float(group["eps"]))
+    unbias = (1 / (1 - beta1**step), compute_unbiasing_root(beta2, step)) if group["bias_correction"] else (1.0, 1.0)
+    return (*list_moment_constants(group, decoupled=False), *unbias, float(group["eps"]))
 
 
 def _lamb_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:

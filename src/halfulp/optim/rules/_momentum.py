@@ -93,11 +93,11 @@ def orthogonalize_momentum(tensors: Any, group: Mapping, step: int) -> tuple[tor
     rows, columns = tensors.shape
     ratio = {None: 1.0, "original": 1.0}.get(group["adjust_lr_fn"])
     ratio = 0.2 * math.sqrt(max(rows, columns)) if ratio is None else math.sqrt(max(1.0, rows / max(columns, 1)))
-    made = newton_schulz(wanted, (a, b, c), int(group["ns_steps"]), float(group["eps"]))
+    made = orthogonalize_by_newton_schulz(wanted, (a, b, c), int(group["ns_steps"]), float(group["eps"]))
     return made.float(), (float(group["lr"]) * ratio,)
 
 
-def newton_schulz(
+def orthogonalize_by_newton_schulz(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
     """Return about U V^T of a matrix U S V^T, by steps of X = a X + (b X X^T + c (X X^T)^2) X.

@@ -115,7 +115,7 @@ def prepare_adafactor(tensors: Any, group: Mapping, step: int) -> tuple[torch.Te
     eps1, eps2 = group["eps"]
     eps1 = torch.finfo(torch.float32).eps if eps1 is None else float(eps1)
     g, take = tensors.gradient, step ** float(group["beta2_decay"])
-    rate = min(float(group["lr"]), 1 / math.sqrt(step)) * max(float(eps2), root_mean_square(tensors.weight))
+    rate = min(float(group["lr"]), 1 / math.sqrt(step)) * max(float(eps2), compute_root_mean_square(tensors.weight))
     held = tensors.factors
     if len(tensors.shape) < 2:
         variance = held["variance"].lerp_(g * g, take).clone()
@@ -124,17 +124,17 @@ def prepare_adafactor(tensors: Any, group: Mapping, step: int) -> tuple[torch.Te
         column = held["col_var"].lerp_(_mean_square(g, -2), take)
         variance = row @ column / row.mean(-2, keepdim=True).clamp(min=eps1)
     direction = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(g)
-    clip = max(1.0, root_mean_square(direction) / float(group["d"]))
+    clip = max(1.0, compute_root_mean_square(direction) / float(group["d"]))
     return direction, ((-rate if group["maximize"] else rate) / clip,)
 
 
 def _mean_square(g: torch.Tensor, dimension: int) -> torch.Tensor:
     if g.numel() == g.shape[dimension]:  # one sum, whose order is of the number of threads
-        return torch.full_like(g.narrow(dimension, 0, 1), root_mean_square(g) ** 2)
+        return torch.full_like(g.narrow(dimension, 0, 1), compute_root_mean_square(g) ** 2)
     return (g * g).mean(dimension, keepdim=True)
 
 
-def root_mean_square(x: torch.Tensor) -> float:
+def compute_root_mean_square(x: torch.Tensor) -> float:
     """Return the root of the mean square, 0 of nothing; the same bits on any number of threads."""
     if not x.numel():
         return 0.0

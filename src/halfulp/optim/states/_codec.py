@@ -182,19 +182,19 @@ class Scaled(PlainCodec):
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values under a scale of their own."""
-        tensors[1].fill_(self.fitting(finite_amax(float32_root(value) if self.squared else value)))
+        largest = finite_amax(float32_root(value) if self.squared else value)
+        tensors[1].fill_(self.fit_scale(np.float64(largest)).item())
         super().encode(tensors, value, random)
 
     def scale_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
         """Return the present scale, and its inverse."""
         return {"scale": tensors[1], "inverse": 1.0 / tensors[1]}
 
-    def fitting(self, largest: float) -> float:
-        """Return the least power of two under which a magnitude fits into the payload; 1 for 0."""
-        if largest == 0:
-            return 1.0
-        fraction, exponent = np.frexp(largest / torch.finfo(self.store.dtype).max)
-        return float(2.0 ** int(np.clip(exponent - (fraction == 0.5), -126, 126)))
+    def fit_scale(self, largest: Any) -> Any:
+        """Return the least powers of two under which magnitudes, float64 arrays, fit into the payload; 1 for 0."""
+        where, share = find_array_library(largest).where, largest / torch.finfo(self.store.dtype).max
+        power = find_power_below(share)
+        return where(largest == 0, 1.0, where(power < share, 2 * power, power).clip(2.0**-126, 2.0**126))
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
         """Device function: the float32 of element i under a scale."""
@@ -220,13 +220,13 @@ class Scaled(PlainCodec):
         return sqrt(value) if self.squared else value
 
 
-def finite_word(x):
+def read_finite_magnitude(x):
     """Device function: the word of |x|; 0 for infinities and NaN."""
     magnitude = bit_and(word(x), ABS)
     return select(magnitude < EXPONENT, magnitude, NONE)
 
 
-def largest_finite_word(x):
+def find_largest_finite_word(x):
     """Device function: the word of the largest finite |x| of a block; 0 if there is none.
 
     Less infinity's word, those of infinities and NaN are the smallest of all.
@@ -239,3 +239,14 @@ def finite_amax(x: torch.Tensor) -> float:
     """Return the largest finite magnitude, 0 if there is none."""
     magnitude = x.abs()
     return torch.where(magnitude < torch.inf, magnitude, 0.0).amax().item() if x.numel() else 0.0
+
+
+def find_array_library(x: Any) -> Any:
+    """Return the module of an array's functions: torch for tensors, else NumPy, which costs less for few numbers."""
+    return torch if isinstance(x, torch.Tensor) else np
+
+
+def find_power_below(x: Any) -> Any:
+    """Return 2^floor(log2 x) of normal float64 numbers, arrays of NumPy or tensors; 0 for 0."""
+    library = find_array_library(x)
+    return (x.view(library.int64) & 0x7FF0000000000000).view(library.float64)

@@ -40,7 +40,7 @@ from ...kernels._operations import (
 from ...kernels._trace import block_largest
 from .._storage import ABS, CANONICAL_NAN, EXPONENT
 from ._codec import TensorCodec
-from ._int8_blocks import draw_chance, scale_shape
+from ._int8_blocks import compute_scale_shape, draw_chance
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Int4Blocks(TensorCodec):
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Return two codes per byte, and one scale per block, in rows that shard as the parameter's do."""
         return {
-            f"{name}_packed": (scale_shape(shape, 2), torch.uint8),
-            f"{name}_scale": (scale_shape(shape, self.block), torch.float32),
+            f"{name}_packed": (compute_scale_shape(shape, 2), torch.uint8),
+            f"{name}_scale": (compute_scale_shape(shape, self.block), torch.float32),
         }
 
     @property

@@ -37,7 +37,7 @@ from ...kernels._operations import (
     word,
 )
 from ...kernels._trace import nearest_integer
-from ._codec import TensorCodec, largest_finite_word
+from ._codec import TensorCodec, find_largest_finite_word
 
 CODEC_VERSION = 2
 
@@ -67,7 +67,7 @@ class Int8Blocks(TensorCodec):
         codes = torch.uint8 if self.squared else torch.int8
         return {
             f"{name}_codes": (shape, codes),
-            f"{name}_scale": (scale_shape(shape, self.block), torch.bfloat16),
+            f"{name}_scale": (compute_scale_shape(shape, self.block), torch.bfloat16),
         }
 
     @property
@@ -86,7 +86,7 @@ class Int8Blocks(TensorCodec):
     def save_root(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
         """Device function: store element i, given before squaring, and the scale of its block."""
         codes, scales = arrays
-        scale = encode_scale(largest_finite_word(root))
+        scale = encode_scale(find_largest_finite_word(root))
         store16(scales, block, scale)
         share = root * invert_scale(scale)
         code = encode_root(share, random) if self.squared else encode_signed(share, random)
@@ -103,7 +103,7 @@ class Int8Blocks(TensorCodec):
         self.save_root(arrays, i, block, sqrt(value) if self.squared else value, random)
 
 
-def scale_shape(shape: torch.Size, block: int) -> torch.Size:
+def compute_scale_shape(shape: torch.Size, block: int) -> torch.Size:
     """Return the shape of scales, in blocks along the last dimension where they divide it, else along dimension 0."""
     if len(shape) > 0 and shape[-1] % block == 0:
         return torch.Size([*shape[:-1], shape[-1] // block])

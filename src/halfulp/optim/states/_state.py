@@ -202,7 +202,7 @@ def make_state(given: OneStateChoice, default: torch.dtype | State) -> State:
     return chosen if isinstance(chosen, State) else State(chosen)
 
 
-def holds_blocks(shape: torch.Size, block: int) -> bool:
+def can_hold_blocks(shape: torch.Size, block: int) -> bool:
     """Return whether a parameter's states fit into blocks: no split along dimension 0 may cut one."""
     if len(shape) < 2:
         return len(shape) == 1 and shape[0] >= 4096 and shape[0] % block == 0
@@ -211,7 +211,7 @@ def holds_blocks(shape: torch.Size, block: int) -> bool:
 
 
 def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
-    if state.dtype in NAMED_BLOCKS and state.block is not None and holds_blocks(shape, state.block):
+    if state.dtype in NAMED_BLOCKS and state.block is not None and can_hold_blocks(shape, state.block):
         kind = Int8Blocks if state.dtype == "8bit" else Int4Blocks
         return kind(state.block, slot.degree == 2)
     if state.dtype == PAIR_NAME:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..._torch_versions import TensorGuards
-from ...kernels import chunk_table, has_own_memory, overlaps_itself, to_plain_memory
+from ...kernels import has_own_memory, make_chunk_table, overlaps_itself, to_plain_memory
 from ...kernels._plain_memory import refuse_tensor
 from ...kernels.vector._machine_function import address_of
 from ...mctensor import MCTensor
@@ -76,9 +76,9 @@ class BatchTable:
     placed_chunks: PlacedChunks | None = None
 
     @classmethod
-    def of_plans(cls, plans: list[ParameterPlan]) -> BatchTable:
+    def from_plans(cls, plans: list[ParameterPlan]) -> BatchTable:
         """Return the tables of some plans of one step specification."""
-        chunks = chunk_table([plan.index_map for plan in plans])
+        chunks = make_chunk_table([plan.index_map for plan in plans])
         pointers = np.array([plan.addresses for plan in plans], np.int64)
         seeds, rows = {plan.options.seed for plan in plans}, np.zeros(len(plans), np.int64)
         keys = np.zeros((len(plans), int(plans[0].spec.draws)), np.uint64)
@@ -105,7 +105,7 @@ class BatchTable:
             is_plain=all(plan.plain for plan in plans),
         )
 
-    def select_own(self, values: list[Any]) -> list[Any]:
+    def select_values(self, values: list[Any]) -> list[Any]:
         """Return the values of the batch's parameters, given those of all."""
         return (
             values if len(self.parameter_places) == len(values) else [values[place] for place in self.parameter_places]
@@ -299,7 +299,7 @@ class Roster:
             own = [plan for plan in map(plans.__getitem__, chosen) if plan is not None]
             table = known.get(own[0])
             if table is None or table.plans != own:
-                table = BatchTable.of_plans(own)
+                table = BatchTable.from_plans(own)
             groups = [group_of[place] for place in chosen]
             cuts = [0, *(k for k in range(1, len(groups)) if groups[k] != groups[k - 1]), len(groups)]
             table.parameter_places, table.group_runs = (
@@ -328,7 +328,7 @@ class Roster:
         ):
             return False
         return all(
-            table.is_valid_for(table.select_own(parameters), table.select_own(gradients)) for table in self.tables
+            table.is_valid_for(table.select_values(parameters), table.select_values(gradients)) for table in self.tables
         )
 
     def make_batches(
@@ -372,8 +372,8 @@ class Roster:
                 Batch(
                     spec.metered_twin if metered.pop() else spec,
                     table,
-                    table.select_own(parameters),
-                    table.select_own(gradients),
+                    table.select_values(parameters),
+                    table.select_values(gradients),
                     [scales.get(place, 1.0) for place in table.parameter_places] if scales else [1.0] * len(steps),
                     steps,
                     constants,
@@ -517,7 +517,7 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
         )
 
 
-def as_plain_gradient(
+def convert_to_plain_gradient(
     gradient: torch.Tensor, parameter: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
     """Return a gradient as plain memory, with its scale, which only the step of a scaled parameter uses."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...kernels import IndexMap, Trace, Traced, record_function, run_on_tensors
-from ...kernels._device_function import STREAM_INPUTS, Recording, Table, bind_names, record_call
+from ...kernels._device_function import STREAM_INPUTS, Recording, Table, bind_names, record_users_function
 from ...kernels._operations import bit_and, select, shr, sqrt
 from ...kernels._trace import RecordedFunction
 from ...kernels.vector._table_loop import compile_table
@@ -27,7 +27,7 @@ from ..parameters._step_spec import (
     list_state_pointers,
 )
 from ..rules._update_rule import UpdateRule
-from ..states._codec import Scaled, finite_word
+from ..states._codec import Scaled, read_finite_magnitude
 from ..states._int8_blocks import GROW, HUGE, HUGE_SQUARED, SHRINK, Int8Blocks
 
 GRADIENT_COLUMN = 4
@@ -72,7 +72,7 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
     step.record()
     if with_payload:
         payload = spec.store.real(spec.store.load(element.arrays[0], element.index))
-        element.trace.gather_sum("max", finite_word(payload))
+        element.trace.gather_sum("max", read_finite_magnitude(payload))
     return element.trace
 
 
@@ -103,9 +103,9 @@ class _StepRecorder:
             return
         u, new = self.apply_rule(w, g, values)
         if spec.finds_amax:
-            self.trace.gather_sum("max", finite_word(w + u))
+            self.trace.gather_sum("max", read_finite_magnitude(w + u))
             for k, codec in spec.scaled_states.items():
-                self.trace.gather_sum("max", finite_word(codec.measured(new[k])))
+                self.trace.gather_sum("max", read_finite_magnitude(codec.measured(new[k])))
             return
         weight_draws, state_draws = list_draws(spec)
         written = self.write_weight(p, held, w, g, u, [self.draw_bits(draw) for draw in weight_draws])
@@ -166,7 +166,7 @@ class _StepRecorder:
     def apply_rule(self, w: Any, g: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Apply the rule: return the difference, or new weight, and the new states."""
         rule = self.spec.rule
-        made = record_call(rule.update, *self.collect_operands(w, g, values), *self.rescale_constants())
+        made = record_users_function(rule.update, *self.collect_operands(w, g, values), *self.rescale_constants())
         if not isinstance(made, (tuple, list)) or len(made) != 1 + len(values):
             kept = ", ".join(["the update", *(repr(slot.name) for slot in rule.states)])
             raise TypeError(f"update rule {rule.name!r} returns {made!r}: return a tuple of {kept}")
@@ -189,9 +189,9 @@ class _StepRecorder:
         for k, reduction in enumerate(self.spec.rule.reductions):
             arguments = [*self.collect_operands(w, g, values), *constants]
             taken = arguments[: reduction.of.__code__.co_argcount]
-            value = record_call(reduction.of, *taken)
+            value = record_users_function(reduction.of, *taken)
             if self.spec.reduces == "largest":
-                self.trace.gather_sum("max", finite_word(value))
+                self.trace.gather_sum("max", read_finite_magnitude(value))
                 continue
             inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALES)
             rest = self.to_float64(value * inverse)
@@ -253,35 +253,28 @@ def reference_step(
     gradient: torch.Tensor,
     states: Sequence[list[torch.Tensor]],
     constants: Sequence[float],
-    key: int | None,
-    index_map: IndexMap,
-) -> tuple[float, float, float, float] | None:
-    """Make one step of one parameter, in place.
+    key: int | None = None,
+    index_map: IndexMap | None = None,
+) -> list[float]:
+    """Make one step of one parameter, in place, or find what a specification that writes nothing looks for.
 
     Args:
         states: the tensors of each state.
         constants: of the specification, rounded to float32 here.
         key: of the random words; None without draws.
+        index_map: places in the whole tensor, with a key.
 
     Returns:
-        For a metered specification: updates wanted, updates cancelled, sum u^2, sum u (realised change).
+        What the specification adds up or finds the largest of; metered: updates wanted, updates cancelled, sum u^2,
+        sum u (realised change).
     """
-    drawn = {}
-    if key is not None:
-        drawn = dict(zip(STREAM_INPUTS, compute_stream(key, make_global_index(index_map, gradient.device))))
-    found = _run_recorded_step(spec, parts, gradient, states, constants, drawn)
-    return (found[0], found[1], found[2], found[3]) if spec.metered else None
-
-
-def reference_amax(
-    spec: StepSpec,
-    parts: Sequence[torch.Tensor],
-    gradient: torch.Tensor,
-    states: Sequence[list[torch.Tensor]],
-    constants: Sequence[float],
-) -> list[float]:
-    """Return the largest finite magnitudes of the weight and each scaled state that a step would store."""
-    return _run_recorded_step(spec, parts, gradient, states, constants, {})
+    arrays = {**dict(enumerate(parts)), POINTERS_BEFORE_STATES - 1: gradient}
+    arrays |= dict(enumerate((tensor for state in states for tensor in state), POINTERS_BEFORE_STATES))
+    rounded = torch.tensor(constants, dtype=torch.float32, device="cpu").tolist()
+    inputs: dict[Any, Any] = {("constant", k): value for k, value in enumerate(rounded)}
+    if key is not None and index_map is not None:
+        inputs |= zip(STREAM_INPUTS, compute_stream(key, make_global_index(index_map, gradient.device)))
+    return run_on_tensors(record_step(spec), arrays, inputs, block=spec.block)[1]
 
 
 def change_by_rule(
@@ -301,17 +294,9 @@ def change_by_rule(
 
 @functools.lru_cache(64)
 def _record_rule(update: Callable, inputs: int) -> RecordedFunction:
-    trace, results = record_function(functools.partial(record_call, update), torch.float32, inputs)
+    trace, results = record_function(functools.partial(record_users_function, update), torch.float32, inputs)
     as_values = [x if isinstance(x, Traced) else trace.emit("constant", (), float(x).hex(), "f32") for x in results]
     return RecordedFunction(trace, tuple(x.number for x in as_values))
-
-
-def _run_recorded_step(spec, parts, gradient, states, constants, drawn) -> list[float]:
-    arrays = {**dict(enumerate(parts)), POINTERS_BEFORE_STATES - 1: gradient}
-    arrays |= dict(enumerate((tensor for state in states for tensor in state), POINTERS_BEFORE_STATES))
-    rounded = torch.tensor(constants, dtype=torch.float32, device="cpu").tolist()
-    inputs = {**drawn, **{("constant", k): value for k, value in enumerate(rounded)}}
-    return run_on_tensors(record_step(spec), arrays, inputs, block=spec.block)[1]
 
 
 def make_global_index(index_map: IndexMap, device: torch.device) -> torch.Tensor:

@@ -34,7 +34,7 @@ from ..parameters._local_tensors import cut_shard, get_scale, is_dtensor, local,
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, count_pointers
 from ._batch import Batch
-from ._kernel import GRADIENT_COLUMN, compile_step, record_step, reference_amax, reference_step
+from ._kernel import GRADIENT_COLUMN, compile_step, record_step, reference_step
 from ._scales import append_present_scales, choose_new_scales, write_kept_scales
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def compile_kernels(batch: Batch) -> None:
     """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
     batch.engine = select_engine(batch.device.type)
     if batch.engine == "llvm":
-        twins = [amax_spec(batch.spec)] if batch.spec.scaled else []
-        for one in (batch.spec, *twins, *(reducing_specs(batch.spec) if batch.spec.rule.reductions else ())):
+        twins = [make_amax_spec(batch.spec)] if batch.spec.scaled else []
+        for one in (batch.spec, *twins, *(make_reducing_specs(batch.spec) if batch.spec.rule.reductions else ())):
             compile_and_check(one)
     if batch.device.type != "cpu":
         require_same_bits(
@@ -74,7 +74,7 @@ def run_step(batch: Batch) -> None:
         append_present_scales(spec, plan, constants, float(scale))
         for plan, constants, scale in zip(batch.plans, batch.constants, batch.gradient_scales)
     ]
-    amax = run_reducing_spec(amax_spec(spec), batch, batch.constants)
+    amax = run_reducing_spec(make_amax_spec(spec), batch, batch.constants)
     batch.constants = choose_new_scales(spec, batch.plans, batch.constants, amax)
     _write_step(batch)
     for plan, constants in zip(batch.plans, batch.constants):
@@ -82,13 +82,13 @@ def run_step(batch: Batch) -> None:
 
 
 @functools.cache
-def amax_spec(spec: StepSpec) -> StepSpec:
+def make_amax_spec(spec: StepSpec) -> StepSpec:
     """Return the specification that finds the largest magnitudes that a step would store."""
     return dataclasses.replace(spec, metered=False, finds_amax=True)
 
 
 @functools.cache
-def reducing_specs(spec: StepSpec) -> tuple[StepSpec, StepSpec]:
+def make_reducing_specs(spec: StepSpec) -> tuple[StepSpec, StepSpec]:
     """Return the specifications that find the largest of the values that a rule adds up, and their sums."""
     plain = dataclasses.replace(spec, metered=False)
     return dataclasses.replace(plain, reduces="largest"), dataclasses.replace(plain, reduces="sums")
@@ -100,7 +100,7 @@ def run_reducing_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float,
     if batch.engine != "llvm":
         rows = range(len(batch.plans))
         rowwise = [
-            reference_amax(spec, batch.parts(k), batch.gradients[k], batch.states(k), constants[k]) for k in rows
+            reference_step(spec, batch.parts(k), batch.gradients[k], batch.states(k), constants[k]) for k in rows
         ]
         return np.array(rowwise).reshape(-1, columns)
     held, batch.constants = batch.constants, constants
@@ -133,7 +133,7 @@ def _write_step(batch: Batch) -> None:
             (keys[row] or [None])[0],
             plan.index_map,
         )
-        if lost is not None:
+        if lost:
             plan.record.count(*lost)
 
 
@@ -162,16 +162,12 @@ def _run_triton(batch: Batch) -> bool:
     from . import _triton_kernel as triton
 
     spec, device, table = batch.spec, batch.device, batch.table
-    kernels = kernel = None
-    if spec.scaled:
-        kernels = triton.find_scaled_kernels(spec, amax_spec(spec), device, _step_fixed_elements)
-        present = _list_present_scales(batch)
-        if kernels is None or any(scale.device != device for scales in present for scale in scales):
-            return False
-    else:
-        kernel = triton.find_step_kernel(spec, device, _step_fixed_elements)
-        if kernel is None:
-            return False
+    specs = (make_amax_spec(spec), spec) if spec.scaled else (spec,)
+    found = (triton.find_step_kernel(one, device, _step_fixed_elements) for one in specs)
+    kernels = [kernel for kernel in found if kernel is not None]
+    present = _list_present_scales(batch) if spec.scaled else []
+    if len(kernels) < len(specs) or any(scale.device != device for scales in present for scale in scales):
+        return False
     _point_at_gradients(batch)
     distinct, row_of_each = _find_distinct(batch.constants)
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
@@ -179,10 +175,10 @@ def _run_triton(batch: Batch) -> bool:
     constants = np.pad(constants, ((0, 0), (0, len(spec.constants) - constants.shape[1])))  # room for the scales
     placed = table.placed_chunks = place_chunks(table.chunks, table.pointers, device, table.placed_chunks)
     rows = triton.make_parameter_rows(device, table.pointers, constants, _make_keys(batch))
-    if kernels is not None:
+    if spec.scaled:
         totals, batch.scales = triton.launch_scaled_step(spec, kernels, placed, rows, present)
-    elif kernel is not None:
-        totals = kernel.launch(placed, rows)
+    else:
+        totals = kernels[0].launch(placed, rows)
     if spec.metered:
         _count_lost_updates(totals.sum(1).cpu().numpy(), placed.chunks, batch.plans)
     return True
@@ -246,12 +242,8 @@ def _make_keys(batch: Batch) -> np.ndarray:
 def compile_and_check(spec: StepSpec):
     """Return a compiled kernel, compared with its reference before its first use in a process."""
     held = vars(spec)  # as a cached property would keep it, but for the layers: copies and pickles leave it out
-    if "checked_kernel" not in held:
-        held["checked_kernel"] = _compile_and_check(spec)
-    return held["checked_kernel"]
-
-
-def _compile_and_check(spec: StepSpec):
+    if "checked_kernel" in held:
+        return held["checked_kernel"]
     kernel = compile_step(spec)
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
 
@@ -261,12 +253,8 @@ def _compile_and_check(spec: StepSpec):
         kernel(0, len(chunks), *map(address_of, given))
         return meter
 
-    check_bits(
-        spec.name,
-        lambda: _step_fixed_elements(spec, run),
-        lambda: _step_fixed_elements(spec),
-        spec,
-    )
+    check_bits(spec.name, lambda: _step_fixed_elements(spec, run), lambda: _step_fixed_elements(spec), spec)
+    held["checked_kernel"] = kernel
     return kernel
 
 
@@ -316,7 +304,7 @@ def _step_fixed_elements(
             constants += of_sums
             row = np.array([constants], np.float32)
             given = (spec, parts, gradient, states, constants)
-            found = reference_amax(*given) if run is None else run(
+            found = reference_step(*given) if run is None else run(
                 cut_into_chunks(index_map, 0), np.array([pointers], np.int64), row, keys
             ).max(0)[: len(record_step(spec).sums)]  # fmt: skip
             return [torch.tensor(found, dtype=torch.float32, device="cpu")]
@@ -430,7 +418,7 @@ def finish_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, 
 
 def _run_reducing_kernel(batch: Batch, what: str, scales: np.ndarray | None = None) -> np.ndarray:
     """Run the reducing kernel of a batch once, and return a row per parameter: sums or largest magnitudes."""
-    spec = reducing_specs(batch.spec)[what == "sums"]
+    spec = make_reducing_specs(batch.spec)[what == "sums"]
     late = len(spec.rule.constants) - len(batch.constants[0])
     given = []
     for row, (plan, constants) in enumerate(zip(batch.plans, batch.constants)):

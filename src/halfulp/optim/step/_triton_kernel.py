@@ -1,7 +1,7 @@
 """Steps on an accelerator: the kernels of a step specification, and one launch of each for all of its parameters.
 
-The scales of scaled parameters are chosen there too, by a kernel whose elements are parameters: a step of any number of
-them launches each kernel once, and nothing waits for a number.
+The scales of scaled parameters are chosen there too, by torch operations on a row of all parameters: a step of any
+number of them launches each kernel once, and nothing waits for a number.
 """
 
 from __future__ import annotations
@@ -9,27 +9,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ...kernels import address, run_on_tensors
 from ...kernels.triton._launch import (
     PlacedChunks,
     TableKernel,
-    TensorKernel,
     find_checked_kernel,
     place_chunks,
     to_device,
 )
 from ..parameters._step_spec import StepSpec
 from ._kernel import make_step_table, record_step
-from ._scales import fill_fixed_columns, make_unit_columns, present_columns, scale_columns, scale_table
+from ._scales import choose_scales, find_column, list_present_columns
 
 
 @functools.cache
-def make_kernel(spec: StepSpec) -> TableKernel:
+def make_step_kernel(spec: StepSpec) -> TableKernel:
     """Return the kernel of a specification.
 
     One that finds the largest magnitudes gives their words: of the weight, of each scaled state, of the payload.
@@ -47,7 +44,7 @@ def find_step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> T
         spec,
         f"optimizer step {spec.name}",
         device,
-        lambda: make_kernel(spec),
+        lambda: make_step_kernel(spec),
         lambda kernel, device: trial(spec, functools.partial(_run_trial, kernel, device), device),
         lambda: trial(spec),
     )
@@ -69,48 +66,9 @@ def make_parameter_rows(
     return to_device(np.concatenate([pointers, bits, keys.view(np.int64)], 1), device)
 
 
-@dataclass(frozen=True)
-class ScaledKernels:
-    """The kernels of a step of scaled parameters.
-
-    The first finds the largest magnitudes, the second chooses the new scales, the last writes weights and states.
-    """
-
-    amax_kernel: TableKernel
-    scale_kernel: TensorKernel
-    step_kernel: TableKernel
-
-
-def find_scaled_kernels(spec: StepSpec, amax: StepSpec, device: torch.device, trial: Callable) -> ScaledKernels | None:
-    """Do what `find_step_kernel` does for a step of scaled parameters; `amax` finds the largest magnitudes."""
-    largest, step = find_step_kernel(amax, device, trial), find_step_kernel(spec, device, trial)
-    if largest is None or step is None:
-        return None
-
-    def run(kernel: TensorKernel, device: torch.device) -> list[torch.Tensor]:
-        return [fill_fixed_columns(spec, functools.partial(_run_scale_kernel, kernel), device).cpu()]
-
-    def reference() -> list[torch.Tensor]:
-        return [fill_fixed_columns(spec, functools.partial(run_on_tensors, scale_table(spec).trace))]
-
-    choose: TensorKernel | None = find_checked_kernel(
-        (spec, "scales"),
-        f"the scales of optimizer step {spec.name}",
-        device,
-        lambda: TensorKernel(scale_table(spec)),
-        run,
-        reference,
-    )
-    return None if choose is None else ScaledKernels(largest, choose, step)
-
-
-def _run_scale_kernel(kernel: TensorKernel, columns: Sequence[torch.Tensor]) -> None:
-    kernel.launch(columns[0].device, [*map(address, columns)], len(columns[0]))
-
-
 def launch_scaled_step(
     spec: StepSpec,
-    kernels: ScaledKernels,
+    kernels: Sequence[TableKernel],
     placed: PlacedChunks,
     rows: torch.Tensor,
     present: Sequence[Sequence[torch.Tensor]],
@@ -119,7 +77,7 @@ def launch_scaled_step(
 
     Args:
         spec: of the step.
-        kernels: its kernels.
+        kernels: the one that finds the largest magnitudes, and the one that writes weights and states.
         placed: the chunks.
         rows: the kernels' table, with any constants in the place of the scales.
         present: the scales of the weights, of the gradients, and of each scaled state, 0-d tensors.
@@ -127,19 +85,18 @@ def launch_scaled_step(
     Returns:
         The sums of the step's kernel, and the scales under which the weights are stored, float32 (parameters,).
     """
-    columns, names = make_unit_columns(spec, len(rows), rows.device), scale_columns(spec)
-    for column, scales in zip(present_columns(spec), present, strict=True):
-        torch.stack([*scales], out=columns[column])
-    table = kernels.step_kernel.table
-    places = slice(table.columns + table.constants - len(names), table.columns + table.constants)
-    rows[:, places] = columns[: len(names)].t().contiguous().view(torch.int32)
-    largest = kernels.amax_kernel.launch(placed, rows)
-    _run_scale_kernel(kernels.scale_kernel, [*columns, *largest.t().contiguous().view(torch.float32)])
-    rows[:, places] = columns[: len(names)].t().contiguous().view(torch.int32)
-    totals = kernels.step_kernel.launch(placed, rows)
-    new_scales = columns[names.index("new_scale")]
-    kept = [present[0], *present[2:]]
-    chosen = [new_scales, *columns[len(names) :]]
-    for scales, new in zip(kept, chosen, strict=True):
+    now = torch.stack([torch.stack([*scales]) for scales in present])
+    first, last = (kernels[1].table.columns + count for count in (len(spec.rule.constants), len(spec.constants)))
+    columns = torch.ones(last - first, len(rows), dtype=torch.float32, device=rows.device)
+    for place, scales in zip(list_present_columns(spec), now, strict=True):
+        columns[place] = scales  # one by one: a list of places would be copied to the device, which waits
+    rows[:, first:last] = columns.t().contiguous().view(torch.int32)
+    largest = kernels[0].launch(placed, rows).t().contiguous().view(torch.float32)
+    columns = choose_scales(spec, now.double(), largest.double()).float()
+    rows[:, first:last] = columns.t().contiguous().view(torch.int32)
+    totals = kernels[1].launch(placed, rows)
+    new_scales = columns[find_column(spec, "new_scale")]
+    of_states = (1 / columns[find_column(spec, f"inverse_{k}")] for k in spec.scaled_states)
+    for scales, new in zip((present[0], *present[2:]), (new_scales, *of_states), strict=True):
         torch._foreach_copy_([*scales], [*new])
     return totals, new_scales

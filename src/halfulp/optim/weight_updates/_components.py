@@ -46,21 +46,21 @@ def fit_residual_any(p, c):
     return select(fits, c, ZERO)
 
 
-def fit_bindings(store: Store, ulps: float) -> dict[str, Any]:
+def make_residual_bindings(store: Store, ulps: float) -> dict[str, Any]:
     """Return the bindings of `fitting`, for residuals of at most `ulps` units in the last place of p.
 
     A residual's own last place is at least the store's least number. Beside float32's exponents that is added as a
     binade, for a subnormal operand in every sum may cost.
     """
     wide = store.emin == -126
-    least = np.float32(0.0 if wide else 2.0**store.emin * ulp_of_one(store))
-    share = np.float32(ulps * ulp_of_one(store))
+    least = np.float32(0.0 if wide else 2.0**store.emin * compute_ulp_of_one(store))
+    share = np.float32(ulps * compute_ulp_of_one(store))
     binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
     piece = fit_residual_wide if wide and ulps < 1 else fit_residual_any
     return {"fitting": piece, "LEAST_BINADE": binade, "RESIDUAL_SHARE": share, "RESIDUAL_LEAST": least}
 
 
-def ulp_of_one(store: Store) -> float:
+def compute_ulp_of_one(store: Store) -> float:
     """Return the unit in the last place of 1."""
     return 2.0**-store.mantissa_bits
 
@@ -119,8 +119,8 @@ class Kahan(WeightUpdate):
             "fill_weight": fill_kahan,
         }
         # The largest residual, its own last place included.
-        ulps = (1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5) * (1 + ulp_of_one(store))
-        bound = residual | fit_bindings(store, ulps) | store_bindings(store, self.weight == "stochastic")
+        ulps = (1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5) * (1 + compute_ulp_of_one(store))
+        bound = residual | make_residual_bindings(store, ulps) | store_bindings(store, self.weight == "stochastic")
         return pieces | bound
 
 
@@ -248,7 +248,7 @@ class Components(WeightUpdate):
             "fill_weight": fill_components,
             "COMPONENT_COUNT": self.n,
         }
-        return {**pieces, "residual_round": last, **fit_bindings(store, 0.5), **store_bindings(store, False)}
+        return {**pieces, "residual_round": last, **make_residual_bindings(store, 0.5), **store_bindings(store, False)}
 
 
 def load_component(address, i):
@@ -314,7 +314,7 @@ def fill_components(a0, a1, a2, a3, i, value):
 register_weight_update(Components())
 
 
-def update_of_components(group: Mapping[str, Any], parameter: MCTensor, name: str) -> WeightUpdate | None:
+def choose_components_update(group: Mapping[str, Any], parameter: MCTensor, name: str) -> WeightUpdate | None:
     """Return the weight update of an MCTensor's components; None for a single one, which keeps its group's update."""
     count, dtype = len(parameter.components), parameter.dtype
     if dtype not in (torch.bfloat16, torch.float16):
