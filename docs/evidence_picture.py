@@ -8,11 +8,11 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from halfulp.trials import Evidence
 from halfulp.trials._defaults import REFERENCE_RECIPE, VERDICT_TONES
+from halfulp.trials._suite import COMMON_RECIPES, SUITE_TASKS
 from halfulp.trials.evidence._row import FinishedTrials, Row
 from halfulp.trials.page._curves import SVG_SETTINGS, render_figure_as_svg
-from halfulp.trials.suite._statements import COMMON_RECIPES, SUITE_TASKS
-from halfulp.trials.suite._suite import SuiteEvidence
 
 HERE = Path(__file__).parent
 THEMES = {
@@ -81,7 +81,7 @@ def draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: di
 
 def main() -> None:
     """Draw the figure for light and dark pages."""
-    found = SuiteEvidence.from_json((HERE / "results" / "evidence.json").read_text(encoding="utf-8"))
+    found = Evidence.from_json((HERE / "results" / "evidence.json").read_text(encoding="utf-8"))
     for theme in THEMES:
         (HERE / "img" / f"evidence-{theme}.svg").write_text(draw_figure(found, theme), encoding="utf-8")
 

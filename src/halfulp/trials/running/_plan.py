@@ -53,12 +53,13 @@ def plan_trials(
     steps: int | None,
     data: str | None,
     size: str | None = None,
-    left_out: dict[str, dict[str, str]] | None = None,
 ) -> list[Trial]:
     """Plan every task x seed x recipe, ordered so that the rows of one seed finish together.
 
-    The float32 reference is always among the recipes, in front: every gap is measured against it. A pair that does
-    not go together is an error, or, where there is a dict to put it into, left out: task, recipe, and why.
+    The float32 reference is always among the recipes, in front: every gap is measured against it.
+
+    Raises:
+        ValueError, TypeError: unknown names, names or seeds given twice, steps below 1, a task that refuses a recipe.
     """
     tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
     rows = [catalog.get(one) for one in ([recipes] if isinstance(recipes, str | Recipe) else recipes)]
@@ -79,13 +80,15 @@ def plan_trials(
                 raise ValueError(
                     f"the name of a {kind} becomes a file name: letters, digits and _.+- only, got {name!r}"
                 )
-    together = _choose_recipes_of_tasks(tasks, rows, left_out)
+    for one in tasks:
+        if barred := {recipe.name: why for recipe in rows if (why := one.refuses(recipe))}:
+            why = next(iter(barred.values()))
+            raise ValueError(f"task {one.name!r} {why}: leave out {', '.join(barred)}, or choose another task")
     return [
         Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps_of(size))
         for one in tasks
         for seed in numbers
         for recipe in rows
-        if recipe.name in together[one.name]
     ]
 
 
@@ -100,22 +103,6 @@ def _check_control_recipes(recipes: Sequence[Recipe]) -> None:
                 f"the name {recipe.name!r} belongs to float32, against which every recipe is measured, and the recipe "
                 "given under it differs: give yours another name"
             )
-
-
-def _choose_recipes_of_tasks(
-    tasks: Sequence[Task], recipes: Sequence[Recipe], left_out: dict[str, dict[str, str]] | None
-) -> dict[str, set[str]]:
-    """Return the recipes of each task, by name; what does not go together is refused, or put into ``left_out``."""
-    found: dict[str, set[str]] = {}
-    for task in tasks:
-        barred = {recipe.name: why for recipe in recipes if (why := task.refuses(recipe))}
-        if barred and left_out is None:
-            why = next(iter(barred.values()))
-            raise ValueError(f"task {task.name!r} {why}: leave out {', '.join(barred)}, or choose another task")
-        if barred and left_out is not None:
-            left_out.setdefault(task.name, {}).update({name: f"the task {why}" for name, why in barred.items()})
-        found[task.name] = {recipe.name for recipe in recipes} - set(barred)
-    return found
 
 
 def _list_seeds(seeds: int | Sequence[int]) -> list[int]:

@@ -121,12 +121,9 @@ class _WorkerProcess:
             self.process.join()
 
 
-def train_in_workers(
-    trials: Sequence[Trial], workers: int, keep_going: bool = False
-) -> Generator[TrialEvent, None, None]:
+def train_in_workers(trials: Sequence[Trial], workers: int) -> Generator[TrialEvent, None, None]:
     """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
 
-    With ``keep_going``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
     Leaving the loop early, by an exception or otherwise, ends the workers.
     """
     waiting, unfinished = list(reversed(trials)), len(trials)
@@ -143,13 +140,11 @@ def train_in_workers(
                     kind, content = worker.connection.recv()
                 except (EOFError, OSError):
                     raise _make_death_error(worker) from None
-                if kind == "failed" and not keep_going:
-                    raise TrialError(f"trial {worker.trial} failed: {content[0]}", worker.trial, content[1])
                 if kind == "failed":
-                    content = content[0]
+                    raise TrialError(f"trial {worker.trial} failed: {content[0]}", worker.trial, content[1])
                 if worker.trial is not None:  # what has none yet is ready for its first
                     yield kind, worker.trial, content
-                unfinished -= kind in ("done", "failed")
+                unfinished -= kind == "done"
                 if kind != "progress" and waiting:
                     worker.trial = waiting.pop()
                     with contextlib.suppress(OSError):  # of one that died meanwhile, which reading its pipe tells
@@ -168,9 +163,9 @@ def _make_death_error(worker: _WorkerProcess) -> TrialError:
     return TrialError(f"the worker of trial {worker.trial} {how}", worker.trial, output)
 
 
-def train_trials(trials: Sequence[Trial], workers: int, keep_going: bool = False) -> Generator[TrialEvent, None, None]:
+def train_trials(trials: Sequence[Trial], workers: int) -> Generator[TrialEvent, None, None]:
     """Train in workers, then in this process what must be; torch's random state stays as it was."""
-    yield from train_in_workers([trial for trial in trials if not trial.task.in_process], workers, keep_going)
+    yield from train_in_workers([trial for trial in trials if not trial.task.in_process], workers)
     for trial in trials:
         if not trial.task.in_process:
             continue

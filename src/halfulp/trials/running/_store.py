@@ -15,11 +15,11 @@ from ._plan import Trial
 class TrialStore:
     """The folder of one comparison: ``trials/<key>.json`` per finished trial, then a page and a JSON file."""
 
-    def __init__(self, out: str | os.PathLike[str], stem: str = "compare"):
+    def __init__(self, out: str | os.PathLike[str]):
         self.root = Path(out)
         self.trials = self.root / "trials"
-        self.report = self.root / f"{stem}.json"
-        self.page = self.root / f"{stem}.html"
+        self.report = self.root / "compare.json"
+        self.page = self.root / "compare.html"
         try:
             self.trials.mkdir(parents=True, exist_ok=True)
             for folder in (self.root, self.trials):
