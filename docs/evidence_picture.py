@@ -1,5 +1,6 @@
 """Draws docs/img/evidence-light.svg and -dark.svg of docs/results/evidence.json: `python docs/evidence_picture.py`."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from matplotlib.figure import Figure
 
 from halfulp.trials import Evidence
 from halfulp.trials._defaults import REFERENCE_RECIPE, VERDICT_TONES
-from halfulp.trials._suite import COMMON_RECIPES, SUITE_TASKS
 from halfulp.trials.evidence._row import FinishedTrials, Row
 from halfulp.trials.page._curves import SVG_SETTINGS, render_figure_as_svg
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.papers_suite import COMMON_RECIPES, SUITE_TASKS  # noqa: E402
+
 THEMES = {
     "light": {"ink": "#1f2328", "faint": "#d1d9e0", "bad": "#c4320a", "good": "#067647", "open": "#6b7280"},
     "dark": {"ink": "#e6edf3", "faint": "#3d444d", "bad": "#ff8a65", "good": "#4fd18b", "open": "#9aa4af"},

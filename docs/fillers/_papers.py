@@ -9,7 +9,6 @@ from typing import NamedTuple
 from halfulp.trials._defaults import REFERENCE_RECIPE
 from halfulp.trials.evidence._row import FinishedTrials, Row, choose_verdict, compute_interval, compute_tolerance
 from halfulp.trials.evidence._table import format_cells, name_judged_loss, write_table_notes
-from halfulp.trials.running._progress import describe_duration
 
 _BF16_PAPER = "arXiv 2010.06192"
 _SCALES_PAPER = "arXiv 1910.12385"
@@ -200,7 +199,7 @@ def _describe_run(evidence: FinishedTrials) -> list[str]:
     seconds = sum(record["result"]["step_ms"] / 1000 * record["settings"]["steps"] for record in trials)
     said = [
         f"{len(evidence.tasks())} tasks, {len(recipes)} recipes, {seeds_said}, {len(trials)} trials of size "
-        f"“{run['size']}”, about {describe_duration(seconds)} of training steps on one thread each of "
+        f"“{run['size']}”, about {seconds / 60:.1f} min of training steps on one thread each of "
         f"{run['processor']}.",
         "Every row of a task starts from the same float32 weights, sees the same batches and uses the same "
         "hyper-parameters. Gaps are paired by seed; verdicts are corrected for the number of recipes on the task. A "

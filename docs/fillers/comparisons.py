@@ -33,7 +33,7 @@ def _chosen(lines: list[dict[str, str]], columns: Sequence[str]) -> str:
 _SHORT = ("recipe", "gap to fp32", "verdict", "cancelled", "bytes/param", "step time")
 
 
-_LONG = (*_SHORT, "accuracy", "own arithmetic", "movement kept")
+_LONG = (*_SHORT, "accuracy", "movement kept")
 
 
 @place
@@ -72,7 +72,7 @@ def compare_scaled_digits() -> str:
 
 def _scaled_gradients(file: str, task: str) -> str:
     lines = _lines(file, task)
-    shown = ("recipe", "gap to fp32", "verdict", "accuracy", "skipped", "underflow")
+    shown = ("recipe", "gap to fp32", "verdict", "accuracy", "skipped")
     return _chosen(lines, (next(name for name in lines[0] if name.endswith(" loss")), *shown)) if lines else ""
 
 

@@ -44,25 +44,27 @@ def system(tmp_path, monkeypatch):
 )
 def test_linux(which: str, name: str, system) -> None:
     system(CPUINFO[which])
-    assert (_processor.processor_name(), _processor.list_instructions()) == (name, ("NEON", "FP16"))
+    assert (_processor.processor_name(), _processor.list_instructions()) == (name, ("neon", "fullfp16"))
 
 
 def test_other_systems(system) -> None:
     system()
-    assert (_processor.processor_name(), _processor.list_instructions()) == ("neoverse-v1", ("NEON", "FP16")), "of LLVM"
+    assert (_processor.processor_name(), _processor.list_instructions()) == ("neoverse-v1", ("neon", "fullfp16")), (
+        "of LLVM"
+    )
 
 
 @pytest.mark.parametrize(
     ("has", "limits", "line"),
     [
-        (("AVX2", "FMA"), {}, "Chip (AVX2, no 16-bit arithmetic), 2 cores"),
-        (("AVX2", "AVX-512", "AVX512_BF16"), {}, "Chip (AVX-512, AVX512_BF16), 2 cores"),
-        (("NEON", "FP16", "BF16"), {}, "Chip (NEON, FP16, BF16), 2 cores"),
+        (("avx2", "fma"), {}, "Chip (avx2, no 16-bit arithmetic), 2 cores"),
+        (("avx2", "avx512f", "avx512bf16"), {}, "Chip (avx512f, avx512bf16), 2 cores"),
+        (("neon", "fullfp16", "bf16"), {}, "Chip (neon, fullfp16, bf16), 2 cores"),
         ((), {}, "Chip, 2 cores"),
         (
-            ("AVX2",),
+            ("avx2",),
             {"ONEDNN_MAX_CPU_ISA": "AVX2"},
-            "Chip (AVX2, no 16-bit arithmetic), 2 cores, limited by ONEDNN_MAX_CPU_ISA=AVX2",
+            "Chip (avx2, no 16-bit arithmetic), 2 cores, limited by ONEDNN_MAX_CPU_ISA=AVX2",
         ),
     ],
 )

@@ -17,10 +17,6 @@ from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from ._conventions import (
     JsonOption,
     describe_option,
-    list_recipe_names,
-    list_task_names,
-    make_console,
-    make_plain_table,
     prepare_out_folder,
     split_names,
 )
@@ -80,13 +76,10 @@ def compare_script(script: str, arguments: list[str], recipes: Sequence[str], ou
     if as_json:
         print_json(found.to_dict())
     else:
-        _print_tables(found)
+        print(found)
         print(f"\n{page} shows the curves; {data} holds the numbers.")
     if refused := found.run["refused"]:
         exit_with_error("; ".join(f"{one['recipe']} {one['why']}" for one in refused))
-
-
-DEFAULT_FOLDER = "halfulp-compare"
 
 
 def compare(
@@ -96,26 +89,20 @@ def compare(
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, behind --.")] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(help=describe_option("Tasks", DEFAULT_TASKS), autocompletion=list_task_names),
+        typer.Option(
+            help=describe_option("Tasks", DEFAULT_TASKS),
+        ),
     ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(help=describe_option("Recipes", DEFAULT_RECIPES), autocompletion=list_recipe_names),
+        typer.Option(
+            help=describe_option("Recipes", DEFAULT_RECIPES),
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 3,
-    first_seed: Annotated[
-        int, typer.Option(help="The first of them: another start, order of the data and random bits of the recipe.")
-    ] = 0,
     steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
-    size: Annotated[
-        str | None, typer.Option(help="In place of --steps, how long trials are: smoke, small or full.")
-    ] = None,
-    suite: Annotated[
-        str | None,
-        typer.Option(help="papers: the papers' kinds of tasks under every recipe, --task and --recipe for a part."),
-    ] = None,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
-    out: Annotated[str, typer.Option(help="Folder for compare.json and compare.html.")] = DEFAULT_FOLDER,
+    out: Annotated[str, typer.Option(help="Folder for compare.json and compare.html.")] = "halfulp-compare",
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, at most 8.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take over finished trials of the same settings.")] = False,
     overwrite: Annotated[
@@ -132,74 +119,45 @@ def compare(
     recipe, after whose failure the others are run.
     """
     refuse_torchrun("compare")
-    recipes = split_names(recipe, ()) if suite else split_names(recipe, DEFAULT_RECIPES)
+    recipes = split_names(recipe, DEFAULT_RECIPES)
     if script is not None:
-        if task or steps or size or suite or data or workers or resume or overwrite or first_seed or seeds != 3:
+        if task or steps or data or workers or resume or overwrite or seeds != 3:
             exit_with_error("a script has its own length, data and seeds: give --recipe and --out alone")
         compare_script(script, arguments or [], recipes, out, json)
         return
     from ..trials import compare as train
-    from ..trials._suite import run_suite
 
-    options: dict[str, Any] = {"data": data, "workers": workers, "resume": resume, "overwrite": overwrite}
-    options |= {"seeds": range(first_seed, first_seed + seeds) if first_seed and seeds > 0 else seeds}
-    if suite is None:
-        chosen = partial(train, split_names(task, DEFAULT_TASKS), recipes, steps=steps, size=size)
-    elif suite != "papers" or steps is not None:
-        exit_with_error(f"--suite papers trains its own tasks, as long as --size says; got --suite {suite}, {steps=}")
-    else:
-        out = "halfulp-evidence" if out == DEFAULT_FOLDER else out
-        tasks = split_names(task, ()) or None
-        chosen = partial(run_suite, tasks=tasks, recipes=recipes or None, size=size or "small")
-    evidence = run_trials(chosen, out, **options)
+    evidence = run_trials(
+        partial(train, split_names(task, DEFAULT_TASKS), recipes, steps=steps, data=data),
+        out,
+        seeds=seeds,
+        workers=workers,
+        resume=resume,
+        overwrite=overwrite,
+    )
     if json:
         print_json(evidence.to_dict())
         return
-    _print_tables(evidence)
+    print(evidence)
     print(f"\n{_describe_run(evidence.run)}")
     print(f"{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
 
 
 def _describe_run(run: dict[str, Any]) -> str:
     """Describe how many trials took how long, on what."""
-    from ..trials.running._progress import describe_duration
-
     if not run["trained"]:
         return "All trials were kept from an earlier run."
     workers = f"{run['workers']} worker{'' if run['workers'] == 1 else 's'} of one thread"
-    return f"{run['trained']} trials in {describe_duration(run['seconds'])}, by {workers} on {run['processor']}."
-
-
-_STYLES_BY_TONE = {"good": "green", "bad": "red", "open": "yellow"}
-
-
-def _print_tables(evidence: Any) -> None:
-    from rich.text import Text
-
-    from ..trials._defaults import VERDICT_TONES
-    from ..trials.evidence._table import format_cells, list_headers, write_table_notes
-
-    shown = make_console()
-    for task in evidence.tasks():
-        rows = evidence.rows(task)
-        lines = [format_cells(evidence, row) for row in rows]
-        headers = list_headers(evidence, task)
-        widths = (2 + max(len(header), *(len(line[header]) for line in lines)) for header in headers)
-        parts = [headers] if shown.width >= sum(widths) else [headers[:4], ["recipe", *headers[4:]]]
-        shown.print(f"\n[bold]{task}[/bold]")
-        for part in parts:
-            right = [header for header in part if header not in ("recipe", "verdict")]
-            table = make_plain_table(part, right=right)
-            for row, line in zip(rows, lines):
-                style = _STYLES_BY_TONE.get(VERDICT_TONES.get(row.verdict or "", ""), "")
-                table.add_row(*(line[header] for header in part), style=style)
-            shown.print(table)
-        for note in write_table_notes(evidence, task):
-            shown.print(Text(note, style="dim"))
+    return f"{run['trained']} trials in {run['seconds']:.0f} s, by {workers} on {run['processor']}."
 
 
 def tune(
-    task: Annotated[str, typer.Option(help="The task.", autocompletion=list_task_names)] = "digits",
+    task: Annotated[
+        str,
+        typer.Option(
+            help="The task.",
+        ),
+    ] = "digits",
     tolerance: Annotated[
         float | None,
         typer.Option(help="By which share of float32's loss a recipe may be above it; default: as compare judges."),
@@ -207,21 +165,19 @@ def tune(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="Candidates, by their bytes; default: those that an observed training leaves open.",
-            autocompletion=list_recipe_names,
+            help="Candidates, by their bytes; default: bfloat16 with every update and storage of states.",
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; 3 at least.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
-    most: Annotated[int, typer.Option(help="How many candidates are trained at most.")] = 12,
     out: Annotated[str, typer.Option(help="Folder for tune.json, compare.json and compare.html.")] = "halfulp-tune",
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, at most 8.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take over finished trials of the same settings.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the trials that the folder holds.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Find the recipe of fewest bytes per parameter that stays with float32, per layer where that pays."""
+    """Find the recipe of fewest bytes per parameter that stays with float32."""
     from ..trials import tune as search
 
     refuse_torchrun("tune")
@@ -232,7 +188,6 @@ def tune(
         seeds=seeds,
         steps=steps,
         data=data,
-        most=most,
         workers=workers,
         resume=resume,
         overwrite=overwrite,

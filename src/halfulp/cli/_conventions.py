@@ -34,20 +34,6 @@ def split_names(given: list[str] | None, default: Sequence[str]) -> list[str]:
     return [name.strip() for part in given for name in part.split(",") if name.strip()]
 
 
-def list_recipe_names() -> list[str]:
-    """Return the names of all recipes."""
-    from ..recipes import names
-
-    return names()
-
-
-def list_task_names() -> list[str]:
-    """Return the names of all tasks."""
-    from ..trials.tasks import names
-
-    return names()
-
-
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program in place of tables.")]
 
 

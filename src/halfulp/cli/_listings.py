@@ -1,5 +1,6 @@
 """halfulp formats, recipes, tasks and env: what there is."""
 
+from .._messages import align_columns
 from ._conventions import JsonOption, format_cell, make_console, make_plain_table
 from ._errors import print_json
 
@@ -81,7 +82,4 @@ def env(json: JsonOption = False) -> None:
     if json:
         print_json(found)
         return
-    table = make_plain_table(["what", "here"], fold=["here"])
-    for what, here in list_environment_lines(found):
-        table.add_row(what, here)
-    make_console().print(table, markup=False)
+    print("\n".join(align_columns(list(list_environment_lines(found)))))

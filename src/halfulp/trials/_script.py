@@ -70,14 +70,11 @@ def substitute_optimizers(recipe: Recipe) -> Iterator[Substitution]:
 
     Recipes that scale or round gradients or emulate a format, by objects that the script has to use, are refused.
     """
-    for need, words in (
-        ("gradient_format", "its gradients go through hu.AdaptiveGradScaler, which the script has to call"),
-        ("payload", "its parameters carry scales: use hu.scalify(model) and an optimizer of hu.optim in the script"),
-        ("emulate", "it emulates a format by hu.emulate(model), which the script has to call"),
-        ("format", "it holds weights to a format, by an optimizer of hu.optim with format="),
-    ):
-        if getattr(recipe, need):
-            raise RecipeRefusal(words)
+    if recipe.gradient_format or recipe.payload or recipe.emulate or recipe.format:
+        raise RecipeRefusal(
+            "it takes objects that the script has to use: hu.AdaptiveGradScaler, hu.scalify, hu.emulate or an "
+            "optimizer of hu.optim with format="
+        )
     inits: dict[Any, Any] = {kind: kind.__init__ for kind in REPLACED_OPTIMIZERS}
     done = Substitution()
     for kind in inits:
@@ -258,7 +255,6 @@ def _make_record(name: str, run: ScriptRun) -> dict[str, Any]:
         "result": {
             "curve": run.compute_curve(),
             "float32": {"train": {"loss": loss, "accuracy": None}, "validation": unknown},
-            "own": unknown,
             "bytes_per_parameter": run.bytes_per_parameter,
             **dict.fromkeys(("step_ms", "cancelled", "realised", "diverged_at")),
             **{"parameters": 0, "targets": 0, "data": "the script's own data"},

@@ -52,7 +52,6 @@ def plan_trials(
     seeds: int | Sequence[int],
     steps: int | None,
     data: str | None,
-    size: str | None = None,
 ) -> list[Trial]:
     """Plan every task x seed x recipe, ordered so that the rows of one seed finish together.
 
@@ -71,8 +70,6 @@ def plan_trials(
         raise ValueError(f"no task given; the tasks are {', '.join(registry.names())}")
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    if steps is not None and size is not None:
-        raise ValueError(f"size={size!r} says how many steps there are: give it or steps={steps}")
     for kind, found in (("task", [one.name for one in tasks]), ("recipe", [one.name for one in rows])):
         _check_unique_names(kind, found)
         for name in found:
@@ -85,7 +82,7 @@ def plan_trials(
             why = next(iter(barred.values()))
             raise ValueError(f"task {one.name!r} {why}: leave out {', '.join(barred)}, or choose another task")
     return [
-        Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps_of(size))
+        Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps)
         for one in tasks
         for seed in numbers
         for recipe in rows

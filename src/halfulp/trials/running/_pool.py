@@ -76,8 +76,6 @@ def _answer_trial(trial: Trial, loaded: dict[str, Data], connection: Connection)
         return "failed", (f"{type(error).__name__}: {first_line(error)}", traceback.format_exc())
 
 
-_THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
 TrialEvent = tuple[str, Trial, Any]
 
 
@@ -101,14 +99,7 @@ class _WorkerProcess:
         self.process: BaseProcess = context.Process(
             target=serve_trials, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
         )
-        before = {name: os.environ[name] for name in _THREAD_COUNT_VARIABLES if name in os.environ}
-        os.environ.update(dict.fromkeys(_THREAD_COUNT_VARIABLES, "1"))
-        try:
-            self.process.start()
-        finally:
-            for name in _THREAD_COUNT_VARIABLES:
-                del os.environ[name]
-            os.environ.update(before)
+        self.process.start()
         theirs.close()
 
     def end_process(self) -> None:

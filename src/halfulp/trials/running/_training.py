@@ -23,7 +23,6 @@ class TrainingRun:
 
     Attributes:
         results: of the trials so far, by key.
-        more_run_facts: what is kept in the evidence beside how it was run.
     """
 
     def __init__(
@@ -33,7 +32,6 @@ class TrainingRun:
         store: TrialStore | None,
         resume: bool,
     ) -> None:
-        self.more_run_facts: dict[str, Any] = {}
         self._workers = workers or min(core_count(), 8)
         self._listen: Listener = listen or (lambda kind, trial, content: None)
         self._store, self._resume = store, resume
@@ -69,7 +67,7 @@ class TrainingRun:
         run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": core_count()}
         run |= {"seconds": round(self._seconds, 1), "trained": self._trained}
         run |= {"reused": len(records) - self._trained, "processor": processor_line()}
-        return Evidence(trials=tuple(records), run=run | self.more_run_facts)
+        return Evidence(trials=tuple(records), run=run)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ class Cifar10(FileTask):
     rule: ClassVar[str] = "SGD"
     hyper: ClassVar[dict[str, Any]] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
     steps: ClassVar[int] = 800
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 120, "full": 20_000}
     batch: ClassVar[int] = 64
     target: ClassVar[str] = "image"
     rate = warm_cosine_rate
@@ -112,7 +111,6 @@ class Cifar10ResNet(Cifar10):
     name: ClassVar[str] = "cifar10-resnet"
     title: ClassVar[str] = "residual network of eight layers on CIFAR-10"
     steps: ClassVar[int] = 500
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 60, "full": 20_000}
     stride: ClassVar[int] = 1
 
     def model(self, data: Data, seed: int) -> nn.Module:
@@ -128,5 +126,4 @@ class Cifar10HalfResNet(Cifar10ResNet):
 
     name: ClassVar[str] = "cifar10-resnet-half"
     title: ClassVar[str] = "the same residual network on CIFAR-10 at half the resolution"
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 120, "full": 20_000}
     stride: ClassVar[int] = 2

@@ -30,7 +30,6 @@ class SpokenDigits(FileTask):
     rule: ClassVar[str] = "AdamW"
     hyper: ClassVar[dict[str, Any]] = {"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
     steps: ClassVar[int] = 500
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 80, "full": 4000}
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "recording"
     rate = warm_cosine_rate

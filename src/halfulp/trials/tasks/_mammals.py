@@ -41,7 +41,6 @@ class Mammals(FileTask):
     hyper: ClassVar[dict[str, Any]] = {"lr": 1.7, "others": NEGATIVES, "scale": DISTANCE_SCALE, "burn_in": BURN_IN_PART}
     batch: ClassVar[int] = 32
     steps: ClassVar[int] = 1000 * 205
-    sizes: ClassVar[dict[str, int]] = {"smoke": 60, "small": 10 * 205}
     target: ClassVar[str] = "edge"
     folder: ClassVar[str] = "wordnet_mammals"
     files: ClassVar[tuple[str, ...]] = ("closure.parquet",)
@@ -104,7 +103,7 @@ class Mammals(FileTask):
         scores = score_points(points.detach(), edges) if course["diverged_at"] is None else {}
         score = {"loss": scores.pop("loss", None), "accuracy": scores.get("map")}
         size = {"parameters": points.numel(), "targets": len(edges), "data": data.note}
-        return {**course, "float32": {"validation": score, "train": score}, "own": score, **size, **scores}
+        return {**course, "float32": {"validation": score, "train": score}, **size, **scores}
 
     def train_points(
         self, points: nn.Parameter, edges: Tensor, seed: int, steps: int, report: ReportLoss | None = None

@@ -30,7 +30,6 @@ class MovieLens(FileTask):
     rule: ClassVar[str] = "SGD"
     hyper: ClassVar[dict[str, Any]] = {"lr": 0.5, "momentum": 0.9}
     steps: ClassVar[int] = 3000
-    sizes: ClassVar[dict[str, int]] = {"smoke": 8, "small": 450, "full": 10_000}
     batch: ClassVar[int] = 128
     target: ClassVar[str] = "rating"
     rate = warm_cosine_rate

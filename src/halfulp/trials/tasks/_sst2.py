@@ -31,7 +31,6 @@ class SST2(FileTask):
     rule: ClassVar[str] = "AdamW"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
     steps: ClassVar[int] = 650
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 80, "full": 2000}
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "sentence"
     rate = warm_cosine_rate
