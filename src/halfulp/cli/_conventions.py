@@ -52,37 +52,6 @@ def stdout_to_stderr() -> Iterator[None]:
             os.close(kept)
 
 
-def make_console() -> Any:
-    """Return a console as wide as the terminal, and wide enough for every column where there is none."""
-    from rich.console import Console
-
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=200)
-
-
-def make_plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2, fold: Sequence[str] = ()) -> Any:
-    """Return a table without lines, to which `add_row` adds; text under the headers ``fold`` may fill several lines."""
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
-    for header in headers:
-        table.add_column(header, justify="right" if header in right else "left", no_wrap=header not in fold)
-    return table
-
-
-def format_cell(value: Any) -> str:
-    """Return a value as a table's text.
-
-    >>> format_cell(True), format_cell(1 / 3), format_cell(None), format_cell("bf16")
-    ('yes', '0.3333', '–', 'bf16')
-    """
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "–" if value is None else str(value)
-
-
 OutOption = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
 
 

@@ -22,7 +22,8 @@ def warm(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="Steps of these recipes alone, separated by commas or one option each. Default: all.",
+            help="Steps of these recipes alone, separated by commas or one option each. Default: all with 16-bit "
+            "parameters.",
         ),
     ] = None,
     optimizer: Annotated[list[str] | None, typer.Option(help="Steps of these optimizers alone. Default: all.")] = None,
@@ -49,7 +50,7 @@ def warm(
         exit_with_error(
             f"kernels cannot be kept ({cache['reason']}): set HALFULP_CACHE_DIR to a folder that can be written"
         )
-    recipes = [get(name) for name in split_names(recipe, names())]
+    recipes = [get(name) for name in split_names(recipe, [name for name in names() if get(name).narrow])]
     rules = split_names(optimizer, list(optim.OPTIMIZERS))
     for rule in rules:
         if rule not in optim.OPTIMIZERS:

@@ -135,7 +135,6 @@ def test_page_is_self_contained(evidence: Evidence, tmp_path: Path) -> None:
 def test_page_says_what_was_found(evidence: Evidence, tmp_path: Path) -> None:
     text = page_of(evidence, tmp_path)
     assert "bf16-kahan keeps float32’s accuracy at 8.0 bytes per parameter instead of 16.0." in text
-    assert "rounding cancelled 50% of its updates" in text
     assert "a &lt;b&gt;task&lt;/b&gt;" in text
     assert "<b>task</b>" not in text
     for row in evidence.rows():
@@ -145,7 +144,7 @@ def test_page_says_what_was_found(evidence: Evidence, tmp_path: Path) -> None:
 def test_page_of_two_seeds_only_indicates(make_record, tmp_path: Path) -> None:
     records = [make_record(recipe, seed, 1.0) for recipe in ("fp32", "bf16-kahan") for seed in (0, 1)]
     text = page_of(Evidence(trials=tuple(records), run=RUN), tmp_path)
-    assert "bf16-kahan keeps float32’s accuracy on 2 seeds" in text
+    assert "Too few seeds for a verdict" in text
     assert "An indication" in text
 
 

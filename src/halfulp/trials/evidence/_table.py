@@ -6,7 +6,7 @@ from ... import formats
 from ..._messages import align_columns
 from ...pages import DASH
 from .._defaults import PASSING_VERDICTS, REFERENCE_RECIPE
-from ._row import LEAST_RELATIVE_GAP, FinishedTrials, Row, read_judged_loss
+from ._row import FinishedTrials, Row, read_judged_loss
 
 
 def format_number(value: float | None, digits: int = 4, sign: bool = False) -> str:
@@ -151,15 +151,16 @@ def write_headline(evidence: FinishedTrials) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
     task = max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])
     reference = evidence.row(task, REFERENCE_RECIPE)
-    everywhere = Counter(row.recipe for row in evidence.rows() if _keeps_float32_loss(evidence, row))
+    everywhere = Counter(row.recipe for row in evidence.rows() if row.verdict in PASSING_VERDICTS)
     kept = [
         row
         for row in evidence.rows(task)
         if not row.emulated and row.bytes_per_parameter is not None and everywhere[row.recipe] == len(evidence.tasks())
     ]
-    few = f" on {reference.seeds} seed{'s' * (reference.seeds > 1)}" if has_few_seeds(evidence) else ""
+    if has_few_seeds(evidence):
+        return "Too few seeds for a verdict, which needs three."
     if not kept:
-        return f"No recipe is sure to stay with float32{few}."
+        return "No recipe is sure to stay with float32."
     best = min(kept, key=lambda row: (row.bytes_per_parameter, formats.get(row.gradient_format or "fp32").bits))
     size = (
         f"with gradients in {best.gradient_format}"
@@ -168,7 +169,7 @@ def write_headline(evidence: FinishedTrials) -> str:
         f"{format_number(reference.bytes_per_parameter, 1)}"
     )
     where = f" ({task})" if len(evidence.tasks()) > 1 else ""
-    return f"{best.recipe} keeps float32’s accuracy{few} {size}{where}."
+    return f"{best.recipe} keeps float32’s accuracy {size}{where}."
 
 
 def describe_losing_recipes(evidence: FinishedTrials) -> list[str]:
@@ -192,13 +193,3 @@ def describe_losing_recipes(evidence: FinishedTrials) -> list[str]:
 def has_few_seeds(evidence: FinishedTrials) -> bool:
     """Return whether there are too few seeds for a verdict."""
     return any(row.seeds < 3 for row in evidence.rows())
-
-
-def _keeps_float32_loss(evidence: FinishedTrials, row: Row) -> bool:
-    """Return whether a recipe keeps float32's loss: by its verdict, or on few seeds by a gap under half a per cent."""
-    if row.verdict in ("reference", "control", "diverged"):
-        return False
-    if row.verdict is not None:
-        return row.verdict in PASSING_VERDICTS
-    reference = evidence.row(row.task, REFERENCE_RECIPE).loss
-    return row.gap is not None and reference is not None and row.gap <= 5 * LEAST_RELATIVE_GAP * reference

@@ -1,7 +1,6 @@
 """The plan of a comparison: its trials, in the order in which they start."""
 
 import dataclasses
-import operator
 import platform
 import re
 from collections.abc import Sequence
@@ -105,12 +104,11 @@ def _check_control_recipes(recipes: Sequence[Recipe]) -> None:
 def _list_seeds(seeds: int | Sequence[int]) -> list[int]:
     """Return the seeds from 0 on where their number is given, or those that are listed."""
     allowed = "seeds is how many (an int, at least 1) or which (ints, 0 and up)"
-    if isinstance(seeds, str | bytes | bool):
+    given = range(seeds) if isinstance(seeds, int) else seeds
+    is_list = isinstance(given, Sequence) and all(isinstance(number, int) for number in given)
+    if isinstance(seeds, bool | bytes) or not is_list:
         raise TypeError(f"{allowed}, got {seeds!r}")
-    try:
-        numbers = list(range(seeds)) if isinstance(seeds, int) else [operator.index(seed) for seed in seeds]
-    except TypeError:
-        raise TypeError(f"{allowed}, got {seeds!r}") from None
+    numbers = list(given)
     if not numbers or min(numbers) < 0:
         raise ValueError(f"{allowed}, got {seeds!r}")
     _check_unique_names("seed", [str(number) for number in numbers])

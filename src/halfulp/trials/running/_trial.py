@@ -45,7 +45,7 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     is_float16 = recipe.param_dtype == "float16" and recipe.narrow
     products: Any = float32_products_of(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
     with products, emulate_recipe(recipe, model) as under:
-        loss = under(task.loss)
+        loss, judge = under(task.loss), under(task.judge)
         scaler = recipes.scaler(recipe, model)
         try:
             batches = task.batches(data, seed, steps)
@@ -56,6 +56,7 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
         failed = course["diverged_at"] is not None
         if not failed:
             optimizer.eval()
+        own = _NO_SCORE if failed else evaluate_model(task, model, judge, data.validation)
     wide: dict[str, Any] = {"validation": _NO_SCORE, "train": _NO_SCORE}
     if not failed:
         # The decoded weights in a copy of the model, in float32, or in float64 where the data are.
@@ -66,7 +67,7 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
         wide |= {name: evaluate_model(task, blank, task.judge, getattr(data, name)) for name in judged}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
-    return {**course, "float32": wide, **size}
+    return {**course, "float32": wide, "own": own, **size}
 
 
 def _train_model(

@@ -10,11 +10,6 @@ from torch import Tensor, nn
 from ._files import FileTask, decode_file, read_parquet
 from ._task import Batch, Data, warm_cosine_rate
 
-_DATA_SOURCE = (
-    "They are the Parquet files (columns img.bytes and label) of the data set uoft-cs/cifar10 on the Hugging Face "
-    "hub, plain_text/train-*.parquet and test-*.parquet, renamed"
-)
-
 
 class Cifar10(FileTask):
     """CIFAR-10, 32x32 photographs of ten classes; needs ``data``. Judged by the loss on the test images."""
@@ -29,7 +24,10 @@ class Cifar10(FileTask):
     rate = warm_cosine_rate
     folder: ClassVar[str] = "cifar10"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
-    how: ClassVar[str] = _DATA_SOURCE
+    how: ClassVar[str] = (
+        "They are the Parquet files (columns img.bytes and label) of the data set uoft-cs/cifar10 on the Hugging Face "
+        "hub, plain_text/train-*.parquet and test-*.parquet, renamed"
+    )
 
     def load(self) -> Data:
         """Load all training images, and the first 2,000 test images."""

@@ -11,10 +11,6 @@ from ._files import FileTask, decode_file, read_parquet
 from ._task import Batch, Data, warm_cosine_rate
 from ._text import LSTM
 
-_DATA_SOURCE = (
-    "They are the recordings of the Free Spoken Digit Dataset, https://github.com/Jakobovski/free-spoken-digit-dataset "
-    "(test: numbers 0 to 4 of each speaker and digit), as Parquet with columns audio.bytes (WAV) and label"
-)
 RATE, WINDOW, HOP, FRAMES, BANDS = 8000, 256, 80, 64, 32
 
 
@@ -35,7 +31,11 @@ class SpokenDigits(FileTask):
     rate = warm_cosine_rate
     folder: ClassVar[str] = "fsdd"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
-    how: ClassVar[str] = _DATA_SOURCE
+    how: ClassVar[str] = (
+        "They are the recordings of the Free Spoken Digit Dataset, "
+        "https://github.com/Jakobovski/free-spoken-digit-dataset "
+        "(test: numbers 0 to 4 of each speaker and digit), as Parquet with columns audio.bytes (WAV) and label"
+    )
 
     def load(self) -> Data:
         """Load logarithms of spectra, normalized by the training part."""

@@ -13,11 +13,6 @@ from ...recipes import Recipe
 from ._files import FileTask, read_parquet
 from ._task import Data, LossCourse, ReportLoss
 
-_DATA_SOURCE = (
-    "It is the transitive closure of WordNet's mammals (columns id1, id2, weight; 6,540 edges), "
-    "https://raw.githubusercontent.com/ydtydr/MCTensor/main/applications/poincare_embedding/wordnet/mammal_closure.csv "
-    "as Parquet"
-)
 NEGATIVES = 50
 DISTANCE_SCALE = 0.3
 BURN_IN_PART = 0.02  # of all steps, at a hundredth of the learning rate
@@ -44,7 +39,11 @@ class Mammals(FileTask):
     target: ClassVar[str] = "edge"
     folder: ClassVar[str] = "wordnet_mammals"
     files: ClassVar[tuple[str, ...]] = ("closure.parquet",)
-    how: ClassVar[str] = _DATA_SOURCE
+    how: ClassVar[str] = (
+        "It is the transitive closure of WordNet's mammals (columns id1, id2, weight; 6,540 edges), "
+        "https://raw.githubusercontent.com/ydtydr/MCTensor/main/applications/poincare_embedding/wordnet/"
+        "mammal_closure.csv as Parquet"
+    )
 
     def load(self) -> Data:
         """Return the edges, and of every edge a fixed set of negatives to validate on."""
@@ -103,7 +102,7 @@ class Mammals(FileTask):
         scores = score_points(points.detach(), edges) if course["diverged_at"] is None else {}
         score = {"loss": scores.pop("loss", None), "accuracy": scores.get("map")}
         size = {"parameters": points.numel(), "targets": len(edges), "data": data.note}
-        return {**course, "float32": {"validation": score, "train": score}, **size, **scores}
+        return {**course, "float32": {"validation": score, "train": score}, "own": score, **size, **scores}
 
     def train_points(
         self, points: nn.Parameter, edges: Tensor, seed: int, steps: int, report: ReportLoss | None = None

@@ -130,10 +130,6 @@ class CharacterLSTM(nn.Module):
 
 
 TEXT_WINDOW = 64
-_DATA_SOURCE = (
-    "input.txt is the 1.1 MB file of karpathy/char-rnn: "
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-)
 
 
 class CharacterGPT(Task):
@@ -209,7 +205,10 @@ class TinyShakespeare(FileTask, CharacterGPT):
     title: ClassVar[str] = "character-level GPT on Shakespeare"
     folder: ClassVar[str] = "tinyshakespeare"
     files: ClassVar[tuple[str, ...]] = ("input.txt",)
-    how: ClassVar[str] = _DATA_SOURCE
+    how: ClassVar[str] = (
+        "input.txt is the 1.1 MB file of karpathy/char-rnn: "
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+    )
 
     def load(self) -> Data:
         """Load text: the first nine tenths train; of the last tenth, 256 windows validate."""
