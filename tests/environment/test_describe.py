@@ -115,5 +115,5 @@ def test_a_misspelt_wish_for_products_is_said(in_process) -> None:
 
 
 def test_the_package_hands_on_what_it_says() -> None:
-    assert environment.processor_line()
-    assert os.cpu_count() is None or environment.core_count() <= os.cpu_count()
+    assert environment.describe_processor()
+    assert os.cpu_count() is None or environment.count_cores() <= os.cpu_count()

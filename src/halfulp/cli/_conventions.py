@@ -38,7 +38,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a progr
 
 
 @contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
+def redirect_stdout_to_stderr() -> Iterator[None]:
     """Send what a script and its processes print in a block to stderr, so that stdout has JSON alone."""
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):

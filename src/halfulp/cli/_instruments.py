@@ -14,10 +14,10 @@ from ._conventions import (
     JsonOption,
     OutOption,
     prepare_out_folder,
-    stdout_to_stderr,
+    redirect_stdout_to_stderr,
     write_page_and_json,
 )
-from ._errors import exit_with_error, print_json, run_or_fail
+from ._errors import exit_on_exception, exit_with_error, print_json
 
 if TYPE_CHECKING:
     from ..observation.scripts import ScriptEnding, ScriptWatch
@@ -58,7 +58,7 @@ def observe(
     watch = ScriptWatch(interval, Path(folder, "observe.jsonl") if first else None)
     with contextlib.ExitStack() as elsewhere:
         if json:
-            elsewhere.enter_context(stdout_to_stderr())
+            elsewhere.enter_context(redirect_stdout_to_stderr())
 
         def leave(ending: ScriptEnding) -> int:
             watch.__exit__(None, None, None)
@@ -231,7 +231,7 @@ def verify(
     model, batch, loss = (
         _load_target_to_verify(target) if target is not None else _load_task_to_verify(str(task), data, seed)
     )
-    with run_or_fail(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
+    with exit_on_exception(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
         found = verify(model, batch, recipe, loss=loss, trials=trials, seed=seed)
     if json:
         print_json(found.to_dict())
@@ -262,9 +262,9 @@ def _load_target_to_verify(target: str) -> tuple[Any, Any, Any]:
         exit_with_error(f"{target!r} is no module and a function in it: write package.module:function")
     # As `python -m` does: modules of the folder that one stands in are found.
     sys.path.insert(0, str(Path.cwd()))
-    with run_or_fail(f"cannot take {function!r} from {name!r}:"):
+    with exit_on_exception(f"cannot take {function!r} from {name!r}:"):
         make = getattr(importlib.import_module(name), function)
-    with run_or_fail(f"{target} raised"):
+    with exit_on_exception(f"{target} raised"):
         made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         exit_with_error(f"{target} returned {type(made).__name__}: return (model, batch) or (model, batch, loss)")

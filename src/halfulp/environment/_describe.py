@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._torch_floor import OLDEST_TORCH, is_older
-from ._processor import core_count, list_instructions, processor_name
+from ._processor import count_cores, list_instructions, read_processor_name
 
 _LISTED_PACKAGES = ("torch", "numpy", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
 _VARIABLE_PREFIXES = (
@@ -33,8 +33,8 @@ def describe_environment() -> dict[str, Any]:
         "versions": lambda: {**python, **{name: find_version(name) for name in _LISTED_PACKAGES}},
         "platform": platform.platform,
         "processor": lambda: {
-            "name": processor_name(),
-            "cores": core_count(),
+            "name": read_processor_name(),
+            "cores": count_cores(),
             "instructions": list(list_instructions()),
         },
         "torch": _describe_torch,

@@ -22,10 +22,10 @@ _WIDEST_VECTORS = ("avx512f", "avx2", "sve", "neon")
 LIMITING_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
-def processor_line() -> str:
+def describe_processor() -> str:
     """Return the processor in one line, to stand beside times: name, instructions, cores, and what limits torch.
 
-    >>> processor_line().endswith(("core", "cores")) or "limited by" in processor_line()
+    >>> describe_processor().endswith(("core", "cores")) or "limited by" in describe_processor()
     True
     """
     found = list_instructions()
@@ -33,18 +33,18 @@ def processor_line() -> str:
     shown += [name for name in found if name.endswith(_SIXTEEN_BIT_NAMES)]
     if found and len(shown) == 1:
         shown.append("no 16-bit arithmetic")
-    count = core_count()
+    count = count_cores()
     words = ", ".join(name for name in shown if name)
     limits = [f"{name}={os.environ[name]}" for name in LIMITING_VARIABLES if os.environ.get(name)]
-    line = f"{processor_name()}{f' ({words})' if words else ''}, {count} core{'s' if count > 1 else ''}"
+    line = f"{read_processor_name()}{f' ({words})' if words else ''}, {count} core{'s' if count > 1 else ''}"
     return line + (f", limited by {', '.join(limits)}" if limits else "")
 
 
 @functools.cache
-def processor_name() -> str:
+def read_processor_name() -> str:
     """Return the processor's name, as the system or LLVM tells it.
 
-    >>> bool(processor_name())
+    >>> bool(read_processor_name())
     True
     """
     try:
@@ -52,7 +52,7 @@ def processor_name() -> str:
     except OSError:  # of other systems than Linux
         rows = ""
     found = re.search(r"^(?:model name|cpu|cpu model)\s*:\s*(\S.*)$", rows, re.MULTILINE)
-    names = found and found[1], _ask_llvm("get_host_cpu_name"), platform.processor(), platform.machine(), "unknown"
+    names = found and found[1], _call_llvm("get_host_cpu_name"), platform.processor(), platform.machine(), "unknown"
     return " ".join(str(next(filter(None, names))).split())
 
 
@@ -63,14 +63,14 @@ def list_instructions() -> tuple[str, ...]:
     >>> set(list_instructions()) <= {*_INSTRUCTIONS}
     True
     """
-    found = _ask_llvm("get_host_cpu_features") or {}
+    found = _call_llvm("get_host_cpu_features") or {}
     return tuple(name for name in _INSTRUCTIONS if found.get(name))
 
 
-def core_count() -> int:
+def count_cores() -> int:
     """Return how many cores this process may use.
 
-    >>> core_count() >= 1
+    >>> count_cores() >= 1
     True
     """
     if hasattr(os, "sched_getaffinity"):
@@ -78,7 +78,7 @@ def core_count() -> int:
     return os.cpu_count() or 1
 
 
-def _ask_llvm(function: str) -> Any:
+def _call_llvm(function: str) -> Any:
     """Return the result of a function of LLVM's; None where it is missing or does not know the processor."""
     try:
         from llvmlite import binding

@@ -119,14 +119,14 @@ class PrecisionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Check the contract of the checkpoint that the run goes on from, where it lies in the output folder."""
-        saved = os.path.join(_checkpoint_folder(args, state), CONTRACT_FILE)
+        saved = os.path.join(_name_checkpoint_folder(args, state), CONTRACT_FILE)
         if state.global_step and os.path.exists(saved):
             with open(saved, encoding="utf-8") as file:
                 Contract.from_dict(json.load(file)).check(more["model"], find_inner_optimizer(more["optimizer"]))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Write both files into the checkpoint's folder."""
-        folder = _checkpoint_folder(args, state)
+        folder = _name_checkpoint_folder(args, state)
         if not (args.should_save and os.path.isdir(folder)):
             return
         model, stepped = more["model"], find_inner_optimizer(more["optimizer"])
@@ -156,5 +156,5 @@ class PrecisionCallback(TrainerCallback):
                     state.log_history[-1][name] = logs[name]
 
 
-def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:
+def _name_checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:
     return os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import __version__, optim, recipes
 from .._extensions import load_inherited_extensions
-from ..environment import core_count, processor_line
+from ..environment import count_cores, describe_processor
 from ..observation.scripts import ScriptEnding, find_model, run_script, tell_backward_losses
 from ..recipes import Recipe
 from ..recipes._optimizer import choose_state_dtype, split_groups_by_update
@@ -32,7 +32,7 @@ from ._defaults import REFERENCE_RECIPE, TWIN_RECIPE
 from .evidence._evidence import Evidence
 from .evidence._row import Row
 from .running._pool import describe_exit
-from .tasks._task import finite_or_none
+from .tasks._task import replace_nonfinite_by_none
 
 REPLACED_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 # What chooses an implementation in torch, and no other training.
@@ -245,7 +245,7 @@ class ScriptEvidence(Evidence):
 
 def _make_record(name: str, run: ScriptRun) -> dict[str, Any]:
     """Return a run as the trial of a comparison."""
-    unknown, loss = {"loss": None, "accuracy": None}, finite_or_none(run.compute_loss())
+    unknown, loss = {"loss": None, "accuracy": None}, replace_nonfinite_by_none(run.compute_loss())
     task = {"name": "script", "title": "a training script of one's own", "rule": "the script's own", "hyper": {}}
     task |= {"batch": "the script's own", "judged_by": "train_loss", "target": ""}
     versions = {"halfulp": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -293,8 +293,8 @@ def compare_script(
     facts = {
         "notes": _NOTES,
         "refused": [{"recipe": name, "why": run.failure} for name, run in runs.items() if run.failure],
-        **{"workers": 1, "cores": core_count(), "seconds": round(time.monotonic() - start, 1)},
-        **{"trained": len(runs), "reused": 0, "processor": processor_line()},
+        **{"workers": 1, "cores": count_cores(), "seconds": round(time.monotonic() - start, 1)},
+        **{"trained": len(runs), "reused": 0, "processor": describe_processor()},
     }
     return ScriptEvidence(tuple(_make_record(name, run) for name, run in runs.items() if not run.failure), facts)
 

@@ -54,12 +54,12 @@ def serve_trials(connection: Connection, log: str) -> None:
         connection.send(("ready", None))
         while True:
             trial = connection.recv()
-            connection.send(_answer_trial(trial, loaded, connection))
+            connection.send(_run_and_report_trial(trial, loaded, connection))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _answer_trial(trial: Trial, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
+def _run_and_report_trial(trial: Trial, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
     """Train a trial and return the message that says what came of it."""
     try:
         which = repr(trial.task.settings())

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from ...environment import core_count, processor_line
+from ...environment import count_cores, describe_processor
 from ...pages import require, write_whole
 from ..evidence._evidence import Evidence
 from ._plan import Trial
@@ -32,7 +32,7 @@ class TrainingRun:
         store: TrialStore | None,
         resume: bool,
     ) -> None:
-        self._workers = workers or min(core_count(), 8)
+        self._workers = workers or min(count_cores(), 8)
         self._listen: Listener = listen or (lambda kind, trial, content: None)
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
@@ -64,9 +64,9 @@ class TrainingRun:
     def make_evidence(self) -> Evidence:
         """Return the evidence of all trials so far."""
         records = [{"settings": trial.settings(), "result": self.results[key]} for key, trial in self._trials.items()]
-        run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": core_count()}
+        run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": count_cores()}
         run |= {"seconds": round(self._seconds, 1), "trained": self._trained}
-        run |= {"reused": len(records) - self._trained, "processor": processor_line()}
+        run |= {"reused": len(records) - self._trained, "processor": describe_processor()}
         return Evidence(trials=tuple(records), run=run)
 
 

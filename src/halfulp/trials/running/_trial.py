@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ... import recipes
-from ...environment._narrow_products import float32_products_of, widened_dtypes
+from ...environment._narrow_products import compute_products_in_float32, widened_dtypes
 from ...gradients import AdaptiveGradScaler
 from ...mctensor import MCTensor
 from ...mctensor._convert_model import plain_state_dict
 from ...recipes._optimizer import LossFunction, MeasuredOptimizer, emulate_recipe
 from ..tasks import Batch, Data, Task
-from ..tasks._task import LossCourse, ReportLoss, finite_or_none
+from ..tasks._task import LossCourse, ReportLoss, replace_nonfinite_by_none
 from ._plan import Trial
 
 _NO_SCORE = {"loss": None, "accuracy": None}
@@ -43,7 +43,9 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     # Plain float16 products run in float32: torch's float16 convolutions take ten to a hundred times as long, on
     # processors with float16 instructions too, and differ by the order of summation alone.
     is_float16 = recipe.param_dtype == "float16" and recipe.narrow
-    products: Any = float32_products_of(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
+    products: Any = (
+        compute_products_in_float32(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
+    )
     with products, emulate_recipe(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
         scaler = recipes.scaler(recipe, model)
@@ -86,7 +88,7 @@ def _train_model(
     for step, given in enumerate(batches):
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * task.rate(step, steps)
-        batch = _hold_as_weights(model, given)
+        batch = _convert_to_weight_dtype(model, given)
         start = time.process_time()
         loss = loss_of(task.outputs(model, batch[0]), batch[1])
         (loss if scaler is None else scaler.scale(loss)).backward()
@@ -115,17 +117,17 @@ def evaluate_model(
     total, right, count = 0.0, 0, 0
     model.eval()
     for start in range(0, len(part[0]), size):
-        inputs, chunk = _hold_as_weights(model, (part[0][start : start + size], part[1][start : start + size]))
+        inputs, chunk = _convert_to_weight_dtype(model, (part[0][start : start + size], part[1][start : start + size]))
         logits = task.outputs(model, inputs)
         hit = task.hits(logits, chunk)
         total += loss(logits, chunk).item() * hit.numel()
         right += int(hit.sum())
         count += hit.numel()
     model.train()
-    return {"loss": finite_or_none(total / count), "accuracy": right / count if task.target else None}
+    return {"loss": replace_nonfinite_by_none(total / count), "accuracy": right / count if task.target else None}
 
 
-def _hold_as_weights(model: nn.Module, batch: Batch) -> Batch:
+def _convert_to_weight_dtype(model: nn.Module, batch: Batch) -> Batch:
     """Return a batch with floating inputs in the dtype of the weights; float64 data as as many components."""
     weight, (inputs, targets) = next(model.parameters()), batch
     components = len(weight.components) if isinstance(weight, MCTensor) and inputs.dtype == torch.float64 else 0

@@ -73,16 +73,16 @@ class LossCourse:
             "curve": self._curve,
             "step_ms": 1000 * statistics.median(self.seconds or [0.0]),
             "bytes_per_parameter": bytes_per_parameter,
-            "cancelled": finite_or_none(cancelled),
-            "realised": finite_or_none(realised),
+            "cancelled": replace_nonfinite_by_none(cancelled),
+            "realised": replace_nonfinite_by_none(realised),
             "diverged_at": self.diverged_at,
         }
 
 
-def finite_or_none(value: float | None) -> float | None:
+def replace_nonfinite_by_none(value: float | None) -> float | None:
     """Return a number that JSON can hold: None for NaN and infinities.
 
-    >>> finite_or_none(1.5), finite_or_none(math.nan), finite_or_none(None)
+    >>> replace_nonfinite_by_none(1.5), replace_nonfinite_by_none(math.nan), replace_nonfinite_by_none(None)
     (1.5, None, None)
     """
     return None if value is None or not math.isfinite(value) else float(value)
