@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
 from collections.abc import Iterator
@@ -43,10 +42,8 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     # Plain float16 products run in float32: torch's float16 convolutions take ten to a hundred times as long, on
     # processors with float16 instructions too, and differ by the order of summation alone.
     is_float16 = recipe.param_dtype == "float16" and recipe.narrow
-    products: Any = (
-        compute_products_in_float32(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
-    )
-    with products, emulate_recipe(recipe, model) as under:
+    widened = (*widened_dtypes(), torch.float16) if is_float16 else widened_dtypes()
+    with compute_products_in_float32(*widened), emulate_recipe(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
         scaler = recipes.scaler(recipe, model)
         try:
