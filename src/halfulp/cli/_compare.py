@@ -87,18 +87,8 @@ def compare(
         str | None, typer.Argument(help="A training script to compare under recipes in place of tasks.")
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, behind --.")] = None,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=describe_option("Tasks", DEFAULT_TASKS),
-        ),
-    ] = None,
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=describe_option("Recipes", DEFAULT_RECIPES),
-        ),
-    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help=describe_option("Tasks", DEFAULT_TASKS))] = None,
+    recipe: Annotated[list[str] | None, typer.Option(help=describe_option("Recipes", DEFAULT_RECIPES))] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
@@ -152,21 +142,14 @@ def _describe_run(run: dict[str, Any]) -> str:
 
 
 def tune(
-    task: Annotated[
-        str,
-        typer.Option(
-            help="The task.",
-        ),
-    ] = "digits",
+    task: Annotated[str, typer.Option(help="The task.")] = "digits",
     tolerance: Annotated[
         float | None,
         typer.Option(help="By which share of float32's loss a recipe may be above it; default: as compare judges."),
     ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Candidates, by their bytes; default: bfloat16 with every update and storage of states.",
-        ),
+        typer.Option(help="Candidates, by their bytes; default: bfloat16 with every update and storage of states."),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; 3 at least.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,

@@ -203,18 +203,8 @@ def verify(
         str | None,
         typer.Argument(help="package.module:function that returns (model, batch) or (model, batch, loss)."),
     ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help="A task's model and batch instead of a target.",
-        ),
-    ] = None,
-    recipe: Annotated[
-        str,
-        typer.Option(
-            help="A recipe with scaled payloads or a gradient scale.",
-        ),
-    ] = "scaled-fp16",
+    task: Annotated[str | None, typer.Option(help="A task's model and batch instead of a target.")] = None,
+    recipe: Annotated[str, typer.Option(help="A recipe with scaled payloads or a gradient scale.")] = "scaled-fp16",
     trials: Annotated[int, typer.Option(help="How many draws of scales.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the scales.")] = 0,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
