@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -162,16 +163,20 @@ def outlet(sink: Sink, check: bool = True) -> Outlet:
         return Outlet("the file of JSON lines", file.write)
     name = f"the {type(sink).__name__}"
     if callable(getattr(sink, "add_scalar", None)):  # before the others: a SummaryWriter may have more than one
-        return Outlet(name, lambda row: _write_scalars(sink, row))
+        return Outlet(name, functools.partial(_write_scalars, sink))
     for method in ("log", "log_metrics"):
         if callable(log := getattr(sink, method, None)):
-            return Outlet(name, lambda row, log=log: log(_name_numbers(row), step=row["step"]))
+            return Outlet(name, functools.partial(_log_numbers, log))
     if callable(sink):
         return Outlet("the function", lambda row: sink(dict(row)))
     raise TypeError(
         "a sink is a path that ends in .jsonl, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a "
         f"dict and step=, or a function of a dict; got {a_kind(sink)}"
     )
+
+
+def _log_numbers(log: Callable[..., object], row: Row) -> None:
+    log(_name_numbers(row), step=row["step"])
 
 
 def _write_scalars(writer: Any, row: Row) -> None:
