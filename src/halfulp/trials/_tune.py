@@ -94,6 +94,7 @@ def _try_candidate(
         if row.interval is None and row.gap > _CLEAR_GAP_FACTOR * allowed:
             why = f"its first seed is {row.gap / allowed:.0f} times the tolerance above float32"
             return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
+    assert row.gap is not None
     assert row.interval is not None
     if tolerance is None:
         alone = choose_verdict(row.gap, row.interval, allowed)
