@@ -67,13 +67,13 @@ def machine() -> dict[str, str]:
     import llvmlite
     import torch
 
-    from halfulp.environment import processor_line
+    from halfulp.environment import describe_processor
 
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=FOLDER.parent, text=True, capture_output=True, check=False
     )
     return {
-        "processor": processor_line(),
+        "processor": describe_processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "llvmlite": llvmlite.__version__,

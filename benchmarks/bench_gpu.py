@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from halfulp.environment import processor_line
+from halfulp.environment import describe_processor
 
 from ._gpu import _processes, _run, training
 from ._harness import ROOT
@@ -247,7 +247,7 @@ class Session:
         """Write the whole file."""
         known = [name for name in NAMES if name in self.found]
         facts = next((self.found[name].facts for name in known if self.found[name].facts), {})
-        self.result.machine = {"processor": processor_line(), **facts, "commit": self.commit}
+        self.result.machine = {"processor": describe_processor(), **facts, "commit": self.commit}
         tables = [table for name in known for table in self.found[name].tables if table.rows]
         self.result.tables = [self.parts, *summaries(tables), *tables, *self._lists(known)]
         _run.write_whole(self.path, json.dumps(asdict(self.result), indent=1, default=float) + "\n")

@@ -62,7 +62,7 @@ def digits(seed: int) -> Table:
     import torch
 
     from halfulp.arithmetic._float32_products import multiply_in_float32
-    from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, float32_products_of
+    from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, compute_products_in_float32, find_native_dtypes
 
     columns = {"operator": "", "dtype": "", "shapes": "", "from float64": ".3f", "gradients from float64": ".3f"}
     table = Table(f"Units of the last place, {SHAPES} shapes, seed {seed}", columns | {"from torch's own": ".3f"})
@@ -83,7 +83,7 @@ def digits(seed: int) -> Table:
             cotangent = torch.randn_like(function(*(y.float() for y in x), **options)).to(dtype)
             exact = run(function, [y.double() for y in x], options, cotangent)
             sums = run(function, [y.double().abs() for y in x], options, cotangent.abs())
-            with float32_products_of(dtype):
+            with compute_products_in_float32(dtype):
                 mine = run(lambda *y, f=function, **o: multiply_in_float32(f, y, o), x, options, cotangent)
             row = [_distance(mine[0], exact[0], sums[0], dtype)]
             row.append(max(_distance(a, b, s, dtype) for a, b, s in zip(mine[1:], exact[1:], sums[1:])))
@@ -143,7 +143,7 @@ def speed() -> Table:
     import torch
 
     from halfulp.arithmetic._float32_products import multiply_in_float32
-    from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, float32_products_of
+    from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, compute_products_in_float32, find_native_dtypes
 
     set_threads(1)
     natives = {str(dtype).removeprefix("torch.") for dtype in find_native_dtypes()}
@@ -167,7 +167,7 @@ def speed() -> Table:
     for name, (function, shapes, options) in _speed_cases().items():
         for dtype in SIXTEEN_BIT_DTYPES:
             cells: dict[str, Any] = {"operator": name, "dtype": str(dtype).removeprefix("torch.")}
-            with float32_products_of(dtype):
+            with compute_products_in_float32(dtype):
                 for backward, at in ((False, 0), (True, 2)):
                     calls = {
                         "float32": call(function, torch.float32, shapes, options, False, backward),
@@ -182,9 +182,9 @@ def speed() -> Table:
     for kind in ("LSTM", "GRU", "RNN"):
         for dtype in SIXTEEN_BIT_DTYPES:
             plain, mine = _recurrent(kind, torch.float32), _recurrent(kind, dtype)
-            with float32_products_of(dtype):
+            with compute_products_in_float32(dtype):
                 timed = measure([Contender("float32", plain), Contender("mine", mine)], "float32", threads=1, rounds=7)
-            with float32_products_of():
+            with compute_products_in_float32():
                 own = measure([Contender("float32", plain), Contender("own", mine)], "float32", threads=1, rounds=7)
             cells = {"operator": kind, "dtype": str(dtype).removeprefix("torch."), "with backward": timed["mine"].ratio}
             cells |= {"with backward, torch's own": own["own"].ratio, "float32 ms": timed["float32"].milliseconds}

@@ -39,7 +39,7 @@ def by_script(lr) -> dict[str, tuple[float, str]]:
     from halfulp.trials._script import compare_script
 
     arguments = [*SCRIPT, f"--learning_rate={lr}", f"--min_lr={lr * LEAST}"]
-    found, _ = compare_script("train.py", arguments, RECIPES[lr], listen=lambda *said: print(*said[:2], flush=True))
+    found = compare_script("train.py", arguments, RECIPES[lr], listen=lambda *said: print(*said, flush=True))
     return {row.recipe: (row.gap or 0.0, row.verdict) for row in found.rows()}
 
 

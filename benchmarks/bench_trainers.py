@@ -318,19 +318,19 @@ class Torchtitan(Trainer):
 
     needs = ("torchtitan", "spmd_types")
     bf16 = (
-        "from halfulp.integrations.torchtitan import Optimizers\n"
+        "from halfulp.integrations.torchtitan import register; register()\n"
         "group = ParamGroupConfig(pattern='.*', optimizer_name='halfulp.AdamW', optimizer_kwargs={'lr': lr, **options})"
     )
 
     def train(self, case, options, folder, last=STEPS, resume=False):
         """As said of every trainer."""
-        from torchtitan.components.optimizer import ParamGroupConfig
+        from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
         model = net()
         narrow = {"param_dtype": "bf16", **options}
         scope = add(self.bf16, ParamGroupConfig=ParamGroupConfig, lr=LR, options=narrow)
-        kind = scope["Optimizers"]
-        container = kind(kind.Config(param_groups=[scope["group"]]), model_parts=[model])
+        config = OptimizersContainer.Config(param_groups=[scope["group"]])
+        container = OptimizersContainer(config, model_parts=[model])
         result = _in_a_loop(self, case, model, container, None, folder, last, resume)
         return result if case == "observe" else (model, container.optimizers[0])
 

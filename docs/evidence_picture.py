@@ -1,5 +1,6 @@
 """Draws docs/img/evidence-light.svg and -dark.svg of docs/results/evidence.json: `python docs/evidence_picture.py`."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,16 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from halfulp.trials import Evidence
 from halfulp.trials._defaults import REFERENCE_RECIPE, VERDICT_TONES
 from halfulp.trials.evidence._row import FinishedTrials, Row
 from halfulp.trials.page._curves import SVG_SETTINGS, render_figure_as_svg
-from halfulp.trials.suite._statements import COMMON_RECIPES, SUITE_TASKS
-from halfulp.trials.suite._suite import SuiteEvidence
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from benchmarks.papers_suite import COMMON_RECIPES, SUITE_TASKS  # noqa: E402
+
 THEMES = {
     "light": {"ink": "#1f2328", "faint": "#d1d9e0", "bad": "#c4320a", "good": "#067647", "open": "#6b7280"},
     "dark": {"ink": "#e6edf3", "faint": "#3d444d", "bad": "#ff8a65", "good": "#4fd18b", "open": "#9aa4af"},
@@ -81,7 +85,7 @@ def draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: di
 
 def main() -> None:
     """Draw the figure for light and dark pages."""
-    found = SuiteEvidence.from_json((HERE / "results" / "evidence.json").read_text(encoding="utf-8"))
+    found = Evidence.from_json((HERE / "results" / "evidence.json").read_text(encoding="utf-8"))
     for theme in THEMES:
         (HERE / "img" / f"evidence-{theme}.svg").write_text(draw_figure(found, theme), encoding="utf-8")
 

@@ -42,10 +42,8 @@ def filled(page: str) -> str:
 def recomputed(comparison: str) -> str:
     """The JSON of a comparison with the rows that follow from its trials today."""
     from halfulp.trials import Evidence
-    from halfulp.trials.suite._suite import SuiteEvidence
 
-    kind = SuiteEvidence if "statements" in json.loads(comparison) else Evidence
-    return kind.from_json(comparison).to_json()
+    return Evidence.from_json(comparison).to_json()
 
 
 def comparisons() -> list[Path]:

@@ -1,16 +1,17 @@
 """Put an optimizer for bfloat16 weights into torchtitan's container by its name."""
 
 import torch
-from torchtitan.components.optimizer import ParamGroupConfig
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 import halfulp as hu
-from halfulp.integrations.torchtitan import Optimizers
+from halfulp.integrations.torchtitan import register
 
+register()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.Linear(32, 4)).bfloat16()
 options = {"lr": 3e-3, "weight_decay": 0.1, "weight_update": "split8"}
 group = ParamGroupConfig(pattern=".*", optimizer_name="halfulp.AdamW", optimizer_kwargs=options)
-container = Optimizers(Optimizers.Config(param_groups=[group]), model_parts=[model])
+container = OptimizersContainer(OptimizersContainer.Config(param_groups=[group]), model_parts=[model])
 
 inputs = torch.randn(256, 16)
 labels = inputs[:, :4].argmax(1)

@@ -38,7 +38,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
 # Folders inside of layers, in the same order.
 FOLDERS = {
-    "trials": ["tasks", "page", "evidence", "running", "suite"],
+    "trials": ["tasks", "page", "evidence", "running"],
     "optim": ["rules", "weight_updates", "states", "parameters", "step"],
 }
 MOST_LINES = 800

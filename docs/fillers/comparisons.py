@@ -33,7 +33,7 @@ def _chosen(lines: list[dict[str, str]], columns: Sequence[str]) -> str:
 _SHORT = ("recipe", "gap to fp32", "verdict", "cancelled", "bytes/param", "step time")
 
 
-_LONG = (*_SHORT, "accuracy", "own arithmetic", "movement kept")
+_LONG = (*_SHORT, "accuracy", "movement kept")
 
 
 @place
@@ -72,7 +72,7 @@ def compare_scaled_digits() -> str:
 
 def _scaled_gradients(file: str, task: str) -> str:
     lines = _lines(file, task)
-    shown = ("recipe", "gap to fp32", "verdict", "accuracy", "skipped", "underflow")
+    shown = ("recipe", "gap to fp32", "verdict", "accuracy", "skipped")
     return _chosen(lines, (next(name for name in lines[0] if name.endswith(" loss")), *shown)) if lines else ""
 
 
@@ -139,16 +139,16 @@ def compare_setting() -> str:
 
 
 def _suite(file: str) -> Any:
-    from halfulp.trials.suite._suite import SuiteEvidence
+    from halfulp.trials import Evidence
 
     path = RESULTS / file
-    return SuiteEvidence.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+    return Evidence.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 @place
 def evidence() -> str:
     """The papers' suite: statements, a table per task, and what was left out."""
-    from halfulp.trials.suite._suite import write_report_sections
+    from ._papers import write_report_sections
 
     found = _suite("evidence.json")
     return "" if found is None else write_report_sections(found)
@@ -158,7 +158,8 @@ def evidence() -> str:
 def evidence_two_heads() -> str:
     """The statements about adaptive scales, from the comparison of all scales on two losses."""
     from halfulp.trials import Evidence
-    from halfulp.trials.suite._statements import judge_statements
+
+    from ._papers import judge_statements
 
     path = RESULTS / "two-heads.json"
     if not path.exists():
@@ -172,7 +173,8 @@ def evidence_two_heads() -> str:
 def evidence_again() -> str:
     """The verdicts of one task by two sets of seeds, how many agree, and what decides where they do not."""
     from halfulp.trials.evidence._table import format_with_spread
-    from halfulp.trials.suite._statements import OPEN, judge_statements
+
+    from ._papers import OPEN, judge_statements
 
     runs = [_suite("evidence-first.json"), _suite("evidence-again.json")]
     if None in runs:

@@ -43,12 +43,13 @@ def forked_runs(forked: Callable[..., tuple[int, str]], monkeypatch: pytest.Monk
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         executable, flag, code, *arguments = command
         assert (executable, flag) == (sys.executable, "-c")
-        assert options == {"capture_output": True, "text": True, "errors": "replace", "check": False}
+        assert options == {"stdout": subprocess.DEVNULL, "check": False}
         # The server's filters are those of tests.
         ended, printed = forked(f"import warnings; warnings.resetwarnings()\n{code}", *arguments)
-        return subprocess.CompletedProcess(command, ended, "", printed)
+        print(printed, file=sys.stderr)
+        return subprocess.CompletedProcess(command, ended)
 
-    monkeypatch.setattr(_compare_script, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(_compare_script, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
 
 
 @pytest.fixture
@@ -72,7 +73,8 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 def test_a_script_under_recipes(compare):
     text = SCRIPT.format(parameters="[{'params': model[0].parameters()}, {'params': model[1:].parameters()}]")
     code, out, err = compare(text, "--recipe", "bf16,bf16-kahan,fp16-adaptive", "--json", "--", "--epochs", "3")
-    assert code == 0, err
+    assert code == 2, err
+    assert "fp16-adaptive could not be used: it takes objects that the script has to use: hu.AdaptiveGradScaler" in err
     found = json.loads(out)
     rows = {row["recipe"]: row for row in found["rows"]}
     assert list(rows) == ["fp32", "fp32-twin", "bf16", "bf16-kahan"]
@@ -83,7 +85,7 @@ def test_a_script_under_recipes(compare):
     assert rows["bf16"]["bytes_per_parameter"] < rows["bf16-kahan"]["bytes_per_parameter"]
     (refused,) = found["run"]["refused"]
     assert refused["recipe"] == "fp16-adaptive"
-    assert "could not be used: its gradients go through hu.AdaptiveGradScaler" in refused["why"]
+    assert "could not be used: it takes objects that the script has to use: hu.AdaptiveGradScaler" in refused["why"]
     kept = Path("halfulp-compare", "compare-script.json").read_text()
     assert json.loads(kept) == json.loads(out)
     assert "script.py" not in kept
@@ -103,35 +105,44 @@ def test_a_model_that_is_narrow_already_cannot_be_converted(compare):
 PLAIN = SCRIPT.format(parameters="model.parameters()")
 SUBCLASS = "class Mine(torch.optim.AdamW): ...\noptimizer = Mine"
 KINDS = {
-    "crash": ("raise RuntimeError('boom')", [], "crashed in float32: RuntimeError: boom; all that it said is in"),
-    "no optimizer": ("print('nothing')", [], "makes no torch optimizer in its own process"),
-    "option of tasks": ("", ["--task", "digits"], "--task: of tasks"),
+    "crash": ("raise RuntimeError('boom')", [], "in float32 it crashed with exit code 1, see above"),
+    "no optimizer": (
+        "import torch; torch.ones(1, requires_grad=True).sum().backward()",
+        [],
+        "made no optimizer to replace",
+    ),
+    "no loss": ("print('nothing')", [], "called no backward of a loss"),
+    "option of tasks": ("", ["--task", "digits"], "give --recipe and --out alone"),
     "unknown recipe": ("", ["--recipe", "bf61"], "unknown recipe 'bf61'"),
-    "exit code": (f"{PLAIN}sys.exit(3)", [], "exited with exit code 3 in float32"),
-    "killed": ("import os; os.kill(os.getpid(), 9)", [], "was killed by SIGKILL, as where memory is short in float32"),
-    "never steps": (PLAIN.replace("optimizer.step()", "pass"), [], "never steps an optimizer"),
+    "exit code": (f"{PLAIN}sys.exit(3)", [], "in float32 it exited with exit code 3"),
+    "killed": (
+        "import os; os.kill(os.getpid(), 9)",
+        [],
+        "in float32 it was killed by SIGKILL, as where memory is short",
+    ),
+    "never steps": (PLAIN.replace("optimizer.step()", "pass"), [], "never stepped its optimizer"),
     "another optimizer": (
         PLAIN.replace("AdamW", "RMSprop").replace(", fused=False", ""),
         [],
-        "it trains by RMSprop; recipes replace torch.optim's SGD, Adam and AdamW",
+        "it trains by RMSprop; recipes replace one optimizer, torch.optim's SGD, Adam or AdamW",
     ),
     "a subclass": (PLAIN.replace("optimizer = torch.optim.AdamW", SUBCLASS), [], "it trains by Mine"),
+    "several optimizers": (f"{PLAIN}torch.optim.SGD(nn.Linear(1, 1).parameters())", [], "it makes several optimizers"),
 }
 
 
 @pytest.mark.parametrize(("text", "arguments", "words"), KINDS.values(), ids=KINDS)
-def test_what_is_wrong_is_one_line_and_exit_code_2(compare, text, arguments, words, request):
+def test_what_is_wrong_is_said_with_exit_code_2(compare, text, arguments, words, request):
     """What exits by itself does so in a Python of its own, as a user's runs."""
     if "exit" not in text:
         request.getfixturevalue("forked_runs")
     code, out, err = compare(text, *arguments)
     assert code == 2
     assert out == ""
-    assert words in err
-    assert "Traceback" not in err
+    assert words in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("command", [["tune"], ["compare"], ["compare", "script.py"], ["compare", "--suite", "papers"]])
+@pytest.mark.parametrize("command", [["tune"], ["compare"], ["compare", "script.py"]])
 def test_torchrun_is_refused(monkeypatch, capsys, tmp_path, command):
     from halfulp.cli import main
 
@@ -144,7 +155,7 @@ def test_torchrun_is_refused(monkeypatch, capsys, tmp_path, command):
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_a_reference_that_does_not_learn_gives_no_verdict_and_a_scaler_no_other_loss(compare):
+def test_a_reference_that_diverges_gives_no_verdict_and_a_scaler_no_other_loss(compare):
     text = SCRIPT.format(parameters="model.parameters()").replace("lr=1e-4", "lr=1e-3")
     stepping = "scaler.scale(loss).backward()\n    scaler.step(optimizer)\n    scaler.update()"
     scaled = text.replace("loss.backward()\n    optimizer.step()", stepping)
@@ -159,32 +170,29 @@ def test_a_reference_that_does_not_learn_gives_no_verdict_and_a_scaler_no_other_
     rows = {row["recipe"]: row for row in json.loads(out)["rows"]}
     assert rows["bf16"]["verdict"] in ("no verdict", "diverged")
     assert rows["fp32"]["verdict"] == "diverged"
-    assert "the script does not learn as it is" in json.loads(out)["run"]["notes"][0]
-    assert "the script does not learn as it is" in Path("halfulp-compare", "compare-script.html").read_text()
+    assert "diverged" in Path("halfulp-compare", "compare-script.html").read_text()
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_scripts_whose_recipes_are_used_and_what_is_said_of_them(compare):
+def test_a_class_that_was_imported_before_is_no_matter(compare):
     text = "from torch.optim.adamw import AdamW\n" + SCRIPT.format(parameters="model.parameters()")
     text = text.replace("torch.optim.AdamW", "AdamW")
-    second = "optimizer =", "torch.optim.RMSprop([torch.zeros(1, requires_grad=True)]).step()\noptimizer ="
-    code, out, err = compare(text.replace(*second), "--recipe", "bf16-kahan")
+    code, out, err = compare(text, "--recipe", "bf16-kahan")
     assert code == 0, err
     assert "no difference" in out
-    assert "RMSprop and what it steps stayed as they are" in out
     assert "compare-script.html shows the curves" in out
     assert "bf16-kahan" in Path("halfulp-compare", "compare-script.html").read_text()
 
 
 @pytest.mark.usefixtures("forked_runs")
-def test_a_recipe_under_which_it_crashes_is_a_row(compare):
+def test_a_recipe_under_which_it_crashes_is_named_and_the_others_go_on(compare):
     text = SCRIPT.format(parameters="model.parameters()").replace("x @ truth", "x @ truth.to(model[0].weight.dtype)")
-    code, out, err = compare(text, "--recipe", "bf16,bf16-split")
+    code, out, err = compare(text, "--recipe", "bf16,fp32-twin,bf16-split")
     assert code == 2, err
-    assert "bf16-split crashed: RuntimeError" in out
-    assert "the script crashed under bf16, bf16-split; all that it said is in halfulp-compare/error.log" in err
+    assert "RuntimeError" in err
+    assert "bf16 crashed with exit code 1, see above; bf16-split crashed with exit code 1, see above" in err
+    assert "fp32-twin" in out
     assert Path("halfulp-compare", "compare-script.html").exists()
-    assert "RuntimeError" in Path("halfulp-compare", "error.log").read_text()
 
 
 def test_classes_are_put_back_and_subclasses_stay_themselves():
@@ -195,10 +203,10 @@ def test_classes_are_put_back_and_subclasses_stay_themselves():
     before = {name: vars(getattr(torch.optim, name)).get("__init__") for name in ("SGD", "Adam", "AdamW")}
     with substitute_optimizers(recipes.get("bf16-kahan")) as done:
         mine = Mine(torch.nn.Linear(2, 2).parameters())
-        mine.step()
         assert type(mine) is Mine
-        assert not done.optimizers_made
-        assert done.other_optimizers == ["Mine"]
+        assert done.optimizer is None
+        with pytest.raises(RecipeRefusal, match="it trains by Mine"):
+            mine.step()
         optimizer = torch.optim.AdamW(model.named_parameters(), 1e-3, betas=(0.8, 0.9))
     assert type(optimizer).__module__.startswith("halfulp.optim")
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
@@ -217,8 +225,7 @@ def test_in_float32_an_optimizer_is_of_torchs_own_class_and_so_is_a_copy():
         assert torch.optim.AdamW is type(optimizer) is own
         assert isinstance(optimizer, torch.optim.Adam) == issubclass(own, torch.optim.Adam)
         copy.deepcopy(optimizer).step()
-        assert done.optimizers_made == 1
-        assert not done.write_notes()
+        assert done.step_count == 1
 
 
 @pytest.mark.parametrize("recipe", ["scaled-fp16", "e8m3", "fp16-none"])
@@ -228,12 +235,8 @@ def test_recipes_that_need_the_scripts_help_are_refused(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16-kahan"])
-def test_a_model_is_converted_once_and_one_that_the_script_converts_is_refused(recipe):
-    with substitute_optimizers(recipes.get(recipe)) as done:
-        model = torch.nn.Linear(2, 2)
-        for one in (model, model, copy.deepcopy(model)):
-            torch.optim.SGD(one.parameters(), lr=0.1)
-        assert done.optimizers_made == 3
+def test_a_model_that_the_script_converts_is_refused(recipe):
+    with substitute_optimizers(recipes.get(recipe)):
         converted = recipes.convert(torch.nn.Linear(2, 2), "bf16")
         with pytest.raises(RecipeRefusal, match="converted already, by recipe 'bf16'"):
             torch.optim.SGD(converted.parameters(), lr=0.1)

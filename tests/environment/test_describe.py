@@ -2,7 +2,6 @@
 
 import json
 import os
-import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import halfulp
 from halfulp import environment
 from halfulp.environment import _describe, describe_environment, list_environment_lines
 
-PARTS = ["versions", "system", "processor", "torch", "products", "engines", "cache", "devices", "variables"]
+PARTS = ["versions", "platform", "processor", "torch", "products", "engines", "cache", "devices", "variables"]
 
 
 def test_every_part_is_there_and_plain() -> None:
@@ -92,28 +91,13 @@ def test_variables_that_matter_and_no_others(monkeypatch: pytest.MonkeyPatch) ->
     assert "secret" not in json.dumps(describe_environment())
 
 
-def _fake_devices(monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:
-    properties = types.SimpleNamespace(total_memory=80 * 2**30, major=9, minor=0)
-    if hip:
-        properties.gcnArchName = "gfx942"
-    for name, value in {
-        "is_available": lambda: True,
-        "device_count": lambda: 2,
-        "get_device_properties": lambda index: properties if index == 0 else 1 / 0,
-        "get_device_name": lambda index: "Fast Thing",
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.version, "hip", hip)
-
-
 @pytest.mark.parametrize("hip", [None, "6.4"])
-def test_devices_have_names_and_what_a_driver_does_not_tell_is_its_error(hip, monkeypatch) -> None:
-    _fake_devices(monkeypatch, hip)
-    first, second = _describe._list_devices()[:2]
-    assert (first["kind"], first["name"], first["memory"]) == ("cuda", "Fast Thing", "80.0 GiB")
-    assert first["capability"] == ("gfx942" if hip else "9.0")
-    assert ("by" in first) is bool(hip)
-    assert second["error"].startswith("ZeroDivisionError")
+def test_devices_have_names_and_engines(hip, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Fast Thing")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert _describe._list_devices() == ["cuda 0: Fast Thing", "cuda 1: Fast Thing"]
     engine = _describe._describe_engines()["cuda"]
     assert ("ROCm" in engine or "triton is not installed" in engine) if hip else engine.startswith(("triton", "refer"))
 
@@ -121,7 +105,7 @@ def test_devices_have_names_and_what_a_driver_does_not_tell_is_its_error(hip, mo
 def test_products_follow_what_switches_instructions_off(in_bare_process) -> None:
     # oneDNN reads its variable once: before it does, in some versions of torch as torch._dynamo is imported.
     program = "from halfulp.environment import describe_environment\nprint(describe_environment()['products'])"
-    assert "'bfloat16': 'float32 (no instructions)'" in in_bare_process(program, ONEDNN_MAX_CPU_ISA="SSE41")
+    assert "'bfloat16': 'float32'" in in_bare_process(program, ONEDNN_MAX_CPU_ISA="SSE41")
 
 
 def test_a_misspelt_wish_for_products_is_said(in_process) -> None:
@@ -131,5 +115,5 @@ def test_a_misspelt_wish_for_products_is_said(in_process) -> None:
 
 
 def test_the_package_hands_on_what_it_says() -> None:
-    assert environment.processor_line()
-    assert os.cpu_count() is None or environment.core_count() <= os.cpu_count()
+    assert environment.describe_processor()
+    assert os.cpu_count() is None or environment.count_cores() <= os.cpu_count()

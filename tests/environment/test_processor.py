@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfulp.environment import _processor, processor_line
+from halfulp.environment import _processor, describe_processor
 
 CPUINFO = {
     "x86": "processor\t: 0\nmodel name\t: AMD EPYC 7B13\nflags\t\t: fpu sse avx avx2 fma f16c\n\nprocessor\t: 1\n",
@@ -17,7 +17,7 @@ def system(tmp_path, monkeypatch):
     """Let another system be asked, by what its cpuinfo holds."""
 
     def become(cpuinfo: str = "") -> None:
-        for function in (_processor.processor_name, _processor.list_instructions):
+        for function in (_processor.read_processor_name, _processor.list_instructions):
             function.cache_clear()
         path = tmp_path / "cpuinfo"
         path.write_text(cpuinfo, encoding="utf-8")
@@ -26,10 +26,10 @@ def system(tmp_path, monkeypatch):
             "get_host_cpu_name": "neoverse-v1",
             "get_host_cpu_features": {"neon": True, "fullfp16": True, "sve": False},
         }
-        monkeypatch.setattr(_processor, "_ask_llvm", told.get)
+        monkeypatch.setattr(_processor, "_call_llvm", told.get)
 
     yield become
-    for function in (_processor.processor_name, _processor.list_instructions):
+    for function in (_processor.read_processor_name, _processor.list_instructions):
         function.cache_clear()
 
 
@@ -44,25 +44,28 @@ def system(tmp_path, monkeypatch):
 )
 def test_linux(which: str, name: str, system) -> None:
     system(CPUINFO[which])
-    assert (_processor.processor_name(), _processor.list_instructions()) == (name, ("NEON", "FP16"))
+    assert (_processor.read_processor_name(), _processor.list_instructions()) == (name, ("neon", "fullfp16"))
 
 
 def test_other_systems(system) -> None:
     system()
-    assert (_processor.processor_name(), _processor.list_instructions()) == ("neoverse-v1", ("NEON", "FP16")), "of LLVM"
+    assert (_processor.read_processor_name(), _processor.list_instructions()) == (
+        "neoverse-v1",
+        ("neon", "fullfp16"),
+    ), "of LLVM"
 
 
 @pytest.mark.parametrize(
     ("has", "limits", "line"),
     [
-        (("AVX2", "FMA"), {}, "Chip (AVX2, no 16-bit arithmetic), 2 cores"),
-        (("AVX2", "AVX-512", "AVX512_BF16"), {}, "Chip (AVX-512, AVX512_BF16), 2 cores"),
-        (("NEON", "FP16", "BF16"), {}, "Chip (NEON, FP16, BF16), 2 cores"),
+        (("avx2", "fma"), {}, "Chip (avx2, no 16-bit arithmetic), 2 cores"),
+        (("avx2", "avx512f", "avx512bf16"), {}, "Chip (avx512f, avx512bf16), 2 cores"),
+        (("neon", "fullfp16", "bf16"), {}, "Chip (neon, fullfp16, bf16), 2 cores"),
         ((), {}, "Chip, 2 cores"),
         (
-            ("AVX2",),
+            ("avx2",),
             {"ONEDNN_MAX_CPU_ISA": "AVX2"},
-            "Chip (AVX2, no 16-bit arithmetic), 2 cores, limited by ONEDNN_MAX_CPU_ISA=AVX2",
+            "Chip (avx2, no 16-bit arithmetic), 2 cores, limited by ONEDNN_MAX_CPU_ISA=AVX2",
         ),
     ],
 )
@@ -71,7 +74,7 @@ def test_one_line_to_stand_beside_times(has, limits, line, monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in limits.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(_processor, "processor_name", lambda: "Chip")
+    monkeypatch.setattr(_processor, "read_processor_name", lambda: "Chip")
     monkeypatch.setattr(_processor, "list_instructions", lambda: has)
-    monkeypatch.setattr(_processor, "core_count", lambda: 2)
-    assert processor_line() == line
+    monkeypatch.setattr(_processor, "count_cores", lambda: 2)
+    assert describe_processor() == line

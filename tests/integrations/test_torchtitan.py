@@ -18,6 +18,13 @@ def _model(seed):
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2)).bfloat16()
 
 
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    container = components.OptimizersContainer
+    monkeypatch.setattr(container, "_resolve_optimizer_factory", staticmethod(container._resolve_optimizer_factory))
+    ours.register()
+
+
 def _config(kind, first=r"^1\.", **options):
     groups = [
         components.ParamGroupConfig(
@@ -41,7 +48,9 @@ def _train(container, model, first, last):
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 def test_the_bits_are_those_of_the_plain_loop(implementation, seed):
     model, plain = _model(seed), _model(seed)
-    container = ours.Optimizers(_config(ours.Optimizers, implementation=implementation), model_parts=[model])
+    container = components.OptimizersContainer(
+        _config(components.OptimizersContainer, implementation=implementation), model_parts=[model]
+    )
     _train(container, model, 0, 4)
     named = list(plain.named_parameters())
     groups = [
@@ -56,7 +65,7 @@ def test_a_flat_state_resumes_to_the_bit(seed):
     whole, half, other = _model(seed), _model(seed), _model(seed + 1)
 
     def make(model):
-        return ours.Optimizers(_config(ours.Optimizers), model_parts=[model])
+        return components.OptimizersContainer(_config(components.OptimizersContainer), model_parts=[model])
 
     _train(make(whole), whole, 0, 6)
     first, second = make(half), make(other)
@@ -73,7 +82,9 @@ def test_stages_of_a_pipeline_go_on_from_a_file_of_the_whole_model_and_the_other
     whole, split = _model(seed), _model(seed)
 
     def make(model, stages):
-        return ours.Optimizers(_config(ours.Optimizers, first="weight$"), model_parts=stages)
+        return components.OptimizersContainer(
+            _config(components.OptimizersContainer, first="weight$"), model_parts=stages
+        )
 
     def stages(model):
         parts = [nn.Module(), nn.Module()]
@@ -99,10 +110,8 @@ def test_stages_of_a_pipeline_go_on_from_a_file_of_the_whole_model_and_the_other
         assert all(same_bits(a.detach(), b.detach()) for a, b in zip(whole.parameters(), other.parameters()))
 
 
-def test_registered_names_are_known_to_every_container(seed, monkeypatch):
+def test_registered_names_are_known_to_every_container(seed):
     container = components.OptimizersContainer
-    monkeypatch.setattr(container, "_resolve_optimizer_factory", staticmethod(container._resolve_optimizer_factory))
-    ours.register()
     made = container(_config(container), model_parts=[_model(seed)])
     assert type(made.optimizers[0]) is hu.optim.AdamW
     assert container._resolve_optimizer_factory("AdamW") is torch.optim.AdamW

@@ -36,13 +36,6 @@ def test_what_json_has_no_word_for_is_a_word(tmp_path):
     assert found == {"a": "nan", "b": ["-inf"], "c": {"d": "inf"}}
 
 
-def test_a_line_that_a_killed_run_left_open_stays_alone(tmp_path):
-    path = tmp_path / "seen.jsonl"
-    path.write_text('{"step": 0}\n{"step": 5, "lo')
-    RowFile(path).write({"step": 0})
-    assert path.read_text().splitlines() == ['{"step": 0}', '{"step": 5, "lo', '{"step": 0}']
-
-
 def test_anew_replaces_at_the_first_row_and_not_before(tmp_path):
     path = tmp_path / "seen.jsonl"
     path.write_text("old\n")
@@ -123,11 +116,6 @@ class Run:
         self.told.append((data, step))
 
 
-class OwnSteps(Run):
-    def log(self, data):
-        self.told.append(data)
-
-
 class Metrics(Run):
     def log_metrics(self, metrics, **options):
         self.told.append((metrics, options))
@@ -136,12 +124,11 @@ class Metrics(Run):
 
 
 def test_loggers_get_what_is_known_under_a_name_of_its_own():
-    writer, run, own, metrics, rows = Writer(), Run(), OwnSteps(), Metrics(), []
-    for sink in (writer, run, own, metrics, rows.append):
+    writer, run, metrics, rows = Writer(), Run(), Metrics(), []
+    for sink in (writer, run, metrics, rows.append):
         outlet(sink).put(ROW)
     assert writer.told == [("halfulp/loss", 0.5, 3)]
     assert run.told == [({"halfulp/step": 3, "halfulp/loss": 0.5}, 3)]
-    assert own.told == [{"halfulp/step": 3, "halfulp/loss": 0.5}]
     assert metrics.told == [({"halfulp/step": 3, "halfulp/loss": 0.5}, {"step": 3})]
     assert rows == [ROW]
     assert rows[0] is not ROW, "a function may change what it gets"

@@ -34,25 +34,11 @@ def split_names(given: list[str] | None, default: Sequence[str]) -> list[str]:
     return [name.strip() for part in given for name in part.split(",") if name.strip()]
 
 
-def list_recipe_names() -> list[str]:
-    """Return the names of all recipes."""
-    from ..recipes import names
-
-    return names()
-
-
-def list_task_names() -> list[str]:
-    """Return the names of all tasks."""
-    from ..trials.tasks import names
-
-    return names()
-
-
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program in place of tables.")]
 
 
 @contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
+def redirect_stdout_to_stderr() -> Iterator[None]:
     """Send what a script and its processes print in a block to stderr, so that stdout has JSON alone."""
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
@@ -64,37 +50,6 @@ def stdout_to_stderr() -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(kept, 1)
             os.close(kept)
-
-
-def make_console() -> Any:
-    """Return a console as wide as the terminal, and wide enough for every column where there is none."""
-    from rich.console import Console
-
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=200)
-
-
-def make_plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2, fold: Sequence[str] = ()) -> Any:
-    """Return a table without lines, to which `add_row` adds; text under the headers ``fold`` may fill several lines."""
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
-    for header in headers:
-        table.add_column(header, justify="right" if header in right else "left", no_wrap=header not in fold)
-    return table
-
-
-def format_cell(value: Any) -> str:
-    """Return a value as a table's text.
-
-    >>> format_cell(True), format_cell(1 / 3), format_cell(None), format_cell("bf16")
-    ('yes', '0.3333', '–', 'bf16')
-    """
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "–" if value is None else str(value)
 
 
 OutOption = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]

@@ -26,7 +26,7 @@ def exit_with_error(message: object) -> NoReturn:
 
 
 @contextlib.contextmanager
-def run_or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def exit_on_exception(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Run a user's code in a block: any exception ends the command with exit code 2.
 
     Exceptions that are ``telling`` speak for themselves; before others goes what was being done, and their name.

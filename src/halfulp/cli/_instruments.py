@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json as encoder
-import math
 import os
 import sys
 from pathlib import Path
@@ -12,20 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .._messages import a_kind
-from ..pages import check_writable, write_whole
 from ._conventions import (
     JsonOption,
     OutOption,
-    list_recipe_names,
-    list_task_names,
-    make_console,
-    make_plain_table,
     prepare_out_folder,
-    stdout_to_stderr,
+    redirect_stdout_to_stderr,
     write_page_and_json,
 )
-from ._errors import exit_with_error, print_json, run_or_fail
+from ._errors import exit_on_exception, exit_with_error, print_json
 
 if TYPE_CHECKING:
     from ..observation.scripts import ScriptEnding, ScriptWatch
@@ -55,10 +47,9 @@ def observe(
     rank = os.environ.get("RANK", "0")
     first = not rank.isdigit() or int(rank) == 0  # of torchrun's processes
     if not module and not Path(script).is_file():
-        is_like_a_module = not script.endswith(".py") and all(part.isidentifier() for part in script.split("."))
-        more = "; a module is run by -m" if is_like_a_module else ""
         exit_with_error(
-            f"there is no file {script!r}: give the path of a training script, its own arguments after it{more}"
+            f"there is no file {script!r}: give the path of a training script, its own arguments after it, or a module "
+            "by -m"
         )
     if first:
         prepare_out_folder(out, "observe")
@@ -67,7 +58,7 @@ def observe(
     watch = ScriptWatch(interval, Path(folder, "observe.jsonl") if first else None)
     with contextlib.ExitStack() as elsewhere:
         if json:
-            elsewhere.enter_context(stdout_to_stderr())
+            elsewhere.enter_context(redirect_stdout_to_stderr())
 
         def report(ending: ScriptEnding) -> int:
             watch.__exit__(None, None, None)
@@ -113,9 +104,6 @@ def _print_to_stderr(words: str) -> None:
     print(f"halfulp: {words}", file=sys.stderr)
 
 
-_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", "no": "green", None: ""}
-
-
 def audit(
     a: Annotated[str, typer.Argument(metavar="A", help="The earlier checkpoint: a file or a folder.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The later checkpoint of the same run.")],
@@ -136,35 +124,9 @@ def audit(
     if json:
         print_json(found.to_dict())
     else:
-        _print_audit(found)
+        print(found)
     write_page_and_json(out, "audit", found)
     return 0 if found.passed else 1
-
-
-def _print_audit(found: Any) -> None:
-    from rich.text import Text
-
-    from ..observation._finding import format_findings
-
-    shown = make_console()
-    for line in format_findings(found.findings):
-        shown.print(Text(line, style=_SEVERITY_STYLES.get(line.split(" ", 1)[0], "")))
-    shown.print()
-    columns = ["tensors", "dtypes", "elements", "unchanged", "median ulps", "verdict"]
-    table = make_plain_table(columns, right=columns[2:5], fold=("tensors", "verdict"))
-    for group in found.groups():
-        low, high = (f"{value:.3g}" if not math.isnan(value) else "–" for value in group.median_change_ulps)
-        table.add_row(
-            group.pattern,
-            group.dtypes,
-            f"{group.numel:,}",
-            f"{group.share_unchanged:.1%}",
-            low if low == high else f"{low}–{high}",
-            Text(group.verdict, style=_SEVERITY_STYLES[group.severity]),
-        )
-    shown.print(table)
-    for said in found.unseen:
-        shown.print(Text(said, style="dim"))
 
 
 def forecast(
@@ -225,18 +187,11 @@ def verify(
         str | None,
         typer.Argument(help="package.module:function that returns (model, batch) or (model, batch, loss)."),
     ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(help="A task's model and batch instead of a target.", autocompletion=list_task_names),
-    ] = None,
-    recipe: Annotated[
-        str,
-        typer.Option(help="A recipe with scaled payloads or a gradient scale.", autocompletion=list_recipe_names),
-    ] = "scaled-fp16",
+    task: Annotated[str | None, typer.Option(help="A task's model and batch instead of a target.")] = None,
+    recipe: Annotated[str, typer.Option(help="A recipe with scaled payloads or a gradient scale.")] = "scaled-fp16",
     trials: Annotated[int, typer.Option(help="How many draws of scales.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the scales.")] = 0,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
-    out: Annotated[str | None, typer.Option(help="A file for the result as JSON.")] = None,
     json: JsonOption = False,
 ) -> int:
     """Prove on a model that a recipe's scales change no gradient, or name the first operator that does.
@@ -247,19 +202,15 @@ def verify(
 
     if (target is None) == (task is None):
         exit_with_error("give either a target, package.module:function, or --task with a task's name")
-    if out is not None:
-        check_writable(out)
     model, batch, loss = (
         _load_target_to_verify(target) if target is not None else _load_task_to_verify(str(task), data, seed)
     )
-    with run_or_fail(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
+    with exit_on_exception(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
         found = verify(model, batch, recipe, loss=loss, trials=trials, seed=seed)
     if json:
         print_json(found.to_dict())
     else:
-        _print_verification(found)
-    if out is not None:
-        write_whole(out, encoder.dumps(found.to_dict(), indent=2))
+        print(found)
     return 0 if found.passed else 1
 
 
@@ -281,34 +232,14 @@ def _load_target_to_verify(target: str) -> tuple[Any, Any, Any]:
     import importlib
 
     name, _, function = target.partition(":")
-    if not name or not function:
-        exit_with_error(f"{target!r} names no {'function' if name else 'module'}: write package.module:function")
-    if name.endswith(".py"):
-        module = name.removesuffix(".py").strip("./").replace("/", ".")
-        exit_with_error(f"{target!r} names a file: write the module without .py, {module}:{function}")
+    if not name or not function or name.endswith(".py"):
+        exit_with_error(f"{target!r} is no module and a function in it: write package.module:function")
     # As `python -m` does: modules of the folder that one stands in are found.
     sys.path.insert(0, str(Path.cwd()))
-    with run_or_fail(f"cannot take {function!r} from {name!r}:"):
+    with exit_on_exception(f"cannot take {function!r} from {name!r}:"):
         make = getattr(importlib.import_module(name), function)
-    if not callable(make):
-        exit_with_error(f"{target} is {a_kind(make)}: give a function that returns (model, batch) or with a loss")
-    with run_or_fail(f"{target} raised"):
+    with exit_on_exception(f"{target} raised"):
         made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         exit_with_error(f"{target} returned {type(made).__name__}: return (model, batch) or (model, batch, loss)")
     return (*made, None) if len(made) == 2 else made
-
-
-def _print_verification(found: Any) -> None:
-    from rich.text import Text
-
-    shown = make_console()
-    shown.print(Text(str(found), style="green" if found.passed else "red"))
-    unequal = sorted(((d, n) for n, d in found.gradients.items() if d), reverse=True)[:20]
-    if not unequal:
-        return
-    headers = ["parameter", "relative difference of its gradient"]
-    table = make_plain_table(headers, right=headers[1:])
-    for apart, name in unequal:
-        table.add_row(name, f"{apart:.1e}")
-    shown.print(table)

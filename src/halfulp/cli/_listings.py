@@ -1,6 +1,10 @@
 """halfulp formats, recipes, tasks and env: what there is."""
 
-from ._conventions import JsonOption, format_cell, make_console, make_plain_table
+from collections.abc import Sequence
+from typing import Any
+
+from .._messages import align_columns
+from ._conventions import JsonOption
 from ._errors import print_json
 
 _FORMAT_COLUMNS = {
@@ -12,13 +16,15 @@ _FORMAT_COLUMNS = {
     "smallest_normal": "normal",
     "smallest_subnormal": "subnormal",
     "eps": "eps",
-    "binades": "powers of two",
     "infinities": "inf",
     "nan": "nan",
-    "overflow": "overflow",
     "torch_dtype": "torch",
 }
-_TEXT_COLUMNS = ("name", "nan", "overflow", "torch_dtype")
+
+
+def _print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    cells = ([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows)
+    print("\n".join(align_columns([headers, *cells])))
 
 
 def formats(json: JsonOption = False) -> None:
@@ -27,14 +33,8 @@ def formats(json: JsonOption = False) -> None:
 
     if json:
         print_json({"formats": rows(), "block_formats": block_rows()})
-        return
-    shown = make_console()
-    fields = list(_FORMAT_COLUMNS)[: None if shown.width >= 130 else 9]  # the others on wide terminals alone
-    right = [_FORMAT_COLUMNS[field] for field in fields if field not in _TEXT_COLUMNS]
-    table = make_plain_table([_FORMAT_COLUMNS[field] for field in fields], right=right, gap=1)
-    for row in rows():
-        table.add_row(*(format_cell(row[field]) for field in fields))
-    shown.print(table)
+    else:
+        _print_table(list(_FORMAT_COLUMNS.values()), [[row[field] for field in _FORMAT_COLUMNS] for row in rows()])
 
 
 def recipes(json: JsonOption = False) -> None:
@@ -44,11 +44,8 @@ def recipes(json: JsonOption = False) -> None:
     found = [get(name) for name in names()]
     if json:
         print_json([recipe.to_dict() for recipe in found])
-        return
-    table = make_plain_table(["recipe", "what it does"], fold=["what it does"])
-    for recipe in found:
-        table.add_row(recipe.name, recipe.description)
-    make_console().print(table)
+    else:
+        _print_table(["recipe", "what it does"], [[recipe.name, recipe.description] for recipe in found])
 
 
 def tasks(json: JsonOption = False) -> None:
@@ -56,21 +53,16 @@ def tasks(json: JsonOption = False) -> None:
     from ..trials.tasks import kind_of, names
     from ..trials.tasks._registry import needs_data_folder
 
-    rows = [
-        {
-            **{field: getattr(kind, field) for field in ("name", "title", "steps", "judged_by")},
-            "needs_data": needs_data_folder(kind),
-        }
+    fields = ("name", "title", "steps", "judged_by")
+    rows: list[dict[str, Any]] = [
+        {**{field: getattr(kind, field) for field in fields}, "needs_data": needs_data_folder(kind)}
         for kind in map(kind_of, names())
     ]
     if json:
         print_json(rows)
         return
-    table = make_plain_table(["task", "what it is", "steps", "judged by", "data"], right=["steps"], fold=["what it is"])
-    for row in rows:
-        data = "--data DIR" if row["needs_data"] else "embedded"
-        table.add_row(row["name"], row["title"], f"{row['steps']:,}", row["judged_by"].replace("_", " "), data)
-    make_console().print(table)
+    cells = [[*(row[field] for field in fields), "--data DIR" if row["needs_data"] else "embedded"] for row in rows]
+    _print_table(["task", "what it is", "steps", "judged by", "data"], cells)
 
 
 def env(json: JsonOption = False) -> None:
@@ -80,8 +72,5 @@ def env(json: JsonOption = False) -> None:
     found = describe_environment()
     if json:
         print_json(found)
-        return
-    table = make_plain_table(["what", "here"], fold=["here"])
-    for what, here in list_environment_lines(found):
-        table.add_row(what, here)
-    make_console().print(table, markup=False)
+    else:
+        _print_table(["what", "here"], list(list_environment_lines(found)))

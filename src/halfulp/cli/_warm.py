@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ._conventions import JsonOption, list_recipe_names, split_names
+from ._conventions import JsonOption, split_names
 from ._errors import exit_with_error, print_json
+
+if TYPE_CHECKING:
+    from ..recipes import Recipe
+
+_TENSOR_WIDTH = 256  # whole blocks of 8-bit states
 
 
 def warm(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="Steps of these recipes alone, separated by commas or one option each. Default: every weight update, "
-            "dtype and state, quantize to every format, and arithmetic of several components.",
-            autocompletion=list_recipe_names,
+            help="Steps of these recipes alone, separated by commas or one option each. Default: all with 16-bit "
+            "parameters.",
         ),
     ] = None,
-    optimizer: Annotated[
-        list[str] | None,
-        typer.Option(help="Steps of these optimizers alone. Default: all."),
-    ] = None,
+    optimizer: Annotated[list[str] | None, typer.Option(help="Steps of these optimizers alone. Default: all.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Fill the cache of compiled kernels, so that the first step of a training compiles nothing.
 
-    Everything is run once on a few numbers: what it needs is compiled, compared with its reference, and kept. What the
-    cache has already is not compiled again. Kernels are for this processor, or that of HALFULP_CPU_NAME and
-    HALFULP_CPU_FEATURES: run it where the training will run.
+    A small model is trained for two steps under each recipe by each optimizer: what it needs is compiled, compared with
+    its reference, and kept. What the cache has already is not compiled again. Kernels are for this processor, or that
+    of HALFULP_CPU_NAME and HALFULP_CPU_FEATURES: run it where the training will run.
     """
+    from .. import optim
+    from .._names import describe_unknown_name
     from ..environment import describe_cache
     from ..kernels._engine import choose_engine
     from ..kernels.vector._machine_function import statistics
-    from ..kernels.vector._processor import processor
-    from ..trials.running._progress import describe_duration
-    from ._warm_jobs import list_jobs
+    from ..recipes import get, names
 
     engine, reason = choose_engine("cpu")
     if engine != "llvm":
@@ -50,14 +50,22 @@ def warm(
         exit_with_error(
             f"kernels cannot be kept ({cache['reason']}): set HALFULP_CACHE_DIR to a folder that can be written"
         )
-    recipes = None if recipe is None else split_names(recipe, ())
-    jobs = list(list_jobs(recipes, None if optimizer is None else split_names(optimizer, ())))
-    before, start = statistics.copy(), time.monotonic()
-    refused = _run_jobs(jobs, may_be_refused=optimizer is None)
+    recipes = [get(name) for name in split_names(recipe, [name for name in names() if get(name).narrow])]
+    rules = split_names(optimizer, list(optim.OPTIMIZERS))
+    for rule in rules:
+        if rule not in optim.OPTIMIZERS:
+            raise ValueError(describe_unknown_name("optimizer", rule, optim.OPTIMIZERS))
+    before, start, refused = statistics.copy(), time.monotonic(), 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about trainings, which these are not
+        for one, rule in itertools.product(recipes, rules):
+            try:
+                _train_small_model(one, rule)
+            except (ValueError, NotImplementedError):
+                refused += 1
     made, seconds = statistics - before, round(time.monotonic() - start, 1)
-    found = {"folder": str(cache["folder"]), "processor": processor()[1], "runs": len(jobs)}
+    found = {"folder": str(cache["folder"]), "runs": len(recipes) * len(rules), "refused": refused, "seconds": seconds}
     found |= {name: made[name] for name in ("found", "compiled", "written", "bytes")}
-    found |= {"refused": refused, "seconds": seconds}
     if json:
         print_json(found)
     if made["written"] < made["compiled"]:
@@ -65,33 +73,27 @@ def warm(
         exit_with_error(
             f"{lost} of {made['compiled']} compiled kernels could not be kept in {cache['folder']}: is the disk full?"
         )
-    if json:
-        return
-    if refused:
-        print(f"{refused} combinations of a recipe and an optimizer do not go together, and were left out.")
-    print(
-        f"{made['compiled']:,} kernels compiled in {describe_duration(seconds)} ({made['bytes'] / 1e6:.2f} MB), "
-        f"{made['found']:,} were there, in {cache['folder']} for {found['processor']}."
-    )
+    if not json:
+        print(
+            f"{made['compiled']:,} kernels compiled in {seconds} s ({made['bytes'] / 1e6:.2f} MB), {made['found']:,} "
+            f"were there, in {cache['folder']}; {refused} of {found['runs']:,} pairs of a recipe and an optimizer do "
+            "not go together."
+        )
 
 
-def _run_jobs(jobs: Sequence[tuple[str, Callable[[], object]]], may_be_refused: bool) -> int:
-    """Run the jobs, with a bar on a terminal; return how many were refused, where they may be."""
-    from rich.console import Console
-    from rich.progress import Progress
+def _train_small_model(recipe: Recipe, rule: str) -> None:
+    """Train a small model of the most common layers for two steps, once with lost updates counted."""
+    import torch
+    from torch import nn
 
-    terminal, refused = Console(file=sys.stderr, highlight=False), 0
-    bars = Progress(console=terminal, transient=True, disable=not terminal.is_terminal)
-    with bars, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about trainings, which these are not
-        bar = bars.add_task("", total=len(jobs))
-        for name, run in jobs:
-            bars.update(bar, description=name)
-            try:
-                run()
-            except (ValueError, NotImplementedError):
-                if not may_be_refused:
-                    raise
-                refused += 1
-            bars.advance(bar)
-    return refused
+    from .. import recipes
+    from ..recipes._optimizer import backpropagate_and_step
+
+    model = nn.Sequential(nn.Embedding(4, _TENSOR_WIDTH), nn.LayerNorm(_TENSOR_WIDTH), nn.Linear(_TENSOR_WIDTH, 2))
+    recipes.convert(model, recipe)
+    scaler = recipes.scaler(recipe, model)
+    options: dict[str, Any] = {"momentum": 0.9} if rule == "SGD" else {}
+    for interval in (0, 1):  # another kernel counts lost updates
+        optimizer = recipes.optimizer(model, rule, lr=1e-3, report_interval=interval, **options)
+        loss = model(torch.arange(4, dtype=torch.int64, device="cpu")).float().square().mean()
+        backpropagate_and_step(loss, optimizer, scaler)

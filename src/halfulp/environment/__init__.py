@@ -6,7 +6,7 @@ Nothing here needs torch, llvmlite or the command line's packages: what is missi
 from ._describe import describe_cache as describe_cache
 from ._describe import describe_environment as describe_environment
 from ._describe import list_environment_lines as list_environment_lines
-from ._processor import core_count as core_count
+from ._processor import count_cores as count_cores
+from ._processor import describe_processor as describe_processor
 from ._processor import list_instructions as list_instructions
-from ._processor import processor_line as processor_line
-from ._processor import processor_name as processor_name
+from ._processor import read_processor_name as read_processor_name

@@ -6,13 +6,12 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._torch_floor import OLDEST_TORCH, is_older
-from ._processor import core_count, list_instructions, processor_name
+from ._processor import count_cores, list_instructions, read_processor_name
 
 _LISTED_PACKAGES = ("torch", "numpy", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
 _VARIABLE_PREFIXES = (
@@ -25,25 +24,17 @@ def describe_environment() -> dict[str, Any]:
     """Return plain data for a bug report; a part that cannot be found out holds the reason.
 
     >>> sorted(describe_environment())
-    ['cache', 'devices', 'engines', 'processor', 'products', 'system', 'torch', 'variables', 'versions']
+    ['cache', 'devices', 'engines', 'platform', 'processor', 'products', 'torch', 'variables', 'versions']
     """
     from .. import __version__
 
+    python = {"halfulp": __version__, "Python": platform.python_version()}
     parts: dict[str, Callable[[], Any]] = {
-        "versions": lambda: {
-            "halfulp": __version__,
-            "Python": platform.python_version(),
-            **{name: find_version(name) for name in _LISTED_PACKAGES},
-        },
-        "system": lambda: {
-            "platform": platform.platform(),
-            "executable": sys.executable,
-            "output encoding": str(getattr(sys.stdout, "encoding", None)),
-        },
+        "versions": lambda: {**python, **{name: find_version(name) for name in _LISTED_PACKAGES}},
+        "platform": platform.platform,
         "processor": lambda: {
-            "name": processor_name(),
-            "architecture": platform.machine(),
-            "cores": core_count(),
+            "name": read_processor_name(),
+            "cores": count_cores(),
             "instructions": list(list_instructions()),
         },
         "torch": _describe_torch,
@@ -68,29 +59,13 @@ def list_environment_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield `describe_environment`'s result as pairs of words: a name, and its value.
 
     >>> dict(list_environment_lines({"cache": {"folder": "/home/me/.cache/halfulp", "writable": True}, "devices": []}))
-    {'cache folder': '/home/me/.cache/halfulp', 'cache writable': 'yes', 'devices': 'none'}
+    {'cache folder': '/home/me/.cache/halfulp', 'cache writable': 'True', 'devices': 'none'}
     """
     for part, content in found.items():
-        if isinstance(content, dict):
-            for name, value in content.items():
-                yield name if part in ("versions", "variables") else f"{part} {name}", _format_value(value)
-            if not content:
-                yield part, "none"
-        elif isinstance(content, list):
-            for value in content or ["none"]:
-                yield part, _format_value(value)
-        else:
-            yield part, _format_value(content)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_format_value(one)}" for name, one in value.items() if one is not None)
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_format_value, value)) or "none that matters here is known"
-    return "not there" if value is None else str(value)
+        named = content if isinstance(content, dict) else {"": content}
+        for name, value in named.items():
+            words = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+            yield name if part in ("versions", "variables") else f"{part} {name}".strip(), words
 
 
 def find_version(package: str) -> str | None:
@@ -104,34 +79,29 @@ def find_version(package: str) -> str | None:
 def _describe_torch() -> dict[str, Any]:
     import torch
 
-    built = {"cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
+    old = f", older than {OLDEST_TORCH}" if is_older(torch.__version__) else ""
     return {
-        "version": f"{torch.__version__}{f', older than {OLDEST_TORCH}' if is_older(torch.__version__) else ''}",
-        "built for": [f"{name} {version}" for name, version in built.items() if version] or ["cpu"],
+        "version": f"{torch.__version__}{old}",
+        "built for": f"cuda {torch.version.cuda}, hip {torch.version.hip}",
         "processor capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }
 
 
-def _describe_products() -> dict[str, Any]:
+def _describe_products() -> dict[str, str]:
     """Say what runs products of 16-bit tensors: oneDNN's kernels, float32, or torch's loops."""
     from ._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, widened_dtypes
 
-    found = {}
-    for dtype in SIXTEEN_BIT_DTYPES:
-        native, widened = dtype in find_native_dtypes(), dtype in widened_dtypes()
-        how = "float32" if widened else "native" if native else "torch's loops"
-        why = "no instructions" if not native else "instructions there" if widened else ""
-        found[str(dtype).removeprefix("torch.")] = how + (f" ({why})" if why else "")
-    return found
+    native = dict.fromkeys(find_native_dtypes(), "instructions of the processor")
+    found = native | dict.fromkeys(widened_dtypes(), "float32")
+    return {str(dtype).removeprefix("torch."): found.get(dtype, "torch's loops") for dtype in SIXTEEN_BIT_DTYPES}
 
 
 def _describe_engines() -> dict[str, str]:
     from ..kernels._engine import choose_engine
 
-    kinds = ["cpu", *dict.fromkeys(device["kind"] for device in _list_devices())]
     found = {}
-    for kind in kinds:
+    for kind in ("cpu", *dict.fromkeys(device.split()[0] for device in _list_devices())):
         try:
             name, reason = choose_engine(kind)
             found[kind] = f"{name} ({reason})" if reason else name
@@ -155,34 +125,10 @@ def describe_cache() -> dict[str, Any]:
         return {"folder": str(folder), "writable": False, "reason": f"{there}: {error.strerror or error}"}
 
 
-def _list_devices() -> list[dict[str, Any]]:
-    """Return every accelerator that torch finds, by the kind that tensors on it name."""
+def _list_devices() -> list[str]:
+    """Return every accelerator that torch finds: the kind that tensors on it name, its number, and its name."""
     import torch
 
-    found: list[dict[str, Any]] = []
-    for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind)
-        if module.is_available():
-            found += [_describe_device(module, kind, index) for index in range(module.device_count())]
+    found = [f"cuda {index}: {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if current is not None and current.type not in {device["kind"] for device in found}:
-        found.append({"kind": current.type, "index": 0, "name": current.type, "capability": None})
-    return found
-
-
-def _describe_device(module: Any, kind: str, index: int) -> dict[str, Any]:
-    """Describe one device; where its driver fails, by the error."""
-    import torch
-
-    device: dict[str, Any] = {"kind": kind, "index": index}
-    if kind == "cuda" and torch.version.hip:
-        device["by"] = f"ROCm {torch.version.hip}"
-    try:
-        properties = module.get_device_properties(index)
-        device["name"] = module.get_device_name(index)
-        version = [str(getattr(properties, name)) for name in ("major", "minor") if hasattr(properties, name)]
-        device["capability"] = getattr(properties, "gcnArchName", None) or ".".join(version) or None
-        device["memory"] = f"{properties.total_memory / 2**30:.1f} GiB"
-    except Exception as error:
-        device["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return device
+    return found or ([] if current is None else [f"{current.type} 0"])

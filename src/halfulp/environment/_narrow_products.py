@@ -28,15 +28,15 @@ def widened_dtypes() -> tuple[torch.dtype, ...]:
     Raises:
         ValueError: the variable is none of "auto", "always", "never".
 
-    >>> with float32_products_of(torch.float16):
+    >>> with compute_products_in_float32(torch.float16):
     ...     widened_dtypes()
     (torch.float16,)
     """
-    return _detect_by_processor() if _forced_dtypes is None else _forced_dtypes
+    return _detect_widened_dtypes() if _forced_dtypes is None else _forced_dtypes
 
 
 @contextlib.contextmanager
-def float32_products_of(*dtypes: torch.dtype) -> Iterator[None]:
+def compute_products_in_float32(*dtypes: torch.dtype) -> Iterator[None]:
     """Compute the products of these dtypes in float32, and of no others, inside a block and in the whole process."""
     global _forced_dtypes
     before, _forced_dtypes = _forced_dtypes, dtypes
@@ -55,7 +55,7 @@ def find_native_dtypes() -> tuple[torch.dtype, ...]:
 
 
 @functools.cache
-def _detect_by_processor() -> tuple[torch.dtype, ...]:
+def _detect_widened_dtypes() -> tuple[torch.dtype, ...]:
     wish = os.environ.get(PRODUCTS_VARIABLE, "auto")
     if wish not in PRODUCTS_CHOICES:
         raise ValueError(f"{PRODUCTS_VARIABLE}={wish!r} is unknown: choose one of {', '.join(PRODUCTS_CHOICES)}")

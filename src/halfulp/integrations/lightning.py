@@ -108,15 +108,13 @@ class Precision(_lightning_package.Callback):
     Schedule-free optimizers show their averages while the module is validated and tested. Averages of the weights are
     Lightning's own `EMAWeightAveraging`'s, which copies the module in float32, before `Recipe` converts it.
 
-    Args:
-        lost_updates: log `lost_updates` at the end of each training epoch.
+    `lost_updates` are logged at the end of each training epoch.
 
     Raises:
         ValueError: when a training resumes: its checkpoint was saved in another precision.
     """
 
-    def __init__(self, *, lost_updates: bool = True) -> None:
-        self.lost_updates = lost_updates
+    def __init__(self) -> None:
         self._saved_contract: dict[str, Any] | None = None
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -138,7 +136,7 @@ class Precision(_lightning_package.Callback):
         """Log the share of lost updates."""
         for one in self._list_optimizers(trainer):
             lost = one.report().cancelled if isinstance(one, optim.Optimizer) else None
-            if self.lost_updates and lost is not None:
+            if lost is not None:
                 pl_module.log("lost_updates", float(lost), rank_zero_only=True)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

@@ -1,19 +1,17 @@
 """Optimizers of hu.optim by name in torchtitan's optimizer container.
 
-    from halfulp.integrations.torchtitan import Optimizers, register
+    from halfulp.integrations.torchtitan import register
 
     register()  # names such as "halfulp.AdamW" in every OptimizersContainer
     options = {"lr": 3e-4, "weight_update": "kahan"}
     ParamGroupConfig(pattern=".*", optimizer_name="halfulp.AdamW", optimizer_kwargs=options)
 
-A config that names its container takes `Optimizers.Config(...)` in place of `OptimizersContainer.Config(...)` and needs
-no `register`.
+`implementation="fused"`, "foreach" and "for-loop" mean the same here: one kernel steps all tensors, and says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torchtitan.components.optimizer import OptimizersContainer
@@ -47,20 +45,3 @@ def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
 def register() -> None:
     """Let every OptimizersContainer know the names "halfulp.AdamW" and so on, for the process."""
     OptimizersContainer._resolve_optimizer_factory = staticmethod(find_optimizer)
-
-
-class Optimizers(OptimizersContainer):
-    """torchtitan's container, which knows the optimizers of hu.optim and does not choose their implementation.
-
-    `implementation="fused"`, "foreach" and "for-loop" mean the same here: one kernel steps all tensors.
-    """
-
-    _resolve_optimizer_factory: Any = staticmethod(find_optimizer)
-
-    @staticmethod
-    def _build_impl_kwargs(config: Any) -> dict[str, Any]:
-        return {} if _has_halfulp_names(config) else OptimizersContainer._build_impl_kwargs(config)
-
-
-def _has_halfulp_names(config: Any) -> bool:
-    return all(group.optimizer_name.startswith(NAME_PREFIX) for group in config.param_groups)

@@ -37,9 +37,7 @@ from ..recipes._contract import Contract
 CONTRACT_FILE, WEIGHTS_FILE = "precision_contract.json", "float32_weights.safetensors"
 
 
-def _make_optimizer(
-    rule: str | Callable[..., torch.optim.Optimizer], weight_decay: float, model: torch.nn.Module, **options: Any
-) -> torch.optim.Optimizer:
+def _make_optimizer(rule: str, weight_decay: float, model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
     """Make the optimizer of a model's trainable parameters, in the Trainer's two groups of weight decay."""
     if type(model).__name__ == "FullyShardedDataParallel":
         raise NotImplementedError(
@@ -54,15 +52,13 @@ def _make_optimizer(
     for (name, parameter), plain in zip(trained, plain_names(name for name, _ in trained), strict=True):
         groups[name not in decaying]["params"].append((plain, parameter))
     groups = [group for group in groups if group["params"]]
-    if isinstance(rule, str):
-        kind = optim.OPTIMIZERS[rule]
-        chosen = {"use_muon": options.pop("use_muon")} if "use_muon" in options else {}
-        return kind(kind.split_groups(groups, **chosen), **options)
-    return optim.wrap(rule, groups, **options)
+    kind = optim.OPTIMIZERS[rule]
+    chosen = {"use_muon": options.pop("use_muon")} if "use_muon" in options else {}
+    return kind(kind.split_groups(groups, **chosen), **options)
 
 
 def optimizer(
-    args: TrainingArguments, rule: str | Callable[..., torch.optim.Optimizer] = "AdamW", **options: Any
+    args: TrainingArguments, rule: str = "AdamW", **options: Any
 ) -> tuple[Callable[[], Callable[..., torch.optim.Optimizer]], dict[str, Any]]:
     """Return the value of `Trainer(optimizer_cls_and_kwargs=...)`: a factory by its protocol, and the options.
 
@@ -70,8 +66,7 @@ def optimizer(
         args: the Trainer's: learning rate, weight decay, and for rules of Adam's kind betas and eps come from there;
             the options in `args.optim_args` ("weight_update=kahan,param_dtype=bf16"), too. Muon takes betas and eps
             for the parameters that AdamW steps, whose rate is `adamw_lr=`, or that of the args.
-        rule: the name of an optimizer of hu.optim, or a class of torch.optim, which `hu.optim.wrap` puts on narrow
-            parameters.
+        rule: the name of an optimizer of hu.optim.
         **options: of the optimizer; they precede those in args. `param_dtype` narrows a float32 model in place.
 
     Raises:
@@ -89,9 +84,9 @@ def optimizer(
     >>> [(group["weight_decay"], group["param_names"]) for group in opt.param_groups]
     [(0.1, ['0.weight']), (0.0, ['0.bias', '1.weight', '1.bias'])]
     """
-    if isinstance(rule, str) and rule not in optim.OPTIMIZERS:
-        raise ValueError(describe_unknown_name("optimizer", rule, optim.OPTIMIZERS))
-    known = read_defaults(optim.OPTIMIZERS[rule] if isinstance(rule, str) else rule)
+    if rule not in optim.OPTIMIZERS:
+        raise ValueError(describe_unknown_name("optimizer", str(rule), optim.OPTIMIZERS))
+    known = read_defaults(optim.OPTIMIZERS[rule])
     given: dict[str, Any] = {"lr": args.learning_rate}
     if "eps" in known and len(known.get("betas", ())) == 2:
         given |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
@@ -114,41 +109,31 @@ class PrecisionCallback(TrainerCallback):
     The logs get the entries before the Trainer prints and saves them, and after other integrations (TensorBoard) have
     read them: `trainer.callback_handler.callbacks.insert(0, PrecisionCallback())` comes before these.
 
-    Args:
-        contract: save and check the contract.
-        float32_weights: save them. Of sharded models they are not: torch.distributed.checkpoint saves the optimizer.
-        lost_updates: log them.
+    Of sharded models no float32 weights are saved: torch.distributed.checkpoint saves the optimizer.
 
     Raises:
         ValueError: at the beginning of a resumed run: the checkpoint was saved in another precision.
-
-    >>> PrecisionCallback(float32_weights=False).float32_weights
-    False
     """
-
-    def __init__(self, *, contract: bool = True, float32_weights: bool = True, lost_updates: bool = True) -> None:
-        self.contract, self.float32_weights, self.lost_updates = contract, float32_weights, lost_updates
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Check the contract of the checkpoint that the run goes on from, where it lies in the output folder."""
-        saved = os.path.join(_checkpoint_folder(args, state), CONTRACT_FILE)
-        if self.contract and state.global_step and os.path.exists(saved):
+        saved = os.path.join(_name_checkpoint_folder(args, state), CONTRACT_FILE)
+        if state.global_step and os.path.exists(saved):
             with open(saved, encoding="utf-8") as file:
                 Contract.from_dict(json.load(file)).check(more["model"], find_inner_optimizer(more["optimizer"]))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Write both files into the checkpoint's folder."""
-        folder = _checkpoint_folder(args, state)
+        folder = _name_checkpoint_folder(args, state)
         if not (args.should_save and os.path.isdir(folder)):
             return
         model, stepped = more["model"], find_inner_optimizer(more["optimizer"])
         held = contract(model, stepped)
-        if self.contract:
-            write_whole(os.path.join(folder, CONTRACT_FILE), json.dumps(held.to_dict(), indent=1))
+        write_whole(os.path.join(folder, CONTRACT_FILE), json.dumps(held.to_dict(), indent=1))
         is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
-        if self.float32_weights and isinstance(stepped, optim.Optimizer) and not is_sharded:
+        if isinstance(stepped, optim.Optimizer) and not is_sharded:
             weights = stepped.float32_state_dict(model).items()
             plain = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights}
             path = os.path.join(folder, WEIGHTS_FILE)
@@ -160,7 +145,7 @@ class PrecisionCallback(TrainerCallback):
     ) -> None:
         """Add the share of lost updates to the logs and to the history."""
         stepped = find_inner_optimizer(more.get("optimizer"))
-        if not (self.lost_updates and isinstance(stepped, optim.Optimizer) and logs is not None):
+        if logs is None or not isinstance(stepped, optim.Optimizer):
             return
         seen = stepped.report()
         found = {"lost_updates": seen.cancelled, "realised_updates": seen.realised}
@@ -171,5 +156,5 @@ class PrecisionCallback(TrainerCallback):
                     state.log_history[-1][name] = logs[name]
 
 
-def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:
+def _name_checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:
     return os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import json
 import math
 import os
@@ -70,9 +70,8 @@ class Outlet:
 class RowFile:
     """A file of rows, a JSON object per line.
 
-    The file is open only while rows are written, unbuffered, so that a run that is killed keeps all rows of before and
-    a full disk leaves nothing behind. Rows go behind those that are there. A line that a killed run left without an end
-    stays a line of its own.
+    The file is open only while a row is written, so that a run that is killed keeps all rows of before. Rows go behind
+    those that are there.
 
     Args:
         path: ending in .jsonl.
@@ -97,8 +96,7 @@ class RowFile:
             raise ValueError(
                 f"rows are written to a .jsonl file, got {str(path)!r}; pandas.read_json(..., lines=True) reads it"
             )
-        self._given_path: str = str(path)
-        self._anew = anew
+        self._mode = "w" if anew else "a"
 
     def check(self) -> None:
         """Check, before any work, that rows can be appended; nothing is written.
@@ -110,10 +108,9 @@ class RowFile:
             if not self.path.exists():
                 with tempfile.TemporaryFile(dir=self.path.parent):
                     return
-            with open(self.path, "ab"):
-                pass
+            self.path.open("a").close()
         except OSError as error:
-            raise ValueError(f"cannot write {self._given_path!r}: {error.strerror}; give another path") from None
+            raise ValueError(f"cannot write {str(self.path)!r}: {error.strerror}; give another path") from None
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row.
@@ -121,15 +118,10 @@ class RowFile:
         Raises:
             OSError: a full disk, a folder that is gone.
         """
-        with open(self.path, "w+b" if self._anew else "a+b", buffering=0) as file:
-            self._anew = False
-            text = json.dumps(replace_nonfinite_numbers(row), ensure_ascii=False, allow_nan=False) + "\n"
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                text = text if file.read(1) == b"\n" else f"\n{text}"
-            data = text.encode()
-            while data:
-                data = data[file.write(data) :]
+        text = json.dumps(replace_nonfinite_numbers(row), ensure_ascii=False, allow_nan=False)
+        with open(self.path, self._mode, encoding="utf-8") as file:
+            self._mode = "a"
+            file.write(f"{text}\n")
 
 
 def replace_nonfinite_numbers(value: Any) -> Any:
@@ -144,7 +136,7 @@ def replace_nonfinite_numbers(value: Any) -> Any:
 LOGGED_NAME_PREFIX = "halfulp/"
 
 
-# A path, a function of a dict, an Outlet, or a logger with one of `_WRITERS_BY_METHOD`.
+# A path, a function of a dict, an Outlet, or a logger with `add_scalar`, `log` or `log_metrics`.
 Sink: TypeAlias = Any
 
 
@@ -170,51 +162,29 @@ def outlet(sink: Sink, check: bool = True) -> Outlet:
             file.check()
         return Outlet("the file of JSON lines", file.write)
     name = f"the {type(sink).__name__}"
-    for method, writing in _WRITERS_BY_METHOD.items():
-        if callable(getattr(sink, method, None)):
-            return Outlet(name, writing(sink))
+    if callable(getattr(sink, "add_scalar", None)):  # before the others: a SummaryWriter may have more than one
+        return Outlet(name, functools.partial(_write_scalars, sink))
+    for method in ("log", "log_metrics"):
+        if callable(log := getattr(sink, method, None)):
+            return Outlet(name, functools.partial(_log_numbers, log))
     if callable(sink):
         return Outlet("the function", lambda row: sink(dict(row)))
     raise TypeError(
         "a sink is a path that ends in .jsonl, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a "
-        f"dict, or a function of a dict; got {a_kind(sink)}"
+        f"dict and step=, or a function of a dict; got {a_kind(sink)}"
     )
 
 
-def _make_scalar_writer(writer: Any) -> Callable[[Row], None]:
-    def write(row: Row) -> None:
-        for key, value in _drop_missing(row).items():
-            if key != "step":
-                writer.add_scalar(LOGGED_NAME_PREFIX + key, value, row["step"])
-
-    return write
+def _log_numbers(log: Callable[..., object], row: Row) -> None:
+    log(_name_numbers(row), step=row["step"])
 
 
-def _make_metrics_writer(log: Callable[..., Any]) -> Callable[[Row], None]:
-    try:
-        parameters = inspect.signature(log).parameters.values()
-        with_step = any(one.name == "step" or one.kind is one.VAR_KEYWORD for one in parameters)
-    except (TypeError, ValueError):  # of something built in
-        with_step = True
-
-    def write(row: Row) -> None:
-        numbers = {LOGGED_NAME_PREFIX + key: value for key, value in _drop_missing(row).items()}
-        if with_step:
-            log(numbers, step=row["step"])
-        else:
-            log(numbers)
-
-    return write
+def _write_scalars(writer: Any, row: Row) -> None:
+    for key, value in _name_numbers(row).items():
+        if key != f"{LOGGED_NAME_PREFIX}step":
+            writer.add_scalar(key, value, row["step"])
 
 
-# The first that a sink has counts: a SummaryWriter may have more than one.
-_WRITERS_BY_METHOD: Mapping[str, Callable[[Any], Callable[[Row], None]]] = {
-    "add_scalar": _make_scalar_writer,
-    "log": lambda run: _make_metrics_writer(run.log),
-    "log_metrics": lambda run: _make_metrics_writer(run.log_metrics),
-}
-
-
-def _drop_missing(row: Row) -> dict[str, Any]:
-    """Return a row without the entries that are None."""
-    return {key: value for key, value in row.items() if value is not None}
+def _name_numbers(row: Row) -> dict[str, Any]:
+    """Return a row under the names for loggers, without the entries that are None."""
+    return {LOGGED_NAME_PREFIX + key: value for key, value in row.items() if value is not None}

@@ -344,15 +344,15 @@ def _list_differences_from_float32(
     found = [
         DifferenceFromFloat32(
             name,
-            _relative_difference(wanted, mine, floor),
-            tolerance + TWIN_FACTOR * _relative_difference(wanted, other, floor),
+            _compute_relative_difference(wanted, mine, floor),
+            tolerance + TWIN_FACTOR * _compute_relative_difference(wanted, other, floor),
         )
         for name, wanted, other, mine, floor in rows
     ]
     return sorted(found, key=lambda one: -one.relative / one.allowed)
 
 
-def _relative_difference(wanted: Tensor, got: Tensor | None, floor: float) -> float:
+def _compute_relative_difference(wanted: Tensor, got: Tensor | None, floor: float) -> float:
     if got is None or got.shape != wanted.shape or not bool(got.isfinite().all()):
         return math.inf
     scale = max(float(wanted.norm()), floor)

@@ -21,7 +21,6 @@ def compare(
     workers: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    size: str | None = None,
     listen: Listener | None = None,
 ) -> Evidence:
     """Train each task under each recipe from each seed, with the same data order and hyper-parameters.
@@ -41,8 +40,6 @@ def compare(
         workers: How many processes; None is one per core, at most 8.
         resume: Take over the finished trials that ``out`` holds.
         overwrite: Delete the comparison that ``out`` holds.
-        size: In place of steps, how long trials are: "smoke" (seconds), "small" (minutes for many recipes on two
-            cores) or "full".
         listen: Called with ("plan", None, trials) and ("reused" | "start" | "progress" | "done", trial, content).
 
     Returns:
@@ -54,7 +51,7 @@ def compare(
         TypeError: seeds that are no integers.
         TrialError: a trial crashed or its worker was killed. What had finished is kept in ``out``.
     """
-    trials = plan_trials(task, recipes, seeds, steps, data, size)
+    trials = plan_trials(task, recipes, seeds, steps, data)
     with open_training_run(out, workers, listen, resume, overwrite) as run:
         run.train_missing(trials)
     return run.make_evidence()

@@ -17,7 +17,7 @@ from .._messages import a_kind, align_columns
 from ..recipes import Recipe
 from ._defaults import PASSING_VERDICTS, REFERENCE_RECIPE, TWIN_RECIPE
 from .evidence._evidence import Evidence
-from .evidence._row import choose_verdict, compute_interval
+from .evidence._row import choose_verdict
 from .evidence._table import format_number, format_percent
 from .running._plan import Trial, plan_trials
 from .running._training import Listener, TrainingRun, open_training_run
@@ -54,98 +54,57 @@ def count_bytes(task: Task, model: nn.Module, recipe: Recipe) -> float:
 
 def list_candidates(task: Task, model: nn.Module) -> list[Candidate]:
     """Return the bfloat16 recipes with every weight update and storage of states, by their bytes."""
-    by_cost: dict[tuple[float, object], Candidate] = {}
-    for update in ("nearest", "stochastic", "split8", "kahan", "split"):
-        for state in (None, "8bit", "float32"):
-            recipe = _name_recipe(catalog.get("bf16").replace(weight_update=update, state_dtype=state))
+    by_cost: dict[tuple[float, str], Candidate] = {}
+    for name in ("bf16", "bf16-stochastic", "bf16-split8", "bf16-kahan", "bf16-split"):
+        base = catalog.get(name)
+        for state in dict.fromkeys([base.state_dtype, *_STATE_SUFFIXES]):
+            recipe, words = base, f"{name} with states in {state or 'bfloat16'}"
+            if state != base.state_dtype:
+                recipe = base.replace(state_dtype=state, name=f"{name}{_STATE_SUFFIXES[state]}", description=words)
             try:
                 found = Candidate(recipe, count_bytes(task, model, recipe))
             except ValueError:
                 continue  # an optimizer of one's own may have no states of 8 bits
             # Where an optimizer has no states, their dtype makes no difference.
-            key = found.bytes_per_parameter, update
-            if key not in by_cost or recipe.name in recipes.names():
-                by_cost[key] = found
+            by_cost.setdefault((found.bytes_per_parameter, name), found)
     return sorted(by_cost.values(), key=attrgetter("bytes_per_parameter"))
 
 
-def _name_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe under the catalogue's name for it, or under one that says what it is."""
-    for name in recipes.names():
-        if catalog.get(name).replace(name="x", description="") == recipe.replace(name="x", description=""):
-            return catalog.get(name)
-    suffix, words = {
-        None: ("", ""),
-        "8bit": ("-state8", ", 8-bit states"),
-        "float32": ("-state32", ", float32 states"),
-    }[recipe.state_dtype]
-    name = f"bf16-{recipe.weight_update}{suffix}"
-    name += "-state16" if name in recipes.names() else ""  # the catalogue's name for other states
-    return recipe.replace(name=name, description=f"bfloat16, {recipe.weight_update} updates{words}")
-
-
+_STATE_SUFFIXES: dict[str | None, str] = {None: "-state16", "8bit": "-state8", "float32": "-state32"}
 # A first seed that lies so many times the tolerance above float32 needs no further seeds.
 _CLEAR_GAP_FACTOR = 3.0
 
 
-class RecipeSearch:
-    """The trainings that decide a search, and how far a loss may be above float32's."""
+def _try_candidate(
+    candidate: Candidate, task: Task, seeds: Sequence[int], steps: int, tolerance: float | None, run: TrainingRun
+) -> Candidate:
+    """Train a candidate, from one seed first; return it with its outcome.
 
-    def __init__(
-        self, task: Task, seeds: Sequence[int], steps: int, tolerance: float | None, training: TrainingRun
-    ) -> None:
-        self._task, self._seeds, self._steps = task, seeds, steps
-        self._tolerance, self._training = tolerance, training
-        self._train_from_seeds([catalog.get(name) for name in (REFERENCE_RECIPE, TWIN_RECIPE)], seeds)
-        reference = training.make_evidence().row(task.name, REFERENCE_RECIPE)
-        if reference.loss is None:
-            raise ValueError(
-                f"task {task.name!r} diverges in float32 from {reference.diverged} of {len(seeds)} seeds: "
-                "there is nothing to stay with; lower its learning rate"
-            )
-        self._allowed = reference.tolerance if tolerance is None else tolerance * abs(reference.loss)
-        least = compute_interval(
-            [0.0] * len(seeds), training.make_evidence().gaps(task.name, TWIN_RECIPE), reference.loss
-        )
-        assert least is not None
-        if tolerance is not None and least > self._allowed:
-            raise ValueError(
-                f"tolerance={tolerance:g} is below {least / abs(reference.loss):.2g}, what {len(seeds)} seeds of "
-                f"task {task.name!r} can tell at all, as a start that differs by 1e-7 shows: give more seeds, "
-                "longer trainings (steps=) or a larger tolerance"
-            )
-
-    def try_candidate(self, candidate: Candidate) -> Candidate:
-        """Train a candidate, from one seed first; return it with its outcome.
-
-        That is the outcome of a comparison of this candidate alone with float32, without the correction for several
-        recipes: it must not depend on how many were tried before.
-        """
-        for seeds in (self._seeds[:1], self._seeds):
-            self._train_from_seeds([candidate.recipe], seeds)
-            row = self._training.make_evidence().row(self._task.name, candidate.recipe.name)
-            if row.diverged:
-                why = f"its loss is not finite from {row.diverged} of {row.seeds} seeds"
-                return dataclasses.replace(candidate, outcome="diverged", why=why)
-            assert row.gap is not None
-            if row.interval is None and row.gap > _CLEAR_GAP_FACTOR * self._allowed:
-                why = f"its first seed is {row.gap / self._allowed:.0f} times the tolerance above float32"
-                return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
-        assert row.gap is not None
-        assert row.interval is not None
-        if self._tolerance is None:
-            alone = choose_verdict(row.gap, row.interval, self._allowed)
-            outcome = "holds" if alone in PASSING_VERDICTS else str(alone)
-        elif row.gap + row.interval <= self._allowed:
-            outcome = "holds"
-        else:
-            outcome = "worse" if row.gap - row.interval > self._allowed else "unclear"
-        why = "" if outcome != "unclear" else f"seeds scatter by {row.interval:.4f}: more of them (seeds=) would tell"
-        return dataclasses.replace(candidate, outcome=outcome, why=why, gap=row.gap)
-
-    def _train_from_seeds(self, chosen: Sequence[Recipe], seeds: Sequence[int]) -> None:
-        trials = [Trial(self._task, recipe, seed, self._steps) for seed in seeds for recipe in chosen]
-        self._training.train_missing(trials)
+    That is the outcome of a comparison of this candidate alone with float32, without the correction for several
+    recipes: it must not depend on how many were tried before.
+    """
+    for part in (seeds[:1], seeds):
+        run.train_missing([Trial(task, candidate.recipe, seed, steps) for seed in part])
+        evidence = run.make_evidence()
+        row, reference = (evidence.row(task.name, name) for name in (candidate.recipe.name, REFERENCE_RECIPE))
+        if row.diverged or row.gap is None:
+            why = f"its loss is not finite from {row.diverged} of {row.seeds} seeds"
+            return dataclasses.replace(candidate, outcome="diverged", why=why)
+        allowed = row.tolerance if tolerance is None else tolerance * abs(reference.loss or 0.0)
+        if row.interval is None and row.gap > _CLEAR_GAP_FACTOR * allowed:
+            why = f"its first seed is {row.gap / allowed:.0f} times the tolerance above float32"
+            return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
+    assert row.gap is not None
+    assert row.interval is not None
+    if tolerance is None:
+        alone = choose_verdict(row.gap, row.interval, allowed)
+        outcome = "holds" if alone in PASSING_VERDICTS else str(alone)
+    elif row.gap + row.interval <= allowed:
+        outcome = "holds"
+    else:
+        outcome = "worse" if row.gap - row.interval > allowed else "unclear"
+    why = "" if outcome != "unclear" else f"seeds scatter by {row.interval:.4f}: more of them (seeds=) would tell"
+    return dataclasses.replace(candidate, outcome=outcome, why=why, gap=row.gap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +167,6 @@ def tune(
     seeds: int | Sequence[int] = 3,
     steps: int | None = None,
     data: str | None = None,
-    most: int = 12,
     out: str | os.PathLike[str] | None = None,
     workers: int | None = None,
     resume: bool = False,
@@ -230,15 +188,14 @@ def tune(
         seeds: how many (0, 1, ...), or which; three or more.
         steps: of every training; None is the task's own.
         data: the folder for tasks that read files.
-        most: how many candidates are trained.
         out, workers, resume, overwrite, listen: as `halfulp.compare` takes them.
 
     Returns:
         A Tuned: ``recipe``, ``evidence``, ``candidates`` with what became of each. Print it.
 
     Raises:
-        ValueError: an unknown name, fewer than three seeds, a tolerance outside of 0 to 1 or below what the seeds can
-            tell, a task without an optimizer of `halfulp.optim`, or one that diverges in float32.
+        ValueError: an unknown name, fewer than three seeds, a tolerance outside of 0 to 1, a task without an optimizer
+            of `halfulp.optim`, or one that diverges in float32.
         TrialError: a trial crashed or its worker was killed.
 
     >>> import torch, halfulp as hu
@@ -250,50 +207,37 @@ def tune(
     >>> tuned.recipe.param_dtype, tuned.bytes_per_parameter < 8
     ('bfloat16', True)
     """
-    _check_arguments(task, tolerance, most)
-    given = None if recipes is None else [catalog.get(one) for one in recipes]
-    given = given if given is None else [one for one in given if one.name not in (REFERENCE_RECIPE, TWIN_RECIPE)]
-    if given is not None and not given:
+    if not isinstance(task, str | Task):
+        raise TypeError(f"tune takes a task's name, a Task or a halfulp.trials.tasks.Step, got {a_kind(task)}")
+    is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (is_number and 0 < tolerance < 1):
+        raise ValueError(f"tolerance is a share of float32's loss between 0 and 1, or None; got {tolerance!r}")
+    controls = [catalog.get(name) for name in (REFERENCE_RECIPE, TWIN_RECIPE)]
+    given = [one for one in map(catalog.get, recipes or ()) if one not in controls]
+    if recipes is not None and not given:
         raise ValueError("recipes= holds no candidate beside float32: give names or Recipes, or leave it out")
-    first = plan_trials(task, [REFERENCE_RECIPE, TWIN_RECIPE, *(given or ())], seeds, steps, data)
-    kind = first[0].task
+    first = plan_trials(task, [*controls, *given], seeds, steps, data)
+    kind, length = first[0].task, first[0].steps
     numbers = list(dict.fromkeys(trial.seed for trial in first))
     if len(numbers) < 3:
         raise ValueError(f"a verdict needs three seeds, got {len(numbers)}: give seeds=3 or more")
     model = kind.model(kind.load(), numbers[0])
-    reference = Candidate(
-        catalog.get(REFERENCE_RECIPE),
-        count_bytes(kind, model, catalog.get(REFERENCE_RECIPE)),
-        "holds",
-        "the reference",
-        0.0,
-    )
-    if given is None:
-        candidates = list_candidates(kind, model)
-    else:
-        candidates = sorted(
-            (Candidate(one, count_bytes(kind, model, one)) for one in given), key=attrgetter("bytes_per_parameter")
-        )
-    found = None
+    best = reference = Candidate(controls[0], count_bytes(kind, model, controls[0]), "holds", "the reference", 0.0)
+    candidates = [Candidate(one, count_bytes(kind, model, one)) for one in given] or list_candidates(kind, model)
+    considered = [reference]
     with open_training_run(out, workers, listen, resume, overwrite) as run:
-        search = RecipeSearch(kind, numbers, first[0].steps, tolerance, run)
-        for place, candidate in enumerate(candidates):
-            if found is not None:
-                candidates[place] = dataclasses.replace(candidate, why=f"{found.recipe.name} holds at fewer bytes")
-            elif place >= most:
-                candidates[place] = dataclasses.replace(candidate, why="as many were trained as most= allows")
+        run.train_missing([Trial(kind, one, seed, length) for seed in numbers for one in controls])
+        if diverged := run.make_evidence().row(kind.name, REFERENCE_RECIPE).diverged:
+            raise ValueError(
+                f"task {kind.name!r} diverges in float32 from {diverged} of {len(numbers)} seeds: "
+                "there is nothing to stay with; lower its learning rate"
+            )
+        for candidate in sorted(candidates, key=attrgetter("bytes_per_parameter")):
+            if best is not reference:
+                tried = dataclasses.replace(candidate, why=f"{best.recipe.name} holds at fewer bytes")
             else:
-                candidates[place] = search.try_candidate(candidate)
-                found = candidates[place] if candidates[place].outcome == "holds" else None
-    considered = sorted([*candidates, reference], key=attrgetter("bytes_per_parameter"))
-    return Tuned((found or reference).recipe, run.make_evidence(), tuple(considered), tolerance)
-
-
-def _check_arguments(task: object, tolerance: float | None, most: int) -> None:
-    if not isinstance(task, str | Task):
-        raise TypeError(f"tune takes a task's name, a Task or a halfulp.trials.tasks.Step, got {a_kind(task)}")
-    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-    if tolerance is not None and not (number and 0 < tolerance < 1):
-        raise ValueError(f"tolerance is a share of float32's loss between 0 and 1, or None; got {tolerance!r}")
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise ValueError(f"most is how many candidates are trained, 1 or more; got {most!r}")
+                tried = _try_candidate(candidate, kind, numbers, length, tolerance, run)
+                best = tried if tried.outcome == "holds" else best
+            considered.append(tried)
+    considered.sort(key=attrgetter("bytes_per_parameter"))
+    return Tuned(best.recipe, run.make_evidence(), tuple(considered), tolerance)

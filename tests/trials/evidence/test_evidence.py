@@ -61,20 +61,17 @@ def test_table(evidence: Evidence) -> None:
 
 @pytest.fixture
 def with_gradients(make_record) -> Evidence:
-    lost = {"mean": 0.125, "worst": 0.98, "site": "head"}
-    nothing = {"mean": None, "worst": None, "site": None}
     records = []
     for seed in range(3):
         records.append(make_record("fp32", seed, 1.0))
-        records.append(make_record("fp16-dynamic", seed, 1.4, skipped=10 + seed % 2, underflow=lost))
-        records.append(make_record("fp16-adaptive", seed, 1.0, skipped=0, underflow=lost | {"mean": 0.0, "worst": 0.0}))
-        records.append(make_record("fp16-constant-1024", seed, 2.0, skipped=20, underflow=nothing))
+        records.append(make_record("fp16-dynamic", seed, 1.4, skipped=10 + seed % 2))
+        records.append(make_record("fp16-adaptive", seed, 1.0, skipped=0))
+        records.append(make_record("fp16-constant-1024", seed, 2.0, skipped=20))
     return Evidence(trials=tuple(records), run=RUN)
 
 
 def test_table_of_gradients(with_gradients: Evidence) -> None:
     line = {text.split()[0]: text for text in with_gradients.table().splitlines() if text}
-    assert "12.5% · 98%" in line["fp16-dynamic"]
     assert " 10.3 " in line["fp16-dynamic"]
     assert "emulated" in line["fp16-adaptive"]
     assert "emulated" not in line["fp32"]
@@ -85,15 +82,12 @@ def test_table_of_gradients(with_gradients: Evidence) -> None:
 
 def test_no_gradient_columns_without_such_recipes(evidence: Evidence) -> None:
     assert "skipped" not in evidence.table().lower()
-    assert "underflow" not in evidence.table().lower()
 
 
 def test_page_of_gradients(with_gradients: Evidence, evidence: Evidence, tmp_path: Path) -> None:
     pages = [page_of(one, tmp_path) for one in (with_gradients, evidence)]
     assert "steps skipped" in pages[0]
-    assert "12.5% · 98%" in pages[0]
     assert "fp16-adaptive keeps float32’s accuracy with gradients in fp16." in pages[0]
-    assert "every step overflowed and was skipped" in pages[0]
     assert "steps skipped" not in pages[1]
 
 
@@ -140,7 +134,6 @@ def test_page_is_self_contained(evidence: Evidence, tmp_path: Path) -> None:
 def test_page_says_what_was_found(evidence: Evidence, tmp_path: Path) -> None:
     text = page_of(evidence, tmp_path)
     assert "bf16-kahan keeps float32’s accuracy at 8.0 bytes per parameter instead of 16.0." in text
-    assert "rounding cancelled 50% of its updates" in text
     assert "a &lt;b&gt;task&lt;/b&gt;" in text
     assert "<b>task</b>" not in text
     for row in evidence.rows():
@@ -150,7 +143,7 @@ def test_page_says_what_was_found(evidence: Evidence, tmp_path: Path) -> None:
 def test_page_of_two_seeds_only_indicates(make_record, tmp_path: Path) -> None:
     records = [make_record(recipe, seed, 1.0) for recipe in ("fp32", "bf16-kahan") for seed in (0, 1)]
     text = page_of(Evidence(trials=tuple(records), run=RUN), tmp_path)
-    assert "On 2 seeds, bf16-kahan stays with float32" in text
+    assert "Too few seeds for a verdict" in text
     assert "An indication" in text
 
 
@@ -164,15 +157,15 @@ def scattered(make_record) -> Evidence:
 def test_table_of_what_is_unclear(scattered: Evidence, evidence: Evidence) -> None:
     line = {text.split()[0]: text for text in scattered.table().splitlines() if text}
     assert " unclear " in line["bf16-kahan"]
-    assert "More seeds will: --seeds 6 --resume." in scattered.table()
+    assert "More will: --seeds 6 --resume." in scattered.table()
     assert "unclear" not in evidence.table().lower()
 
 
 def test_page_of_what_is_unclear(scattered: Evidence, tmp_path: Path) -> None:
     text = page_of(scattered, tmp_path)
-    assert "<h1>No recipe is sure to have stayed with float32.</h1>" in text
-    assert "On tiny, bf16 ends 0.500 nats above fp32" in text
-    assert "On tiny, bf16-split and bf16-kahan need more seeds for a verdict." in text
+    assert "<h1>No recipe is sure to stay with float32.</h1>" in text
+    assert "On tiny are worse than fp32: bf16 (+0.500)" in text
+    assert "On tiny need more seeds for a verdict: bf16-split (" in text
     assert text.count('<span class="chip open">unclear</span>') == 2
     assert '<span class="chip good">' not in text
 
@@ -181,7 +174,7 @@ def test_one_unclear_recipe_keeps_no_other_from_the_headline(evidence: Evidence,
     more = tuple(make_record("bf16-split", seed, loss) for seed, loss in enumerate((0.5, 1.0, 1.5)))
     again = Evidence(trials=evidence.trials + more, run=RUN)
     assert write_headline(again).startswith("bf16-kahan keeps float32’s accuracy")
-    assert describe_losing_recipes(again)[-1] == "On tiny, bf16-split needs more seeds for a verdict."
+    assert describe_losing_recipes(again)[-1].startswith("On tiny need more seeds for a verdict: bf16-split (")
 
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
@@ -197,8 +190,8 @@ def test_page_when_nothing_kept_up(make_record, tmp_path: Path) -> None:
     records = [make_record("fp32", seed, 1.0) for seed in range(3)]
     records += [make_record("bf16", seed, None, curve=[]) for seed in range(3)]
     text = page_of(Evidence(trials=tuple(records), run=RUN), tmp_path)
-    assert "No recipe stayed with float32" in text
-    assert "bf16 diverged" in text
+    assert "No recipe is sure to stay with float32" in text
+    assert "On tiny diverged: bf16." in text
 
 
 def test_a_page_of_many_recipes_has_a_colour_for_each(make_record, tmp_path: Path) -> None:

@@ -92,12 +92,6 @@ def test_float32_remains_where_nothing_holds(seed: int) -> None:
     assert "no candidate is within 5.0% of float32; float32 remains" in str(tuned)
 
 
-def test_most_candidates(seed: int) -> None:
-    tuned = hu.tune(far(seed, lr=1.5e-3, steps=120), 1e-2, recipes=["bf16-stochastic", "bf16-kahan"], most=1)
-    trained = [one for one in tuned.candidates if one.outcome != "not trained" and one.recipe.name != "fp32"]
-    assert len([one for one in trained if one.recipe.name != "bf16"]) == 1
-
-
 def test_what_it_found_is_plain_data_and_words(seed: int, tmp_path) -> None:
     events: list[str] = []
     task = drifts(1024.0)
@@ -126,13 +120,12 @@ def test_bad_input(seed: int) -> None:
         hu.tune(task, "much")
     with pytest.raises(TypeError, match=r"a Task or a halfulp\.trials\.tasks\.Step, got an int"):
         hu.tune(3)
-    with pytest.raises(ValueError, match="most is how many candidates"):
-        hu.tune(task, most=0)
 
 
-def test_a_tolerance_below_what_seeds_can_tell(seed: int) -> None:
-    with pytest.raises(ValueError, match=r"tolerance=1e-05 is below .*, what 3 seeds of task 'step' can tell at all"):
-        hu.tune(far(seed, lr=0.4), 1e-5)
+def test_a_tolerance_below_what_seeds_can_tell_leaves_float32(seed: int) -> None:
+    tuned = hu.tune(far(seed, lr=0.4), 1e-5, recipes=["bf16-kahan"])
+    assert tuned.recipe.name == "fp32"
+    assert found(tuned)["bf16-kahan"] != "holds"
 
 
 def test_float32_that_diverges(seed: int) -> None:

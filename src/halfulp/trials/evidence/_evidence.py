@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import json
 import os
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from ...pages import render, require, write_whole
 from .._defaults import VERDICT_TONES
@@ -118,9 +118,6 @@ class Evidence(FinishedTrials):
         run: How it was run: workers, cores, wall seconds.
     """
 
-    file_stem: ClassVar[str] = "compare"
-    kind_in_words: ClassVar[str] = "comparison"
-
     def to_dict(self) -> dict[str, Any]:
         """Return the trials and the rows computed from them, as plain data."""
         return {
@@ -155,7 +152,7 @@ class Evidence(FinishedTrials):
                 check_trial_record(record)
             return cls(trials=trials, run=data["run"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"not the JSON of a {cls.kind_in_words}: {error}") from None
+            raise ValueError(f"not the JSON of a comparison: {error}") from None
 
     def table(self) -> str:
         """Return the rows as text, one table per task."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .._defaults import REFERENCE_RECIPE, TWIN_RECIPE
 
-_LEGENDRE_NODES, _LEGENDRE_WEIGHTS = np.polynomial.legendre.leggauss(64)
+_INTEGRATION_POINTS = 2000
 
 FloatArray = NDArray[np.float64]
 
@@ -53,22 +53,12 @@ def _bound_false_alarms(k: float, seeds: int, recipes: int, scattering: int) -> 
     degrees = seeds - 1
     if scattering == 1:
         return float(_compute_student_tail(np.array([k]), degrees)[0])
-    shares, weights = _make_quadrature(degrees, recipes, scattering)
-    beyond = _compute_student_tail(k * np.sqrt(scattering * np.maximum(shares, 1 / recipes)), scattering * degrees)
-    return scattering * float(weights @ beyond)
-
-
-@functools.lru_cache(maxsize=256)
-def _make_quadrature(degrees: int, recipes: int, scattering: int) -> tuple[FloatArray, FloatArray]:
-    """Return the nodes and weights to integrate over B: Gauss-Legendre in the angle with sine^2 = B, split at 1/m."""
-    kink = math.asin(math.sqrt(1 / recipes))
-    angles, weights = [], []
-    for low, high in ((0.0, kink), (kink, math.pi / 2)):
-        angles.append(low + (high - low) * (_LEGENDRE_NODES + 1) / 2)
-        weights.append((high - low) / 2 * _LEGENDRE_WEIGHTS)
-    angle, weight = np.concatenate(angles), np.concatenate(weights)
-    weight = weight * np.sin(angle) ** (degrees - 1) * np.cos(angle) ** ((scattering - 1) * degrees - 1)
-    return np.sin(angle) ** 2, weight / weight.sum()
+    # The integral over B by midpoints in the angle with sine^2 = B.
+    angle = (np.arange(_INTEGRATION_POINTS) + 0.5) * (math.pi / 2 / _INTEGRATION_POINTS)
+    weights = np.sin(angle) ** (degrees - 1) * np.cos(angle) ** ((scattering - 1) * degrees - 1)
+    shares = np.maximum(np.sin(angle) ** 2, 1 / recipes)
+    beyond = _compute_student_tail(k * np.sqrt(scattering * shares), scattering * degrees)
+    return scattering * float(weights @ beyond / weights.sum())
 
 
 def _compute_student_tail(t: FloatArray, degrees: int) -> FloatArray:
@@ -116,20 +106,9 @@ def compute_interval(gaps: Sequence[float], twin_gaps: Sequence[float], referenc
     count = len(gaps)
     if count < 3:
         return None
-    own = compute_half_interval(gaps) or 0.0
+    own = compute_quantile(count, 1) * math.sqrt(_compute_variance(gaps) / count)
     twins = compute_quantile(len(twin_gaps) + 1, 1) * _compute_rms(twin_gaps) / math.sqrt(count) if twin_gaps else 0.0
     return max(own, twins, LEAST_RELATIVE_GAP * abs(reference))
-
-
-def compute_half_interval(values: Sequence[float]) -> float | None:
-    """Return half of Student's 95% confidence interval of a mean; None for fewer than three values.
-
-    >>> compute_half_interval([0.060, 0.062, 0.064])
-    0.0049...
-    """
-    if len(values) < 3:
-        return None
-    return compute_quantile(len(values), 1) * math.sqrt(_compute_variance(values) / len(values))
 
 
 def compute_noise(
@@ -249,8 +228,6 @@ class Row:
         verdict: "reference", "control", "worse", "better", "no difference", "unclear" (the seeds leave room for
             a large gap: more of them), "diverged", or None.
         accuracy, accuracy_spread: Share of validation targets ranked first, in float32 on the decoded weights.
-        own_loss, own_accuracy: Validation in the recipe's own arithmetic.
-        validation_loss: Validation loss in float32, beside ``own_loss``.
         cancelled: Share of updates that rounding cancelled, sampled during training.
         realised: How much of the wanted movement took place, sum(wanted x realised) / sum(wanted^2): stochastic
             rounding cancels most updates and still realises all of it, nearest rounding does not.
@@ -260,8 +237,6 @@ class Row:
         gradient_format: The format that gradients only imitate, or None; memory and speed likewise.
         operand_format: The format that operands of products only imitate, or None; memory and speed likewise.
         skipped: Steps that were skipped because a gradient was not finite.
-        underflow, worst_underflow: Of the gradient elements that are not zero without rounding, the share that was
-            stored as zero, sampled during training: of all, and of the site that lost most.
     """
 
     task: str
@@ -279,9 +254,6 @@ class Row:
     verdict: str | None
     accuracy: float | None
     accuracy_spread: float | None
-    validation_loss: float | None
-    own_loss: float | None
-    own_accuracy: float | None
     cancelled: float | None
     realised: float | None
     bytes_per_parameter: float | None
@@ -291,8 +263,6 @@ class Row:
     gradient_format: str | None
     operand_format: str | None
     skipped: float | None
-    underflow: float | None
-    worst_underflow: float | None
 
 
 def make_rows(task: str, records: Sequence[TrialRecord]) -> list[Row]:
@@ -368,8 +338,7 @@ def _make_row(
         gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE_RECIPE, TWIN_RECIPE) else ()
     )
     step_ms_of_float32 = [record["result"]["step_ms"] for record in reference.values()]
-    float32, own_scores = ([result["float32"]["validation"] for result in results], [one["own"] for one in results])
-    underflows = [result.get("underflow", {}) for result in results]
+    accuracies = [result["float32"]["validation"]["accuracy"] for result in results]
     gap, judged = _compute_mean(gaps), {REFERENCE_RECIPE: "reference", TWIN_RECIPE: "control"}.get(recipe)
     if diverged:
         judged = "diverged"
@@ -394,17 +363,12 @@ def _make_row(
         interval=alone,
         tolerance=allowed,
         verdict=judged,
-        accuracy=_compute_mean([score["accuracy"] for score in float32]),
-        accuracy_spread=_compute_spread([score["accuracy"] for score in float32]),
-        validation_loss=_compute_mean([score["loss"] for score in float32]),
-        own_loss=_compute_mean([score["loss"] for score in own_scores]),
-        own_accuracy=_compute_mean([score["accuracy"] for score in own_scores]),
+        accuracy=_compute_mean(accuracies),
+        accuracy_spread=_compute_spread(accuracies),
         speed=step_ms / statistics.fmean(step_ms_of_float32) if step_ms is not None and step_ms_of_float32 else None,
         emulated=settings["emulate"],
         gradient_format=settings.get("gradient_format"),
         operand_format=settings.get("operand_format"),
-        underflow=_compute_mean([shares.get("mean") for shares in underflows]),
-        worst_underflow=_compute_mean([shares.get("worst") for shares in underflows]),
         **means,
     )
 

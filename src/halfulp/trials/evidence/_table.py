@@ -6,7 +6,7 @@ from ... import formats
 from ..._messages import align_columns
 from ...pages import DASH
 from .._defaults import PASSING_VERDICTS, REFERENCE_RECIPE
-from ._row import LEAST_RELATIVE_GAP, FinishedTrials, Row, read_judged_loss
+from ._row import FinishedTrials, Row, read_judged_loss
 
 
 def format_number(value: float | None, digits: int = 4, sign: bool = False) -> str:
@@ -60,7 +60,6 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     # On a task whose float32 loss would have no digits, losses have two that count.
     digits = None if float32 and max(float32) < 1e-4 else 4
     verdict = f"diverged ({row.diverged} of {row.seeds})" if row.diverged else row.verdict or "needs 3 seeds"
-    accuracy = "" if row.own_accuracy is None else f" · {format_percent(row.own_accuracy)}"
     cells = {
         "recipe": row.recipe,
         name_judged_loss(evidence, row.task): format_with_spread(row.loss, row.loss_spread, digits),
@@ -69,9 +68,6 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
         else format_with_spread(row.gap, row.gap_spread, digits, sign=True),
         "verdict": verdict,
         "accuracy": format_percent(row.accuracy),
-        "own arithmetic": DASH
-        if row.own_loss is None
-        else f"{format_with_spread(row.own_loss, None, digits)}{accuracy}",
         "cancelled": format_percent(row.cancelled),
         "movement kept": format_percent(row.realised, 0),
     }
@@ -79,8 +75,6 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
         cells["accuracy"] += f" ± {100 * row.accuracy_spread:.1f}"
     if has_gradient_formats(evidence, row.task):
         cells["skipped"] = format_number(row.skipped, 0 if row.skipped is None or row.skipped.is_integer() else 1)
-        worst = f"{format_percent(row.underflow)} · {format_percent(row.worst_underflow, 0)}"
-        cells["underflow"] = DASH if row.underflow is None else worst
     size, is_imitated = (
         format_number(compute_stored_bytes(row), 1),
         row.emulated or row.gradient_format or row.operand_format,
@@ -114,47 +108,32 @@ def write_table_notes(evidence: FinishedTrials, task: str) -> list[str]:
         return list(evidence.run["notes"])
     record = evidence.of_task(task)[0]
     settings, result = record["settings"], record["result"]
-    target = settings["task"].get("target", "example")
-    rows = evidence.rows(task)
-    accuracy = (
-        f"Accuracy and own arithmetic (loss · accuracy as the recipe itself computes them) are on validation data, "
-        f"where one {target} is {100 / result['targets']:.2g}%."
-    )
-    has_accuracy = target and any(row.accuracy is not None for row in rows)
-    said = [
+    target, rows = settings["task"].get("target", "example"), evidence.rows(task)
+    judged = sum(row.noise is not None and row.verdict not in ("reference", "control") for row in rows)
+    notes = {
         f"{settings['steps']} steps of {settings['task']['rule']}, {rows[0].seeds} "
-        f"{'seed' if rows[0].seeds == 1 else 'seeds'}, {result['parameters']:,} parameters; {result['data']}.",
-        "Loss in nats, mean ± spread over seeds, in float32 on the decoded weights; gaps are paired by seed.",
-        accuracy if has_accuracy else "Own arithmetic: the loss as the recipe itself computes it, on validation data.",
+        f"{'seed' if rows[0].seeds == 1 else 'seeds'}, {result['parameters']:,} parameters; {result['data']}.": True,
+        "Loss in nats, mean ± spread over seeds, in float32 on the decoded weights; gaps are paired by seed.": True,
+        f"Accuracy is on validation data, where one {target} is {100 / (result['targets'] or 1):.2g}%.": bool(target)
+        and any(row.accuracy is not None for row in rows),
         "Cancelled: the share of weight updates that rounding turned into nothing. Movement kept: how much of the "
-        "wanted movement took place, large updates counting most; stochastic rounding makes up for what it cancels.",
-        f"Step time is CPU time on one thread against fp32's {format_number(rows[0].step_ms, 2)} ms.",
-    ]
-    if any(row.verdict is None for row in rows):
-        said.append("A verdict needs 3 seeds: --seeds 3 --resume trains only what is missing.")
-    together = sum(row.noise is not None and row.verdict not in ("reference", "control") for row in rows)
-    if together > 1:
-        said.append(
-            f"Verdicts are corrected for the {together} recipes: by chance any of them is called worse or better in at "
-            "most 5% of comparisons."
-        )
-    if any(row.verdict == "unclear" for row in rows):
-        more = f"--seeds {2 * rows[0].seeds} --resume"
-        said.append(f"Unclear: the gaps of the seeds lie too far apart to tell. More seeds will: {more}.")
-    if has_gradient_formats(evidence, task):
-        said.append(
-            "Skipped: steps without an update, as a gradient was not finite. Underflow: of the gradient elements that "
-            "are not zero when the same step runs without rounding, the share that the format stored as zero, of all · "
-            "of the layer that lost most, in sampled steps that were not skipped."
-        )
-        said.append(
-            "Formats of gradients are imitated in float32 tensors, slowly; the bytes are those of float32 gradients."
-        )
-    if any(row.emulated for row in rows):
-        said.append(
-            "Emulated formats live in float32 tensors, slowly; the bytes in brackets are what their bits would take."
-        )
-    return said
+        "wanted movement took place, large updates counting most; stochastic rounding makes up for what it "
+        "cancels.": True,
+        f"Step time is CPU time on one thread against fp32's {format_number(rows[0].step_ms, 2)} ms.": True,
+        "A verdict needs 3 seeds: --seeds 3 --resume trains only what is missing.": any(
+            row.verdict is None for row in rows
+        ),
+        f"Verdicts are corrected for the {judged} recipes: by chance any of them is called worse or better in at most "
+        "5% of comparisons.": judged > 1,
+        f"Unclear: the gaps of the seeds lie too far apart to tell. More will: --seeds {2 * rows[0].seeds} "
+        "--resume.": any(row.verdict == "unclear" for row in rows),
+        "Skipped: steps without an update, as a gradient was not finite. Formats of gradients are imitated in float32 "
+        "tensors, slowly; the bytes are those of float32 gradients.": has_gradient_formats(evidence, task),
+        "Emulated formats live in float32 tensors, slowly; the bytes in brackets are what their bits would take.": any(
+            row.emulated for row in rows
+        ),
+    }
+    return [note for note, is_needed in notes.items() if is_needed]
 
 
 def format_tables(evidence: FinishedTrials) -> str:
@@ -172,69 +151,45 @@ def write_headline(evidence: FinishedTrials) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
     task = max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])
     reference = evidence.row(task, REFERENCE_RECIPE)
-    everywhere = Counter(row.recipe for row in evidence.rows() if _keeps_float32_loss(evidence, row))
+    everywhere = Counter(row.recipe for row in evidence.rows() if row.verdict in PASSING_VERDICTS)
     kept = [
         row
         for row in evidence.rows(task)
         if not row.emulated and row.bytes_per_parameter is not None and everywhere[row.recipe] == len(evidence.tasks())
     ]
-    seeds = min(row.seeds for row in evidence.rows())
-    few = f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, " if has_few_seeds(evidence) else ""
+    if has_few_seeds(evidence):
+        return "Too few seeds for a verdict, which needs three."
     if not kept:
-        verb = "is sure to have stayed" if any(row.verdict == "unclear" for row in evidence.rows()) else "stayed"
-        return f"{few}no recipe {verb} with float32".capitalize() + "."
+        return "No recipe is sure to stay with float32."
     best = min(kept, key=lambda row: (row.bytes_per_parameter, formats.get(row.gradient_format or "fp32").bits))
-    verb = "stays with float32" if few else "keeps float32’s accuracy"
-    where = f" ({task})" if len(evidence.tasks()) > 1 else ""
-    if best.gradient_format:
-        return f"{few}{best.recipe} {verb} with gradients in {best.gradient_format}{where}."
-    return (
-        f"{few}{best.recipe} {verb} at {format_number(best.bytes_per_parameter, 1)} bytes "
-        f"per parameter instead of {format_number(reference.bytes_per_parameter, 1)}{where}."
+    size = (
+        f"with gradients in {best.gradient_format}"
+        if best.gradient_format
+        else f"at {format_number(best.bytes_per_parameter, 1)} bytes per parameter instead of "
+        f"{format_number(reference.bytes_per_parameter, 1)}"
     )
+    where = f" ({task})" if len(evidence.tasks()) > 1 else ""
+    return f"{best.recipe} keeps float32’s accuracy {size}{where}."
 
 
 def describe_losing_recipes(evidence: FinishedTrials) -> list[str]:
-    """Return sentences per task: who diverged, who lost most and the share of updates lost, who is unclear."""
+    """Return sentences per task: which recipes diverged, are worse by how much, or need more seeds."""
     said = []
     for task in evidence.tasks():
-        rows = [row for row in evidence.rows(task) if row.verdict not in ("reference", "control")]
-        diverged = [row.recipe for row in rows if row.diverged]
-        if diverged:
-            said.append(f"On {task}, {' and '.join(diverged)} diverged.")
-        unclear = [row.recipe for row in rows if row.verdict == "unclear"]
-        rows = [row for row in rows if row.recipe not in unclear and not _keeps_float32_loss(evidence, row)]
-        gaps = [(row.gap, row) for row in rows if row.gap is not None]
-        if gaps:
-            gap, worst = max(gaps, key=lambda pair: pair[0])
-            lost = (
-                f": rounding cancelled {format_percent(worst.cancelled, 0)} of its updates" if worst.cancelled else ""
+        for verdict, words in (
+            ("diverged", "diverged"),
+            ("worse", "are worse than fp32"),
+            ("unclear", "need more seeds for a verdict"),
+        ):
+            rows = [row for row in evidence.rows(task) if row.verdict == verdict]
+            names = ", ".join(
+                row.recipe if row.gap is None else f"{row.recipe} ({format_number(row.gap, 3, sign=True)})"
+                for row in rows
             )
-            if worst.underflow:
-                lost = f": {format_percent(worst.underflow, 0)} of its gradients underflowed"
-            if worst.skipped == evidence.of_task(task)[0]["settings"]["steps"]:
-                lost = ": every step overflowed and was skipped"
-            if lost and worst.realised is not None and worst.realised < 0.5:
-                lost += f", and only {format_percent(worst.realised, 0)} of the wanted movement took place"
-            said.append(
-                f"On {task}, {worst.recipe} ends {format_number(gap, 3)} nats above fp32 in "
-                f"{name_judged_loss(evidence, task)}{lost}."
-            )
-        if unclear:
-            said.append(f"On {task}, {' and '.join(unclear)} need{'s' * (len(unclear) == 1)} more seeds for a verdict.")
+            said += [f"On {task} {words}: {names}."] if rows else []
     return said
 
 
 def has_few_seeds(evidence: FinishedTrials) -> bool:
     """Return whether there are too few seeds for a verdict."""
-    return any(row.seeds < 3 for row in evidence.rows())
-
-
-def _keeps_float32_loss(evidence: FinishedTrials, row: Row) -> bool:
-    """Return whether a recipe keeps float32's loss: by its verdict, or on few seeds by a gap under half a per cent."""
-    if row.verdict in ("reference", "control", "diverged"):
-        return False
-    if row.verdict is not None:
-        return row.verdict in PASSING_VERDICTS
-    reference = evidence.row(row.task, REFERENCE_RECIPE).loss
-    return row.gap is not None and reference is not None and row.gap <= 5 * LEAST_RELATIVE_GAP * reference
+    return any(row.verdict is None for row in evidence.rows())

@@ -1,7 +1,6 @@
 """The plan of a comparison: its trials, in the order in which they start."""
 
 import dataclasses
-import operator
 import platform
 import re
 from collections.abc import Sequence
@@ -52,13 +51,13 @@ def plan_trials(
     seeds: int | Sequence[int],
     steps: int | None,
     data: str | None,
-    size: str | None = None,
-    left_out: dict[str, dict[str, str]] | None = None,
 ) -> list[Trial]:
     """Plan every task x seed x recipe, ordered so that the rows of one seed finish together.
 
-    The float32 reference is always among the recipes, in front: every gap is measured against it. A pair that does
-    not go together is an error, or, where there is a dict to put it into, left out: task, recipe, and why.
+    The float32 reference is always among the recipes, in front: every gap is measured against it.
+
+    Raises:
+        ValueError, TypeError: unknown names, names or seeds given twice, steps below 1, a task that refuses a recipe.
     """
     tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
     rows = [catalog.get(one) for one in ([recipes] if isinstance(recipes, str | Recipe) else recipes)]
@@ -70,8 +69,6 @@ def plan_trials(
         raise ValueError(f"no task given; the tasks are {', '.join(registry.names())}")
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    if steps is not None and size is not None:
-        raise ValueError(f"size={size!r} says how many steps there are: give it or steps={steps}")
     for kind, found in (("task", [one.name for one in tasks]), ("recipe", [one.name for one in rows])):
         _check_unique_names(kind, found)
         for name in found:
@@ -79,13 +76,15 @@ def plan_trials(
                 raise ValueError(
                     f"the name of a {kind} becomes a file name: letters, digits and _.+- only, got {name!r}"
                 )
-    together = _choose_recipes_of_tasks(tasks, rows, left_out)
+    for one in tasks:
+        if barred := {recipe.name: why for recipe in rows if (why := one.refuses(recipe))}:
+            why = next(iter(barred.values()))
+            raise ValueError(f"task {one.name!r} {why}: leave out {', '.join(barred)}, or choose another task")
     return [
-        Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps_of(size))
+        Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps)
         for one in tasks
         for seed in numbers
         for recipe in rows
-        if recipe.name in together[one.name]
     ]
 
 
@@ -102,31 +101,14 @@ def _check_control_recipes(recipes: Sequence[Recipe]) -> None:
             )
 
 
-def _choose_recipes_of_tasks(
-    tasks: Sequence[Task], recipes: Sequence[Recipe], left_out: dict[str, dict[str, str]] | None
-) -> dict[str, set[str]]:
-    """Return the recipes of each task, by name; what does not go together is refused, or put into ``left_out``."""
-    found: dict[str, set[str]] = {}
-    for task in tasks:
-        barred = {recipe.name: why for recipe in recipes if (why := task.refuses(recipe))}
-        if barred and left_out is None:
-            why = next(iter(barred.values()))
-            raise ValueError(f"task {task.name!r} {why}: leave out {', '.join(barred)}, or choose another task")
-        if barred and left_out is not None:
-            left_out.setdefault(task.name, {}).update({name: f"the task {why}" for name, why in barred.items()})
-        found[task.name] = {recipe.name for recipe in recipes} - set(barred)
-    return found
-
-
 def _list_seeds(seeds: int | Sequence[int]) -> list[int]:
     """Return the seeds from 0 on where their number is given, or those that are listed."""
     allowed = "seeds is how many (an int, at least 1) or which (ints, 0 and up)"
-    if isinstance(seeds, str | bytes | bool):
+    given = range(seeds) if isinstance(seeds, int) else seeds
+    is_list = isinstance(given, Sequence) and all(isinstance(number, int) for number in given)
+    if isinstance(seeds, bool | bytes) or not is_list:
         raise TypeError(f"{allowed}, got {seeds!r}")
-    try:
-        numbers = list(range(seeds)) if isinstance(seeds, int) else [operator.index(seed) for seed in seeds]
-    except TypeError:
-        raise TypeError(f"{allowed}, got {seeds!r}") from None
+    numbers = list(given)
     if not numbers or min(numbers) < 0:
         raise ValueError(f"{allowed}, got {seeds!r}")
     _check_unique_names("seed", [str(number) for number in numbers])

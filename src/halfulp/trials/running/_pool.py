@@ -54,12 +54,12 @@ def serve_trials(connection: Connection, log: str) -> None:
         connection.send(("ready", None))
         while True:
             trial = connection.recv()
-            connection.send(_answer_trial(trial, loaded, connection))
+            connection.send(_run_and_report_trial(trial, loaded, connection))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _answer_trial(trial: Trial, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
+def _run_and_report_trial(trial: Trial, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
     """Train a trial and return the message that says what came of it."""
     try:
         which = repr(trial.task.settings())
@@ -75,8 +75,6 @@ def _answer_trial(trial: Trial, loaded: dict[str, Data], connection: Connection)
     except Exception as error:
         return "failed", (f"{type(error).__name__}: {first_line(error)}", traceback.format_exc())
 
-
-_THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 TrialEvent = tuple[str, Trial, Any]
 
@@ -101,14 +99,7 @@ class _WorkerProcess:
         self.process: BaseProcess = context.Process(
             target=serve_trials, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
         )
-        before = {name: os.environ[name] for name in _THREAD_COUNT_VARIABLES if name in os.environ}
-        os.environ.update(dict.fromkeys(_THREAD_COUNT_VARIABLES, "1"))
-        try:
-            self.process.start()
-        finally:
-            for name in _THREAD_COUNT_VARIABLES:
-                del os.environ[name]
-            os.environ.update(before)
+        self.process.start()
         theirs.close()
 
     def end_process(self) -> None:
@@ -121,12 +112,9 @@ class _WorkerProcess:
             self.process.join()
 
 
-def train_in_workers(
-    trials: Sequence[Trial], workers: int, keep_going: bool = False
-) -> Generator[TrialEvent, None, None]:
+def train_in_workers(trials: Sequence[Trial], workers: int) -> Generator[TrialEvent, None, None]:
     """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
 
-    With ``keep_going``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
     Leaving the loop early, by an exception or otherwise, ends the workers.
     """
     waiting, unfinished = list(reversed(trials)), len(trials)
@@ -143,13 +131,11 @@ def train_in_workers(
                     kind, content = worker.connection.recv()
                 except (EOFError, OSError):
                     raise _make_death_error(worker) from None
-                if kind == "failed" and not keep_going:
-                    raise TrialError(f"trial {worker.trial} failed: {content[0]}", worker.trial, content[1])
                 if kind == "failed":
-                    content = content[0]
+                    raise TrialError(f"trial {worker.trial} failed: {content[0]}", worker.trial, content[1])
                 if worker.trial is not None:  # what has none yet is ready for its first
                     yield kind, worker.trial, content
-                unfinished -= kind in ("done", "failed")
+                unfinished -= kind == "done"
                 if kind != "progress" and waiting:
                     worker.trial = waiting.pop()
                     with contextlib.suppress(OSError):  # of one that died meanwhile, which reading its pipe tells
@@ -168,9 +154,9 @@ def _make_death_error(worker: _WorkerProcess) -> TrialError:
     return TrialError(f"the worker of trial {worker.trial} {how}", worker.trial, output)
 
 
-def train_trials(trials: Sequence[Trial], workers: int, keep_going: bool = False) -> Generator[TrialEvent, None, None]:
+def train_trials(trials: Sequence[Trial], workers: int) -> Generator[TrialEvent, None, None]:
     """Train in workers, then in this process what must be; torch's random state stays as it was."""
-    yield from train_in_workers([trial for trial in trials if not trial.task.in_process], workers, keep_going)
+    yield from train_in_workers([trial for trial in trials if not trial.task.in_process], workers)
     for trial in trials:
         if not trial.task.in_process:
             continue

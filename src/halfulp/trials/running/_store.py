@@ -15,11 +15,11 @@ from ._plan import Trial
 class TrialStore:
     """The folder of one comparison: ``trials/<key>.json`` per finished trial, then a page and a JSON file."""
 
-    def __init__(self, out: str | os.PathLike[str], stem: str = "compare"):
+    def __init__(self, out: str | os.PathLike[str]):
         self.root = Path(out)
         self.trials = self.root / "trials"
-        self.report = self.root / f"{stem}.json"
-        self.page = self.root / f"{stem}.html"
+        self.report = self.root / "compare.json"
+        self.page = self.root / "compare.html"
         try:
             self.trials.mkdir(parents=True, exist_ok=True)
             for folder in (self.root, self.trials):
@@ -73,17 +73,16 @@ def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:
             return result
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a finished trial ({error}); delete it and resume again") from None
-    had, has = _flatten_settings(settings), _flatten_settings(wanted)
+    had, has = (
+        {
+            f"{part}.{key}".strip("."): value
+            for part, content in one.items()
+            for key, value in (content.items() if isinstance(content, dict) else [("", content)])
+        }
+        for one in (settings, wanted)
+    )
     where = next(key for key in {**had, **has} if had.get(key) != has.get(key))
     raise ValueError(
         f"cannot resume: {path} was trained with {where} = {had.get(where)!r}, this run has {has.get(where)!r}; use "
         "the same settings or another folder with --out"
     )
-
-
-def _flatten_settings(settings: Any, path: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted names."""
-    if not isinstance(settings, dict):
-        return {path: settings}
-    parts = (_flatten_settings(one, f"{path}.{key}" if path else key) for key, one in settings.items())
-    return {key: value for part in parts for key, value in part.items()}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from ...environment import core_count, processor_line
+from ...environment import count_cores, describe_processor
 from ...pages import require, write_whole
 from ..evidence._evidence import Evidence
 from ._plan import Trial
@@ -23,7 +23,6 @@ class TrainingRun:
 
     Attributes:
         results: of the trials so far, by key.
-        more_run_facts: what is kept in the evidence beside how it was run.
     """
 
     def __init__(
@@ -32,22 +31,16 @@ class TrainingRun:
         listen: Listener | None,
         store: TrialStore | None,
         resume: bool,
-        make: type[Evidence] = Evidence,
     ) -> None:
-        self._make = make
-        self.more_run_facts: dict[str, Any] = {}
-        self._workers = workers or min(core_count(), 8)
+        self._workers = workers or min(count_cores(), 8)
         self._listen: Listener = listen or (lambda kind, trial, content: None)
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
         self._seconds, self._trained = 0.0, 0
         self.results: dict[str, dict[str, Any]] = {}
 
-    def train_missing(self, trials: Sequence[Trial], failed: list[dict[str, Any]] | None = None) -> None:
-        """Train what has no result yet.
-
-        A trial that raises ends the training, or is noted in ``failed``: its task, recipe, seed and why.
-        """
+    def train_missing(self, trials: Sequence[Trial]) -> None:
+        """Train what has no result yet."""
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
             self.results |= self._store.read_finished([trial for trial in trials if trial.key not in self.results])
@@ -57,11 +50,8 @@ class TrainingRun:
                 self._listen("reused", trial, self.results[trial.key])
         start = time.monotonic()
         workers = min(self._workers, len(missing))
-        with contextlib.closing(train_trials(missing, workers, failed is not None)) as events:
+        with contextlib.closing(train_trials(missing, workers)) as events:
             for kind, trial, content in events:
-                if kind == "failed" and failed is not None:
-                    which = {"task": trial.task.name, "recipe": trial.recipe.name, "seed": trial.seed}
-                    failed.append({**which, "why": content})
                 if kind == "done":
                     self._trained += 1
                     self.results[trial.key] = content
@@ -69,15 +59,15 @@ class TrainingRun:
                         self._store.write_trial(trial, content)
                 self._listen(kind, trial, content)
         self._seconds += time.monotonic() - start
-        self._trials |= {trial.key: trial for trial in trials if trial.key in self.results}
+        self._trials |= {trial.key: trial for trial in trials}
 
     def make_evidence(self) -> Evidence:
         """Return the evidence of all trials so far."""
         records = [{"settings": trial.settings(), "result": self.results[key]} for key, trial in self._trials.items()]
-        run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": core_count()}
+        run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": count_cores()}
         run |= {"seconds": round(self._seconds, 1), "trained": self._trained}
-        run |= {"reused": len(records) - self._trained, "processor": processor_line()}
-        return self._make(trials=tuple(records), run=run | self.more_run_facts)
+        run |= {"reused": len(records) - self._trained, "processor": describe_processor()}
+        return Evidence(trials=tuple(records), run=run)
 
 
 @contextlib.contextmanager
@@ -87,24 +77,20 @@ def open_training_run(
     listen: Listener | None,
     resume: bool,
     overwrite: bool,
-    make: type[Evidence] = Evidence,
 ) -> Generator[TrainingRun, None, None]:
-    """Yield a `TrainingRun`; at the end of the block its folder, if there is one, gets compare.json and compare.html.
-
-    The class of the evidence says what its files are called.
-    """
+    """Yield a `TrainingRun`; at the end of the block its folder, if any, gets compare.json and compare.html."""
     for name, given in (("resume", resume), ("overwrite", overwrite)):
         if given and out is None:
             raise ValueError(f"{name}=True needs the folder of an earlier comparison: give out=")
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     if out is None:
-        yield TrainingRun(workers, listen, None, False, make)
+        yield TrainingRun(workers, listen, None, False)
         return
     require("matplotlib", instead="give no out folder")
-    store = TrialStore(out, make.file_stem)
+    store = TrialStore(out)
     store.begin_comparison(resume, overwrite)
-    run = TrainingRun(workers, listen, store, resume, make)
+    run = TrainingRun(workers, listen, store, resume)
     yield run
     evidence = run.make_evidence()
     evidence.to_html(store.page)

@@ -10,11 +10,6 @@ from torch import Tensor, nn
 from ._files import FileTask, decode_file, read_parquet
 from ._task import Batch, Data, warm_cosine_rate
 
-_DATA_SOURCE = (
-    "They are the Parquet files (columns img.bytes and label) of the data set uoft-cs/cifar10 on the Hugging Face "
-    "hub, plain_text/train-*.parquet and test-*.parquet, renamed"
-)
-
 
 class Cifar10(FileTask):
     """CIFAR-10, 32x32 photographs of ten classes; needs ``data``. Judged by the loss on the test images."""
@@ -24,13 +19,15 @@ class Cifar10(FileTask):
     rule: ClassVar[str] = "SGD"
     hyper: ClassVar[dict[str, Any]] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
     steps: ClassVar[int] = 800
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 120, "full": 20_000}
     batch: ClassVar[int] = 64
     target: ClassVar[str] = "image"
     rate = warm_cosine_rate
     folder: ClassVar[str] = "cifar10"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
-    how: ClassVar[str] = _DATA_SOURCE
+    how: ClassVar[str] = (
+        "They are the Parquet files (columns img.bytes and label) of the data set uoft-cs/cifar10 on the Hugging Face "
+        "hub, plain_text/train-*.parquet and test-*.parquet, renamed"
+    )
 
     def load(self) -> Data:
         """Load all training images, and the first 2,000 test images."""
@@ -112,7 +109,6 @@ class Cifar10ResNet(Cifar10):
     name: ClassVar[str] = "cifar10-resnet"
     title: ClassVar[str] = "residual network of eight layers on CIFAR-10"
     steps: ClassVar[int] = 500
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 60, "full": 20_000}
     stride: ClassVar[int] = 1
 
     def model(self, data: Data, seed: int) -> nn.Module:
@@ -128,5 +124,4 @@ class Cifar10HalfResNet(Cifar10ResNet):
 
     name: ClassVar[str] = "cifar10-resnet-half"
     title: ClassVar[str] = "the same residual network on CIFAR-10 at half the resolution"
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 120, "full": 20_000}
     stride: ClassVar[int] = 2

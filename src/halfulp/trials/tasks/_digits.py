@@ -24,7 +24,6 @@ class Digits(Task):
     rule: ClassVar[str] = "SGD"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3, "momentum": 0.9}
     steps: ClassVar[int] = 1500
-    sizes: ClassVar[dict[str, int]] = {"smoke": 30, "small": 600}
     batch: ClassVar[int] = 32
     judged_by: ClassVar[str] = "train_loss"
     target: ClassVar[str] = "image"
@@ -84,7 +83,6 @@ class DigitsFPU(Digits):
     title: ClassVar[str] = "small classifier of scikit-learn's digits, from scratch"
     hyper: ClassVar[dict[str, Any]] = {"lr": 0.01, "momentum": 0.9}
     steps: ClassVar[int] = 40 * 45
-    sizes: ClassVar[dict[str, int]] = {"smoke": 30, "small": 1350}
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Return the network with random initial weights."""
@@ -123,7 +121,6 @@ class TwoHeads(Task):
     rule: ClassVar[str] = "AdamW"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-2, "eps": 1e-12, "weight_decay": 0.01}
     steps: ClassVar[int] = 700
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 200}
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "image"
     rate = warm_cosine_rate

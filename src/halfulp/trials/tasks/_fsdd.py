@@ -11,10 +11,6 @@ from ._files import FileTask, decode_file, read_parquet
 from ._task import Batch, Data, warm_cosine_rate
 from ._text import LSTM
 
-_DATA_SOURCE = (
-    "They are the recordings of the Free Spoken Digit Dataset, https://github.com/Jakobovski/free-spoken-digit-dataset "
-    "(test: numbers 0 to 4 of each speaker and digit), as Parquet with columns audio.bytes (WAV) and label"
-)
 RATE, WINDOW, HOP, FRAMES, BANDS = 8000, 256, 80, 64, 32
 
 
@@ -30,13 +26,16 @@ class SpokenDigits(FileTask):
     rule: ClassVar[str] = "AdamW"
     hyper: ClassVar[dict[str, Any]] = {"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
     steps: ClassVar[int] = 500
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 80, "full": 4000}
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "recording"
     rate = warm_cosine_rate
     folder: ClassVar[str] = "fsdd"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
-    how: ClassVar[str] = _DATA_SOURCE
+    how: ClassVar[str] = (
+        "They are the recordings of the Free Spoken Digit Dataset, "
+        "https://github.com/Jakobovski/free-spoken-digit-dataset "
+        "(test: numbers 0 to 4 of each speaker and digit), as Parquet with columns audio.bytes (WAV) and label"
+    )
 
     def load(self) -> Data:
         """Load logarithms of spectra, normalized by the training part."""

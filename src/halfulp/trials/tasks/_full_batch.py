@@ -41,7 +41,6 @@ class LinearRegression(FullBatchTask):
     title: ClassVar[str] = "linear regression with an exact solution"
     hyper: ClassVar[dict[str, Any]] = {"lr": 0.04}
     steps: ClassVar[int] = 2000
-    sizes: ClassVar[dict[str, int]] = {"smoke": 40, "small": 1000}
     batch: ClassVar[int] = 10
     target: ClassVar[str] = ""
 
@@ -73,7 +72,6 @@ class Logistic(FullBatchTask):
     title: ClassVar[str] = "logistic regression of separable points"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3}
     steps: ClassVar[int] = 4000
-    sizes: ClassVar[dict[str, int]] = {"smoke": 40}
     batch: ClassVar[int] = 670
     target: ClassVar[str] = "point"
 
@@ -125,7 +123,6 @@ class CancerMLP(CancerLogistic):
     title: ClassVar[str] = "small network on the breast cancer data"
     hyper: ClassVar[dict[str, Any]] = {"lr": 7e-3}
     steps: ClassVar[int] = 900
-    sizes: ClassVar[dict[str, int]] = {"smoke": 20, "small": 300}
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Draw weights uniformly within 1 / sqrt(width), the last within 0.1."""

@@ -13,11 +13,6 @@ from ...recipes import Recipe
 from ._files import FileTask, read_parquet
 from ._task import Data, LossCourse, ReportLoss
 
-_DATA_SOURCE = (
-    "It is the transitive closure of WordNet's mammals (columns id1, id2, weight; 6,540 edges), "
-    "https://raw.githubusercontent.com/ydtydr/MCTensor/main/applications/poincare_embedding/wordnet/mammal_closure.csv "
-    "as Parquet"
-)
 NEGATIVES = 50
 DISTANCE_SCALE = 0.3
 BURN_IN_PART = 0.02  # of all steps, at a hundredth of the learning rate
@@ -41,11 +36,14 @@ class Mammals(FileTask):
     hyper: ClassVar[dict[str, Any]] = {"lr": 1.7, "others": NEGATIVES, "scale": DISTANCE_SCALE, "burn_in": BURN_IN_PART}
     batch: ClassVar[int] = 32
     steps: ClassVar[int] = 1000 * 205
-    sizes: ClassVar[dict[str, int]] = {"smoke": 60, "small": 10 * 205}
     target: ClassVar[str] = "edge"
     folder: ClassVar[str] = "wordnet_mammals"
     files: ClassVar[tuple[str, ...]] = ("closure.parquet",)
-    how: ClassVar[str] = _DATA_SOURCE
+    how: ClassVar[str] = (
+        "It is the transitive closure of WordNet's mammals (columns id1, id2, weight; 6,540 edges), "
+        "https://raw.githubusercontent.com/ydtydr/MCTensor/main/applications/poincare_embedding/wordnet/"
+        "mammal_closure.csv as Parquet"
+    )
 
     def load(self) -> Data:
         """Return the edges, and of every edge a fixed set of negatives to validate on."""

@@ -9,10 +9,6 @@ from torch import Tensor, nn
 from ._files import FileTask, decode_file, read_parquet
 from ._task import Data, warm_cosine_rate
 
-_DATA_SOURCE = (
-    "They are the tables u.data, u.user and u.item of MovieLens 100K, https://grouplens.org/datasets/movielens/100k/, "
-    "as Parquet (user_id, item_id, rating; user_id, age, gender, occupation; item_id, title, genres)"
-)
 _GENRE_COUNT = 19
 LEAST_LIKED_STARS = 4  # of five stars
 
@@ -30,13 +26,16 @@ class MovieLens(FileTask):
     rule: ClassVar[str] = "SGD"
     hyper: ClassVar[dict[str, Any]] = {"lr": 0.5, "momentum": 0.9}
     steps: ClassVar[int] = 3000
-    sizes: ClassVar[dict[str, int]] = {"smoke": 8, "small": 450, "full": 10_000}
     batch: ClassVar[int] = 128
     target: ClassVar[str] = "rating"
     rate = warm_cosine_rate
     folder: ClassVar[str] = "ml100k"
     files: ClassVar[tuple[str, ...]] = ("ratings.parquet", "users.parquet", "items.parquet")
-    how: ClassVar[str] = _DATA_SOURCE
+    how: ClassVar[str] = (
+        "They are the tables u.data, u.user and u.item of MovieLens 100K, "
+        "https://grouplens.org/datasets/movielens/100k/, "
+        "as Parquet (user_id, item_id, rating; user_id, age, gender, occupation; item_id, title, genres)"
+    )
 
     def load(self) -> Data:
         """Load rows of integers: user, film, occupation, gender, age, year and genres, in a fixed split."""

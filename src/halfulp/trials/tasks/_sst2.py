@@ -10,10 +10,6 @@ from ._files import FileTask, read_parquet
 from ._task import Batch, Data, warm_cosine_rate
 from ._text import TransformerBlock, init_weights
 
-_DATA_SOURCE = (
-    "They are the Parquet files (columns sentence and label) of the data set SetFit/sst2 on the Hugging Face hub, "
-    "named so"
-)
 SENTENCE_LENGTH = 32
 # The first numbers of the vocabulary: padding, the token that is classified, and every rare word.
 _PAD_TOKEN, _CLASS_TOKEN, _RARE_TOKEN = 0, 1, 2
@@ -31,13 +27,15 @@ class SST2(FileTask):
     rule: ClassVar[str] = "AdamW"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
     steps: ClassVar[int] = 650
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 80, "full": 2000}
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "sentence"
     rate = warm_cosine_rate
     folder: ClassVar[str] = "sst2"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "validation.parquet")
-    how: ClassVar[str] = _DATA_SOURCE
+    how: ClassVar[str] = (
+        "They are the Parquet files (columns sentence and label) of the data set SetFit/sst2 on the Hugging Face hub, "
+        "named so"
+    )
 
     def load(self) -> Data:
         """Load sentences, with the words that occur twice or more in training as the vocabulary."""

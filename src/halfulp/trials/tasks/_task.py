@@ -13,12 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._messages import a_kind
-from ..._names import describe_unknown_name
 from ...recipes import Recipe
 
 Batch = tuple[Tensor, Tensor]
-# How long trials are: seconds, minutes for a whole comparison on two cores, and what the task deserves.
-TRIAL_SIZES = ("smoke", "small", "full")
 # Called with the number of steps done and the loss of late.
 ReportLoss = Callable[[int, float], None]
 # Points of a loss curve.
@@ -76,16 +73,16 @@ class LossCourse:
             "curve": self._curve,
             "step_ms": 1000 * statistics.median(self.seconds or [0.0]),
             "bytes_per_parameter": bytes_per_parameter,
-            "cancelled": finite_or_none(cancelled),
-            "realised": finite_or_none(realised),
+            "cancelled": replace_nonfinite_by_none(cancelled),
+            "realised": replace_nonfinite_by_none(realised),
             "diverged_at": self.diverged_at,
         }
 
 
-def finite_or_none(value: float | None) -> float | None:
+def replace_nonfinite_by_none(value: float | None) -> float | None:
     """Return a number that JSON can hold: None for NaN and infinities.
 
-    >>> finite_or_none(1.5), finite_or_none(math.nan), finite_or_none(None)
+    >>> replace_nonfinite_by_none(1.5), replace_nonfinite_by_none(math.nan), replace_nonfinite_by_none(None)
     (1.5, None, None)
     """
     return None if value is None or not math.isfinite(value) else float(value)
@@ -103,8 +100,6 @@ class Task(abc.ABC):
         rule: The optimizer: a class of ``halfulp.optim``.
         hyper: The rule's hyper-parameters, the same in every row.
         steps: Default number of training steps.
-        sizes: Steps by size, "smoke" (seconds), "small" (minutes for many recipes on two cores) or "full"; a size that
-            is missing has the default number, "smoke" at most twelve.
         batch: Examples per step.
         judged_by: ``"train_loss"`` or ``"validation_loss"``; both are measured, this one decides.
         target: What one target is called when accuracy is shown: "image", "character"; empty where none is shown.
@@ -117,7 +112,6 @@ class Task(abc.ABC):
     rule: ClassVar[str]
     hyper: ClassVar[dict[str, Any]]
     steps: ClassVar[int]
-    sizes: ClassVar[dict[str, int]] = {}
     batch: ClassVar[int]
     judged_by: ClassVar[str] = "validation_loss"
     target: ClassVar[str] = "example"
@@ -170,17 +164,6 @@ class Task(abc.ABC):
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate at a step as a share of ``hyper["lr"]``: constant unless overridden."""
         return 1.0
-
-    def steps_of(self, size: str | None) -> int:
-        """Return how many steps a trial of a size has; None is the default.
-
-        Raises:
-            ValueError: there is no such size.
-        """
-        if size is not None and size not in TRIAL_SIZES:
-            raise ValueError(describe_unknown_name("size", size, TRIAL_SIZES))
-        whole = self.steps
-        return self.sizes.get(size or "", min(whole, 12) if size == "smoke" else whole)
 
     def settings(self) -> dict[str, Any]:
         """Return all that decides a trial's result apart from recipe, seed and length, as plain data."""
@@ -240,7 +223,7 @@ class Step(Task):
         **hyper: the rule's hyper-parameters, ``lr=`` and so on.
 
     Raises:
-        TypeError: a step or a judge that cannot be called, or a model that is neither a module nor a function.
+        TypeError: a step that is no function, or a model that is neither a module nor a function.
         ValueError: fewer steps or judged batches than one.
 
     >>> import torch
@@ -274,12 +257,10 @@ class Step(Task):
         name: str = "step",
         **hyper: Any,
     ) -> None:
-        for said, given in (("step", step), ("judge", judge), ("rate", rate)):
-            if given is not None and (not callable(given) or isinstance(given, nn.Module)):
-                raise TypeError(f"{said}= takes a function, got {a_kind(given)}; see help(halfulp.trials.tasks.Step)")
-        if not callable(model):
+        if isinstance(step, nn.Module) or not callable(step) or not callable(model):
             raise TypeError(
-                f"model= takes a torch.nn.Module or a function that makes it of a seed, got {a_kind(model)}"
+                f"a Step takes a function, got {a_kind(step)}, and a torch.nn.Module or a function that makes it of a "
+                f"seed, got {a_kind(model)}; see help(halfulp.trials.tasks.Step)"
             )
         if steps < 1 or judged < 1:
             raise ValueError(f"steps and judged are at least 1, got steps={steps}, judged={judged}")

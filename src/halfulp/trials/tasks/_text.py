@@ -130,10 +130,6 @@ class CharacterLSTM(nn.Module):
 
 
 TEXT_WINDOW = 64
-_DATA_SOURCE = (
-    "input.txt is the 1.1 MB file of karpathy/char-rnn: "
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-)
 
 
 class CharacterGPT(Task):
@@ -142,7 +138,6 @@ class CharacterGPT(Task):
     rule: ClassVar[str] = "AdamW"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
     steps: ClassVar[int] = 600
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 60, "full": 20_000}
     batch: ClassVar[int] = 16
     target: ClassVar[str] = "character"
     rate = warm_cosine_rate
@@ -210,7 +205,10 @@ class TinyShakespeare(FileTask, CharacterGPT):
     title: ClassVar[str] = "character-level GPT on Shakespeare"
     folder: ClassVar[str] = "tinyshakespeare"
     files: ClassVar[tuple[str, ...]] = ("input.txt",)
-    how: ClassVar[str] = _DATA_SOURCE
+    how: ClassVar[str] = (
+        "input.txt is the 1.1 MB file of karpathy/char-rnn: "
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+    )
 
     def load(self) -> Data:
         """Load text: the first nine tenths train; of the last tenth, 256 windows validate."""
@@ -225,7 +223,6 @@ class TinyShakespeareLSTM(TinyShakespeare):
     name: ClassVar[str] = "tinyshakespeare-lstm"
     title: ClassVar[str] = "character-level LSTM on Shakespeare"
     hyper: ClassVar[dict[str, Any]] = {"lr": 4e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
-    sizes: ClassVar[dict[str, int]] = {"smoke": 3, "small": 60, "full": 10_000}
     time: ClassVar[int] = 32
 
     def model(self, data: Data, seed: int) -> nn.Module:
@@ -245,7 +242,6 @@ class ScaledGPT(Text):
     title: ClassVar[str] = "GPT with fused attention on the help pages of Python"
     hyper: ClassVar[dict[str, Any]] = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
     steps: ClassVar[int] = 500
-    sizes: ClassVar[dict[str, int]] = {"smoke": 3, "small": 100, "full": 20_000}
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build a GPT of width 128, three layers, four heads."""

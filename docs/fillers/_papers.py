@@ -1,4 +1,4 @@
-"""The suite "papers": its tasks and recipes, and the papers' findings: confirmed, refuted, mixed or not decidable."""
+"""The papers' findings beside ours: what each reports, its statements judged by our verdicts, and docs/evidence.md."""
 
 import dataclasses
 import statistics
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from ...recipes import Recipe
-from .._defaults import REFERENCE_RECIPE, TWIN_RECIPE
-from ..evidence._row import FinishedTrials, Row, choose_verdict, compute_interval, compute_tolerance
+from halfulp.trials._defaults import REFERENCE_RECIPE
+from halfulp.trials.evidence._row import FinishedTrials, Row, choose_verdict, compute_interval, compute_tolerance
+from halfulp.trials.evidence._table import format_cells, name_judged_loss, write_table_notes
 
 _BF16_PAPER = "arXiv 2010.06192"
 _SCALES_PAPER = "arXiv 1910.12385"
@@ -20,62 +20,6 @@ _MCTENSOR_SOURCE = f"{_MCTENSOR_PAPER} and its notebooks"
 _FLASH_PAPER = "arXiv 2602.23349"
 _SAME = "no difference"
 _TITAN_NOTES = "torchtitan's NVFP4 notes, Llama 3 8B, 200M tokens"
-
-_FEW_BITS = ("e8m5-kahan-stochastic", "e8m3-kahan-stochastic", "e8m1-kahan-stochastic")
-_OPERANDS = ("mixed-precision", "fp8-training", "mxfp8", "nvfp4")
-# On every task.
-COMMON_RECIPES: tuple[str | Recipe, ...] = (
-    *(REFERENCE_RECIPE, TWIN_RECIPE, "bf16"),
-    Recipe(
-        name="bf16-update",
-        description="float32 arithmetic, weights held to bfloat16 by nearest rounding",
-        format="bf16",
-        weight_update="nearest",
-    ),
-    *("bf16-stochastic", "bf16-kahan", "bf16-split", "bf16-split8"),
-    Recipe(
-        name="bf16-split-8bit",
-        description="exact float32 weights in 16 + 16 bits, 8-bit moments",
-        param_dtype="bfloat16",
-        weight_update="split",
-        state_dtype="8bit",
-    ),
-    "fp16",
-    *_FEW_BITS,
-    *("fp16-constant-1", "fp16-constant-128", "fp16-constant-16384", "fp16-dynamic", "fp16-adaptive"),
-    *("e5m2-adaptive", *_OPERANDS),
-    *("scaled-fp16", "scaled-fp8-state16"),
-)
-# Several components in every operator take ten to forty times as long: on the tasks of their paper alone.
-_COMPONENTS_AND_FLOAT64 = ("fp16-mc2", "fp16-mc3", "fp64", "fp64-mc2")
-
-# Tasks, and what they are trained under beside the common recipes.
-SUITE_TASKS: Mapping[str, tuple[str, ...]] = {
-    "digits-fpu": ("e8m5", "e8m3", "e8m1"),
-    "digits": (),
-    "digits-slow": (),
-    "cifar10-resnet-half": (),
-    "sst2": (),
-    "ml100k": (),
-    "fsdd": (),
-    "tinyshakespeare": (),
-    "tinyshakespeare-lstm": (),
-    "two-heads": (),
-    "mammals": ("fp64", "fp64-mc2"),
-    "cancer-mlp": _COMPONENTS_AND_FLOAT64,
-    "linear-regression": _COMPONENTS_AND_FLOAT64,
-}
-
-# What "small" leaves out of these tasks unless it is named: all that it trains took about an hour of one core.
-LEFT_OUT_AT_SMALL: Mapping[str, tuple[str, ...]] = {
-    "cifar10-resnet-half": (
-        *("fp16", *_FEW_BITS, "e5m2-adaptive", *_OPERANDS),
-        *("scaled-fp16", "scaled-fp8-state16"),
-    ),
-    "tinyshakespeare": (*_FEW_BITS, "e5m2-adaptive", *_OPERANDS),
-    "tinyshakespeare-lstm": (*_FEW_BITS, "e5m2-adaptive", *_OPERANDS),
-    "two-heads": (*_FEW_BITS, "e5m2-adaptive", *_OPERANDS, "scaled-fp8-state16"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,3 +165,75 @@ def _compare_with_best(evidence: FinishedTrials, row: Row, others: Sequence[Row]
     reach = "" if limit is None else f" ± {limit:.2g}"
     beside = "" if best.recipe == REFERENCE_RECIPE else f" beside {best.recipe}"
     return verdict, f"{gap:+.2g}{reach}{beside} ({verdict or 'too few seeds'})"
+
+
+def write_report_sections(evidence: FinishedTrials) -> str:
+    """Return the sections of the report as Markdown, without a head."""
+    findings = [[one.claim, one.source, one.verdict, one.numbers] for one in judge_statements(evidence)]
+    sections = [
+        _write_section("How it was run", (), (), *_describe_run(evidence)),
+        _write_section("The papers’ findings", ("statement", "paper", "verdict", "numbers"), findings),
+        *(_write_task_section(evidence, task) for task in evidence.tasks()),
+    ]
+    left_out = [
+        [task, ", ".join(recipe for recipe, said in of_task.items() if said == why), why]
+        for task, of_task in evidence.run.get("left_out", {}).items()
+        for why in dict.fromkeys(of_task.values())
+    ]
+    sections.append(_write_section("Pairs that were not run, and why", ("task", "recipes", "why"), left_out))
+    return "\n\n".join(sections)
+
+
+def _write_section(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], *said: str) -> str:
+    """Return a heading, a table if it has rows, and sentences; these stand first where there is no table."""
+    lines = [headers, ["---"] * len(headers), *rows] if rows else []
+    table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return "\n\n".join(filter(None, [f"## {title}", table, *said]))
+
+
+def _describe_run(evidence: FinishedTrials) -> list[str]:
+    run, trials = evidence.run, evidence.trials
+    recipes = {record["settings"]["recipe"]["name"] for record in trials}
+    seeds = {record["settings"]["seed"] for record in trials}
+    seeds_said = f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}"
+    seconds = sum(record["result"]["step_ms"] / 1000 * record["settings"]["steps"] for record in trials)
+    said = [
+        f"{len(evidence.tasks())} tasks, {len(recipes)} recipes, {seeds_said}, {len(trials)} trials of size "
+        f"“{run['size']}”, about {seconds / 60:.1f} min of training steps on one thread each of "
+        f"{run['processor']}.",
+        "Every row of a task starts from the same float32 weights, sees the same batches and uses the same "
+        "hyper-parameters. Gaps are paired by seed; verdicts are corrected for the number of recipes on the task. A "
+        "finding is confirmed if all rows that are decided agree with it, refuted if none does, and mixed otherwise.",
+        "What a paper reports is on its own application and quoted from a text that was read; figures that could not "
+        "be checked against one are left out.",
+    ]
+    if len(seeds) < 3:
+        few = f"{seeds_said} {'is' if len(seeds) == 1 else 'are'} too few"
+        said.append(f"{few} for a spread that decides: a verdict needs three.")
+    return said
+
+
+def _write_task_section(evidence: FinishedTrials, task: str) -> str:
+    loss = name_judged_loss(evidence, task)
+    shown = (loss, "gap to fp32", "verdict", "accuracy", "movement kept", "bytes/param", "step time")
+    rows = []
+    for row in evidence.rows(task):
+        words = format_cells(evidence, row)
+        found = (record["result"]["diverged_at"] for record in evidence.of_recipe(task, row.recipe))
+        steps = [str(step) for step in found if step is not None]
+        if row.diverged and steps:
+            words["verdict"] += f" at step {', '.join(steps)}"
+        paper = REPORTED_RESULTS.get(row.recipe)
+        reported = f"{paper.says} ({paper.source})" if paper else "–"
+        rows.append([row.recipe, *(words[name] for name in shown), reported, _describe_disagreement(row)])
+    title = evidence.of_task(task)[0]["settings"]["task"]["title"]
+    headers = ("recipe", *shown, "its paper, on its own application", "ours differs")
+    notes = "\n".join(f"- {note}" for note in write_table_notes(evidence, task))
+    return _write_section(f"{task}: {title}", headers, rows, notes)
+
+
+def _describe_disagreement(row: Row) -> str:
+    """Return our verdict where it is not what the paper's result would be here."""
+    paper = REPORTED_RESULTS.get(row.recipe)
+    expected = (None, "unclear", paper.expects, "diverged" if paper.expects == "worse" else "better") if paper else ()
+    return "" if paper is None or row.verdict in expected else f"{row.verdict} here"

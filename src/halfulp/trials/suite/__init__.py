@@ -1,1 +1,0 @@
-"""The papers' suite: their kinds of tasks under every recipe, their figures and findings beside ours."""
