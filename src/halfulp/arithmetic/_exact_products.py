@@ -14,7 +14,7 @@ import itertools
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,12 @@ from ._operators import (
     round_to_components,
     sweep_terms,
     to_float64_terms,
-    two_product,
     two_sum,
 )
 from ._pointwise import MOST, PRECISION, ElementwiseKernels, Parts, pointwise
+from ._reductions import total
 
 _PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time
-_TERMS_PER_PASS = 8  # products that one pass sums
 
 
 def multiply_small_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -65,37 +64,15 @@ def multiply_entries(
 def sum_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Return the sum over the first dimension of left times right, which broadcast in the others."""
     shape = torch.broadcast_shapes(left[0].shape, right[0].shape)[1:]
-    in_cascades = components * PRECISION[dtype] <= 106 and max(len(left), len(right)) <= 2
-    sum_piece, add = (_sum_by_cascades, _add_cascades) if in_cascades else (_multiply_expanded, _add_expansions)
-    step = max(_TERMS_PER_PASS, _PRODUCTS_AT_ONCE // max(1, shape.numel()) // _TERMS_PER_PASS * _TERMS_PER_PASS)
-    pieces = []
+    working = min(MOST, -(-(components * PRECISION[dtype] + 4) // 53) + (dtype == torch.float64))
+    step = max(8, _PRODUCTS_AT_ONCE // max(1, shape.numel()))
+    sums: Parts = ()
     for first in range(0, left[0].shape[0], step):
-        x, y = (_pad_to_whole_passes(parts, slice(first, first + step), shape) for parts in (left, right))
-        pieces.append(sum_piece(x, y, components, dtype))
-    stacked = tuple(torch.stack(parts) for parts in zip(*pieces, strict=True))
-    known = _sum_by_halves(add, stacked)
-    known = _run_kernel(_cascade_close_kernel(), known, 2) if in_cascades else known
-    return pointwise("renormalize", tuple(x.reshape(shape) for x in known), components=components, dtype=dtype)
-
-
-def _pad_to_whole_passes(parts: Parts, piece: slice, shape: torch.Size) -> Parts:
-    """Return the piece as (products, results), with zeros up to a whole number of passes."""
-    out = []
-    for part in parts:
-        values = part[piece]
-        rows = -(-values.shape[0] // _TERMS_PER_PASS) * _TERMS_PER_PASS
-        dense = part.new_empty((rows, *shape))
-        dense[: values.shape[0]] = values
-        dense[values.shape[0] :] = 0
-        out.append(dense.view(rows, -1))
-    return tuple(out)
-
-
-def _sum_by_cascades(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
-    rows = x[0].shape[0] // _TERMS_PER_PASS
-    chunks = [part[k * rows : (k + 1) * rows] for k in range(_TERMS_PER_PASS) for part in (*x, *y)]
-    sums = _run_kernel(_cascade_kernel(x[0].dtype, len(x), y[0].dtype, len(y)), chunks, 4)
-    return _sum_by_halves(_add_cascades, sums)
+        pieces = (tuple(part[first : first + step] for part in parts) for parts in (left, right))
+        x, y = (tuple(part.expand(-1, *shape).contiguous() for part in parts) for parts in pieces)
+        piece = total(pointwise("mul", x, y, components=working, dtype=torch.float64), 0, working)
+        sums = pointwise("add", sums, piece, components=working, dtype=torch.float64) if sums else piece
+    return pointwise("renormalize", sums, components=components, dtype=dtype)
 
 
 def _run_kernel(kernel: ElementwiseKernels, inputs: Sequence[torch.Tensor], count: int) -> Parts:
@@ -103,79 +80,6 @@ def _run_kernel(kernel: ElementwiseKernels, inputs: Sequence[torch.Tensor], coun
     out = tuple(torch.empty_like(inputs[0], dtype=torch.float64) for _ in range(count))
     kernel(inputs, out)
     return out
-
-
-def _sum_by_halves(join: Callable[[Parts, Parts], Parts], parts: Parts) -> Parts:
-    """Sum over the first dimension with `join`, by halves."""
-    while parts[0].shape[0] > 1:
-        count = parts[0].shape[0]
-        half = (count + 1) // 2
-        merged = join(tuple(part[: count - half] for part in parts), tuple(part[half:] for part in parts))
-        middle = [part[count - half : half] for part in parts]
-        parts = merged if count == 2 * half else tuple(map(torch.cat, zip(merged, middle, strict=True)))
-    return tuple(part[0] for part in parts)
-
-
-def _add_cascades(x: Parts, y: Parts) -> Parts:
-    return _run_kernel(_cascade_join_kernel(), (*x, *y), 4)
-
-
-@functools.cache
-def _cascade_kernel(left: torch.dtype, a: int, right: torch.dtype, b: int) -> ElementwiseKernels:
-    def add_products(*values: Any) -> Terms:
-        sums = _multiply_to_cascade(values[:a], values[a : a + b])
-        for k in range(a + b, len(values), a + b):
-            sums = _add_to_cascade(sums, _multiply_to_cascade(values[k : k + a], values[k + a : k + a + b]))
-        return sums
-
-    inputs = ((left,) * a + (right,) * b) * _TERMS_PER_PASS
-    return ElementwiseKernels("matmul_products", add_products, torch.float64, inputs, (torch.float64,) * 4)
-
-
-@functools.cache
-def _cascade_join_kernel() -> ElementwiseKernels:
-    double = torch.float64
-    return ElementwiseKernels(
-        "matmul_join", lambda *x: _add_to_cascade(x[:4], x[4:]), double, (double,) * 8, (double,) * 4
-    )
-
-
-@functools.cache
-def _cascade_close_kernel() -> ElementwiseKernels:
-    double = torch.float64
-    close = lambda *x: finish_special_values(x[3], distill_terms(list(x[:3]), 2))  # noqa: E731
-    return ElementwiseKernels("matmul_close", close, double, (double,) * 4, (double,) * 2)
-
-
-def _multiply_to_cascade(x: Sequence[Any], y: Sequence[Any]) -> Terms:
-    """x y by order of magnitude, and the plain product."""
-    first, second = two_product(x[0], y[0])
-    plain, third = first, x[0] * 0.0
-    crossed = [(x[0], part) for part in y[1:]] + [(part, y[0]) for part in x[1:]]
-    for p, q in crossed:
-        high, low = two_product(p, q)
-        second, rest = two_sum(second, high)
-        third = third + (low + rest)
-    if len(x) > 1 and len(y) > 1:
-        third = third + x[1] * y[1]
-    return [first, second, third, plain]
-
-
-def _add_to_cascade(x: Sequence[Any], y: Sequence[Any]) -> Terms:
-    first, second = two_sum(x[0], y[0])
-    middle, third = two_sum(x[1], y[1])
-    second, rest = two_sum(second, middle)
-    return [first, second, (x[2] + y[2]) + (third + rest), x[3] + y[3]]
-
-
-def _multiply_expanded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
-    working = min(MOST, -(-(components * PRECISION[dtype] + 4) // 53) + (dtype == torch.float64))
-    products = pointwise("mul", x, y, components=working, dtype=torch.float64)
-    return _sum_by_halves(_add_expansions, products)
-
-
-def _add_expansions(x: Parts, y: Parts) -> Parts:
-    return pointwise("add", x, y, components=len(x), dtype=torch.float64)
 
 
 # scratch memory ----------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def _multiply_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) 
 def _is_like_a_dot_product(outputs: int, inner: int, elements: int) -> bool:
     """Return whether slicing takes longer than computing each entry, by measured costs in microseconds."""
     sliced = 200 * -(-inner // SLICED_BLOCK_LENGTH) + 0.03 * elements + 0.0005 * outputs * inner
-    return 250 + 0.02 * outputs * inner < sliced
+    return 250 + 0.1 * outputs * inner < sliced
 
 
 def _fake_matmul(parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -131,85 +131,4 @@ _matmul_operator = define_operator(
     "matmul(Tensor[] parts, int count, int components, ScalarType dtype) -> Tensor[]",
     lambda parts, count, components, dtype: list(_multiply_stacks(parts[:count], parts[count:], components, dtype)),
     _fake_matmul,
-)
-
-
-def grouped_matmul(a: Parts, b: Parts, offsets: torch.Tensor | None, components: int, dtype: torch.dtype) -> Parts:
-    """Return the products of G groups, as `torch.nn.functional.grouped_mm` does, each with `matmul`'s bounds.
-
-    Group g is what lies from offsets[g - 1] (0 at first) to offsets[g]: of the rows of a 2d `a` and of the columns of
-    a 2d `b`, or of the inner dimension where both are 2d; rows and columns behind the last group become 0.
-
-    Args:
-        a: (M, K) or (G, M, K), 1 to 4 components.
-        b: (G, K, N) or (K, N), likewise.
-        offsets: G integers that never decrease; None where both are 3d.
-        components: of the result, 1 to 4.
-        dtype: of the result.
-
-    Returns:
-        The components of (M, N), or of (G, M, N) where both are 2d or both 3d.
-
-    Raises:
-        ValueError: shapes that do not match, offsets that decrease or exceed the dimension.
-
-    >>> x = (torch.tensor([[1.0], [2.0], [3.0]]),)
-    >>> experts = (torch.tensor([[[10.0]], [[100.0]]]),)
-    >>> grouped_matmul(x, experts, torch.tensor([1, 3]), components=1, dtype=torch.float32)[0].flatten().tolist()
-    [10.0, 200.0, 300.0]
-    """
-    x, y = a[0].shape, b[0].shape
-    groups, ranks = [shape[0] for shape in (x, y) if len(shape) == 3], (len(x), len(y))
-    if offsets is None:
-        fits = ranks == (3, 3) and x[0] == y[0]
-    else:
-        is_counted = offsets.dim() == 1 and offsets.dtype in (torch.int32, torch.int64)
-        fits = is_counted and ranks in ((2, 3), (3, 2), (2, 2)) and groups in ([], [len(offsets)])
-    if not fits or x[-1] != y[-2]:
-        given = "none" if offsets is None else f"{offsets.dtype} of shape {tuple(offsets.shape)}"
-        raise ValueError(
-            "grouped_mm takes (G, M, K) and (G, K, N) without offsets, or int32 or int64 offsets, one for each group: "
-            "of the rows of (M, K) beside (G, K, N), of the columns of (K, N) beside (G, M, K), or of K of (M, K) and "
-            f"(K, N); got {tuple(x)} and {tuple(y)}, offsets {given}"
-        )
-    if offsets is None:
-        return matmul(a, b, components, dtype)
-    if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b, offsets)):
-        return tuple(_grouped_operator([*a, *b], len(a), offsets, components, dtype))
-    return tuple(_multiply_groups([*a, *b], len(a), offsets, components, dtype))
-
-
-def _make_grouped_results(
-    parts: list[torch.Tensor], count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    a, b = parts[0], parts[count]
-    batch = (offsets.shape[0],) if a.dim() == b.dim() else ()
-    return [a.new_zeros((*batch, a.shape[-2], b.shape[-1]), dtype=dtype) for _ in range(components)]
-
-
-def _multiply_groups(
-    parts: list[torch.Tensor], count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    a, b = (tuple(part.detach() for part in some) for some in (parts[:count], parts[count:]))
-    cuts_rows, cuts_columns, ends = b[0].dim() == 3, a[0].dim() == 3, offsets.tolist()
-    limit = a[0].shape[0] if cuts_rows else b[0].shape[-1]
-    limit = limit if cuts_rows or cuts_columns else a[0].shape[-1]
-    if [0, *ends] != sorted([0, *ends]) or (ends and ends[-1] > limit):
-        raise ValueError(f"grouped_mm takes offsets that never decrease, from 0 to {limit}; got {ends}")
-    made = _make_grouped_results(parts, count, offsets, components, dtype)
-    for group, (start, end) in enumerate(zip([0, *ends], ends)):
-        rows, columns = (slice(start, end),), (slice(None), slice(start, end))
-        left: Any = (group,) if cuts_columns else rows if cuts_rows else columns
-        right: Any = (group,) if cuts_rows else columns if cuts_columns else rows
-        at: Any = rows if cuts_rows else columns if cuts_columns else (group,)
-        product = matmul(tuple(x[left] for x in a), tuple(y[right] for y in b), components, dtype)
-        for into, part in zip(made, product, strict=True):
-            into[at] = part
-    return made
-
-
-_grouped_operator = define_operator(
-    "grouped_matmul(Tensor[] parts, int count, Tensor offsets, int components, ScalarType dtype) -> Tensor[]",
-    _multiply_groups,
-    _make_grouped_results,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -193,12 +194,34 @@ def trilinear(a: Any, b: Any, c: Any, *dims: Any) -> Tensor:
 def grouped_mm(
     a: Any, b: Any, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a product for each group of rows or columns; those behind the last group become 0."""
+    """Return a product for each group of rows, of columns or of terms; what lies behind the last group becomes 0.
+
+    Raises:
+        ValueError: offsets that decrease, exceed the dimension, or are not one for each group.
+    """
     if bias is not None:
         raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
     form = result_type((a, b), out_dtype)
-    left, right = to_components(a, form.device), to_components(b, form.device)
-    return make_result(arithmetic.grouped_matmul(left, right, offs, *choose_working_type(form)), form)
+    if offs is None and a.dim() == b.dim() == 3:
+        return multiply_matrices(a, b, form)
+    ends = [] if offs is None else offs.tolist()
+    limit = a.shape[-1] if a.dim() == b.dim() else b.shape[-1] if a.dim() == 3 else a.shape[0]
+    groups = {x.shape[0] for x in (a, b) if x.dim() == 3} or {len(ends)}
+    if [0, *ends] != sorted([0, *ends]) or not ends or ends[-1] > limit or groups != {len(ends)}:
+        raise ValueError(
+            f"grouped_mm takes offsets, one for each group, that never decrease, from 0 to {limit}; got {ends}"
+        )
+    pieces: list[Tensor] = []
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        within = slice(start, end)
+        left = a[group] if a.dim() == 3 else a[within] if b.dim() == 3 else a[:, within]
+        right = b[group] if b.dim() == 3 else b[:, within] if a.dim() == 3 else b[within]
+        pieces.append(multiply_matrices(left, right, form))
+    if a.dim() == b.dim():
+        return torch.stack(pieces)
+    rest = limit - ends[-1]
+    size = (rest, b.shape[-1]) if a.dim() == 2 else (a.shape[-2], rest)
+    return torch.cat([*pieces, pieces[0].new_zeros(size)], 0 if a.dim() == 2 else 1)
 
 
 def repeat_sizes(value: Sequence[int], count: int) -> list[int]:
