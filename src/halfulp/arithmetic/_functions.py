@@ -9,9 +9,8 @@ the quotient's size; a rounded quotient would decide wrongly beside every intege
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -25,7 +24,6 @@ from ..kernels import (
     gather,
     is_finite,
     nearest_integer,
-    note_fallback,
     power,
     select,
     times_power,
@@ -337,84 +335,6 @@ def raise_to_power(x: Terms, y: Terms, n: int) -> Terms:
     )
 
 
-def hypot(x: Terms, y: Terms, n: int) -> Terms:
-    """sqrt(a^2 + b^2), both scaled by one power of two; infinite where either is, whatever the other."""
-    a, b = _take_absolute(x), _take_absolute(y)
-    one, zero, inf = make_constants(a[0], [1.0, 0.0, math.inf])
-    largest = select(a[0] > b[0], a[0], b[0])
-    # Below the normal numbers their own exponent says nothing, and none is needed.
-    sound = is_finite(a[0]) & is_finite(b[0]) & (largest != 0.0)
-    k = select(sound & (largest > 2.0**-1000), exponent(select(sound, largest, one)), zero - 1000.0)
-    x, y = ([times_power(select(sound, t, zero), -k) for t in terms] for terms in (a, b))
-    squares = add(multiply(x, x, n), multiply(y, y, n), n)
-    made = [times_power(t, k) for t in take_root([select(sound, squares[0], one), *squares[1:]], n)]
-    plain = a[0] + b[0]
-    plain = select((a[0] == inf) | (b[0] == inf), inf, plain)
-    return finish_special_values(select(sound, made[0], plain), made)
-
-
-_LAST_ERFC_INDEX = 873  # erfc(873 / 32) is below the smallest float64
-
-
-def erf(x: Terms, n: int) -> Terms:
-    """erf(c) + 2/sqrt(pi) e^(-c^2) integral of e^(-2 c s - s^2) over [0, r], for the sixteenth c nearest to |x|.
-
-    The terms t_k = b_k r^k of the integrand's series obey (k + 1) t_(k+1) = -2 (c r t_k + r^2 t_(k-1)).
-    """
-    edge = 1.0  # from which on erf(x) is 1 to n components
-    while edge * edge * math.log2(math.e) + math.log2(edge * math.sqrt(math.pi)) < 53 * n + 3:
-        edge += 1 / 16
-    last = math.ceil(edge * 16) + 1
-    size = _take_absolute(x)
-    far = size[0] > last / 16
-    size = _limit_terms(far, make_constant(x[0], last / 16), size)
-    _, value, area = _integrate_bell(size, 16.0, constants.make_erf_tables(last + 1), n, last / 16)
-    one = make_constants(x[0], [1.0])
-    made = _select_terms(far, fit_term_count(one, n), add(value, area, n))
-    made = _copy_sign(x[0], made)
-    return keep_sign_of_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
-
-
-def erfc(x: Terms, n: int) -> Terms:
-    """1 - erf(x) by the same integral, from the 32nd c nearest to |x|, where erfc(c) is known without cancellation."""
-    one, zero = make_constants(x[0], [1.0, 0.0])
-    size = _take_absolute(x)
-    far = size[0] > _LAST_ERFC_INDEX / 32
-    size = _limit_terms(far, zero + _LAST_ERFC_INDEX / 32, size)
-    *tables, shifts = constants.make_erfc_tables(_LAST_ERFC_INDEX + 1)
-    index, value, area = _integrate_bell(size, 32.0, tables, n, _LAST_ERFC_INDEX / 64)
-    shift = gather(shifts, index)
-    made = [select(far, zero, times_power(t, -shift)) for t in add(value, negate(area), n)]
-    left = add([one + one], negate(made), n)
-    made = _select_terms(x[0] < 0.0, left, made)
-    return [select(x[0] == x[0], made[0], x[0]), *made[1:]]
-
-
-def _integrate_bell(
-    size: Terms, steps: float, tables: Sequence[list[tuple[float, ...]]], n: int, largest: float
-) -> tuple[Value, Terms, Terms]:
-    """Return the tables' index next to a size, the first one's entry, and the other's times r sum t_k / (k + 1)."""
-    index = nearest_integer(size[0] * steps)
-    r = distill_terms([size[0], -(index * (1.0 / steps)), *size[1:]], n)
-    slope, square = multiply(r, [index * (-2.0 / steps)], n), scale_terms(multiply(r, r, n), -2.0)
-    earlier, term = None, make_constants(slope[0], [1.0])
-    total, k = term, 0
-    before, bound = 0.0, 1.0
-    while bound > 2.0 ** -(53 * n + 4) or before > 2.0 ** -(53 * n + 4):
-        width = max(1, min(n, math.ceil((53 * n + 6 + math.log2(max(bound, before))) / 53)))
-        following = multiply(slope, term, width)
-        if earlier is not None:
-            following = add(following, multiply(square, earlier, width), width)
-        share = make_constants(slope[0], constants.split_into_floats(Fraction(1, k + 1), width))
-        earlier, term = term, multiply(following, share, width)
-        before, bound = bound, (largest / 16 * bound + before / 512) / (k + 1)
-        k += 1
-        share = make_constants(slope[0], constants.split_into_floats(Fraction(1, k + 1), width))
-        total = add(total, multiply(term, share, width), n)
-    value, bell = (look_up_terms(table, index, n) for table in tables)
-    return index, value, multiply(multiply(bell, r, n), total, n)
-
-
 # A quotient that is rounded three times is less than this much too large.
 _QUOTIENT_SHRINKAGE = 1.0 - 2.0**-51
 
@@ -553,54 +473,6 @@ def cos(x: Terms, n: int) -> Terms:
     return finish_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made)
 
 
-def atan(x: Terms, n: int) -> Terms:
-    """atan(j / 32) + atan((t - j/32) / (1 + t j/32)) for t = |x| or 1 / |x|."""
-    one, zero = make_constants(x[0], [1.0, 0.0])
-    size = _take_absolute(x)
-    steep, far = size[0] > 1.0, size[0] > 2.0**400
-    inside = _limit_terms(far, one, size)
-    top = _limit_terms(steep, one, inside)
-    bottom = [select(steep, inside[0], one), *(select(steep, t, zero) for t in inside[1:])]
-    index = nearest_integer(top[0] / bottom[0] * 32.0)
-    c = [index * (1.0 / 32.0)]
-    # (p/q - c) / (1 + c p/q) = (p - c q) / (q + c p)
-    rest = divide(_add_product_exactly(top, negate(c), bottom, n), _add_product_exactly(bottom, c, top, n), n)
-    square = multiply(rest, rest, n)
-    bits = 11.99
-    coefficients = [Fraction((-1) ** (k + 1), 2 * k + 3) for k in range(count_series_terms(n, bits))]
-    small = add(rest, multiply(multiply(rest, square, n), evaluate_series(square, coefficients, n, bits), n), n)
-    flat = add(look_up_terms(constants.make_arctangent_tables(), index, n), small, n)
-    right = make_constants(x[0], constants.split_into_floats(constants.compute_pi() / 2, n))
-    below = [select(far, zero, t) for t in flat]
-    made = _select_terms(steep, add(right, negate(below), n), flat)
-    made = _copy_sign(x[0], made)
-    return keep_sign_of_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
-
-
-def _add_product_exactly(a: Terms, c: Terms, b: Terms, n: int) -> Terms:
-    """a + c b, accurate through cancellation."""
-    return distill_terms([*a, *multiply(b, c, n + 1)], n)
-
-
-def evaluate_far_angles(name: str, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the sines or cosines of angles of one dimension as four float64, by mpmath.
-
-    One element at a time, which `halfulp.kernels.report()` counts.
-    """
-    note_fallback("arithmetic", "angles beyond 2^20 are computed one by one, exactly and slowly")
-    mp, rows = _make_angle_context(), []
-    for terms in zip(*(part.tolist() for part in parts)):
-        if all(map(math.isfinite, terms)):
-            rows.append(constants.split_into_floats(getattr(mp, name)(mp.fsum(terms), prec=constants.PRECISE_BITS), 4))
-        else:
-            rows.append((math.nan,) * 4)
-    return tuple(torch.tensor(column, dtype=torch.float64, device=parts[0].device) for column in zip(*rows))
-
-
-# It holds any sum of float64, and is only read: threads may share it.
-_make_angle_context = functools.cache(lambda: constants.make_precise_context(2200))
-
-
 @dataclass(frozen=True)
 class ExpansionFunction:
     """One function: its number of operands and its network.
@@ -660,9 +532,8 @@ FUNCTIONS: dict[str, ExpansionFunction] = {
     "renormalize": ExpansionFunction(1, _renormalize, True),
     "compare": ExpansionFunction(2, _find_sign_of_difference, True),
     "pow": ExpansionFunction(2, raise_to_power),
-    "hypot": ExpansionFunction(2, hypot),
 }
-_UNARY = (exp, expm1, log, log1p, sinh, cosh, tanh, asinh, acosh, sigmoid, sin, cos, atan, erf, erfc)
+_UNARY = (exp, expm1, log, log1p, sinh, cosh, tanh, asinh, acosh, sigmoid, sin, cos)
 FUNCTIONS |= {function.__name__: ExpansionFunction(1, function) for function in _UNARY}
 
 # What ends a division whose remainder is known: functions of (a, r, b). `_pointwise` makes r by "remainder step".

@@ -39,7 +39,7 @@ from ..kernels import (
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
 from ..kernels.triton._expansions import MOST_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
 from ..kernels.triton._launch import find_checked_kernel
-from ._functions import DIVISIONS, FUNCTIONS, LARGEST_ANGLE, NETWORKS, REMAINDER_STEP_NAME, evaluate_far_angles
+from ._functions import DIVISIONS, FUNCTIONS, LARGEST_ANGLE, NETWORKS, REMAINDER_STEP_NAME
 from ._operators import (
     SIXTEEN_BIT_LIMITS,
     Terms,
@@ -395,7 +395,10 @@ def _run_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | No
     if call.name in ANGLE_FUNCTION_NAMES:
         far = (flat[0].abs() > LARGEST_ANGLE) & torch.isfinite(flat[0])
         if bool(far.any()):
-            return _run_far_angles(call, flat, far, out)
+            raise ValueError(
+                f"{call.name} of components takes angles up to 2**20, got {float(flat[0][far][0]):.6g}: reduce them by "
+                "torch.remainder first, or take x.decode(), whose digits end there"
+            )
     if call.name in DIVISIONS and len(call.operands) == 2:
         return _run_division(call, flat, out)
     first = flat[0]
@@ -416,16 +419,6 @@ def _run_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | No
             target.copy_(part)
         return out
     return written
-
-
-def _run_far_angles(call: PointwiseCall, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
-    """Run a function of angles of which some are beyond the kernels' reduction."""
-    exact = evaluate_far_angles(call.name, [part[far] for part in flat])
-    rest = pointwise("renormalize", exact, components=call.components, dtype=call.dtype)
-    made = _run_call(call, [part.masked_fill(far, 0.0) for part in flat], out)
-    for part, some in zip(made, rest, strict=True):
-        part[far] = some
-    return made
 
 
 def _run_division(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:

@@ -19,7 +19,6 @@ from ..subclass._rule_table import functional_form, map_arguments_by_name
 from ._derivation import note_float64_fallback, write_results
 from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor, attach_history
 from ._result_type import ResultType, encode_plain_operands, has_plain_operand, is_plain, make_result, result_type
-from .rules._pointwise import make_root_of_half
 
 aten = torch_operators("aten")
 
@@ -105,60 +104,8 @@ def _divide_by_norm(x: Tensor, dim: int, eps: float) -> Tensor:
     return x / size
 
 
-def pad_sequence(
-    sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
-) -> Any:
-    """Stack sequences side by side, each filled up to the longest."""
-    if not any(isinstance(x, MCTensor) for x in sequences) or padding_side not in ("left", "right"):
-        return NotImplemented
-    longest = max(x.shape[0] for x in sequences)
-    padded = []
-    for x in sequences:
-        room = longest - x.shape[0]
-        ends = (room, 0) if padding_side == "left" else (0, room)
-        padded.append(F.pad(x, (0, 0) * (x.dim() - 1) + ends, value=padding_value))
-    return torch.stack(padded, 0 if batch_first else 1)
-
-
-def pad_packed_sequence(
-    rows: Any, batch_sizes: Tensor, batch_first: bool, padding_value: Any, total_length: int
-) -> Any:
-    """Return the sequences of packed rows, each filled up to a length, and their lengths."""
-    if not isinstance(rows, MCTensor):
-        return NotImplemented
-    steps = max(total_length, batch_sizes.numel())
-    if 0 < total_length < batch_sizes.numel():
-        raise ValueError(
-            f"total_length={total_length}: the longest sequence has {batch_sizes.numel()} steps, give that or more"
-        )
-    places, is_row = _find_packed_rows(batch_sizes, steps, rows.device)
-    padded = rows.index_select(0, places.flatten()).unflatten(0, places.shape)
-    outside = ~is_row.reshape(*is_row.shape, *[1] * (rows.dim() - 1))
-    padded = padded.masked_fill(outside, padding_value)
-    lengths = (batch_sizes[:, None] > torch.arange(places.shape[1], dtype=torch.int64, device="cpu")).sum(0)
-    return padded.transpose(0, 1) if batch_first else padded, lengths
-
-
-def _find_packed_rows(batch_sizes: Tensor, steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row of every step of every sequence, and which of these there are."""
-    counts = F.pad(batch_sizes, (0, steps - batch_sizes.numel()))
-    starts = counts.cumsum(0) - counts
-    batch = torch.arange(int(batch_sizes[0]), dtype=torch.int64, device="cpu")
-    is_row = batch < counts[:, None]
-    return torch.where(is_row, starts[:, None] + batch, 0).to(device), is_row.to(device)
-
-
-def pack_padded_sequence_backward(
-    gradient: Any, input_size: Sequence[int], batch_sizes: Tensor, batch_first: bool
-) -> Any:
-    """Return the gradient of the packed rows, as padded sequences with zeros outside."""
-    steps = input_size[1] if batch_first else input_size[0]
-    padded = pad_packed_sequence(gradient, batch_sizes, batch_first, 0.0, steps)
-    return padded if padded is NotImplemented else padded[0]
-
-
 def _refuse_plain_target(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    if any(isinstance(x, MCTensor) for x in arguments):
+    if any(isinstance(x, MCTensor) for x in tree_leaves(arguments)):
         raise NotImplementedError(f"{operator} writes one component into a plain tensor: give it x.decode()")
     return NotImplemented
 
@@ -231,14 +178,6 @@ def _make_entry(operator: OpOverload) -> Callable:
                 torch._C._set_mkldnn_enabled(before)
 
     return untraced(entered)
-
-
-def ndtr(x: MCTensor) -> Tensor:
-    """Compute the normal distribution function, as torch's formula 1 + erf has no digits far below zero."""
-    factor = -make_root_of_half(x)
-    # Without dimensions it leaves the dtype of what has some.
-    factor = MCTensor.encode(factor, len(x._parts), torch.float64 if x.dim() else x.dtype)
-    return torch.erfc(x * factor) * 0.5
 
 
 def _run_decoded(operator: OpOverload, arguments: tuple, options: dict, form: ResultType) -> Any:
@@ -318,7 +257,6 @@ _INTERPOLATIONS = tuple(
 )
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
 OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
-    aten.special_ndtr.default: ndtr,
     aten.scaled_dot_product_attention.default: _attend,
     **{operator: functools.partial(_interpolate, operator) for operator in _INTERPOLATIONS},
     aten.where.ScalarOther: _choose_or_number,
@@ -327,13 +265,11 @@ OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
     aten.nanquantile.scalar: functools.partial(_find_quantile, aten.nanquantile.default),
     aten.rms_norm.default: functools.partial(_run_encoded, rms_norm),
     aten.cosine_similarity.default: functools.partial(_run_encoded, cosine_similarity),
-    aten.pad_sequence.default: pad_sequence,
-    aten._pad_packed_sequence.default: pad_packed_sequence,
-    aten._pack_padded_sequence_backward.default: pack_padded_sequence_backward,
     **{
         operator: functools.partial(_refuse_plain_target, operator)
         for operator in (
-            *(aten.vander.default, aten.normal.float_Tensor),
+            *(aten.vander.default, aten.normal.float_Tensor, aten.pad_sequence.default),
+            *(aten._pack_padded_sequence.default, aten._pad_packed_sequence.default),
             *(aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor),
             *(aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor),
         )

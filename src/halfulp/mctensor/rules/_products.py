@@ -159,35 +159,11 @@ def dot(a: Any, b: Any) -> Tensor:
     return multiply_matrices(a.unsqueeze(0), b.unsqueeze(-1), result_type((a, b))).reshape(())
 
 
-@implements(aten.addmv.default)
-def addmv(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """beta start + alpha (a @ b), b a vector."""
-    return addmm(start.unsqueeze(-1), a, b.unsqueeze(-1), beta=beta, alpha=alpha).squeeze(-1)
-
-
 @implements(aten.addbmm.default)
 def addbmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha times the sum of a batch's products: one product of the matrices side by side."""
     rows, columns = a.shape[1], b.shape[2]
     return addmm(start, a.transpose(0, 1).reshape(rows, -1), b.reshape(-1, columns), beta=beta, alpha=alpha)
-
-
-@implements(aten.addr.default)
-def addr(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """beta start + alpha times the outer product."""
-    return addmm(start, a.unsqueeze(1), b.unsqueeze(0), beta=beta, alpha=alpha)
-
-
-@implements_beyond_float64(aten._trilinear.default)
-def trilinear(a: Any, b: Any, c: Any, *dims: Any) -> Tensor:
-    """Return the product of three broadcasting tensors, summed over some dimensions: behind torch.bilinear."""
-    operands = []
-    for x, new in zip((a, b, c), dims):
-        for at in sorted(new):
-            x = x.unsqueeze(at)
-        operands.append(x)
-    first, second, third = operands
-    return (first * second * third).sum(dims[3])
 
 
 @implements(aten._grouped_mm.default)
