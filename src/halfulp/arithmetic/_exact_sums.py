@@ -318,8 +318,7 @@ def exact_sum(
     are terms and all of them are -0. The sum of nothing is +0.
 
     Args:
-        x: float16, bfloat16, float32 or float64 tensor, any shape, strides and device; or an MCTensor, whose
-            components all count, and whose sum is an MCTensor, each component correctly rounded.
+        x: float16, bfloat16, float32 or float64 tensor, any shape, strides and device.
         dim: one dimension or several; None or () for all.
         keepdim: whether those dimensions stay, with size 1.
         dtype: of the result, one of the four; None for x's. float64 sums of float32 keep more of the same exact value.
@@ -328,7 +327,7 @@ def exact_sum(
         The sums. Their gradient is that of torch.sum.
 
     Raises:
-        TypeError: integer, complex or other elements, or such a `dtype`; scaled tensors.
+        TypeError: integer, complex or other elements, or such a `dtype`; scaled tensors and MCTensors.
         NotImplementedError: under torch.func's transforms and in forward mode.
         ValueError: a dimension is given twice.
         IndexError: there is no such dimension.
@@ -350,7 +349,7 @@ def exact_dot(
     Products are exact also where a float's would overflow or underflow: 2^-1074 * 2^-1074 counts.
 
     Args:
-        a: float16, bfloat16, float32 or float64 tensor, or an MCTensor, as in `exact_sum`.
+        a: float16, bfloat16, float32 or float64 tensor.
         b: the same; shapes broadcast, and of two dtypes the products are of what torch promotes them to.
         dim: of the broadcast shape, one or several; None or () for all.
         keepdim: whether those dimensions stay, with size 1.
@@ -447,11 +446,10 @@ def _check_operand(x: torch.Tensor, name: str) -> None:
             f"{name} takes float16, bfloat16, float32 and float64 tensors, got {_describe_kind(x)}: integers need no "
             "rounding (torch.sum), complex numbers are summed as view_as_real(x)"
         )
-    # Of tensor classes of higher layers only sums of components have room for a result that is not rounded again.
-    if hasattr(type(x), "decode") and not hasattr(type(x), "components"):
+    if hasattr(type(x), "decode"):
         raise TypeError(
-            f"{name} takes plain tensors and MCTensors, got {type(x).__name__}: give x.decode(torch.float64), which is "
-            "exact for payload times scale"
+            f"{name} takes plain tensors, got {type(x).__name__}: give x.decode(torch.float64), or, of an MCTensor, "
+            "exact_round of the sum of exact_partial of each of x.components"
         )
 
 

@@ -335,97 +335,6 @@ def raise_to_power(x: Terms, y: Terms, n: int) -> Terms:
     )
 
 
-# A quotient that is rounded three times is less than this much too large.
-_QUOTIENT_SHRINKAGE = 1.0 - 2.0**-51
-
-
-def _have_different_signs(a: Terms, b: Terms):
-    """Return whether exactly one of two is negative."""
-    return ((a[0] < 0.0) & ~(b[0] < 0.0)) | (~(a[0] < 0.0) & (b[0] < 0.0))
-
-
-def _is_at_least_as_large(r: Terms, b: Terms):
-    """Return whether |r| >= |b|, for finite operands and b that is not 0."""
-    over = distill_terms([*_take_absolute(r), *negate(_take_absolute(b))], 1)[0] >= 0.0
-    return over & is_finite(r[0]) & is_finite(b[0]) & (b[0] != 0.0)
-
-
-def _scale_divisor(r, b: Terms) -> Terms:
-    """Return b times a power of two such that r / b is at most 2^999."""
-    far = abs(r) * 2.0**-600 > abs(b[0])
-    farther = abs(r) * 2.0**-600 * 2.0**-600 > abs(b[0])
-    b = [select(far, t * 2.0**600, t) for t in b]
-    return [select(farther, t * 2.0**498, t) for t in b]
-
-
-def take_remainder_step(r: Terms, b: Terms, n: int) -> Terms:
-    """r less an integer multiple of b, of r's sign, to n - 1 components; behind them 1 where |r| >= |b| still."""
-    one, zero = make_constants(r[0], [1.0, 0.0])
-    near = _scale_divisor(r[0], [select(is_finite(part), part, zero) for part in b])
-    whole = floor(abs(r[0] / select(near[0] == 0.0, one, near[0])) * _QUOTIENT_SHRINKAGE)
-    whole = select(whole == 0.0, one, whole)
-    q = select(_have_different_signs(r, b), -whole, whole)
-    q = select(_is_at_least_as_large(r, b), q, zero)
-    taken = [t for part in near for t in two_product(-q, part)]
-    rest = distill_terms([*r, *taken], n - 1)
-    return [*rest, select(_is_at_least_as_large(rest, b), one, zero)]
-
-
-def _is_regular(a: Terms, b: Terms):
-    return is_finite(a[0]) & (b[0] == b[0]) & (b[0] != 0.0)
-
-
-def _finish_irregular(regular, zero_of, made: Terms, head) -> Terms:
-    """Return a result with `head` where the operands are not regular, and the sign of `zero_of` where it is 0."""
-    sound = regular & is_finite(made[0])
-    first = select(regular, select(made[0] == 0.0, zero_of, made[0]), head)
-    return [first, *(select(sound, t, 0.0) for t in made[1:])]
-
-
-def _has_other_sign(r: Terms, b: Terms):
-    """Return whether a remainder that is not 0 has the other sign than b."""
-    return (r[0] != 0.0) & _have_different_signs(r, b)
-
-
-def fmod(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
-    """Return the remainder of a's sign, from (a, r, b)."""
-    return _finish_irregular(_is_regular(a, b), a[0] * 0.0, distill_terms(r, n + 1), make_constant(a[0], math.nan))
-
-
-def remainder(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
-    """Return the remainder of b's sign, from (a, r, b); torch leaves a zero a's sign."""
-    turns = _has_other_sign(r, b)
-    sums = distill_terms([*r, *(select(turns & is_finite(b[0]), t, 0.0) for t in b)], n + 1)
-    sums = [select(turns & ~is_finite(b[0]), b[0], sums[0]), *sums[1:]]
-    return _finish_irregular(_is_regular(a, b), a[0] * 0.0, sums, make_constant(a[0], math.nan))
-
-
-def _round_quotient_to_integer(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
-    """(a - r) / b, an integer but for roundings, each component to the nearest one."""
-    difference = distill_terms([*a, *negate(r)], n + 2)
-    real = divide_in_range(difference, b, n + 1)
-    whole = distill_terms([nearest_integer(t) for t in real], n + 1)
-    return [select(is_finite(real[0]), whole[0], real[0]), *whole[1:]]
-
-
-def trunc_divide(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
-    """a / b cut toward zero, from (a, r, b)."""
-    plain = a[0] / b[0]
-    regular = _is_regular(a, b) & is_finite(b[0])
-    return _finish_irregular(regular, plain * 0.0, _round_quotient_to_integer(a, r, b, n), plain)
-
-
-def floor_divide(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
-    """a / b cut down, from (a, r, b); NaN for an infinite a, as in torch."""
-    plain = a[0] / b[0]
-    whole = _round_quotient_to_integer(a, r, b, n)
-    whole = fit_term_count([select(is_finite(b[0]), t, 0.0) for t in whole], n + 1)
-    less = add(whole, [select(_has_other_sign(r, b), make_constant(a[0], -1.0), 0.0)], n + 1)
-    less = [select(is_finite(whole[0]), less[0], whole[0]), *less[1:]]
-    head = select(b[0] == 0.0, plain, make_constant(a[0], math.nan))
-    return _finish_irregular(_is_regular(a, b), select(is_finite(plain), plain, 0.0) * 0.0, less, head)
-
-
 LARGEST_ANGLE = 2.0**20  # of the kernels' reduction
 
 
@@ -535,9 +444,3 @@ FUNCTIONS: dict[str, ExpansionFunction] = {
 }
 _UNARY = (exp, expm1, log, log1p, sinh, cosh, tanh, asinh, acosh, sigmoid, sin, cos)
 FUNCTIONS |= {function.__name__: ExpansionFunction(1, function) for function in _UNARY}
-
-# What ends a division whose remainder is known: functions of (a, r, b). `_pointwise` makes r by "remainder step".
-REMAINDER_STEP_NAME = "remainder step"
-_DIVISIONS = (fmod, remainder, trunc_divide, floor_divide)
-DIVISIONS = {function.__name__: ExpansionFunction(3, function) for function in _DIVISIONS}
-NETWORKS = {**FUNCTIONS, **DIVISIONS, REMAINDER_STEP_NAME: ExpansionFunction(2, take_remainder_step)}

@@ -112,21 +112,25 @@ def _run_without_rule(operator: OpOverload, *arguments: Any, **options: Any) -> 
 
 
 def fall_back_to_float64(operator: OpOverload, arguments: tuple, options: dict) -> Any:
-    """Run an operator in float64, and count that as a fallback where float64 does not hold the components' digits."""
+    """Run an operator in float64, and count that as a fallback."""
     form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     note_float64_fallback(operator, form)
     return run_in_float64(operator, arguments, options)
 
 
+def make_float64_fallback(operator: OpOverload) -> Callable:
+    """Return the rule that runs an operator in float64 and counts that as a fallback."""
+    return lambda *arguments, **options: fall_back_to_float64(operator, arguments, options)
+
+
 def note_float64_fallback(operator: OpOverload, form: ResultType) -> None:
-    """Count that an operator runs in float64, where that does not hold the digits of a result type."""
-    if not form.fits_float64:
-        _fallback.note_fallback(
-            operator,
-            f"{form.components} components of {form.dtype}",
-            "register one by MCTensor.implements",
-            "It ran in float64 and lost the digits beyond it",
-        )
+    """Count that an operator runs in float64, which does not hold the digits of its operands."""
+    _fallback.note_fallback(
+        operator,
+        f"{form.components} components of {form.dtype}",
+        "register one by MCTensor.implements",
+        "It ran in float64 and lost the digits beyond it",
+    )
 
 
 def implements_beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[Callable], Callable]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from ..kernels import present_operators, torch_operators, untraced
-from ..subclass._rule_table import functional_form, map_arguments_by_name
+from ..subclass._rule_table import functional_form
 from ._derivation import note_float64_fallback, write_results
 from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor, attach_history
 from ._result_type import ResultType, encode_plain_operands, has_plain_operand, is_plain, make_result, result_type
@@ -201,7 +199,7 @@ def _interpolate(operator: OpOverload, x: Any, *arguments: Any, **options: Any) 
 
 
 def _attend(*arguments: Any, **options: Any) -> Any:
-    """Run attention in float64 where that holds the digits, else step by step."""
+    """Run attention in float64, counted where that does not hold the digits."""
     tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
     if not any(isinstance(x, MCTensor) for x in tensors):
         return NotImplemented
@@ -216,38 +214,9 @@ def _attend(*arguments: Any, **options: Any) -> Any:
         with torch.autocast(device, enabled=False):
             return _attend(*map(cast, arguments), **{name: cast(x) for name, x in options.items()})
     form, operator = result_type(tensors), aten.scaled_dot_product_attention.default
-    if form.fits_float64:
-        return _run_decoded(operator, arguments, options, form)
-    arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
-    given = map_arguments_by_name(operator, arguments, options)
-    if not torch.is_inference_mode_enabled():
-        return _attend_in_steps(**given)
-    # torch makes no views in inference mode of subclasses that were made outside of it.
-    with torch.inference_mode(False), torch.no_grad():
-        return _attend_in_steps(**given)
-
-
-def _attend_in_steps(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: Any, enable_gqa: bool
-) -> Any:
-    """softmax(query key^T scale + mask) value; 0 in a row that is masked whole, as in torch's kernels."""
-    if attn_mask is not None and attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise TypeError(f"attn_mask is bool (True: take part) or floating-point (it is added), got {attn_mask.dtype}")
-    if enable_gqa:  # the heads of keys and values, for the query's groups (arXiv 2305.13245)
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if attn_mask is not None:
-        is_bool = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
-    if is_causal:
-        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(ahead, -math.inf)
-    if not key.shape[-2]:
-        return scores @ value
-    largest = scores.detach().amax(-1, keepdim=True)
-    shares = (scores - largest.masked_fill(largest == -math.inf, 0.0)).exp()
-    total = shares.sum(-1, keepdim=True)
-    return F.dropout(shares / total.masked_fill(total == 0, 1.0), dropout_p) @ value
+    if not form.fits_float64:
+        note_float64_fallback(operator, form)
+    return _run_decoded(operator, arguments, options, form)
 
 
 _INTERPOLATIONS = tuple(

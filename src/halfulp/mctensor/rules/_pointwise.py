@@ -14,7 +14,7 @@ from ...arithmetic import MOST, pointwise
 from ...arithmetic._constants import compute_log, split_into_floats
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS
-from .._derivation import implements_beyond_exact_float64, run_in_float64
+from .._derivation import choose_float64_or_rule, implements_beyond_exact_float64, make_float64_fallback, run_in_float64
 from .._mctensor import MCTensor, implements, implements_each
 from .._result_type import (
     SUM_FUNCTION_NAMES,
@@ -75,14 +75,6 @@ def pow_tensor(x: Any, exponent: Any) -> Tensor:
     return run_function("pow", x, exponent)
 
 
-@implements_beyond_exact_float64(aten.exp2.default)
-def exp2(x: MCTensor) -> Tensor:
-    """2^x."""
-    form = result_type((x,))
-    run = functools.partial(run_function, form=_add_one_component(form))
-    return round_to_type(run("exp", run("mul", x, make_constant(compute_log(2), x))), form)
-
-
 def _make_logarithm_rule(base: int) -> Callable:
     """Return the rule of log(x) / log(base)."""
 
@@ -112,23 +104,22 @@ def atanh(x: MCTensor) -> Tensor:
     return select_elements(_is_negative(x), -result, result)
 
 
+# What a last bit of the operands may change at all: counted where float64 does not hold these.
+for _operator in (
+    *(aten.floor_divide.default, aten.floor_divide.Scalar, aten.fmod.Tensor, aten.fmod.Scalar),
+    *(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
+    *(aten.tan.default, aten.asin.default, aten.acos.default, aten.atan2.default),
+):
+    implements_beyond_exact_float64(_operator)(make_float64_fallback(_operator))
+_divide_to_integers = choose_float64_or_rule(aten.div.Tensor_mode, make_float64_fallback(aten.div.Tensor_mode), True)
+
+
 @implements(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def div_mode(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
-    """a / b, rounded to an integer: floor or truncation of the exact quotient."""
+    """a / b, for "floor" and "trunc" rounded to an integer in float64."""
     if rounding_mode is None:
         return run_function("div", a, b)
-    if rounding_mode not in ("floor", "trunc"):
-        raise ValueError(f"rounding_mode={rounding_mode!r}: allowed are None, 'trunc' and 'floor'")
-    return run_function(f"{rounding_mode}_divide", a, b)
-
-
-@implements_beyond_exact_float64(aten.copysign.Tensor, aten.copysign.Scalar)
-def copysign(a: Any, b: Any) -> Tensor:
-    """|a| with b's sign."""
-    negative = (
-        _is_negative(b) if isinstance(b, Tensor) else torch.tensor(b, dtype=torch.float64, device="cpu").signbit()
-    )
-    return round_to_type(select_elements(_is_negative(a) != negative, -a, a), result_type((a, b)))
+    return _divide_to_integers(a, b, rounding_mode=rounding_mode)
 
 
 _TENSOR_OVERLOADS = {
@@ -145,16 +136,6 @@ def run_with_number(operator: OpOverload, *operands: Any) -> Tensor:
     return _TENSOR_OVERLOADS[operator](
         *(x if isinstance(x, Tensor) else torch.scalar_tensor(x, dtype=torch.float64, device=device) for x in operands)
     )
-
-
-# Functions of `arithmetic.pointwise`, by name; floor_divide, remainder and fmod are exact before their one rounding.
-BINARY_OPERATORS = {
-    "mul": (aten.mul.Tensor, aten.mul.Scalar),
-    "div": (aten.div.Tensor, aten.div.Scalar),
-    "floor_divide": (aten.floor_divide.default, aten.floor_divide.Scalar),
-    "remainder": (aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
-    "fmod": (aten.fmod.Tensor, aten.fmod.Scalar),
-}
 
 
 def _update_in_place(name: str, x: Tensor, *operands: Any, addend: Callable[[], Tensor] | None = None) -> Tensor:
@@ -178,8 +159,8 @@ for _name in ("sqrt", "exp", "log", "log1p", "expm1", "tanh", "sinh", "cosh", "a
     implements(getattr(aten, _name).default)(lambda x, name=_name: run_function(name, x))
 for _name in ("sin", "cos"):  # by torch where it can be: expansions have no angles beyond 2^20
     implements_beyond_exact_float64(getattr(aten, _name).default)(lambda x, name=_name: run_function(name, x))
-for _name, _overloads in BINARY_OPERATORS.items():
-    implements(*_overloads)(lambda a, b, name=_name: run_function(name, a, b))
+implements(aten.mul.Tensor, aten.mul.Scalar)(lambda a, b: run_function("mul", a, b))
+implements(aten.div.Tensor, aten.div.Scalar)(lambda a, b: run_function("div", a, b))
 implements(aten.mul_.Tensor, aten.mul_.Scalar)(lambda x, other: _update_in_place("mul", x, x, other))
 implements(aten.div_.Tensor, aten.div_.Scalar)(lambda x, other: _update_in_place("div", x, x, other))
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from ... import arithmetic
-from ...arithmetic import MOST, PRECISION, Parts, exact_partial, exact_round
+from ...arithmetic import MOST, PRECISION, Parts
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, disable_result_rounding, gives_plain_gradient
 from .._derivation import choose_float64_or_rule, implements_beyond_exact_float64, implements_beyond_float64
 from .._mctensor import MCTensor, implements
 from .._result_type import (
     ResultType,
-    choose_working_type,
     count_float64_components,
     encode_plain_operands,
     make_result,
@@ -171,45 +170,6 @@ def _update_running_statistic(running: Any, now: Any, momentum: float) -> None:
         write_value(running, result)
     else:
         running.copy_(result)
-
-
-halfulp_operators = torch_operators("halfulp")
-
-
-@implements(halfulp_operators.exact_sum.default)
-def exact_sum(x: Any, dim: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """Return the sum of all components."""
-    return _round_accumulators(exact_partial_sum(x, None, dim), x.shape, dim, keepdim, result_type((x,), dtype))
-
-
-@implements(halfulp_operators.exact_dot.default)
-def exact_dot(a: Any, b: Any, dim: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """Return the sum of all products of components."""
-    return _round_accumulators(exact_partial_sum(a, b, dim), a.shape, dim, keepdim, result_type((a, b), dtype))
-
-
-@implements(halfulp_operators.exact_partial.default)
-def exact_partial_sum(a: Any, b: Any, dim: list[int]) -> Tensor:
-    """Return the accumulator's integers."""
-    device = result_type((a, b)).device
-    left = to_components(a, device)
-    right: list = [None] if b is None else list(to_components(b, device))
-    words = [exact_partial(x, y, dim) for x in left for y in right]
-    # A NaN or an infinity is one in the first components; in the others it would count a second time.
-    return torch.stack(words).sum(0)
-
-
-def _round_accumulators(words: Tensor, shape: torch.Size, dim: list[int], keepdim: bool, form: ResultType) -> Tensor:
-    count, dtype = choose_working_type(form)
-    parts: list[Tensor] = []
-    for _ in range(count):
-        part = exact_round(words, dtype)
-        parts.append(torch.where(parts[0].isfinite(), part, 0.0) if parts else part)
-        words = words + exact_partial(-part.unsqueeze(-1), dim=-1)
-    kept: Parts = tuple(parts)
-    if keepdim:
-        kept = tuple(part.reshape([1 if d in dim else size for d, size in enumerate(shape)]) for part in kept)
-    return make_result(kept, form)
 
 
 def add_rows(into: Any, index: Tensor, values: Any) -> Tensor:
