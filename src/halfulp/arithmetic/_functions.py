@@ -228,28 +228,6 @@ def tanh(x: Terms, n: int) -> Terms:
     return keep_sign_of_zero(x, _copy_sign(x[0], made))
 
 
-def _halve_exponentials(size: Terms, n: int) -> tuple[Terms, Terms]:
-    """e^x / 2 and e^-x / 2 for x >= 0."""
-    grown = evaluate_exp(size, n, less=1.0)
-    return grown, divide(make_constants(size[0], [0.25]), grown, n)
-
-
-def sinh(x: Terms, n: int) -> Terms:
-    """(e^x - e^-x) / 2, for |x| < 1 by expm1."""
-    size = _take_absolute(x)
-    up, down = _halve_exponentials(size, n)
-    e = evaluate_expm1(size, n)
-    near = scale_terms(add(e, divide(e, add(e, make_constants(x[0], [1.0]), n), n), n), 0.5)
-    far = finish_special_values(up[0], add(up, [select(is_finite(up[0]), t, 0.0) for t in negate(down)], n))
-    return keep_sign_of_zero(x, _copy_sign(x[0], _select_terms(size[0] < 1.0, near, far)))
-
-
-def cosh(x: Terms, n: int) -> Terms:
-    """(e^x + e^-x) / 2."""
-    up, down = _halve_exponentials(_take_absolute(x), n)
-    return finish_special_values(up[0], add(up, [select(is_finite(up[0]), t, 0.0) for t in down], n))
-
-
 def _evaluate_log_of_sum(x: Terms, rest: Terms, n: int) -> Terms:
     """log(1 + rest), and log(2 x) where x is large; x >= 0."""
     one, zero = make_constants(x[0], [1.0, 0.0])
@@ -270,18 +248,6 @@ def asinh(x: Terms, n: int) -> Terms:
     made = _evaluate_log_of_sum(size, add(near, divide(square, below, n), n), n)
     made = finish_special_values(select(is_finite(x[0]), made[0], size[0]), made)
     return keep_sign_of_zero(x, _copy_sign(x[0], made))
-
-
-def acosh(x: Terms, n: int) -> Terms:
-    """log1p(t + sqrt(t (t + 2))) for t = x - 1."""
-    near = _limit_terms(x[0] > _LEAST_LARGE_ARGUMENT, make_constant(x[0], 1.0), x)
-    t = distill_terms([near[0], *make_constants(x[0], [-1.0]), *near[1:]], n)
-    inner = multiply(t, add(t, make_constants(x[0], [2.0]), n), n)
-    rest = add(t, take_root_in_range(inner, n), n)
-    made = _evaluate_log_of_sum(x, rest, n)
-    beyond = select(t[0] < 0.0, make_constant(x[0], math.nan), made[0])
-    unbounded = select(x[0] > 0.0, x[0], x[0] - x[0])
-    return finish_special_values(select(is_finite(x[0]), beyond, unbounded), made)
 
 
 def sigmoid(x: Terms, n: int) -> Terms:
@@ -442,5 +408,5 @@ FUNCTIONS: dict[str, ExpansionFunction] = {
     "compare": ExpansionFunction(2, _find_sign_of_difference, True),
     "pow": ExpansionFunction(2, raise_to_power),
 }
-_UNARY = (exp, expm1, log, log1p, sinh, cosh, tanh, asinh, acosh, sigmoid, sin, cos)
+_UNARY = (exp, expm1, log, log1p, tanh, asinh, sigmoid, sin, cos)
 FUNCTIONS |= {function.__name__: ExpansionFunction(1, function) for function in _UNARY}

@@ -1,4 +1,4 @@
-"""Linear algebra of expansions: solve, inverse, least squares, Cholesky, QR, determinant.
+"""Linear algebra of expansions: solve, inverse, Cholesky, QR, determinant.
 
 All begin with a float64 inverse W of the matrix, or of a triangular factor of it. |W a - 1| < 1/2 in the maximum norm
 proves that the matrix is regular; Newton's iteration W += W (1 - a W) (Schulz 1933) makes that inverse exact to all
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels import define_operator, exponent, power
-from ._exact_products import find_row_exponents
-from ._matmul import matmul
+from ._matmul import find_row_exponents, matmul
 from ._pointwise import MOST, PRECISION, Parts, check_component_dtypes, pointwise
 
 _NAMES_OF_SQUARE_SOLVERS = ("solve", "inverse", "cholesky", "det")
@@ -51,25 +50,6 @@ def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
 def inverse(a: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Return the inverse of (..., N, N): the solution of a x = 1, with `solve`'s accuracy and errors."""
     return _call_solver("inverse", a, (), components, dtype)
-
-
-def lstsq(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """Return the x of least |b - a x| for a of full column rank.
-
-    Args:
-        a: (..., M, N) with M >= N.
-        b: (..., M, K).
-        components: of the result, 1 to 4.
-        dtype: of the result.
-
-    Returns:
-        The components of x, (..., N, K).
-
-    Raises:
-        ValueError: shapes that do not match, M < N; infinities or NaNs.
-        torch.linalg.LinAlgError: the columns are dependent, or nearly.
-    """
-    return _call_solver("lstsq", a, b, components, dtype)
 
 
 def cholesky(a: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -117,8 +97,6 @@ def _check_shapes(name: str, a: torch.Size, b: torch.Size | None) -> None:
     if len(a) < 2 or (name in _NAMES_OF_SQUARE_SOLVERS and a[-1] != a[-2]):
         kind = "square matrices (..., N, N)" if name in _NAMES_OF_SQUARE_SOLVERS else "matrices (..., M, N)"
         raise ValueError(f"{name} takes {kind}, got {tuple(a)}")
-    if name == "lstsq" and a[-2] < a[-1]:
-        raise ValueError(f"lstsq takes at least as many rows as columns, got {tuple(a)}: its solution is not unique")
     if b is not None and (len(b) < 2 or b[-2] != a[-2]):
         raise ValueError(f"{name} takes a right-hand side (..., {a[-2]}, K), got {tuple(b)}; unsqueeze(-1) a vector")
 
@@ -146,8 +124,6 @@ def _compute_solution(name: str, work: _WorkingPrecision, a: Parts, b: Parts) ->
         return (_solve_system(work, a, b),)
     if name == "inverse":
         return (_invert_scaled(work, a),)
-    if name == "lstsq":
-        return (_solve_least_squares(work, a, b),)
     if name == "cholesky":
         return (_factor_positive_definite(work, a),)
     if name == "qr":
@@ -314,16 +290,6 @@ def _make_orthonormal(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Par
     near = (torch.linalg.solve_triangular(start, one, upper=True),)
     columns = work.matmul(a, near)
     return near, columns, work.matmul(_transpose(columns), columns)
-
-
-def _solve_least_squares(work: _WorkingPrecision, a: Parts, b: Parts) -> Parts:
-    """x = W y for the y of least |b - (a W) y|, whose normal equations are nearly the identity."""
-    a, columns = _scale_to_unit_size(work.to_float64(a), -2)
-    near, q, gram = _make_orthonormal(work, a, "lstsq")
-    one = torch.eye(gram[0].shape[-1], dtype=torch.float64, device=gram[0].device).expand(gram[0].shape)
-    seen = work.matmul(_transpose(q), work.to_float64(b))
-    y = work.matmul(_invert(work, gram, one, "lstsq"), seen)
-    return _multiply_by_power_of_two(work.matmul(near, y), -columns.mT)
 
 
 def _factor_positive_definite(work: _WorkingPrecision, a: Parts) -> Parts:

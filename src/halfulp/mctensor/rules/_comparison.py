@@ -13,7 +13,7 @@ from ...arithmetic import Parts, compare, pointwise
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
-from .._result_type import ResultType, align_operands, make_result, result_type, run_function, to_components
+from .._result_type import ResultType, align_operands, make_result, result_type, to_components
 
 aten = torch_operators("aten")
 
@@ -215,22 +215,6 @@ def _truncate_components(x: MCTensor) -> Parts:
     flipped = tuple(torch.where(negative, -part, part) for part in to_components(x, x.device))
     whole = floor_components(flipped)
     return _add_integers(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
-
-
-@implements(aten.round.default)
-def round_(x: MCTensor) -> Tensor:
-    """Return the nearest integer, ties to even: floor(x + 1/2), one less where that is odd and was a tie."""
-    form = result_type((x,))
-    whole = form._replace(gradients=COMPONENTS)
-    up: Any = run_function("add", x, 0.5, form=whole._replace(dtype=torch.float64, scaled=False))
-    low = wrap_parts(_add_integers(floor_components(up._parts), up._parts[0]), None, COMPONENTS)
-    halved: Any = run_function("mul", low, 0.5)
-    half = wrap_parts(_add_integers(floor_components(halved._parts), low._parts[0]), None, COMPONENTS)
-    odd = compare_by_value(run_function("mul", half, 2.0), low) != 0
-    tie = compare_by_value(low, up) == 0
-    nearest: Any = run_function("sub", low, (odd & tie).double())
-    first, *rest = nearest._parts
-    return make_result((torch.copysign(first, x._parts[0].double()), *rest), form)
 
 
 def _add_integers(floors: Parts, x: Tensor) -> Parts:

@@ -28,7 +28,6 @@ from .._result_type import (
     to_components,
 )
 from .._write import can_write_directly, check_takes_fractions, choose_computing_type, write_components, write_value
-from ._comparison import select_elements
 
 aten = torch_operators("aten")
 
@@ -94,21 +93,12 @@ def _is_negative(x: Any) -> Tensor:
     return x._parts[0].signbit() if isinstance(x, MCTensor) else x.signbit()
 
 
-@implements_beyond_exact_float64(aten.atanh.default)
-def atanh(x: MCTensor) -> Tensor:
-    """log1p(2x / (1 - x)) / 2, of |x| and with its sign."""
-    form, size = result_type((x,)), abs(x)
-    run = functools.partial(run_function, form=_add_one_component(form))
-    ratio = run("div", run("mul", size, 2.0), run("sub", 1.0, size))
-    result = run_function("mul", run("log1p", ratio), 0.5, form=form)
-    return select_elements(_is_negative(x), -result, result)
-
-
 # What a last bit of the operands may change at all: counted where float64 does not hold these.
 for _operator in (
     *(aten.floor_divide.default, aten.floor_divide.Scalar, aten.fmod.Tensor, aten.fmod.Scalar),
     *(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
-    *(aten.tan.default, aten.asin.default, aten.acos.default, aten.atan2.default),
+    *(aten.acosh.default, aten.atanh.default, aten.round.default, aten.tan.default),
+    *(aten.asin.default, aten.acos.default, aten.atan2.default),
 ):
     implements_beyond_exact_float64(_operator)(make_float64_fallback(_operator))
 _divide_to_integers = choose_float64_or_rule(aten.div.Tensor_mode, make_float64_fallback(aten.div.Tensor_mode), True)
@@ -155,7 +145,7 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, addend: Callable[[], 
     return write_components(x, result, exact, is_sum=name in SUM_FUNCTION_NAMES)
 
 
-for _name in ("sqrt", "exp", "log", "log1p", "expm1", "tanh", "sinh", "cosh", "asinh", "acosh", "sigmoid"):
+for _name in ("sqrt", "exp", "log", "log1p", "expm1", "tanh", "asinh", "sigmoid"):
     implements(getattr(aten, _name).default)(lambda x, name=_name: run_function(name, x))
 for _name in ("sin", "cos"):  # by torch where it can be: expansions have no angles beyond 2^20
     implements_beyond_exact_float64(getattr(aten, _name).default)(lambda x, name=_name: run_function(name, x))

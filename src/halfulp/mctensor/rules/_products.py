@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import arithmetic
 from ..._torch_versions import solves_by_transpose
 from ...arithmetic import Parts
-from ...arithmetic._exact_products import (
+from ...arithmetic._matmul import (
     find_largest_magnitude,
     multiply_float16_in_float32,
     split_into_float16,
@@ -314,25 +314,6 @@ def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
         raise NotImplementedError("qr of MCTensors has the modes 'reduced' and 'r': the rest of Q is not unique")
     q, r = _run_arithmetic(arithmetic.qr, (a,), result_type((a,)))
     return (q.new_empty((0,)) if mode == "r" else q), r
-
-
-@implements(aten.linalg_lstsq.default)
-def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
-    """Return the least-squares solution for a matrix of full column rank; another raises.
-
-    Singular values, which two drivers give beside it, are computed in float64 and counted.
-    """
-    vector = b.dim() == a.dim() - 1
-    right = b.unsqueeze(-1) if vector else b
-    form = result_type((a, b))
-    x = _run_arithmetic(arithmetic.lstsq, (a, right), form)
-    rest = right - a @ x
-    rank = torch.full(a.shape[:-2], a.shape[-1], dtype=torch.int64, device=a.device)
-    tall = a.shape[-2] > a.shape[-1]
-    residuals = (rest * rest).sum(-2) if tall else rest.new_empty((0,))
-    by_singular_values = driver in ("gelsd", "gelss")
-    values = torch.linalg.svdvals(run_function("mul", a, 1, form=form)) if by_singular_values else x.new_empty((0,))
-    return (x.squeeze(-1) if vector else x), residuals, rank, values
 
 
 @implements(aten.linalg_solve_triangular.default)
