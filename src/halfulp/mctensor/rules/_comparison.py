@@ -13,7 +13,7 @@ from ...arithmetic import Parts, compare, pointwise
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
-from .._result_type import ResultType, align_operands, make_result, result_type, to_components
+from .._result_type import ResultType, align_operands, make_result, result_type, run_function, to_components
 
 aten = torch_operators("aten")
 
@@ -215,6 +215,13 @@ def _truncate_components(x: MCTensor) -> Parts:
     flipped = tuple(torch.where(negative, -part, part) for part in to_components(x, x.device))
     whole = floor_components(flipped)
     return _add_integers(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
+
+
+@implements(aten.frac.default)
+def frac(x: MCTensor) -> Tensor:
+    """Return the fractional part, x - trunc(x)."""
+    form = result_type((x,))
+    return run_function("sub", x, wrap_parts(_truncate_components(x), None, COMPONENTS), form=form)
 
 
 def _add_integers(floors: Parts, x: Tensor) -> Parts:
