@@ -87,7 +87,7 @@ def _choose_engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
         _check_kernels(dtype, product)
     elif engine == "triton":
         run, reference = _make_canary(dtype, product)
-        kind, name = ("exact sums", dtype, product), _name_canary(dtype, product)
+        kind, name = ("exact sums", dtype, product), _make_canary_name(dtype, product)
         return find_checked_kernel(kind, name, x.device, lambda: engine, run, reference) or "reference"
     return engine
 
@@ -269,10 +269,10 @@ def _compile_table_kernel(engine: str, table: Table) -> Any:
 def _check_kernels(dtype: torch.dtype, product: bool) -> None:
     """Compare the kernels' bits on fixed rows with the reference's, once per process, dtype and kind (a canary)."""
     run, reference = _make_canary(dtype, product)
-    check_bits(_name_canary(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
+    check_bits(_make_canary_name(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
 
 
-def _name_canary(dtype: torch.dtype, product: bool) -> str:
+def _make_canary_name(dtype: torch.dtype, product: bool) -> str:
     return f"{'exact_dot' if product else 'exact_sum'} ({dtype})"
 
 

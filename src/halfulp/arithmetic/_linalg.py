@@ -178,12 +178,12 @@ class _WorkingPrecision:
         return cls(min(MOST, -(-(bits + 50) // 53)), bits)
 
     @property
-    def enough(self) -> float:
+    def negligible_share(self) -> float:
         """The share of a matrix near the identity that no longer counts in the result."""
         return 2.0 ** -(self.bits + 3)
 
     @property
-    def acceptable(self) -> float:
+    def acceptable_share(self) -> float:
         """The share that rounding may leave where there is no further component for the residual."""
         return 2.0 ** -(min(self.bits, 53 * self.components - 50) - 4)
 
@@ -219,10 +219,10 @@ def _invert(work: _WorkingPrecision, a: Parts, near: torch.Tensor, task: str) ->
         if not bool((off < 0.5).all()):
             raise torch.linalg.LinAlgError(f"{task}: {_TEXT_NEARLY_SINGULAR}")
         found = work.add(found, work.matmul(found, rest))
-        if bool((off <= work.enough).all()) or (before is not None and bool((off > before / 2).all())):
+        if bool((off <= work.negligible_share).all()) or (before is not None and bool((off > before / 2).all())):
             break
         before = off
-    if not bool((off <= work.acceptable).all()):
+    if not bool((off <= work.acceptable_share).all()):
         raise torch.linalg.LinAlgError(f"{task} does not converge: {_TEXT_NEARLY_SINGULAR}")
     return found
 
@@ -319,10 +319,10 @@ def _refine_cholesky_factor(work: _WorkingPrecision, a: Parts, task: str) -> Par
         lower = near.tril(-1) + torch.diag_embed(near.diagonal(dim1=-2, dim2=-1) / 2)
         factor = work.add(factor, (start @ lower,))
         off = near.abs().amax()
-        if bool(off <= work.enough) or not bool(off < before / 4):
+        if bool(off <= work.negligible_share) or not bool(off < before / 4):
             break
         before = off
-    if not bool(off <= work.acceptable):
+    if not bool(off <= work.acceptable_share):
         raise torch.linalg.LinAlgError(f"{task} does not converge: {_TEXT_NEARLY_SINGULAR}")
     return factor
 

@@ -161,13 +161,13 @@ def multiply_in_wide_type(a: Parts, b: Parts, components: int, dtype: torch.dtyp
             left, right = (x, y) if pieces == 1 else (x[..., part], y[..., part, :])
             multiply_plain_matrices(left, right, out)
         if not direct:
-            _split_kernel(work, dtype, components, pieces)(products, written)
+            _make_splitting_kernel(work, dtype, components, pieces)(products, written)
     return written
 
 
 def _merge_components(parts: Parts, out: torch.Tensor) -> torch.Tensor:
     """Return the sum of all components, in the scratch memory's type."""
-    _merge_kernel(out.dtype, parts[0].dtype, len(parts))(parts, (out,))
+    _make_merging_kernel(out.dtype, parts[0].dtype, len(parts))(parts, (out,))
     return out
 
 
@@ -190,12 +190,12 @@ def find_largest_magnitude(x: torch.Tensor) -> float:
 def split_into_float16(x: torch.Tensor, factor: float, components: int) -> Parts:
     """Return a float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15."""
     written = tuple([torch.empty((*x.shape,), dtype=torch.float16, device=x.device) for _ in range(components)])
-    _half_components_kernel(components)((x, torch.tensor(factor, dtype=torch.float32, device="cpu")), written)
+    _make_half_components_kernel(components)((x, torch.tensor(factor, dtype=torch.float32, device="cpu")), written)
     return written
 
 
 @functools.cache
-def _half_components_kernel(components: int) -> ElementwiseKernels:
+def _make_half_components_kernel(components: int) -> ElementwiseKernels:
     def scale_and_cut(x: Any, factor: Any) -> Terms:
         rest, out = x * factor, []
         for _ in range(components - 1):
@@ -209,7 +209,7 @@ def _half_components_kernel(components: int) -> ElementwiseKernels:
 
 
 @functools.cache
-def _merge_kernel(work: torch.dtype, dtype: torch.dtype, count: int) -> ElementwiseKernels:
+def _make_merging_kernel(work: torch.dtype, dtype: torch.dtype, count: int) -> ElementwiseKernels:
     def add_up(*parts: Any) -> Terms:
         return [parts[0] + 0.0 if len(parts) == 1 else _sum_plainly(parts)]
 
@@ -217,7 +217,7 @@ def _merge_kernel(work: torch.dtype, dtype: torch.dtype, count: int) -> Elementw
 
 
 @functools.cache
-def _split_kernel(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> ElementwiseKernels:
+def _make_splitting_kernel(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> ElementwiseKernels:
     def cut(*products: Any) -> Terms:
         if work == torch.float32:
             return _cut_components(products[0], dtype, components)
@@ -352,12 +352,12 @@ def _sum_plainly(terms: Sequence[Any]) -> Any:
 
 def find_row_exponents(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return, per row or column, k with magnitudes at most 2^k (NaN if not finite), and two factors of 2^-k."""
-    exponents, first, second = _run_kernel(_row_exponent_kernel(), [head.abs().amax(dim, keepdim=True)], 3)
+    exponents, first, second = _run_kernel(_make_row_exponent_kernel(), [head.abs().amax(dim, keepdim=True)], 3)
     return exponents, first, second
 
 
 @functools.cache
-def _row_exponent_kernel() -> ElementwiseKernels:
+def _make_row_exponent_kernel() -> ElementwiseKernels:
     def scales(largest) -> Terms:
         k = exponent(largest) + 1.0
         # Neither factor leaves the range, where 2^-k would.
@@ -647,12 +647,12 @@ def _multiply_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) 
     work = choose_wide_type((a, b), components, dtype)
     if work is not None:
         return multiply_in_wide_type(a, b, components, dtype, work)
-    if _is_like_a_dot_product(outputs, inner, a[0].numel() + b[0].numel()):
+    if _is_faster_by_entries(outputs, inner, a[0].numel() + b[0].numel()):
         return multiply_small_matrices(a, b, components, dtype)
     return multiply_by_slices(tuple(x.double() for x in a), tuple(x.double() for x in b), components, dtype)
 
 
-def _is_like_a_dot_product(outputs: int, inner: int, elements: int) -> bool:
+def _is_faster_by_entries(outputs: int, inner: int, elements: int) -> bool:
     """Return whether slicing takes longer than computing each entry, by measured costs in microseconds."""
     sliced = 200 * -(-inner // SLICED_BLOCK_LENGTH) + 0.03 * elements + 0.0005 * outputs * inner
     return 250 + 0.1 * outputs * inner < sliced

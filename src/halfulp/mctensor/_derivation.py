@@ -170,14 +170,14 @@ def choose_float64_or_rule(operator: OpOverload, rule: Callable, exactly: bool =
     """Return a rule that runs the operator in float64 where that holds the operands, and `rule` elsewhere."""
 
     @functools.wraps(rule)
-    def either(*arguments: Any, **options: Any) -> Any:
+    def run_either(*arguments: Any, **options: Any) -> Any:
         leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
         form = result_type(leaves)
         if form.fits_float64 and not (exactly and not all(map(_is_exact_in_float64, leaves))):
             return run_in_float64(operator, arguments, options)
         return run_in_steps(rule, form, arguments, options)
 
-    return either
+    return run_either
 
 
 def run_in_steps(rule: Callable, form: ResultType, arguments: tuple, options: dict) -> Any:

@@ -32,7 +32,7 @@ PROMOTED_OPERATORS = (
 
 
 def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Return an operator's arguments, with all floating tensors as MCTensors of the promoted dtype.
+    """Return an operator's arguments, with all floating tensors as MCTensors of the promote dtype.
 
     They stay as they are where they have one dtype, or none is an MCTensor.
     """
@@ -41,15 +41,15 @@ def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
         return arguments, options
     form = result_type(tensors)
 
-    def promoted(x: Any) -> Any:
+    def promote(x: Any) -> Any:
         if isinstance(x, MCTensor):
             return x.to(form.dtype) if x.dtype != form.dtype else x
         return encode_plain_operands(x, form, with_gradients=True) if is_plain(x) else x
 
-    return tuple(map(promoted, arguments)), {name: promoted(x) for name, x in options.items()}
+    return tuple(map(promote, arguments)), {name: promote(x) for name, x in options.items()}
 
 
-def _run_encoded(steps: Callable, *arguments: Any, **options: Any) -> Any:
+def _encode_and_run(steps: Callable, *arguments: Any, **options: Any) -> Any:
     """Run steps after plain tensors were encoded, where an operand is an MCTensor; else return NotImplemented."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
     if not any(isinstance(x, MCTensor) for x in leaves):
@@ -139,7 +139,7 @@ def _make_entry(operator: OpOverload) -> Callable:
         operator in _ENCODED_OPERATORS,
     )
 
-    def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+    def run_entry(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
         if torch._C._functorch.peek_interpreter_stack() is None:
             result = NotImplemented if own is None else own(*arguments, **options)
@@ -162,10 +162,10 @@ def _make_entry(operator: OpOverload) -> Callable:
             finally:
                 torch._C._set_mkldnn_enabled(before)
 
-    return untraced(entered)
+    return untraced(run_entry)
 
 
-def _run_decoded(operator: OpOverload, arguments: tuple, options: dict, form: ResultType) -> Any:
+def _decode_and_run(operator: OpOverload, arguments: tuple, options: dict, form: ResultType) -> Any:
     """Run an operator, with autograd, on the values in float64, and return the result as an MCTensor of a type."""
 
     def decode(x: Any) -> Any:
@@ -177,15 +177,15 @@ def _run_decoded(operator: OpOverload, arguments: tuple, options: dict, form: Re
     return attach_history(wide, make_result((wide.detach(),), form))
 
 
-def _interpolate(operator: OpOverload, x: Any, *arguments: Any, **options: Any) -> Any:
+def _run_interpolation(operator: OpOverload, x: Any, *arguments: Any, **options: Any) -> Any:
     """Interpolate in float64, counted: torch's own steps would round the weights to the components' dtype."""
     if not isinstance(x, MCTensor) or (form := result_type((x,))).fits_float64:
         return NotImplemented
     note_float64_fallback(operator, form)
-    return _run_decoded(operator, (x, *arguments), options, form)
+    return _decode_and_run(operator, (x, *arguments), options, form)
 
 
-def _attend(*arguments: Any, **options: Any) -> Any:
+def _run_attention(*arguments: Any, **options: Any) -> Any:
     """Run attention in float64, counted where that does not hold the digits."""
     tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
     if not any(isinstance(x, MCTensor) for x in tensors):
@@ -199,11 +199,11 @@ def _attend(*arguments: Any, **options: Any) -> Any:
             return x.to(dtype) if is_cast else x
 
         with torch.autocast(device, enabled=False):
-            return _attend(*map(cast, arguments), **{name: cast(x) for name, x in options.items()})
+            return _run_attention(*map(cast, arguments), **{name: cast(x) for name, x in options.items()})
     form, operator = result_type(tensors), aten.scaled_dot_product_attention.default
     if not form.fits_float64:
         note_float64_fallback(operator, form)
-    return _run_decoded(operator, arguments, options, form)
+    return _decode_and_run(operator, arguments, options, form)
 
 
 _INTERPOLATIONS = tuple(
@@ -213,9 +213,9 @@ _INTERPOLATIONS = tuple(
 )
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
 OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
-    aten.rms_norm.default: functools.partial(_run_encoded, rms_norm),
-    aten.scaled_dot_product_attention.default: _attend,
-    **{operator: functools.partial(_interpolate, operator) for operator in _INTERPOLATIONS},
+    aten.rms_norm.default: functools.partial(_encode_and_run, rms_norm),
+    aten.scaled_dot_product_attention.default: _run_attention,
+    **{operator: functools.partial(_run_interpolation, operator) for operator in _INTERPOLATIONS},
     aten.where.ScalarOther: _choose_or_number,
     aten.where.ScalarSelf: _choose_or_number,
     aten.quantile.scalar: functools.partial(_find_quantile, aten.quantile.default),

@@ -117,6 +117,15 @@ def _compute_finite_norm(
     return size.pow(ord).sum(dims, keepdim).pow(root)
 
 
+implements(aten.norm.Scalar)(lambda x, p=2: torch.linalg.vector_norm(x, 2 if p is None else p))
+
+
+@implements(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
+def norm_dim(x: MCTensor, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """Norms over dimensions."""
+    return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
+
+
 @implements_beyond_float64(aten.var_mean.correction)
 def var_mean(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the mean of squares about the mean, over count - correction, and the mean."""
