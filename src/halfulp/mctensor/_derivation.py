@@ -47,9 +47,9 @@ def derive_rule(operator: OpOverload) -> Callable:
         return rule
     if name.startswith("_fused_") and operator._schema.is_mutable:
         why = "reads memory as plain numbers (make the optimizer with fused=False)"
-        return functools.partial(_refuse_operator, operator, why)
+        return functools.partial(refuse_operator, operator, why)
     if name in ("resize_", "resize_as_", "set_"):
-        return functools.partial(_refuse_operator, operator, "changes memory that views share")
+        return functools.partial(refuse_operator, operator, "changes memory that views share")
     if operator._can_decompose():
         return functools.partial(_run_composite, operator)
     return _derive_primitive_rule(operator)
@@ -67,10 +67,10 @@ def _derive_primitive_rule(operator: OpOverload) -> Callable:
     if operator._schema.is_mutable:
         functional = functional_form(operator)
         if functional is None:
-            return functools.partial(_refuse_operator, operator, "writes into its argument")
+            return functools.partial(refuse_operator, operator, "writes into its argument")
         return functools.partial(write_results, operator, functional)
     if operator.is_view:
-        return functools.partial(_refuse_operator, operator, "is a view")
+        return functools.partial(refuse_operator, operator, "is a view")
     return functools.partial(_run_without_rule, operator)
 
 
@@ -233,7 +233,7 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
-def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
+def refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
     raise NotImplementedError(
         f"{operator} {why} and has no rule for MCTensors: register one by MCTensor.implements, or use x.decode()"
     )

@@ -32,7 +32,7 @@ PROMOTED_OPERATORS = (
 
 
 def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Return an operator's arguments, with all floating tensors as MCTensors of the promote dtype.
+    """Return an operator's arguments, with all floating tensors as MCTensors of the promoted dtype.
 
     They stay as they are where they have one dtype, or none is an MCTensor.
     """

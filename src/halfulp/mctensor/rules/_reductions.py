@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,12 @@ from ... import arithmetic
 from ...arithmetic import MOST, PRECISION, Parts
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, disable_result_rounding, gives_plain_gradient
-from .._derivation import choose_float64_or_rule, implements_beyond_exact_float64, implements_beyond_float64
+from .._derivation import (
+    choose_float64_or_rule,
+    implements_beyond_exact_float64,
+    implements_beyond_float64,
+    refuse_operator,
+)
 from .._mctensor import MCTensor, implements
 from .._result_type import (
     ResultType,
@@ -124,6 +130,14 @@ implements(aten.norm.Scalar)(lambda x, p=2: torch.linalg.vector_norm(x, 2 if p i
 def norm_dim(x: MCTensor, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Norms over dimensions."""
     return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
+
+
+implements(aten.dist.default)(lambda a, b, p=2: torch.linalg.vector_norm(a - b, p))
+# Their gradients ask which elements are equal to the result, which float64 must hold for that.
+for _operator in (*(aten.scatter_reduce.two, aten.index_reduce.default, aten.median.default, aten.nanmedian.default),):
+    implements_beyond_exact_float64(_operator)(
+        functools.partial(refuse_operator, _operator, "chooses elements in float64, which does not hold these,")
+    )
 
 
 @implements_beyond_float64(aten.var_mean.correction)
