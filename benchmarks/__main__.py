@@ -26,7 +26,6 @@ NAMES = (
     "mctensor",
     "mctensor_experiments",
     "mctensor_operators",
-    "hilbert",
     "mammals",
     "op_coverage",
     "grad_modes",

@@ -164,16 +164,6 @@ def expansions() -> Launches:
         yield told, (between, size), lambda: round_under_scale(wide, scale, count, dtype)
 
 
-def divisions() -> Launches:
-    """Quotients that are rounded to integers, and remainders, by several kernels each."""
-    from halfulp.arithmetic._pointwise import DIVISIONS, pointwise
-
-    for name, (dtype, count) in itertools.product(DIVISIONS, ((BF16, 3), (FP32, 2), (FP64, 1))):
-        parts = tuple(numbers(dtype) * 2.0**-k for k in range(count))
-        run = lambda: pointwise(name, parts, parts, components=count, dtype=dtype)  # noqa: E731
-        yield f"{name} of {count} x {dtype}", None, run
-
-
 def reductions() -> Launches:
     """Sums, means and products of one to three components, of many columns and of few."""
     from halfulp.arithmetic import _reductions as module
@@ -216,7 +206,6 @@ FAMILIES: dict[str, Callable[[], Launches]] = {
     "optimizer steps, scaled": scaled_steps,
     "float32 weights, averages": weights_and_averages,
     "expansions, element by element": expansions,
-    "expansions, integer quotients": divisions,
     "expansions, reductions": reductions,
     "exact sums": exact_sums,
     "scaled results": scaled_results,

@@ -25,7 +25,7 @@ AREAS = {
         "scaled wide scaled_architectures scaled_starts formulas grad_modes compiled",
     ),
     "scaled-operators": ("Operators on scaled tensors", "op_coverage"),
-    "mctensor": ("MCTensors", "mctensor mctensor_experiments mctensor_values hilbert mammals"),
+    "mctensor": ("MCTensors", "mctensor mctensor_experiments mctensor_values mammals"),
     "mctensor-operators": ("Operators on MCTensors", "mctensor_operators"),
     "observation": (
         "Observing, findings, forecasts, proofs",

@@ -9,7 +9,7 @@ import mpmath
 import pytest
 import torch
 
-from halfulp.arithmetic._functions import DIVISIONS, FUNCTIONS
+from halfulp.arithmetic._functions import FUNCTIONS
 from halfulp.kernels import engine, same_bits
 from halfulp.mctensor import MCTensor
 from halfulp.subclass import strict
@@ -21,7 +21,7 @@ _NO_OPERATORS = {"renormalize", "compare"}
 
 
 def test_every_function_of_the_arithmetic_is_a_case():
-    assert {*FUNCTIONS, *DIVISIONS} - _NO_OPERATORS <= set(CASES)
+    assert set(FUNCTIONS) - _NO_OPERATORS <= set(CASES)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -33,7 +33,7 @@ def test_a_value_is_within_its_bound(kind, seed):
             assert judged(name, operands, case.call(*operands))[1] == []
 
 
-@pytest.mark.parametrize("name", ["sin", "cos", "exp", "remainder"])
+@pytest.mark.parametrize("name", ["exp", "tanh", "floor"])
 def test_no_element_changes_another(name, seed):
     case = CASES[name]
     operands = drawn(case, (torch.float64, 2), 6)
@@ -44,15 +44,15 @@ def test_no_element_changes_another(name, seed):
 
 # Operators of several steps, with numbers of their own, or whose derivative has such.
 NAMES = (
-    *("addcmul", "atan2", "cdist", "deg2rad", "einsum", "erf", "exp2", "linalg.multi_dot", "log10", "log2", "sinc"),
+    *("addcmul", "deg2rad", "einsum", "linalg.multi_dot", "log10", "log2", "sinc"),
     *("nn.functional.binary_cross_entropy_with_logits", "nn.functional.cosine_similarity", "nn.functional.group_norm"),
     *("nn.functional.hardsigmoid", "nn.functional.huber_loss", "nn.functional.kl_div", "nn.functional.layer_norm"),
     *("nn.functional.mse_loss", "nn.functional.poisson_nll_loss", "nn.functional.rms_norm", "pow", "var", "xlogy"),
-    *("special.ndtr", "linalg.vector_norm"),
+    "linalg.vector_norm",
 )
 # In whose formulas torch has numbers of its own, as float64: within 2^-53 each (docs/mctensor.md).
 NUMBERED = (
-    *("deg2rad", "erf", "exp2", "log10", "log2", "sinc", "special.ndtr"),
+    *("deg2rad", "log10", "log2", "sinc"),
     *("nn.functional.group_norm", "nn.functional.hardsigmoid"),
 )
 # In which torch's formula rounds numbers, or weights, to the components' dtype.

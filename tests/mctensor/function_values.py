@@ -31,31 +31,9 @@ def _log(x: mpmath.mpf) -> mpmath.mpf:
     return mpmath.log1p(mpmath.fsub(x, 1, exact=True)) if abs(x - 1) < 0.25 else mpmath.log(x)
 
 
-def _acosh(x: mpmath.mpf) -> mpmath.mpf:
-    t = mpmath.fsub(x, 1, exact=True)
-    return mpmath.log1p(t + mpmath.sqrt(t * (t + 2)))
-
-
 def _asinh(x: mpmath.mpf) -> mpmath.mpf:
     size = abs(x)
     return mpmath.sign(x) * mpmath.log1p(size + size * size / (1 + mpmath.sqrt(1 + size * size)))
-
-
-def _atanh(x: mpmath.mpf) -> mpmath.mpf:
-    size = abs(x)
-    return mpmath.sign(x) * mpmath.log1p(2 * size / mpmath.fsub(1, size, exact=True)) / 2
-
-
-def _legs(x: mpmath.mpf) -> mpmath.mpf:
-    return mpmath.sqrt(mpmath.fsub(1, x, exact=True) * mpmath.fadd(1, x, exact=True))
-
-
-def _floor_divide(a: Fraction, b: Fraction) -> Fraction:
-    return Fraction(math.floor(a / b))
-
-
-def _fmod(a: Fraction, b: Fraction) -> Fraction:
-    return a - b * math.trunc(a / b)
 
 
 def _power(x: mpmath.mpf, y: mpmath.mpf) -> mpmath.mpf:
@@ -102,9 +80,6 @@ CASES: dict[str, Case] = {
     "reciprocal": _function("reciprocal", lambda x: 1 / x, bound=15, rational=True),
     "exp": _function("exp", near="exponents"),
     "expm1": _function("expm1", near="exponents"),
-    "exp2": _function("exp2", lambda x: mpmath.exp(x * mpmath.ln2), near="exponents"),
-    "sinh": _function("sinh", near="exponents"),
-    "cosh": _function("cosh", near="exponents"),
     "tanh": _function("tanh", near="exponents"),
     "sigmoid": _function("sigmoid", lambda x: 1 / (1 + mpmath.exp(-x)), near="exponents"),
     "log": _function("log", _log, domain=lambda x: x > 0, near="one"),
@@ -112,37 +87,13 @@ CASES: dict[str, Case] = {
     "log10": _function("log10", lambda x: _log(x) / mpmath.ln10, domain=lambda x: x > 0, near="one"),
     "log1p": _function("log1p", domain=lambda x: x > -1, near="one"),
     "asinh": _function("asinh", _asinh),
-    "acosh": _function("acosh", _acosh, domain=lambda x: x >= 1, near="one"),
-    "atanh": _function("atanh", _atanh, domain=lambda x: abs(x) < 1, near="one"),
-    "sin": _function("sin", near="angles"),
-    "cos": _function("cos", near="angles"),
-    "tan": _function("tan", near="angles"),
-    "asin": _function("asin", lambda x: mpmath.atan2(x, _legs(x)), domain=lambda x: abs(x) <= 1, near="one"),
-    "acos": _function("acos", lambda x: mpmath.atan2(_legs(x), x), domain=lambda x: abs(x) <= 1, near="one"),
-    "atan": _function("atan"),
-    "atan2": _function("atan2", operands=2),
-    "erf": _function("erf", near="exponents"),
-    "erfc": _function("erfc", lambda x: mpmath.erfc(x) if x < 2**20 else mpmath.mpf(0), near="exponents"),
-    "hypot": _function("hypot", operands=2),
+    "sin": _function("sin", domain=lambda x: abs(x) < 2**20, near="angles"),
+    "cos": _function("cos", domain=lambda x: abs(x) < 2**20, near="angles"),
     "pow": _function("pow", _power, operands=2, domain=lambda x, y: x > 0, near="powers"),
     "floor": _function("floor", lambda x: Fraction(math.floor(x)), near="integers", bound=1, rational=True),
     "ceil": _function("ceil", lambda x: Fraction(math.ceil(x)), near="integers", bound=1, rational=True),
     "trunc": _function("trunc", lambda x: Fraction(math.trunc(x)), near="integers", bound=1, rational=True),
-    "round": _function("round", lambda x: Fraction(round(x)), near="integers", bound=1, rational=True),
     "frac": _function("frac", lambda x: x - math.trunc(x), near="integers", bound=3, rational=True),
-    "remainder": _function(
-        "remainder", lambda a, b: a - b * math.floor(a / b), operands=2, near="multiples", bound=1, rational=True
-    ),
-    "fmod": _function("fmod", _fmod, operands=2, near="multiples", bound=1, rational=True),
-    "floor_divide": _function("floor_divide", _floor_divide, operands=2, near="multiples", bound=1, rational=True),
-    "trunc_divide": Case(
-        lambda a, b: torch.div(a, b, rounding_mode="trunc"),
-        lambda a, b: Fraction(math.trunc(a / b)),
-        2,
-        near="multiples",
-        bound=1,
-        rational=True,
-    ),
 }
 
 

@@ -6,7 +6,6 @@ import inspect
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfulp import MCTensor, multicomponent
@@ -89,22 +88,6 @@ def test_a_layer_takes_plain_float32(name, training, dtype, seed):
             else:
                 x = x.decode() if isinstance(x, MCTensor) else x.double()
                 assert (x - y).abs().max() <= ROUNDED[dtype] * max(1.0, y.abs().max().item()), name
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_packed_plain_sequences(kind, seed):
-    start = kind(3, 4, batch_first=True).double()
-    with torch.no_grad():
-        for parameter in start.parameters():
-            parameter.copy_(MCTensor.encode(parameter, 2, torch.float32).decode())
-    model = multicomponent(copy.deepcopy(start), 2, torch.float32)
-    sequences = [r(n, 3) for n in (5, 3, 4)]
-    packed = pack_sequence(sequences, enforce_sorted=False)
-    for out in (model(packed)[0], model(input=packed)[0]):
-        found, _ = pad_packed_sequence(out, batch_first=True)
-        wanted, _ = pad_packed_sequence(start(pack_sequence([x.double() for x in sequences], False))[0], True)
-        assert isinstance(found, MCTensor)
-        assert (found.decode() - wanted).abs().max() <= NEAR[torch.float32]
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

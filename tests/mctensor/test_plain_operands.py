@@ -26,7 +26,6 @@ CASES = {
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (4,), w, b), (FOUR, (4,), (4,))),
     "group_norm": (lambda x, w, b: F.group_norm(x, 3, w, b), (FOUR, (3,), (3,))),
     "rms_norm": (lambda x, w: F.rms_norm(x, (4,), w), (FOUR, (4,))),
-    "attention": (F.scaled_dot_product_attention, (FOUR, FOUR, FOUR)),
     "einsum": (lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), ((4, 4),) * 3),
     "multi_dot": (lambda a, b, c: torch.linalg.multi_dot([a, b, c]), ((4, 4),) * 3),
     "kl_div": (lambda x, t: F.kl_div(x, t.abs(), reduction="sum"), (FOUR, FOUR)),
@@ -34,7 +33,6 @@ CASES = {
     "cosine_similarity": (F.cosine_similarity, (FOUR, FOUR)),
     "triplet_margin_loss": (F.triplet_margin_loss, ((2, 4),) * 3),
     "pairwise_distance": (F.pairwise_distance, ((2, 4),) * 2),
-    "bilinear": (lambda x, y, w, b: F.bilinear(x, y, w, b), ((2, 3), (2, 4), (5, 3, 4), (5,))),
     "trapezoid": (lambda y, x: torch.trapezoid(y, x), (FOUR, FOUR)),
     "LSTM's cell": (
         lambda x, h, c, u, w: torch.lstm_cell(x, (h, c), u, w)[1],

@@ -49,6 +49,7 @@ def test_float32_x2_with_another_operand(other, dtype, components):
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE, DOUBLE])
 @pytest.mark.parametrize("components", [1, 2, 3, 4])
 def test_steps_inside_an_operator_leave_its_number_of_components(dtype, components):

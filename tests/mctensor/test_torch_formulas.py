@@ -40,12 +40,8 @@ def _targets(x):
 
 # Element by element, or one number of all elements.
 ELEMENTWISE = {
-    "erf": (torch.erf, mpmath.erf),
-    "erfc": (torch.erfc, mpmath.erfc),
-    "ndtr": (torch.special.ndtr, mpmath.ncdf),
     "log2": (torch.log2, lambda v: mpmath.log(v) / mpmath.log(2)),
     "log10": (torch.log10, mpmath.log10),
-    "exp2": (torch.exp2, lambda v: mpmath.mpf(2) ** v),
     "hardsigmoid": (F.hardsigmoid, lambda v: (v + 3) / 6),
     "hardswish": (F.hardswish, lambda v: v * (v + 3) / 6),
     "x ** (1 / 3)": (lambda x: x ** (1 / 3), lambda v: v ** mpmath.mpf(1 / 3)),
@@ -135,7 +131,7 @@ def test_a_compiled_graph_holds_the_same_numbers(seed):
     values, found = torch.rand(5, dtype=torch.float64), []
 
     def function(x):
-        return (torch.erf(x) + torch.deg2rad(x) + F.mse_loss(x, x * 0)).sum()
+        return (torch.tanh(x) + torch.deg2rad(x) + F.mse_loss(x, x * 0)).sum()
 
     for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
         x = MCTensor.encode(values, 2, gradients="components").requires_grad_()

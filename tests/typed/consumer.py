@@ -114,12 +114,9 @@ def linear_algebra() -> None:
     assert_type(hu.arithmetic.cholesky(a, 2, torch.float32), Parts)
     assert_type(hu.arithmetic.det(a, 2, torch.float32), Parts)
     assert_type(hu.arithmetic.inverse(a, 2, torch.float32), Parts)
-    assert_type(hu.arithmetic.lstsq(a, a, 2, torch.float32), Parts)
     assert_type(hu.arithmetic.qr(a, 2, torch.float32), tuple[Parts, Parts])
     assert_type(hu.arithmetic.solve(a, a, 2, torch.float32), Parts)
     assert_type(hu.arithmetic.matmul(a, a, 2, torch.float32), Parts)
-    one = torch.tensor([3], dtype=torch.int32)
-    assert_type(hu.arithmetic.grouped_matmul(a, tuple(x[None] for x in a), one, 2, torch.float32), Parts)
 
 
 def optimizers() -> None:

@@ -8,10 +8,8 @@ from ._exact_sums import exact_sum as exact_sum
 from ._linalg import cholesky as cholesky
 from ._linalg import det as det
 from ._linalg import inverse as inverse
-from ._linalg import lstsq as lstsq
 from ._linalg import qr as qr
 from ._linalg import solve as solve
-from ._matmul import grouped_matmul as grouped_matmul
 from ._matmul import matmul as matmul
 from ._pointwise import MOST as MOST
 from ._pointwise import PRECISION as PRECISION

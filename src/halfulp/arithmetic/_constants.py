@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -78,31 +77,3 @@ def make_sine_cosine_tables() -> tuple[list[FloatTable], list[FloatTable]]:
     mp = make_precise_context()
     points = [mp.mpf(j) / 32 for j in range(64)]
     return _split_into_tables(map(mp.sinpi, points)), _split_into_tables(map(mp.cospi, points))
-
-
-@functools.cache
-def make_arctangent_tables() -> list[FloatTable]:
-    """atan(j / 32) for j = 0 to 32."""
-    mp = make_precise_context()
-    return _split_into_tables(mp.atan(mp.mpf(j) / 32) for j in range(33))
-
-
-@functools.cache
-def make_erf_tables(count: int) -> tuple[list[FloatTable], list[FloatTable]]:
-    """erf(j / 16) and 2/sqrt(pi) e^(-(j/16)^2) for j = 0 to count - 1."""
-    mp = make_precise_context()
-    points = [mp.mpf(j) / 16 for j in range(count)]
-    return _split_into_tables(map(mp.erf, points)), _split_into_tables(
-        2 / mp.sqrt(mp.pi) * mp.exp(-x * x) for x in points
-    )
-
-
-@functools.cache
-def make_erfc_tables(count: int) -> tuple[list[FloatTable], list[FloatTable], FloatTable]:
-    """Return erfc(x) 2^k, 2/sqrt(pi) e^(-x^2) 2^k and the k that keeps them near 1, for x = j / 32, j < count."""
-    mp = make_precise_context(340)  # five components have 265 bits; erfc takes half a second
-    points = [mp.mpf(j) / 32 for j in range(count)]
-    shifts = tuple(float(int(float(x * x) * math.log2(math.e))) for x in points)
-    tail = [mp.ldexp(mp.erfc(x), int(k)) for x, k in zip(points, shifts)]
-    bell = [mp.ldexp(2 / mp.sqrt(mp.pi) * mp.exp(-x * x), int(k)) for x, k in zip(points, shifts)]
-    return _split_into_tables(tail), _split_into_tables(bell), shifts

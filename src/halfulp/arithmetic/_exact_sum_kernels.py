@@ -6,7 +6,7 @@ A window holds 16 bits of the accumulator as an int64, so that many words are ad
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -194,51 +194,16 @@ def make_block_summing_table(dtype: torch.dtype, product: bool, cuts: int, parti
     """
     element = Recording(1 + product)
     words = [_LOADS_BY_BITS[ELEMENT_FORMATS[dtype].bits](array, element.index) for array in element.arrays]
-    bits = count_block_elements(dtype, product).bit_length() - 1
-    [(*parts, minus_zero)] = _split_terms(
-        dtype, product, cuts, bits, [words], lambda several: block_largest(several[0])
-    )
+    carries = count_block_elements(dtype, product).bit_length() - 1
+    *parts, minus_zero = _split_term(dtype, product, cuts, carries, words)
     for part in parts:
         element.trace.gather_sum("sum", part)
     element.trace.gather_sum("count", minus_zero)
     return Table(element.trace, len(element.arrays), block=count_block_elements(dtype, product), partial=partial)
 
 
-@functools.cache
-def make_short_row_table(dtype: torch.dtype, product: bool, width: int) -> Table:
-    """Return the kernel that sums rows of so many terms, one row in each lane.
-
-    Columns: the first terms of all rows, the second ones, and so on, for products those of the other factor, then
-    float64: the two parts of the sums, and how many terms are -0.
-    """
-    element = Recording((1 + product) * width + 3)
-    words = [_LOADS_BY_BITS[ELEMENT_FORMATS[dtype].bits](array, element.index) for array in element.arrays[:-3]]
-
-    def find_largest(several: list) -> Any:
-        return functools.reduce(lambda x, y: select(x > y, x, y), several)
-
-    terms = [words[k::width] for k in range(width)]
-    *parts, minus_zero = zip(*_split_terms(dtype, product, 1, (width - 1).bit_length(), terms, find_largest))
-    counted = [select(mask, np.float64(1.0), np.float64(0.0)) for mask in minus_zero]
-    for array, several in zip(element.arrays[-3:], [*parts, counted]):
-        o.store64(array, element.index, o.word(_add_up(several)))
-    return Table(element.trace, len(element.arrays))
-
-
-@functools.cache
-def make_pair_rounding_table(result: torch.dtype) -> Table:
-    """Return the kernel that rounds sums of two float64; columns: both, the count of -0 terms, the sums."""
-    element = Recording(4, 1, "w64")
-    high, low, minus_zeros = (o.real(o.load64(array, element.index)) for array in element.arrays[:3])
-    bits = _round_pair(ELEMENT_FORMATS[result], high, low, o.word(minus_zeros) == element.constants[0])
-    _STORES_BY_BITS[ELEMENT_FORMATS[result].bits](element.arrays[3], element.index, bits)
-    return Table(element.trace, 4, constants=1)
-
-
-def _split_terms(
-    dtype: torch.dtype, product: bool, cuts: int, carries: int, terms: list, find_largest: Callable
-) -> list:
-    """Return for each of up to 2^carries terms, or pairs of factors, its parts and whether it is -0.
+def _split_term(dtype: torch.dtype, product: bool, cuts: int, carries: int, words: list) -> list:
+    """Return a term's parts, or those of a product of two factors, and whether it is -0; 2^carries are summed.
 
     Each term is cut at some place: q = (s + x) - s, r = x - q (Rump, Ogita, Oishi). With s = 1.5 * 2^k the q are
     multiples of 2^(k - 52), whose sum is exact while it is below 2^(k - 1); the rests, at most 2^(k - 53) each, are cut
@@ -247,30 +212,24 @@ def _split_terms(
     exponents are too far apart, or terms no finite numbers, the parts are NaN.
     """
     layout, wide = ELEMENT_FORMATS[dtype], dtype == torch.float64
-    # Of the terms' own words, or of float64, the part with the exponent.
+    # Of the term's own word, or of float64, the part with the exponent.
     own = not product and not wide
-    all_bits, all_rests, sizes, leasts = [], [], [], []
-    for words in terms:
-        values = [_convert_to_float64(dtype, word) for word in words]
-        rests = values[:1]
-        if product:
-            whole = values[0] * values[1]
-            rests = [whole, product_error(values[0], values[1], whole)] if wide else [whole]
-        bits = words[0] if own else o.word(rests[0])
-        size = o.bit_and(bits if own else o.high_word(bits), (1 << (layout.bits if own else 32) - 1) - 1)
-        least = size
-        if not own:
-            zero = np.float64(0.0)
-            nonzero = (values[0] != zero) & (values[1] != zero) if product else values[0] != zero
-            least = o.bit_or(size, select(nonzero, np.uint32(1), np.uint32(0)))
-        all_bits.append(bits)
-        all_rests.append(rests)
-        sizes.append(size)
-        # The smallest but 0 is the largest of the negatives.
-        leasts.append(o.sub(0, least))
+    values = [_convert_to_float64(dtype, word) for word in words]
+    rests = values[:1]
+    if product:
+        whole = values[0] * values[1]
+        rests = [whole, product_error(values[0], values[1], whole)] if wide else [whole]
+    bits = words[0] if own else o.word(rests[0])
+    size = o.bit_and(bits if own else o.high_word(bits), (1 << (layout.bits if own else 32) - 1) - 1)
+    least = size
+    if not own:
+        zero = np.float64(0.0)
+        nonzero = (values[0] != zero) & (values[1] != zero) if product else values[0] != zero
+        least = o.bit_or(size, select(nonzero, np.uint32(1), np.uint32(0)))
     fields, bias, shift = (_find_top_field(layout), layout.bias, layout.mantissa_bits) if own else (2047, 1023, 20)
-    high = o.shr(find_largest(sizes), shift)
-    smallest = o.sub(0, find_largest(leasts))
+    high = o.shr(block_largest(size), shift)
+    # The smallest but 0 is the largest of the negatives.
+    smallest = o.sub(0, block_largest(o.sub(0, least)))
     low = o.shr(smallest, shift)
     high_one, low_one = (select(field == 0, np.uint32(1), field) for field in (high, low))
     # The last bit of a product is at 2^(e - below) or above, its first one at 2^e.
@@ -289,15 +248,12 @@ def _split_terms(
         exponent = o.add(high_one, above)
         exponent = select(high_one > -above, exponent, np.uint32(1)) if above < 0 else exponent
         starts.append(o.real(select(lost, np.uint64(0x7FF8 << 48), o.bit_or(o.shl(o.widen(exponent), 52), 1 << 51))))
-    found = []
-    for bits, rests in zip(all_bits, all_rests):
-        sums = []
-        for k, start in enumerate(starts):
-            parts = [(start + rest) - start for rest in (rests if k else rests[:1])]
-            sums.append(_add_up(parts))
-            rests = [rest - part for rest, part in zip(rests, parts)] + rests[len(parts) :]
-        found.append([*sums, _add_up(rests), bits == 1 << (63 if not own else layout.bits - 1)])
-    return found
+    sums = []
+    for k, start in enumerate(starts):
+        parts = [(start + rest) - start for rest in (rests if k else rests[:1])]
+        sums.append(_add_up(parts))
+        rests = [rest - part for rest, part in zip(rests, parts)] + rests[len(parts) :]
+    return [*sums, _add_up(rests), bits == 1 << (63 if not own else layout.bits - 1)]
 
 
 def _convert_to_float64(dtype: torch.dtype, word: Any) -> Any:
@@ -406,30 +362,6 @@ def _round_head(layout: Format, head: Any, exponent: Any) -> Any:
     field = select(exponent > lowest, o.sub(exponent, lowest), _WORD_ZERO)
     infinity = np.uint64(_find_top_field(layout) << layout.mantissa_bits)
     return select(field > _find_top_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits)))
-
-
-def _round_pair(layout: Format, high: Any, low: Any, all_minus_zero: Any) -> Any:
-    """Return the bits of the number nearest to the sum of two float64, as a word of the layout's width; NaN for NaN."""
-    zero, sign = np.float64(0.0), np.uint64(1 << layout.bits - 1)
-    total = high + low
-    # What rounding took away (Knuth's two-sum).
-    back = total - high
-    rest = (high - (total - back)) + (low - back)
-    bits = o.word(total)
-    size = o.bit_and(bits, (1 << 63) - 1)
-    if layout.bits < 64:
-        field = o.shr(size, 52)
-        # Numbers without a leading bit are far below the smallest of the result.
-        head = o.shl(o.bit_or(o.bit_and(size, (1 << 52) - 1), 1 << 52), _HEAD_BITS - 53)
-        grows = ((rest > zero) & (total > zero)) | ((rest < zero) & (total < zero))
-        head = select(rest != zero, select(grows, o.bit_or(head, 1), o.sub(head, 1)), head)
-        size = _round_head(layout, head, o.add(field, _EXPONENT_OFFSET - 1023))
-    size = select(total == zero, _WORD_ZERO, size)
-    negative = (total < zero) | ((total == zero) & all_minus_zero)
-    size = o.bit_or(size, select(negative, sign, _WORD_ZERO))
-    nan = np.uint64((1 << layout.exponent_bits + 1) - 1 << layout.mantissa_bits - 1)
-    size = select(total != total, nan, size)
-    return size if layout.bits == 64 else o.low_word(size)
 
 
 def _mask_low_bits(count: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,10 +25,8 @@ from ..kernels import (
 from ..kernels._device_function import Table
 from ..kernels._trace import COUNTER_COPIES
 from ..kernels.triton._launch import TILE_ELEMENTS, TableKernel, find_checked_kernel
-from ..kernels.vector._machine_function import Kernel
-from ..kernels.vector._table_loop import compile_row, compile_table
+from ..kernels.vector._table_loop import compile_table
 from ._exact_sum_kernels import (
-    BLOCK_LENGTH,
     ELEMENT_FORMATS,
     LIMB_BITS,
     LIMB_COUNT,
@@ -41,8 +38,6 @@ from ._exact_sum_kernels import (
     count_cuts,
     make_accumulator_rounding_table,
     make_block_summing_table,
-    make_pair_rounding_table,
-    make_short_row_table,
     make_term_adding_table,
 )
 
@@ -51,7 +46,7 @@ _ELEMENTS_AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
 _ROWS_AT_ONCE = 4096  # of which windows are in memory at a time
 _PIECE_LENGTH = 1 << 16  # neighbours that are added up by themselves, for a thread
 _FEWEST_FOR_BLOCKS = 1 << 15  # elements that are not worth blocks
-_LONGEST_IN_LANES = 8  # columns up to which rows are summed up in lanes
+_SHORTEST_BLOCK = 256  # elements of a row that is worth a block
 _LONGEST_WITHOUT_COPIES = 128  # elements of a piece up to which there are no copies of counters
 _MOST_COPIED_WORDS = 1 << 20  # words of counters up to which there are copies
 _COUNTERS_PER_ROW = 32  # counters of a row of many tiles on an accelerator, for which programs do not queue
@@ -65,28 +60,14 @@ def sum_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None)
 
     Without a dtype the sums are unrounded accumulators: int64 (rows, WORD_COUNT).
     """
-    operands = [a] if b is None else [a, b]
-    (rows, columns), own, product = operands[0].shape, operands[0].dtype, len(operands) > 1
-    # Products of float64 have three parts.
-    in_pairs = dtype and rows and 0 < columns <= BLOCK_LENGTH and not (product and own == torch.float64)
-    if dtype and in_pairs and select_engine(operands[0].device.type) == "llvm":
-        width = max(4, 1 << (columns - 1).bit_length()) if columns <= _LONGEST_IN_LANES <= rows else None
-        _check_pair_sums(own, product, dtype, width)
-        found = _sum_rows_in_pairs(operands, dtype, width)
-        if (lost := found.isnan()).any():
-            found[lost] = _sum_any_rows([x[lost] for x in operands], dtype)
-        return found
-    return _sum_any_rows(operands, dtype)
+    operands, product = [a] if b is None else [a, b], b is not None
+    reach = LimbRange.for_terms(a.dtype, product)
+    return _sum_by_engine(_choose_engine(a, a.dtype, product), operands, reach, dtype)
 
 
 def round_accumulators(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the float nearest to each accumulator, (rows, WORD_COUNT) -> (rows,)."""
     return _round_windows(_choose_engine(words, torch.float64, False), words, LimbRange(), dtype)
-
-
-def _sum_any_rows(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
-    own, product = operands[0].dtype, len(operands) > 1
-    return _sum_by_engine(_choose_engine(operands[0], own, product), operands, LimbRange.for_terms(own, product), dtype)
 
 
 def _sum_by_engine(engine: str, operands: Operands, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
@@ -106,7 +87,7 @@ def _choose_engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
         _check_kernels(dtype, product)
     elif engine == "triton":
         run, reference = _make_canary(dtype, product)
-        kind, name = ("exact sums", dtype, product), _name_canary(dtype, product)
+        kind, name = ("exact sums", dtype, product), _make_canary_name(dtype, product)
         return find_checked_kernel(kind, name, x.device, lambda: engine, run, reference) or "reference"
     return engine
 
@@ -166,9 +147,12 @@ def _fill_windows_by_triton(operands: Operands, reach: LimbRange) -> torch.Tenso
 def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     (rows, columns), dtype, product = operands[0].shape, operands[0].dtype, len(operands) > 1
     row, nothing = np.arange(rows), np.zeros(rows, np.int64)
-    size = count_block_elements(dtype, product)
+    # A short row is one block that is not full.
+    whole = count_block_elements(dtype, product)
+    size = min(whole, max(columns, 1))
     found: np.ndarray = np.zeros((rows, reach.counter_count + 1), np.int64)
-    rest = columns if rows * columns <= _FEWEST_FOR_BLOCKS else columns % size
+    has_few = rows * columns <= _FEWEST_FOR_BLOCKS or columns < _SHORTEST_BLOCK
+    rest = columns if has_few else columns % size
     begin = np.arange(0, columns - rest, size)
     if rest:
         found = _fill_windows_of_pieces(operands, reach, row, nothing + columns - rest, nothing + rest)
@@ -180,7 +164,7 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     pointers = np.stack([_find_row_addresses(x, row) for x in operands], 1)
     lost = np.ones((rows, len(begin)), bool)
     for cuts in count_cuts(dtype, product):
-        table, left = make_block_summing_table(dtype, product, cuts), cut[lost]
+        table, left = make_block_summing_table(dtype, product, cuts, size < whole), cut[lost]
         sums = np.empty((len(left), table.sums))
         given = address_of(left), address_of(pointers), 0, 0, 0, address_of(sums)
         run_chunks(_compile_table_kernel("llvm", table), left[:, 2], *given)
@@ -230,67 +214,11 @@ def _find_row_addresses(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
     return found
 
 
-# rows of which two float64 hold the sums -----------------------------------------------------------------------
-
-
-def _sum_rows_in_pairs(operands: Operands, dtype: torch.dtype, width: int | None) -> torch.Tensor:
-    """Return the sums of rows of up to BLOCK_LENGTH terms, NaN for those that two float64 do not hold.
-
-    With a width a row is summed up in a lane, of terms that are filled up to so many by -0.
-    """
-    rows, columns = operands[0].shape
-    sums = _sum_rows_in_lanes(operands, width) if width else _sum_row_blocks(operands)
-    out = torch.empty(rows, dtype=WORD_TYPES[ELEMENT_FORMATS[dtype].bits], device="cpu")
-    cut, terms = _cut_line_into_chunks(rows), np.array([width or columns], np.float64)
-    step, at = sums.itemsize * rows, address_of(sums)
-    given = address_of(cut), address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
-    run_chunks(_compile_row_kernel(make_pair_rounding_table(dtype)), cut[:, 2], *given)
-    return out.view(dtype)
-
-
-def _sum_rows_in_lanes(operands: Operands, width: int) -> np.ndarray:
-    """Return the parts of the sums of rows, and how many terms are -0: (3, rows)."""
-    rows, columns = operands[0].shape
-    turned = operands[0].new_empty(len(operands), width, rows)
-    turned[:, columns:] = 0.0
-    turned[0, columns:] = -0.0
-    for to, x in zip(turned, operands):
-        to[:columns] = x.t()
-    sums = np.empty((3, rows))
-    kernel = _compile_row_kernel(make_short_row_table(turned.dtype, len(operands) > 1, width))
-    step, at = rows * turned.element_size(), address(turned)
-    cut, pointers = _cut_line_into_chunks(rows), range(at, at + len(operands) * width * step, step)
-    step, at = sums.itemsize * rows, address_of(sums)
-    run_chunks(kernel, cut[:, 2], address_of(cut), 0, 0, 0, *pointers, at, at + step, at + 2 * step)
-    return sums
-
-
-def _sum_row_blocks(operands: Operands) -> np.ndarray:
-    """Return the parts of the sums of rows of one block each, and how many terms are -0: (3 and more, rows)."""
-    rows, columns = operands[0].shape
-    table = make_block_summing_table(operands[0].dtype, len(operands) > 1, 1, partial=columns < BLOCK_LENGTH)
-    # Chunks, pointers and sums, one behind the other.
-    begin = [0, 4 * rows, (4 + len(operands)) * rows, (4 + len(operands) + table.sums) * rows]
-    work, number = np.zeros(begin[-1], np.int64), np.arange(rows)
-    cut, pointers, sums = (work[i:j].reshape(rows, -1) for i, j in itertools.pairwise(begin))
-    cut[:, 0], cut[:, 2] = number, columns
-    for k, x in enumerate(operands):
-        pointers[:, k] = _find_row_addresses(x, number)
-    at = address_of(work)
-    run_chunks(_compile_table_kernel("llvm", table), cut[:, 2], at, at + 8 * begin[1], 0, 0, 0, at + 8 * begin[2])
-    return np.ascontiguousarray(sums.T)
-
-
 @functools.lru_cache(64)
 def _cut_line_into_chunks(count: int) -> np.ndarray:
     """Return the chunks of so many elements in a line."""
     begin = np.arange(0, count, CHUNK_ELEMENTS)
     return np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK_ELEMENTS), begin], 1)
-
-
-@functools.cache
-def _compile_row_kernel(table: Table) -> Kernel:
-    return compile_row("exact_sums", table)
 
 
 # windows into words or a float -------------------------------------------------------------------------------
@@ -341,27 +269,10 @@ def _compile_table_kernel(engine: str, table: Table) -> Any:
 def _check_kernels(dtype: torch.dtype, product: bool) -> None:
     """Compare the kernels' bits on fixed rows with the reference's, once per process, dtype and kind (a canary)."""
     run, reference = _make_canary(dtype, product)
-    check_bits(_name_canary(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
+    check_bits(_make_canary_name(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
 
 
-@functools.cache
-def _check_pair_sums(dtype: torch.dtype, product: bool, result: torch.dtype, width: int | None) -> None:
-    """Compare the bits of `_sum_rows_in_pairs` with the reference's, for fixed rows of which it finds the sum."""
-    a = _make_canary_rows(dtype)
-    a = a[:, :960].reshape(-1, width) if width else a[:, :1000]
-    operands = [a, a.flip(1).contiguous()] if product else [a]
-
-    def reference() -> torch.Tensor:
-        return _sum_by_engine("reference", operands, LimbRange.for_terms(dtype, product), result)
-
-    def fast() -> list[torch.Tensor]:
-        found = _sum_rows_in_pairs(operands, result, width)
-        return [torch.where(found.isnan(), reference(), found)]
-
-    check_bits(f"{_name_canary(dtype, product)} of rows", fast, lambda: [reference()])
-
-
-def _name_canary(dtype: torch.dtype, product: bool) -> str:
+def _make_canary_name(dtype: torch.dtype, product: bool) -> str:
     return f"{'exact_dot' if product else 'exact_sum'} ({dtype})"
 
 
@@ -407,8 +318,7 @@ def exact_sum(
     are terms and all of them are -0. The sum of nothing is +0.
 
     Args:
-        x: float16, bfloat16, float32 or float64 tensor, any shape, strides and device; or an MCTensor, whose
-            components all count, and whose sum is an MCTensor, each component correctly rounded.
+        x: float16, bfloat16, float32 or float64 tensor, any shape, strides and device.
         dim: one dimension or several; None or () for all.
         keepdim: whether those dimensions stay, with size 1.
         dtype: of the result, one of the four; None for x's. float64 sums of float32 keep more of the same exact value.
@@ -417,7 +327,8 @@ def exact_sum(
         The sums. Their gradient is that of torch.sum.
 
     Raises:
-        TypeError: integer, complex or other elements, or such a `dtype`; scaled tensors.
+        TypeError: integer, complex or other elements, or such a `dtype`; scaled tensors and MCTensors.
+        NotImplementedError: under torch.func's transforms and in forward mode.
         ValueError: a dimension is given twice.
         IndexError: there is no such dimension.
 
@@ -426,7 +337,8 @@ def exact_sum(
     (0.0, 1.0, 1.0)
     """
     _check_operand(x, "exact_sum")
-    return _sum_differentiably(x, normalize_dims(x.dim(), dim), keepdim, _check_result_dtype(dtype, x.dtype))
+    dtype = _check_result_dtype(dtype, x.dtype)
+    return _run_outside_transforms("exact_sum", _sum_operator, x, normalize_dims(x.dim(), dim), keepdim, dtype)
 
 
 def exact_dot(
@@ -437,7 +349,7 @@ def exact_dot(
     Products are exact also where a float's would overflow or underflow: 2^-1074 * 2^-1074 counts.
 
     Args:
-        a: float16, bfloat16, float32 or float64 tensor, or an MCTensor, as in `exact_sum`.
+        a: float16, bfloat16, float32 or float64 tensor.
         b: the same; shapes broadcast, and of two dtypes the products are of what torch promotes them to.
         dim: of the broadcast shape, one or several; None or () for all.
         keepdim: whether those dimensions stay, with size 1.
@@ -448,7 +360,7 @@ def exact_dot(
         to the wider dtype and one to its own.
 
     Raises:
-        TypeError, ValueError, IndexError: as `exact_sum`.
+        TypeError, ValueError, IndexError, NotImplementedError: as `exact_sum`.
         RuntimeError: the shapes do not broadcast.
 
     >>> a = torch.tensor([1e200, 1.0, 1e200], dtype=torch.float64)
@@ -457,7 +369,8 @@ def exact_dot(
     1e-300
     """
     a, b = _promote_operands(a, b, "exact_dot")
-    return _sum_differentiably(a, b, normalize_dims(a.dim(), dim), keepdim, _check_result_dtype(dtype, a.dtype))
+    dtype = _check_result_dtype(dtype, a.dtype)
+    return _run_outside_transforms("exact_dot", _dot_operator, a, b, normalize_dims(a.dim(), dim), keepdim, dtype)
 
 
 def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = None) -> torch.Tensor:
@@ -533,11 +446,10 @@ def _check_operand(x: torch.Tensor, name: str) -> None:
             f"{name} takes float16, bfloat16, float32 and float64 tensors, got {_describe_kind(x)}: integers need no "
             "rounding (torch.sum), complex numbers are summed as view_as_real(x)"
         )
-    # Of tensor classes of higher layers only sums of components have room for a result that is not rounded again.
-    if hasattr(type(x), "decode") and not hasattr(type(x), "components"):
+    if hasattr(type(x), "decode"):
         raise TypeError(
-            f"{name} takes plain tensors and MCTensors, got {type(x).__name__}: give x.decode(torch.float64), which is "
-            "exact for payload times scale"
+            f"{name} takes plain tensors, got {type(x).__name__}: give x.decode(torch.float64), or, of an MCTensor, "
+            "exact_round of the sum of exact_partial of each of x.components"
         )
 
 
@@ -604,12 +516,12 @@ def _fake_sum(x: torch.Tensor, *given: Any) -> torch.Tensor:
     return x.new_empty(find_result_shape(x.shape, dim, keepdim), dtype=dtype)
 
 
-_SUM_OPERATORS: dict[int, Callable[..., torch.Tensor]] = {
-    1: define_operator("exact_sum(Tensor x, int[] dim, bool keepdim, ScalarType dtype) -> Tensor", _run_sum, _fake_sum),
-    2: define_operator(
-        "exact_dot(Tensor a, Tensor b, int[] dim, bool keepdim, ScalarType dtype) -> Tensor", _run_sum, _fake_sum
-    ),
-}
+_sum_operator: Callable[..., torch.Tensor] = define_operator(
+    "exact_sum(Tensor x, int[] dim, bool keepdim, ScalarType dtype) -> Tensor", _run_sum, _fake_sum
+)
+_dot_operator: Callable[..., torch.Tensor] = define_operator(
+    "exact_dot(Tensor a, Tensor b, int[] dim, bool keepdim, ScalarType dtype) -> Tensor", _run_sum, _fake_sum
+)
 _partial_operator = define_operator(
     "exact_partial(Tensor a, Tensor? b, int[] dim) -> Tensor",
     _run_partial,
@@ -627,8 +539,6 @@ def _save_for_gradient(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) 
     ctx.shape, ctx.dtype, ctx.is_dot = operands[0].shape, operands[0].dtype, len(operands) > 1
     if ctx.is_dot:
         ctx.save_for_backward(*operands)
-        if hasattr(ctx, "save_for_forward"):  # not the context of an operator
-            ctx.save_for_forward(*operands)
 
 
 def _compute_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -644,43 +554,15 @@ def _compute_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | 
     return for_a, for_b, None, None, None
 
 
-def _sum_batch(info: Any, places: Any, *given: Any) -> tuple[torch.Tensor, int]:
-    *operands, dim, keepdim, dtype = given
-    batches = [
-        x.expand(info.batch_size, *x.shape) if place is None else x.movedim(place, 0)
-        for x, place in zip(operands, places)
-    ]
-    return _SUM_OPERATORS[len(batches)](*batches, [d + 1 for d in dim], keepdim, dtype), 0
-
-
 for _name in ("halfulp::exact_sum", "halfulp::exact_dot"):
     torch.library.register_autograd(_name, _compute_gradient, setup_context=_save_for_gradient)
-    torch.library.register_vmap(_name, _sum_batch)
 
 
-class _ExactSumFunction(torch.autograd.Function):
-    """Either operator as an autograd Function, for transforms of torch.func."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*given: Any) -> torch.Tensor:
-        return _SUM_OPERATORS[len(given) - 3](*given)
-
-    setup_context = staticmethod(_save_for_gradient)
-    backward = staticmethod(_compute_gradient)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
-        """Return the sum of the tangent, or of the products of each with the other factor, each sum rounded once."""
-        given = ctx.dims, ctx.keepdim, ctx.result_dtype
-        if not ctx.is_dot:
-            return _sum_differentiably(tangents[0], *given)
-        pairs = zip(tangents, reversed(ctx.saved_tensors))
-        parts = [_sum_differentiably(tangent, other, *given) for tangent, other in pairs if tangent is not None]
-        return sum(parts[1:], parts[0])
-
-
-def _sum_differentiably(*given: Any) -> torch.Tensor:
-    summed: torch.Tensor = (_ExactSumFunction.apply if is_under_transform() else _SUM_OPERATORS[len(given) - 3])(*given)
-    return summed
+def _run_outside_transforms(name: str, operator: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+    """Run an operator, outside of torch.func's transforms: there jvp would take its derivative for 0."""
+    if is_under_transform():
+        raise NotImplementedError(
+            f"{name} under torch.func (vmap, grad, jvp) or in forward mode has no rule: sum batches by dim=, take "
+            "gradients by backward(), or use torch.sum there"
+        )
+    return operator(*given)

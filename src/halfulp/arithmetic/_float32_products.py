@@ -46,8 +46,7 @@ _UNWIDENED_PRODUCT_NAMES = {
     *("smm", "sspaddmm", "hspmm", "_sparse_mm", "sparse_sampled_addmm"),
     *("cdist", "matrix_power", "_scaled_mm", "_grouped_mm", "multi_head_attention_forward"),
 }
-_IN_PLACE_PRODUCT_NAMES = {"addmm_", "addbmm_", "baddbmm_", "addmv_"}
-# What torch.autocast computes in its dtype on the CPU, of the above; not when it is given out=.
+# What torch.autocast computes in its dtype on the CPU, of the above.
 _AUTOCAST_PRODUCT_NAMES = {
     *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "linear"),
     *("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
@@ -60,7 +59,7 @@ _NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.lin
 NAMES_BY_PRODUCT_FUNCTION: dict[Any, str] = {
     getattr(holder, name): name
     for holder in _NAMESPACES
-    for name in sorted(((PRODUCT_NAMES | RECURRENT_CELL_NAMES) - _UNWIDENED_PRODUCT_NAMES) | _IN_PLACE_PRODUCT_NAMES)
+    for name in sorted((PRODUCT_NAMES | RECURRENT_CELL_NAMES) - _UNWIDENED_PRODUCT_NAMES)
     if callable(getattr(holder, name, None))
 }
 _autograd: Any = torch._C._autograd
@@ -83,7 +82,8 @@ def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[
 
     Args:
         function: one of `NAMES_BY_PRODUCT_FUNCTION`.
-        args, kwargs: its own. Operands that are not plain narrow tensors of one dtype on the CPU leave it as it is.
+        args, kwargs: its own. Operands that are not plain narrow tensors of one dtype on the CPU, and `out=`, leave it
+            as it is.
 
     Returns:
         What the function returns, of its operands' dtype.
@@ -92,8 +92,6 @@ def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[
     dtype = _find_dtype_to_widen(name, args, kwargs)
     if dtype is None:
         return function(*args, **kwargs)
-    if name in _IN_PLACE_PRODUCT_NAMES or kwargs.get("out") is not None:
-        return _compute_and_write(function, name, args, kwargs, dtype)
     _count_product(name, dtype)
     if not torch.is_autocast_enabled("cpu"):
         return _call_in_float32(function, args, kwargs, dtype, (dtype,))
@@ -107,25 +105,10 @@ def _count_product(name: str, dtype: torch.dtype) -> None:
     note_fallback("float32 products", f"{name} of {str(dtype).removeprefix('torch.')}")
 
 
-def _compute_and_write(
-    function: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype
-) -> Any:
-    """Compute a product that is to be written into its first argument or into `out`, and write it."""
-    target = args[0] if name in _IN_PLACE_PRODUCT_NAMES else kwargs["out"]
-    plain = getattr(torch, name.removesuffix("_")) if name in _IN_PLACE_PRODUCT_NAMES else function
-    result = multiply_in_float32(plain, args, {key: value for key, value in kwargs.items() if key != "out"})
-    if name not in _IN_PLACE_PRODUCT_NAMES:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in iterate_tensors((args, target))):
-            return function(*args, **kwargs)  # torch refuses it, in its own words
-        if target.shape != result.shape:
-            target.resize_(result.shape)
-    return target.copy_(result)
-
-
 def _find_dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
     """Return the narrow dtype of operands that are to be multiplied in float32; None to leave the call as it is."""
     dtypes = widened_dtypes()
-    if not dtypes or kwargs.get("dtype") is not None or kwargs.get("out_dtype") is not None:
+    if not dtypes or any(kwargs.get(key) is not None for key in ("dtype", "out_dtype", "out")):
         return None
     if name == "lstm" and torch.compiler.is_compiling():
         return None  # AOTAutograd cannot take what torch's float32 kernel keeps for the backward pass
@@ -141,7 +124,7 @@ def _find_dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torc
             found.add(x.dtype)
     if count < 2 and name in _NAMES_OF_SEVERAL_OPERANDS:
         return None
-    if torch.is_autocast_enabled("cpu") and name in _AUTOCAST_PRODUCT_NAMES and kwargs.get("out") is None:
+    if torch.is_autocast_enabled("cpu") and name in _AUTOCAST_PRODUCT_NAMES:
         dtype = torch.get_autocast_dtype("cpu")
         if found and all(x in _WIDENED_DTYPES for x in found):
             return dtype if dtype in dtypes else None

@@ -9,9 +9,8 @@ the quotient's size; a rounded quotient would decide wrongly beside every intege
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -25,7 +24,6 @@ from ..kernels import (
     gather,
     is_finite,
     nearest_integer,
-    note_fallback,
     power,
     select,
     times_power,
@@ -230,28 +228,6 @@ def tanh(x: Terms, n: int) -> Terms:
     return keep_sign_of_zero(x, _copy_sign(x[0], made))
 
 
-def _halve_exponentials(size: Terms, n: int) -> tuple[Terms, Terms]:
-    """e^x / 2 and e^-x / 2 for x >= 0."""
-    grown = evaluate_exp(size, n, less=1.0)
-    return grown, divide(make_constants(size[0], [0.25]), grown, n)
-
-
-def sinh(x: Terms, n: int) -> Terms:
-    """(e^x - e^-x) / 2, for |x| < 1 by expm1."""
-    size = _take_absolute(x)
-    up, down = _halve_exponentials(size, n)
-    e = evaluate_expm1(size, n)
-    near = scale_terms(add(e, divide(e, add(e, make_constants(x[0], [1.0]), n), n), n), 0.5)
-    far = finish_special_values(up[0], add(up, [select(is_finite(up[0]), t, 0.0) for t in negate(down)], n))
-    return keep_sign_of_zero(x, _copy_sign(x[0], _select_terms(size[0] < 1.0, near, far)))
-
-
-def cosh(x: Terms, n: int) -> Terms:
-    """(e^x + e^-x) / 2."""
-    up, down = _halve_exponentials(_take_absolute(x), n)
-    return finish_special_values(up[0], add(up, [select(is_finite(up[0]), t, 0.0) for t in down], n))
-
-
 def _evaluate_log_of_sum(x: Terms, rest: Terms, n: int) -> Terms:
     """log(1 + rest), and log(2 x) where x is large; x >= 0."""
     one, zero = make_constants(x[0], [1.0, 0.0])
@@ -272,18 +248,6 @@ def asinh(x: Terms, n: int) -> Terms:
     made = _evaluate_log_of_sum(size, add(near, divide(square, below, n), n), n)
     made = finish_special_values(select(is_finite(x[0]), made[0], size[0]), made)
     return keep_sign_of_zero(x, _copy_sign(x[0], made))
-
-
-def acosh(x: Terms, n: int) -> Terms:
-    """log1p(t + sqrt(t (t + 2))) for t = x - 1."""
-    near = _limit_terms(x[0] > _LEAST_LARGE_ARGUMENT, make_constant(x[0], 1.0), x)
-    t = distill_terms([near[0], *make_constants(x[0], [-1.0]), *near[1:]], n)
-    inner = multiply(t, add(t, make_constants(x[0], [2.0]), n), n)
-    rest = add(t, take_root_in_range(inner, n), n)
-    made = _evaluate_log_of_sum(x, rest, n)
-    beyond = select(t[0] < 0.0, make_constant(x[0], math.nan), made[0])
-    unbounded = select(x[0] > 0.0, x[0], x[0] - x[0])
-    return finish_special_values(select(is_finite(x[0]), beyond, unbounded), made)
 
 
 def sigmoid(x: Terms, n: int) -> Terms:
@@ -337,175 +301,6 @@ def raise_to_power(x: Terms, y: Terms, n: int) -> Terms:
     )
 
 
-def hypot(x: Terms, y: Terms, n: int) -> Terms:
-    """sqrt(a^2 + b^2), both scaled by one power of two; infinite where either is, whatever the other."""
-    a, b = _take_absolute(x), _take_absolute(y)
-    one, zero, inf = make_constants(a[0], [1.0, 0.0, math.inf])
-    largest = select(a[0] > b[0], a[0], b[0])
-    # Below the normal numbers their own exponent says nothing, and none is needed.
-    sound = is_finite(a[0]) & is_finite(b[0]) & (largest != 0.0)
-    k = select(sound & (largest > 2.0**-1000), exponent(select(sound, largest, one)), zero - 1000.0)
-    x, y = ([times_power(select(sound, t, zero), -k) for t in terms] for terms in (a, b))
-    squares = add(multiply(x, x, n), multiply(y, y, n), n)
-    made = [times_power(t, k) for t in take_root([select(sound, squares[0], one), *squares[1:]], n)]
-    plain = a[0] + b[0]
-    plain = select((a[0] == inf) | (b[0] == inf), inf, plain)
-    return finish_special_values(select(sound, made[0], plain), made)
-
-
-_LAST_ERFC_INDEX = 873  # erfc(873 / 32) is below the smallest float64
-
-
-def erf(x: Terms, n: int) -> Terms:
-    """erf(c) + 2/sqrt(pi) e^(-c^2) integral of e^(-2 c s - s^2) over [0, r], for the sixteenth c nearest to |x|.
-
-    The terms t_k = b_k r^k of the integrand's series obey (k + 1) t_(k+1) = -2 (c r t_k + r^2 t_(k-1)).
-    """
-    edge = 1.0  # from which on erf(x) is 1 to n components
-    while edge * edge * math.log2(math.e) + math.log2(edge * math.sqrt(math.pi)) < 53 * n + 3:
-        edge += 1 / 16
-    last = math.ceil(edge * 16) + 1
-    size = _take_absolute(x)
-    far = size[0] > last / 16
-    size = _limit_terms(far, make_constant(x[0], last / 16), size)
-    _, value, area = _integrate_bell(size, 16.0, constants.make_erf_tables(last + 1), n, last / 16)
-    one = make_constants(x[0], [1.0])
-    made = _select_terms(far, fit_term_count(one, n), add(value, area, n))
-    made = _copy_sign(x[0], made)
-    return keep_sign_of_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
-
-
-def erfc(x: Terms, n: int) -> Terms:
-    """1 - erf(x) by the same integral, from the 32nd c nearest to |x|, where erfc(c) is known without cancellation."""
-    one, zero = make_constants(x[0], [1.0, 0.0])
-    size = _take_absolute(x)
-    far = size[0] > _LAST_ERFC_INDEX / 32
-    size = _limit_terms(far, zero + _LAST_ERFC_INDEX / 32, size)
-    *tables, shifts = constants.make_erfc_tables(_LAST_ERFC_INDEX + 1)
-    index, value, area = _integrate_bell(size, 32.0, tables, n, _LAST_ERFC_INDEX / 64)
-    shift = gather(shifts, index)
-    made = [select(far, zero, times_power(t, -shift)) for t in add(value, negate(area), n)]
-    left = add([one + one], negate(made), n)
-    made = _select_terms(x[0] < 0.0, left, made)
-    return [select(x[0] == x[0], made[0], x[0]), *made[1:]]
-
-
-def _integrate_bell(
-    size: Terms, steps: float, tables: Sequence[list[tuple[float, ...]]], n: int, largest: float
-) -> tuple[Value, Terms, Terms]:
-    """Return the tables' index next to a size, the first one's entry, and the other's times r sum t_k / (k + 1)."""
-    index = nearest_integer(size[0] * steps)
-    r = distill_terms([size[0], -(index * (1.0 / steps)), *size[1:]], n)
-    slope, square = multiply(r, [index * (-2.0 / steps)], n), scale_terms(multiply(r, r, n), -2.0)
-    earlier, term = None, make_constants(slope[0], [1.0])
-    total, k = term, 0
-    before, bound = 0.0, 1.0
-    while bound > 2.0 ** -(53 * n + 4) or before > 2.0 ** -(53 * n + 4):
-        width = max(1, min(n, math.ceil((53 * n + 6 + math.log2(max(bound, before))) / 53)))
-        following = multiply(slope, term, width)
-        if earlier is not None:
-            following = add(following, multiply(square, earlier, width), width)
-        share = make_constants(slope[0], constants.split_into_floats(Fraction(1, k + 1), width))
-        earlier, term = term, multiply(following, share, width)
-        before, bound = bound, (largest / 16 * bound + before / 512) / (k + 1)
-        k += 1
-        share = make_constants(slope[0], constants.split_into_floats(Fraction(1, k + 1), width))
-        total = add(total, multiply(term, share, width), n)
-    value, bell = (look_up_terms(table, index, n) for table in tables)
-    return index, value, multiply(multiply(bell, r, n), total, n)
-
-
-# A quotient that is rounded three times is less than this much too large.
-_QUOTIENT_SHRINKAGE = 1.0 - 2.0**-51
-
-
-def _have_different_signs(a: Terms, b: Terms):
-    """Return whether exactly one of two is negative."""
-    return ((a[0] < 0.0) & ~(b[0] < 0.0)) | (~(a[0] < 0.0) & (b[0] < 0.0))
-
-
-def _is_at_least_as_large(r: Terms, b: Terms):
-    """Return whether |r| >= |b|, for finite operands and b that is not 0."""
-    over = distill_terms([*_take_absolute(r), *negate(_take_absolute(b))], 1)[0] >= 0.0
-    return over & is_finite(r[0]) & is_finite(b[0]) & (b[0] != 0.0)
-
-
-def _scale_divisor(r, b: Terms) -> Terms:
-    """Return b times a power of two such that r / b is at most 2^999."""
-    far = abs(r) * 2.0**-600 > abs(b[0])
-    farther = abs(r) * 2.0**-600 * 2.0**-600 > abs(b[0])
-    b = [select(far, t * 2.0**600, t) for t in b]
-    return [select(farther, t * 2.0**498, t) for t in b]
-
-
-def take_remainder_step(r: Terms, b: Terms, n: int) -> Terms:
-    """r less an integer multiple of b, of r's sign, to n - 1 components; behind them 1 where |r| >= |b| still."""
-    one, zero = make_constants(r[0], [1.0, 0.0])
-    near = _scale_divisor(r[0], [select(is_finite(part), part, zero) for part in b])
-    whole = floor(abs(r[0] / select(near[0] == 0.0, one, near[0])) * _QUOTIENT_SHRINKAGE)
-    whole = select(whole == 0.0, one, whole)
-    q = select(_have_different_signs(r, b), -whole, whole)
-    q = select(_is_at_least_as_large(r, b), q, zero)
-    taken = [t for part in near for t in two_product(-q, part)]
-    rest = distill_terms([*r, *taken], n - 1)
-    return [*rest, select(_is_at_least_as_large(rest, b), one, zero)]
-
-
-def _is_regular(a: Terms, b: Terms):
-    return is_finite(a[0]) & (b[0] == b[0]) & (b[0] != 0.0)
-
-
-def _finish_irregular(regular, zero_of, made: Terms, head) -> Terms:
-    """Return a result with `head` where the operands are not regular, and the sign of `zero_of` where it is 0."""
-    sound = regular & is_finite(made[0])
-    first = select(regular, select(made[0] == 0.0, zero_of, made[0]), head)
-    return [first, *(select(sound, t, 0.0) for t in made[1:])]
-
-
-def _has_other_sign(r: Terms, b: Terms):
-    """Return whether a remainder that is not 0 has the other sign than b."""
-    return (r[0] != 0.0) & _have_different_signs(r, b)
-
-
-def fmod(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
-    """Return the remainder of a's sign, from (a, r, b)."""
-    return _finish_irregular(_is_regular(a, b), a[0] * 0.0, distill_terms(r, n + 1), make_constant(a[0], math.nan))
-
-
-def remainder(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
-    """Return the remainder of b's sign, from (a, r, b); torch leaves a zero a's sign."""
-    turns = _has_other_sign(r, b)
-    sums = distill_terms([*r, *(select(turns & is_finite(b[0]), t, 0.0) for t in b)], n + 1)
-    sums = [select(turns & ~is_finite(b[0]), b[0], sums[0]), *sums[1:]]
-    return _finish_irregular(_is_regular(a, b), a[0] * 0.0, sums, make_constant(a[0], math.nan))
-
-
-def _round_quotient_to_integer(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
-    """(a - r) / b, an integer but for roundings, each component to the nearest one."""
-    difference = distill_terms([*a, *negate(r)], n + 2)
-    real = divide_in_range(difference, b, n + 1)
-    whole = distill_terms([nearest_integer(t) for t in real], n + 1)
-    return [select(is_finite(real[0]), whole[0], real[0]), *whole[1:]]
-
-
-def trunc_divide(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
-    """a / b cut toward zero, from (a, r, b)."""
-    plain = a[0] / b[0]
-    regular = _is_regular(a, b) & is_finite(b[0])
-    return _finish_irregular(regular, plain * 0.0, _round_quotient_to_integer(a, r, b, n), plain)
-
-
-def floor_divide(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
-    """a / b cut down, from (a, r, b); NaN for an infinite a, as in torch."""
-    plain = a[0] / b[0]
-    whole = _round_quotient_to_integer(a, r, b, n)
-    whole = fit_term_count([select(is_finite(b[0]), t, 0.0) for t in whole], n + 1)
-    less = add(whole, [select(_has_other_sign(r, b), make_constant(a[0], -1.0), 0.0)], n + 1)
-    less = [select(is_finite(whole[0]), less[0], whole[0]), *less[1:]]
-    head = select(b[0] == 0.0, plain, make_constant(a[0], math.nan))
-    return _finish_irregular(_is_regular(a, b), select(is_finite(plain), plain, 0.0) * 0.0, less, head)
-
-
 LARGEST_ANGLE = 2.0**20  # of the kernels' reduction
 
 
@@ -551,54 +346,6 @@ def cos(x: Terms, n: int) -> Terms:
     index, sine, versine = _find_sine_and_versine(x, n)
     made = _rotate_table_entry(constants.make_sine_cosine_tables()[::-1], index, versine, sine, n, -1.0)
     return finish_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made)
-
-
-def atan(x: Terms, n: int) -> Terms:
-    """atan(j / 32) + atan((t - j/32) / (1 + t j/32)) for t = |x| or 1 / |x|."""
-    one, zero = make_constants(x[0], [1.0, 0.0])
-    size = _take_absolute(x)
-    steep, far = size[0] > 1.0, size[0] > 2.0**400
-    inside = _limit_terms(far, one, size)
-    top = _limit_terms(steep, one, inside)
-    bottom = [select(steep, inside[0], one), *(select(steep, t, zero) for t in inside[1:])]
-    index = nearest_integer(top[0] / bottom[0] * 32.0)
-    c = [index * (1.0 / 32.0)]
-    # (p/q - c) / (1 + c p/q) = (p - c q) / (q + c p)
-    rest = divide(_add_product_exactly(top, negate(c), bottom, n), _add_product_exactly(bottom, c, top, n), n)
-    square = multiply(rest, rest, n)
-    bits = 11.99
-    coefficients = [Fraction((-1) ** (k + 1), 2 * k + 3) for k in range(count_series_terms(n, bits))]
-    small = add(rest, multiply(multiply(rest, square, n), evaluate_series(square, coefficients, n, bits), n), n)
-    flat = add(look_up_terms(constants.make_arctangent_tables(), index, n), small, n)
-    right = make_constants(x[0], constants.split_into_floats(constants.compute_pi() / 2, n))
-    below = [select(far, zero, t) for t in flat]
-    made = _select_terms(steep, add(right, negate(below), n), flat)
-    made = _copy_sign(x[0], made)
-    return keep_sign_of_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
-
-
-def _add_product_exactly(a: Terms, c: Terms, b: Terms, n: int) -> Terms:
-    """a + c b, accurate through cancellation."""
-    return distill_terms([*a, *multiply(b, c, n + 1)], n)
-
-
-def evaluate_far_angles(name: str, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the sines or cosines of angles of one dimension as four float64, by mpmath.
-
-    One element at a time, which `halfulp.kernels.report()` counts.
-    """
-    note_fallback("arithmetic", "angles beyond 2^20 are computed one by one, exactly and slowly")
-    mp, rows = _make_angle_context(), []
-    for terms in zip(*(part.tolist() for part in parts)):
-        if all(map(math.isfinite, terms)):
-            rows.append(constants.split_into_floats(getattr(mp, name)(mp.fsum(terms), prec=constants.PRECISE_BITS), 4))
-        else:
-            rows.append((math.nan,) * 4)
-    return tuple(torch.tensor(column, dtype=torch.float64, device=parts[0].device) for column in zip(*rows))
-
-
-# It holds any sum of float64, and is only read: threads may share it.
-_make_angle_context = functools.cache(lambda: constants.make_precise_context(2200))
 
 
 @dataclass(frozen=True)
@@ -660,13 +407,6 @@ FUNCTIONS: dict[str, ExpansionFunction] = {
     "renormalize": ExpansionFunction(1, _renormalize, True),
     "compare": ExpansionFunction(2, _find_sign_of_difference, True),
     "pow": ExpansionFunction(2, raise_to_power),
-    "hypot": ExpansionFunction(2, hypot),
 }
-_UNARY = (exp, expm1, log, log1p, sinh, cosh, tanh, asinh, acosh, sigmoid, sin, cos, atan, erf, erfc)
+_UNARY = (exp, expm1, log, log1p, tanh, asinh, sigmoid, sin, cos)
 FUNCTIONS |= {function.__name__: ExpansionFunction(1, function) for function in _UNARY}
-
-# What ends a division whose remainder is known: functions of (a, r, b). `_pointwise` makes r by "remainder step".
-REMAINDER_STEP_NAME = "remainder step"
-_DIVISIONS = (fmod, remainder, trunc_divide, floor_divide)
-DIVISIONS = {function.__name__: ExpansionFunction(3, function) for function in _DIVISIONS}
-NETWORKS = {**FUNCTIONS, **DIVISIONS, REMAINDER_STEP_NAME: ExpansionFunction(2, take_remainder_step)}

@@ -1,39 +1,29 @@
-"""Linear algebra of expansions to all their digits: solve, inverse, least squares, Cholesky, QR, determinant.
+"""Linear algebra of expansions: solve, inverse, Cholesky, QR, determinant.
 
-A float64 factorization starts, and residuals in more components correct it. A system that float64 takes for singular
-is eliminated in integers: Gauss and Jordan's elimination with many bits behind the point makes an approximate inverse
-Z. |Z a - 1| in the maximum norm, computed exactly, proves that a is regular and, being below the last digit that is
-wanted, that Z b has all.
+All begin with a float64 inverse W of the matrix, or of a triangular factor of it. |W a - 1| < 1/2 in the maximum norm
+proves that the matrix is regular; Newton's iteration W += W (1 - a W) (Schulz 1933) makes that inverse exact to all
+digits, and a W, which is nearly the identity or nearly orthonormal, has factors that no rounding spoils.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ..kernels import define_operator, exponent, power
-from ._exact_products import find_row_exponents
-from ._matmul import matmul
+from ._matmul import find_row_exponents, matmul
 from ._pointwise import MOST, PRECISION, Parts, check_component_dtypes, pointwise
 
 _NAMES_OF_SQUARE_SOLVERS = ("solve", "inverse", "cholesky", "det")
 
 
 def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """Return the x with a x = b, refined from a float64 LU factorization until no digit changes.
+    """Return the x with a x = b: the inverse times b, corrected by its residual.
 
-    x += (LU)^-1 (b - a x), the residual with a component more than the result (Wilkinson 1963). Rows and columns are
-    scaled by powers of two first. The error is at most a few 2^-(n p) of the largest entry of each column of x; four
-    float64 components have no further one for the residual: there it is a few 2^-(n p) times the condition.
-
-    A single matrix that float64 takes for singular is eliminated in integers of up to 1,024 bits instead: the error is
-    the same for conditions up to about 1e58, N up to 128. Of a stack give such a matrix by itself.
+    Rows and columns are scaled by powers of two first. With n components of p bits the error is at most a few 2^-(n p)
+    of the largest entry of each column of x; four float64 components have no further one for the residual: there it is
+    a few 2^-(n p) times the condition.
 
     Args:
         a: (..., N, N), 1 to 4 components of one dtype.
@@ -46,7 +36,7 @@ def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
 
     Raises:
         ValueError: shapes that do not match; infinities or NaNs.
-        torch.linalg.LinAlgError: the matrix is singular, or its condition is beyond about 1e58.
+        torch.linalg.LinAlgError: the matrix is singular, or its condition is beyond about 1e15.
 
     >>> import torch
     >>> a = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
@@ -60,25 +50,6 @@ def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
 def inverse(a: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Return the inverse of (..., N, N): the solution of a x = 1, with `solve`'s accuracy and errors."""
     return _call_solver("inverse", a, (), components, dtype)
-
-
-def lstsq(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """Return the x of least |b - a x| for a of full column rank, refined together with the residual (Bjorck 1967).
-
-    Args:
-        a: (..., M, N) with M >= N.
-        b: (..., M, K).
-        components: of the result, 1 to 4.
-        dtype: of the result.
-
-    Returns:
-        The components of x, (..., N, K).
-
-    Raises:
-        ValueError: shapes that do not match, M < N; infinities or NaNs.
-        torch.linalg.LinAlgError: the columns are dependent, or nearly.
-    """
-    return _call_solver("lstsq", a, b, components, dtype)
 
 
 def cholesky(a: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -105,13 +76,11 @@ def qr(a: Parts, components: int, dtype: torch.dtype) -> tuple[Parts, Parts]:
 
 
 def det(a: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """Return the determinant of (..., N, N): of refined LU factors, or, where float64 cannot start, by exact integers.
-
-    The exact way takes N up to 64; it also tells that a determinant is zero.
+    """Return the determinant of (..., N, N): the product of the diagonal of R in a = Q R, with float64's sign.
 
     Raises:
         ValueError: not square; infinities or NaNs.
-        torch.linalg.LinAlgError: N > 64 and singular, or of a condition beyond about 1e15.
+        torch.linalg.LinAlgError: singular, or of a condition beyond about 1e15.
     """
     return _call_solver("det", a, (), components, dtype)
 
@@ -128,8 +97,6 @@ def _check_shapes(name: str, a: torch.Size, b: torch.Size | None) -> None:
     if len(a) < 2 or (name in _NAMES_OF_SQUARE_SOLVERS and a[-1] != a[-2]):
         kind = "square matrices (..., N, N)" if name in _NAMES_OF_SQUARE_SOLVERS else "matrices (..., M, N)"
         raise ValueError(f"{name} takes {kind}, got {tuple(a)}")
-    if name == "lstsq" and a[-2] < a[-1]:
-        raise ValueError(f"lstsq takes at least as many rows as columns, got {tuple(a)}: its solution is not unique")
     if b is not None and (len(b) < 2 or b[-2] != a[-2]):
         raise ValueError(f"{name} takes a right-hand side (..., {a[-2]}, K), got {tuple(b)}; unsqueeze(-1) a vector")
 
@@ -153,20 +120,15 @@ def _run_solver(
 
 
 def _compute_solution(name: str, work: _WorkingPrecision, a: Parts, b: Parts) -> tuple[Parts, ...]:
+    if name == "solve":
+        return (_solve_system(work, a, b),)
     if name == "inverse":
-        b = (torch.eye(a[0].shape[-1], dtype=torch.float64, device=a[0].device).expand(a[0].shape),)
-    if name in ("solve", "inverse"):
-        return (_solve_system(work, a, b, name),)
-    if name == "lstsq":
-        return (_solve_least_squares(work, a, b),)
+        return (_invert_scaled(work, a),)
     if name == "cholesky":
         return (_factor_positive_definite(work, a),)
     if name == "qr":
         return _factor_orthogonally(work, a)
-    try:
-        return (_compute_determinant(work, a),)
-    except torch.linalg.LinAlgError:
-        return (_compute_exact_determinants(a),)
+    return (_compute_determinant(work, a),)
 
 
 def _find_result_shapes(name: str, a: torch.Size, b: torch.Size | None) -> list[torch.Size]:
@@ -195,14 +157,10 @@ _linalg_operator = define_operator(
 )
 
 
-# refinement --------------------------------------------------------------------------------------------------
-
-_MOST_CORRECTIONS = 60  # each one that counts brings at least two bits
-_MATRIX_DIMENSIONS = (-2, -1)
+_MOST_CORRECTIONS = 12
 _TEXT_NEARLY_SINGULAR = (
-    "float64, in which refinement starts, sees no regular matrix: its condition is beyond about 1e15. Scale rows and "
-    "columns, add a small multiple of the identity, leave out dependent columns, or take solve, which eliminates a "
-    "matrix of up to 128 rows that comes by itself, and no stack, in integers"
+    "float64, in which the inverse starts, cannot tell the matrix from a singular one: its condition is beyond about "
+    "1e15. Scale rows and columns, add a small multiple of the identity, or leave out dependent columns"
 )
 
 
@@ -219,14 +177,22 @@ class _WorkingPrecision:
         bits = components * PRECISION[dtype]
         return cls(min(MOST, -(-(bits + 50) // 53)), bits)
 
+    @property
+    def negligible_share(self) -> float:
+        """The share of a matrix near the identity that no longer counts in the result."""
+        return 2.0 ** -(self.bits + 3)
+
+    @property
+    def acceptable_share(self) -> float:
+        """The share that rounding may leave where there is no further component for the residual."""
+        return 2.0 ** -(min(self.bits, 53 * self.components - 50) - 4)
+
     def to_float64(self, parts: Parts) -> Parts:
         """Return operands as float64 components, as many as the work has or more."""
         return pointwise("renormalize", parts, components=max(self.components, len(parts)), dtype=torch.float64)
 
     def add(self, x: Parts, y: Parts) -> Parts:
-        """x + y; y where x has no parts yet."""
-        if not x:
-            return self.to_float64(y)
+        """x + y."""
         return pointwise("add", x, y, components=self.components, dtype=torch.float64)
 
     def sub(self, x: Parts, y: Parts) -> Parts:
@@ -237,86 +203,34 @@ class _WorkingPrecision:
         """x @ y."""
         return matmul(x, y, self.components, torch.float64)
 
-    def residual(self, b: Parts, x: Parts, y: Parts) -> torch.Tensor:
-        """b - x @ y, rounded to float64 at the end."""
-        return self.sub(b, self.matmul(x, y))[0]
 
+def _invert(work: _WorkingPrecision, a: Parts, near: torch.Tensor, task: str) -> Parts:
+    """Return the inverse of a from a float64 one by W += W (1 - a W), which squares 1 - a W.
 
-class _RefinementProgress:
-    """Decides after each correction whether it was the last one; `task` names for the error what is computed."""
-
-    def __init__(self, work: _WorkingPrecision, task: str) -> None:
-        # One more correction than the largest entries need serves entries that are smaller by up to 2^-50.
-        self._enough = 2.0 ** -(work.bits + 3)
-        self._acceptable = 2.0 ** -(min(work.bits, 53 * work.components - 50) - 4)
-        self._before: torch.Tensor | None = None
-        self._count = 0
-        self._task = task
-
-    def is_done(self, step: torch.Tensor, size: torch.Tensor | float) -> bool:
-        """Return whether every correction, of largest entry `step`, is small enough against what it corrects.
-
-        Raises:
-            torch.linalg.LinAlgError: corrections do not shrink.
-        """
-        relative = torch.where(step == 0, 0.0, step / size)
-        fine = relative <= self._enough
-        if bool(fine.all()):
-            return True
-        before, self._before, self._count = self._before, relative, self._count + 1
-        stuck = ~relative.isfinite()
-        # The first solution may be all rounding, where it is small beside the right-hand side; then so is its error.
-        if before is not None and self._count > 2:
-            stuck |= ~(relative <= before / 4)
-        if bool((stuck & ~(relative <= self._acceptable)).any()):
-            raise torch.linalg.LinAlgError(f"{self._task} does not converge: {_TEXT_NEARLY_SINGULAR}")
-        return bool((stuck | fine).all()) or self._count == _MOST_CORRECTIONS
-
-
-def _refine(
-    work: _WorkingPrecision,
-    task: str,
-    rest: torch.Tensor,
-    solve: Callable[[torch.Tensor], torch.Tensor],
-    find_residual: Callable[[Parts], torch.Tensor],
-    dims: tuple[int, ...] = (-2,),
-) -> Parts:
-    """Return x, to which the solution of its residual is added until no digit changes; the first one is `rest`."""
-    progress = _RefinementProgress(work, task)
-    x: Parts = ()
-    while True:
-        step = solve(rest)
-        x = work.add(x, (step,))
-        if progress.is_done(_find_largest_magnitudes(step, dims), _find_largest_magnitudes(x[0], dims)):
-            return x
-        rest = find_residual(x)
+    Raises:
+        torch.linalg.LinAlgError: |1 - a W| is not below 1/2 in the maximum norm, which proves that a is regular.
+    """
+    one = torch.eye(a[0].shape[-1], dtype=torch.float64, device=near.device)
+    found: Parts = work.to_float64((near,))
+    before: torch.Tensor | None = None
+    for _ in range(_MOST_CORRECTIONS):
+        rest = work.sub((one,), work.matmul(a, found))
+        off = rest[0].abs().sum(-1).amax(-1)
+        if not bool((off < 0.5).all()):
+            raise torch.linalg.LinAlgError(f"{task}: {_TEXT_NEARLY_SINGULAR}")
+        found = work.add(found, work.matmul(found, rest))
+        if bool((off <= work.negligible_share).all()) or (before is not None and bool((off > before / 2).all())):
+            break
+        before = off
+    if not bool((off <= work.acceptable_share).all()):
+        raise torch.linalg.LinAlgError(f"{task} does not converge: {_TEXT_NEARLY_SINGULAR}")
+    return found
 
 
 def _refuse_singular(info: torch.Tensor, task: str) -> None:
     """Raise for a matrix in which LAPACK found a pivot of zero."""
     if bool((info != 0).any()):
         raise torch.linalg.LinAlgError(f"{task} met a pivot of zero: {_TEXT_NEARLY_SINGULAR}")
-
-
-def _prove_regular(a: Parts, near: torch.Tensor, task: str) -> None:
-    """Prove by |near a - 1| < 1/2 in the maximum norm that a is regular; `near` is about the inverse.
-
-    Refinement alone does not: where b lies in the range of a singular matrix it converges, to any of the solutions.
-    """
-    one = torch.eye(a[0].shape[-1], dtype=near.dtype, device=near.device)
-    off = (near @ a[0] - one).abs() + (near.abs() @ a[0].abs()) * (4 * near.shape[-1] * 2.0**-53)
-    if not bool((off.sum(-1) < 0.5).all()):
-        exact = matmul((near,), a, 2, torch.float64)
-        off = pointwise("sub", exact, (one,), components=1, dtype=torch.float64)[0].abs()
-        if not bool((off.sum(-1) < 0.5).all()):
-            raise torch.linalg.LinAlgError(
-                f"{task} cannot tell the matrix from a singular one: {_TEXT_NEARLY_SINGULAR}"
-            )
-
-
-def _find_largest_magnitudes(x: torch.Tensor, dims: tuple[int, ...] = (-2,)) -> torch.Tensor:
-    """Return the largest magnitude of each column, or of each matrix."""
-    return x.abs().amax(dims)
 
 
 def _scale_to_unit_size(parts: Parts, dim: int) -> tuple[Parts, torch.Tensor]:
@@ -335,71 +249,51 @@ def _multiply_by_power_of_two(parts: Parts, k: torch.Tensor) -> Parts:
     return (out[0], *(torch.where(sound, part, 0.0) for part in out[1:]))
 
 
-# systems -----------------------------------------------------------------------------------------------------
+def _transpose(parts: Parts) -> Parts:
+    return tuple(part.mT for part in parts)
 
 
-def _solve_system(work: _WorkingPrecision, a: Parts, b: Parts, task: str) -> Parts:
-    """x with a x = b, corrected until the correction no longer counts; rows and columns are of about unit size."""
+def _scale_and_invert(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Parts, Parts, torch.Tensor, torch.Tensor]:
+    """Return a with rows and columns of about unit size, its inverse, and the exponents of rows and columns."""
     a, rows = _scale_to_unit_size(work.to_float64(a), -1)
     a, columns = _scale_to_unit_size(a, -2)
-    b = _multiply_by_power_of_two(work.to_float64(b), -rows)
-    try:
-        x = _refine_solution(work, a, b, task)
-    except torch.linalg.LinAlgError:
-        if a[0].dim() > 2:
-            raise
-        x = _solve_by_elimination(work, a, b, task)
-    return _multiply_by_power_of_two(x, -columns.mT)
-
-
-def _refine_solution(work: _WorkingPrecision, a: Parts, b: Parts, task: str) -> Parts:
-    """x += (LU)^-1 (b - a x), LU in float64."""
-    factors, pivots, info = torch.linalg.lu_factor_ex(a[0])
+    near, info = torch.linalg.inv_ex(a[0])
     _refuse_singular(info, task)
-    one = torch.eye(a[0].shape[-1], dtype=torch.float64, device=a[0].device).expand(a[0].shape)
-    _prove_regular(a, torch.linalg.lu_solve(factors, pivots, one), task)
-    return _refine(
-        work,
-        task,
-        b[0],
-        lambda rest: torch.linalg.lu_solve(factors, pivots, rest),
-        lambda x: work.residual(b, a, x),
-    )
+    return a, _invert(work, a, near, task), rows, columns
 
 
-def _solve_least_squares(work: _WorkingPrecision, a: Parts, b: Parts) -> Parts:
-    """x of least |b - a x|, by refinement of r + a x = b, a^T r = 0 (Bjorck 1967), from QR in float64."""
-    a, columns = _scale_to_unit_size(work.to_float64(a), -2)
-    b, transposed = work.to_float64(b), tuple(part.mT for part in a)
-    q, r = torch.linalg.qr(a[0])
-    _refuse_singular(r.diagonal(dim1=-2, dim2=-1) == 0, "lstsq")
-    # a R^-1 is orthonormal but for rounding, and hence a's columns independent, or they may not be.
-    one = torch.eye(r.shape[-1], dtype=r.dtype, device=r.device).expand(r.shape)
-    near = matmul(a, (torch.linalg.solve_triangular(r, one, upper=True),), 2, torch.float64)[0]
-    _prove_regular((near,), near.mT, "lstsq")
-    progress = _RefinementProgress(work, "lstsq")
-    x: Parts = ()
-    rest: Parts = ()
-    upper, lower = b[0], torch.zeros_like(r[..., :1].expand(*r.shape[:-1], b[0].shape[-1]))
-    # Corrections are judged by the solution's size, or one that the right-hand side resolves.
-    resolved = _find_largest_magnitudes(b[0]) * 2.0 ** -(53 * work.components - 60 - work.bits / 2)
-    while True:
-        # The float64 solution of dr + a dx = upper, a^T dr = lower.
-        height = torch.linalg.solve_triangular(r.mT, lower, upper=False)
-        seen = q.mT @ upper
-        step = torch.linalg.solve_triangular(r, seen - height, upper=True)
-        x, rest = work.add(x, (step,)), work.add(rest, (upper - q @ (seen - height),))
-        if progress.is_done(_find_largest_magnitudes(step), torch.maximum(_find_largest_magnitudes(x[0]), resolved)):
-            return _multiply_by_power_of_two(x, -columns.mT)
-        upper = work.sub(work.sub(b, rest), work.matmul(a, x))[0]
-        lower = -work.matmul(transposed, rest)[0]
+def _invert_scaled(work: _WorkingPrecision, a: Parts) -> Parts:
+    _, near, rows, columns = _scale_and_invert(work, a, "inverse")
+    return _multiply_by_power_of_two(_multiply_by_power_of_two(near, -columns.mT), -rows.mT)
 
 
-# factors -----------------------------------------------------------------------------------------------------
+def _solve_system(work: _WorkingPrecision, a: Parts, b: Parts) -> Parts:
+    a, near, rows, columns = _scale_and_invert(work, a, "solve")
+    b = _multiply_by_power_of_two(work.to_float64(b), -rows)
+    x = work.matmul(near, b)
+    for _ in range(2):  # what is small beside the inverse times b becomes right by corrections
+        x = work.add(x, work.matmul(near, work.sub(b, work.matmul(a, x))))
+    return _refuse_infinite(_multiply_by_power_of_two(x, -columns.mT))
+
+
+def _refuse_infinite(parts: Parts) -> Parts:
+    if not bool(parts[0].isfinite().all()):
+        raise torch.linalg.LinAlgError("a solution is beyond float64's largest number: scale both sides")
+    return parts
+
+
+def _make_orthonormal(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Parts, Parts, Parts]:
+    """Return a float64 W that is upper, a W, which is nearly orthonormal, and (a W)^T (a W)."""
+    start = torch.linalg.qr(a[0]).R
+    _refuse_singular(start.diagonal(dim1=-2, dim2=-1) == 0, task)
+    one = torch.eye(start.shape[-1], dtype=start.dtype, device=start.device).expand(start.shape)
+    near = (torch.linalg.solve_triangular(start, one, upper=True),)
+    columns = work.matmul(a, near)
+    return near, columns, work.matmul(_transpose(columns), columns)
 
 
 def _factor_positive_definite(work: _WorkingPrecision, a: Parts) -> Parts:
-    """Lower L with L L^T = a, of which the lower triangle is read: L += L phi(L^-1 (a - L L^T) L^-T)."""
+    """Lower L with L L^T = a, of which the lower triangle is read."""
     a = tuple(part.tril() + part.tril(-1).mT for part in work.to_float64(a))
     diagonal = a[0].diagonal(dim1=-2, dim2=-1)
     if not bool((diagonal > 0).all()):
@@ -414,78 +308,53 @@ def _factor_positive_definite(work: _WorkingPrecision, a: Parts) -> Parts:
 
 
 def _refine_cholesky_factor(work: _WorkingPrecision, a: Parts, task: str) -> Parts:
+    """L += L phi(L^-1 (a - L L^T) L^-T) from a float64 factor, phi the lower triangle with half the diagonal."""
     start, info = torch.linalg.cholesky_ex(a[0])
     _refuse_singular(info, task)
-    progress, factor = _RefinementProgress(work, task), work.to_float64((start,))
-    while True:
-        rest = work.residual(a, factor, tuple(part.mT for part in factor))
+    factor, before = work.to_float64((start,)), torch.tensor(torch.inf)
+    for _ in range(_MOST_CORRECTIONS):
+        rest = work.sub(a, work.matmul(factor, _transpose(factor)))[0]
         near = torch.linalg.solve_triangular(start, rest, upper=False)
         near = torch.linalg.solve_triangular(start.mT, near, upper=True, left=False)
         lower = near.tril(-1) + torch.diag_embed(near.diagonal(dim1=-2, dim2=-1) / 2)
         factor = work.add(factor, (start @ lower,))
-        if progress.is_done(_find_largest_magnitudes(near, _MATRIX_DIMENSIONS), 1.0):
-            return factor
+        off = near.abs().amax()
+        if bool(off <= work.negligible_share) or not bool(off < before / 4):
+            break
+        before = off
+    if not bool(off <= work.acceptable_share):
+        raise torch.linalg.LinAlgError(f"{task} does not converge: {_TEXT_NEARLY_SINGULAR}")
+    return factor
 
 
 def _factor_orthogonally(work: _WorkingPrecision, a: Parts) -> tuple[Parts, Parts]:
     """Return Q with orthonormal columns and upper R, Q R = a; the signs are LAPACK's.
 
-    Q~ = a R0^-1 is orthonormal but for float64's rounding; Q~^T Q~ = C^T C, refined, makes R = C R0 and Q = a R^-1.
+    With (a W)^T (a W) = C^T C, Q = (a W) C^-1 and R = C W^-1.
     """
     m, n = a[0].shape[-2:]
     if m < n:
         q, left = _factor_orthogonally(work, tuple(part[..., :m] for part in a))
-        right = work.matmul(tuple(part.mT for part in q), tuple(part[..., m:] for part in work.to_float64(a)))
+        right = work.matmul(_transpose(q), tuple(part[..., m:] for part in work.to_float64(a)))
         return q, tuple(torch.cat(parts, -1) for parts in zip(left, right, strict=True))
     a, columns = _scale_to_unit_size(work.to_float64(a), -2)
-    start = torch.linalg.qr(a[0]).R
-    _refuse_singular(start.diagonal(dim1=-2, dim2=-1) == 0, "qr")
-    near = _divide_by_upper(work, a, work.to_float64((start,)))
-    factor = _refine_cholesky_factor(work, work.matmul(tuple(part.mT for part in near), near), "qr")
-    r = tuple(part.triu() for part in work.matmul(tuple(part.mT for part in factor), (start,)))
-    return _divide_by_upper(work, a, r), _multiply_by_power_of_two(r, columns)
-
-
-def _divide_by_upper(work: _WorkingPrecision, a: Parts, r: Parts) -> Parts:
-    """x with x r = a for an upper r."""
-    return _refine(
-        work,
-        "qr",
-        a[0],
-        lambda rest: torch.linalg.solve_triangular(r[0], rest, upper=True, left=False),
-        lambda x: work.residual(a, x, r),
-        _MATRIX_DIMENSIONS,
-    )
+    near, q, gram = _make_orthonormal(work, a, "qr")
+    factor = _transpose(_refine_cholesky_factor(work, gram, "qr"))
+    back = tuple(part.triu() for part in _invert(work, near, torch.linalg.inv(near[0]), "qr"))
+    r = tuple(part.triu() for part in work.matmul(factor, back))
+    q = work.matmul(q, _invert(work, factor, torch.linalg.inv(factor[0]), "qr"))
+    return q, _multiply_by_power_of_two(r, columns)
 
 
 def _compute_determinant(work: _WorkingPrecision, a: Parts) -> Parts:
-    """Return the product of U's diagonal in P a = L U, with its power of two kept apart.
-
-    Raises:
-        torch.linalg.LinAlgError: float64's factors are too far off to refine.
-    """
+    """Return the product of R's diagonal in a = Q R, with its power of two kept apart."""
     a, rows = _scale_to_unit_size(work.to_float64(a), -1)
     a, columns = _scale_to_unit_size(a, -2)
-    factors, pivots, info = torch.linalg.lu_factor_ex(a[0])
-    _refuse_singular(info, "det")
-    permutation, low, high = torch.lu_unpack(factors, pivots)
-    a = tuple(permutation.mT @ part for part in a)
-    lower, upper, progress = work.to_float64((low,)), work.to_float64((high,)), _RefinementProgress(work, "det")
-    is_done = False
-    while not is_done:
-        rest = work.residual(a, lower, upper)
-        near = torch.linalg.solve_triangular(low, rest, upper=False, unitriangular=True)
-        near = torch.linalg.solve_triangular(high, near, upper=True, left=False)
-        lower = work.add(lower, (low @ near.tril(-1),))
-        upper = work.add(upper, (near.triu() @ high,))
-        is_done = progress.is_done(_find_largest_magnitudes(near, _MATRIX_DIMENSIONS), 1.0)
-    ratio = upper[0].diagonal(dim1=-2, dim2=-1) / high.diagonal(dim1=-2, dim2=-1)
-    # A pivot that was all rounding is left with the residual's rounding, however small its corrections have become.
-    _refuse_singular(~((ratio > 0.5) & (ratio < 2.0)), "det")
-    swaps = (pivots != torch.arange(1, pivots.shape[-1] + 1, device=pivots.device, dtype=torch.int64)).sum(-1) % 2
-    digits, k = _multiply_along_last_dimension(work, tuple(part.diagonal(dim1=-2, dim2=-1) for part in upper))
+    diagonal = tuple(part.diagonal(dim1=-2, dim2=-1) for part in _factor_orthogonally(work, a)[1])
+    sign = torch.linalg.slogdet(a[0]).sign
+    digits, k = _multiply_along_last_dimension(work, tuple(part * diagonal[0].sign() for part in diagonal))
     k = k + rows.sum((-2, -1)) + columns.sum((-2, -1))
-    return _multiply_by_power_of_two(tuple(part * (1 - 2 * swaps) for part in digits), k)
+    return _multiply_by_power_of_two(tuple(part * sign for part in digits), k)
 
 
 def _multiply_along_last_dimension(work: _WorkingPrecision, x: Parts) -> tuple[Parts, torch.Tensor]:
@@ -501,136 +370,3 @@ def _multiply_along_last_dimension(work: _WorkingPrecision, x: Parts) -> tuple[P
         pairs = [tuple(part[..., i : i + half] for part in x) for i in (0, half)]
         made = pointwise("mul", *pairs, components=work.components, dtype=torch.float64)
         x = tuple(torch.cat((part, old[..., 2 * half :]), -1) for part, old in zip(made, x, strict=True))
-
-
-# integers ----------------------------------------------------------------------------------------------------
-
-_MOST_ELIMINATED_ROWS = 128
-_MOST_DETERMINANT_ROWS = 64
-# Behind the point, tried in this order: a condition of 1e58 has 193 bits.
-_FRACTION_BITS = (256, 1024)
-
-
-def _solve_by_elimination(work: _WorkingPrecision, a: Parts, b: Parts, task: str) -> Parts:
-    """x with a x = b for one matrix (N, N) of about unit size, of float64 components, as b's (N, K).
-
-    Raises:
-        torch.linalg.LinAlgError: a is singular, or nearly; N > 128; the solution is beyond float64.
-    """
-    why = f"neither can integers of {_FRACTION_BITS[-1]} bits"
-    if len(a[0]) > _MOST_ELIMINATED_ROWS:
-        why = f"elimination in integers serves up to {_MOST_ELIMINATED_ROWS} rows, and this matrix has {len(a[0])}"
-    else:
-        matrix = _IntegerMatrix.of(a)
-        for bits in _FRACTION_BITS:
-            near = _invert_integer_matrix(matrix, bits)
-            if near is not None and _is_near_identity(near @ matrix, work.bits + 3):
-                x = (near @ _IntegerMatrix.of(b)).parts(b[0].device, work.components)
-                _refuse_infinite(x)
-                return x
-    raise torch.linalg.LinAlgError(
-        f"{task}: float64 cannot tell the matrix from a singular one, and {why}. Scale rows and columns, add a small "
-        "multiple of the identity, or leave out dependent columns"
-    )
-
-
-def _refuse_infinite(parts: Parts) -> None:
-    """Raise for a side of a system that is not finite."""
-    if not all(bool(part.isfinite().all()) for part in parts):
-        raise torch.linalg.LinAlgError("a solution is beyond float64's largest number: scale both sides")
-
-
-class _IntegerMatrix:
-    """A matrix of expansions as Python integers times one power of two."""
-
-    def __init__(self, values: np.ndarray, power: int) -> None:
-        self.values, self.power = values, power
-
-    @classmethod
-    def of(cls, parts: Parts) -> _IntegerMatrix:
-        """Return the exact sum of finite float64 components."""
-        _refuse_infinite(parts)
-        fractions, exponents = zip(*(np.frexp(part.detach().cpu().numpy()) for part in parts), strict=True)
-        power = min(int(np.min(e, where=f != 0, initial=0)) for f, e in zip(fractions, exponents, strict=True)) - 53
-        values: np.ndarray = np.zeros(parts[0].shape, dtype=object)
-        for fraction, scale in zip(fractions, exponents, strict=True):
-            shifts = np.where(fraction == 0, 0, scale - 53 - power).astype(object)
-            values = values + (np.ldexp(fraction, 53).astype(np.int64).astype(object) << shifts)
-        bits = functools.reduce(operator.or_, values.flat, 0)
-        zeros = max(0, (bits & -bits).bit_length() - 1)  # behind the last digit of all
-        return cls(values >> zeros, power + zeros)
-
-    def __matmul__(self, other: _IntegerMatrix) -> _IntegerMatrix:
-        return _IntegerMatrix(self.values @ other.values, self.power + other.power)
-
-    def parts(self, device: torch.device, components: int = MOST) -> Parts:
-        """Return the matrix rounded to float64 components."""
-        rows = [_round_to_floats(int(value), self.power, components) for value in self.values.flat]
-        wide = torch.tensor(rows, dtype=torch.float64, device=device).reshape(*self.values.shape, components)
-        return pointwise("renormalize", tuple(wide.unbind(-1)), components=components, dtype=torch.float64)
-
-
-def _round_to_floats(value: int, power: int, components: int) -> list[float]:
-    """Return components of value 2^power, each the nearest float64 to what is left; behind an infinity follow zeros."""
-    out: list[float] = []
-    value, behind = value << max(0, power), max(0, -power)
-    for _ in range(components):
-        try:
-            head = value / (1 << behind)  # Python divides integers with one rounding, of subnormals too
-        except OverflowError:
-            return [math.inf if value > 0 else -math.inf, *[0.0] * (components - 1)]
-        out.append(head)
-        above, below = head.as_integer_ratio()
-        value -= (above << behind) // below
-    return out
-
-
-def _is_near_identity(a: _IntegerMatrix, bits: int) -> bool:
-    """Return whether |a - 1| < 2^-bits in the maximum norm."""
-    point = max(0, -a.power)
-    off = (a.values << point + a.power) - (np.eye(len(a.values), dtype=object) << point)
-    return bool(abs(off).sum(1).max() << bits < 1 << point)
-
-
-def _invert_integer_matrix(a: _IntegerMatrix, bits: int) -> _IntegerMatrix | None:
-    """Invert a by eliminating [a, 1], with partial pivoting and so many bits behind the point; None if it fails."""
-    rows, shift = len(a.values), a.power + bits
-    values = a.values << shift if shift > 0 else a.values >> -shift
-    table = np.concatenate([values, np.eye(rows, dtype=object) << bits], 1)
-    for k in range(rows):
-        pivot = k + int(np.argmax(abs(table[k:, k])))
-        if not table[pivot, k]:
-            return None
-        table[[k, pivot]] = table[[pivot, k]]
-        row = table[k, k:] = (table[k, k:] << bits) // table[k, k]
-        factors = table[:, k].copy()
-        factors[k] = 0
-        table[:, k:] -= factors[:, None] * row >> bits
-    return _IntegerMatrix(table[:, rows:], -bits)
-
-
-def _compute_exact_determinants(a: Parts) -> Parts:
-    """Return four float64 components of det(..., N, N), by Bareiss' division-free elimination (1968)."""
-    size = a[0].shape[-1]
-    if size > _MOST_DETERMINANT_ROWS:
-        raise torch.linalg.LinAlgError(
-            f"det of a {size} x {size} matrix that is singular, or of a condition beyond about 1e15: float64, in which "
-            f"refinement starts, cannot tell which, and exact integers serve up to {_MOST_DETERMINANT_ROWS} rows. "
-            "Scale rows and columns by powers of two, or take the determinant of a factor"
-        )
-    found = []
-    for parts in zip(*(part.double().reshape(-1, size, size) for part in a), strict=True):
-        matrix = _IntegerMatrix.of(parts)
-        rows, sign, before = matrix.values.copy(), 1, 1
-        for k in range(size - 1):
-            pivot = next((i for i in range(k, size) if rows[i, k]), None)
-            if pivot is None:
-                rows[:], sign = 0, 0
-                break
-            if pivot != k:
-                rows[[k, pivot]], sign = rows[[pivot, k]], -sign
-            below, corner = rows[k + 1 :, k + 1 :], rows[k, k]
-            below[:] = (below * corner - rows[k + 1 :, k : k + 1] * rows[k, k + 1 :]) // before
-            before = corner
-        found.append(_IntegerMatrix(sign * rows[-1:, -1:], matrix.power * size).parts(a[0].device))
-    return tuple(torch.cat(parts).reshape(a[0].shape[:-2]) for parts in zip(*found, strict=True))

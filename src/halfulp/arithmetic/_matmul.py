@@ -1,22 +1,558 @@
-"""The product of matrices of expansions."""
+"""Products of matrices of expansions by plain products: one in a wider type, or several of slices (Ozaki et al. 2012).
+
+Rows of A and columns of B are scaled by powers of two and cut into slices of so few bits that products of slices are
+exact in float64. What the slices leave, the tail, is so small that plain products with it are exact enough: with three
+slices each, six exact products and four with tails give two components. Slices are relative to the maximum of their
+row or column, so |A||B| tells where they do not reach; those entries are computed one by one, or all get more slices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import itertools
+import math
+import operator
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..kernels import define_operator
-from ._exact_products import (
-    SLICED_BLOCK_LENGTH,
-    choose_wide_type,
-    multiply_by_slices,
-    multiply_in_wide_type,
-    multiply_plain_matrices,
-    multiply_small_matrices,
+from .._torch_versions import has_whole_products
+from ..kernels import define_operator, exponent, floor, is_finite, power, select, times_power
+from ._operators import (
+    Terms,
+    distill_terms,
+    finish_special_values,
+    round_to_components,
+    sweep_terms,
+    to_float64_terms,
+    two_sum,
 )
-from ._pointwise import Parts, check_component_dtypes
+from ._pointwise import MOST, PRECISION, ElementwiseKernels, Parts, check_component_dtypes, pointwise
+from ._reductions import total
+
+_PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time
+
+
+def multiply_small_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
+    """a @ b for small matrices, or stacks of them."""
+    left = tuple(part.movedim(-1, 0).unsqueeze(-1) for part in a)
+    right = tuple(part.movedim(-2, 0).unsqueeze(-2) for part in b)
+    return sum_products(left, right, components, dtype)
+
+
+def multiply_entries(
+    a: Parts, b: Parts, entries: tuple[torch.Tensor, ...], components: int, dtype: torch.dtype
+) -> Parts:
+    """Compute single entries of a @ b, given by one index tensor per dimension."""
+    *batch, row, column = entries
+    count, inner = len(row), a[0].shape[-1]
+    step = max(1, 4 * _PRODUCTS_AT_ONCE // inner)
+    pieces = []
+    for first in range(0, count, step):
+        part = slice(first, first + step)
+        stack = tuple(index[part] for index in batch)
+        left = tuple(x[(*stack, row[part])].t() for x in a)
+        right = tuple(x.mT[(*stack, column[part])].t() for x in b)
+        pieces.append(sum_products(left, right, components, dtype))
+    return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
+
+
+def sum_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
+    """Return the sum over the first dimension of left times right, which broadcast in the others."""
+    shape = torch.broadcast_shapes(left[0].shape, right[0].shape)[1:]
+    working = min(MOST, -(-(components * PRECISION[dtype] + 4) // 53) + (dtype == torch.float64))
+    step = max(8, _PRODUCTS_AT_ONCE // max(1, shape.numel()))
+    sums: Parts = ()
+    for first in range(0, left[0].shape[0], step):
+        pieces = (tuple(part[first : first + step] for part in parts) for parts in (left, right))
+        x, y = (tuple(part.expand(-1, *shape).contiguous() for part in parts) for parts in pieces)
+        piece = total(pointwise("mul", x, y, components=working, dtype=torch.float64), 0, working)
+        sums = pointwise("add", sums, piece, components=working, dtype=torch.float64) if sums else piece
+    return pointwise("renormalize", sums, components=components, dtype=dtype)
+
+
+def _run_kernel(kernel: ElementwiseKernels, inputs: Sequence[torch.Tensor], count: int) -> Parts:
+    """Return so many float64 results of inputs of one shape."""
+    out = tuple(torch.empty_like(inputs[0], dtype=torch.float64) for _ in range(count))
+    kernel(inputs, out)
+    return out
+
+
+# scratch memory ----------------------------------------------------------------------------------------------
+
+_MOST_KEPT_BYTES = 64 << 20
+_ALIGNMENT = 64
+_thread_memory = threading.local()
+_WorkspaceLayout = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]
+
+
+@contextlib.contextmanager
+def _borrow_workspace(layout: _WorkspaceLayout, device: torch.device) -> Iterator[list[list[torch.Tensor]]]:
+    """Return uninitialized contiguous tensors from the thread's scratch memory.
+
+    It is kept between calls, so that a product does not fault its pages in again: up to a third of its time.
+
+    Args:
+        layout: groups of (shape, dtype). The first group has memory of its own; all later ones lie over each other.
+        device: of the tensors. On the CPU the ones used last are kept for the next call.
+    """
+    kept = _thread_memory.__dict__.setdefault("kept", {})
+    # Taken out while in use, so that a call inside a call gets memory of its own.
+    made = (kept.pop(layout, None) if device.type == "cpu" else None) or _allocate_workspace(layout, device)
+    try:
+        yield made[0]
+    finally:
+        if device.type == "cpu":
+            kept[layout] = made
+            while sum(size for _, size in kept.values()) > _MOST_KEPT_BYTES:
+                del kept[next(iter(kept))]
+
+
+def _allocate_workspace(layout: _WorkspaceLayout, device: torch.device) -> tuple[list[list[torch.Tensor]], int]:
+    """Return the tensors of one block of memory, and its bytes."""
+    sizes = [[-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in g] for g in layout]
+    size = sum(sizes[0]) + max(map(sum, sizes[1:]), default=0)
+    block, groups = torch.empty(size, dtype=torch.uint8, device=device), []
+    for k, group in enumerate(layout):
+        starts = itertools.accumulate(sizes[k], initial=sum(sizes[0]) if k else 0)
+        places = ((at, at + math.prod(shape) * dtype.itemsize) for at, (shape, dtype) in zip(starts, group))
+        groups.append([block[i:j].view(dtype).view(shape) for (i, j), (shape, dtype) in zip(places, group)])
+    return groups, size
+
+
+_PIECE_LENGTH = 512  # inner length from which on a product is taken in pieces
+_MOST_PIECES = 4
+_SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
+# Bits of a float32 that go in rounding to the type, and the type's smallest subnormal.
+_CUT_BITS_AND_SUBNORMALS = {torch.float16: (13, 2.0**-24), torch.bfloat16: (16, 2.0**-133)}
+_LARGEST_NUMBERS = {torch.float16: 65504.0}
+
+
+def choose_wide_type(operands: tuple[Parts, Parts], components: int, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the native type in which a product has the result's digits and a few more; None where there is none."""
+    bits = components * PRECISION[dtype]
+    if dtype in _SIXTEEN_BIT_DTYPES and bits <= 24 and all(parts[0].dtype != torch.float64 for parts in operands):
+        return torch.float32
+    return torch.float64 if bits <= 48 else None
+
+
+def multiply_in_wide_type(a: Parts, b: Parts, components: int, dtype: torch.dtype, work: torch.dtype) -> Parts:
+    """a @ b for matrices or stacks of them, in `work` and rounded to components."""
+    shape = (*a[0].shape[:-1], b[0].shape[-1])
+    written = tuple([torch.empty(shape, dtype=dtype, device=a[0].device) for _ in range(components)])
+    direct = components == 1 and dtype == work
+    merged = [parts for parts in (a, b) if len(parts) > 1 or parts[0].dtype != work]
+    # Where the result has nearly the digits of the product, long sums lose some of them: several are added exactly.
+    long = work == torch.float64 and components * PRECISION[dtype] > 40
+    pieces = max(1, min(_MOST_PIECES, a[0].shape[-1] // _PIECE_LENGTH)) if long else 1
+    layout = (*((tuple(parts[0].shape), work) for parts in merged), *([] if direct else [(shape, work)] * pieces))
+    with _borrow_workspace((layout,), a[0].device) as ((*scratch,),):
+        rest = iter(scratch)
+        x, y = (
+            _merge_components(parts, next(rest)) if any(parts is z for z in merged) else parts[0] for parts in (a, b)
+        )
+        products, inner = written[:1] if direct else list(rest), x.shape[-1]
+        for k, out in enumerate(products):
+            part = slice(inner * k // pieces, inner * (k + 1) // pieces)
+            left, right = (x, y) if pieces == 1 else (x[..., part], y[..., part, :])
+            multiply_plain_matrices(left, right, out)
+        if not direct:
+            _make_splitting_kernel(work, dtype, components, pieces)(products, written)
+    return written
+
+
+def _merge_components(parts: Parts, out: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all components, in the scratch memory's type."""
+    _make_merging_kernel(out.dtype, parts[0].dtype, len(parts))(parts, (out,))
+    return out
+
+
+@contextlib.contextmanager
+def multiply_float16_in_float32(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
+    """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block."""
+    shapes = a[0].shape, b[0].shape, (*a[0].shape[:-1], b[0].shape[-1])
+    layout = tuple((tuple(shape), torch.float32) for shape in shapes)
+    with _borrow_workspace((layout,), a[0].device) as ((left, right, out),):
+        multiply_plain_matrices(_merge_components(a, left), _merge_components(b, right), out)
+        yield out
+
+
+def find_largest_magnitude(x: torch.Tensor) -> float:
+    """Return the largest magnitude of a tensor with elements; NaN if any is NaN."""
+    # Two reductions that torch vectorizes: aminmax is slower than both, the norm by infinity twenty times slower.
+    return max(-float(x.amin()), float(x.amax()))
+
+
+def split_into_float16(x: torch.Tensor, factor: float, components: int) -> Parts:
+    """Return a float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15."""
+    written = tuple([torch.empty((*x.shape,), dtype=torch.float16, device=x.device) for _ in range(components)])
+    _make_half_components_kernel(components)((x, torch.tensor(factor, dtype=torch.float32, device="cpu")), written)
+    return written
+
+
+@functools.cache
+def _make_half_components_kernel(components: int) -> ElementwiseKernels:
+    def scale_and_cut(x: Any, factor: Any) -> Terms:
+        rest, out = x * factor, []
+        for _ in range(components - 1):
+            out.append(_round_to_sixteen_bits(rest, torch.float16))
+            rest = rest - out[-1]
+        # Storing rounds the last one.
+        return [*out, rest]
+
+    inputs = (torch.float32, torch.float32)
+    return ElementwiseKernels("matmul_half", scale_and_cut, torch.float32, inputs, (torch.float16,) * components)
+
+
+@functools.cache
+def _make_merging_kernel(work: torch.dtype, dtype: torch.dtype, count: int) -> ElementwiseKernels:
+    def add_up(*parts: Any) -> Terms:
+        return [parts[0] + 0.0 if len(parts) == 1 else _sum_plainly(parts)]
+
+    return ElementwiseKernels("matmul_merge", add_up, work, (dtype,) * count, (work,))
+
+
+@functools.cache
+def _make_splitting_kernel(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> ElementwiseKernels:
+    def cut(*products: Any) -> Terms:
+        if work == torch.float32:
+            return _cut_components(products[0], dtype, components)
+        terms = list(products)
+        if pieces > 1:
+            terms = finish_special_values(functools.reduce(operator.add, terms), distill_terms(terms, 2))
+        return round_to_components(terms, dtype, components) if dtype != work else terms[:1]
+
+    return ElementwiseKernels("matmul_split", cut, work, (work,) * pieces, (dtype,) * components)
+
+
+def _cut_components(x: Any, dtype: torch.dtype, components: int) -> Terms:
+    """Return a float32 as 16-bit components, each the nearest."""
+    largest = _LARGEST_NUMBERS.get(dtype)
+    huge = abs(x) > 2.0**100
+    rest, grow = x * select(huge, 2.0**-40, 1.0), select(huge, 2.0**40, 1.0)
+    out = []
+    for _ in range(components):
+        head = _round_to_sixteen_bits(rest, dtype)
+        rest = rest - head
+        out.append(head * grow)
+    head = select(is_finite(x), out[0], x)
+    if largest is not None:
+        head = select(abs(head) > largest, head * float("inf"), head)
+    return [head, *(select(is_finite(head), part, 0.0) for part in out[1:])]
+
+
+def _round_to_sixteen_bits(x: Any, dtype: torch.dtype) -> Any:
+    """Return a float32 below 2^100 as a 16-bit number (Veltkamp 1968; below the normal numbers by a fixed grid)."""
+    bits, smallest = _CUT_BITS_AND_SUBNORMALS[dtype]
+    magic, far = 1.5 * 2.0**23 * smallest, x * (2.0**bits + 1.0)
+    return select(abs(x) < smallest * 2.0 ** (24 - bits), (x + magic) - magic, far - (far - x))
+
+
+def multiply_plain_matrices(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+    """x @ y into `out`: matrices or stacks of as many, float32 or float64.
+
+    `torch.set_float32_matmul_precision` and `torch.backends` may let torch multiply float32 matrices in TensorFloat32
+    or bfloat16. Then this one takes float64, and rounds.
+    """
+    function = torch.mm if x.dim() == 2 else torch.bmm
+    if x.dtype == torch.float32 and not has_whole_products(x.device.type):
+        out.copy_(function(x.double(), y.double()))
+    else:
+        function(x, y, out=out)
+
+
+SLICE_BITS = 22  # of the first slice; the later ones have one more, for their sign
+SLICED_BLOCK_LENGTH = 512  # 2 BITS + log2(BLOCK) = 53: inner products of slices are exact up to this length
+MOST_SLICES = 12
+FLUSHED_BELOW = 2.0**-60  # magnitudes below it do not count in the sums that judge the slices
+
+
+def count_covered_bits(slices: int) -> int:
+    """Return how many bits below a row's largest magnitude the slices cover."""
+    return SLICE_BITS + (slices - 1) * (SLICE_BITS + 1)
+
+
+def find_least_covered_sum(slices: int, inner: int, bits: int) -> float:
+    """Return the |A||B| (scaled) from which on the tails' error stays under half of 2^-bits of it.
+
+    Every tail product is at most inner 2^-(covered + 1). Their sum, of `length` products in one accumulator, is off by
+    at most `length` units of its absolute sum, and with independent roundings (Higham and Mary 2019) by 4 sqrt(length)
+    of them: twelve standard deviations where nothing cancels.
+    """
+    length = (slices + 1) * inner
+    growth = min(length, 4 * math.sqrt(length)) + 4
+    # Sums are float32: a smaller limit would be taken for zero, and zero for enough.
+    return max(growth * length * 2.0 ** (bits + 1 - count_covered_bits(slices) - 1 - 53), 2.0**-126)
+
+
+@functools.cache
+def make_slice_kernel(dtype: torch.dtype, count: int, slices: int) -> ElementwiseKernels:
+    """Return the kernel (components, two factors) -> (slices, the tail, the magnitude as float32)."""
+
+    def cut(*values) -> Terms:
+        first, second = values[count], values[count + 1]
+        rest = list(values[:count]) if dtype == torch.float64 else to_float64_terms(list(values[:count]))
+        rest = [part * first * second for part in rest]
+        out, size = [], abs(rest[0])
+        for k in range(slices):
+            if k and len(rest) > 1:
+                rest = sweep_terms(rest)
+            # Adding 1.5 * 2^52 units of the slice leaves no bit below one unit.
+            magic = 1.5 * 2.0 ** (52 - count_covered_bits(k + 1))
+            out.append((rest[0] + magic) - magic)
+            rest = [rest[0] - out[-1], *rest[1:]]
+        return [*out, _sum_plainly(rest), select(size < FLUSHED_BELOW, 0.0, size)]
+
+    inputs = (dtype,) * count + (torch.float64, torch.float64)
+    outputs = (torch.float64,) * (slices + 1) + (torch.float32,)
+    return ElementwiseKernels("matmul_slice", cut, torch.float64, inputs, outputs)
+
+
+@functools.cache
+def make_sum_kernel(results: int, carried: int, components: int, dtype: torch.dtype) -> ElementwiseKernels:
+    """Return the kernel (products, largest first, exponents of row and column, carry) -> components."""
+    working = components if dtype == torch.float64 else -(-(components * PRECISION[dtype] + 4) // 53)
+
+    def add_up(*values) -> Terms:
+        terms = list(values[:results])
+        scale = values[results] + values[results + 1]
+        known = list(values[results + 2 :])
+        terms = _sum_terms(terms, working)
+        terms = [times_power(term, scale) for term in terms]
+        if known:
+            terms = distill_terms([*known, *terms], working)
+        head = terms[0]
+        terms = [head, *(select(is_finite(head), term, 0.0) for term in terms[1:])]
+        return terms if dtype == torch.float64 else round_to_components(terms, dtype, components)
+
+    inputs = (torch.float64,) * (results + 2 + carried)
+    return ElementwiseKernels("matmul_sum", add_up, torch.float64, inputs, (dtype,) * components)
+
+
+def _sum_terms(terms: Terms, keep: int) -> Terms:
+    """Return the sum to `keep` components, with an error of order u^(keep + 1) of the largest term."""
+    if keep == 1:
+        terms = sweep_terms(terms)
+        return [terms[0] + _sum_plainly(terms[1:])] if len(terms) > 1 else terms
+    if keep > 2 or len(terms) < 3:
+        return distill_terms(terms, keep)
+    # n passes of VecSum and a plain sum are as good as n + 1 times the precision (Ogita, Rump, Oishi 2005).
+    terms = sweep_terms(sweep_terms(terms))
+    return list(two_sum(terms[0], _sum_plainly(terms[1:])))
+
+
+def _sum_plainly(terms: Sequence[Any]) -> Any:
+    """Return the sum, added up from the last term."""
+    return functools.reduce(operator.add, reversed(terms))
+
+
+def find_row_exponents(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return, per row or column, k with magnitudes at most 2^k (NaN if not finite), and two factors of 2^-k."""
+    exponents, first, second = _run_kernel(_make_row_exponent_kernel(), [head.abs().amax(dim, keepdim=True)], 3)
+    return exponents, first, second
+
+
+@functools.cache
+def _make_row_exponent_kernel() -> ElementwiseKernels:
+    def scales(largest) -> Terms:
+        k = exponent(largest) + 1.0
+        # Neither factor leaves the range, where 2^-k would.
+        half = floor(k * 0.5)
+        return [select(is_finite(largest), k, float("nan")), power(-half), power(half - k)]
+
+    return ElementwiseKernels("matmul_scale", scales, torch.float64, (torch.float64,), (torch.float64,) * 3)
+
+
+_MOST_WAITING_PRODUCTS = 7  # products that wait for being summed
+# What a product of two numbers costs in an entry computed alone, compared with one in a matrix product.
+_COST_OF_SINGLE_ENTRY = 250
+
+
+@dataclass(frozen=True)
+class _InnerBlock:
+    """One block of the inner dimension: its operands, the scales of rows and columns, and the result's type."""
+
+    a: Parts
+    b: Parts
+    row_scales: tuple[torch.Tensor, ...]
+    column_scales: tuple[torch.Tensor, ...]
+    components: int
+    dtype: torch.dtype
+
+    @property
+    def inner(self) -> int:
+        return self.a[0].shape[-1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.a[0].shape[:-1], self.b[0].shape[-1])
+
+    @property
+    def bits(self) -> int:
+        """The error wanted, as a power of two below |A||B|."""
+        if self.dtype == torch.float64 and self.components <= 2:
+            return 104 if self.components == 2 else 58
+        return self.components * PRECISION[self.dtype] - 4
+
+
+def multiply_by_slices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
+    """a @ b for matrices or stacks of them.
+
+    The error is at most 2^-104 (|A||B|)_ij for two float64, 2^-(n p - 6) for more and for float32. Where an operand
+    holds infinities or NaNs, entries whose plain float64 product is not finite take that.
+    """
+    tasks = _cut_into_inner_blocks(a, b, components, dtype)
+    if not all(math.isfinite(float(task.row_scales[0].sum() + task.column_scales[0].sum())) for task in tasks):
+        return _add_special_values(a, b, components, dtype)
+    known: Parts = ()
+    alone = None
+    for k, task in enumerate(tasks):
+        known, missed = _multiply_block(task, known, k == len(tasks) - 1)
+        alone = missed if alone is None else alone if missed is None else alone | missed
+    if alone is not None:
+        entries = alone.nonzero(as_tuple=True)
+        for target, value in zip(known, multiply_entries(a, b, entries, components, dtype), strict=True):
+            target[entries] = value
+    return known
+
+
+def _cut_into_inner_blocks(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> list[_InnerBlock]:
+    inner = a[0].shape[-1]
+    count = -(-inner // SLICED_BLOCK_LENGTH)
+    edges = [inner * k // count for k in range(count + 1)]
+    out = []
+    for first, last in itertools.pairwise(edges):
+        x = a if count == 1 else tuple(part[..., first:last] for part in a)
+        y = b if count == 1 else tuple(part[..., first:last, :] for part in b)
+        scales = find_row_exponents(x[0], -1), find_row_exponents(y[0], -2)
+        out.append(_InnerBlock(x, y, *scales, components, dtype))
+    return out
+
+
+def _add_special_values(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
+    plain = torch.matmul(a[0].double(), b[0].double())
+    x, y = (tuple(torch.where(parts[0].isfinite(), part, 0.0) for part in parts) for parts in (a, b))
+    product = multiply_by_slices(x, y, components, dtype)
+    special = ~plain.isfinite()
+    head = torch.where(special, plain.to(dtype), product[0])
+    return head, *(torch.where(special, 0.0, part) for part in product[1:])
+
+
+def _multiply_block(task: _InnerBlock, known: Parts, last: bool) -> tuple[Parts, torch.Tensor | None]:
+    """`known` plus a block's product, and the entries that must be computed alone."""
+    # They suffice where |A||B| is not much below its largest possible.
+    counts = range(1, MOST_SLICES)
+    enough = (n for n in counts if find_least_covered_sum(n, task.inner, task.bits) <= task.inner / 64)
+    slices = next(enough, MOST_SLICES)
+    with _borrow_workspace(_plan_workspace(task, slices), task.a[0].device) as (cut, sizes, results):
+        left, right = _cut_slices(task, slices, cut, sizes)
+        wanted, missed = _choose_slices(task, slices, sizes)
+        if wanted == slices:
+            return _add_products(task, left, right, known, last, results), missed
+    with _borrow_workspace(_plan_workspace(task, wanted), task.a[0].device) as (cut, sizes, results):
+        left, right = _cut_slices(task, wanted, cut, sizes)
+        return _add_products(task, left, right, known, last, results), missed
+
+
+def _plan_workspace(task: _InnerBlock, slices: int) -> _WorkspaceLayout:
+    """Return the workspace's layout: slices and tails of both operands, magnitudes with their product, results."""
+    left, right = tuple(task.a[0].shape), tuple(task.b[0].shape)
+    wide, narrow = torch.float64, torch.float32
+    spare = task.components if task.dtype == wide else 0
+    return (
+        ((left, wide),) * (slices + 1) + ((right, wide),) * (slices + 1),
+        ((left, narrow), (right, narrow), (task.shape, narrow)),
+        ((task.shape, wide),) * (_MOST_WAITING_PRODUCTS - spare),
+    )
+
+
+def _cut_slices(
+    task: _InnerBlock, slices: int, cut: list[Any], sizes: list[Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the slices of either operand, the tail behind them; the magnitudes go to the first two of `sizes`."""
+    pieces = cut[: slices + 1], cut[slices + 1 :]
+    scales = task.row_scales, task.column_scales
+    for parts, out, size, (_, *factors) in zip((task.a, task.b), pieces, sizes, scales, strict=False):
+        inputs = [*parts, *(_view_as_row(factor) for factor in factors)]
+        make_slice_kernel(parts[0].dtype, len(parts), slices)(inputs, [*out, size])
+    return pieces
+
+
+def _view_as_row(x: torch.Tensor) -> torch.Tensor:
+    """Return one value per column of a matrix as a vector, which a kernel reads in place."""
+    return x.reshape(-1) if x.dim() == 2 and x.shape[0] == 1 else x
+
+
+def _choose_slices(task: _InnerBlock, slices: int, sizes: list[Any]) -> tuple[int, torch.Tensor | None]:
+    """Choose the number of slices; return it, and the entries that it does not cover."""
+    left, right, sums = sizes
+    multiply_plain_matrices(left, right, sums)
+    if float(sums.amin()) >= find_least_covered_sum(slices, task.inner, task.bits):
+        return slices, None
+    nonzero = (sums > 0) | _find_flushed_products(task, left, right)
+    slices = _choose_cheapest_slice_count(task, slices, sums[nonzero])
+    missed = nonzero & (sums < find_least_covered_sum(slices, task.inner, task.bits))
+    return slices, missed if bool(missed.any()) else None
+
+
+def _find_flushed_products(task: _InnerBlock, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return where a product may be nonzero though factors of it were flushed."""
+    flushed = [bool(((size == 0) & (parts[0] != 0)).any()) for size, parts in ((left, task.a), (right, task.b))]
+    if not any(flushed):
+        return torch.zeros((), dtype=torch.bool, device=left.device)
+    return torch.matmul((task.a[0] != 0).float(), (task.b[0] != 0).float()) > 0
+
+
+def _choose_cheapest_slice_count(task: _InnerBlock, slices: int, sums: torch.Tensor) -> int:
+    """Choose between more slices for all entries and single entries computed alone, by time."""
+    outputs = task.shape[-1] * task.a[0].shape[:-1].numel()
+
+    def cost(count: int) -> float:
+        missed = int((sums < find_least_covered_sum(count, task.inner, task.bits)).sum())
+        # Plain products: exact ones of slices i + j <= count + 1, one for each tail, and two of the first try.
+        products = count * (count + 1) // 2 + count + 1 + (2 if count > slices else 0)
+        return products * outputs + _COST_OF_SINGLE_ENTRY * missed
+
+    return min(range(slices, MOST_SLICES + 1), key=cost)
+
+
+def _add_products(
+    task: _InnerBlock, left: list[Any], right: list[Any], known: Parts, last: bool, results: list[Any]
+) -> Parts:
+    """Add all products of slices and tails to the sum of earlier blocks."""
+    slices, device = len(left) - 1, left[0].device
+    final, dtype = (task.components, task.dtype) if last else (task.components + 1, torch.float64)
+    written = tuple(torch.empty(task.shape, dtype=dtype, device=device) for _ in range(final))
+    buffers = [*(part for part in written if part.dtype == torch.float64), *results][:_MOST_WAITING_PRODUCTS]
+    waiting: list[torch.Tensor] = []
+    for level in range(slices):
+        for i in range(level + 1):
+            if len(waiting) == _MOST_WAITING_PRODUCTS - 1:
+                known, waiting = _add_scaled_sums(task, waiting, known, None), []
+            multiply_plain_matrices(left[i], right[level - i], buffers[len(waiting)])
+            waiting.append(buffers[len(waiting)])
+    tails = buffers[len(waiting)]
+    rest = right[slices]
+    multiply_plain_matrices(left[0], rest, tails)
+    for i in range(1, slices + 1):
+        rest += right[slices - i]
+        tails.addmm_(left[i], rest) if tails.dim() == 2 else tails.baddbmm_(left[i], rest)
+    return _add_scaled_sums(task, [*waiting, tails], known, written)
+
+
+def _add_scaled_sums(task: _InnerBlock, waiting: list[Any], known: Parts, written: Parts | None) -> Parts:
+    if written is None:
+        written = tuple(torch.empty_like(waiting[0]) for _ in range(task.components + 1))
+    kernel = make_sum_kernel(len(waiting), len(known), len(written), written[0].dtype)
+    kernel([*waiting, task.row_scales[0], _view_as_row(task.column_scales[0]), *known], written)
+    return written
+
+
+# the choice of a method -------------------------------------------------------------------------------------
 
 _STACK_ELEMENTS = 1 << 20  # elements of operands and result that are worked on at a time
 
@@ -111,15 +647,15 @@ def _multiply_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) 
     work = choose_wide_type((a, b), components, dtype)
     if work is not None:
         return multiply_in_wide_type(a, b, components, dtype, work)
-    if _is_like_a_dot_product(outputs, inner, a[0].numel() + b[0].numel()):
+    if _is_faster_by_entries(outputs, inner, a[0].numel() + b[0].numel()):
         return multiply_small_matrices(a, b, components, dtype)
     return multiply_by_slices(tuple(x.double() for x in a), tuple(x.double() for x in b), components, dtype)
 
 
-def _is_like_a_dot_product(outputs: int, inner: int, elements: int) -> bool:
+def _is_faster_by_entries(outputs: int, inner: int, elements: int) -> bool:
     """Return whether slicing takes longer than computing each entry, by measured costs in microseconds."""
     sliced = 200 * -(-inner // SLICED_BLOCK_LENGTH) + 0.03 * elements + 0.0005 * outputs * inner
-    return 250 + 0.02 * outputs * inner < sliced
+    return 250 + 0.1 * outputs * inner < sliced
 
 
 def _fake_matmul(parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -131,85 +667,4 @@ _matmul_operator = define_operator(
     "matmul(Tensor[] parts, int count, int components, ScalarType dtype) -> Tensor[]",
     lambda parts, count, components, dtype: list(_multiply_stacks(parts[:count], parts[count:], components, dtype)),
     _fake_matmul,
-)
-
-
-def grouped_matmul(a: Parts, b: Parts, offsets: torch.Tensor | None, components: int, dtype: torch.dtype) -> Parts:
-    """Return the products of G groups, as `torch.nn.functional.grouped_mm` does, each with `matmul`'s bounds.
-
-    Group g is what lies from offsets[g - 1] (0 at first) to offsets[g]: of the rows of a 2d `a` and of the columns of
-    a 2d `b`, or of the inner dimension where both are 2d; rows and columns behind the last group become 0.
-
-    Args:
-        a: (M, K) or (G, M, K), 1 to 4 components.
-        b: (G, K, N) or (K, N), likewise.
-        offsets: G integers that never decrease; None where both are 3d.
-        components: of the result, 1 to 4.
-        dtype: of the result.
-
-    Returns:
-        The components of (M, N), or of (G, M, N) where both are 2d or both 3d.
-
-    Raises:
-        ValueError: shapes that do not match, offsets that decrease or exceed the dimension.
-
-    >>> x = (torch.tensor([[1.0], [2.0], [3.0]]),)
-    >>> experts = (torch.tensor([[[10.0]], [[100.0]]]),)
-    >>> grouped_matmul(x, experts, torch.tensor([1, 3]), components=1, dtype=torch.float32)[0].flatten().tolist()
-    [10.0, 200.0, 300.0]
-    """
-    x, y = a[0].shape, b[0].shape
-    groups, ranks = [shape[0] for shape in (x, y) if len(shape) == 3], (len(x), len(y))
-    if offsets is None:
-        fits = ranks == (3, 3) and x[0] == y[0]
-    else:
-        is_counted = offsets.dim() == 1 and offsets.dtype in (torch.int32, torch.int64)
-        fits = is_counted and ranks in ((2, 3), (3, 2), (2, 2)) and groups in ([], [len(offsets)])
-    if not fits or x[-1] != y[-2]:
-        given = "none" if offsets is None else f"{offsets.dtype} of shape {tuple(offsets.shape)}"
-        raise ValueError(
-            "grouped_mm takes (G, M, K) and (G, K, N) without offsets, or int32 or int64 offsets, one for each group: "
-            "of the rows of (M, K) beside (G, K, N), of the columns of (K, N) beside (G, M, K), or of K of (M, K) and "
-            f"(K, N); got {tuple(x)} and {tuple(y)}, offsets {given}"
-        )
-    if offsets is None:
-        return matmul(a, b, components, dtype)
-    if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b, offsets)):
-        return tuple(_grouped_operator([*a, *b], len(a), offsets, components, dtype))
-    return tuple(_multiply_groups([*a, *b], len(a), offsets, components, dtype))
-
-
-def _make_grouped_results(
-    parts: list[torch.Tensor], count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    a, b = parts[0], parts[count]
-    batch = (offsets.shape[0],) if a.dim() == b.dim() else ()
-    return [a.new_zeros((*batch, a.shape[-2], b.shape[-1]), dtype=dtype) for _ in range(components)]
-
-
-def _multiply_groups(
-    parts: list[torch.Tensor], count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    a, b = (tuple(part.detach() for part in some) for some in (parts[:count], parts[count:]))
-    cuts_rows, cuts_columns, ends = b[0].dim() == 3, a[0].dim() == 3, offsets.tolist()
-    limit = a[0].shape[0] if cuts_rows else b[0].shape[-1]
-    limit = limit if cuts_rows or cuts_columns else a[0].shape[-1]
-    if [0, *ends] != sorted([0, *ends]) or (ends and ends[-1] > limit):
-        raise ValueError(f"grouped_mm takes offsets that never decrease, from 0 to {limit}; got {ends}")
-    made = _make_grouped_results(parts, count, offsets, components, dtype)
-    for group, (start, end) in enumerate(zip([0, *ends], ends)):
-        rows, columns = (slice(start, end),), (slice(None), slice(start, end))
-        left: Any = (group,) if cuts_columns else rows if cuts_rows else columns
-        right: Any = (group,) if cuts_rows else columns if cuts_columns else rows
-        at: Any = rows if cuts_rows else columns if cuts_columns else (group,)
-        product = matmul(tuple(x[left] for x in a), tuple(y[right] for y in b), components, dtype)
-        for into, part in zip(made, product, strict=True):
-            into[at] = part
-    return made
-
-
-_grouped_operator = define_operator(
-    "grouped_matmul(Tensor[] parts, int count, Tensor offsets, int components, ScalarType dtype) -> Tensor[]",
-    _multiply_groups,
-    _make_grouped_results,
 )

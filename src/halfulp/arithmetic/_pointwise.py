@@ -39,7 +39,7 @@ from ..kernels import (
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
 from ..kernels.triton._expansions import MOST_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
 from ..kernels.triton._launch import find_checked_kernel
-from ._functions import DIVISIONS, FUNCTIONS, LARGEST_ANGLE, NETWORKS, REMAINDER_STEP_NAME, evaluate_far_angles
+from ._functions import FUNCTIONS, LARGEST_ANGLE
 from ._operators import (
     SIXTEEN_BIT_LIMITS,
     Terms,
@@ -271,7 +271,7 @@ class PointwiseCall:
         """float32 where + - * / and roots of up to two float32 are asked for, else float64."""
         narrow = all(dtype == torch.float32 for dtype, _ in self.operands) and self.dtype == torch.float32
         few = max(self.components, *(count for _, count in self.operands)) <= 2
-        return torch.float32 if narrow and few and NETWORKS[self.name].any_precision else torch.float64
+        return torch.float32 if narrow and few and FUNCTIONS[self.name].any_precision else torch.float64
 
     def evaluate(self, *values: Any) -> Terms:
         """Return the function of all operands' components, in the arithmetic's type."""
@@ -283,7 +283,7 @@ class PointwiseCall:
             elif dtype != self.arithmetic:
                 parts = to_float64_terms(parts)
             operands.append(parts)
-        network = NETWORKS[self.name].network
+        network = FUNCTIONS[self.name].network
         if self.dtype == self.arithmetic:
             return network(*operands, self.components)[: self.components]
         # So many components carry the result and a few bits more.
@@ -345,7 +345,7 @@ def evaluate_alike(name: str, a: Parts, b: Parts) -> Parts:
     if type(first) is not torch.Tensor or type(b[0]) is not torch.Tensor or torch.compiler.is_compiling():
         return pointwise(name, a, b, components=len(a), dtype=first.dtype)
     elements, count = _find_alike_kernels(name, first.dtype, len(a)), first.numel()
-    if elements is None or not count or select_engine(first.device.type) != "llvm":
+    if not count or select_engine(first.device.type) != "llvm":
         return pointwise(name, a, b, components=len(a), dtype=first.dtype)
     made = tuple([torch.empty_like(first) for _ in a])
     row = count if count < _ROW_LENGTH else _ROW_LENGTH
@@ -357,9 +357,9 @@ def evaluate_alike(name: str, a: Parts, b: Parts) -> Parts:
 
 
 @functools.cache
-def _find_alike_kernels(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels | None:
-    """Return the kernels of `evaluate_alike`; None for a division, which takes several."""
-    return None if name in DIVISIONS else _make_call(name, ((dtype, components),) * 2, components, dtype).kernels
+def _find_alike_kernels(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels:
+    """Return the kernels of `evaluate_alike`."""
+    return _make_call(name, ((dtype, components),) * 2, components, dtype).kernels
 
 
 def names() -> tuple[str, ...]:
@@ -368,14 +368,14 @@ def names() -> tuple[str, ...]:
     >>> "exp" in names()
     True
     """
-    return (*FUNCTIONS, *DIVISIONS)
+    return tuple(FUNCTIONS)
 
 
 @functools.cache
 def _make_call(name: str, operands: tuple[Any, ...], components: int, dtype: torch.dtype) -> PointwiseCall:
-    if name not in names():
+    if name not in FUNCTIONS:
         raise ValueError(f"no function {name!r} of expansions: there are {', '.join(names())}")
-    wanted = 2 if name in DIVISIONS else FUNCTIONS[name].operands
+    wanted = FUNCTIONS[name].operands
     if len(operands) != wanted:
         raise ValueError(f"{name} takes {wanted} operands, got {len(operands)}")
     check_component_dtypes(*operands, (dtype, components))
@@ -395,9 +395,10 @@ def _run_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | No
     if call.name in ANGLE_FUNCTION_NAMES:
         far = (flat[0].abs() > LARGEST_ANGLE) & torch.isfinite(flat[0])
         if bool(far.any()):
-            return _run_far_angles(call, flat, far, out)
-    if call.name in DIVISIONS and len(call.operands) == 2:
-        return _run_division(call, flat, out)
+            raise ValueError(
+                f"{call.name} of components takes angles up to 2**20, got {float(flat[0][far][0]):.6g}: reduce them "
+                "first, or take x.decode()"
+            )
     first = flat[0]
     shape = first.shape
     for part in flat:
@@ -416,44 +417,6 @@ def _run_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | No
             target.copy_(part)
         return out
     return written
-
-
-def _run_far_angles(call: PointwiseCall, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
-    """Run a function of angles of which some are beyond the kernels' reduction."""
-    exact = evaluate_far_angles(call.name, [part[far] for part in flat])
-    rest = pointwise("renormalize", exact, components=call.components, dtype=call.dtype)
-    made = _run_call(call, [part.masked_fill(far, 0.0) for part in flat], out)
-    for part, some in zip(made, rest, strict=True):
-        part[far] = some
-    return made
-
-
-def _run_division(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
-    """Divide with remainder: steps until |r| < |b| everywhere, mostly one, then the function of (a, r, b)."""
-    flat = torch.broadcast_tensors(*flat)
-    (kind_a, count_a), (kind_b, count_b) = call.operands
-    a = _convert_to_float64(kind_a, flat[:count_a])
-    b = _convert_to_float64(kind_b, flat[count_a:])
-    r = [*a, *(torch.zeros_like(a[0]) for _ in b)]
-    step = _make_internal_call(REMAINDER_STEP_NAME, (count_a + count_b, count_b), count_a + count_b + 1, torch.float64)
-    pending = True
-    while pending:
-        *r, flag = _run_call(step, (*r, *b), None)
-        pending = bool(flag.any())
-    ended = _make_internal_call(call.name, (count_a, len(r), count_b), call.components, call.dtype)
-    return _run_call(ended, (*a, *r, *b), out)
-
-
-def _convert_to_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
-    if kind == torch.float64 or len(parts) == 1:
-        return tuple(part.double() for part in parts)
-    return _run_call(_make_call("renormalize", ((kind, len(parts)),), len(parts), torch.float64), parts, None)
-
-
-@functools.cache
-def _make_internal_call(name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype) -> PointwiseCall:
-    """Return a call on float64 operands that may have more components than public ones."""
-    return PointwiseCall(name, tuple((torch.float64, count) for count in counts), components, dtype)
 
 
 def _is_written_before_read(part: torch.Tensor, out: Parts) -> bool:
@@ -614,7 +577,7 @@ _OperandKinds = tuple[tuple[torch.dtype, int, bool], ...]
 
 def can_run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> bool:
     """Return whether `run_on_scaled_operands` computes a function of these operands, which no compiler follows."""
-    if name in ANGLE_FUNCTION_NAMES or name in DIVISIONS or torch.compiler.is_compiling():
+    if name in ANGLE_FUNCTION_NAMES or torch.compiler.is_compiling():
         return False
     return all(type(part) is torch.Tensor for parts, scale in operands for part in (*parts, *_list_scale(scale)))
 
@@ -665,7 +628,7 @@ def _make_scaled_kernels(name: str, kinds: _OperandKinds, components: int) -> El
             else:
                 terms = parts if dtype == torch.float64 else to_float64_terms(parts)
             operands.append(terms)
-        made = NETWORKS[name].network(*operands, components)[:components]
+        made = FUNCTIONS[name].network(*operands, components)[:components]
         return [*made, select(is_finite(made[0]), abs(made[0]), 0.0)]
 
     stored = tuple(one for dtype, count, scaled in kinds for one in [*[dtype] * count, *[torch.float32] * scaled])

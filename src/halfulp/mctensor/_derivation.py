@@ -47,9 +47,9 @@ def derive_rule(operator: OpOverload) -> Callable:
         return rule
     if name.startswith("_fused_") and operator._schema.is_mutable:
         why = "reads memory as plain numbers (make the optimizer with fused=False)"
-        return functools.partial(_refuse_operator, operator, why)
+        return functools.partial(refuse_operator, operator, why)
     if name in ("resize_", "resize_as_", "set_"):
-        return functools.partial(_refuse_operator, operator, "changes memory that views share")
+        return functools.partial(refuse_operator, operator, "changes memory that views share")
     if operator._can_decompose():
         return functools.partial(_run_composite, operator)
     return _derive_primitive_rule(operator)
@@ -67,10 +67,10 @@ def _derive_primitive_rule(operator: OpOverload) -> Callable:
     if operator._schema.is_mutable:
         functional = functional_form(operator)
         if functional is None:
-            return functools.partial(_refuse_operator, operator, "writes into its argument")
+            return functools.partial(refuse_operator, operator, "writes into its argument")
         return functools.partial(write_results, operator, functional)
     if operator.is_view:
-        return functools.partial(_refuse_operator, operator, "is a view")
+        return functools.partial(refuse_operator, operator, "is a view")
     return functools.partial(_run_without_rule, operator)
 
 
@@ -112,21 +112,25 @@ def _run_without_rule(operator: OpOverload, *arguments: Any, **options: Any) -> 
 
 
 def fall_back_to_float64(operator: OpOverload, arguments: tuple, options: dict) -> Any:
-    """Run an operator in float64, and count that as a fallback where float64 does not hold the components' digits."""
+    """Run an operator in float64, and count that as a fallback."""
     form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     note_float64_fallback(operator, form)
     return run_in_float64(operator, arguments, options)
 
 
+def make_float64_fallback(operator: OpOverload) -> Callable:
+    """Return the rule that runs an operator in float64 and counts that as a fallback."""
+    return lambda *arguments, **options: fall_back_to_float64(operator, arguments, options)
+
+
 def note_float64_fallback(operator: OpOverload, form: ResultType) -> None:
-    """Count that an operator runs in float64, where that does not hold the digits of a result type."""
-    if not form.fits_float64:
-        _fallback.note_fallback(
-            operator,
-            f"{form.components} components of {form.dtype}",
-            "register one by MCTensor.implements",
-            "It ran in float64 and lost the digits beyond it",
-        )
+    """Count that an operator runs in float64, which does not hold the digits of its operands."""
+    _fallback.note_fallback(
+        operator,
+        f"{form.components} components of {form.dtype}",
+        "register one by MCTensor.implements",
+        "It ran in float64 and lost the digits beyond it",
+    )
 
 
 def implements_beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[Callable], Callable]:
@@ -166,14 +170,14 @@ def choose_float64_or_rule(operator: OpOverload, rule: Callable, exactly: bool =
     """Return a rule that runs the operator in float64 where that holds the operands, and `rule` elsewhere."""
 
     @functools.wraps(rule)
-    def either(*arguments: Any, **options: Any) -> Any:
+    def run_either(*arguments: Any, **options: Any) -> Any:
         leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
         form = result_type(leaves)
         if form.fits_float64 and not (exactly and not all(map(_is_exact_in_float64, leaves))):
             return run_in_float64(operator, arguments, options)
         return run_in_steps(rule, form, arguments, options)
 
-    return either
+    return run_either
 
 
 def run_in_steps(rule: Callable, form: ResultType, arguments: tuple, options: dict) -> Any:
@@ -229,7 +233,7 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
-def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
+def refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
     raise NotImplementedError(
         f"{operator} {why} and has no rule for MCTensors: register one by MCTensor.implements, or use x.decode()"
     )

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from ..kernels import present_operators, torch_operators, untraced
-from ..subclass._rule_table import functional_form, map_arguments_by_name
+from ..subclass._rule_table import functional_form
 from ._derivation import note_float64_fallback, write_results
 from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor, attach_history
 from ._result_type import ResultType, encode_plain_operands, has_plain_operand, is_plain, make_result, result_type
-from .rules._pointwise import make_root_of_half
 
 aten = torch_operators("aten")
 
@@ -44,15 +41,15 @@ def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
         return arguments, options
     form = result_type(tensors)
 
-    def promoted(x: Any) -> Any:
+    def promote(x: Any) -> Any:
         if isinstance(x, MCTensor):
             return x.to(form.dtype) if x.dtype != form.dtype else x
         return encode_plain_operands(x, form, with_gradients=True) if is_plain(x) else x
 
-    return tuple(map(promoted, arguments)), {name: promoted(x) for name, x in options.items()}
+    return tuple(map(promote, arguments)), {name: promote(x) for name, x in options.items()}
 
 
-def _run_encoded(steps: Callable, *arguments: Any, **options: Any) -> Any:
+def _encode_and_run(steps: Callable, *arguments: Any, **options: Any) -> Any:
     """Run steps after plain tensors were encoded, where an operand is an MCTensor; else return NotImplemented."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
     if not any(isinstance(x, MCTensor) for x in leaves):
@@ -92,73 +89,8 @@ def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None
     return y if weight is None else y * weight
 
 
-def cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """Sum a / max(|a|, eps) times b / max(|b|, eps), with the gradients that torch gives it."""
-    a, b = torch.broadcast_tensors(a, b)
-    return (_divide_by_norm(a, dim, eps) * _divide_by_norm(b, dim, eps)).sum(dim)
-
-
-def _divide_by_norm(x: Tensor, dim: int, eps: float) -> Tensor:
-    size = torch.linalg.vector_norm(x, 2, dim, True).clone()
-    with torch.no_grad():
-        size.clamp_min_(eps)
-    return x / size
-
-
-def pad_sequence(
-    sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
-) -> Any:
-    """Stack sequences side by side, each filled up to the longest."""
-    if not any(isinstance(x, MCTensor) for x in sequences) or padding_side not in ("left", "right"):
-        return NotImplemented
-    longest = max(x.shape[0] for x in sequences)
-    padded = []
-    for x in sequences:
-        room = longest - x.shape[0]
-        ends = (room, 0) if padding_side == "left" else (0, room)
-        padded.append(F.pad(x, (0, 0) * (x.dim() - 1) + ends, value=padding_value))
-    return torch.stack(padded, 0 if batch_first else 1)
-
-
-def pad_packed_sequence(
-    rows: Any, batch_sizes: Tensor, batch_first: bool, padding_value: Any, total_length: int
-) -> Any:
-    """Return the sequences of packed rows, each filled up to a length, and their lengths."""
-    if not isinstance(rows, MCTensor):
-        return NotImplemented
-    steps = max(total_length, batch_sizes.numel())
-    if 0 < total_length < batch_sizes.numel():
-        raise ValueError(
-            f"total_length={total_length}: the longest sequence has {batch_sizes.numel()} steps, give that or more"
-        )
-    places, is_row = _find_packed_rows(batch_sizes, steps, rows.device)
-    padded = rows.index_select(0, places.flatten()).unflatten(0, places.shape)
-    outside = ~is_row.reshape(*is_row.shape, *[1] * (rows.dim() - 1))
-    padded = padded.masked_fill(outside, padding_value)
-    lengths = (batch_sizes[:, None] > torch.arange(places.shape[1], dtype=torch.int64, device="cpu")).sum(0)
-    return padded.transpose(0, 1) if batch_first else padded, lengths
-
-
-def _find_packed_rows(batch_sizes: Tensor, steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row of every step of every sequence, and which of these there are."""
-    counts = F.pad(batch_sizes, (0, steps - batch_sizes.numel()))
-    starts = counts.cumsum(0) - counts
-    batch = torch.arange(int(batch_sizes[0]), dtype=torch.int64, device="cpu")
-    is_row = batch < counts[:, None]
-    return torch.where(is_row, starts[:, None] + batch, 0).to(device), is_row.to(device)
-
-
-def pack_padded_sequence_backward(
-    gradient: Any, input_size: Sequence[int], batch_sizes: Tensor, batch_first: bool
-) -> Any:
-    """Return the gradient of the packed rows, as padded sequences with zeros outside."""
-    steps = input_size[1] if batch_first else input_size[0]
-    padded = pad_packed_sequence(gradient, batch_sizes, batch_first, 0.0, steps)
-    return padded if padded is NotImplemented else padded[0]
-
-
 def _refuse_plain_target(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    if any(isinstance(x, MCTensor) for x in arguments):
+    if any(isinstance(x, MCTensor) for x in tree_leaves(arguments)):
         raise NotImplementedError(f"{operator} writes one component into a plain tensor: give it x.decode()")
     return NotImplemented
 
@@ -207,7 +139,7 @@ def _make_entry(operator: OpOverload) -> Callable:
         operator in _ENCODED_OPERATORS,
     )
 
-    def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+    def run_entry(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
         if torch._C._functorch.peek_interpreter_stack() is None:
             result = NotImplemented if own is None else own(*arguments, **options)
@@ -230,18 +162,10 @@ def _make_entry(operator: OpOverload) -> Callable:
             finally:
                 torch._C._set_mkldnn_enabled(before)
 
-    return untraced(entered)
+    return untraced(run_entry)
 
 
-def ndtr(x: MCTensor) -> Tensor:
-    """Compute the normal distribution function, as torch's formula 1 + erf has no digits far below zero."""
-    factor = -make_root_of_half(x)
-    # Without dimensions it leaves the dtype of what has some.
-    factor = MCTensor.encode(factor, len(x._parts), torch.float64 if x.dim() else x.dtype)
-    return torch.erfc(x * factor) * 0.5
-
-
-def _run_decoded(operator: OpOverload, arguments: tuple, options: dict, form: ResultType) -> Any:
+def _decode_and_run(operator: OpOverload, arguments: tuple, options: dict, form: ResultType) -> Any:
     """Run an operator, with autograd, on the values in float64, and return the result as an MCTensor of a type."""
 
     def decode(x: Any) -> Any:
@@ -253,16 +177,16 @@ def _run_decoded(operator: OpOverload, arguments: tuple, options: dict, form: Re
     return attach_history(wide, make_result((wide.detach(),), form))
 
 
-def _interpolate(operator: OpOverload, x: Any, *arguments: Any, **options: Any) -> Any:
+def _run_interpolation(operator: OpOverload, x: Any, *arguments: Any, **options: Any) -> Any:
     """Interpolate in float64, counted: torch's own steps would round the weights to the components' dtype."""
     if not isinstance(x, MCTensor) or (form := result_type((x,))).fits_float64:
         return NotImplemented
     note_float64_fallback(operator, form)
-    return _run_decoded(operator, (x, *arguments), options, form)
+    return _decode_and_run(operator, (x, *arguments), options, form)
 
 
-def _attend(*arguments: Any, **options: Any) -> Any:
-    """Run attention in float64 where that holds the digits, else step by step."""
+def _run_attention(*arguments: Any, **options: Any) -> Any:
+    """Run attention in float64, counted where that does not hold the digits."""
     tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
     if not any(isinstance(x, MCTensor) for x in tensors):
         return NotImplemented
@@ -275,40 +199,11 @@ def _attend(*arguments: Any, **options: Any) -> Any:
             return x.to(dtype) if is_cast else x
 
         with torch.autocast(device, enabled=False):
-            return _attend(*map(cast, arguments), **{name: cast(x) for name, x in options.items()})
+            return _run_attention(*map(cast, arguments), **{name: cast(x) for name, x in options.items()})
     form, operator = result_type(tensors), aten.scaled_dot_product_attention.default
-    if form.fits_float64:
-        return _run_decoded(operator, arguments, options, form)
-    arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
-    given = map_arguments_by_name(operator, arguments, options)
-    if not torch.is_inference_mode_enabled():
-        return _attend_in_steps(**given)
-    # torch makes no views in inference mode of subclasses that were made outside of it.
-    with torch.inference_mode(False), torch.no_grad():
-        return _attend_in_steps(**given)
-
-
-def _attend_in_steps(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: Any, enable_gqa: bool
-) -> Any:
-    """softmax(query key^T scale + mask) value; 0 in a row that is masked whole, as in torch's kernels."""
-    if attn_mask is not None and attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise TypeError(f"attn_mask is bool (True: take part) or floating-point (it is added), got {attn_mask.dtype}")
-    if enable_gqa:  # the heads of keys and values, for the query's groups (arXiv 2305.13245)
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if attn_mask is not None:
-        is_bool = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
-    if is_causal:
-        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(ahead, -math.inf)
-    if not key.shape[-2]:
-        return scores @ value
-    largest = scores.detach().amax(-1, keepdim=True)
-    shares = (scores - largest.masked_fill(largest == -math.inf, 0.0)).exp()
-    total = shares.sum(-1, keepdim=True)
-    return F.dropout(shares / total.masked_fill(total == 0, 1.0), dropout_p) @ value
+    if not form.fits_float64:
+        note_float64_fallback(operator, form)
+    return _decode_and_run(operator, arguments, options, form)
 
 
 _INTERPOLATIONS = tuple(
@@ -318,22 +213,18 @@ _INTERPOLATIONS = tuple(
 )
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
 OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
-    aten.special_ndtr.default: ndtr,
-    aten.scaled_dot_product_attention.default: _attend,
-    **{operator: functools.partial(_interpolate, operator) for operator in _INTERPOLATIONS},
+    aten.rms_norm.default: functools.partial(_encode_and_run, rms_norm),
+    aten.scaled_dot_product_attention.default: _run_attention,
+    **{operator: functools.partial(_run_interpolation, operator) for operator in _INTERPOLATIONS},
     aten.where.ScalarOther: _choose_or_number,
     aten.where.ScalarSelf: _choose_or_number,
     aten.quantile.scalar: functools.partial(_find_quantile, aten.quantile.default),
     aten.nanquantile.scalar: functools.partial(_find_quantile, aten.nanquantile.default),
-    aten.rms_norm.default: functools.partial(_run_encoded, rms_norm),
-    aten.cosine_similarity.default: functools.partial(_run_encoded, cosine_similarity),
-    aten.pad_sequence.default: pad_sequence,
-    aten._pad_packed_sequence.default: pad_packed_sequence,
-    aten._pack_padded_sequence_backward.default: pack_padded_sequence_backward,
     **{
         operator: functools.partial(_refuse_plain_target, operator)
         for operator in (
-            *(aten.vander.default, aten.normal.float_Tensor),
+            *(aten.vander.default, aten.normal.float_Tensor, aten.pad_sequence.default),
+            *(aten._pack_padded_sequence.default, aten._pad_packed_sequence.default),
             *(aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor),
             *(aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor),
         )

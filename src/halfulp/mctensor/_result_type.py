@@ -323,7 +323,7 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
     refuse_jit_trace("MCTensor")
     ranked = any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in tree_leaves(operands))
 
-    def lift(x: Any) -> Any:
+    def encode_operand(x: Any) -> Any:
         if not is_plain(x):
             return x
         parts = to_components(x.detach(), form.device)
@@ -335,4 +335,4 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
             made = wrap_parts(renormalize(parts, form.components, form.dtype), None, form.gradients)
         return attach_history(x, made) if with_gradients else made
 
-    return tree_map(lift, operands)
+    return tree_map(encode_operand, operands)

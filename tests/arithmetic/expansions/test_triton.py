@@ -12,7 +12,6 @@ import torch
 import halfulp as hu
 from halfulp.arithmetic import names, pointwise
 from halfulp.arithmetic._pointwise import (
-    DIVISIONS,
     FUNCTIONS,
     _make_call,
     _make_rounding_kernels,
@@ -79,7 +78,7 @@ def compare(seed, device, share=0, shares=1):
 
     with np.errstate(all="ignore"):
         for name, dtype, components in _sample((share, shares)):
-            count = 2 if name in DIVISIONS else FUNCTIONS[name].operands
+            count = FUNCTIONS[name].operands
             shapes = ((7, 33), (33,), (7, 1)) if count > 1 else ((7, 33),)
             parts = [_expansion(shape, dtype, components, generator) for shape in shapes[:count]]
             if differ(functools.partial(pointwise, name, components=components, dtype=dtype), parts):
@@ -126,7 +125,7 @@ def _interpreted(seed):
 
 def _sources(kept):
     for name, dtype, components in _sample(kept):
-        count = 2 if name in DIVISIONS else FUNCTIONS[name].operands
+        count = FUNCTIONS[name].operands
         elements = (
             _make_call(name, ((dtype, components),) * count, components, dtype).kernels if name in FUNCTIONS else None
         )

@@ -12,10 +12,7 @@ from halfulp.kernels import engine, same_bits
 
 from ..expansion_values import PRECISION, SMALLEST, assert_canonical, followed, nearest, stacked
 
-ORACLE = {
-    name: getattr(mpmath, name) for name in ("exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "sinh", "cosh")
-}
-ORACLE |= {name: getattr(mpmath, name) for name in ("asinh", "acosh", "atan", "erf")}
+ORACLE = {name: getattr(mpmath, name) for name in ("exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "asinh")}
 ORACLE["sigmoid"] = lambda x: 1 / (1 + mpmath.exp(-x))
 
 
@@ -26,7 +23,7 @@ def signed(x: float) -> float:
 def head(name: str, reach: float) -> float:
     """An argument where the function is hard: near zeros, at the ends, everywhere between."""
     tiny, middle = signed(2.0 ** random.uniform(-reach / 4, 0)), signed(random.uniform(0, 8))
-    if name in ("exp", "expm1", "sinh", "cosh", "tanh", "sigmoid", "erf"):
+    if name in ("exp", "expm1", "tanh", "sigmoid"):
         return random.choice((tiny, middle, random.uniform(-0.65, 0.65) * reach))
     if name == "log":
         return random.choice((2.0 ** random.uniform(-reach, reach), 1 + signed(2.0 ** random.uniform(-20, -1)), 1.0))
@@ -35,8 +32,6 @@ def head(name: str, reach: float) -> float:
     if name in ("sin", "cos"):
         turns = random.randint(-300_000, 300_000) * math.pi / 2
         return random.choice((tiny, middle, signed(random.uniform(0, 2.0**20)), turns))
-    if name == "acosh":
-        return random.choice((1 + abs(tiny), 2.0 ** random.uniform(0, reach)))
     return random.choice((tiny, middle, signed(2.0 ** random.uniform(0, reach))))
 
 
@@ -46,7 +41,7 @@ def arguments(name: str, n: int, dtype: torch.dtype, count: int) -> tuple[torch.
     while len(rows) < count:
         row = followed([nearest(head(name, reach), dtype)], n, dtype)
         value = sum(row)
-        if math.isfinite(value) and (name != "acosh" or value > 1) and (name not in ("log", "log1p") or value > -0.99):
+        if math.isfinite(value) and (name not in ("log", "log1p") or value > -0.99):
             rows.append(row)
     return stacked(rows, dtype)
 
@@ -114,16 +109,6 @@ def test_special_values_are_torchs(name):
     assert same_bits(torch.where(odd, got[0], 0.0), torch.where(odd, wanted, 0.0))
     assert torch.allclose(got[0], wanted, rtol=1e-15, equal_nan=True)
     assert not bool(got[1][odd].any())
-
-
-def test_angles_of_any_size(seed):
-    x = torch.tensor([2.0**21, 1e22, -1e300, 2.0**1023, 3.0], dtype=torch.float64)
-    low = torch.tensor([1e-12, -3e5, 0.0, 0.0, 1e-17], dtype=torch.float64)
-    for name in ("sin", "cos"):
-        check(name, (x, low), pointwise(name, (x, low), components=2, dtype=torch.float64))
-        for special in (math.nan, math.inf):
-            got = pointwise(name, (x[:1], torch.full_like(x[:1], special)), components=2, dtype=torch.float64)
-            assert torch.isnan(got[0]).all()
 
 
 def test_powers(seed):

@@ -73,10 +73,7 @@ def test_systems_have_all_their_digits(seed, components, dtype):
 def test_factors_have_all_their_digits(seed, components, dtype):
     wanted = -(components * PRECISION[dtype] - 5)
     a = _expansion(torch.randn(9, 6, dtype=F64), components, dtype)
-    b = _expansion(torch.randn(9, 2, dtype=F64), components, dtype)
     exact = _matrix(a)
-    normal = mpmath.inverse(exact.T * exact) * exact.T * _matrix(b)
-    assert _off(_matrix(linalg.lstsq(a, b, components, dtype)), normal) <= wanted
     q, r = linalg.qr(a, components, dtype)
     assert _off(_matrix(q) * _matrix(r), exact) <= wanted
     assert _off(_matrix(q).T * _matrix(q), mpmath.eye(6)) <= wanted
@@ -95,7 +92,6 @@ def test_hard_conditions_lose_nothing(seed, digits):
     exact = _matrix(a)
     solution = mpmath.inverse(exact) * _matrix(b)
     assert _off(_matrix(linalg.solve(a, b, 2, F64)), solution) <= -102
-    assert _off(_matrix(linalg.lstsq(a, b, 2, F64)), solution) <= -102
     q, r = linalg.qr(a, 2, F64)
     assert _off(_matrix(q) * _matrix(r), exact) <= -101
     assert _off(_matrix(q).T * _matrix(q), mpmath.eye(8)) <= -101
@@ -144,14 +140,12 @@ def test_stacks(seed):
     assert q[0].shape == (2, 1, 3, 3)
     assert r[0].shape == (2, 1, 3, 5)
     assert torch.allclose(q[0] @ r[0], a[..., :3, :])
-    assert linalg.lstsq((a[..., :3],), (b,), 2, F64)[0].shape == (2, 3, 3, 2)
     assert torch.allclose(linalg.inverse((a,), 2, F64)[0] @ a, torch.eye(5, dtype=F64), atol=1e-9)
 
 
 STACKED = {
     "solve": lambda a, b: (linalg.solve(a, b, 2, F64),),
     "inverse": lambda a, b: (linalg.inverse(a, 2, F64),),
-    "lstsq": lambda a, b: (linalg.lstsq(a, b, 2, F64),),
     "cholesky": lambda a, b: (linalg.cholesky(tuple(x + x.mT + 6 * torch.eye(5) for x in a), 2, F64),),
     "qr": lambda a, b: linalg.qr(a, 2, F64),
     "det": lambda a, b: (tuple(x[..., None] for x in linalg.det(a, 2, F64)),),
@@ -162,8 +156,7 @@ STACKED = {
 @pytest.mark.parametrize("stack", [(2,), (1, 2), (2, 1)])
 @pytest.mark.parametrize("name", STACKED)
 def test_a_stack_has_the_results_of_its_matrices(name, stack, seed):
-    # More rows than a determinant in exact integers, which stands in where the refined one fails, may have.
-    rows = 65 if name == "det" else 5
+    rows = 5
     a = torch.randn(*stack, rows, rows, dtype=F64) / rows**0.5 + 2 * torch.eye(rows, dtype=F64)
     b = torch.randn(*stack, rows, 2, dtype=F64)
     found = STACKED[name]((a,), (b,))
@@ -186,17 +179,6 @@ def test_empty_and_one_by_one():
     assert linalg.qr((torch.ones(3, 0),), 2, F32)[0][0].shape == (3, 0)
 
 
-def test_solutions_that_are_zero_or_nearly(seed):
-    t = torch.randn(5, 3, dtype=F64)
-    orthogonal = torch.linalg.qr(t, mode="complete").Q[:, 3:4].contiguous()
-    sizes = torch.linalg.svdvals(t)
-    # What rounding leaves of t' q is of the size of t, and t' t divides it.
-    limit = 16 * 2.0**-53 * float(sizes[0] / sizes[-1] ** 2)
-    assert float(linalg.lstsq((t,), (orthogonal,), 2, F64)[0].abs().max()) < limit
-    assert not linalg.lstsq((t,), (torch.zeros(5, 1, dtype=F64),), 2, F64)[0].any()
-    assert not linalg.solve((t[:3],), (torch.zeros(3, 1, dtype=F64),), 2, F64)[0].any()
-
-
 def test_a_singular_matrix_has_no_answer(seed):
     for _ in range(12):
         a = torch.randint(-3, 4, (6, 5)).double()
@@ -207,12 +189,11 @@ def test_a_singular_matrix_has_no_answer(seed):
             lambda a=a: linalg.inverse((a,), 2, F64),
             lambda a=a: linalg.qr((a,), 2, F64),
             lambda a=a: linalg.cholesky((a @ a.T,), 2, F64),
-            lambda a=a, b=within: linalg.lstsq((torch.cat([a, a]),), (torch.cat([b[0], b[0]]),), 2, F64),
+            lambda a=a: linalg.det((a,), 2, F64),
         ]
         for call in calls:
             with pytest.raises(torch.linalg.LinAlgError, match="float64"):
                 call()
-        assert float(linalg.det((a,), 2, F64)[0]) == 0
 
 
 def _hilbert(size: int, components: int):
@@ -226,55 +207,24 @@ def _hilbert(size: int, components: int):
     return tuple(parts)
 
 
-@pytest.mark.parametrize(("size", "components"), [(12, 2), (20, 2), (20, 3)])
-def test_hilbert_matrices_beyond_float64(size, components, seed):
-    """Solved as they are in components, against exact rationals: conditions of 1e16 and 1e28."""
-    a = _hilbert(size, components)
-    b = (torch.randn(size, 2, dtype=F64),)
-    wanted = _matrix(a) ** -1
-    bits = 53 * components
-    assert _off(_matrix(linalg.solve(a, b, components, F64)), wanted * _matrix(b)) <= 2 - bits
-    assert _off(_matrix(linalg.inverse(a, components, F64)), wanted) <= 2 - bits
-    if size == 12:  # one column more than float64 tells apart, of which refinement makes all digits
-        root = _matrix(linalg.cholesky(a, components, F64))
-        assert _off(root * root.T, _matrix(a)) <= 2 - bits
-        return
-    for call in (lambda: linalg.cholesky(a, components, F64), lambda: linalg.lstsq(a, b, components, F64)):
-        with pytest.raises(torch.linalg.LinAlgError, match="or take solve"):
+def test_a_matrix_beyond_float64s_condition_is_refused(seed):
+    """The Hilbert matrix of 20 rows, of a condition of 1e28."""
+    a, b = _hilbert(20, 3), (torch.randn(20, 2, dtype=F64),)
+    for call in (
+        lambda: linalg.solve(a, b, 2, F64),
+        lambda: linalg.inverse(a, 2, F64),
+        lambda: linalg.cholesky(a, 2, F64),
+        lambda: linalg.qr(a, 2, F64),
+        lambda: linalg.det(a, 2, F64),
+    ):
+        with pytest.raises(torch.linalg.LinAlgError, match="beyond about 1e15"):
             call()
 
 
-def test_a_hard_matrix_comes_by_itself(seed):
-    hard, easy = _hilbert(13, 2), _expansion(torch.randn(13, 13, dtype=F64), 2, F64)
-    with pytest.raises(torch.linalg.LinAlgError, match="by itself, and no stack"):
-        linalg.inverse(tuple(torch.stack(parts) for parts in zip(easy, hard)), 2, F64)
-    assert linalg.inverse(hard, 2, F64)[0].isfinite().all()
-
-
-def test_a_determinant_beyond_float64_is_exact(seed):
-    a = (_conditioned(8, 20),)
-    found = sum(mpmath.mpf(float(part)) for part in linalg.det(a, 2, F64))
-    assert _off(mpmath.matrix([found]), mpmath.matrix([mpmath.det(_matrix(a))])) <= -105
-    big = torch.ones(70, 70, dtype=F64)
-    with pytest.raises(torch.linalg.LinAlgError, match="64 rows"):
-        linalg.det((big,), 2, F64)
-
-
-def test_a_determinant_below_the_normal_numbers_is_rounded_once():
-    a = torch.tensor([[2.0**-500, 2.0**-500, 0.0], [2.0**-500, 2.0**-500, 0.0], [0.0, 0.0, 64.0]], dtype=F64)
-    rest, more = torch.zeros(2, 3, 3, dtype=F64)
-    # 2.5 + 2^-60 of the smallest number.
-    rest[1, 1], more[1, 1] = 2.5 * 2.0**-580, 2.0**-640
-    found = linalg.det((a, rest, more), 1, F64)
-    assert float(found[0]) == 3 * 2.0**-1074
-
-
 def test_a_solution_beyond_float64_is_an_error():
-    near = torch.ones(2, 2, dtype=F64), torch.tensor([[0.0, 0.0], [0.0, 2.0**-80]], dtype=F64)
-    small = (torch.tensor([[1e-300, 0.0], [0.0, 1.0]], dtype=F64),)
-    for a in (near, small):
-        with pytest.raises(torch.linalg.LinAlgError, match="beyond float64's largest"):
-            linalg.solve(a, (torch.tensor([[1e300], [-1e300]], dtype=F64),), 2, F64)
+    a = (torch.tensor([[1e-300, 0.0], [0.0, 1.0]], dtype=F64),)
+    with pytest.raises(torch.linalg.LinAlgError, match="beyond float64's largest"):
+        linalg.solve(a, (torch.tensor([[1e300], [-1e300]], dtype=F64),), 2, F64)
 
 
 def test_inside_compile(seed):
@@ -294,7 +244,6 @@ def test_inside_compile(seed):
         (lambda a: linalg.solve((a,), (torch.ones(3),), 2, F64), ValueError, "unsqueeze"),
         (lambda a: linalg.solve((a,), (torch.ones(2, 1),), 2, F64), ValueError, "(2, 1)"),
         (lambda a: linalg.det((a[:, :2],), 2, F64), ValueError, "square"),
-        (lambda a: linalg.lstsq((a[:2],), (a[:2],), 2, F64), ValueError, "not unique"),
         (lambda a: linalg.inverse((a * torch.nan,), 2, F64), ValueError, "NaN"),
         (lambda a: linalg.solve((a,), (a / 0,), 2, F64), ValueError, "infinities"),
         (lambda a: linalg.inverse((a.long(),), 2, F64), TypeError, "int64"),

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from halfulp.arithmetic import pointwise, renormalize, split
-from halfulp.arithmetic._exact_products import (
+from halfulp.arithmetic._matmul import (
     _allocate_workspace,
     _borrow_workspace,
     _cut_into_inner_blocks,
     _plan_workspace,
     find_largest_magnitude,
+    matmul,
     split_into_float16,
 )
-from halfulp.arithmetic._matmul import matmul
 from halfulp.kernels import engine, same_bits
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -32,36 +32,13 @@ FUNCTIONS = {
     "x ** 2.5": (lambda x: x**2.5, lambda x: x ** mpmath.mpf(2.5)),
     "x ** -3": (lambda x: x**-3, lambda x: x**-3),
     "3 ** x": (lambda x: 3**x, lambda x: mpmath.mpf(3) ** x),
-    "exp2": (torch.exp2, lambda x: mpmath.mpf(2) ** x),
     "log2": (torch.log2, lambda x: mpmath.log(x, 2)),
     "log10": (torch.log10, mpmath.log10),
-    "tan": (torch.tan, mpmath.tan),
-    "asin": (lambda x: torch.asin(x / 2), lambda x: mpmath.asin(x / 2)),
-    "acos": (lambda x: torch.acos(-x / 2), lambda x: mpmath.acos(-x / 2)),
-    "atanh": (lambda x: torch.atanh(-x / 2), lambda x: mpmath.atanh(-x / 2)),
-    "atan2": (lambda x: torch.atan2(x - 1, -x), lambda x: mpmath.atan2(x - 1, -x)),
-    "hypot": (lambda x: torch.hypot(x, x + 1), lambda x: mpmath.hypot(x, x + 1)),
     "rsqrt": (torch.rsqrt, lambda x: 1 / mpmath.sqrt(x)),
     "reciprocal": (torch.reciprocal, lambda x: 1 / x),
     "softplus": (F.softplus, lambda x: mpmath.log1p(mpmath.exp(x))),
     "silu": (F.silu, lambda x: x / (1 + mpmath.exp(-x))),
-    "gelu": (F.gelu, lambda x: x * (1 + mpmath.erf(x / mpmath.sqrt(2))) / 2),
-    "gelu by tanh": (
-        lambda x: F.gelu(x, approximate="tanh"),
-        lambda x: x * (1 + mpmath.tanh(mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf(0.044715) * x**3))) / 2,
-    ),
-    "gelu's slope": (
-        lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x),
-        lambda x: mpmath.ncdf(x) + x * mpmath.npdf(x),
-    ),
-    "tanh gelu's slope": (
-        lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh"),
-        lambda x: mpmath.diff(
-            lambda t: t * (1 + mpmath.tanh(mpmath.sqrt(2 / mpmath.pi) * (t + mpmath.mpf(0.044715) * t**3))) / 2, x
-        ),
-    ),
     "elu": (lambda x: F.elu(-x), lambda x: mpmath.expm1(-x)),
-    "remainder": (lambda x: torch.remainder(x, 0.125), lambda x: x - mpmath.floor(x / mpmath.mpf(0.125)) * 0.125),
 }
 
 
@@ -105,7 +82,6 @@ def test_order_sees_every_component(seed):
         assert exact(values) == sorted(exact(row))[:3]
         assert [exact(row)[int(i)] for i in at] == exact(values)
     assert exact(x.min()) == [min(exact(x))]
-    assert exact(x.median()) == [sorted(exact(x))[79]]
     assert bool((x[0] == x[0].clone()).all())
     assert (x[0] < x[1]).tolist() == [a < b for a, b in zip(exact(x[0]), exact(x[1]))]
     assert exact(torch.maximum(x[0], x[1])) == [max(a, b) for a, b in zip(exact(x[0]), exact(x[1]))]
@@ -156,17 +132,9 @@ def test_sums_at_indices(kind, seed):
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
-        (lambda x, w: F.conv1d(x, w, stride=2, padding=1, dilation=2), ((2, 4, 9), (6, 4, 2))),
-        (lambda x, w: F.conv2d(x, w, padding=(1, 0), groups=2), ((2, 4, 5, 6), (6, 2, 3, 2))),
-        (lambda x, w: F.conv3d(x, w), ((1, 2, 3, 4, 3), (3, 2, 2, 2, 2))),
-        (lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1, output_padding=1), ((2, 3, 4, 4), (3, 2, 3, 3))),
-        (lambda x, w: F.avg_pool2d(x, 2, 1, 1, count_include_pad=False) * w, ((2, 3, 4, 4), (5,))),
         (lambda x, w: F.adaptive_avg_pool2d(x, 3) * w, ((2, 3, 5, 4), (3,))),
         (lambda x, w: F.max_pool2d(x, 2, padding=1) * w, ((2, 3, 4, 4), (3,))),
-        (lambda x, w: torch.cdist(x, w), ((2, 5, 3), (2, 4, 3))),
         (lambda x, w: F.group_norm(x, 2, w, w), ((2, 4, 5), (4,))),
-        (lambda x, w: F.scaled_dot_product_attention(x, w, w, is_causal=True), ((2, 4, 3), (2, 4, 3))),
-        (lambda x, w: F.scaled_dot_product_attention(x, w, w, enable_gqa=True), ((2, 6, 4, 3), (2, 2, 5, 3))),
         (lambda x, w: x.unfold(1, 3, 1) @ w, ((2, 6), (3,))),
     ],
 )

@@ -32,8 +32,6 @@ def test_products_give_the_matrix_back(dtype, seed):
         q, r = torch.linalg.qr(a[:, :3])
         assert _largest(q @ r - a[:, :3]) <= 64 * bound
         assert _largest(q.mT @ q - one[:3, :3]) <= 64 * bound
-        x = torch.linalg.lstsq(a[:, :3], b).solution
-        assert _largest(a[:, :3].mT @ (a[:, :3] @ x - b)) <= 256 * bound
         assert _largest(torch.linalg.det(a) * torch.linalg.det(torch.linalg.inv(a)) - 1) <= 256 * bound
         sign, size = torch.linalg.slogdet(a)
         assert _largest(sign * size.exp() / torch.linalg.det(a) - 1) <= 256 * bound
@@ -115,14 +113,3 @@ def test_attention_of_a_row_that_is_masked_whole(components, dtype, seed):
     assert not out[0, 0, 1].detach().decode().any()
     assert torch.allclose(out.detach().decode(), wanted.detach(), atol=1e-3)
     assert torch.allclose(x.grad.double(), plain.grad, atol=0.05)
-
-
-@pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
-@pytest.mark.parametrize("driver", ["gels", "gelsy", "gelss", "gelsd"])
-def test_singular_values_of_least_squares_come_with_their_drivers(driver, seed):
-    a, b = _matrix(torch.float64), torch.randn(5, 2, dtype=torch.float64)
-    found = torch.linalg.lstsq(a, b, driver=driver)
-    wanted = torch.linalg.lstsq(a.decode(), b, driver=driver)
-    assert found.singular_values.shape == wanted.singular_values.shape
-    assert torch.allclose(found.singular_values.decode(), wanted.singular_values)
-    assert torch.allclose(found.solution.decode(), wanted.solution)

@@ -242,10 +242,3 @@ def test_a_mixture_of_experts_trains(components, dtype, bound, seed):
         losses.append(float(loss.detach()))
     assert losses[1] < 2
     assert losses[0] == pytest.approx(losses[1], rel=bound)
-
-
-def test_compiled(seed, fresh_compiler):
-    a, b = operands("rows", 2, torch.float32)
-    ends, grouped_mm = torch.tensor(ENDS, dtype=torch.int32), F.grouped_mm
-    compiled = torch.compile(lambda a, b: grouped_mm(a, b, offs=ends), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(a, b), F.grouped_mm(a, b, offs=ends))

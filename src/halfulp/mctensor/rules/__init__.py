@@ -2,7 +2,6 @@
 
 from .. import _entry as _entry
 from . import _comparison as _comparison
-from . import _layers as _layers
 from . import _memory as _memory
 from . import _pointwise as _pointwise
 from . import _products as _products

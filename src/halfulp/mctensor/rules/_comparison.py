@@ -224,22 +224,6 @@ def frac(x: MCTensor) -> Tensor:
     return run_function("sub", x, wrap_parts(_truncate_components(x), None, COMPONENTS), form=form)
 
 
-@implements(aten.round.default)
-def round_(x: MCTensor) -> Tensor:
-    """Return the nearest integer, ties to even: floor(x + 1/2), one less where that is odd and was a tie."""
-    form = result_type((x,))
-    whole = form._replace(gradients=COMPONENTS)
-    up: Any = run_function("add", x, 0.5, form=whole._replace(dtype=torch.float64, scaled=False))
-    low = wrap_parts(_add_integers(floor_components(up._parts), up._parts[0]), None, COMPONENTS)
-    halved: Any = run_function("mul", low, 0.5)
-    half = wrap_parts(_add_integers(floor_components(halved._parts), low._parts[0]), None, COMPONENTS)
-    odd = compare_by_value(run_function("mul", half, 2.0), low) != 0
-    tie = compare_by_value(low, up) == 0
-    nearest: Any = run_function("sub", low, (odd & tie).double())
-    first, *rest = nearest._parts
-    return make_result((torch.copysign(first, x._parts[0].double()), *rest), form)
-
-
 def _add_integers(floors: Parts, x: Tensor) -> Parts:
     """Return the sum of integers, largest first; a zero has the sign of x."""
     total = floors[:1]
@@ -290,43 +274,6 @@ def topk(x: MCTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool 
     return values.narrow(dim, 0, k).clone(), order.narrow(dim, 0, k)
 
 
-@implements(aten.kthvalue.default)
-def kthvalue(x: MCTensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the k-th smallest."""
-    return _pick_in_order(x, dim, keepdim, lambda order: order.narrow(dim, k - 1, 1))
-
-
-@implements(aten.median.dim)
-def median_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the lower of the middle values; NaN if any is."""
-    count = x.shape[dim] if x.dim() else 1
-    missing = x._parts[0].isnan().sum(dim, keepdim=True) > 0
-
-    def middle(order: Tensor) -> Tensor:
-        return torch.where(missing, order.narrow(dim, count - 1, 1), order.narrow(dim, (count - 1) // 2, 1))
-
-    return _pick_in_order(x, dim, keepdim, middle)
-
-
-@implements(aten.nanmedian.dim)
-def nanmedian_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the lower median of the values that are no NaN; NaN, which sorts last, where all are."""
-    numbers = (~x._parts[0].isnan()).sum(dim, keepdim=True)
-    return _pick_in_order(x, dim, keepdim, lambda order: order.gather(dim, ((numbers - 1) // 2).clamp(min=0)))
-
-
-implements(aten.median.default)(lambda x: median_dim(x.reshape(-1), 0)[0])
-implements(aten.nanmedian.default)(lambda x: nanmedian_dim(x.reshape(-1), 0)[0])
-
-
-def _pick_in_order(x: MCTensor, dim: int, keepdim: bool, pick: Any) -> tuple[Tensor, Tensor]:
-    if x.dim() == 0:
-        return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
-    at = pick(find_sorting_permutation(x, dim, False))
-    values = _gather_elements(x, dim, at)
-    return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
-
-
 def _find_first_extreme(x: MCTensor, dim: int, sign: int) -> Tensor:
     """Return the first index of the extreme along a dimension, keepdim=True; NaN is more extreme than any number."""
     candidates: Any = None
@@ -353,13 +300,6 @@ def _flatten_nonempty(x: MCTensor) -> Any:
     if not x.numel():
         raise RuntimeError("no largest or smallest of no elements: give a dimension that has some")
     return x.reshape(-1)
-
-
-@implements(aten.aminmax.default)
-def aminmax(x: MCTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the minimum and the maximum."""
-    dims = () if dim is None else (dim,)
-    return _reduce_to_extreme(x, dims, keepdim, -1), _reduce_to_extreme(x, dims, keepdim, 1)
 
 
 def _reduce_to_extreme(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tensor:

@@ -223,14 +223,6 @@ def move_number(operator: OpOverload, x: MCTensor, *arguments: Any, **options: A
     return apply_to_components(target, values, (0, position), **options)
 
 
-@implements(aten._pack_padded_sequence.default)
-def pack_padded_sequence(x: MCTensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Return the steps of all sequences one after the other, and how many there are of each."""
-    packed = [aten._pack_padded_sequence.default(part, lengths, batch_first) for part in x._parts]
-    scale = None if x._scale is None else x._scale.clone()
-    return wrap_parts(tuple(rows for rows, _ in packed), scale, x._gradients), packed[0][1]
-
-
 @implements_each(aten.cat.default, aten.stack.default, aten.block_diag.default)
 def concatenate(operator: OpOverload, tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
     """Concatenate every component."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,14 +13,13 @@ from torch import Tensor
 from ... import arithmetic
 from ..._torch_versions import solves_by_transpose
 from ...arithmetic import Parts
-from ...arithmetic._exact_products import (
+from ...arithmetic._matmul import (
     find_largest_magnitude,
     multiply_float16_in_float32,
     split_into_float16,
 )
 from ...kernels import define_operator, torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
-from .._derivation import implements_beyond_float64
 from .._encode import HEADROOM_BINADES, TOP_EXPONENTS, choose_scale, divide_by_scale, find_magnitude
 from .._mctensor import MCTensor, implements, wrap_parts
 from .._result_type import (
@@ -158,12 +158,6 @@ def dot(a: Any, b: Any) -> Tensor:
     return multiply_matrices(a.unsqueeze(0), b.unsqueeze(-1), result_type((a, b))).reshape(())
 
 
-@implements(aten.addmv.default)
-def addmv(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """beta start + alpha (a @ b), b a vector."""
-    return addmm(start.unsqueeze(-1), a, b.unsqueeze(-1), beta=beta, alpha=alpha).squeeze(-1)
-
-
 @implements(aten.addbmm.default)
 def addbmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha times the sum of a batch's products: one product of the matrices side by side."""
@@ -171,175 +165,38 @@ def addbmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tens
     return addmm(start, a.transpose(0, 1).reshape(rows, -1), b.reshape(-1, columns), beta=beta, alpha=alpha)
 
 
-@implements(aten.addr.default)
-def addr(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """beta start + alpha times the outer product."""
-    return addmm(start, a.unsqueeze(1), b.unsqueeze(0), beta=beta, alpha=alpha)
-
-
-@implements_beyond_float64(aten._trilinear.default)
-def trilinear(a: Any, b: Any, c: Any, *dims: Any) -> Tensor:
-    """Return the product of three broadcasting tensors, summed over some dimensions: behind torch.bilinear."""
-    operands = []
-    for x, new in zip((a, b, c), dims):
-        for at in sorted(new):
-            x = x.unsqueeze(at)
-        operands.append(x)
-    first, second, third = operands
-    return (first * second * third).sum(dims[3])
-
-
 @implements(aten._grouped_mm.default)
 def grouped_mm(
     a: Any, b: Any, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a product for each group of rows or columns; those behind the last group become 0."""
+    """Return a product for each group of rows, of columns or of terms; what lies behind the last group becomes 0.
+
+    Raises:
+        ValueError: offsets that decrease, exceed the dimension, or are not one for each group.
+    """
     if bias is not None:
         raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
     form = result_type((a, b), out_dtype)
-    left, right = to_components(a, form.device), to_components(b, form.device)
-    return make_result(arithmetic.grouped_matmul(left, right, offs, *choose_working_type(form)), form)
-
-
-def repeat_sizes(value: Sequence[int], count: int) -> list[int]:
-    """Return one number per dimension, of one for all or one for each."""
-    return list(value) * (count // len(value))
-
-
-def pad_borders(x: Any, padding: Sequence[int]) -> Any:
-    """Return x with so many zeros on both sides of its last dimensions."""
-    frame = [p for pad in reversed(padding) for p in (pad, pad)]
-    return aten.constant_pad_nd.default(x, frame, 0) if any(frame) else x
-
-
-def _view_window_matrices(
-    x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
-) -> Any:
-    """Return all windows as matrices: (batch, groups, channels of a group x taps, positions)."""
-    seen = window_views(x.contiguous(), kernel, stride, dilation)
-    batch, channels, spatial = x.shape[0], x.shape[1], len(kernel)
-    places = seen.shape[2 : 2 + spatial]
-    order = [0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial)]
-    return seen.permute(order).reshape(batch, groups, channels // groups * math.prod(kernel), places.numel())
-
-
-def _convolve(x: Any, weight: Any, setup: dict) -> Any:
-    groups, kernel, stride, dilation = (setup[k] for k in ("groups", "kernel", "stride", "dilation"))
-    columns = _view_window_matrices(pad_borders(x, setup["padding"]), kernel, stride, dilation, groups)
-    matrix = weight.reshape(groups, weight.shape[0] // groups, -1)
-    out = torch.matmul(matrix, columns)
-    every = zip(x.shape[2:], kernel, stride, dilation, setup["padding"])
-    sizes = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in every]
-    return out.reshape([x.shape[0], weight.shape[0], *sizes])
-
-
-def _compute_input_gradient(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> Any:
-    """Return the gradient of the input, of these sizes; this is the transposed convolution, too."""
-    groups, padding = setup["groups"], setup["padding"]
-    batch, channels, places = gradient.shape[0], weight.shape[1] * groups, gradient.shape[2:]
-    matrix = weight.reshape(groups, weight.shape[0] // groups, -1).transpose(1, 2)
-    columns = torch.matmul(matrix, gradient.reshape(batch, groups, weight.shape[0] // groups, -1))
-    grown = [n + 2 * p for n, p in zip(sizes, padding)]
-    into = fold_windows(columns, [batch, channels, *grown], places, setup)
-    return into[(slice(None), slice(None), *(slice(p, p + n) for n, p in zip(sizes, padding)))]
-
-
-def _compute_weight_gradient(gradient: Any, x: Any, shape: Sequence[int], setup: dict) -> Any:
-    """Return the gradient of the weight: one product over positions and batch together."""
-    groups = setup["groups"]
-    columns = _view_window_matrices(
-        pad_borders(x, setup["padding"]), setup["kernel"], setup["stride"], setup["dilation"], groups
-    )
-    rows = gradient.reshape(x.shape[0], groups, shape[0] // groups, -1)
-    left = rows.permute(1, 2, 0, 3).reshape(groups, shape[0] // groups, -1)
-    right = columns.permute(1, 0, 3, 2).reshape(groups, -1, columns.shape[2])
-    return torch.matmul(left, right).reshape(list(shape))
-
-
-def _make_convolution_setup(weight: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> dict:
-    spatial = weight.dim() - 2
-    given = {"stride": stride, "padding": padding, "dilation": dilation}
-    return {k: repeat_sizes(v, spatial) for k, v in given.items()} | {
-        "kernel": list(weight.shape[2:]),
-        "groups": groups,
-    }
-
-
-@implements_beyond_float64(aten.convolution.default, aten.convolution_overrideable.default)
-def convolution(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-) -> Tensor:
-    """Return a convolution, or a transposed one, with its bias."""
-    setup = _make_convolution_setup(weight, stride, padding, dilation, groups)
-    if transposed:
-        every = zip(x.shape[2:], setup["kernel"], setup["stride"], setup["dilation"], setup["padding"])
-        extra = repeat_sizes(output_padding, weight.dim() - 2)
-        sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for (n, k, s, d, p), e in zip(every, extra)]
-        out = _compute_input_gradient(x, weight, sizes, setup)
-    else:
-        out = _convolve(x, weight, setup)
-    return out if bias is None else out + bias.reshape([-1] + [1] * (weight.dim() - 2))
-
-
-@implements_beyond_float64(aten.convolution_backward.default, aten.convolution_backward_overrideable.default)
-def convolution_backward(
-    gradient: Any,
-    x: Any,
-    weight: Any,
-    bias_sizes: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-    output_mask: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of input, weight and bias, as far as they are wanted."""
-    setup = _make_convolution_setup(weight, stride, padding, dilation, groups)
-    to_input, to_weight, to_bias = output_mask
-    spatial = list(range(2, weight.dim()))
-    if transposed:
-        first = _convolve(gradient, weight, setup) if to_input else None
-        second = _compute_weight_gradient(x, gradient, weight.shape, setup) if to_weight else None
-    else:
-        first = _compute_input_gradient(gradient, weight, x.shape[2:], setup) if to_input else None
-        second = _compute_weight_gradient(gradient, x, weight.shape, setup) if to_weight else None
-    return first, second, gradient.sum([0, *spatial]) if to_bias else None
-
-
-def window_views(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
-    """Return all windows over the last dimensions as a view: (..., out..., kernel...)."""
-    spatial = len(kernel)
-    lead, sizes = x.shape[:-spatial], x.shape[-spatial:]
-    steps, leads = x.stride()[-spatial:], x.stride()[:-spatial]
-    counts = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(sizes, kernel, stride, dilation)]
-    if min(counts) < 1:
-        raise RuntimeError(f"a kernel of {tuple(kernel)} is larger than the padded input of {tuple(sizes)}")
-    strides = [*leads, *(a * s for a, s in zip(steps, stride)), *(a * d for a, d in zip(steps, dilation))]
-    return x.as_strided([*lead, *counts, *kernel], strides, x.storage_offset())
-
-
-def fold_windows(columns: Any, size: Sequence[int], places: Sequence[int], setup: dict) -> Any:
-    """Sum windows' values (batch, channels x taps, positions) where they overlap: one strided sum per tap."""
-    kernel, stride, dilation = setup["kernel"], setup["stride"], setup["dilation"]
-    into = columns.new_zeros(list(size))
-    columns = columns.reshape([size[0], size[1], math.prod(kernel), *places])
-    for tap in range(math.prod(kernel)):
-        at = torch.unravel_index(torch.tensor(tap, dtype=torch.int64, device="cpu"), tuple(kernel))
-        reach = tuple(
-            slice(int(a) * d, int(a) * d + s * (n - 1) + 1, s) for a, d, s, n in zip(at, dilation, stride, places)
+    if offs is None and a.dim() == b.dim() == 3:
+        return multiply_matrices(a, b, form)
+    ends = [] if offs is None else offs.tolist()
+    limit = a.shape[-1] if a.dim() == b.dim() else b.shape[-1] if a.dim() == 3 else a.shape[0]
+    groups = {x.shape[0] for x in (a, b) if x.dim() == 3} or {len(ends)}
+    if [0, *ends] != sorted([0, *ends]) or not ends or ends[-1] > limit or groups != {len(ends)}:
+        raise ValueError(
+            f"grouped_mm takes offsets, one for each group, that never decrease, from 0 to {limit}; got {ends}"
         )
-        into[(slice(None), slice(None), *reach)] += columns[:, :, tap]
-    return into
+    pieces: list[Tensor] = []
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        within = slice(start, end)
+        left = a[group] if a.dim() == 3 else a[within] if b.dim() == 3 else a[:, within]
+        right = b[group] if b.dim() == 3 else b[:, within] if a.dim() == 3 else b[within]
+        pieces.append(multiply_matrices(left, right, form))
+    if a.dim() == b.dim():
+        return torch.stack(pieces)
+    rest = limit - ends[-1]
+    size = (rest, b.shape[-1]) if a.dim() == 2 else (a.shape[-2], rest)
+    return torch.cat([*pieces, pieces[0].new_zeros(size)], 0 if a.dim() == 2 else 1)
 
 
 def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> Any:
@@ -457,25 +314,6 @@ def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
         raise NotImplementedError("qr of MCTensors has the modes 'reduced' and 'r': the rest of Q is not unique")
     q, r = _run_arithmetic(arithmetic.qr, (a,), result_type((a,)))
     return (q.new_empty((0,)) if mode == "r" else q), r
-
-
-@implements(aten.linalg_lstsq.default)
-def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
-    """Return the least-squares solution for a matrix of full column rank; another raises.
-
-    Singular values, which two drivers give beside it, are computed in float64 and counted.
-    """
-    vector = b.dim() == a.dim() - 1
-    right = b.unsqueeze(-1) if vector else b
-    form = result_type((a, b))
-    x = _run_arithmetic(arithmetic.lstsq, (a, right), form)
-    rest = right - a @ x
-    rank = torch.full(a.shape[:-2], a.shape[-1], dtype=torch.int64, device=a.device)
-    tall = a.shape[-2] > a.shape[-1]
-    residuals = (rest * rest).sum(-2) if tall else rest.new_empty((0,))
-    by_singular_values = driver in ("gelsd", "gelss")
-    values = torch.linalg.svdvals(run_function("mul", a, 1, form=form)) if by_singular_values else x.new_empty((0,))
-    return (x.squeeze(-1) if vector else x), residuals, rank, values
 
 
 @implements(aten.linalg_solve_triangular.default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,20 +11,26 @@ import torch
 from torch import Tensor
 
 from ... import arithmetic
-from ...arithmetic import MOST, PRECISION, Parts, exact_partial, exact_round
+from ...arithmetic import MOST, PRECISION, Parts
 from ...kernels import torch_operators
-from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
-from .._derivation import choose_float64_or_rule, implements_beyond_exact_float64, implements_beyond_float64
+from ...subclass._in_backward import COMPONENTS, disable_result_rounding, gives_plain_gradient
+from .._derivation import (
+    choose_float64_or_rule,
+    implements_beyond_exact_float64,
+    implements_beyond_float64,
+    refuse_operator,
+)
 from .._mctensor import MCTensor, implements
 from .._result_type import (
     ResultType,
-    choose_working_type,
     count_float64_components,
+    encode_plain_operands,
     make_result,
     result_type,
     run_function,
     to_components,
 )
+from .._write import write_value
 from ._memory import apply_to_components
 
 aten = torch_operators("aten")
@@ -75,12 +82,6 @@ for _function, _of_all, _of_some in (
     )
 
 
-@implements(aten.nansum.default)
-def nansum(x: MCTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """Sums that leave NaN out."""
-    return run_reduction(arithmetic.total, x.masked_fill(x.isnan(), 0), dim, keepdim, dtype)
-
-
 @implements(aten.cumsum.default)
 def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
     """Running sums."""
@@ -89,18 +90,6 @@ def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
     if not x.dim() or not x.numel():
         return make_result(tuple(part.clone() for part in parts), form)
     return make_result(arithmetic.running(parts, dim, _count_working_components(form, parts)), form)
-
-
-@implements_beyond_float64(aten.cumprod.default)
-def cumprod(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
-    """Running products, in log2(length) steps: each multiplies by what lies twice as far back."""
-    products: Tensor = x if dtype is None else x.to(dtype)
-    step, count = 1, x.shape[dim] if x.dim() else 1
-    while step < count:
-        later = products.narrow(dim, step, count - step) * products.narrow(dim, 0, count - step)
-        products = torch.cat([products.narrow(dim, 0, step), later], dim)
-        step *= 2
-    return products.clone() if step == 1 else products
 
 
 @implements(aten.linalg_vector_norm.default)
@@ -143,6 +132,14 @@ def norm_dim(x: MCTensor, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any
     return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
 
 
+implements(aten.dist.default)(lambda a, b, p=2: torch.linalg.vector_norm(a - b, p))
+# Their gradients ask which elements are equal to the result, which float64 must hold for that.
+for _operator in (*(aten.scatter_reduce.two, aten.index_reduce.default, aten.median.default, aten.nanmedian.default),):
+    implements_beyond_exact_float64(_operator)(
+        functools.partial(refuse_operator, _operator, "chooses elements in float64, which does not hold these,")
+    )
+
+
 @implements_beyond_float64(aten.var_mean.correction)
 def var_mean(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the mean of squares about the mean, over count - correction, and the mean."""
@@ -156,66 +153,46 @@ def var_mean(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: b
 
 
 implements_beyond_float64(aten.var.correction)(lambda x, *given, **options: var_mean(x, *given, **options)[0])
-implements_beyond_float64(aten.std.correction)(lambda x, *given, **options: var_mean(x, *given, **options)[0].sqrt())
 
 
-@implements_beyond_float64(aten.std_mean.correction)
-def std_mean(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the standard deviation and the mean."""
-    variance, mean = var_mean(x, dim, correction=correction, keepdim=keepdim)
-    return variance.sqrt(), mean
+@implements(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+def native_batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_variance: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, and the mean and the root's inverse that it took."""
+    form = result_type((x, weight, bias, running_mean, running_variance))
+    x, weight, bias, mean, variance = encode_plain_operands((x, weight, bias, running_mean, running_variance), form)
+    with disable_result_rounding():
+        if training:
+            dims = [i for i in range(x.dim()) if i != 1]
+            variance, mean = torch.var_mean(x, dims, correction=0)
+            _update_running_statistic(running_mean, mean, momentum)
+            count = x.numel() // max(x.shape[1], 1)
+            _update_running_statistic(running_variance, variance * count / max(count - 1, 1), momentum)
+        inverse = (variance + eps).rsqrt()
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        out = (x - mean.reshape(shape)) * inverse.reshape(shape)
+        out = out if weight is None else out * weight.reshape(shape)
+        out = out if bias is None else out + bias.reshape(shape)
+    return (out, mean, inverse) if training else (out, x.new_empty((0,)), x.new_empty((0,)))
 
 
-@implements_beyond_float64(aten.logsumexp.default)
-def logsumexp(x: MCTensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """log(sum(exp(x))), from the largest."""
-    dims = normalize_dims(x, dim)
-    largest = x.amax(dims, keepdim=True)
-    largest = largest.masked_fill(largest.isinf(), 0)
-    result = (x - largest).exp().sum(dims, keepdim=True).log() + largest
-    return result if keepdim else result.squeeze(dims)
-
-
-implements(aten.trace.default)(lambda x: torch.diagonal(x).sum())
-implements(aten.dist.default)(lambda a, b, p=2: torch.linalg.vector_norm(a - b, p))
-
-halfulp_operators = torch_operators("halfulp")
-
-
-@implements(halfulp_operators.exact_sum.default)
-def exact_sum(x: Any, dim: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """Return the sum of all components."""
-    return _round_accumulators(exact_partial_sum(x, None, dim), x.shape, dim, keepdim, result_type((x,), dtype))
-
-
-@implements(halfulp_operators.exact_dot.default)
-def exact_dot(a: Any, b: Any, dim: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """Return the sum of all products of components."""
-    return _round_accumulators(exact_partial_sum(a, b, dim), a.shape, dim, keepdim, result_type((a, b), dtype))
-
-
-@implements(halfulp_operators.exact_partial.default)
-def exact_partial_sum(a: Any, b: Any, dim: list[int]) -> Tensor:
-    """Return the accumulator's integers."""
-    device = result_type((a, b)).device
-    left = to_components(a, device)
-    right: list = [None] if b is None else list(to_components(b, device))
-    words = [exact_partial(x, y, dim) for x in left for y in right]
-    # A NaN or an infinity is one in the first components; in the others it would count a second time.
-    return torch.stack(words).sum(0)
-
-
-def _round_accumulators(words: Tensor, shape: torch.Size, dim: list[int], keepdim: bool, form: ResultType) -> Tensor:
-    count, dtype = choose_working_type(form)
-    parts: list[Tensor] = []
-    for _ in range(count):
-        part = exact_round(words, dtype)
-        parts.append(torch.where(parts[0].isfinite(), part, 0.0) if parts else part)
-        words = words + exact_partial(-part.unsqueeze(-1), dim=-1)
-    kept: Parts = tuple(parts)
-    if keepdim:
-        kept = tuple(part.reshape([1 if d in dim else size for d, size in enumerate(shape)]) for part in kept)
-    return make_result(kept, form)
+def _update_running_statistic(running: Any, now: Any, momentum: float) -> None:
+    """Update a running statistic in place: running + momentum (now - running)."""
+    if running is None:
+        return
+    result = run_function("addcmul", running, now - running, momentum, form=result_type((running, now)))
+    if isinstance(running, MCTensor) or isinstance(result, MCTensor):
+        write_value(running, result)
+    else:
+        running.copy_(result)
 
 
 def add_rows(into: Any, index: Tensor, values: Any) -> Tensor:
@@ -226,20 +203,6 @@ def add_rows(into: Any, index: Tensor, values: Any) -> Tensor:
     goal, sums = _combine_runs(index, values, lambda x, y, mask: x + torch.where(mask, y, torch.zeros_like(y)))
     spare = sums.new_zeros((rows + 1, *sums.shape[1:]))
     return into + spare.index_copy(0, _find_rows_of_run_ends(goal, rows), sums)[:rows]
-
-
-def combine_rows(into: Any, index: Tensor, values: Any, combine: Callable, include_self: bool) -> Tensor:
-    """Return `into` with values[i] combined into row index[i], without what that held unless include_self."""
-    rows = into.shape[0]
-    if not index.numel():
-        return into.clone()
-    goal, found = _combine_runs(index, values, lambda x, y, mask: torch.where(mask, combine(x, y), x))
-    spare = torch.cat([into, into[:1]])
-    found = spare.index_copy(0, _find_rows_of_run_ends(goal, rows), found)[:rows]
-    if not include_self:
-        return found
-    met = torch.zeros(rows, dtype=torch.bool, device=index.device).index_fill(0, index, True)
-    return torch.where(met.reshape(-1, *[1] * (into.dim() - 1)), combine(into, found), into)
 
 
 def _combine_runs(index: Tensor, values: Any, combine: Callable) -> tuple[Tensor, Any]:
@@ -298,37 +261,6 @@ def _flatten_scatter(x: Any, dim: int, index: Tensor, source: Any) -> tuple[Tens
     return at.gather(dim, index).reshape(-1), source.reshape(-1)
 
 
-_COMBINING_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "prod": torch.mul,
-    "amax": torch.maximum,
-    "amin": torch.minimum,
-}
-
-
-@implements_beyond_exact_float64(aten.scatter_reduce.two)
-def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-    """Sums, means, products and extremes where the index says along a dimension."""
-    if reduce not in _COMBINING_FUNCTIONS:
-        raise ValueError(f"reduce={reduce!r}: allowed are {', '.join(_COMBINING_FUNCTIONS)}")
-    at, values = _flatten_scatter(x, dim, index, source)
-    total = combine_rows(x.reshape(-1), at, values, _COMBINING_FUNCTIONS[reduce], include_self)
-    if reduce == "mean":
-        count = torch.full((x.numel(),), float(include_self), dtype=torch.float64, device=index.device)
-        total = total / count.index_add(0, at, torch.ones_like(at, dtype=torch.float64)).clamp(min=1)
-    return total.reshape(x.shape)
-
-
-@implements_beyond_exact_float64(aten.index_reduce.default)
-def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-    """Combine the source's slices into x at an index along a dimension."""
-    if x.dim() == 0:
-        return scatter_reduce(x, 0, index.reshape(source.shape), source, reduce, include_self=include_self)
-    shape = [-1 if i == dim % x.dim() else 1 for i in range(x.dim())]
-    return scatter_reduce(x, dim, index.reshape(shape).expand(source.shape), source, reduce, include_self=include_self)
-
-
 @implements_beyond_exact_float64(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(x: Any, indices: Sequence, values: Any, accumulate: bool = False) -> Tensor:
     """Return x with values written, or accumulated, at the indices."""
@@ -342,30 +274,3 @@ def index_put(x: Any, indices: Sequence, values: Any, accumulate: bool = False) 
     return apply_to_components(aten.index_copy.default, (x.reshape(-1), 0, at.reshape(-1), values), (0, 3)).reshape(
         x.shape
     )
-
-
-@implements_beyond_exact_float64(aten.put.default)
-def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
-    """x with a source written, or added, at flat indices."""
-    flat = _make_indices_nonnegative(index, x.numel())
-    return index_put(x.reshape(-1), (flat,), source.reshape(-1), accumulate).reshape(x.shape)
-
-
-@implements_beyond_float64(aten.embedding_dense_backward.default)
-def embedding_dense_backward(gradient: Any, indices: Tensor, count: int, padding: int, by_frequency: bool) -> Tensor:
-    """Return the gradient's rows added where they were looked up."""
-    index, rows = indices.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
-    if padding >= 0:
-        rows = rows.masked_fill((index == padding).unsqueeze(1), 0)
-    if by_frequency:
-        rows = rows / torch.bincount(index, minlength=count)[index].double().unsqueeze(1)
-    return add_rows(rows.new_zeros((count, rows.shape[1])), index, rows)
-
-
-@implements_beyond_exact_float64(aten.unfold_backward.default)
-def unfold_backward(gradient: Any, sizes: Sequence[int], dim: int, size: int, step: int) -> Tensor:
-    """Return the windows' gradients added where they came from."""
-    places = torch.arange(math.prod(sizes), dtype=torch.int64, device=gradient.device)
-    places = places.reshape(list(sizes)).unfold(dim, size, step)
-    blank = gradient.new_zeros((math.prod(sizes),))
-    return add_rows(blank, places.reshape(-1), gradient.reshape(-1)).reshape(list(sizes))
