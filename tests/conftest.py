@@ -162,12 +162,6 @@ def _averages_over_dtypes() -> bool:
     return False
 
 
-def _wraps_collectives() -> bool:
-    import torch.distributed._functional_collectives
-
-    return hasattr(torch.ops._c10d_functional, "_wrap_tensor_autograd")
-
-
 def _saves_alone() -> bool:
     from torch.distributed.checkpoint import save
 
@@ -320,7 +314,6 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     ),
     "parallelize_module(src_data_rank=)": _has_source_rank,
     "AveragedModel beside a model of another dtype": _averages_over_dtypes,
-    "_c10d_functional::_wrap_tensor_autograd": _wraps_collectives,
     "distributed.checkpoint.save(no_dist=)": _saves_alone,
     "distributed.checkpoint that writes without torch's own warning": _writes_quietly,
     "distributed.checkpoint that sets dictionaries inside a state": lambda: not is_older(torch.__version__, "2.11"),

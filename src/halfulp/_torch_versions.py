@@ -196,7 +196,7 @@ def name_dynamo_source(source: Any) -> str:
     return source.name() if callable(source.name) else source.name
 
 
-# Older: all_reduce, reduce and reduce_scatter of scaled tensors refuse; functional collectives name what they do.
+# Older: all_reduce and reduce of scaled tensors refuse.
 def name_of_reduction(boxed: Any) -> str:
     """Return the name of a collective's reduction, such as SUM.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..arithmetic import PRECISION
 from ..kernels import torch_operators
 from ..subclass import _rule_table as _fallback
-from ..subclass._collectives import derive_collective_rule, is_collective
+from ..subclass._collectives import is_collective, refuse_collective
 from ..subclass._foreach import make_foreach_rule
 from ..subclass._in_backward import disable_result_rounding, gives_plain_gradient
 from ..subclass._rule_table import functional_form, is_written
-from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
+from ._mctensor import MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
 from ._result_type import (
     ResultType,
     encode_plain_operands,
@@ -28,9 +28,13 @@ from ._result_type import (
     result_type,
     to_components,
 )
-from ._write import check_takes_fractions, copy_received, write_value
+from ._write import check_takes_fractions, write_value
 
 aten = torch_operators("aten")
+_COLLECTIVES_TEXT = (
+    "of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors with "
+    "gradients='first'; send other values as x.decode(torch.float64), or gather x.components one by one"
+)
 
 
 @register_derivation
@@ -41,7 +45,7 @@ def derive_rule(operator: OpOverload) -> Callable:
     torch's own steps; for every other the operands decide between float64, a decomposition and a counted fallback.
     """
     if is_collective(operator):
-        return derive_collective_rule(operator, RULES, copy_received, _refuse_collective)
+        return functools.partial(refuse_collective, operator, _COLLECTIVES_TEXT)
     name = operator._schema.name.removeprefix("aten::")
     if (rule := make_foreach_rule(operator)) is not None:
         return rule
@@ -232,12 +236,4 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
 def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
     raise NotImplementedError(
         f"{operator} {why} and has no rule for MCTensors: register one by MCTensor.implements, or use x.decode()"
-    )
-
-
-def _refuse_collective(operator: OpOverload) -> NoReturn:
-    """Raise for a collective of MCTensors that has no rule."""
-    raise NotImplementedError(
-        f"{operator} of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors "
-        "with gradients='first'; send other values as x.decode(torch.float64), or gather x.components one by one"
     )

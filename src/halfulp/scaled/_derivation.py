@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import torch_operators
-from ..subclass import derive_collective_rule, functional_form, is_collective, is_written, note_fallback
+from ..subclass import functional_form, is_written, note_fallback
+from ..subclass._collectives import is_collective, refuse_collective
 from ._operands import encode_values, keep_nonzero, logical_dtype, make_scaled_to_fit, result_storage
 from ._powers_of_two import is_concrete
-from ._registry import RULES, RULES_OF_OPERATORS_TO_COME, register_rule_derivation, rule_of
+from ._registry import RULES_OF_OPERATORS_TO_COME, register_rule_derivation, rule_of
 from ._scaled_tensor import ScaledTensor, decode_values, enable_lazy_conjugates, to_float32, to_plain, wrap
 from ._write import check_indexed_write, write_values
 
@@ -32,7 +33,8 @@ _UNDECOMPOSED_PREFIXES = ("_scaled_dot_product", "native_dropout", "bernoulli", 
 def derive_rule(operator: OpOverload) -> Callable:
     """Return a rule for an operator that has none."""
     if is_collective(operator):
-        return derive_collective_rule(operator, RULES, write_values, _refuse_collective)
+        text = "of scaled tensors: send x.payload and x.scale, or x.decode()"
+        return functools.partial(refuse_collective, operator, text)
     name = operator._schema.name.removeprefix("aten::")
     if name in _PRIMITIVE_OPERATORS:
         return rule_of(_PRIMITIVE_OPERATORS[name])
@@ -181,8 +183,3 @@ def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options:
         f"{operator} {why} and has no rule for scaled tensors: register one by ScaledTensor.implements, or use "
         "x.decode()"
     )
-
-
-def _refuse_collective(operator: OpOverload) -> NoReturn:
-    """Raise for a collective of scaled tensors that has no rule."""
-    raise NotImplementedError(f"{operator} of scaled tensors: send x.payload and x.scale, or x.decode()")

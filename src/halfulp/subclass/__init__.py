@@ -1,8 +1,5 @@
 """The common base of the tensor subclasses: rule tables, fallbacks, pickling, and conversion of models."""
 
-from ._collectives import derive_collective_rule as derive_collective_rule
-from ._collectives import group_size as group_size
-from ._collectives import is_collective as is_collective
 from ._identity import graph_key as graph_key
 from ._rule_table import FallbackWarning as FallbackWarning
 from ._rule_table import RuleTable as RuleTable
