@@ -29,7 +29,7 @@ import pytest
 import torch
 
 from halfulp._torch_floor import is_older
-from halfulp._torch_versions import HAS_GRADIENT_DTYPE, HAS_SAVED_HOOKS
+from halfulp._torch_versions import HAS_GRADIENT_DTYPE
 
 from .samples import covering
 
@@ -346,7 +346,6 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "torch.compiler.is_exporting, which transformers calls": lambda: hasattr(torch.compiler, "is_exporting"),
     "a ReduceOp that collectives of tensor classes can read": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
     "slices of some dimensions alone": _slices_some_alone,
-    "SavedTensor.unpack_hook": lambda: HAS_SAVED_HOOKS,
     "Inductor's emulate_precision_casts on the CPU": _keeps_casts,
     "a saved option that tells Adam's decay from AdamW's": lambda: (
         "decoupled_weight_decay" in torch.optim.AdamW([torch.ones(1)]).defaults

@@ -70,9 +70,6 @@ CUDAGRAPH_UNSAFE: torch.Tag | None = getattr(torch.Tag, "cudagraph_unsafe", None
 # Older: hu.float32_gradients refuses.
 HAS_GRADIENT_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
-# Older: scaled models keep the factors of a product's operand in float32 for the backward pass: memory.
-HAS_SAVED_HOOKS = hasattr(_torch_autograd.SavedTensor, "unpack_hook")
-
 # Older: torch.compile breaks its graph at an emulated model for a reason in torch's words.
 BREAKS_WITH_REASON = hasattr(_eval_frame, "_FrameExecStrategy")  # of the same version as graph_break's argument
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import require_float64, resolve_plain_memory, untraced
-from ..subclass import graph_key
 from ..subclass._identity import CompositeTensor, check_layout, get_saved_marks, restore_saved_marks
 from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import Given, is_in_quotient_formula
@@ -21,7 +20,6 @@ from . import _powers_of_two as _powers
 from ._registry import (
     EIGHT_BITS,
     LOGICAL_DTYPES,
-    RULES,
     ComplexOperand,
     check_home,
     check_logical,
@@ -289,9 +287,6 @@ class ScaledTensor(CompositeTensor):
         inner: dict[str, Tensor], context: tuple[torch.dtype, torch.dtype, torch.dtype | None], size: Any, stride: Any
     ) -> ScaledTensor:
         return wrap(inner["_payload"], inner["_scale"], context[0], context[2])
-
-    def _stable_hash_for_caching(self) -> str:
-        return graph_key(self, RULES.values())
 
     @staticmethod
     def _from_plain_tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
@@ -561,18 +556,18 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     return scaled if dtype == wide else scaled.to(dtype)
 
 
-def measure_rms_scale(values: Tensor, storage: torch.dtype) -> Tensor:
+def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _powers.ZERO_SCALE) -> Tensor:
     """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
 
-    Without such values `ZERO_SCALE`. Of values times a power of two it is that times it.
+    Without such values `of_zeros`. Of values times a power of two it is that times it.
     """
     if not values.numel():
-        return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
+        return torch.full((), of_zeros, dtype=torch.float32, device=values.device)
     quick = None if storage in EIGHT_BITS or values.dtype in EIGHT_BITS else _measure_rms_scale_quickly(values)
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
     if values.dtype in fused.PAYLOAD_CODECS and _powers.is_fused(values):
-        return fused.measure_level(values, storage, _powers.ZERO_SCALE)
+        return fused.measure_level(values, storage, of_zeros)
     wide = values.detach().to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     finite = torch.nan_to_num(wide, 0.0, 0.0, 0.0)
     amax = finite.abs().amax()
@@ -582,7 +577,7 @@ def measure_rms_scale(values: Tensor, storage: torch.dtype) -> Tensor:
     rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
     scale = _powers.round_to_power(near * rms, "nearest")
     least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
-    return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
+    return torch.where(amax > 0, torch.maximum(scale, least), of_zeros)
 
 
 def _measure_rms_scale_quickly(values: Tensor) -> float | None:
