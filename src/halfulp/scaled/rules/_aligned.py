@@ -30,11 +30,7 @@ from ._vocabulary import (
     align_constants,
     align_operands,
     align_with_constants,
-    aligned,
-    homogeneous,
-    measured_scale,
     scale_payloads,
-    unit_scale,
 )
 
 aten = torch_operators("aten")
@@ -303,28 +299,3 @@ def copy(x: Any, source: Any, non_blocking: bool = False) -> Tensor:
     payload = aten.copy.default(torch.empty_like(x._payload, dtype=torch.float32), to_float32(given), non_blocking)
     scale = given._scale.to(x.device) if given._scale.device != x.device else given._scale.clone()
     return make_scaled(payload, scale, x._payload.dtype, x.dtype)
-
-
-measured_scale(
-    *(aten.fmod.Tensor, aten.fmod.Scalar, aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
-    family="alignment",
-)
-unit_scale(aten.heaviside.default, family="alignment")
-homogeneous(aten.copysign.Tensor, family="alignment", self=1, other=0)
-homogeneous(aten.copysign.Scalar, family="alignment", self=1)
-_PADDING_OPERATORS = [f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
-homogeneous(*(getattr(aten, name).default for name in _PADDING_OPERATORS), family="alignment", self=1)
-homogeneous(
-    *(getattr(aten, f"{name}_backward").default for name in _PADDING_OPERATORS),
-    family="alignment",
-    grad_output=1,
-    self=0,
-)
-aligned(
-    *(aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default),
-    *(aten.as_strided_scatter.default, aten.masked_scatter.default),
-    family="alignment",
-)
-homogeneous(aten.slice_backward.default, aten.select_backward.default, family="alignment", grad_output=1)
-homogeneous(aten.diagonal_backward.default, aten.masked_scatter_backward.default, family="alignment", grad_output=1)
-homogeneous(aten.unfold_backward.default, family="alignment", grad_in=1)

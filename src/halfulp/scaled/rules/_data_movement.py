@@ -24,15 +24,10 @@ from .._write import check_indexed_write, write_values
 from ._aligned import move_power_to_scale
 from ._vocabulary import (
     align_with_constants,
-    data_movement,
     decode_value,
-    decoded,
     encode_measured,
-    homogeneous,
     is_constant,
-    measured_scale,
     scale_payloads,
-    unit_scale,
 )
 
 aten = torch_operators("aten")
@@ -97,20 +92,6 @@ def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -
     return wrap(payload, torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=plain.device), plain.dtype)
 
 
-homogeneous(aten.native_dropout.default, family="pass-through")
-unit_scale(aten.bernoulli.default, aten.bernoulli.Tensor, aten.bernoulli.p, family="random")
-unit_scale(aten.multinomial.default, family="random")
-measured_scale(
-    *(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, aten.poisson.default),
-    *(aten.binomial.default, aten._standard_gamma.default, aten._standard_gamma_grad.default),
-    *(aten._sample_dirichlet.default, aten._dirichlet_grad.default),
-    family="random",
-)
-
-
-homogeneous(aten.native_dropout_backward.default, family="random", grad_output=1)
-
-
 def _register_drawing(operator: OpOverload) -> None:
     """Register an operator that uses only the shape of its tensor."""
 
@@ -157,28 +138,6 @@ for _packet in (aten.rand_like, aten.randn_like, aten.randint_like):
     for _name in _packet.overloads():
         if not _name.endswith("out") and "Tensor" not in _name:
             _register_drawing_like(getattr(_packet, _name))
-
-
-data_movement(
-    *(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default, aten.transpose.int),
-    *(aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default),
-    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default, aten.detach.default),
-    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.diagonal.default, aten.unfold.default),
-    *(aten.as_strided.default, aten.clone.default, aten.flip.default, aten.roll.default, aten.repeat.default),
-    *(aten.index_select.default, aten.gather.default, aten.index.Tensor, aten._unsafe_index.Tensor),
-    *(aten.embedding.default, aten.take.default, aten.tril.default, aten.triu.default, aten.masked_select.default),
-    family="pass-through",
-)
-data_movement(
-    *(aten.view_copy.default, aten._reshape_copy.default, aten._reshape_alias_copy.default, aten.t_copy.default),
-    *(aten.transpose_copy.int, aten.permute_copy.default, aten.expand_copy.default, aten.slice_copy.Tensor),
-    *(aten.select_copy.int, aten.unsqueeze_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim),
-    *(aten.squeeze_copy.dims, aten.alias_copy.default, aten.detach_copy.default, aten.lift_fresh_copy.default),
-    *(aten.split_copy.Tensor, aten.split_with_sizes_copy.default, aten.unbind_copy.int, aten.diagonal_copy.default),
-    *(aten.unfold_copy.default, aten.as_strided_copy.default, aten.narrow_copy.default),
-    family="pass-through",
-)
-homogeneous(aten.relu.default, aten.abs.default, aten.neg.default, family="pass-through")
 
 
 @implements(aten._to_copy.default, family="pass-through")
@@ -250,10 +209,6 @@ def _register_indexed_writing(operator: OpOverload) -> None:
 
 for _operator in (aten.scatter.src, aten.scatter_add.default, aten.index_copy.default):
     _register_indexed_writing(_operator)
-measured_scale(
-    *(aten.scatter_reduce.two, aten.index_reduce.default, aten.scatter.reduce, aten.scatter.value_reduce),
-    family="indexing",
-)
 
 
 @implements(aten.scatter.value, family="indexing")
@@ -297,12 +252,6 @@ def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
 def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
     """Return x with a source written, or added, at indices into the flattened x."""
     return compute_aligned_write(x, source, lambda p, v: aten.put.default(p, index, v, accumulate))
-
-
-homogeneous(aten.embedding_dense_backward.default, family="indexing", grad_output=1)
-
-
-decoded(aten._fft_r2c.default, aten.complex.default, aten.polar.default, family="complex")
 
 
 @implements(aten.view_as_complex.default, family="complex")

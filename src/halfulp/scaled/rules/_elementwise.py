@@ -19,16 +19,11 @@ from .._write import write_values
 from ._vocabulary import (
     align_constants,
     decode_value,
-    decoded,
-    gate,
-    homogeneous,
     make_result,
-    measured_scale,
     overloads,
     raise_scale,
     scale_one,
     scale_payloads,
-    unit_scale,
 )
 
 aten = torch_operators("aten")
@@ -73,20 +68,6 @@ for _operator in (
     *(aten.special_i1e.default, aten.special_i1.default, aten.special_modified_bessel_i1.default),
 ):
     _register_on_values(_operator, vanishes=True)
-unit_scale(
-    *(aten.sigmoid.default, aten._softmax.default, aten._log_softmax.default, aten.cos.default),
-    *(aten.log.default, aten.log2.default, aten.log10.default, aten.acos.default, aten.acosh.default),
-    *(aten.erfc.default, aten.sinc.default, aten.logit.default, aten.atan2.default, aten.angle.default),
-    *(aten.special_ndtri.default, aten.special_i0e.default, aten.special_bessel_j0.default),
-    *(aten.special_spherical_bessel_j0.default, aten.igamma.default, aten.igammac.default, aten.frexp.Tensor),
-    *(aten.sign.default, aten.sgn.default),
-    family="unit output",
-)
-homogeneous(
-    *(aten.tanh_backward.default, aten.sigmoid_backward.default, aten.logit_backward.default),
-    family="unit output",
-    grad_output=1,
-)
 
 
 # Exponents whose torch kernels commute with powers of two bit for bit; others are computed by logarithms.
@@ -131,31 +112,6 @@ def pow_tensor_scalar(x: ScaledTensor, exponent: Any) -> Tensor:
     return make_result(torch.pow(to_float32(x), exponent), scale, rest, x._payload.dtype, x.dtype)
 
 
-homogeneous(aten.reciprocal.default, degree=-1, family="power law")
-measured_scale(aten.pow.Tensor_Tensor, aten.pow.Scalar, family="power law")
-
-
-gate(
-    *(aten.gelu.default, aten.silu.default, aten.mish.default, aten.hardswish.default, aten.elu.default),
-    *(aten.celu.default, aten.softshrink.default, aten.hardshrink.default, aten.glu.default),
-    family="gated",
-)
-homogeneous(aten.leaky_relu.default, family="pass-through")
-gate(aten.softplus.default, aten.log_sigmoid_forward.default, family="gated", at_least_one=True)
-unit_scale(aten.hardsigmoid.default, family="gated")
-homogeneous(
-    *(aten.gelu_backward.default, aten.silu_backward.default, aten.mish_backward.default),
-    *(aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.hardtanh_backward.default),
-    *(aten.leaky_relu_backward.default, aten.elu_backward.default, aten.softplus_backward.default),
-    *(aten.softshrink_backward.default, aten.glu_backward.default, aten.log_sigmoid_backward.default),
-    *(aten.rrelu_with_noise_backward.default, aten.threshold_backward.default),
-    family="gated",
-    grad_output=1,
-)
-homogeneous(aten.hardshrink_backward.default, family="gated", grad_out=1)
-gate(aten._prelu_kernel.default, family="gated")
-
-
 @implements(aten._prelu_kernel_backward.default, family="gated")
 def prelu_backward(gradient: Any, x: Any, weight: Any) -> tuple[Tensor, Tensor]:
     """Return the gradient to x under gs, and to the slopes under gs xs."""
@@ -196,35 +152,6 @@ def rrelu_with_noise_(x: ScaledTensor, noise: Any, *arguments: Any, **options: A
     return write_values(x, rrelu_with_noise(x, noise, *arguments, **options))
 
 
-measured_scale(
-    *overloads(aten.lgamma, aten.digamma, aten.polygamma, aten.mvlgamma, aten.xlogy, aten.special_xlog1py),
-    *overloads(aten.special_zeta, aten.special_entr, aten.special_log_ndtr, aten.special_erfcx, aten.i0),
-    *overloads(aten.logaddexp, aten.logaddexp2, aten.nextafter, aten.ldexp, aten.special_airy_ai),
-    *overloads(aten.special_bessel_y0, aten.special_bessel_y1, aten.special_modified_bessel_i0),
-    *overloads(aten.special_modified_bessel_k0, aten.special_modified_bessel_k1),
-    *overloads(aten.special_scaled_modified_bessel_k0, aten.special_scaled_modified_bessel_k1),
-    *overloads(aten.special_hermite_polynomial_h, aten.special_hermite_polynomial_he),
-    *overloads(aten.special_laguerre_polynomial_l, aten.special_legendre_polynomial_p),
-    *overloads(aten.special_chebyshev_polynomial_t, aten.special_chebyshev_polynomial_u),
-    *overloads(aten.special_chebyshev_polynomial_v, aten.special_chebyshev_polynomial_w),
-    *overloads(aten.special_shifted_chebyshev_polynomial_t, aten.special_shifted_chebyshev_polynomial_u),
-    *overloads(aten.special_shifted_chebyshev_polynomial_v, aten.special_shifted_chebyshev_polynomial_w),
-    family="special",
-)
-# Distances, samplers, bags and segments, with their gradients: sums whose number of terms depends on arguments.
-measured_scale(
-    *overloads(aten._cdist_forward, aten._cdist_backward, aten._euclidean_dist, aten._pdist_forward),
-    *overloads(aten._pdist_backward, aten.renorm, aten.embedding_renorm, aten.linalg_cross),
-    *overloads(aten.grid_sampler_2d, aten.grid_sampler_2d_backward, aten.grid_sampler_3d),
-    *overloads(aten.grid_sampler_3d_backward, aten._ctc_loss),
-    *overloads(aten._embedding_bag, aten._embedding_bag_forward_only, aten._embedding_bag_dense_backward),
-    *overloads(aten._embedding_bag_per_sample_weights_backward, aten._embedding_bag_sparse_backward),
-    *overloads(aten._embedding_bag_backward, aten.embedding_sparse_backward, aten.dist),
-    *overloads(aten.segment_reduce, aten._segment_reduce_backward),
-    family="special",
-)
-
-
 @implements(*overloads(aten._ctc_loss_backward), family="special")
 def ctc_loss_backward(
     gradient: Any, x: Any, targets: Tensor, lengths: Any, target_lengths: Any, loss: Any, alpha: Any, *options: Any
@@ -237,15 +164,3 @@ def ctc_loss_backward(
     loss, alpha = operator(values, targets, lengths, target_lengths, *options)
     found = backward(decode_value(gradient), values, targets, lengths, target_lengths, loss, alpha, *options)
     return encode_values(found, result_storage(given), dtype=logical_dtype(given))
-
-
-# Sparse results are plain: scaled tensors are dense.
-decoded(aten._sparse_coo_tensor_with_dims_and_tensors.default, family="special")
-
-
-decoded(
-    *overloads(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.equal, aten.isin, aten.allclose),
-    *overloads(aten.isnan, aten.isinf, aten.isposinf, aten.isneginf, aten.signbit, aten.nonzero, aten.nonzero_static),
-    *overloads(aten.logical_not, aten.logical_and, aten.logical_or, aten.logical_xor, aten.hash_tensor),
-    family="comparison",
-)

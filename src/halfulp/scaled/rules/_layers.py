@@ -33,10 +33,8 @@ from .._registry import implements
 from .._scaled_tensor import ScaledTensor, to_float32, to_storage, wrap
 from .._write import write_values
 from ._vocabulary import (
-    data_movement,
     decode_value,
     make_scaled_result,
-    measured_scale,
     scale_one,
     scale_payloads,
     scale_values,
@@ -255,9 +253,6 @@ implements(aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backwa
 )
 
 
-measured_scale(aten._weight_norm_interface_backward.default, family="norm")
-
-
 _ATTENTION_INPUT_NAMES = ("query", "key", "value")
 _ATTENTION_BIAS_NAMES = ("attn_mask", "attn_bias")
 # Kernels that take 16-bit operands only; the others take float32.
@@ -400,11 +395,6 @@ for _operator in (
 ):
     _register_attention_backward(_operator)
 
-# The fused attention of torch.nn's inference: on values.
-measured_scale(
-    *(aten._native_multi_head_attention.default, aten._transformer_encoder_layer_fwd.default), family="attention"
-)
-
 
 @implements(aten._fused_sdp_choice.default, family="attention")
 def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> int:
@@ -417,18 +407,6 @@ def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, *arguments: Any,
 
     options = {name: plain(x) for name, x in options.items()}
     return aten._fused_sdp_choice.default(*map(plain, (query, key, value, *arguments)), **options)
-
-
-# Results after the states are for the backward pass, and stay plain.
-measured_scale(aten.mkldnn_rnn_layer.default, aten._cudnn_rnn.default, family="recurrent", scaled=3)
-measured_scale(aten._thnn_fused_lstm_cell.default, family="recurrent", scaled=2)
-measured_scale(aten._thnn_fused_gru_cell.default, family="recurrent", scaled=1)
-measured_scale(
-    *(aten.mkldnn_rnn_layer_backward.default, aten._cudnn_rnn_backward.default),
-    *(aten._thnn_fused_lstm_cell_backward_impl.default, aten._thnn_fused_gru_cell_backward.default),
-    family="recurrent",
-)
-data_movement(aten._pack_padded_sequence_backward.default, family="pass-through")
 
 
 @implements(aten._pack_padded_sequence.default, family="pass-through")

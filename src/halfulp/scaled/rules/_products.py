@@ -44,8 +44,6 @@ from ._vocabulary import (
     encode_measured,
     make_result,
     make_scaled_result,
-    measured_scale,
-    overloads,
     sqrt_of_count,
 )
 
@@ -262,12 +260,6 @@ def _restore_zero_scale(divisor: Tensor, rest: Tensor | float) -> Tensor | float
     return torch.where(divisor == _powers.ZERO_SCALE, 1.0 / _powers.ZERO_SCALE, 1.0) * rest
 
 
-measured_scale(
-    *(aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.floor_divide.Scalar),
-    family="bilinear",
-)
-
-
 def add_scaled_product(
     base: Any,
     a: Any,
@@ -440,9 +432,6 @@ def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: to
     return make_scaled_result(values, scales, product_storage((a, b)), dtype, sum_scale, 1.0 / sum_scale)
 
 
-measured_scale(aten._trilinear.default, family="bilinear")
-
-
 @implements(aten.convolution.default, family="bilinear")
 def convolution(
     x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
@@ -501,9 +490,6 @@ def _count_convolution_terms(weight: Tensor, transposed: bool, groups: int, of_o
     return weight.shape[1] * window
 
 
-measured_scale(aten.conv_tbc.default, aten.conv_tbc_backward.default, family="bilinear")
-
-
 def fma(a: Any, b: Any, c: Any) -> Tensor:
     """a b + c in c's storage: what dynamo makes of c.addcmul_(x, y, value=b), with a = x y, and of c.addcdiv_."""
     total: Any = add(c, mul(a, b)) if isinstance(b, Tensor) else add(c, a, alpha=b)
@@ -518,19 +504,6 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
 
 
 RULES_OF_OPERATORS_TO_COME["prims::fma"] = fma
-
-
-measured_scale(
-    *overloads(aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.triangular_solve),
-    *overloads(aten.linalg_cholesky_ex, aten.cholesky, aten.cholesky_solve, aten.cholesky_inverse),
-    *overloads(aten.linalg_lu, aten.linalg_lu_factor_ex, aten.linalg_lu_solve, aten.lu_unpack, aten._lu_with_info),
-    *overloads(aten.linalg_ldl_factor_ex, aten.linalg_ldl_solve),
-    *overloads(aten.linalg_qr, aten.geqrf, aten.linalg_householder_product, aten.ormqr),
-    *overloads(aten._linalg_svd, aten._linalg_eigh, aten._linalg_eigvals, aten.linalg_eig, aten.linalg_eigvals),
-    *overloads(aten.linalg_lstsq, aten.linalg_pinv, aten.linalg_matrix_exp),
-    *overloads(aten._compute_linear_combination),
-    family="linear algebra",
-)
 
 
 def _register_factorization(operator: OpOverload) -> None:

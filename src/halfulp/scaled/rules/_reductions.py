@@ -18,12 +18,8 @@ from .._scaled_tensor import ScaledTensor, decode_values, to_float32
 from ._vocabulary import (
     align_operands,
     decode_value,
-    decoded,
     encode_measured,
-    gate,
     homogeneous,
-    measured_scale,
-    overloads,
     scale_payloads,
     scale_values,
     sqrt_of_count,
@@ -100,23 +96,6 @@ def cumsum(x: ScaledTensor, dim: int) -> Tensor:
     return scale_payloads(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], choose_sum_scale(x, dim))
 
 
-homogeneous(aten.trace.default, family="reduction", self=1)
-homogeneous(aten.std.correction, family="reduction", self=1)
-
-
-measured_scale(aten.var.correction, aten.var_mean.correction, family="reduction")
-homogeneous(aten.std_mean.correction, family="reduction", self=1)
-homogeneous(
-    *(aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.max.dim),
-    *(aten.min.default, aten.min.dim, aten.median.default, aten.median.dim, aten.nanmedian.default),
-    *(aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default, aten.cummax.default, aten.cummin.default),
-    *(aten.argmax.default, aten.argmin.default, aten.all.default, aten.all.dim, aten.all.dims),
-    *(aten.any.default, aten.any.dim, aten.any.dims, aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
-    family="pass-through",
-)
-gate(aten.logsumexp.default, aten.logcumsumexp.default, family="reduction", at_least_one=True)
-
-
 @register_with_dtype(aten.prod.default, aten.prod.dim_int)
 def prod(x: ScaledTensor, *where: Any) -> Tensor:
     """Return the product of values, in float64, where n powers of two do not leave the range; its scale measured."""
@@ -151,39 +130,6 @@ def norm(x: ScaledTensor, order: Any = 2, dims: Any = None, keepdim: bool = Fals
     return vector_norm(x, order, dims, keepdim)
 
 
-homogeneous(
-    *overloads(aten.sort, aten.topk, aten._unique2, aten._unique, aten.unique_dim, aten.unique_consecutive),
-    *overloads(aten.unique_dim_consecutive),
-    family="pass-through",
-)
-decoded(*overloads(aten.argsort, aten.searchsorted, aten.bucketize), family="comparison")
-measured_scale(
-    *overloads(aten.histc, aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts),
-    *overloads(aten._histogramdd_from_bin_tensors, aten.bincount),
-    *(aten.round.decimals, aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default),
-    family="order",
-)
-
-
-homogeneous(
-    *(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.adaptive_max_pool2d.default),
-    *(aten.adaptive_max_pool3d.default, aten.max_unpool2d.default, aten.max_unpool3d.default),
-    *(aten.avg_pool2d.default, aten.avg_pool3d.default, aten._adaptive_avg_pool2d.default),
-    *(aten._adaptive_avg_pool3d.default, aten.im2col.default, aten.col2im.default, aten.pixel_shuffle.default),
-    *(aten.pixel_unshuffle.default, aten.channel_shuffle.default),
-    family="pass-through",
-)
-homogeneous(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default, family="pooling", self=1)
-homogeneous(
-    *(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default),
-    *(aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default),
-    *(aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool3d_backward.default),
-    *(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default),
-    *(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default),
-    family="pooling",
-    grad_output=1,
-    self=0,
-)
 _UPSAMPLE_MODES = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
 _UPSAMPLE_NEAREST_EXACT = ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
 _UPSAMPLE_SMOOTH_MODES = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa")
@@ -203,10 +149,6 @@ def _mean_divisor(place: int, *arguments: Any, **options: Any) -> float:
     reduction = arguments[place] if len(arguments) > place else options.get("reduction", MEAN_REDUCTION)
     count = arguments[2].numel()
     return 1.0 / sqrt_of_count(count * count) if reduction == MEAN_REDUCTION else 1.0
-
-
-homogeneous(aten._log_softmax_backward_data.default, family="loss", grad_output=1)
-homogeneous(aten._softmax_backward_data.default, family="loss", grad_output=1)
 
 
 @implements(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, family="loss")
@@ -244,11 +186,3 @@ for _operator, _place in {
     aten.nll_loss2d_backward.default: 4,
 }.items():
     homogeneous(_operator, family="loss", terms=functools.partial(_mean_divisor, _place), grad_output=1)
-
-
-measured_scale(
-    *(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default),
-    *(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default),
-    *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default),
-    family="loss",
-)
