@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION
 from ..kernels import torch_operators
+from ..kernels._plain_memory import is_floating
 from ..subclass import _rule_table as _fallback
 from ..subclass._collectives import is_collective, refuse_collective
 from ..subclass._foreach import make_foreach_rule
@@ -88,8 +89,8 @@ def run_in_float64(
     arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
     if form.scaled:
-        results = tree_map(lambda x: limit_written_elements((x,), leaves)[0] if _is_floating(x) else x, results)
-    return tree_map(lambda x: make_result((x,), form) if _is_floating(x) else x, results)
+        results = tree_map(lambda x: limit_written_elements((x,), leaves)[0] if is_floating(x) else x, results)
+    return tree_map(lambda x: make_result((x,), form) if is_floating(x) else x, results)
 
 
 def _convert_to_float64(x: Any) -> Any:
@@ -97,11 +98,7 @@ def _convert_to_float64(x: Any) -> Any:
         return decode_to_plain(x, torch.float64)
     if isinstance(x, torch.dtype):
         return torch.float64 if x in PRECISION else x
-    return x.double() if _is_floating(x) else x
-
-
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+    return x.double() if is_floating(x) else x
 
 
 def _run_without_rule(operator: OpOverload, *arguments: Any, **options: Any) -> Any:

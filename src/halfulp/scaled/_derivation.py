@@ -74,31 +74,20 @@ def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any
     """Run torch's own C++ formula of a composite operator, as above autograd: results must not depend on the mode.
 
     Whole operators arrive here in inference mode alone, and some formulas ask a tensor whether it is of that mode: they
-    run outside of it, on tensors without it, and their results have it again.
+    run outside of it, on tensors without it.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     in_native_code = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
     formula = functools.partial(operator._op_dk, key) if in_native_code else operator.decompose
     if not torch.is_inference_mode_enabled():
         return _run_formula(operator, formula, *arguments, **options)
-    given: dict[int, tuple[ScaledTensor, ScaledTensor]] = {}
 
-    def ordinary(x: Any) -> Any:
-        if isinstance(x, ScaledTensor):
-            made = wrap(x._payload, x._scale, x.dtype, x._home)
-            given[id(made)] = made, x
-            return made
-        return x
-
-    def inferred(x: Any) -> Any:
-        if not isinstance(x, ScaledTensor):
-            return x
-        return given[id(x)][1] if id(x) in given else wrap(x._payload, x._scale, x.dtype, x._home)
+    def leave_mode(x: Any) -> Any:
+        return wrap(x._payload, x._scale, x.dtype, x._home) if isinstance(x, ScaledTensor) else x
 
     with torch.inference_mode(False), torch.no_grad(), enable_lazy_conjugates():
-        plain_arguments, plain_options = tree_map(ordinary, (arguments, options))
-        results = _run_formula(operator, formula, *plain_arguments, **plain_options)
-    return tree_map(inferred, results)
+        arguments, options = tree_map(leave_mode, (arguments, options))
+        return _run_formula(operator, formula, *arguments, **options)
 
 
 def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:

@@ -69,11 +69,7 @@ class ScaledTensor(CompositeTensor):
     _value_attributes = ("_payload", "_scale", "_home")
 
     def __new__(
-        cls,
-        payload: Tensor,
-        scale: Tensor | float,
-        dtype: torch.dtype = torch.float32,
-        home: torch.dtype | None = None,
+        cls, payload: Tensor, scale: Tensor | float, dtype: torch.dtype = torch.float32, home: torch.dtype | None = None
     ) -> ScaledTensor:
         """Make a tensor of a payload and a scale as they are: nothing is measured or rounded.
 

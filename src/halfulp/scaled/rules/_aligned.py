@@ -26,12 +26,7 @@ from .._operands import (
 )
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, decode_values, smallest_number, to_float32, to_plain, wrap
-from ._vocabulary import (
-    align_constants,
-    align_operands,
-    align_with_constants,
-    scale_payloads,
-)
+from ._vocabulary import align_constants, align_operands, align_with_constants, scale_payloads
 
 aten = torch_operators("aten")
 # The largest eps: numbers added to keep a divisor from 0 are no larger.
@@ -243,21 +238,6 @@ def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
     return apply_with_constant(
         lambda p, c: torch.where(mask, c, p) if isinstance(c, Tensor) else torch.masked_fill(p, mask, c), x, value
     )
-
-
-@implements(aten.nan_to_num.default, family="alignment")
-def nan_to_num(x: ScaledTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
-    """Replace NaN and infinities under x's scale; torch's default replacements saturate."""
-    numbers = [0.0 if n is None else n for n in (nan, posinf, neginf)]
-    constants, scale = align_constants(x, *numbers)
-    largest = torch.finfo(x.dtype).max
-    defaults, _ = align_constants(wrap(x._payload, scale, x.dtype), largest, -largest, room=False)
-    constants = [constants[0], *(d if n is None else c for n, c, d in zip((posinf, neginf), constants[1:], defaults))]
-    payload = _powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale))
-    infinity = float("inf")
-    for found, number in zip((payload.isnan(), payload == infinity, payload == -infinity), constants):
-        payload = torch.where(found, number, payload)
-    return scale_payloads(payload, [scale], [x])
 
 
 @implements(aten.constant_pad_nd.default, family="alignment")

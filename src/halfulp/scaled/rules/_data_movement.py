@@ -22,13 +22,7 @@ from .._registry import EIGHT_BITS, LOGICAL_DTYPES, implements
 from .._scaled_tensor import ScaledTensor, decode_values, to_plain, wrap
 from .._write import check_indexed_write, write_values
 from ._aligned import move_power_to_scale
-from ._vocabulary import (
-    align_with_constants,
-    decode_value,
-    encode_measured,
-    is_constant,
-    scale_payloads,
-)
+from ._vocabulary import align_with_constants, decode_value, encode_measured, is_constant, scale_payloads
 
 aten = torch_operators("aten")
 
@@ -226,26 +220,6 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
     """Return a source, alpha times, added at indices of a dimension."""
     moved, factor = (source, 1.0) if alpha == 1 else move_power_to_scale(source, alpha, first_scaled((x, source)))
     return compute_aligned_write(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
-
-
-@implements(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, family="indexing")
-def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
-    """Return a constant at indices of a dimension, under x's scale."""
-    if not isinstance(x, ScaledTensor):
-        return aten.index_fill.int_Tensor(x, dim, index, decode_values(value, x.dtype))
-    if isinstance(value, ScaledTensor):
-        value = decode_values(value, torch.float32)
-    is_tensor = isinstance(value, Tensor)
-    constant = value if is_tensor else torch.full((), value, dtype=torch.float32, device=x.device)
-
-    def fill_at_indices(payload: Tensor, v: Tensor) -> Tensor:  # index_fill would read it, and wait for its device
-        if not payload.dim():
-            return aten.index_copy.default(payload, dim, index, v.expand(index.numel()).reshape(index.shape))
-        size = list(payload.shape)
-        size[dim] = index.numel()
-        return aten.index_copy.default(payload, dim, index, v.expand(size))
-
-    return compute_aligned_write(x, constant, fill_at_indices)
 
 
 @implements(aten.put.default, family="indexing")

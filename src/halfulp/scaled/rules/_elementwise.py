@@ -11,20 +11,11 @@ from torch._ops import OpOverload
 from ...kernels import torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
-from .._operands import as_operand, encode_values, first_scaled, logical_dtype, make_scaled, result_storage
-from .._powers_of_two import scale_ratio, times_power
+from .._operands import encode_values, logical_dtype, make_scaled, result_storage
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
-from ._vocabulary import (
-    align_constants,
-    decode_value,
-    make_result,
-    overloads,
-    raise_scale,
-    scale_one,
-    scale_payloads,
-)
+from ._vocabulary import decode_value, make_result, overloads, raise_scale, scale_one
 
 aten = torch_operators("aten")
 
@@ -112,36 +103,10 @@ def pow_tensor_scalar(x: ScaledTensor, exponent: Any) -> Tensor:
     return make_result(torch.pow(to_float32(x), exponent), scale, rest, x._payload.dtype, x.dtype)
 
 
-@implements(aten._prelu_kernel_backward.default, family="gated")
-def prelu_backward(gradient: Any, x: Any, weight: Any) -> tuple[Tensor, Tensor]:
-    """Return the gradient to x under gs, and to the slopes under gs xs."""
-    like = first_scaled((gradient, x, weight))
-    g, p = as_operand(gradient, like), as_operand(x, like)
-    to_x, to_weight = aten._prelu_kernel_backward.default(to_float32(g), to_float32(p), decode_value(weight))
-    holder = gradient if isinstance(gradient, ScaledTensor) else like
-    return scale_payloads(to_x, [g._scale], [holder]), scale_payloads(to_weight, [g._scale, p._scale], [holder])
-
-
-@implements(aten.threshold.default, family="gated")
-def threshold(x: ScaledTensor, threshold: Any, value: Any) -> Tensor:
-    """x where it is above the threshold, else a constant, under x's scale."""
-    (constant,), scale = align_constants(x, value)
-    payload = times_power(to_float32(x), scale_ratio(x._scale, scale))
-    return scale_payloads(torch.where(decode_value(x) <= threshold, constant, payload), [scale], [x])
-
-
-@implements(aten.rrelu_with_noise_functional.default, family="gated")
-def rrelu_functional(x: ScaledTensor, noise: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """x with random slopes below zero, under x's scale; the slopes."""
-    slopes = decode_value(noise).clone()
-    y = aten.rrelu_with_noise.default(to_float32(x), slopes, *arguments, **options)
-    return scale_payloads(y, [x._scale], [x]), scale_payloads(slopes, [], [x])
-
-
 @implements(aten.rrelu_with_noise.default, family="gated")
 def rrelu_with_noise(x: ScaledTensor, noise: Any, *arguments: Any, **options: Any) -> Tensor:
-    """x with random slopes below zero, under x's scale; the slopes are written into the noise."""
-    y, slopes = rrelu_functional(x, noise, *arguments, **options)
+    """x with random slopes below zero; the slopes are written into the noise."""
+    y, slopes = aten.rrelu_with_noise_functional.default(x, noise, *arguments, **options)
     write_values(noise, slopes)
     return y
 

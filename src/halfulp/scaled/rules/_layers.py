@@ -32,14 +32,7 @@ from .._operands import (
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, to_float32, to_storage, wrap
 from .._write import write_values
-from ._vocabulary import (
-    decode_value,
-    make_scaled_result,
-    scale_one,
-    scale_payloads,
-    scale_values,
-    sqrt_of_count,
-)
+from ._vocabulary import decode_value, make_scaled_result, scale_one, scale_payloads, scale_values, sqrt_of_count
 
 aten = torch_operators("aten")
 

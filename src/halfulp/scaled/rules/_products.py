@@ -38,14 +38,7 @@ from .._powers_of_two import nearest_power
 from .._registry import EIGHT_BITS, RULES_OF_OPERATORS_TO_COME, ComplexOperand, implements
 from .._scaled_tensor import ScaledTensor, to_float32, wrap
 from ._aligned import add
-from ._vocabulary import (
-    align_operands,
-    decode_value,
-    encode_measured,
-    make_result,
-    make_scaled_result,
-    sqrt_of_count,
-)
+from ._vocabulary import align_operands, decode_value, encode_measured, make_result, make_scaled_result, sqrt_of_count
 
 aten = torch_operators("aten")
 EIGHT_BIT_SIDE_MULTIPLE = 16  # torch._scaled_mm takes multiples of this

@@ -78,12 +78,6 @@ def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool =
     )
 
 
-@register_with_dtype(aten.nansum.default)
-def nansum(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Sum the elements that are numbers."""
-    return scale_payloads(aten.nansum.default(to_float32(x), dims, keepdim), [x._scale], [x], choose_sum_scale(x, dims))
-
-
 @register_with_dtype(aten.mean.default, aten.mean.dim)
 def mean_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """mean(p) under the scale s."""
@@ -121,13 +115,6 @@ def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False)
         order, 1.0
     )
     return scale_payloads(values, [x._scale] if order else [], [x], sum_scale)
-
-
-@register_with_dtype(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)
-@register_with_dtype(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
-def norm(x: ScaledTensor, order: Any = 2, dims: Any = None, keepdim: bool = False) -> Tensor:
-    """norm(p) under the scale s."""
-    return vector_norm(x, order, dims, keepdim)
 
 
 _UPSAMPLE_MODES = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")

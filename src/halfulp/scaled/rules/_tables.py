@@ -48,6 +48,7 @@ OPERATORS_BY_RULE = {
     (gate, "gated"): "gelu silu mish hardswish elu celu softshrink hardshrink glu _prelu_kernel",
     (partial(gate, at_least_one=True), "gated"): "softplus log_sigmoid_forward",
     (unit_scale, "gated"): "hardsigmoid",
+    (measured_scale, "gated"): "rrelu_with_noise_functional",
     (partial(homogeneous, grad_output=1), "gated"): """
         gelu_backward silu_backward mish_backward hardswish_backward hardsigmoid_backward hardtanh_backward
         leaky_relu_backward elu_backward softplus_backward softshrink_backward glu_backward log_sigmoid_backward

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..._names import describe_unknown_name
 from ...kernels import present_operators, torch_operators
+from ...kernels._plain_memory import is_floating
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
@@ -59,11 +60,6 @@ def map_tree(function: Callable[[Any], Any], x: Any) -> Any:
     if kind is dict:
         return {key: map_tree(function, y) for key, y in x.items()}
     return tree_map(function, x) if isinstance(x, (tuple, list, dict)) else function(x)
-
-
-def is_floating(x: Any) -> bool:
-    """Return whether x is a floating tensor, scaled or plain."""
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def decode_value(x: Any) -> Any:
