@@ -51,7 +51,7 @@ def measure(name: str, seed: int = 0) -> dict:
     import torch
 
     import halfulp as hu
-    from halfulp.subclass import recorded
+    from halfulp.subclass import record_fallbacks
 
     torch.manual_seed(seed)
     kind, model, batch = build(name)
@@ -65,7 +65,7 @@ def measure(name: str, seed: int = 0) -> dict:
             row[label] = None
     for label, dtype in (("float32", torch.float32), ("float16", torch.float16)):
         scaled = hu.scalify(copy.deepcopy(model), dtype)
-        with recorded() as counts:
+        with record_fallbacks() as counts:
             found_loss, found = gradients(scaled, batch)
         assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
         row[label] = error(found, wanted)

@@ -8,7 +8,7 @@ from halfulp.mctensor._mctensor import RULES as COMPONENTS
 from halfulp.mctensor._mctensor import find_rule as find_rule_of_components
 from halfulp.scaled import ScaledTensor
 from halfulp.scaled._registry import RULES as SCALED
-from halfulp.scaled._registry import rule_of as find_rule_of_scaled
+from halfulp.scaled._registry import find_rule as find_rule_of_scaled
 from halfulp.subclass._collectives import NAMESPACES
 
 

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels import torch_operators
 from ..subclass import functional_form, is_written, note_fallback
 from ..subclass._collectives import is_collective, refuse_collective
-from ._operands import encode_values, keep_nonzero, logical_dtype, make_scaled_to_fit, result_storage
+from ._operands import choose_storage, encode_values, keep_nonzero, make_scaled_to_fit, promote_dtypes
 from ._powers_of_two import is_concrete
-from ._registry import RULES_OF_OPERATORS_TO_COME, register_rule_derivation, rule_of
+from ._registry import RULES_OF_OPERATORS_TO_COME, find_rule, register_rule_derivation
 from ._scaled_tensor import ScaledTensor, decode_values, enable_lazy_conjugates, to_float32, to_plain, wrap
 from ._write import check_indexed_write, write_values
 
@@ -37,7 +37,7 @@ def derive_rule(operator: OpOverload) -> Callable:
         return functools.partial(refuse_collective, operator, text)
     name = operator._schema.name.removeprefix("aten::")
     if name in _PRIMITIVE_OPERATORS:
-        return rule_of(_PRIMITIVE_OPERATORS[name])
+        return find_rule(_PRIMITIVE_OPERATORS[name])
     if name in RULES_OF_OPERATORS_TO_COME:
         return RULES_OF_OPERATORS_TO_COME[name]
     if operator._schema.is_mutable:
@@ -104,7 +104,7 @@ def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
 def run_on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run an operator on decoded values and encode its floating results under measured scales."""
     leaves = tree_leaves((arguments, options))
-    storage, dtype = result_storage(leaves), logical_dtype(leaves)
+    storage, dtype = choose_storage(leaves), promote_dtypes(leaves)
     # In a narrower dtype values would be rounded before the operator; the logical dtype does not ask for that.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     arguments, options = tree_map(

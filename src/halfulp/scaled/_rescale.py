@@ -89,7 +89,8 @@ class _RescaleGradient(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(context: Any, gradient: Tensor) -> Tensor:
-        return _rescale_payload(gradient)
+        rescaled: Tensor = _rescale_payload(gradient)
+        return rescaled
 
 
 class _RescaleGradientUnderTransform(_RescaleGradient):

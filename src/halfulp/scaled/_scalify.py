@@ -28,7 +28,7 @@ from ..subclass.models._conversion import (
     put_plain,
     remove_hooks,
 )
-from ..subclass.models._float32_products import class_of
+from ..subclass.models._float32_products import get_original_class
 from ..subclass.models._parameter_holders import check_holders
 from ._float8 import linear_fp8
 from ._operands import WideMode, choose_home, encode_values, is_above_home, round_to_home
@@ -386,7 +386,7 @@ def _set_product_forwards(model: nn.Module, matmul: str | None) -> None:
 
 def find_eight_bit_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the eight-bit forward of a linear layer; None for subclasses with a forward of their own."""
-    if isinstance(module, nn.Linear) and class_of(module).forward is nn.Linear.forward:
+    if isinstance(module, nn.Linear) and get_original_class(module).forward is nn.Linear.forward:
         return _run_linear_fp8
     # transformers' layer of GPT-2, known by name: the library is not imported for it.
     is_transposed = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")

@@ -49,9 +49,9 @@ def run_and_wait(name: str, message: Tensor, *arguments: Any) -> Tensor:
 def register_collectives(
     implements: Callable[[Any], Callable[[Rule], Rule]],
     write: Callable[[Tensor, Tensor], Any],
-    broadcast: Callable[[Tensor, int, str], Tensor],
-    reduce: Callable[[Tensor, str, str], Tensor] | None = None,
-    gather: Callable[[Tensor, str], Tensor] | None = None,
+    broadcast: Rule,
+    reduce: Rule | None = None,
+    gather: Rule | None = None,
 ) -> None:
     """Register a class's rules of c10d's operators, which write into their arguments.
 
@@ -82,27 +82,28 @@ def register_collectives(
                 write(target, broadcast(x, rank, _get_group_name(group)))
         return outs, _make_finished_work()
 
-    def allreduce_(tensors: list[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-        for x in tensors:
-            write(x, reduce(x, name_of_reduction(op).lower(), _get_group_name(group)))
-        return tensors, _make_finished_work()
-
-    def reduce_(tensors: list[Tensor], group: Any, op: Any, root: int, *rest: Any, **options: Any) -> Any:
-        for x in tensors:
-            value = reduce(x, name_of_reduction(op).lower(), _get_group_name(group))
-            if torch.distributed.ProcessGroup.unbox(group).rank() == root:
-                write(x, value)
-        return _make_finished_work()
-
-    def allgather_base_(out: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
-        write(out, gather(x.reshape(-1), _get_group_name(group)).reshape(out.shape))
-        return out, _make_finished_work()
-
     if reduce is not None:
-        implements(c10d.allreduce_.default)(allreduce_)
-        implements(c10d.reduce_.default)(reduce_)
+
+        @implements(c10d.allreduce_.default)
+        def allreduce_(tensors: list[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+            for x in tensors:
+                write(x, reduce(x, name_of_reduction(op).lower(), _get_group_name(group)))
+            return tensors, _make_finished_work()
+
+        @implements(c10d.reduce_.default)
+        def reduce_(tensors: list[Tensor], group: Any, op: Any, root: int, *rest: Any, **options: Any) -> Any:
+            for x in tensors:
+                value = reduce(x, name_of_reduction(op).lower(), _get_group_name(group))
+                if torch.distributed.ProcessGroup.unbox(group).rank() == root:
+                    write(x, value)
+            return _make_finished_work()
+
     if gather is not None:
-        implements(c10d._allgather_base_.default)(allgather_base_)
+
+        @implements(c10d._allgather_base_.default)
+        def allgather_base_(out: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
+            write(out, gather(x.reshape(-1), _get_group_name(group)).reshape(out.shape))
+            return out, _make_finished_work()
 
 
 def _get_group_name(group: Any) -> str:
@@ -117,6 +118,6 @@ def _make_finished_work() -> Any:
     return c10d._create_work_from_future(future).boxed()
 
 
-def get_group_size(group: str) -> int:
+def get_group_size(group: Any) -> int:
     """Return the number of ranks in a group, given by its name."""
     return torch.distributed.distributed_c10d._resolve_process_group(group).size()

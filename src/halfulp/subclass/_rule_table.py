@@ -29,7 +29,7 @@ class FallbackWarning(UserWarning):
 def fallbacks() -> dict[str, int]:
     """Return how often each operator without a rule ran on plain tensors instead, in this process.
 
-    In float64, or in float32 for scaled tensors; `halfulp.subclass.recorded()` counts those of a block.
+    In float64, or in float32 for scaled tensors; `halfulp.subclass.record_fallbacks()` counts those of a block.
 
     >>> isinstance(fallbacks(), dict)
     True
@@ -38,10 +38,10 @@ def fallbacks() -> dict[str, int]:
 
 
 @contextmanager
-def recorded() -> Iterator[Counter[str]]:
+def record_fallbacks() -> Iterator[Counter[str]]:
     """Return a block whose fallbacks are counted apart: operator names and how often, backward passes in it included.
 
-    >>> with recorded() as counts:
+    >>> with record_fallbacks() as counts:
     ...     pass
     >>> dict(counts)
     {}

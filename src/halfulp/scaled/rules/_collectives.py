@@ -14,7 +14,7 @@ from .._operands import make_scaled
 from .._registry import EIGHT_BITS, implements
 from .._scaled_tensor import ScaledTensor, to_float32, to_storage, wrap
 from .._write import write_values
-from ._vocabulary import sqrt_of_count
+from ._vocabulary import round_root
 
 
 def choose_wire_storage(x: ScaledTensor) -> torch.dtype:
@@ -39,7 +39,7 @@ def agree_on_scales(
     limits = [terms / torch.finfo(storage or choose_wire_storage(x)).max for x in tensors]
     needed = torch.stack([amax * limit for amax, limit in zip(amaxes.unbind(), limits)])
     needed = _powers.round_to_power(needed, "up")
-    return list(torch.maximum(scales * sqrt_of_count(terms), needed).clamp(max=_powers.LARGEST_SCALE).unbind())
+    return list(torch.maximum(scales * round_root(terms), needed).clamp(max=_powers.LARGEST_SCALE).unbind())
 
 
 def _measure_amax(x: ScaledTensor) -> Tensor:
@@ -51,7 +51,7 @@ def _measure_amax(x: ScaledTensor) -> Tensor:
 def make_payload_to_send(x: ScaledTensor, scale: Tensor) -> Tensor:
     """Return the payload to send, under an agreed scale."""
     return to_storage(
-        _powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale)), choose_wire_storage(x)
+        _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale)), choose_wire_storage(x)
     ).contiguous()
 
 

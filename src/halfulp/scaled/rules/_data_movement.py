@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from ...kernels import present_operators, require_float64, torch_operators
 from ...subclass._foreach import make_foreach_rule
 from .. import _powers_of_two as _powers
-from .._operands import as_operand, encode_values, first_scaled
+from .._operands import encode_values, find_scaled, make_operand
 from .._registry import EIGHT_BITS, LOGICAL_DTYPES, implements
 from .._scaled_tensor import ScaledTensor, decode_values, to_plain, wrap
 from .._write import check_indexed_write, write_values
@@ -34,7 +34,7 @@ def make_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.d
     storage = storage or x._payload.dtype
     finite = value == value and abs(value) != float("inf")
     # An infinity has the scale of zeros, so that it decides no other scale.
-    power = _powers.nearest_power(abs(value)) if value and finite else (1.0 if value != value else _powers.ZERO_SCALE)
+    power = _powers.round_number(abs(value)) if value and finite else (1.0 if value != value else _powers.ZERO_SCALE)
     mantissa = value / power if finite else value
     if power == _powers.LARGEST_SCALE:  # the next number above float32's largest would be infinity
         mantissa = math.copysign(min(abs(mantissa), 2 - torch.finfo(storage).eps), mantissa)
@@ -169,10 +169,10 @@ for _operator in (aten.is_same_size.default, aten._has_same_storage_numel.defaul
 
 def compute_aligned_write(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
     """Return compute(payload, source's payload) under the larger scale, which constants do not decide."""
-    like = first_scaled((x, source))
+    like = find_scaled((x, source))
     if is_constant(source) and not isinstance(x, ScaledTensor):
-        x = as_operand(x, like)
-    (base, values), scale = align_with_constants([as_operand(x, like) if is_constant(x) else x, source])
+        x = make_operand(x, like)
+    (base, values), scale = align_with_constants([make_operand(x, like) if is_constant(x) else x, source])
     return scale_payloads(compute(base, values), [scale], [x, source])
 
 
@@ -218,8 +218,28 @@ def scatter_value(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
 @implements(aten.index_add.default, family="indexing")
 def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -> Tensor:
     """Return a source, alpha times, added at indices of a dimension."""
-    moved, factor = (source, 1.0) if alpha == 1 else move_power_to_scale(source, alpha, first_scaled((x, source)))
+    moved, factor = (source, 1.0) if alpha == 1 else move_power_to_scale(source, alpha, find_scaled((x, source)))
     return compute_aligned_write(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
+
+
+@implements(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, family="indexing")
+def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
+    """Return a constant at indices of a dimension, under x's scale."""
+    if not isinstance(x, ScaledTensor):
+        return aten.index_fill.int_Tensor(x, dim, index, decode_values(value, x.dtype))
+    if isinstance(value, ScaledTensor):
+        value = decode_values(value, torch.float32)
+    is_tensor = isinstance(value, Tensor)
+    constant = value if is_tensor else torch.full((), value, dtype=torch.float32, device=x.device)
+
+    def fill_at_indices(payload: Tensor, v: Tensor) -> Tensor:  # index_fill would read it, and wait for its device
+        if not payload.dim():
+            return aten.index_copy.default(payload, dim, index, v.expand(index.numel()).reshape(index.shape))
+        size = list(payload.shape)
+        size[dim] = index.numel()
+        return aten.index_copy.default(payload, dim, index, v.expand(size))
+
+    return compute_aligned_write(x, constant, fill_at_indices)
 
 
 @implements(aten.put.default, family="indexing")

@@ -11,11 +11,11 @@ from torch._ops import OpOverload
 from ...kernels import torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
-from .._operands import encode_values, logical_dtype, make_scaled, result_storage
+from .._operands import choose_storage, encode_values, make_scaled, promote_dtypes
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
-from ._vocabulary import decode_value, make_result, overloads, raise_scale, scale_one
+from ._vocabulary import decode_value, make_result, make_unit_scale, overloads, raise_scale
 
 aten = torch_operators("aten")
 
@@ -25,9 +25,12 @@ def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dt
     if storage not in (torch.float32, torch.bfloat16) and values.numel():
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
-        scale = _powers.maximum_scale(scale, needed)
+        scale = _powers.find_largest_scale(scale, needed)
     return make_scaled(
-        _powers.times_power(values, _powers.scale_ratio(scale_one(values), scale)), scale.clone(), storage, dtype
+        _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale)),
+        scale.clone(),
+        storage,
+        dtype,
     )
 
 
@@ -41,8 +44,8 @@ def _register_on_values(operator: OpOverload, vanishes: bool) -> None:
     def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         values = operator(decode_value(x), *arguments, **options)
         if not vanishes:
-            return encode_values_to_fit(values, scale_one(values), x._payload.dtype, x.dtype)
-        own = _powers.concrete_value(x._scale)
+            return encode_values_to_fit(values, make_unit_scale(values), x._payload.dtype, x.dtype)
+        own = _powers.read_concrete(x._scale)
         least = None if own is None else torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
         scale = torch.clamp(x._scale, max=1.0) if least is None else least
         return encode_values_to_fit(values, scale, x._payload.dtype, x.dtype)
@@ -65,7 +68,7 @@ for _operator in (
 _EXACT_DEGREES = (1, 2, 3, -1, -2)
 
 
-def sqrt_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
+def take_root_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
     """Return the square root of a scale as a power of two, and the factor, 1 or 2, for the payload under its root.
 
     sqrt(p 2^(2k + 1)) = sqrt(2 p) 2^k.
@@ -74,22 +77,24 @@ def sqrt_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
     exponent = (bits >> 23) - 127
     half = exponent >> 1
     under = (exponent - 2 * half + 1).to(torch.float32)
-    value = _powers.concrete_value(under)
+    value = _powers.read_concrete(under)
     return ((half + 127) << 23).view(torch.float32), under if value is None else value
 
 
 @implements(aten.sqrt.default, family="power law")
 def sqrt(x: ScaledTensor) -> Tensor:
     """sqrt(p) sqrt(s), for an odd power of two sqrt(2 p) sqrt(s / 2)."""
-    scale, under = sqrt_of_scale(x._scale)
-    return make_scaled(torch.sqrt(_powers.times_power(to_float32(x), under)), scale, x._payload.dtype, x.dtype)
+    scale, under = take_root_of_scale(x._scale)
+    return make_scaled(torch.sqrt(_powers.multiply_by_power(to_float32(x), under)), scale, x._payload.dtype, x.dtype)
 
 
 @implements(aten.rsqrt.default, family="power law")
 def rsqrt(x: ScaledTensor) -> Tensor:
     """1 / sqrt(p) under 1 / sqrt(s), likewise."""
-    scale, under = sqrt_of_scale(x._scale)
-    return make_scaled(torch.rsqrt(_powers.times_power(to_float32(x), under)), 1.0 / scale, x._payload.dtype, x.dtype)
+    scale, under = take_root_of_scale(x._scale)
+    return make_scaled(
+        torch.rsqrt(_powers.multiply_by_power(to_float32(x), under)), 1.0 / scale, x._payload.dtype, x.dtype
+    )
 
 
 @implements(aten.pow.Tensor_Scalar, family="power law")
@@ -128,4 +133,4 @@ def ctc_loss_backward(
     backward = aten._ctc_loss_backward.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss_backward.default
     loss, alpha = operator(values, targets, lengths, target_lengths, *options)
     found = backward(decode_value(gradient), values, targets, lengths, target_lengths, loss, alpha, *options)
-    return encode_values(found, result_storage(given), dtype=logical_dtype(given))
+    return encode_values(found, choose_storage(given), dtype=promote_dtypes(given))

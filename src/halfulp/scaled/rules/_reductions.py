@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...kernels import torch_operators
-from .._operands import as_operand, encode_values, first_scaled
+from .._operands import encode_values, find_scaled, make_operand
 from .._registry import LOGICAL_DTYPES, implements
 from .._scaled_tensor import ScaledTensor, decode_values, to_float32
 from ._vocabulary import (
@@ -20,9 +20,9 @@ from ._vocabulary import (
     decode_value,
     encode_measured,
     homogeneous,
+    round_root,
     scale_payloads,
     scale_values,
-    sqrt_of_count,
 )
 
 aten = torch_operators("aten")
@@ -38,7 +38,7 @@ def count_terms(x: Tensor, dims: Sequence[int] | int | None) -> int:
 
 def choose_sum_scale(x: Tensor, dims: Sequence[int] | int | None = None, *_: Any, **__: Any) -> float:
     """Return the power of two below the square root of the number of terms."""
-    return sqrt_of_count(count_terms(x, dims))
+    return round_root(count_terms(x, dims))
 
 
 def register_with_dtype(*operators: OpOverload) -> Callable[[Callable], Callable]:
@@ -111,9 +111,7 @@ def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False)
         values = aten.linalg_vector_norm.default(decode_values(x, torch.float32), order, dims, keepdim)
         return scale_values(values, x._scale, x._payload.dtype, x.dtype)
     values = aten.linalg_vector_norm.default(to_float32(x), order, dims, keepdim)
-    sum_scale = {0.0: sqrt_of_count(count), 1.0: sqrt_of_count(count * count), 2.0: sqrt_of_count(count)}.get(
-        order, 1.0
-    )
+    sum_scale = {0.0: round_root(count), 1.0: round_root(count * count), 2.0: round_root(count)}.get(order, 1.0)
     return scale_payloads(values, [x._scale] if order else [], [x], sum_scale)
 
 
@@ -135,29 +133,29 @@ def _mean_divisor(place: int, *arguments: Any, **options: Any) -> float:
     """
     reduction = arguments[place] if len(arguments) > place else options.get("reduction", MEAN_REDUCTION)
     count = arguments[2].numel()
-    return 1.0 / sqrt_of_count(count * count) if reduction == MEAN_REDUCTION else 1.0
+    return 1.0 / round_root(count * count) if reduction == MEAN_REDUCTION else 1.0
 
 
 @implements(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, family="loss")
 def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return the chosen log-probabilities under x's scale; the total weight is plain float32, as counts overflow."""
     operator = aten.nll_loss_forward.default if x.dim() < 3 else aten.nll_loss2d_forward.default
-    p = as_operand(x, first_scaled((x, weight)))
+    p = make_operand(x, find_scaled((x, weight)))
     y, total = operator(to_float32(p), target, decode_value(weight), reduction, ignore_index)
     holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
-    divisor = sqrt_of_count(target.numel()) if reduction == SUM_REDUCTION else 1.0
+    divisor = round_root(target.numel()) if reduction == SUM_REDUCTION else 1.0
     return scale_payloads(y, [p._scale], holders, divisor), total
 
 
 @implements(aten.mse_loss_backward.default, family="loss")
 def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Tensor:
     """2 pg (px - pt) under gs s / n."""
-    like = first_scaled((gradient, x, target))
-    g = as_operand(gradient, like)
-    (a, b), scale, *_ = align_operands(*(as_operand(t, like) for t in (x, target)))
+    like = find_scaled((gradient, x, target))
+    g = make_operand(gradient, like)
+    (a, b), scale, *_ = align_operands(*(make_operand(t, like) for t in (x, target)))
     y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
     return scale_payloads(
-        y, [g._scale, scale], [first_scaled((gradient, like))], _mean_divisor(3, gradient, x, target, reduction)
+        y, [g._scale, scale], [find_scaled((gradient, like))], _mean_divisor(3, gradient, x, target, reduction)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch._ops import OpOverload
@@ -11,7 +12,7 @@ from ._vocabulary import aligned, data_movement, decoded, gate, homogeneous, mea
 
 aten = torch_operators("aten")
 # "name" is an operator's default overload, "name.overload" another, and "name.*" all that `overloads` finds.
-OPERATORS_BY_RULE = {
+OPERATORS_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
     (homogeneous, "pass-through"): """
         native_dropout relu abs neg leaky_relu amax amin aminmax max max.dim min min.dim median median.dim nanmedian
         nanmedian.dim mode kthvalue cummax cummin argmax argmin all all.dim all.dims any any.dim any.dims count_nonzero

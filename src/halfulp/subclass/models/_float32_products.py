@@ -82,7 +82,7 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     return model
 
 
-def class_of(module: nn.Module) -> type[nn.Module]:
+def get_original_class(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, as it was before `float32_products`."""
     kind = type(module)
     found: type[nn.Module] = vars(kind).get(_BASE, kind)
@@ -114,7 +114,7 @@ def _widen_module(module: nn.Module) -> None:
 def _restore_module(module: nn.Module) -> None:
     vars(module).pop(_MARK_ATTRIBUTE, None)
     # A class that somebody has made of this file's since stays, and finds no mark.
-    object.__setattr__(module, "__class__", class_of(module))
+    object.__setattr__(module, "__class__", get_original_class(module))
 
 
 def _has_forward(module: nn.Module) -> bool:
