@@ -155,7 +155,7 @@ def functional_form(operator: OpOverload) -> OpOverload | None:
         return None
     wanted = sorted((a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out)
     for overload in packet.overloads():
-        candidate = getattr(packet, overload)
+        candidate: OpOverload = getattr(packet, overload)
         taken = sorted((a.name, str(a.type)) for a in candidate._schema.arguments)
         if taken == wanted and not candidate._schema.is_mutable:
             return candidate

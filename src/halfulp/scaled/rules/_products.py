@@ -414,20 +414,6 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     return make_scaled_to_fit(operator(x, y, decode_value(weight)), scale, storage, dtype)
 
 
-@implements(aten._grouped_mm.default, family="bilinear")
-def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply groups of rows, or of columns, with a matrix each."""
-    if bias is not None:
-        raise NotImplementedError("_grouped_mm with a bias of scaled tensors: add the bias to the result")
-    like = find_scaled((a, b))
-    x, y = make_operand(a, like), make_operand(b, like)
-    terms = a.shape[-1] // offs.shape[0] if a.dim() == b.dim() == 2 else a.shape[-1]
-    sum_scale, dtype = round_root(terms), out_dtype or promote_dtypes((a, b))
-    values = aten._grouped_mm.default(to_float32(x), to_float32(y), offs)
-    scales = (x._scale, y._scale)
-    return make_scaled_result(values, scales, choose_product_storage((a, b)), dtype, sum_scale, 1.0 / sum_scale)
-
-
 @implements(aten.convolution.default, family="bilinear")
 def convolution(
     x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any

@@ -125,7 +125,8 @@ OPERATORS_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
         mkldnn_rnn_layer_backward _cudnn_rnn_backward _thnn_fused_lstm_cell_backward_impl _thnn_fused_gru_cell_backward
     """,
     (measured_scale, "bilinear"): """
-        div.Tensor_mode div.Scalar_mode floor_divide floor_divide.Scalar _trilinear conv_tbc conv_tbc_backward
+        div.Tensor_mode div.Scalar_mode floor_divide floor_divide.Scalar _grouped_mm _trilinear conv_tbc
+        conv_tbc_backward
     """,
     (measured_scale, "linear algebra"): """
         linalg_inv_ex.* linalg_solve_triangular.* triangular_solve.* linalg_cholesky_ex.* cholesky.* cholesky_solve.*
