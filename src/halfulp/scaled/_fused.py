@@ -35,19 +35,7 @@ MOST_PARTIAL_SUMS = 1024
 # Elements on which kernels are compared.
 SELF_TEST_ROWS, SELF_TEST_COLUMNS = 8, 515
 SPECIAL_NUMBERS = (
-    0.0,
-    -0.0,
-    torch.inf,
-    -torch.inf,
-    torch.nan,
-    65504.0,
-    65520.0,
-    -1e9,
-    57344.0,
-    448.0,
-    464.0,
-    2.0**-25,
-    1e-30,
+    *(0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, -1e9, 57344.0, 448.0, 464.0, 2.0**-25, 1e-30),
 )
 ONE_WORD, MAGNITUDE_MASKS = np.uint32(1), {1: np.uint32(0x7F), 2: np.uint32(0x7FFF)}
 
