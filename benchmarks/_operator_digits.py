@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfulp.mctensor import MCTensor
 from halfulp.mctensor import _mctensor as tensor_file
-from halfulp.subclass import recorded
+from halfulp.subclass import record_fallbacks
 
 from ._operator_judge import (
     LAST,
@@ -207,7 +207,7 @@ def _examined(op, sample, kind: str, case: str, seed: int) -> dict[str, Finding]
         return nothing
     seeks_cuts = (kind, case) == ("2 x f64", "components")
     try:
-        with recorded() as counts:
+        with record_fallbacks() as counts:
             reference = _references(op, given, seed, operands, seeks_cuts)
     except Exception as error:
         return dict.fromkeys(GRADIENTS, _raised(error, "four float64: "))
@@ -238,7 +238,7 @@ def _is_slope(reference: References, native: Outcome) -> bool:
 
 
 def _finding(gradients, op, given, seed, operands, kind, reference, native, wide_counts, proved) -> Finding:
-    with recorded() as counts:
+    with record_fallbacks() as counts:
         try:
             found = _outcome(op, given, seed, operands.given(gradients))
         except Exception as error:
@@ -272,7 +272,7 @@ def _references(op, given, seed: int, operands: _Operands, seeks_cuts: bool) -> 
 
 
 def _outcome(op, given, seed: int, convert: Callable) -> Outcome:
-    with recorded() as counts:
+    with record_fallbacks() as counts:
         results, leaves = run_on(op, given, seed, convert)
     flat = [x.detach() if isinstance(x, Tensor) else x for x in tree_leaves(results)]
     if not op.supports_autograd or is_random(op):

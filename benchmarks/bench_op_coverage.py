@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfulp.scaled import ScaledTensor
-from halfulp.subclass import recorded
+from halfulp.subclass import record_fallbacks
 
 from ._results import Result, Table, save
 
@@ -94,7 +94,7 @@ def examined(op, seed: int = 0, most: int | None = None) -> Entry:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         samples = samples_of(op, most, chance)
-        with recorded() as counts:
+        with record_fallbacks() as counts:
             for number, sample in samples:
                 if not _examine(op, sample, entry, chance, seed + number):
                     break

@@ -29,7 +29,7 @@ import pytest
 import torch
 
 from halfulp._torch_floor import is_older
-from halfulp._torch_versions import HAS_GRADIENT_DTYPE, HAS_SAVED_HOOKS
+from halfulp._torch_versions import HAS_GRADIENT_DTYPE
 
 from .samples import covering
 
@@ -160,12 +160,6 @@ def _averages_over_dtypes() -> bool:
             averages.update_parameters(model.bfloat16())
         return True
     return False
-
-
-def _wraps_collectives() -> bool:
-    import torch.distributed._functional_collectives
-
-    return hasattr(torch.ops._c10d_functional, "_wrap_tensor_autograd")
 
 
 def _saves_alone() -> bool:
@@ -320,7 +314,6 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     ),
     "parallelize_module(src_data_rank=)": _has_source_rank,
     "AveragedModel beside a model of another dtype": _averages_over_dtypes,
-    "_c10d_functional::_wrap_tensor_autograd": _wraps_collectives,
     "distributed.checkpoint.save(no_dist=)": _saves_alone,
     "distributed.checkpoint that writes without torch's own warning": _writes_quietly,
     "distributed.checkpoint that sets dictionaries inside a state": lambda: not is_older(torch.__version__, "2.11"),
@@ -353,7 +346,6 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "torch.compiler.is_exporting, which transformers calls": lambda: hasattr(torch.compiler, "is_exporting"),
     "a ReduceOp that collectives of tensor classes can read": lambda: hasattr(torch.classes.c10d.ReduceOp(), "op"),
     "slices of some dimensions alone": _slices_some_alone,
-    "SavedTensor.unpack_hook": lambda: HAS_SAVED_HOOKS,
     "Inductor's emulate_precision_casts on the CPU": _keeps_casts,
     "a saved option that tells Adam's decay from AdamW's": lambda: (
         "decoupled_weight_decay" in torch.optim.AdamW([torch.ones(1)]).defaults

@@ -69,9 +69,6 @@ CUDAGRAPH_UNSAFE: torch.Tag | None = getattr(torch.Tag, "cudagraph_unsafe", None
 # Older: hu.float32_gradients refuses.
 HAS_GRADIENT_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
-# Older: scaled models keep the factors of a product's operand in float32 for the backward pass: memory.
-HAS_SAVED_HOOKS = hasattr(_torch_autograd.SavedTensor, "unpack_hook")
-
 # Older: torch.compile breaks its graph at an emulated model for a reason in torch's words.
 BREAKS_WITH_REASON = hasattr(_eval_frame, "_FrameExecStrategy")  # of the same version as graph_break's argument
 
@@ -165,7 +162,7 @@ def name_dynamo_source(source: Any) -> str:
     return source.name() if callable(source.name) else source.name
 
 
-# Older: all_reduce, reduce and reduce_scatter of scaled tensors refuse; functional collectives name what they do.
+# Older: all_reduce and reduce of scaled tensors refuse.
 def name_of_reduction(boxed: Any) -> str:
     """Return the name of a collective's reduction, such as SUM.
 

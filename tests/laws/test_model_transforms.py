@@ -75,7 +75,7 @@ FUNCTIONS = {
     "encode": lambda x: (ScaledTensor.encode(x) * 2).decode(),
     "encode in another storage": lambda x: (ScaledTensor.encode(x, torch.bfloat16) * 2).decode(),
     "with_scale": lambda x: ScaledTensor.encode(x).with_scale(64.0).decode() * 2,
-    "rescale": lambda x: hu.scaled.rescale(ScaledTensor.encode(x), "rms", "both").decode() * 2,
+    "rescale": lambda x: hu.scaled.rescale(ScaledTensor.encode(x)).decode() * 2,
     "rescale gradients": lambda x: hu.scaled.rescale(ScaledTensor.encode(x), side="gradient").decode() * 2,
     "cast": lambda x: hu.scaled.cast(x, forward=torch.float8_e4m3fn, backward=torch.float8_e5m2) * 2,
     "cast of a scaled tensor": lambda x: hu.scaled.cast(ScaledTensor.encode(x), forward=torch.bfloat16).decode() * 2,

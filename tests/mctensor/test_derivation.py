@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from halfulp.mctensor import MCTensor, implements
-from halfulp.subclass import FallbackWarning, fallbacks, recorded, strict
+from halfulp.subclass import FallbackWarning, fallbacks, record_fallbacks, strict
 from halfulp.subclass import _rule_table as _fallback
 
 
 def test_beyond_float64_a_fallback_is_counted_and_warns_once(monkeypatch):
     monkeypatch.setattr(_fallback, "_warned_fallbacks", set())
     x = MCTensor.encode([0.5, 2.5], 2, torch.float64)
-    with recorded() as counts:
+    with record_fallbacks() as counts:
         with pytest.warns(FallbackWarning, match="lgamma"):
             found = torch.lgamma(x)
         torch.lgamma(x)
@@ -24,7 +24,7 @@ def test_beyond_float64_a_fallback_is_counted_and_warns_once(monkeypatch):
 
 def test_where_float64_holds_the_value_nothing_is_lost():
     x = MCTensor.encode([0.5, 2.5], 2, torch.float32)
-    with recorded() as counts, strict():
+    with record_fallbacks() as counts, strict():
         found = torch.lgamma(x)
     assert not counts
     assert (found.decode() - torch.lgamma(x.decode())).abs().max() <= 2.0**-46

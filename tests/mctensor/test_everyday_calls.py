@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from halfulp.kernels import engine
 from halfulp.mctensor import MCTensor
-from halfulp.subclass import recorded
+from halfulp.subclass import record_fallbacks
 
 FORMATS = {
     "float32 x2": (torch.float32, 2, 2.0**-40),
@@ -270,7 +270,7 @@ def test_an_everyday_call_agrees_with_float64(kind, call, seed):
     dtype, components, bound = FORMATS[kind]
     operands = _operands(dtype, components)
     plain = SimpleNamespace(**{name: _plain(x) for name, x in vars(operands).items()})
-    with recorded() as counts, engine("auto" if kind == COMPILED else "reference"):
+    with record_fallbacks() as counts, engine("auto" if kind == COMPILED else "reference"):
         found = _leaves(CALLS[call](operands))
     wanted = _leaves(CALLS[call](plain))
     sizes = SimpleNamespace(**{name: x.abs() if x.is_floating_point() else x for name, x in vars(plain).items()})

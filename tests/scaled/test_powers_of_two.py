@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfulp.scaled import _powers_of_two as _powers
-from halfulp.scaled._powers_of_two import LARGEST_SCALE, SMALLEST_SCALE, nearest_power, round_to_power
+from halfulp.scaled._powers_of_two import LARGEST_SCALE, SMALLEST_SCALE, round_number, round_to_power
 
 
 def expected(value, rounding):
@@ -26,7 +26,7 @@ def test_rounding_is_exact_on_tensors_and_numbers(rounding, seed):
     values = values[(values >= SMALLEST_SCALE) & (values <= 2.0**126)].float()
     wanted = [expected(value, rounding) for value in values.tolist()]
     assert round_to_power(values, rounding).tolist() == wanted
-    assert [nearest_power(value, rounding) for value in values.tolist()] == wanted
+    assert [round_number(value, rounding) for value in values.tolist()] == wanted
 
 
 def test_the_ends_of_the_range_are_kept():
@@ -38,8 +38,8 @@ def test_the_ends_of_the_range_are_kept():
             SMALLEST_SCALE,
             LARGEST_SCALE,
         ]
-    assert nearest_power(0.0) == SMALLEST_SCALE
-    assert nearest_power(1e300) == LARGEST_SCALE
+    assert round_number(0.0) == SMALLEST_SCALE
+    assert round_number(1e300) == LARGEST_SCALE
 
 
 def test_other_ways_of_rounding_are_refused():
@@ -50,9 +50,9 @@ def test_other_ways_of_rounding_are_refused():
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_product_out_of_range_leaves_the_rest_to_the_payload(traced, monkeypatch):
     if traced:
-        monkeypatch.setattr(_powers, "concrete_value", lambda scale: None)
+        monkeypatch.setattr(_powers, "read_concrete", lambda scale: None)
     for powers in [(-100, -100), (100, 100), (3, -5), (-126, -126), (127, 127), (-126, 127)]:
-        scale, rest = _powers.scale_product(*(torch.tensor(2.0**power) for power in powers))
+        scale, rest = _powers.multiply_scales(*(torch.tensor(2.0**power) for power in powers))
         assert scale.dtype == torch.float32
         assert SMALLEST_SCALE <= scale.item() <= LARGEST_SCALE
         exact = sum(powers)
@@ -61,9 +61,9 @@ def test_a_product_out_of_range_leaves_the_rest_to_the_payload(traced, monkeypat
 
 
 def test_scales_are_powers_of_two_in_range():
-    assert _powers.as_scale(0.25).item() == 0.25
+    assert _powers.make_scale(0.25).item() == 0.25
     for wrong in (3.0, 0.0, -1.0, math.inf, math.nan, 2.0**-127):
         with pytest.raises(ValueError, match="allowed are powers of two"):
-            _powers.as_scale(wrong)
+            _powers.make_scale(wrong)
     with pytest.raises(ValueError, match="without dimensions"):
-        _powers.as_scale(torch.ones(2))
+        _powers.make_scale(torch.ones(2))

@@ -108,13 +108,6 @@ class Manifold(abc.ABC):
         near = a == 0
         return torch.where(near, torch.zeros_like(a), 2 * torch.where(near, torch.ones_like(a), a).sqrt().asinh())
 
-    def squared_distance(self, u: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the square of `distance`, smooth also where the points coincide."""
-        a = self._compute_squared_half_sinh(u, v, dtype)
-        near = a == 0
-        half = torch.where(near, torch.ones_like(a), a).sqrt().asinh()
-        return torch.where(near, 4 * a, 4 * half * half)
-
     @abc.abstractmethod
     def _compute_squared_half_sinh(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Return sinh^2(d / 2)."""
@@ -128,10 +121,6 @@ class Manifold(abc.ABC):
             step: vectors at the points, (..., d). A plain step at an MCTensor's point is the usual case: the step is
                 rounded, the position keeps all components, for only the movement is added to it.
         """
-
-    @abc.abstractmethod
-    def log(self, point: Tensor, other: Tensor) -> Tensor:
-        """Return the vector at a point that `exp` takes to the other point."""
 
     @abc.abstractmethod
     def transport(self, point: Tensor, step: Tensor, vector: Tensor) -> Tensor:
@@ -233,13 +222,6 @@ class PoincareBall(Manifold):
         along, radius = find_direction_and_length(place)
         both = along + direction
         return direction, t, radius, gap / (1 + radius) + radius * rest, (both * both).sum(-1, keepdim=True)
-
-    def log(self, point: Tensor, other: Tensor) -> Tensor:
-        """Return the step to another point: d (1 - |p|^2) / 2 along (1 - |p|^2) (q - p) - |q - p|^2 p."""
-        m, difference = compute_margin(point), other - point
-        squares = (difference * difference).sum(-1, keepdim=True)
-        direction, _ = find_direction_and_length(m * difference - squares * point)
-        return direction * (m * (self.distance(point, other).unsqueeze(-1) / 2))
 
     def transport(self, point: Tensor, step: Tensor, vector: Tensor) -> Tensor:
         """Move a vector along a geodesic (see Manifold): it keeps its length over 1 - |p|^2, and its angle.
@@ -357,19 +339,6 @@ class HalfSpace(Manifold):
         # n over 1 - t, for n itself may fall below the smallest number.
         n = gap * (gap / rest) + t * (t * (flat / rest))
         return 2 * t * h / n / rest, 2 * t * (w - t) / n / rest, (1 + t) / n, direction, t, rest, n
-
-    def log(self, point: Tensor, other: Tensor) -> Tensor:
-        """Return the step to another point (see Manifold): sinh(d) (h, w) = ((x' - x) / y', cosh(d) - y / y')."""
-        y, up = point[..., -1:], other[..., -1:]
-        a = self._compute_squared_half_sinh(point, other, None).unsqueeze(-1)
-        sine = 2 * (a.sqrt() * (1 + a).sqrt())
-        slope = (other - point) / up
-        direction = torch.cat([slope[..., :-1], 2 * a + slope[..., -1:]], -1)
-        near = sine == 0
-        length = torch.where(
-            near, torch.ones_like(a), 2 * a.sqrt().asinh() / torch.where(near, torch.ones_like(a), sine)
-        )
-        return y * (length * direction)
 
     def transport(self, point: Tensor, step: Tensor, vector: Tensor) -> Tensor:
         """Move a vector along a geodesic (see Manifold): it keeps its length over the height, and its angle."""

@@ -167,11 +167,7 @@ class RiemannianSGD(RiemannianOptimizer):
     """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor,
-        manifold: str | Manifold = "half-space",
-        momentum: float = 0.0,
+        self, params: ParamsT, lr: float | Tensor, manifold: str | Manifold = "half-space", momentum: float = 0.0
     ) -> None:
         check_in_unit_interval("momentum", momentum)
         super().__init__(params, {"lr": lr, "manifold": manifold, "momentum": momentum})

@@ -12,6 +12,8 @@ alone. Files hold these numbers: they stay what they are.
 
 from __future__ import annotations
 
+from typing import Any, TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,11 @@ _PLAIN_CLASSES = frozenset((Tensor, torch.nn.Parameter))
 _TRACED_CLASS_NAMES = frozenset(("FakeTensor", "FunctionalTensor"))
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _tracing_state, _interpreters = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
+
+
+def is_floating(x: Any) -> TypeGuard[Tensor]:
+    """Return whether x is a tensor, of any class, of floating numbers."""
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def address(x: Tensor) -> int:

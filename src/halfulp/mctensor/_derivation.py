@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION
 from ..kernels import torch_operators
+from ..kernels._plain_memory import is_floating
 from ..subclass import _rule_table as _fallback
-from ..subclass._collectives import derive_collective_rule, is_collective
+from ..subclass._collectives import is_collective, refuse_collective
 from ..subclass._foreach import make_foreach_rule
 from ..subclass._in_backward import disable_result_rounding, gives_plain_gradient
 from ..subclass._rule_table import functional_form, is_written
-from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
+from ._mctensor import MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
 from ._result_type import (
     ResultType,
     encode_plain_operands,
@@ -28,9 +29,13 @@ from ._result_type import (
     result_type,
     to_components,
 )
-from ._write import check_takes_fractions, copy_received, write_value
+from ._write import check_takes_fractions, write_value
 
 aten = torch_operators("aten")
+_COLLECTIVES_TEXT = (
+    "of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors with "
+    "gradients='first'; send other values as x.decode(torch.float64), or gather x.components one by one"
+)
 
 
 @register_derivation
@@ -41,7 +46,7 @@ def derive_rule(operator: OpOverload) -> Callable:
     torch's own steps; for every other the operands decide between float64, a decomposition and a counted fallback.
     """
     if is_collective(operator):
-        return derive_collective_rule(operator, RULES, copy_received, _refuse_collective)
+        return functools.partial(refuse_collective, operator, _COLLECTIVES_TEXT)
     name = operator._schema.name.removeprefix("aten::")
     if (rule := make_foreach_rule(operator)) is not None:
         return rule
@@ -84,8 +89,8 @@ def run_in_float64(
     arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
     if form.scaled:
-        results = tree_map(lambda x: limit_written_elements((x,), leaves)[0] if _is_floating(x) else x, results)
-    return tree_map(lambda x: make_result((x,), form) if _is_floating(x) else x, results)
+        results = tree_map(lambda x: limit_written_elements((x,), leaves)[0] if is_floating(x) else x, results)
+    return tree_map(lambda x: make_result((x,), form) if is_floating(x) else x, results)
 
 
 def _convert_to_float64(x: Any) -> Any:
@@ -93,11 +98,7 @@ def _convert_to_float64(x: Any) -> Any:
         return decode_to_plain(x, torch.float64)
     if isinstance(x, torch.dtype):
         return torch.float64 if x in PRECISION else x
-    return x.double() if _is_floating(x) else x
-
-
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+    return x.double() if is_floating(x) else x
 
 
 def _run_without_rule(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
@@ -236,12 +237,4 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
 def refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
     raise NotImplementedError(
         f"{operator} {why} and has no rule for MCTensors: register one by MCTensor.implements, or use x.decode()"
-    )
-
-
-def _refuse_collective(operator: OpOverload) -> NoReturn:
-    """Raise for a collective of MCTensors that has no rule."""
-    raise NotImplementedError(
-        f"{operator} of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors "
-        "with gradients='first'; send other values as x.decode(torch.float64), or gather x.components one by one"
     )

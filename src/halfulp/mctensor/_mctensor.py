@@ -16,7 +16,6 @@ from ..subclass._identity import (
     CompositeTensor,
     check_layout,
     get_saved_marks,
-    graph_key,
     restore_saved_marks,
 )
 from ..subclass._in_backward import (
@@ -391,9 +390,6 @@ class MCTensor(CompositeTensor):
         inner: dict[str, Tensor], context: tuple[str, int, bool], size: Any, stride: Any
     ) -> MCTensor:
         return wrap_parts(tuple(inner[f"_part_{i}"] for i in range(context[1])), inner.get("_scale"), context[0])
-
-    def _stable_hash_for_caching(self) -> str:
-        return graph_key(self, RULES.values())
 
     @staticmethod
     def _from_plain_tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:

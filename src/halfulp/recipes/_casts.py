@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from .._messages import a_kind
 from ..gradients._functions import map_tensors, memoize_by_tensor
-from ..subclass.models._float32_products import class_of
+from ..subclass.models._float32_products import get_original_class
 
 
 class CopiedArguments(dict):
@@ -207,7 +207,7 @@ def install_casts(model: nn.Module, islands: Container[str], dtype: torch.dtype)
 
 def install_input_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
     """Install the hooks that cast what a module is given; torch's own modules write into none of it."""
-    writes = not class_of(module).__module__.startswith("torch.nn.")
+    writes = not get_original_class(module).__module__.startswith("torch.nn.")
     module.register_forward_pre_hook(CastInputsHook(dtype, writes, is_fixed), with_kwargs=True)
     if writes:
         module.register_forward_hook(RefuseWritesHook(dtype), with_kwargs=True)

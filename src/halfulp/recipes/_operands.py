@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import block_names
+from ..kernels._plain_memory import is_floating
 from ..rounding import quantize, straight_through
 from ._plan import rounds_operands
 from ._recipe import Recipe
@@ -26,7 +27,7 @@ class RoundOperandsHook:
         if getattr(layer, "_is_replica", False):
             _refuse_layer_copy(layer, self.format)
         vars(layer)["weight"] = straight_through(layer._parameters["weight"], self.format)
-        return tuple(straight_through(x, self.format) if _is_floating(x) else x for x in inputs)
+        return tuple(straight_through(x, self.format) if is_floating(x) else x for x in inputs)
 
 
 class RoundResultHook:
@@ -37,7 +38,7 @@ class RoundResultHook:
 
     def __call__(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
         vars(layer).pop("weight", None)
-        return straight_through(output, self.format) if _is_floating(output) else None
+        return straight_through(output, self.format) if is_floating(output) else None
 
 
 class RefuseCopiesHook:
@@ -61,10 +62,6 @@ def _refuse_layer_copy(layer: nn.Module, format: str) -> NoReturn:
         f"operands are rounded to {format}, and would compute with the original's: take copy.deepcopy for copies, and "
         "DistributedDataParallel in place of nn.DataParallel"
     )
-
-
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 class BlockProducts:

@@ -17,7 +17,7 @@ from .._qualified_names import make_name_pattern
 from ..formats import block_names
 from ..scaled._scalify import find_eight_bit_forward
 from ..scaled.rules._products import EIGHT_BIT_SIDE_MULTIPLE
-from ..subclass.models._float32_products import class_of
+from ..subclass.models._float32_products import get_original_class
 from . import _recipe as _catalog
 from ._casts import is_inside_modules
 from ._recipe import NORMS, Recipe
@@ -81,7 +81,7 @@ def _has_only_vectors(module: nn.Module) -> bool:
 
     Its products are element by element, where frequencies times positions need all digits and which cost nothing.
     """
-    if class_of(module).__module__.startswith("torch.nn.") or any(True for _ in module.children()):
+    if get_original_class(module).__module__.startswith("torch.nn.") or any(True for _ in module.children()):
         return False
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     return bool(own) and all(parameter.ndim <= 1 for parameter in own)
@@ -178,7 +178,7 @@ def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
         return False
     forward = vars(module).get("forward")
     is_plain = forward is None or hasattr(forward, "round_example_blocks")
-    is_torchs = class_of(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
+    is_torchs = get_original_class(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
     return recipe.operand_format not in block_names() or (is_plain and is_torchs)
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._messages import a_kind
 from ..kernels import same_bits
+from ..kernels._plain_memory import is_floating
 from ..scaled import ScaledTensor
 
 # Two results agree if their bits do or, behind a sum in another order, their leading 20 bits.
@@ -286,10 +287,6 @@ def copy_decoded_values(x: Tensor) -> Tensor:
     """Return a copy of the values, decoded."""
     x = x.detach()
     return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()
-
-
-def is_floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def call_on_batch(model: nn.Module, batch: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import torch_operators
-from ..subclass import derive_collective_rule, functional_form, is_collective, is_written, note_fallback
-from ._operands import encode_values, keep_nonzero, logical_dtype, make_scaled_to_fit, result_storage
+from ..subclass import functional_form, is_written, note_fallback
+from ..subclass._collectives import is_collective, refuse_collective
+from ._operands import choose_storage, encode_values, keep_nonzero, make_scaled_to_fit, promote_dtypes
 from ._powers_of_two import is_concrete
-from ._registry import RULES, RULES_OF_OPERATORS_TO_COME, register_rule_derivation, rule_of
+from ._registry import RULES_OF_OPERATORS_TO_COME, find_rule, register_rule_derivation
 from ._scaled_tensor import ScaledTensor, decode_values, enable_lazy_conjugates, to_float32, to_plain, wrap
 from ._write import check_indexed_write, write_values
 
@@ -32,10 +33,11 @@ _UNDECOMPOSED_PREFIXES = ("_scaled_dot_product", "native_dropout", "bernoulli", 
 def derive_rule(operator: OpOverload) -> Callable:
     """Return a rule for an operator that has none."""
     if is_collective(operator):
-        return derive_collective_rule(operator, RULES, write_values, _refuse_collective)
+        text = "of scaled tensors: send x.payload and x.scale, or x.decode()"
+        return functools.partial(refuse_collective, operator, text)
     name = operator._schema.name.removeprefix("aten::")
     if name in _PRIMITIVE_OPERATORS:
-        return rule_of(_PRIMITIVE_OPERATORS[name])
+        return find_rule(_PRIMITIVE_OPERATORS[name])
     if name in RULES_OF_OPERATORS_TO_COME:
         return RULES_OF_OPERATORS_TO_COME[name]
     if operator._schema.is_mutable:
@@ -72,31 +74,20 @@ def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any
     """Run torch's own C++ formula of a composite operator, as above autograd: results must not depend on the mode.
 
     Whole operators arrive here in inference mode alone, and some formulas ask a tensor whether it is of that mode: they
-    run outside of it, on tensors without it, and their results have it again.
+    run outside of it, on tensors without it.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     in_native_code = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
     formula = functools.partial(operator._op_dk, key) if in_native_code else operator.decompose
     if not torch.is_inference_mode_enabled():
         return _run_formula(operator, formula, *arguments, **options)
-    given: dict[int, tuple[ScaledTensor, ScaledTensor]] = {}
 
-    def ordinary(x: Any) -> Any:
-        if isinstance(x, ScaledTensor):
-            made = wrap(x._payload, x._scale, x.dtype, x._home)
-            given[id(made)] = made, x
-            return made
-        return x
-
-    def inferred(x: Any) -> Any:
-        if not isinstance(x, ScaledTensor):
-            return x
-        return given[id(x)][1] if id(x) in given else wrap(x._payload, x._scale, x.dtype, x._home)
+    def leave_mode(x: Any) -> Any:
+        return wrap(x._payload, x._scale, x.dtype, x._home) if isinstance(x, ScaledTensor) else x
 
     with torch.inference_mode(False), torch.no_grad(), enable_lazy_conjugates():
-        plain_arguments, plain_options = tree_map(ordinary, (arguments, options))
-        results = _run_formula(operator, formula, *plain_arguments, **plain_options)
-    return tree_map(inferred, results)
+        arguments, options = tree_map(leave_mode, (arguments, options))
+        return _run_formula(operator, formula, *arguments, **options)
 
 
 def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
@@ -113,7 +104,7 @@ def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
 def run_on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run an operator on decoded values and encode its floating results under measured scales."""
     leaves = tree_leaves((arguments, options))
-    storage, dtype = result_storage(leaves), logical_dtype(leaves)
+    storage, dtype = choose_storage(leaves), promote_dtypes(leaves)
     # In a narrower dtype values would be rounded before the operator; the logical dtype does not ask for that.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     arguments, options = tree_map(
@@ -181,8 +172,3 @@ def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options:
         f"{operator} {why} and has no rule for scaled tensors: register one by ScaledTensor.implements, or use "
         "x.decode()"
     )
-
-
-def _refuse_collective(operator: OpOverload) -> NoReturn:
-    """Raise for a collective of scaled tensors that has no rule."""
-    raise NotImplementedError(f"{operator} of scaled tensors: send x.payload and x.scale, or x.decode()")

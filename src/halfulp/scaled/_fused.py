@@ -35,19 +35,7 @@ MOST_PARTIAL_SUMS = 1024
 # Elements on which kernels are compared.
 SELF_TEST_ROWS, SELF_TEST_COLUMNS = 8, 515
 SPECIAL_NUMBERS = (
-    0.0,
-    -0.0,
-    torch.inf,
-    -torch.inf,
-    torch.nan,
-    65504.0,
-    65520.0,
-    -1e9,
-    57344.0,
-    448.0,
-    464.0,
-    2.0**-25,
-    1e-30,
+    *(0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, -1e9, 57344.0, 448.0, 464.0, 2.0**-25, 1e-30),
 )
 ONE_WORD, MAGNITUDE_MASKS = np.uint32(1), {1: np.uint32(0x7F), 2: np.uint32(0x7FFF)}
 
@@ -82,42 +70,42 @@ def clamp_finite(x, largest):
 # scales, in float64 ----------------------------------------------------------------------------------------------
 
 
-def smaller_of(a, b):
+def take_smaller(a, b):
     """Device function: the smaller of two numbers."""
     return select(a < b, a, b)
 
 
-def larger_of(a, b):
+def take_larger(a, b):
     """Device function: the larger of two numbers."""
     return select(a > b, a, b)
 
 
 def clamp_scale(x):
     """Device function: a number brought into the range of scales, 2^-126 to 2^127."""
-    return smaller_of(larger_of(x, SMALLEST), LARGEST)
+    return take_smaller(take_larger(x, SMALLEST), LARGEST)
 
 
-def multiply_scales(scales, number):
+def take_product(scales, number):
     """Device function: the product of scales and a number."""
     return functools.reduce(lambda total, scale: total * scale, scales, number)
 
 
 def split_scale_product(scales, number):
     """Device function: a product as a scale, and the factor by which it is beyond."""
-    total = multiply_scales(scales, number)
+    total = take_product(scales, number)
     return clamp_scale(total), total / clamp_scale(total)
 
 
 def find_factor_under_scale(scale: Any, other: Any) -> Any:
     """Device function: the factor of a payload that is brought from one scale under another, at most 2^100."""
-    return smaller_of(larger_of(scale / other, SMALLEST), HUGE)
+    return take_smaller(take_larger(scale / other, SMALLEST), HUGE)
 
 
 # By mode: the scale, if there is one, and the factors of the payload.
 SCALE_FUNCTIONS_BY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
     "product": lambda s, number, factor: split_scale_product(s, number),
-    "values": lambda s, number, factor: (s[0], larger_of(1.0 / s[0], SMALLEST)),
-    "factor": lambda s, number, factor: (clamp_scale(multiply_scales(s, number)),),
+    "values": lambda s, number, factor: (s[0], take_larger(1.0 / s[0], SMALLEST)),
+    "factor": lambda s, number, factor: (clamp_scale(take_product(s, number)),),
     "levelled": lambda s, number, factor: (*split_scale_product(s, number), 1.0 / s[1]),
     "brought": lambda s, number, factor: (s[1], find_factor_under_scale(*s)),
 }
@@ -126,8 +114,8 @@ SCALE_FUNCTIONS_BY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
 def choose_sum_scale(scales, sign):
     """Device function: the larger of two scales, which no stand-in for infinity decides, and both factors."""
     a, b = scales
-    usual = larger_of(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
-    scale = select(usual == SMALLEST, larger_of(a, b), usual)
+    usual = take_larger(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
+    scale = select(usual == SMALLEST, take_larger(a, b), usual)
     return scale, find_factor_under_scale(a, scale), find_factor_under_scale(b, scale)
 
 
@@ -135,18 +123,18 @@ def choose_affine_scale(scales, beta_power, power):
     """Device function: the scale of beta base + alpha a b, and the factors of base and of a b."""
     base, s, t = scales
     both = s * t
-    scale = larger_of(clamp_scale(base * beta_power), clamp_scale(both * power))
+    scale = take_larger(clamp_scale(base * beta_power), clamp_scale(both * power))
     return scale, clamp_scale(base / scale), clamp_scale(both / scale)
 
 
 def choose_level(largest, squares, count, limit, zero_scale):
     """Device function: the power of two next to the root mean square, or what the largest needs."""
-    rms = round_to_float32(clamp_scale(sqrt(squares / larger_of(count, 1.0))))
+    rms = round_to_float32(clamp_scale(sqrt(squares / take_larger(count, 1.0))))
     needed = round_to_float32(clamp_scale(largest / limit))
     below, beneath = power_below(rms), power_below(needed)
-    nearest = select(rms < below * ROUND_UP_FROM_SQRT2, below, smaller_of(below + below, LARGEST))
+    nearest = select(rms < below * ROUND_UP_FROM_SQRT2, below, take_smaller(below + below, LARGEST))
     above = select(needed > beneath, beneath + beneath, beneath)
-    return (select(largest > 0.0, larger_of(nearest, above), zero_scale),)
+    return (select(largest > 0.0, take_larger(nearest, above), zero_scale),)
 
 
 # elements, in float32 --------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def _join_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, 
     if not isinstance(scale, Tensor):
         raise ValueError(f"{entry!r} is {a_kind(scale)}; the file is damaged")
     try:
-        scale = _powers.as_scale(scale.detach(), scale.device)
+        scale = _powers.make_scale(scale.detach(), scale.device)
     except ValueError as error:
         raise ValueError(f"{error}; the file is damaged") from None
     if isinstance(values, ScaledTensor) or not isinstance(values, Tensor) or values.dtype not in LOGICAL_DTYPES:
@@ -180,7 +180,9 @@ def payload_hook(
         return x
 
     scales = agree_on_scales(mine, reduce_to_largest, size, kind)
-    payloads = [_powers.times_power(x._payload, _powers.scale_ratio(x._scale, scale)) for x, scale in zip(mine, scales)]
+    payloads = [
+        _powers.multiply_by_power(x._payload, _powers.divide_scales(x._scale, scale)) for x, scale in zip(mine, scales)
+    ]
     message = torch.cat([to_storage(payload.reshape(-1), kind) for payload in payloads])
     finished = dist.all_reduce(message, group=group, async_op=True).get_future()
     counts = [gradient.numel() for gradient in gradients]

@@ -29,15 +29,15 @@ from ._registry import (
     FAMILY_BY_OPERATOR,
     STORAGE_DTYPES,
     ComplexOperand,
+    find_rule,
     register_promotion_derivation,
-    rule_of,
 )
 from ._scaled_tensor import (
     ScaledTensor,
-    common_storage,
     convert_dtypes,
+    find_smallest,
+    join_storages,
     measure_rms_scale,
-    smallest_number,
     to_float32,
     to_storage,
     wrap,
@@ -72,8 +72,8 @@ def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtyp
     power = _powers.round_to_power((amax / largest).clamp(min=1.0), "up")
     if 0.0 < amax.item() < lowest:
         power = _powers.round_to_power(amax)
-    total, rest = _powers.scale_product(scale, power)
-    return make_scaled(_powers.times_power(values / power, rest), total, storage, dtype)
+    total, rest = _powers.multiply_scales(scale, power)
+    return make_scaled(_powers.multiply_by_power(values / power, rest), total, storage, dtype)
 
 
 def move_level_to_scale(
@@ -82,8 +82,8 @@ def move_level_to_scale(
     """Make a scaled tensor of a payload under a scale: a power of two, its level, goes from payload to scale."""
     if _powers.is_fused(payload):
         return wrap(*fused.finish_payload(payload, (scale, level), storage, "levelled"), dtype)
-    total, rest = _powers.scale_product(scale, level)
-    return make_scaled_to_fit(_powers.times_power(payload.to(torch.float32) / level, rest), total, storage, dtype)
+    total, rest = _powers.multiply_scales(scale, level)
+    return make_scaled_to_fit(_powers.multiply_by_power(payload.to(torch.float32) / level, rest), total, storage, dtype)
 
 
 def bring_payload_under(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
@@ -102,7 +102,7 @@ def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     if storage in (torch.bfloat16, torch.float32):
         return x
     payload = to_float32(x)
-    least = torch.full_like(exact, smallest_number(storage)).copysign(exact)
+    least = torch.full_like(exact, find_smallest(storage)).copysign(exact)
     return wrap(torch.where((payload == 0) & (exact != 0), least, payload).to(storage), x._scale, x.dtype)
 
 
@@ -111,12 +111,12 @@ def encode_values(values: Tensor, storage: torch.dtype, scale: Tensor | None = N
     dtype = dtype or values.dtype
     scale = measure_rms_scale(values, storage) if scale is None else scale
     wide = values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
-    value = _powers.concrete_value(scale)
+    value = _powers.read_concrete(scale)
     payload = wide / (scale.to(wide.dtype) if value is None else value)
     return make_scaled(payload, scale, storage, dtype)
 
 
-def as_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
+def make_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """Return a tensor or number as a ScaledTensor with a float32 payload; scaled tensors unchanged.
 
     Numbers are split at the nearest power of two in log2, so that a factor of 0.95 leaves a scale alone; plain tensors
@@ -134,7 +134,7 @@ def as_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
         raise ComplexOperand
     value = float(x)
     scale = (
-        _powers.nearest_power(abs(value))
+        _powers.round_number(abs(value))
         if value and abs(value) < float("inf")
         else (1.0 if value else _powers.ZERO_SCALE)
     )
@@ -189,14 +189,14 @@ def measure_scale_beside_stand_ins(
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
 
 
-def as_factor(x: Any, like: ScaledTensor) -> ScaledTensor:
+def make_factor(x: Any, like: ScaledTensor) -> ScaledTensor:
     """Return an operand of a product as a scaled tensor; all finite values of a plain one set its scale."""
     if isinstance(x, ScaledTensor) or not isinstance(x, Tensor) or not x.is_floating_point():
-        return as_operand(x, like)
+        return make_operand(x, like)
     return encode_values(x, torch.float32)
 
 
-def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:
+def find_scaled(arguments: Iterable[Any]) -> ScaledTensor:
     """Return the first scaled tensor among arguments."""
     for x in arguments:
         if type(x) is ScaledTensor:
@@ -204,18 +204,18 @@ def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:
     raise TypeError("no operand is a ScaledTensor")
 
 
-def result_storage(arguments: Iterable[Any]) -> torch.dtype:
+def choose_storage(arguments: Iterable[Any]) -> torch.dtype:
     """Return the payload type of a result of these arguments: plain tensors and numbers do not widen it."""
-    return common_storage([x._payload.dtype for x in arguments if type(x) is ScaledTensor])
+    return join_storages([x._payload.dtype for x in arguments if type(x) is ScaledTensor])
 
 
-def product_storage(operands: Iterable[Any]) -> torch.dtype:
+def choose_product_storage(operands: Iterable[Any]) -> torch.dtype:
     """Return the storage of a product: float16 for eight-bit operands, the widest storage for others."""
-    storage = result_storage(operands)
+    storage = choose_storage(operands)
     return torch.float16 if storage in EIGHT_BITS else storage
 
 
-def logical_dtype(arguments: Iterable[Any]) -> torch.dtype:
+def promote_dtypes(arguments: Iterable[Any]) -> torch.dtype:
     """Return the dtype to which torch would promote these arguments."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     first = tensors[0].dtype
@@ -238,13 +238,13 @@ def _is_plain_float_tensor(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and bool(x.dim()) and x.is_floating_point()
 
 
-def as_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
+def make_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
     """Return an operand as a ScaledTensor; the scale of a plain one is measured without what stands for infinity.
 
     `like` is the scaled tensor that it meets, `factor` multiplies it (see `find_infinity_stand_ins`).
     """
     if not _is_plain_float_tensor(x):
-        return as_operand(x, like)
+        return make_operand(x, like)
     # What a home of float16 keeps in float32 for now is to fit float16 in the end.
     storage = torch.float16 if like._home == torch.float16 else like._payload.dtype
     size = _find_size_under_factor(storage, factor)
@@ -453,7 +453,7 @@ def make_promoted_rule(operator: OpOverload) -> Callable:
             arguments, options = widen_operands(arguments, options)
         if prepare is not None:
             arguments, options = prepare(arguments, options)
-        results = rule_of(operator)(*arguments, **options)
+        results = find_rule(operator)(*arguments, **options)
         written = {id(x) for x in tree_leaves((arguments, options))} if writes else ()
         results = _give_home(results, home, written)
         if not accumulates or not is_above_home(results):
@@ -485,12 +485,12 @@ def _run_formula_step(operator: OpOverload, arguments: tuple, options: dict) -> 
     given = [x for x in tree_leaves((arguments, options)) if type(x) is ScaledTensor]
     narrow = [x._payload.dtype for x in given if x._payload.dtype != torch.float32]
     if operator._schema.is_mutable or not narrow:
-        return rule_of(operator)(*arguments, **options)
+        return find_rule(operator)(*arguments, **options)
     arguments, options = widen_operands(arguments, options)
-    results = rule_of(operator)(*arguments, **options)
+    results = find_rule(operator)(*arguments, **options)
     if len(narrow) == len(given):
         return results
-    storage = common_storage(narrow)
+    storage = join_storages(narrow)
     return tree_map(lambda x: convert_dtypes(x, x.dtype, storage) if type(x) is ScaledTensor else x, results)
 
 

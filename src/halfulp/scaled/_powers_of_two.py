@@ -46,10 +46,10 @@ def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
     return (bits & _EXPONENT_BITS).view(torch.float32)
 
 
-def nearest_power(value: float, rounding: PowerRounding = "nearest") -> float:
+def round_number(value: float, rounding: PowerRounding = "nearest") -> float:
     """Round a Python number to a power of two in [2^-126, 2^127].
 
-    >>> nearest_power(0.95), nearest_power(0.95, "down"), nearest_power(3.0)
+    >>> round_number(0.95), round_number(0.95, "down"), round_number(3.0)
     (1.0, 0.5, 4.0)
     """
     if not value > SMALLEST_SCALE:
@@ -60,7 +60,7 @@ def nearest_power(value: float, rounding: PowerRounding = "nearest") -> float:
     return math.ldexp(1.0 if rounding == "up" or mantissa >= math.sqrt(0.5) else 0.5, min(exponent, 127))
 
 
-def as_scale(scale: Tensor | float, device: torch.device | str | None = None) -> Tensor:
+def make_scale(scale: Tensor | float, device: torch.device | str | None = None) -> Tensor:
     """Return a scale as a float32 tensor without dimensions.
 
     Raises:
@@ -69,7 +69,7 @@ def as_scale(scale: Tensor | float, device: torch.device | str | None = None) ->
     if isinstance(scale, Tensor):
         if scale.dim():
             raise ValueError(f"a scale of shape {list(scale.shape)}: allowed is one power of two without dimensions")
-        if concrete_value(scale) is None:  # on an accelerator or being traced: its value is not looked at
+        if read_concrete(scale) is None:  # on an accelerator or being traced: its value is not looked at
             return scale.to(torch.float32)
     value = float(scale)
     if not SMALLEST_SCALE <= value <= LARGEST_SCALE or math.frexp(value)[0] != 0.5:
@@ -77,7 +77,7 @@ def as_scale(scale: Tensor | float, device: torch.device | str | None = None) ->
     return torch.full((), value, dtype=torch.float32, device=device)  # torch.tensor would copy it to the device
 
 
-def concrete_value(scale: Tensor) -> float | None:
+def read_concrete(scale: Tensor) -> float | None:
     """Return a scale's value if it can be read for free, eagerly on the CPU; else None."""
     return scale.item() if is_concrete(scale) else None
 
@@ -102,14 +102,14 @@ def is_fused(x: Any) -> bool:
     return device in ("cuda", "cpu") and select_engine(device) == "triton"
 
 
-def scale_product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
+def multiply_scales(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
     """Return the product of scales and powers of two as a scale, and the factor beyond its range, mostly 1.
 
     Raises:
         ValueError: there is no scale among the factors.
     """
     scales = [factor for factor in factors if isinstance(factor, Tensor)]
-    values: list[Any] = [concrete_value(factor) if isinstance(factor, Tensor) else factor for factor in factors]
+    values: list[Any] = [read_concrete(factor) if isinstance(factor, Tensor) else factor for factor in factors]
     if None not in values:
         value = math.prod(values)
         within = min(max(value, SMALLEST_SCALE), LARGEST_SCALE)
@@ -128,9 +128,9 @@ def materialize_scale(scale: Tensor) -> Tensor:
     return scale if is_untraced(scale) else torch.as_strided_copy(scale, (), ())
 
 
-def maximum_scale(*scales: Tensor) -> Tensor:
+def find_largest_scale(*scales: Tensor) -> Tensor:
     """Return the largest of several scales, as a tensor of its own."""
-    values: list[Any] = [concrete_value(scale) for scale in scales]
+    values: list[Any] = [read_concrete(scale) for scale in scales]
     if None not in values:
         return torch.tensor(max(values), dtype=torch.float32, device="cpu")
     result = scales[0]
@@ -139,7 +139,7 @@ def maximum_scale(*scales: Tensor) -> Tensor:
     return result.clone() if len(scales) == 1 else materialize_scale(result)
 
 
-def deciding_value(values: Sequence[float]) -> float:
+def find_deciding_value(values: Sequence[float]) -> float:
     """Return the largest of several scales' values, without those of numbers that stand for infinity if others exist.
 
     Under the scale of a 1e38 that some step has written instead of infinity, nothing else would be left.
@@ -148,22 +148,22 @@ def deciding_value(values: Sequence[float]) -> float:
     return max(others or values)
 
 
-def deciding_scale(*scales: Tensor) -> Tensor:
-    """Return the scale of `deciding_value`, computed on tensors where values cannot be read for free."""
-    values: list[Any] = [concrete_value(scale) for scale in scales]
+def find_deciding_scale(*scales: Tensor) -> Tensor:
+    """Return the scale of `find_deciding_value`, computed on tensors where values cannot be read for free."""
+    values: list[Any] = [read_concrete(scale) for scale in scales]
     if None not in values:
-        return torch.tensor(deciding_value(values), dtype=torch.float32, device="cpu")
+        return torch.tensor(find_deciding_value(values), dtype=torch.float32, device="cpu")
     if len(scales) > 1 and is_untraced(scales[0]) and len({scale.device for scale in scales}) == 1:
         held = torch.stack(scales)
         usual = torch.where(held < HUGE_SCALE, held, ZERO_SCALE).amax()
         return torch.where(usual == ZERO_SCALE, held.amax(), usual)
-    scale = maximum_scale(*(torch.where(scale < HUGE_SCALE, scale, ZERO_SCALE) for scale in scales))
-    return materialize_scale(torch.where(scale == ZERO_SCALE, maximum_scale(*scales), scale))
+    scale = find_largest_scale(*(torch.where(scale < HUGE_SCALE, scale, ZERO_SCALE) for scale in scales))
+    return materialize_scale(torch.where(scale == ZERO_SCALE, find_largest_scale(*scales), scale))
 
 
-def scale_ratio(scale: Tensor, other: Tensor) -> Tensor | float:
+def divide_scales(scale: Tensor, other: Tensor) -> Tensor | float:
     """Return scale / other as a factor for a payload; a float where both are concrete."""
-    over, under = concrete_value(scale), concrete_value(other)
+    over, under = read_concrete(scale), read_concrete(other)
     if over is not None and under is not None:
         return over / under
     # At least the smallest normal number: an infinite payload times a factor of 0 would be NaN.
@@ -175,15 +175,15 @@ def bring_under_scale(payload: Tensor, scale: Tensor, other: Tensor) -> Tensor:
 
     Traced, the factor is at most 2^100, so that nothing but a product is to be computed.
     """
-    over, under = concrete_value(scale), concrete_value(other)
+    over, under = read_concrete(scale), read_concrete(other)
     if over is None or under is None:
-        return times_power(payload, (scale / other).clamp(SMALLEST_SCALE, HUGE_SCALE))
-    return times_power_within_range(payload, over / under)
+        return multiply_by_power(payload, (scale / other).clamp(SMALLEST_SCALE, HUGE_SCALE))
+    return multiply_within_range(payload, over / under)
 
 
-def times_power_within_range(payload: Tensor, factor: float) -> Tensor:
+def multiply_within_range(payload: Tensor, factor: float) -> Tensor:
     """Return a float32 payload times a power of two, where products of finite elements stay finite."""
-    moved = times_power(payload, factor)
+    moved = multiply_by_power(payload, factor)
     return moved if factor <= HUGE_SCALE else clamp_finite(moved, FLOAT32_MAX, payload)
 
 
@@ -192,7 +192,7 @@ def clamp_finite(values: Tensor, largest: Any, origin: Tensor | None = None) -> 
     return torch.where((values if origin is None else origin).isinf(), values, values.clamp(-largest, largest))
 
 
-def times_power(payload: Tensor, factor: Tensor | float) -> Tensor:
+def multiply_by_power(payload: Tensor, factor: Tensor | float) -> Tensor:
     """Return a float32 payload times a power of two: exact within float32's range."""
     if isinstance(factor, Tensor):
         return payload * factor

@@ -163,11 +163,11 @@ RULES_OF_OPERATORS_TO_COME: dict[str, Rule] = {}
 
 _rule_table = RuleTable()
 RULES = _rule_table.rules
-rule_of = _rule_table.of
+find_rule = _rule_table.of
 register_rule_derivation = _rule_table.derives
 # For tensors with a home: a rule is a function of the home, the arguments and the options.
 _promoted_rule_table = RuleTable()
-promoted_rule_of = _promoted_rule_table.of
+find_promoted_rule = _promoted_rule_table.of
 register_promotion_derivation = _promoted_rule_table.derives
 # The family of every registered operator.
 FAMILY_BY_OPERATOR: dict[OpOverload, str] = {}

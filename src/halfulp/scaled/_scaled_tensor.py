@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import require_float64, resolve_plain_memory, untraced
-from ..subclass import graph_key
 from ..subclass._identity import CompositeTensor, check_layout, get_saved_marks, restore_saved_marks
 from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import Given, is_in_quotient_formula
@@ -21,14 +20,13 @@ from . import _powers_of_two as _powers
 from ._registry import (
     EIGHT_BITS,
     LOGICAL_DTYPES,
-    RULES,
     ComplexOperand,
     check_home,
     check_logical,
     check_storage,
+    find_promoted_rule,
+    find_rule,
     implements,
-    promoted_rule_of,
-    rule_of,
 )
 
 # The logical dtype, the storage (None of plain tensors) and the home.
@@ -71,11 +69,7 @@ class ScaledTensor(CompositeTensor):
     _value_attributes = ("_payload", "_scale", "_home")
 
     def __new__(
-        cls,
-        payload: Tensor,
-        scale: Tensor | float,
-        dtype: torch.dtype = torch.float32,
-        home: torch.dtype | None = None,
+        cls, payload: Tensor, scale: Tensor | float, dtype: torch.dtype = torch.float32, home: torch.dtype | None = None
     ) -> ScaledTensor:
         """Make a tensor of a payload and a scale as they are: nothing is measured or rounded.
 
@@ -95,7 +89,7 @@ class ScaledTensor(CompositeTensor):
         check_logical(dtype)
         check_home(home)
         return wrap(
-            resolve_plain_memory(payload.detach(), "a payload"), _powers.as_scale(scale, payload.device), dtype, home
+            resolve_plain_memory(payload.detach(), "a payload"), _powers.make_scale(scale, payload.device), dtype, home
         )
 
     @classmethod
@@ -108,8 +102,8 @@ class ScaledTensor(CompositeTensor):
         try:
             home = find_home(arguments, options)
             if home is not None or is_in_quotient_formula():
-                return promoted_rule_of(operator)(home, arguments, options or {})
-            return rule_of(operator)(*arguments, **(options or {}))
+                return find_promoted_rule(operator)(home, arguments, options or {})
+            return find_rule(operator)(*arguments, **(options or {}))
         except ComplexOperand:
             # On values, with plain results: complex numbers carry no scale.
             with enable_lazy_conjugates():
@@ -162,7 +156,7 @@ class ScaledTensor(CompositeTensor):
         require_float64(x.device, "ScaledTensors")
         if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
             x = x.decode(x.dtype)
-        given = None if scale is None else _powers.as_scale(scale, x.device)
+        given = None if scale is None else _powers.make_scale(scale, x.device)
         made: ScaledTensor = convert_tensor(x, _encode_tensor, (x.dtype, dtype, home), dtype, given, home)
         return made
 
@@ -202,7 +196,7 @@ class ScaledTensor(CompositeTensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
-        made: ScaledTensor = convert_tensor(self, change_scale, None, _powers.as_scale(scale, self.device))
+        made: ScaledTensor = convert_tensor(self, change_scale, None, _powers.make_scale(scale, self.device))
         return made
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -290,9 +284,6 @@ class ScaledTensor(CompositeTensor):
     ) -> ScaledTensor:
         return wrap(inner["_payload"], inner["_scale"], context[0], context[2])
 
-    def _stable_hash_for_caching(self) -> str:
-        return graph_key(self, RULES.values())
-
     @staticmethod
     def _from_plain_tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
         dtype, storage, home = context
@@ -349,7 +340,7 @@ def to_plain(x: Any) -> Any:
 
 def change_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     """Return the same values under another scale, in the same storage."""
-    payload = _powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale))
+    payload = _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale))
     return wrap(to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
@@ -378,12 +369,12 @@ def convert_dtypes(
     x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype, home: torch.dtype | None = None
 ) -> ScaledTensor:
     """Return the values in another logical dtype and storage, under a measured scale if the storage is narrower."""
-    if common_storage((x._payload.dtype, storage)) == storage:
+    if join_storages((x._payload.dtype, storage)) == storage:
         return wrap(to_storage(to_float32(x), storage), x._scale, dtype, home)
     payload = to_float32(x)
     level = measure_rms_scale(payload, storage)
-    scale, rest = _powers.scale_product(x._scale, level)
-    return wrap(to_storage(_powers.times_power(payload / level, rest), storage), scale, dtype, home)
+    scale, rest = _powers.multiply_scales(x._scale, level)
+    return wrap(to_storage(_powers.multiply_by_power(payload / level, rest), storage), scale, dtype, home)
 
 
 class _ConvertTensor(torch.autograd.Function):
@@ -448,7 +439,7 @@ def _check_payload_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale:
     if bool(((payload.abs() > largest) & x.isfinite()).any()):
         amax = x[x.isfinite()].abs().max().item()
         is_beyond = amax / largest > _powers.LARGEST_SCALE
-        power = _powers.nearest_power(amax / largest, "up")
+        power = _powers.round_number(amax / largest, "up")
         remedy = "it is beyond what any scale holds" if is_beyond else f"give scale={power:g} or more, or None"
         raise ValueError(
             f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: {remedy}"
@@ -484,7 +475,7 @@ _MOST_QUICK_ELEMENTS = 2**30
 _ORDINARY_NORMS = (2.0**-40, 2.0**40)
 
 
-def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
+def join_storages(storages: Iterable[torch.dtype]) -> torch.dtype:
     """Return the payload type of a result: the wider one, or of two types of one width the next wider one."""
     found = set(storages)
     if len(found) == 1:
@@ -501,7 +492,7 @@ _SMALLEST_NUMBERS = {
 }
 
 
-def smallest_number(storage: torch.dtype) -> float:
+def find_smallest(storage: torch.dtype) -> float:
     """Return the smallest positive number of a payload type."""
     return _SMALLEST_NUMBERS[storage]
 
@@ -546,7 +537,7 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return payload x scale, computed in float32 (float64 for that dtype) and rounded once, by default to x.dtype."""
     dtype = dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    value = _powers.concrete_value(x._scale)
+    value = _powers.read_concrete(x._scale)
     if wide == torch.float32 and x._payload.dtype != wide and _powers.is_fused(x._payload):
         scaled = fused.finish_payload(x._payload, (x._scale,), wide, "factor")[0]
         return scaled if dtype == wide else scaled.to(dtype)
@@ -561,18 +552,18 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     return scaled if dtype == wide else scaled.to(dtype)
 
 
-def measure_rms_scale(values: Tensor, storage: torch.dtype) -> Tensor:
+def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _powers.ZERO_SCALE) -> Tensor:
     """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
 
-    Without such values `ZERO_SCALE`. Of values times a power of two it is that times it.
+    Without such values `of_zeros`. Of values times a power of two it is that times it.
     """
     if not values.numel():
-        return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
+        return torch.full((), of_zeros, dtype=torch.float32, device=values.device)
     quick = None if storage in EIGHT_BITS or values.dtype in EIGHT_BITS else _measure_rms_scale_quickly(values)
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
     if values.dtype in fused.PAYLOAD_CODECS and _powers.is_fused(values):
-        return fused.measure_level(values, storage, _powers.ZERO_SCALE)
+        return fused.measure_level(values, storage, of_zeros)
     wide = values.detach().to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     finite = torch.nan_to_num(wide, 0.0, 0.0, 0.0)
     amax = finite.abs().amax()
@@ -582,7 +573,7 @@ def measure_rms_scale(values: Tensor, storage: torch.dtype) -> Tensor:
     rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
     scale = _powers.round_to_power(near * rms, "nearest")
     least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
-    return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
+    return torch.where(amax > 0, torch.maximum(scale, least), of_zeros)
 
 
 def _measure_rms_scale_quickly(values: Tensor) -> float | None:
@@ -597,4 +588,4 @@ def _measure_rms_scale_quickly(values: Tensor) -> float | None:
     norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
     if not _ORDINARY_NORMS[0] < norm < _ORDINARY_NORMS[1]:  # squares that leave float32's range, infinities, NaN, zeros
         return None
-    return _powers.nearest_power(norm / max(int(values.count_nonzero()), 1) ** 0.5)
+    return _powers.round_number(norm / max(int(values.count_nonzero()), 1) ** 0.5)

@@ -1,9 +1,4 @@
-"""Models and functions on scaled tensors: their parameters, their inputs, their product layers, and the way back.
-
-In a chain of pointwise operators between two products, as `0.5 * h * (1 + torch.tanh(...))` of GPT-2, the product and
-its multiplication would each keep float32 tensors for the backward pass. The product rounds its operand to the home in
-any case; so one more rounding of a factor, which the gradient of the other one is multiplied by, is of the same size.
-"""
+"""Models and functions on scaled tensors: their parameters, their inputs, their product layers, and the way back."""
 
 from __future__ import annotations
 
@@ -19,7 +14,6 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .._messages import a_kind
-from .._torch_versions import HAS_SAVED_HOOKS
 from ..kernels import define_operator, untraced
 from ..subclass.models._conversion import (
     ParameterRef,
@@ -34,10 +28,10 @@ from ..subclass.models._conversion import (
     put_plain,
     remove_hooks,
 )
-from ..subclass.models._float32_products import class_of
+from ..subclass.models._float32_products import get_original_class
 from ..subclass.models._parameter_holders import check_holders
 from ._float8 import linear_fp8
-from ._operands import WideMode, choose_home, encode_values, is_above_home, round_to_home, widen_payload
+from ._operands import WideMode, choose_home, encode_values, is_above_home, round_to_home
 from ._registry import LOGICAL_DTYPES, check_storage, implements
 from ._rescale import RescalePlaces, find_rescaled_modules, rescale_input_gradient
 from ._scaled_tensor import ScaledTensor, convert_tensor
@@ -78,9 +72,6 @@ def _round_inputs_to_home(
     """Round a layer's inputs to the home: a forward pre-hook. Compiled graphs leave it to the products' rules."""
     if torch.compiler.is_compiling() or not any(map(is_above_home, (*arguments, *options.values()))):
         return None
-    for x in (*arguments, *options.values()):
-        if HAS_SAVED_HOOKS and is_above_home(x) and x.grad_fn is not None:
-            _narrow_last_factors(x.grad_fn)
     found: dict[int, Any] = {}  # attention asks whether query, key and value are the same
 
     def entered(x: Any) -> Any:
@@ -89,38 +80,6 @@ def _round_inputs_to_home(
         return found[id(x)]
 
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
-
-
-# Backward nodes of operators that move elements and save none of them.
-_MOVING_BACKWARD_NODES = frozenset(
-    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Clone")
-)
-
-
-def _narrow_last_factors(node: Any) -> None:
-    """Let the multiplication that made a product's operand save its factors in the home storage.
-
-    A factor that what computed it keeps too (a result of tanh, an operand given from outside) stays, as a narrow copy
-    would be memory on top; so does what has hooks already, as of offloading and checkpointing.
-    """
-    while node is not None and node.name() in _MOVING_BACKWARD_NODES:
-        node = node.next_functions[0][0]
-    if node is None or node.name() != "MulBackward0":
-        return
-    makers = [maker for maker, _ in node.next_functions]
-    for maker, saved in zip(makers, (node._raw_saved_self, node._raw_saved_other)):
-        is_kept = maker is None or maker.name() in _MOVING_BACKWARD_NODES or hasattr(maker, "_raw_saved_result")
-        if (
-            not is_kept
-            and not isinstance(maker, _ACCUMULATE_GRAD_CLASS)
-            and saved.unpack_hook is None
-            and is_above_home(saved.data)
-        ):
-            saved.register_hooks(round_to_home, widen_payload)
-
-
-_autograd_functions: Any = torch._C._functions
-_ACCUMULATE_GRAD_CLASS = _autograd_functions.AccumulateGrad
 
 
 @untraced
@@ -301,9 +260,8 @@ def scalify(
         where: which parameters, a glob over qualified names ("encoder.*.weight"), several of them, or a function of
             the module that holds one and its qualified name; all by default.
         rescale: where gradients are brought back to payloads about 1 (values stay the same): "norms", at the input of
-            every normalisation layer; names of modules (globs), at their first scaled argument; or None. By default
-            "auto": as "norms" where numbers are narrower than float32's range, and nowhere where payloads and products
-            have all of it.
+            every normalisation layer; or None. By default "auto": as "norms" where numbers are narrower than float32's
+            range, and nowhere where payloads and products have all of it.
         wide: which results keep a float32 payload. "autocast": those of the operators that torch.autocast computes in
             float32 (exp, log, powers, roots, quotients of tensors, sums, softmax, losses) and of pointwise operators
             on them, until a matrix product, convolution, attention, embedding or recurrent layer brings them back to
@@ -428,7 +386,7 @@ def _set_product_forwards(model: nn.Module, matmul: str | None) -> None:
 
 def find_eight_bit_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the eight-bit forward of a linear layer; None for subclasses with a forward of their own."""
-    if isinstance(module, nn.Linear) and class_of(module).forward is nn.Linear.forward:
+    if isinstance(module, nn.Linear) and get_original_class(module).forward is nn.Linear.forward:
         return _run_linear_fp8
     # transformers' layer of GPT-2, known by name: the library is not imported for it.
     is_transposed = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")

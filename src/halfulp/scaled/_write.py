@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..kernels import torch_operators
 from . import _powers_of_two as _powers
-from ._operands import as_operand
+from ._operands import make_operand
 from ._registry import implements
-from ._scaled_tensor import ScaledTensor, smallest_number, to_float32, to_plain, to_storage
+from ._scaled_tensor import ScaledTensor, find_smallest, to_float32, to_plain, to_storage
 
 
 @implements(torch_operators("aten").copy_.default, family="writing")
@@ -34,7 +34,7 @@ def write_values(x: Tensor, value: Any) -> Tensor:
     """
     if not isinstance(x, ScaledTensor):
         return x.copy_(to_plain(value))
-    value = as_operand(value, x)
+    value = make_operand(value, x)
     if value.shape != x.shape and torch.broadcast_shapes(value.shape, x.shape) != x.shape:
         raise RuntimeError(f"a value of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")
     if owns_all_memory(x):
@@ -43,8 +43,8 @@ def write_values(x: Tensor, value: Any) -> Tensor:
         payload, scale = value._payload if same else to_float32(value), value._scale
     else:
         scale = torch.where(x._scale == _powers.ZERO_SCALE, value._scale, x._scale)
-        factor = _powers.scale_ratio(value._scale, scale)
-        payload = _powers.times_power(to_float32(value), factor)
+        factor = _powers.divide_scales(value._scale, scale)
+        payload = _powers.multiply_by_power(to_float32(value), factor)
         if isinstance(factor, float) and factor > _powers.LARGEST_SCALE:  # which `times` does not multiply by
             payload = to_float32(value)
             payload = payload.masked_fill(payload != 0, torch.inf)
@@ -85,7 +85,7 @@ def _check_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> 
             )
         return
     top = payload.abs().amax().item() if payload.numel() else 1.0
-    if top <= smallest_number(storage) / 2 and (amax := to_float32(value).abs().amax().item()):
+    if top <= find_smallest(storage) / 2 and (amax := to_float32(value).abs().amax().item()):
         reason, wanted = f"a value of magnitude {amax * value._scale.item():g} is 0 in {storage}", "smaller"
     elif not top <= largest and bool(_has_overflow(payload, value, largest)):
         reason, wanted = f"a value is out of {storage}'s range", "larger"
@@ -116,14 +116,14 @@ def check_indexed_write(name: str, given: Mapping[str, Any], x: Any, result: Any
         return
     if not isinstance(x, ScaledTensor) or not isinstance(result, ScaledTensor):
         return
-    value = as_operand(written, x)
+    value = make_operand(written, x)
     if not value.numel() or not all(map(_powers.is_concrete, (value._payload, value._scale, result._scale))):
         return
     places = [one for one in (given.get("mask"), given.get("index"), *given.get("indices", ())) if one is not None]
     if any(not (one.any() if one.dtype in (torch.bool, torch.uint8) else one.numel()) for one in places):
         return  # nothing is written
     largest, scale = to_float32(value).abs().amax().item() * value._scale.item(), result._scale.item()
-    if largest and largest <= scale * (smallest_number(x._payload.dtype) / 2):
+    if largest and largest <= scale * (find_smallest(x._payload.dtype) / 2):
         raise ValueError(
             f"a value of magnitude {largest:g} is 0 in {x._payload.dtype} under the scale {scale:g} of the tensor that "
             f"{name} writes it into: it is as it was. Give the tensor a smaller scale first, x.copy_(x.with_scale(...))"

@@ -1,19 +1,13 @@
-"""The base class of both tensor subclasses: memory and copies, pickle, DataLoader, keys of cached compiled graphs."""
+"""The base class of both tensor subclasses: memory and copies, pickle, DataLoader."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor
-
-from . import _rule_table as _fallback
 
 Subclass = TypeVar("Subclass", bound=Tensor)
 
@@ -60,6 +54,12 @@ class CompositeTensor(torch.Tensor):
     def _from_plain_tangent(x: Tensor, context: Any) -> Tensor:
         """Return a plain gradient as a compiled backward pass was traced for: `context` is of `__tensor_flatten__`."""
         raise NotImplementedError
+
+    def _stable_hash_for_caching(self) -> NoReturn:
+        """Keep graphs of such tensors out of torch's cache on disk: they also follow from this library's code."""
+        from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+        raise BypassAOTAutogradCache(f"graphs of {type(self).__name__}s are traced in every process")
 
     def share_memory_(self) -> Self:
         """Move the plain tensors to memory that processes share, in place."""
@@ -142,48 +142,3 @@ def _stack_batch(batch: list[Tensor], *, collate_fn_map: dict[Any, Any] | None =
     torch's own makes plain memory for it in a worker, which would hold one component, or values without their scale.
     """
     return torch.stack(batch)
-
-
-_PACKAGE = __name__.partition(".")[0]
-_PROCESS_ID = uuid.uuid4().hex
-
-
-class FlattenableTensor(Protocol):
-    """A tensor subclass that names its inner tensors to compilers."""
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]: ...
-
-
-def graph_key(x: FlattenableTensor, rules: Iterable[Callable[..., Any]]) -> str:
-    """Return the cache key of graphs of a tensor: its kind, its shapes, and the rules' sources.
-
-    torch keeps compiled graphs between processes under its own tensors' properties. The graph of ours also follows from
-    this library's code; with rules of somebody else's the graph is kept for this process alone, as their code, and what
-    it closes over, may be another in the next.
-    """
-    names, context = x.__tensor_flatten__()
-    foreign = any(rule.__module__.partition(".")[0] != _PACKAGE for rule in rules)
-    kind = (
-        type(x).__name__,
-        _digest_sources(),
-        _PROCESS_ID if foreign else "",
-        bool(_fallback._strict_contexts),
-        context,
-    )
-    return repr((kind, _read_layout(x), [(name, _read_layout(getattr(x, name))) for name in names]))
-
-
-def _read_layout(x: Any) -> tuple[object, ...]:
-    layout = (x.dtype, x.shape, x.stride(), x.storage_offset(), x.device)
-    return *layout, x.requires_grad, x.is_leaf, x.is_inference()
-
-
-@functools.cache
-def _digest_sources() -> str:
-    """Return a digest of this library's code."""
-    found = hashlib.blake2b(digest_size=16)
-    folder = Path(__file__).parents[1]
-    for path in sorted(folder.rglob("*.py")):
-        found.update(str(path.relative_to(folder)).encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()

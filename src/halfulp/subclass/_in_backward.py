@@ -135,10 +135,7 @@ def differentiable(
 
 _PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 # How a model becomes plain, by the tensor class.
-_PLAIN_MODEL_MAKERS = {
-    "ScaledTensor": "halfulp.scaled.unscalify",
-    "MCTensor": "halfulp.mctensor.single_component",
-}
+_PLAIN_MODEL_MAKERS = {"ScaledTensor": "halfulp.scaled.unscalify", "MCTensor": "halfulp.mctensor.single_component"}
 
 
 def refuse_make_fx(kind: str) -> None:

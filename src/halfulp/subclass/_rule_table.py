@@ -19,18 +19,6 @@ _fallback_totals: Counter[str] = Counter()
 _warned_fallbacks: set[tuple[str, str]] = set()
 # Process-wide and not per thread: a backward pass on an accelerator runs in threads of its own.
 _fallback_recorders: list[Counter[str]] = []
-
-
-class _RunningModel:
-    """Thread-local counts of the model whose forward pass began last.
-
-    Only written while a compiled model is traced: reading it there would be a guard, and each change a new graph.
-    """
-
-    counts: Counter[str] | None = None
-
-
-_running_model = _RunningModel()
 _strict_contexts: list[bool] = []
 
 
@@ -41,6 +29,8 @@ class FallbackWarning(UserWarning):
 def fallbacks() -> dict[str, int]:
     """Return how often each operator without a rule ran on plain tensors instead, in this process.
 
+    In float64, or in float32 for scaled tensors; `halfulp.subclass.record_fallbacks()` counts those of a block.
+
     >>> isinstance(fallbacks(), dict)
     True
     """
@@ -48,10 +38,10 @@ def fallbacks() -> dict[str, int]:
 
 
 @contextmanager
-def recorded() -> Iterator[Counter[str]]:
+def record_fallbacks() -> Iterator[Counter[str]]:
     """Return a block whose fallbacks are counted apart: operator names and how often, backward passes in it included.
 
-    >>> with recorded() as counts:
+    >>> with record_fallbacks() as counts:
     ...     pass
     >>> dict(counts)
     {}
@@ -84,9 +74,8 @@ def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> Non
     if _strict_contexts:
         raise NotImplementedError(f"{advice}, or leave halfulp.mctensor.strict()")
     _fallback_totals[name] += 1
-    for counts in (*_fallback_recorders, _running_model.counts):
-        if counts is not None:
-            counts[name] += 1
+    for counts in _fallback_recorders:
+        counts[name] += 1
     if (name, remedy) not in _warned_fallbacks:
         _warned_fallbacks.add((name, remedy))
         warnings.warn(f"{advice}. {loss}", FallbackWarning, stacklevel=find_users_level())
@@ -166,7 +155,7 @@ def functional_form(operator: OpOverload) -> OpOverload | None:
         return None
     wanted = sorted((a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out)
     for overload in packet.overloads():
-        candidate = getattr(packet, overload)
+        candidate: OpOverload = getattr(packet, overload)
         taken = sorted((a.name, str(a.type)) for a in candidate._schema.arguments)
         if taken == wanted and not candidate._schema.is_mutable:
             return candidate

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..recipes._training_step import is_floating
+from ..kernels._plain_memory import is_floating
 from ..scaled import ScaledTensor
 
 _LARGEST_EXPONENT = 16

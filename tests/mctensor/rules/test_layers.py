@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from halfulp.mctensor import MCTensor
-from halfulp.subclass import FallbackWarning, recorded, strict
+from halfulp.subclass import FallbackWarning, record_fallbacks, strict
 
 SHAPES = {"linear": (2, 5), "bilinear": (1, 4, 5), "trilinear": (1, 3, 4, 2), "bicubic": (1, 4, 5)}
 WAYS = {
@@ -33,7 +33,7 @@ def _differentiated(x, way, mode):
 def test_it_has_float64s_digits_forward_and_backward_and_is_counted_beyond(form, mode, way, seed):
     values = torch.randn(1, *SHAPES[mode]).to(form[1])
     x = MCTensor.encode(values, *form, gradients="components")
-    with recorded() as counts, warnings.catch_warnings():
+    with record_fallbacks() as counts, warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         found = _differentiated(x, way, mode)
     assert bool(counts) == (form[1] != torch.bfloat16)
@@ -50,7 +50,7 @@ def test_a_strict_or_compiled_one_says_so_too(mode, seed):
     with strict(), pytest.raises(NotImplementedError, match=r"upsample_.* has no rule for 2 components"):
         WAYS["factor"](x, mode)
     compiled = torch.compile(WAYS["factor"], backend="aot_eager", fullgraph=True)
-    with recorded() as counts:
+    with record_fallbacks() as counts:
         found = compiled(x, mode)
     assert counts
     assert (found.decode() - WAYS["factor"](x.decode(), mode)).abs().max() < 2.0**-48

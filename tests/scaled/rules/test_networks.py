@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from halfulp.scaled import ScaledTensor
-from halfulp.subclass import recorded, strict
+from halfulp.subclass import record_fallbacks, strict
 from halfulp.testing import check_rule
 
 attention = functional.scaled_dot_product_attention
@@ -148,7 +148,7 @@ def test_modules_of_attention(training, seed):
                 setattr(module, name, nn.Parameter(ScaledTensor.encode(parameter.detach(), torch.float32)))
         scaled = ScaledTensor.encode(x, torch.float32)
         for enabled in (True, False):  # without gradients torch takes other steps
-            with torch.set_grad_enabled(enabled), recorded() as counts:
+            with torch.set_grad_enabled(enabled), record_fallbacks() as counts:
                 if isinstance(layer, nn.MultiheadAttention):
                     y, wanted = twin(scaled, scaled, scaled)[0], layer(x, x, x)[0]
                 else:

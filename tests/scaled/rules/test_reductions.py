@@ -76,7 +76,6 @@ def test_narrow_payloads(case, differences, seed):
 WITH_DTYPE = {
     "sum": lambda x, dtype: x.sum(dtype=dtype),
     "sum over": lambda x, dtype: x.sum(1, keepdim=True, dtype=dtype),
-    "nansum": lambda x, dtype: x.nansum(1, dtype=dtype),
     "mean": lambda x, dtype: x.mean(dtype=dtype),
     "mean over": lambda x, dtype: x.mean((0, 1), dtype=dtype),
     "cumsum": lambda x, dtype: x.cumsum(1, dtype=dtype),

@@ -436,16 +436,15 @@ def test_compiled_products_are_those_of_eager(backend, fresh_compiler):
         assert products() == before + 3
 
 
-@pytest.mark.parametrize("first", ["scaler", "products"])
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_the_graphs_of_a_scalers_backend_keep_the_models_products(first, fresh_compiler):
+def test_the_graphs_of_a_scalers_backend_keep_the_models_products(fresh_compiler):
     """It finds sites by the products that the model writes; the report says that torch multiplies there."""
     model = Net().half()
     hu.float32_gradients(model)
-    if first == "products":
-        hu.float32_products(model)
-    scaler = hu.AdaptiveGradScaler(model)
     hu.float32_products(model)
+    scaler = hu.AdaptiveGradScaler(model)
+    with pytest.raises(ValueError, match="before it"):
+        hu.float32_products(model)
     with compute_products_in_float32(torch.float16):
         left = "float32 products: left to torch in a graph that an AdaptiveGradScaler's backend compiles"
         before = report().get(left, 0)
@@ -574,17 +573,17 @@ def test_parametrizations_after_it():
         assert products() == before
 
 
-def test_a_forward_that_a_module_was_given_itself_is_covered():
-    model, x = nn.Linear(4, 4).half(), torch.randn(2, 4).half()
-    own = model.forward
-    model.forward = lambda x: own(x)
-    hu.float32_products(model)
+def test_a_forward_that_a_module_was_given_itself_is_covered_inside_a_model():
+    layer, x = nn.Linear(4, 4).half(), torch.randn(2, 4).half()
+    own = layer.forward
+    layer.forward = lambda x: own(x)
+    model = hu.float32_products(nn.Sequential(layer))
     with compute_products_in_float32(torch.float16):
         before = products()
         model(x)
         assert products() == before + 1
     hu.float32_products(model, False)
-    assert model.forward.__name__ == "<lambda>"
+    assert layer.forward.__name__ == "<lambda>"
 
 
 @pytest.mark.parametrize("change", [Tensor.contiguous, lambda x: x.clone(memory_format=torch.contiguous_format)])
@@ -728,20 +727,21 @@ def test_emulated_models_are_refused():
         hu.float32_products(emulation.target)
 
 
-def test_classes_that_allow_none_made_of_them():
+def test_classes_that_allow_none_made_of_them_are_covered_inside_a_model():
     class Strict(nn.Linear):
         def __init_subclass__(cls, **options):
             raise TypeError("no")
 
     for layer in (Strict(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))):
-        hu.float32_products(layer.half())
+        kind = type(layer)
+        model = hu.float32_products(nn.Sequential(layer.half()))
+        assert any("called by itself" in told for told in report())
         with compute_products_in_float32(torch.float16):
-            for one in (layer, copy.deepcopy(layer)):
+            for one in (model, copy.deepcopy(model)):
                 before = products()
                 one(torch.randn(2, 4).half())
                 assert products() == before + 1
-        kind = type(layer)
-        assert "forward" not in vars(hu.float32_products(layer, False))
+        hu.float32_products(model, False)
         assert type(layer) is kind
 
 

@@ -17,7 +17,7 @@ from ..._torch_versions import is_exporting
 from ...kernels import define_operator
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from ...subclass.models._float32_products import GraphReader, class_of, leave_compiled_products
+from ...subclass.models._float32_products import GraphReader, get_original_class, leave_compiled_products
 from .._functions import map_tensors
 from ._backward import Backward, get_region, is_differentiating
 from ._region import ParameterNames, Region, is_compiler_active
@@ -207,7 +207,9 @@ def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mod
             continue
         if next(module.children(), None) is not None:
             yield name, module, "part"
-        elif not home and class_of(model) is not nn.Sequential and next(module.parameters(), None) is not None:
+        elif (
+            not home and get_original_class(model) is not nn.Sequential and next(module.parameters(), None) is not None
+        ):
             yield home, module, "layer"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ...kernels import require_float64, torch_operators
 from ...subclass._collectives import register_collectives, run_and_wait
 from ...subclass._in_backward import gives_plain_gradient_of, is_storing_plain_gradient
 from .._encode import choose_scale, divide_by_scale, find_magnitude
-from .._mctensor import RULES, MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
+from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
 from .._result_type import ResultType, make_result, result_type, to_components
 from .._write import copy_received, list_inner_tensors, truncate_to_integers, write_value
 from ._comparison import copy_elements, map_components
@@ -304,10 +304,4 @@ def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
     return x._make_like(arrived, False)
 
 
-def wait_tensor(x: MCTensor) -> MCTensor:
-    """Return the same memory: there is nothing to wait for."""
-    return wrap_parts(x._parts, x._scale, x._gradients)
-
-
-_functional_rules: dict[str, Callable[..., Any]] = {"broadcast": broadcast, "wait_tensor": wait_tensor}
-register_collectives(implements, _functional_rules, RULES, copy_received)
+register_collectives(implements, copy_received, broadcast)

@@ -11,6 +11,7 @@ from . import _elementwise as _elementwise
 from . import _layers as _layers
 from . import _products as _products
 from . import _reductions as _reductions
+from . import _tables as _tables
 from ._vocabulary import aligned as aligned
 from ._vocabulary import data_movement as data_movement
 from ._vocabulary import decoded as decoded

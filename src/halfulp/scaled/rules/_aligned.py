@@ -13,29 +13,20 @@ from ...kernels import torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
-    as_addend,
-    as_operand,
+    choose_storage,
+    find_scaled,
     find_stand_ins,
-    first_scaled,
     keep_nonzero,
-    logical_dtype,
+    make_addend,
+    make_operand,
     make_scaled,
     make_scaled_to_fit,
-    result_storage,
+    promote_dtypes,
     saturate_stand_ins,
 )
 from .._registry import implements
-from .._scaled_tensor import ScaledTensor, decode_values, smallest_number, to_float32, to_plain, wrap
-from ._vocabulary import (
-    align_constants,
-    align_operands,
-    align_with_constants,
-    aligned,
-    homogeneous,
-    measured_scale,
-    scale_payloads,
-    unit_scale,
-)
+from .._scaled_tensor import ScaledTensor, decode_values, find_smallest, to_float32, to_plain, wrap
+from ._vocabulary import align_constants, align_operands, align_with_constants, scale_payloads
 
 aten = torch_operators("aten")
 # The largest eps: numbers added to keep a divisor from 0 are no larger.
@@ -46,12 +37,12 @@ _LARGEST_NEGLIGIBLE_NUMBER = 2.0**-16
 
 def move_power_to_scale(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
     """Return x with the power of two next to a number in its scale, and the rest of the number."""
-    x = as_addend(x, like, factor)
+    x = make_addend(x, like, factor)
     if factor == 1:
         return x, 1.0
-    power = _powers.nearest_power(abs(float(factor))) if factor else 1.0
-    scale, rest = _powers.scale_product(x._scale, power)
-    wide = wrap(_powers.times_power(to_float32(x), rest), scale, x.dtype)
+    power = _powers.round_number(abs(float(factor))) if factor else 1.0
+    scale, rest = _powers.multiply_scales(x._scale, power)
+    wide = wrap(_powers.multiply_by_power(to_float32(x), rest), scale, x.dtype)
     return wide, float(factor) / power
 
 
@@ -60,10 +51,10 @@ def _add_payloads(operator: Callable, a: Any, b: Any, alpha: Any) -> tuple[Tenso
     if type(a) is ScaledTensor and type(b) is ScaledTensor and alpha == 1:
         (x, y), scale, storage, _ = align_operands(a, b)
         return x, y, operator(x, y), scale, storage
-    like = first_scaled((a, b))
-    storage = result_storage((a, b))
+    like = find_scaled((a, b))
+    storage = choose_storage((a, b))
     moved, factor = move_power_to_scale(b, alpha, like)
-    (x, y), scale, *_ = align_operands(as_addend(a, like), moved)
+    (x, y), scale, *_ = align_operands(make_addend(a, like), moved)
     total = operator(x, y, alpha=factor)
     total = saturate_stand_ins(total, scale, storage, find_stand_ins(a, like), find_stand_ins(b, like, alpha))
     return x, y, total, scale, storage
@@ -76,10 +67,10 @@ def _add_by_fused_kernel(a: Any, b: Any, alpha: Any, sign: float) -> ScaledTenso
     x, y = a._payload, b._payload
     if not _powers.is_fused(x) or not _powers.is_fused(y):
         return None
-    storage = result_storage((a, b))
+    storage = choose_storage((a, b))
     keep = (
         sign > 0
-        and smallest_number(storage) <= _LARGEST_NEGLIGIBLE_NUMBER
+        and find_smallest(storage) <= _LARGEST_NEGLIGIBLE_NUMBER
         and storage not in (torch.bfloat16, torch.float32)
     )
     if fused.is_elementwise_pair(x, y):
@@ -88,7 +79,7 @@ def _add_by_fused_kernel(a: Any, b: Any, alpha: Any, sign: float) -> ScaledTenso
         payload, scale = fused.add_payloads(y, x, b._scale, a._scale, storage, sign, keep)
     else:
         return None
-    return wrap(payload, scale, logical_dtype((a, b)))
+    return wrap(payload, scale, promote_dtypes((a, b)))
 
 
 @implements(aten.add.Tensor, aten.add.Scalar, family="alignment")
@@ -98,7 +89,7 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     if made is not None:
         return made
     x, y, total, scale, storage = _add_payloads(torch.add, a, b, alpha)
-    made_up = make_scaled_to_fit(total, scale, storage, logical_dtype((a, b)))
+    made_up = make_scaled_to_fit(total, scale, storage, promote_dtypes((a, b)))
     # The eps of an optimizer or a normalisation must not vanish: it keeps a divisor from 0.
     if _is_vanishing_number(b, scale, storage):
         return keep_nonzero(made_up, total)
@@ -107,14 +98,14 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
 
 def _keep_sum_of_one_sign(rounded: ScaledTensor, total: Tensor, scale: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Keep sums of numbers of one sign from rounding to 0: what is divided by a sum of positives is finite."""
-    if smallest_number(rounded._payload.dtype) > _LARGEST_NEGLIGIBLE_NUMBER or rounded._payload.dtype in (
+    if find_smallest(rounded._payload.dtype) > _LARGEST_NEGLIGIBLE_NUMBER or rounded._payload.dtype in (
         torch.float32,
         torch.bfloat16,
     ):
         return rounded
     if _powers.is_concrete(total):
         # Whether rounding made an element 0, or may have, beside NaN: by two passes, as every sum asks.
-        least = smallest_number(rounded._payload.dtype) / 2
+        least = find_smallest(rounded._payload.dtype) / 2
         if rounded._scale is not scale:
             least *= rounded._scale.item() / scale.item()
         if torch.equal(torch.nn.functional.hardshrink(total, least), total):
@@ -136,8 +127,8 @@ def _is_vanishing_number(number: Any, scale: Tensor, storage: torch.dtype) -> bo
         number = abs(number.item())
     if not isinstance(number, (int, float)) or not number > 0:
         return False
-    held = _powers.concrete_value(scale)
-    return number < (_LARGEST_EPS if held is None else smallest_number(storage) * held)
+    held = _powers.read_concrete(scale)
+    return number < (_LARGEST_EPS if held is None else find_smallest(storage) * held)
 
 
 @implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")
@@ -147,7 +138,7 @@ def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     if made is not None:
         return made
     *_, total, scale, storage = _add_payloads(torch.sub, a, b, alpha)
-    return make_scaled_to_fit(total, scale, storage, logical_dtype((a, b)))
+    return make_scaled_to_fit(total, scale, storage, promote_dtypes((a, b)))
 
 
 implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")(lambda a, b, alpha=1: sub(b, a, alpha))
@@ -193,7 +184,7 @@ def _register_concatenation(operator: OpOverload) -> None:
         for x in tensors[1:]:
             dtype = torch.promote_types(dtype, x.dtype)
         payloads, scale = align_with_constants(list(tensors))
-        return make_scaled(operator(payloads, dim), scale, result_storage(tensors), dtype)
+        return make_scaled(operator(payloads, dim), scale, choose_storage(tensors), dtype)
 
     implements(operator, family="alignment")(join)
 
@@ -207,7 +198,7 @@ def _lower_scale_to_bounds(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor
     bounds = [abs(float(b)) for b in (low, high) if isinstance(b, (int, float))]
     if len(bounds) < 2 or not 0 < max(bounds) < float("inf"):
         return x
-    limit = torch.full_like(x._scale, _powers.nearest_power(max(bounds)))
+    limit = torch.full_like(x._scale, _powers.round_number(max(bounds)))
     return wrap(x._payload, torch.minimum(x._scale, limit), x.dtype)
 
 
@@ -220,7 +211,7 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
     else:
         bounds, scale = align_constants(_lower_scale_to_bounds(x, low, high), *given[1:], room=False)
         bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]
-        payloads = [_powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale)), *bounds]
+        payloads = [_powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale)), *bounds]
     values = payloads.pop(0)
     limits = [None if bound is None else payloads.pop(0) for bound in (low, high)]
     return scale_payloads(torch.clamp(values, *limits), [scale], given)
@@ -234,7 +225,7 @@ implements(aten.hardtanh.default, family="gated")(lambda x, low=-1, high=1: clam
 def apply_with_constant(operator: Any, x: ScaledTensor, value: Any) -> Tensor:
     """Return op(payload, payload of a constant) under x's scale."""
     (payload,), scale = align_constants(x, value)
-    own = _powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale))
+    own = _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale))
     return scale_payloads(operator(own, payload), [scale], [x])
 
 
@@ -247,21 +238,6 @@ def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
     return apply_with_constant(
         lambda p, c: torch.where(mask, c, p) if isinstance(c, Tensor) else torch.masked_fill(p, mask, c), x, value
     )
-
-
-@implements(aten.nan_to_num.default, family="alignment")
-def nan_to_num(x: ScaledTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
-    """Replace NaN and infinities under x's scale; torch's default replacements saturate."""
-    numbers = [0.0 if n is None else n for n in (nan, posinf, neginf)]
-    constants, scale = align_constants(x, *numbers)
-    largest = torch.finfo(x.dtype).max
-    defaults, _ = align_constants(wrap(x._payload, scale, x.dtype), largest, -largest, room=False)
-    constants = [constants[0], *(d if n is None else c for n, c, d in zip((posinf, neginf), constants[1:], defaults))]
-    payload = _powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale))
-    infinity = float("inf")
-    for found, number in zip((payload.isnan(), payload == infinity, payload == -infinity), constants):
-        payload = torch.where(found, number, payload)
-    return scale_payloads(payload, [scale], [x])
 
 
 @implements(aten.constant_pad_nd.default, family="alignment")
@@ -286,7 +262,7 @@ def fill(x: Any, value: Any) -> Tensor:
     """Fill with one number, under its own power of two."""
     if not isinstance(x, ScaledTensor):
         return torch.full_like(x, 0).copy_(decode_values(value))
-    number = as_operand(value, x)
+    number = make_operand(value, x)
     payload = torch.empty_like(x._payload, dtype=torch.float32).copy_(to_float32(number))
     return make_scaled(payload, number._scale.clone(), x._payload.dtype, x.dtype)
 
@@ -299,32 +275,7 @@ def copy(x: Any, source: Any, non_blocking: bool = False) -> Tensor:
     """Return the source's values in x's shape, storage and dtype, under the source's scale."""
     if not isinstance(x, ScaledTensor):
         return aten.copy.default(x, decode_values(source), non_blocking)
-    given = as_operand(source, x)
+    given = make_operand(source, x)
     payload = aten.copy.default(torch.empty_like(x._payload, dtype=torch.float32), to_float32(given), non_blocking)
     scale = given._scale.to(x.device) if given._scale.device != x.device else given._scale.clone()
     return make_scaled(payload, scale, x._payload.dtype, x.dtype)
-
-
-measured_scale(
-    *(aten.fmod.Tensor, aten.fmod.Scalar, aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
-    family="alignment",
-)
-unit_scale(aten.heaviside.default, family="alignment")
-homogeneous(aten.copysign.Tensor, family="alignment", self=1, other=0)
-homogeneous(aten.copysign.Scalar, family="alignment", self=1)
-_PADDING_OPERATORS = [f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
-homogeneous(*(getattr(aten, name).default for name in _PADDING_OPERATORS), family="alignment", self=1)
-homogeneous(
-    *(getattr(aten, f"{name}_backward").default for name in _PADDING_OPERATORS),
-    family="alignment",
-    grad_output=1,
-    self=0,
-)
-aligned(
-    *(aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default),
-    *(aten.as_strided_scatter.default, aten.masked_scatter.default),
-    family="alignment",
-)
-homogeneous(aten.slice_backward.default, aten.select_backward.default, family="alignment", grad_output=1)
-homogeneous(aten.diagonal_backward.default, aten.masked_scatter_backward.default, family="alignment", grad_output=1)
-homogeneous(aten.unfold_backward.default, family="alignment", grad_in=1)

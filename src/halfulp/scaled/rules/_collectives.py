@@ -1,22 +1,20 @@
-"""Rules of torch.distributed's functional collectives on scaled tensors, of which the others are made."""
+"""What collectives make of one scaled tensor: reductions, gathered and broadcast values."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...subclass import group_size
-from ...subclass._collectives import register_collectives, run_and_wait
+from ...subclass._collectives import get_group_size, register_collectives, run_and_wait
 from .. import _powers_of_two as _powers
 from .._operands import make_scaled
-from .._registry import EIGHT_BITS, RULES, implements
+from .._registry import EIGHT_BITS, implements
 from .._scaled_tensor import ScaledTensor, to_float32, to_storage, wrap
 from .._write import write_values
-from ._vocabulary import sqrt_of_count
+from ._vocabulary import round_root
 
 
 def choose_wire_storage(x: ScaledTensor) -> torch.dtype:
@@ -41,7 +39,7 @@ def agree_on_scales(
     limits = [terms / torch.finfo(storage or choose_wire_storage(x)).max for x in tensors]
     needed = torch.stack([amax * limit for amax, limit in zip(amaxes.unbind(), limits)])
     needed = _powers.round_to_power(needed, "up")
-    return list(torch.maximum(scales * sqrt_of_count(terms), needed).clamp(max=_powers.LARGEST_SCALE).unbind())
+    return list(torch.maximum(scales * round_root(terms), needed).clamp(max=_powers.LARGEST_SCALE).unbind())
 
 
 def _measure_amax(x: ScaledTensor) -> Tensor:
@@ -53,74 +51,43 @@ def _measure_amax(x: ScaledTensor) -> Tensor:
 def make_payload_to_send(x: ScaledTensor, scale: Tensor) -> Tensor:
     """Return the payload to send, under an agreed scale."""
     return to_storage(
-        _powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale)), choose_wire_storage(x)
+        _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale)), choose_wire_storage(x)
     ).contiguous()
 
 
 _SUPPORTED_REDUCTIONS = ("sum", "avg", "max", "min")
 
 
-def _agree_on_scale(x: ScaledTensor, group: Any, terms: int = 1) -> Tensor:
+def _agree_on_scale(x: ScaledTensor, group: str, terms: int = 1) -> Tensor:
     return agree_on_scales([x], lambda numbers: run_and_wait("all_reduce", numbers, "max", group), terms)[0]
 
 
-def _reduce_payloads(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> ScaledTensor:
-    """Return the payloads under an agreed scale, reduced: some backends have no average."""
+def reduce(x: ScaledTensor, reduction: str, group: str) -> ScaledTensor:
+    """Return the reduction over all ranks of payloads under an agreed scale: some backends have no average."""
     if reduction not in _SUPPORTED_REDUCTIONS:
         raise NotImplementedError(
-            f"{name} of scaled tensors by {reduction}: allowed are SUM, AVG, MAX and MIN; for others send x.decode()"
+            f"reduction of scaled tensors by {reduction}: allowed are SUM, AVG, MAX and MIN; for others send x.decode()"
         )
     adds = reduction in ("sum", "avg")
-    size = group_size(arguments[-1]) if adds else 1
-    scale = _agree_on_scale(x, arguments[-1], size)
-    values = run_and_wait(name, make_payload_to_send(x, scale), "sum" if adds else reduction, *arguments).to(
-        torch.float32
-    )
-    return make_scaled(values / size if reduction == "avg" else values, scale, choose_wire_storage(x), x.dtype)
+    size = get_group_size(group) if adds else 1
+    scale = _agree_on_scale(x, group, size)
+    values = run_and_wait("all_reduce", make_payload_to_send(x, scale), "sum" if adds else reduction, group)
+    values = values.to(torch.float32) / (size if reduction == "avg" else 1)
+    return make_scaled(values, scale, choose_wire_storage(x), x.dtype)
 
 
-def all_reduce(x: ScaledTensor, reduction: str, group: Any) -> ScaledTensor:
-    """Return the reduction over all ranks."""
-    return _reduce_payloads("all_reduce", x, reduction, group)
-
-
-def reduce_scatter(x: ScaledTensor, reduction: str, size: int, group: Any) -> ScaledTensor:
-    """Return this rank's piece of the reduction."""
-    return _reduce_payloads("reduce_scatter_tensor", x, reduction, size, group)
-
-
-def all_gather(x: ScaledTensor, size: int, group: Any) -> ScaledTensor:
+def gather(x: ScaledTensor, group: str) -> ScaledTensor:
     """Return every rank's payload under the largest scale, one after another."""
     agreed = _agree_on_scale(x, group)
     payload = make_payload_to_send(x, agreed)
-    return wrap(run_and_wait("all_gather_into_tensor", payload, size, group), agreed, x.dtype)
+    return wrap(run_and_wait("all_gather_into_tensor", payload, get_group_size(group), group), agreed, x.dtype)
 
 
-def all_to_all(x: ScaledTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> ScaledTensor:
-    """Send rows of the payload to every rank under the largest scale; return the rows received."""
-    agreed = _agree_on_scale(x, group)
-    payload = run_and_wait("all_to_all_single", make_payload_to_send(x, agreed), output_sizes, input_sizes, group)
-    return wrap(payload, agreed, x.dtype)
-
-
-def broadcast(x: ScaledTensor, source: int, group: Any) -> ScaledTensor:
+def broadcast(x: ScaledTensor, source: int, group: str) -> ScaledTensor:
     """Return one rank's payload and scale."""
     bits = run_and_wait("broadcast", x._payload.contiguous().reshape(-1).view(torch.uint8).clone(), source, group)
     scale = run_and_wait("broadcast", x._scale.reshape(1).clone(), source, group).reshape(())
     return wrap(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype)
 
 
-def wait_tensor(x: ScaledTensor) -> ScaledTensor:
-    """Return the tensor: collectives here are complete when they return."""
-    return wrap(x._payload, x._scale, x.dtype)
-
-
-_functional_rules: dict[str, Callable[..., Any]] = {
-    "all_reduce": all_reduce,
-    "reduce_scatter_tensor": reduce_scatter,
-    "all_gather_into_tensor": all_gather,
-    "all_to_all_single": all_to_all,
-    "broadcast": broadcast,
-    "wait_tensor": wait_tensor,
-}
-register_collectives(functools.partial(implements, family="collectives"), _functional_rules, RULES, write_values)
+register_collectives(functools.partial(implements, family="collectives"), write_values, broadcast, reduce, gather)

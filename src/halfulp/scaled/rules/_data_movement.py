@@ -17,23 +17,12 @@ from torch._ops import OpOverload
 from ...kernels import present_operators, require_float64, torch_operators
 from ...subclass._foreach import make_foreach_rule
 from .. import _powers_of_two as _powers
-from .._operands import as_operand, encode_values, first_scaled
+from .._operands import encode_values, find_scaled, make_operand
 from .._registry import EIGHT_BITS, LOGICAL_DTYPES, implements
 from .._scaled_tensor import ScaledTensor, decode_values, to_plain, wrap
 from .._write import check_indexed_write, write_values
 from ._aligned import move_power_to_scale
-from ._vocabulary import (
-    align_with_constants,
-    data_movement,
-    decode_value,
-    decoded,
-    encode_measured,
-    homogeneous,
-    is_constant,
-    measured_scale,
-    scale_payloads,
-    unit_scale,
-)
+from ._vocabulary import align_with_constants, decode_value, encode_measured, is_constant, scale_payloads
 
 aten = torch_operators("aten")
 
@@ -45,7 +34,7 @@ def make_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.d
     storage = storage or x._payload.dtype
     finite = value == value and abs(value) != float("inf")
     # An infinity has the scale of zeros, so that it decides no other scale.
-    power = _powers.nearest_power(abs(value)) if value and finite else (1.0 if value != value else _powers.ZERO_SCALE)
+    power = _powers.round_number(abs(value)) if value and finite else (1.0 if value != value else _powers.ZERO_SCALE)
     mantissa = value / power if finite else value
     if power == _powers.LARGEST_SCALE:  # the next number above float32's largest would be infinity
         mantissa = math.copysign(min(abs(mantissa), 2 - torch.finfo(storage).eps), mantissa)
@@ -97,20 +86,6 @@ def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -
     return wrap(payload, torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=plain.device), plain.dtype)
 
 
-homogeneous(aten.native_dropout.default, family="pass-through")
-unit_scale(aten.bernoulli.default, aten.bernoulli.Tensor, aten.bernoulli.p, family="random")
-unit_scale(aten.multinomial.default, family="random")
-measured_scale(
-    *(aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, aten.poisson.default),
-    *(aten.binomial.default, aten._standard_gamma.default, aten._standard_gamma_grad.default),
-    *(aten._sample_dirichlet.default, aten._dirichlet_grad.default),
-    family="random",
-)
-
-
-homogeneous(aten.native_dropout_backward.default, family="random", grad_output=1)
-
-
 def _register_drawing(operator: OpOverload) -> None:
     """Register an operator that uses only the shape of its tensor."""
 
@@ -159,28 +134,6 @@ for _packet in (aten.rand_like, aten.randn_like, aten.randint_like):
             _register_drawing_like(getattr(_packet, _name))
 
 
-data_movement(
-    *(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default, aten.transpose.int),
-    *(aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default),
-    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default, aten.detach.default),
-    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.diagonal.default, aten.unfold.default),
-    *(aten.as_strided.default, aten.clone.default, aten.flip.default, aten.roll.default, aten.repeat.default),
-    *(aten.index_select.default, aten.gather.default, aten.index.Tensor, aten._unsafe_index.Tensor),
-    *(aten.embedding.default, aten.take.default, aten.tril.default, aten.triu.default, aten.masked_select.default),
-    family="pass-through",
-)
-data_movement(
-    *(aten.view_copy.default, aten._reshape_copy.default, aten._reshape_alias_copy.default, aten.t_copy.default),
-    *(aten.transpose_copy.int, aten.permute_copy.default, aten.expand_copy.default, aten.slice_copy.Tensor),
-    *(aten.select_copy.int, aten.unsqueeze_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim),
-    *(aten.squeeze_copy.dims, aten.alias_copy.default, aten.detach_copy.default, aten.lift_fresh_copy.default),
-    *(aten.split_copy.Tensor, aten.split_with_sizes_copy.default, aten.unbind_copy.int, aten.diagonal_copy.default),
-    *(aten.unfold_copy.default, aten.as_strided_copy.default, aten.narrow_copy.default),
-    family="pass-through",
-)
-homogeneous(aten.relu.default, aten.abs.default, aten.neg.default, family="pass-through")
-
-
 @implements(aten._to_copy.default, family="pass-through")
 def to_copy(
     x: ScaledTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **layout: Any
@@ -216,10 +169,10 @@ for _operator in (aten.is_same_size.default, aten._has_same_storage_numel.defaul
 
 def compute_aligned_write(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
     """Return compute(payload, source's payload) under the larger scale, which constants do not decide."""
-    like = first_scaled((x, source))
+    like = find_scaled((x, source))
     if is_constant(source) and not isinstance(x, ScaledTensor):
-        x = as_operand(x, like)
-    (base, values), scale = align_with_constants([as_operand(x, like) if is_constant(x) else x, source])
+        x = make_operand(x, like)
+    (base, values), scale = align_with_constants([make_operand(x, like) if is_constant(x) else x, source])
     return scale_payloads(compute(base, values), [scale], [x, source])
 
 
@@ -250,10 +203,6 @@ def _register_indexed_writing(operator: OpOverload) -> None:
 
 for _operator in (aten.scatter.src, aten.scatter_add.default, aten.index_copy.default):
     _register_indexed_writing(_operator)
-measured_scale(
-    *(aten.scatter_reduce.two, aten.index_reduce.default, aten.scatter.reduce, aten.scatter.value_reduce),
-    family="indexing",
-)
 
 
 @implements(aten.scatter.value, family="indexing")
@@ -269,7 +218,7 @@ def scatter_value(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
 @implements(aten.index_add.default, family="indexing")
 def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -> Tensor:
     """Return a source, alpha times, added at indices of a dimension."""
-    moved, factor = (source, 1.0) if alpha == 1 else move_power_to_scale(source, alpha, first_scaled((x, source)))
+    moved, factor = (source, 1.0) if alpha == 1 else move_power_to_scale(source, alpha, find_scaled((x, source)))
     return compute_aligned_write(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
 
 
@@ -297,12 +246,6 @@ def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
 def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
     """Return x with a source written, or added, at indices into the flattened x."""
     return compute_aligned_write(x, source, lambda p, v: aten.put.default(p, index, v, accumulate))
-
-
-homogeneous(aten.embedding_dense_backward.default, family="indexing", grad_output=1)
-
-
-decoded(aten._fft_r2c.default, aten.complex.default, aten.polar.default, family="complex")
 
 
 @implements(aten.view_as_complex.default, family="complex")

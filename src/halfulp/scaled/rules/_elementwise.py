@@ -11,25 +11,11 @@ from torch._ops import OpOverload
 from ...kernels import torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
-from .._operands import as_operand, encode_values, first_scaled, logical_dtype, make_scaled, result_storage
-from .._powers_of_two import scale_ratio, times_power
+from .._operands import choose_storage, encode_values, make_scaled, promote_dtypes
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
-from ._vocabulary import (
-    align_constants,
-    decode_value,
-    decoded,
-    gate,
-    homogeneous,
-    make_result,
-    measured_scale,
-    overloads,
-    raise_scale,
-    scale_one,
-    scale_payloads,
-    unit_scale,
-)
+from ._vocabulary import decode_value, make_result, make_unit_scale, overloads, raise_scale
 
 aten = torch_operators("aten")
 
@@ -39,9 +25,12 @@ def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dt
     if storage not in (torch.float32, torch.bfloat16) and values.numel():
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
-        scale = _powers.maximum_scale(scale, needed)
+        scale = _powers.find_largest_scale(scale, needed)
     return make_scaled(
-        _powers.times_power(values, _powers.scale_ratio(scale_one(values), scale)), scale.clone(), storage, dtype
+        _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale)),
+        scale.clone(),
+        storage,
+        dtype,
     )
 
 
@@ -55,8 +44,8 @@ def _register_on_values(operator: OpOverload, vanishes: bool) -> None:
     def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         values = operator(decode_value(x), *arguments, **options)
         if not vanishes:
-            return encode_values_to_fit(values, scale_one(values), x._payload.dtype, x.dtype)
-        own = _powers.concrete_value(x._scale)
+            return encode_values_to_fit(values, make_unit_scale(values), x._payload.dtype, x.dtype)
+        own = _powers.read_concrete(x._scale)
         least = None if own is None else torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
         scale = torch.clamp(x._scale, max=1.0) if least is None else least
         return encode_values_to_fit(values, scale, x._payload.dtype, x.dtype)
@@ -73,27 +62,13 @@ for _operator in (
     *(aten.special_i1e.default, aten.special_i1.default, aten.special_modified_bessel_i1.default),
 ):
     _register_on_values(_operator, vanishes=True)
-unit_scale(
-    *(aten.sigmoid.default, aten._softmax.default, aten._log_softmax.default, aten.cos.default),
-    *(aten.log.default, aten.log2.default, aten.log10.default, aten.acos.default, aten.acosh.default),
-    *(aten.erfc.default, aten.sinc.default, aten.logit.default, aten.atan2.default, aten.angle.default),
-    *(aten.special_ndtri.default, aten.special_i0e.default, aten.special_bessel_j0.default),
-    *(aten.special_spherical_bessel_j0.default, aten.igamma.default, aten.igammac.default, aten.frexp.Tensor),
-    *(aten.sign.default, aten.sgn.default),
-    family="unit output",
-)
-homogeneous(
-    *(aten.tanh_backward.default, aten.sigmoid_backward.default, aten.logit_backward.default),
-    family="unit output",
-    grad_output=1,
-)
 
 
 # Exponents whose torch kernels commute with powers of two bit for bit; others are computed by logarithms.
 _EXACT_DEGREES = (1, 2, 3, -1, -2)
 
 
-def sqrt_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
+def take_root_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
     """Return the square root of a scale as a power of two, and the factor, 1 or 2, for the payload under its root.
 
     sqrt(p 2^(2k + 1)) = sqrt(2 p) 2^k.
@@ -102,22 +77,24 @@ def sqrt_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
     exponent = (bits >> 23) - 127
     half = exponent >> 1
     under = (exponent - 2 * half + 1).to(torch.float32)
-    value = _powers.concrete_value(under)
+    value = _powers.read_concrete(under)
     return ((half + 127) << 23).view(torch.float32), under if value is None else value
 
 
 @implements(aten.sqrt.default, family="power law")
 def sqrt(x: ScaledTensor) -> Tensor:
     """sqrt(p) sqrt(s), for an odd power of two sqrt(2 p) sqrt(s / 2)."""
-    scale, under = sqrt_of_scale(x._scale)
-    return make_scaled(torch.sqrt(_powers.times_power(to_float32(x), under)), scale, x._payload.dtype, x.dtype)
+    scale, under = take_root_of_scale(x._scale)
+    return make_scaled(torch.sqrt(_powers.multiply_by_power(to_float32(x), under)), scale, x._payload.dtype, x.dtype)
 
 
 @implements(aten.rsqrt.default, family="power law")
 def rsqrt(x: ScaledTensor) -> Tensor:
     """1 / sqrt(p) under 1 / sqrt(s), likewise."""
-    scale, under = sqrt_of_scale(x._scale)
-    return make_scaled(torch.rsqrt(_powers.times_power(to_float32(x), under)), 1.0 / scale, x._payload.dtype, x.dtype)
+    scale, under = take_root_of_scale(x._scale)
+    return make_scaled(
+        torch.rsqrt(_powers.multiply_by_power(to_float32(x), under)), 1.0 / scale, x._payload.dtype, x.dtype
+    )
 
 
 @implements(aten.pow.Tensor_Scalar, family="power law")
@@ -131,61 +108,10 @@ def pow_tensor_scalar(x: ScaledTensor, exponent: Any) -> Tensor:
     return make_result(torch.pow(to_float32(x), exponent), scale, rest, x._payload.dtype, x.dtype)
 
 
-homogeneous(aten.reciprocal.default, degree=-1, family="power law")
-measured_scale(aten.pow.Tensor_Tensor, aten.pow.Scalar, family="power law")
-
-
-gate(
-    *(aten.gelu.default, aten.silu.default, aten.mish.default, aten.hardswish.default, aten.elu.default),
-    *(aten.celu.default, aten.softshrink.default, aten.hardshrink.default, aten.glu.default),
-    family="gated",
-)
-homogeneous(aten.leaky_relu.default, family="pass-through")
-gate(aten.softplus.default, aten.log_sigmoid_forward.default, family="gated", at_least_one=True)
-unit_scale(aten.hardsigmoid.default, family="gated")
-homogeneous(
-    *(aten.gelu_backward.default, aten.silu_backward.default, aten.mish_backward.default),
-    *(aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.hardtanh_backward.default),
-    *(aten.leaky_relu_backward.default, aten.elu_backward.default, aten.softplus_backward.default),
-    *(aten.softshrink_backward.default, aten.glu_backward.default, aten.log_sigmoid_backward.default),
-    *(aten.rrelu_with_noise_backward.default, aten.threshold_backward.default),
-    family="gated",
-    grad_output=1,
-)
-homogeneous(aten.hardshrink_backward.default, family="gated", grad_out=1)
-gate(aten._prelu_kernel.default, family="gated")
-
-
-@implements(aten._prelu_kernel_backward.default, family="gated")
-def prelu_backward(gradient: Any, x: Any, weight: Any) -> tuple[Tensor, Tensor]:
-    """Return the gradient to x under gs, and to the slopes under gs xs."""
-    like = first_scaled((gradient, x, weight))
-    g, p = as_operand(gradient, like), as_operand(x, like)
-    to_x, to_weight = aten._prelu_kernel_backward.default(to_float32(g), to_float32(p), decode_value(weight))
-    holder = gradient if isinstance(gradient, ScaledTensor) else like
-    return scale_payloads(to_x, [g._scale], [holder]), scale_payloads(to_weight, [g._scale, p._scale], [holder])
-
-
-@implements(aten.threshold.default, family="gated")
-def threshold(x: ScaledTensor, threshold: Any, value: Any) -> Tensor:
-    """x where it is above the threshold, else a constant, under x's scale."""
-    (constant,), scale = align_constants(x, value)
-    payload = times_power(to_float32(x), scale_ratio(x._scale, scale))
-    return scale_payloads(torch.where(decode_value(x) <= threshold, constant, payload), [scale], [x])
-
-
-@implements(aten.rrelu_with_noise_functional.default, family="gated")
-def rrelu_functional(x: ScaledTensor, noise: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """x with random slopes below zero, under x's scale; the slopes."""
-    slopes = decode_value(noise).clone()
-    y = aten.rrelu_with_noise.default(to_float32(x), slopes, *arguments, **options)
-    return scale_payloads(y, [x._scale], [x]), scale_payloads(slopes, [], [x])
-
-
 @implements(aten.rrelu_with_noise.default, family="gated")
 def rrelu_with_noise(x: ScaledTensor, noise: Any, *arguments: Any, **options: Any) -> Tensor:
-    """x with random slopes below zero, under x's scale; the slopes are written into the noise."""
-    y, slopes = rrelu_functional(x, noise, *arguments, **options)
+    """x with random slopes below zero; the slopes are written into the noise."""
+    y, slopes = aten.rrelu_with_noise_functional.default(x, noise, *arguments, **options)
     write_values(noise, slopes)
     return y
 
@@ -194,35 +120,6 @@ def rrelu_with_noise(x: ScaledTensor, noise: Any, *arguments: Any, **options: An
 def rrelu_with_noise_(x: ScaledTensor, noise: Any, *arguments: Any, **options: Any) -> Tensor:
     """As `rrelu_with_noise`, in place."""
     return write_values(x, rrelu_with_noise(x, noise, *arguments, **options))
-
-
-measured_scale(
-    *overloads(aten.lgamma, aten.digamma, aten.polygamma, aten.mvlgamma, aten.xlogy, aten.special_xlog1py),
-    *overloads(aten.special_zeta, aten.special_entr, aten.special_log_ndtr, aten.special_erfcx, aten.i0),
-    *overloads(aten.logaddexp, aten.logaddexp2, aten.nextafter, aten.ldexp, aten.special_airy_ai),
-    *overloads(aten.special_bessel_y0, aten.special_bessel_y1, aten.special_modified_bessel_i0),
-    *overloads(aten.special_modified_bessel_k0, aten.special_modified_bessel_k1),
-    *overloads(aten.special_scaled_modified_bessel_k0, aten.special_scaled_modified_bessel_k1),
-    *overloads(aten.special_hermite_polynomial_h, aten.special_hermite_polynomial_he),
-    *overloads(aten.special_laguerre_polynomial_l, aten.special_legendre_polynomial_p),
-    *overloads(aten.special_chebyshev_polynomial_t, aten.special_chebyshev_polynomial_u),
-    *overloads(aten.special_chebyshev_polynomial_v, aten.special_chebyshev_polynomial_w),
-    *overloads(aten.special_shifted_chebyshev_polynomial_t, aten.special_shifted_chebyshev_polynomial_u),
-    *overloads(aten.special_shifted_chebyshev_polynomial_v, aten.special_shifted_chebyshev_polynomial_w),
-    family="special",
-)
-# Distances, samplers, bags and segments, with their gradients: sums whose number of terms depends on arguments.
-measured_scale(
-    *overloads(aten._cdist_forward, aten._cdist_backward, aten._euclidean_dist, aten._pdist_forward),
-    *overloads(aten._pdist_backward, aten.renorm, aten.embedding_renorm, aten.linalg_cross),
-    *overloads(aten.grid_sampler_2d, aten.grid_sampler_2d_backward, aten.grid_sampler_3d),
-    *overloads(aten.grid_sampler_3d_backward, aten._ctc_loss),
-    *overloads(aten._embedding_bag, aten._embedding_bag_forward_only, aten._embedding_bag_dense_backward),
-    *overloads(aten._embedding_bag_per_sample_weights_backward, aten._embedding_bag_sparse_backward),
-    *overloads(aten._embedding_bag_backward, aten.embedding_sparse_backward, aten.dist),
-    *overloads(aten.segment_reduce, aten._segment_reduce_backward),
-    family="special",
-)
 
 
 @implements(*overloads(aten._ctc_loss_backward), family="special")
@@ -236,16 +133,4 @@ def ctc_loss_backward(
     backward = aten._ctc_loss_backward.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss_backward.default
     loss, alpha = operator(values, targets, lengths, target_lengths, *options)
     found = backward(decode_value(gradient), values, targets, lengths, target_lengths, loss, alpha, *options)
-    return encode_values(found, result_storage(given), dtype=logical_dtype(given))
-
-
-# Sparse results are plain: scaled tensors are dense.
-decoded(aten._sparse_coo_tensor_with_dims_and_tensors.default, family="special")
-
-
-decoded(
-    *overloads(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.equal, aten.isin, aten.allclose),
-    *overloads(aten.isnan, aten.isinf, aten.isposinf, aten.isneginf, aten.signbit, aten.nonzero, aten.nonzero_static),
-    *overloads(aten.logical_not, aten.logical_and, aten.logical_or, aten.logical_xor, aten.hash_tensor),
-    family="comparison",
-)
+    return encode_values(found, choose_storage(given), dtype=promote_dtypes(given))

@@ -19,29 +19,20 @@ from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._float8 import has_capability
 from .._operands import (
-    as_operand,
     bring_payload_under,
-    first_scaled,
-    logical_dtype,
+    choose_product_storage,
+    choose_storage,
+    find_scaled,
+    make_operand,
     make_scaled,
     make_scaled_to_fit,
     move_level_to_scale,
-    product_storage,
-    result_storage,
+    promote_dtypes,
 )
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, to_float32, to_storage, wrap
 from .._write import write_values
-from ._vocabulary import (
-    data_movement,
-    decode_value,
-    make_scaled_result,
-    measured_scale,
-    scale_one,
-    scale_payloads,
-    scale_values,
-    sqrt_of_count,
-)
+from ._vocabulary import decode_value, make_scaled_result, make_unit_scale, round_root, scale_payloads, scale_values
 
 aten = torch_operators("aten")
 
@@ -51,7 +42,7 @@ def _scale_statistics(x: ScaledTensor, eps: float, mean: Tensor | None, deviatio
 
     The gradient of x takes the deviation's scale.
     """
-    largest = _powers.nearest_power(eps**-0.5, "down") if eps > 0 else _powers.LARGEST_SCALE
+    largest = _powers.round_number(eps**-0.5, "down") if eps > 0 else _powers.LARGEST_SCALE
     scale = x._scale.reciprocal().clamp(_powers.SMALLEST_SCALE, largest)
     held = None if mean is None else scale_values(mean, x._scale, torch.float32, torch.float32)
     return held, scale_values(deviation, scale, torch.float32, torch.float32)
@@ -59,7 +50,7 @@ def _scale_statistics(x: ScaledTensor, eps: float, mean: Tensor | None, deviatio
 
 def _make_normalised(y: Tensor, *operands: Any) -> ScaledTensor:
     given = [x for x in operands if isinstance(x, Tensor)]
-    return make_scaled_to_fit(y, scale_one(y), result_storage(given), logical_dtype(given))
+    return make_scaled_to_fit(y, make_unit_scale(y), choose_storage(given), promote_dtypes(given))
 
 
 def _decode_operands(*tensors: Any) -> list[Any]:
@@ -69,7 +60,7 @@ def _decode_operands(*tensors: Any) -> list[Any]:
 @implements(aten.native_layer_norm.default, family="norm")
 def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(var + eps) weight + bias under the scale 1."""
-    p = as_operand(x, first_scaled((x, weight, bias)))
+    p = make_operand(x, find_scaled((x, weight, bias)))
     y, *statistics = aten.native_layer_norm.default(*_decode_operands(p), shape, *_decode_operands(weight, bias), eps)
     return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)
 
@@ -77,7 +68,7 @@ def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[
 @implements(aten.native_group_norm.default, family="norm")
 def group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, group: int, eps: float) -> tuple:
     """(x - mean) / sqrt(var + eps) weight + bias under the scale 1, over groups of channels."""
-    p = as_operand(x, first_scaled((x, weight, bias)))
+    p = make_operand(x, find_scaled((x, weight, bias)))
     y, *statistics = aten.native_group_norm.default(*_decode_operands(p, weight, bias), n, c, hw, group, eps)
     return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)
 
@@ -87,7 +78,7 @@ def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor
     """x / sqrt(mean(x^2) + eps) weight under the scale 1."""
     # torch's default is that of the type in which it computes.
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
-    p = as_operand(x, first_scaled((x, weight)))
+    p = make_operand(x, find_scaled((x, weight)))
     values = decode_value(p)
     deviation = (values.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
     y = values * deviation
@@ -102,8 +93,8 @@ def _scale_norm_gradients(g: ScaledTensor, results: Any, mask: Any, rows: int, l
     """
     to_x, *others = (y if wanted else None for y, wanted in zip(results, mask))
     if to_x is not None:
-        to_x = move_level_to_scale(to_x, g._scale, level, result_storage([holder]), logical_dtype([holder]))
-    sum_scale = sqrt_of_count(rows)
+        to_x = move_level_to_scale(to_x, g._scale, level, choose_storage([holder]), promote_dtypes([holder]))
+    sum_scale = round_root(rows)
     return to_x, *(y if y is None else scale_payloads(y, [g._scale], [holder], sum_scale) for y in others)
 
 
@@ -112,14 +103,14 @@ def layer_norm_backward(
     gradient: Any, x: Any, shape: Any, mean: Any, deviation: Any, weight: Any, bias: Any, mask: Any
 ) -> tuple:
     """Return the gradients: to x under gs / xs."""
-    like = first_scaled((gradient, x, weight))
-    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    like = find_scaled((gradient, x, weight))
+    g, holder = make_operand(gradient, like), find_scaled((gradient, like))
     values, *saved = _decode_operands(x, mean, deviation)
     results = aten.native_layer_norm_backward.default(
         to_float32(g), values, shape, *saved, *_decode_operands(weight, bias), mask
     )
     rows = math.prod(x.shape[: x.dim() - len(shape)])
-    return _scale_norm_gradients(g, results, mask, rows, as_operand(deviation, like)._scale, holder)
+    return _scale_norm_gradients(g, results, mask, rows, make_operand(deviation, like)._scale, holder)
 
 
 @implements(aten.native_group_norm_backward.default, family="norm")
@@ -127,18 +118,18 @@ def group_norm_backward(
     gradient: Any, x: Any, mean: Any, deviation: Any, weight: Any, n: int, c: int, hw: int, group: int, mask: Any
 ) -> tuple:
     """Return the gradients of group normalisation with respect to its input, weight and bias."""
-    like = first_scaled((gradient, x, weight))
-    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    like = find_scaled((gradient, x, weight))
+    g, holder = make_operand(gradient, like), find_scaled((gradient, like))
     values = _decode_operands(x, mean, deviation, weight)
     results = aten.native_group_norm_backward.default(to_float32(g), *values, n, c, hw, group, mask)
-    return _scale_norm_gradients(g, results, mask, n * hw, as_operand(deviation, like)._scale, holder)
+    return _scale_norm_gradients(g, results, mask, n * hw, make_operand(deviation, like)._scale, holder)
 
 
 @implements(aten._fused_rms_norm_backward.default, family="norm")
 def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight: Any, mask: Any) -> tuple:
     """d (g w - xhat mean(g w xhat)) with xhat = x d: to x under gs / xs."""
-    like = first_scaled((gradient, x, weight))
-    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    like = find_scaled((gradient, x, weight))
+    g, holder = make_operand(gradient, like), find_scaled((gradient, like))
     values, inverse = _decode_operands(x, deviation)
     xhat = values * inverse
     weighted = to_float32(g) if weight is None else to_float32(g) * decode_value(weight)
@@ -149,7 +140,7 @@ def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight:
         to_weight = to_float32(g) * xhat
         to_weight = to_weight.sum(outer) if outer else to_weight
     rows = math.prod(x.shape[: len(outer)])
-    return _scale_norm_gradients(g, (to_x, to_weight), mask, rows, as_operand(deviation, like)._scale, holder)
+    return _scale_norm_gradients(g, (to_x, to_weight), mask, rows, make_operand(deviation, like)._scale, holder)
 
 
 def _step_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
@@ -172,7 +163,7 @@ def _compute_batch_norm(
         y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
         empty = torch.empty(0, dtype=torch.float32, device=y.device)
         return (_make_normalised(y, x, weight, bias, mean, variance), empty, empty.clone()), [mean, variance]
-    p = as_operand(x, first_scaled((x, weight, bias)))
+    p = make_operand(x, find_scaled((x, weight, bias)))
     zeros = torch.zeros(x.shape[1], dtype=torch.float32, device=p.device)
     y, *statistics, batch_mean, batch_variance = aten._native_batch_norm_legit_functional.default(
         *_decode_operands(p, weight, bias), zeros, zeros.clone(), True, 1.0, eps
@@ -238,13 +229,13 @@ def batch_norm_backward(
     mask: Any,
 ) -> tuple:
     """Return the gradients: to x under gs / xs, to weight and bias under gs c."""
-    like = first_scaled((gradient, x, weight, mean, variance))
-    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    like = find_scaled((gradient, x, weight, mean, variance))
+    g, holder = make_operand(gradient, like), find_scaled((gradient, like))
     values = _decode_operands(x, weight, mean, variance, saved, deviation)
     results = aten.native_batch_norm_backward.default(to_float32(g), *values, train, eps, mask)
     level = deviation if train else (values[3] + eps).rsqrt()
     rows = x.numel() // max(x.shape[1], 1)
-    return _scale_norm_gradients(g, results, mask, rows, as_operand(level, like)._scale, holder)
+    return _scale_norm_gradients(g, results, mask, rows, make_operand(level, like)._scale, holder)
 
 
 # The arguments of other backends' operators: with a reserve at the end, or with the input first and no mask.
@@ -253,9 +244,6 @@ implements(aten.batch_norm_backward.default, family="norm")(lambda *given: _batc
 implements(aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default, family="norm")(
     lambda x, gradient, *given: _batch_norm_backward_rule(gradient, x, *given[:5], True, given[5], (True, True, True))
 )
-
-
-measured_scale(aten._weight_norm_interface_backward.default, family="norm")
 
 
 _ATTENTION_INPUT_NAMES = ("query", "key", "value")
@@ -286,7 +274,7 @@ def _register_attention(operator: OpOverload) -> None:
         given = map_arguments_by_name(operator, arguments, options)
         inputs = [given[name] for name in _ATTENTION_INPUT_NAMES]
         query, key, value, storage = _scale_attention_operands(inputs, given)
-        dtype = logical_dtype(inputs)
+        dtype = promote_dtypes(inputs)
         kernel = _choose_kernel_dtype(operator, storage, dtype, query, value)
         output, *others = call_with_named_arguments(
             operator,
@@ -320,9 +308,9 @@ def _register_attention_backward(operator: OpOverload) -> None:
         results = call_with_named_arguments(operator, given | payloads | bias)
         sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
         to_query, to_key, to_value, *others = results
-        sum_scale = sqrt_of_count(key.shape[-2])
+        sum_scale = round_root(key.shape[-2])
         factors = {"number": 1.0 / sum_scale, "factor": sum_scale}
-        to_key = to_key.to(torch.float32) / _powers.scale_product(sq, sk)[0]
+        to_key = to_key.to(torch.float32) / _powers.multiply_scales(sq, sk)[0]
         if bias and others and isinstance(others[0], Tensor):
             dtype = next(given[name].dtype for name in bias)
             others[0] = make_scaled_result(others[0], (sg, sv), storage, dtype, **factors)
@@ -338,9 +326,9 @@ def _register_attention_backward(operator: OpOverload) -> None:
 
 def _scale_attention_operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
     """Return tensors as payload x scale, then the storage of their result."""
-    like = first_scaled([*tensors, *given.values()])
+    like = find_scaled([*tensors, *given.values()])
     scaled = [x for x in tensors if isinstance(x, ScaledTensor)]
-    return *(as_operand(x, like) for x in tensors), product_storage(tuple(scaled) or (like,))
+    return *(make_operand(x, like) for x in tensors), choose_product_storage(tuple(scaled) or (like,))
 
 
 def call_with_named_arguments(operator: OpOverload, given: dict[str, Any]) -> Any:
@@ -368,7 +356,7 @@ def _make_attention_payloads(
     if _powers.is_fused(query._payload):
         own = fused.finish_payload(query._payload, (query._scale, key._scale), kernel, "factor")[0]
     else:
-        own = to_storage(to_float32(query) * _powers.scale_product(query._scale, key._scale)[0], kernel)
+        own = to_storage(to_float32(query) * _powers.multiply_scales(query._scale, key._scale)[0], kernel)
     return {"query": own, **others}
 
 
@@ -400,11 +388,6 @@ for _operator in (
 ):
     _register_attention_backward(_operator)
 
-# The fused attention of torch.nn's inference: on values.
-measured_scale(
-    *(aten._native_multi_head_attention.default, aten._transformer_encoder_layer_fwd.default), family="attention"
-)
-
 
 @implements(aten._fused_sdp_choice.default, family="attention")
 def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> int:
@@ -417,18 +400,6 @@ def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, *arguments: Any,
 
     options = {name: plain(x) for name, x in options.items()}
     return aten._fused_sdp_choice.default(*map(plain, (query, key, value, *arguments)), **options)
-
-
-# Results after the states are for the backward pass, and stay plain.
-measured_scale(aten.mkldnn_rnn_layer.default, aten._cudnn_rnn.default, family="recurrent", scaled=3)
-measured_scale(aten._thnn_fused_lstm_cell.default, family="recurrent", scaled=2)
-measured_scale(aten._thnn_fused_gru_cell.default, family="recurrent", scaled=1)
-measured_scale(
-    *(aten.mkldnn_rnn_layer_backward.default, aten._cudnn_rnn_backward.default),
-    *(aten._thnn_fused_lstm_cell_backward_impl.default, aten._thnn_fused_gru_cell_backward.default),
-    family="recurrent",
-)
-data_movement(aten._pack_padded_sequence_backward.default, family="pass-through")
 
 
 @implements(aten._pack_padded_sequence.default, family="pass-through")

@@ -22,32 +22,23 @@ from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._float8 import eight_bit_engine
 from .._operands import (
-    as_addend,
-    as_factor,
-    as_operand,
+    choose_product_storage,
+    choose_storage,
+    find_scaled,
     find_stand_ins,
-    first_scaled,
     keep_nonzero,
-    logical_dtype,
+    make_addend,
+    make_factor,
+    make_operand,
     make_scaled_to_fit,
-    product_storage,
-    result_storage,
+    promote_dtypes,
     saturate_stand_ins,
 )
-from .._powers_of_two import nearest_power
+from .._powers_of_two import round_number
 from .._registry import EIGHT_BITS, RULES_OF_OPERATORS_TO_COME, ComplexOperand, implements
 from .._scaled_tensor import ScaledTensor, to_float32, wrap
 from ._aligned import add
-from ._vocabulary import (
-    align_operands,
-    decode_value,
-    encode_measured,
-    make_result,
-    make_scaled_result,
-    measured_scale,
-    overloads,
-    sqrt_of_count,
-)
+from ._vocabulary import align_operands, decode_value, encode_measured, make_result, make_scaled_result, round_root
 
 aten = torch_operators("aten")
 EIGHT_BIT_SIDE_MULTIPLE = 16  # torch._scaled_mm takes multiples of this
@@ -85,19 +76,19 @@ def has_wide_products(device: torch.device) -> bool:
 
 def invert_scale(scale: Tensor) -> Tensor | float:
     """Return 1 / scale as a factor; 1 for zeros of any scale, whose quotients would decide alignments."""
-    value = _powers.concrete_value(scale)
+    value = _powers.read_concrete(scale)
     if value is not None:
         return 1.0 if value == _powers.ZERO_SCALE else 1.0 / value
     return torch.where(scale == _powers.ZERO_SCALE, torch.ones_like(scale), scale).double().reciprocal()
 
 
-def scale_quotient(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
+def divide_scale_product(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
     """Return the product of some scales divided by another: the factor that brings payloads under it.
 
     It stays a normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
     """
-    values: list[Any] = [_powers.concrete_value(factor) if isinstance(factor, Tensor) else factor for factor in factors]
-    held = 1.0 if scale is None else _powers.concrete_value(scale)
+    values: list[Any] = [_powers.read_concrete(factor) if isinstance(factor, Tensor) else factor for factor in factors]
+    held = 1.0 if scale is None else _powers.read_concrete(scale)
     if held is not None and None not in values:
         return min(max(math.prod(values) / held, _powers.SMALLEST_SCALE), _powers.LARGEST_SCALE)
     first: Any = factors[0]
@@ -124,7 +115,7 @@ def split_number(value: Any) -> tuple[Any, float]:
     value = float(value)
     if not math.isfinite(value):
         return value, 1.0
-    power = nearest_power(abs(value)) if value else _powers.ZERO_SCALE
+    power = round_number(abs(value)) if value else _powers.ZERO_SCALE
     return value / power, power
 
 
@@ -146,7 +137,7 @@ def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, f
     """Return a product of payloads, and the part of the factor that it still lacks."""
     left, right = x._payload, y._payload
     if operator is aten.mm.default and is_eight_bit_product(left, right):
-        return eight_bit_product(left, right, factor), 1.0
+        return multiply_eight_bits(left, right, factor), 1.0
     if operator not in _PRODUCTS_WITH_FACTOR:
         return operator(to_float32(x), to_float32(y)), factor
     if _is_wide_product(left, right):
@@ -157,12 +148,12 @@ def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, f
     return _PRODUCTS_WITH_FACTOR[operator](left.new_empty(()), left, right, beta=0, alpha=factor), 1.0
 
 
-def as_product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
+def make_product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """Return an operand of a matrix product; beside bfloat16 a plain one is rounded to bfloat16.
 
     Of the narrow types it alone has float32's range, so that nothing but digits is lost.
     """
-    wide = as_factor(x, like)
+    wide = make_factor(x, like)
     if wide is x or like._payload.dtype != torch.bfloat16:
         return wide
     return wrap(wide._payload.to(torch.bfloat16), wide._scale, wide.dtype)
@@ -184,11 +175,11 @@ def _choose_product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
 def _register_product(operator: OpOverload) -> None:
     def product(a: Any, b: Any) -> Tensor:
         """op(pa, pb) / c under the scale sa sb c, with c the power of two below the square root of a sum's terms."""
-        like = first_scaled((a, b))
-        x, y = (as_product_operand(t, like) for t in (a, b))
-        sum_scale = sqrt_of_count(a.shape[-1])
+        like = find_scaled((a, b))
+        x, y = (make_product_operand(t, like) for t in (a, b))
+        sum_scale = round_root(a.shape[-1])
         values, factor = _multiply_payloads(operator, x, y, 1.0 / sum_scale)
-        storage, dtype = product_storage((a, b)), logical_dtype((a, b))
+        storage, dtype = choose_product_storage((a, b)), promote_dtypes((a, b))
         return make_scaled_result(values, (x._scale, y._scale), storage, dtype, sum_scale, factor)
 
     implements(operator, family="bilinear")(product)
@@ -209,14 +200,14 @@ def mul(a: Any, b: Any) -> Tensor:
     """pa pb under the scale sa sb; a number is split at the power of two next to it in log2."""
     if not isinstance(a, Tensor):
         a, b = b, a
-    dtype = logical_dtype((a, b))
+    dtype = promote_dtypes((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = split_number(b)
         storage = a._payload.dtype
         if power == _powers.ZERO_SCALE:
             return make_result(to_float32(a) * mantissa, make_zero_scale(a), 1.0, storage, dtype)
         if type(mantissa) is float and mantissa == 1.0:
-            scale, rest = _powers.scale_product(a._scale, power)
+            scale, rest = _powers.multiply_scales(a._scale, power)
             is_exact = type(rest) is float and rest == 1.0
             return (
                 wrap(a._payload.clone(), scale, dtype)
@@ -227,11 +218,11 @@ def mul(a: Any, b: Any) -> Tensor:
     if type(a) is type(b) is ScaledTensor:
         # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
         is_square = a is b and not _powers.is_concrete(a._payload)
-        storage = torch.float32 if is_square else result_storage((a, b))
+        storage = torch.float32 if is_square else choose_storage((a, b))
         return make_scaled_result(to_float32(a) * to_float32(b), (a._scale, b._scale), storage, dtype)
-    like, storage = first_scaled((a, b)), result_storage((a, b))
-    x, y = as_addend(a, like, among_zeros=False), as_addend(b, like, among_zeros=False)
-    scale, rest = _powers.scale_product(x._scale, y._scale)
+    like, storage = find_scaled((a, b)), choose_storage((a, b))
+    x, y = make_addend(a, like, among_zeros=False), make_addend(b, like, among_zeros=False)
+    scale, rest = _powers.multiply_scales(x._scale, y._scale)
     large = [find_stand_ins(factor, like, among_zeros=False) for factor in (a, b)]
     values = saturate_stand_ins(to_float32(x) * to_float32(y), scale, storage, *large)
     return make_result(values, scale, rest, storage, dtype)
@@ -240,32 +231,26 @@ def mul(a: Any, b: Any) -> Tensor:
 @implements(aten.div.Tensor, aten.div.Scalar, family="bilinear")
 def div(a: Any, b: Any) -> Tensor:
     """pa / pb under the scale sa / sb."""
-    dtype = logical_dtype((a, b))
+    dtype = promote_dtypes((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = (0.0, 1.0) if not is_symbolic(b) and b == 0 else split_number(b)
-        scale, rest = _powers.scale_product(a._scale, 1.0 / power)
+        scale, rest = _powers.multiply_scales(a._scale, 1.0 / power)
         return make_result(to_float32(a) / mantissa, scale, rest, a._payload.dtype, dtype)
-    like = first_scaled((a, b))
-    x, y = as_addend(a, like, among_zeros=False), as_addend(b, like, among_zeros=False)
-    scale, rest = _powers.scale_product(x._scale, invert_scale(y._scale))
+    like = find_scaled((a, b))
+    x, y = make_addend(a, like, among_zeros=False), make_addend(b, like, among_zeros=False)
+    scale, rest = _powers.multiply_scales(x._scale, invert_scale(y._scale))
     rest = _restore_zero_scale(y._scale, rest)
-    values, storage = to_float32(x) / to_float32(y), result_storage((a, b))
+    values, storage = to_float32(x) / to_float32(y), choose_storage((a, b))
     values = saturate_stand_ins(values, scale, storage, find_stand_ins(a, like), find_stand_ins(b, like, inverse=True))
     return make_result(values, scale, rest, storage, dtype)
 
 
 def _restore_zero_scale(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
     """Put back what `invert_scale` left out for a divisor under the smallest scale."""
-    value = _powers.concrete_value(divisor)
+    value = _powers.read_concrete(divisor)
     if value is not None:
         return rest / _powers.ZERO_SCALE if value == _powers.ZERO_SCALE else rest
     return torch.where(divisor == _powers.ZERO_SCALE, 1.0 / _powers.ZERO_SCALE, 1.0) * rest
-
-
-measured_scale(
-    *(aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.floor_divide.Scalar),
-    family="bilinear",
-)
 
 
 def add_scaled_product(
@@ -292,11 +277,11 @@ def add_scaled_product(
         of_matrices: a b is a product of matrices, whose elements all have a say in its scale.
         separate: the product of matrices alone, where compute is one and a sum.
     """
-    like = first_scaled((base, a, b))
-    storage, dtype = product_storage((base, a, b)), logical_dtype((base, a, b))
-    as_factor = as_product_operand if separate else as_operand if of_matrices else as_addend
+    like = find_scaled((base, a, b))
+    storage, dtype = choose_product_storage((base, a, b)), promote_dtypes((base, a, b))
+    make_factor = make_product_operand if separate else make_operand if of_matrices else make_addend
     large = [find_stand_ins(base, like, beta)]
-    base, x, y = as_addend(base, like, beta), as_factor(a, like), as_factor(b, like)
+    base, x, y = make_addend(base, like, beta), make_factor(a, like), make_factor(b, like)
     if separate is not None and large == [None] and _is_fused_addend(base, x, y, beta, alpha):
         values, factor = _multiply_payloads(separate, x, y, 1.0 / sum_scale)
         product = make_scaled_result(values, (x._scale, y._scale), torch.float32, dtype, sum_scale, factor)
@@ -313,11 +298,14 @@ def add_scaled_product(
     if _powers.is_fused(base._payload) and is_ordinary and added is None and not quotient:
         scale, of_base, of_product = fused.compute_affine_factors(base._scale, x._scale, y._scale, *powers)
     else:
-        own, _ = _powers.scale_product(base._scale, powers[0])
+        own, _ = _powers.multiply_scales(base._scale, powers[0])
         own = make_zero_scale(base) if not is_symbolic(beta) and beta == 0 else own
-        other = _powers.scale_product(*factors, powers[1])[0] if added is None else added._scale
-        scale = _powers.maximum_scale(own, other)
-        of_base, of_product = scale_quotient(base._scale, scale=scale), scale_quotient(*factors, scale=scale)
+        other = _powers.multiply_scales(*factors, powers[1])[0] if added is None else added._scale
+        scale = _powers.find_largest_scale(own, other)
+        of_base, of_product = (
+            divide_scale_product(base._scale, scale=scale),
+            divide_scale_product(*factors, scale=scale),
+        )
     if quotient:
         of_product = _restore_zero_scale(y._scale, of_product)
     start, left, right = (
@@ -360,7 +348,7 @@ def _multiply_plain_operands(
             is_beyond = is_beyond & (factor.isfinite() if isinstance(factor, Tensor) else math.isfinite(factor))
         is_beyond = is_beyond & (b != 0) if quotient else is_beyond
         product = torch.where(is_beyond, _clamp_to_float32(product), product)
-    return as_addend(product * alpha, like), [find_stand_ins(product, like, alpha)]
+    return make_addend(product * alpha, like), [find_stand_ins(product, like, alpha)]
 
 
 def _clamp_to_float32(number: Any) -> Any:
@@ -377,7 +365,7 @@ def _register_added_product(operator: OpOverload, separate: OpOverload | None = 
 
     def added(base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
         batches = a.shape[0] if operator is aten.addbmm.default else 1
-        sum_scale = sqrt_of_count(1 if operator is aten.addr.default else batches * a.shape[-1])
+        sum_scale = round_root(1 if operator is aten.addr.default else batches * a.shape[-1])
         return add_scaled_product(
             *(base, a, b, compute), sum_scale=sum_scale, beta=beta, alpha=alpha, of_matrices=True, separate=separate
         )
@@ -420,27 +408,10 @@ def _multiply_unless_one(payload: Tensor, factor: Any) -> Tensor:
 def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     """a + weight (b - a) on payloads under the larger scale: weights are values."""
     if not isinstance(a, ScaledTensor) and not isinstance(b, ScaledTensor):
-        a, b = as_operand(a, weight), as_operand(b, weight)
+        a, b = make_operand(a, weight), make_operand(b, weight)
     (x, y), scale, storage, dtype = align_operands(a, b)
     operator = aten.lerp.Tensor if isinstance(weight, Tensor) else aten.lerp.Scalar
     return make_scaled_to_fit(operator(x, y, decode_value(weight)), scale, storage, dtype)
-
-
-@implements(aten._grouped_mm.default, family="bilinear")
-def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply groups of rows, or of columns, with a matrix each."""
-    if bias is not None:
-        raise NotImplementedError("_grouped_mm with a bias of scaled tensors: add the bias to the result")
-    like = first_scaled((a, b))
-    x, y = as_operand(a, like), as_operand(b, like)
-    terms = a.shape[-1] // offs.shape[0] if a.dim() == b.dim() == 2 else a.shape[-1]
-    sum_scale, dtype = sqrt_of_count(terms), out_dtype or logical_dtype((a, b))
-    values = aten._grouped_mm.default(to_float32(x), to_float32(y), offs)
-    scales = (x._scale, y._scale)
-    return make_scaled_result(values, scales, product_storage((a, b)), dtype, sum_scale, 1.0 / sum_scale)
-
-
-measured_scale(aten._trilinear.default, family="bilinear")
 
 
 @implements(aten.convolution.default, family="bilinear")
@@ -452,29 +423,29 @@ def convolution(
     All powers of two go into the weight and the bias, so that the result is written once.
     """
     given = (x, weight) if bias is None else (x, weight, bias)
-    like = first_scaled(given)
-    x, weight = as_factor(x, like), as_factor(weight, like)
-    sum_scale = sqrt_of_count(_count_convolution_terms(weight, transposed, groups=rest[-1], of_output=True))
-    scale, _ = _powers.scale_product(x._scale, weight._scale, sum_scale)
+    like = find_scaled(given)
+    x, weight = make_factor(x, like), make_factor(weight, like)
+    sum_scale = round_root(_count_convolution_terms(weight, transposed, groups=rest[-1], of_output=True))
+    scale, _ = _powers.multiply_scales(x._scale, weight._scale, sum_scale)
     start, large = None, None
     if bias is not None:
         large = find_stand_ins(bias, like)
         large = large if large is None else large.reshape(-1, *[1] * (weight.dim() - 2))
-        bias = as_addend(bias, like)
-        scale = _powers.maximum_scale(scale, bias._scale)
-        start = _powers.times_power(to_float32(bias), scale_quotient(bias._scale, scale=scale))
-    kernel = _powers.times_power(to_float32(weight), scale_quotient(x._scale, weight._scale, scale=scale))
+        bias = make_addend(bias, like)
+        scale = _powers.find_largest_scale(scale, bias._scale)
+        start = _powers.multiply_by_power(to_float32(bias), divide_scale_product(bias._scale, scale=scale))
+    kernel = _powers.multiply_by_power(to_float32(weight), divide_scale_product(x._scale, weight._scale, scale=scale))
     values = aten.convolution.default(to_float32(x), kernel, start, stride, padding, dilation, transposed, *rest)
-    storage = product_storage(given)
-    return make_scaled_to_fit(saturate_stand_ins(values, scale, storage, large), scale, storage, logical_dtype(given))
+    storage = choose_product_storage(given)
+    return make_scaled_to_fit(saturate_stand_ins(values, scale, storage, large), scale, storage, promote_dtypes(given))
 
 
 @implements(aten.convolution_backward.default, family="bilinear")
 def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tuple[Tensor | None, ...]:
     """Return the gradients of the input, the weight and the bias, those that are asked for."""
     given = (gradient, x, weight)
-    like = first_scaled(given)
-    gradient, x, weight = (as_factor(tensor, like) for tensor in given)
+    like = find_scaled(given)
+    gradient, x, weight = (make_factor(tensor, like) for tensor in given)
     payloads = [to_float32(tensor) for tensor in (gradient, x, weight)]
     *_, transposed, _, groups, wanted = rest
     values = aten.convolution_backward.default(*payloads, *rest)
@@ -483,9 +454,9 @@ def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tupl
     counts = (_count_convolution_terms(weight, transposed, groups, of_output=False), inputs, places)
     others = ((weight._scale,), (x._scale,), ())
     dtypes = (x.dtype, weight.dtype, gradient.dtype)
-    storage = product_storage(given)
+    storage = choose_product_storage(given)
     return tuple(
-        make_scaled_result(y, (gradient._scale, *other), storage, dtype, sqrt_of_count(count), 1 / sqrt_of_count(count))
+        make_scaled_result(y, (gradient._scale, *other), storage, dtype, round_root(count), 1 / round_root(count))
         if ask
         else None
         for y, other, count, dtype, ask in zip(values, others, counts, dtypes, wanted)
@@ -501,9 +472,6 @@ def _count_convolution_terms(weight: Tensor, transposed: bool, groups: int, of_o
     return weight.shape[1] * window
 
 
-measured_scale(aten.conv_tbc.default, aten.conv_tbc_backward.default, family="bilinear")
-
-
 def fma(a: Any, b: Any, c: Any) -> Tensor:
     """a b + c in c's storage: what dynamo makes of c.addcmul_(x, y, value=b), with a = x y, and of c.addcdiv_."""
     total: Any = add(c, mul(a, b)) if isinstance(b, Tensor) else add(c, a, alpha=b)
@@ -513,24 +481,11 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
     if isinstance(b, Tensor) or is_symbolic(b) or not b > 0:
         return held
     # A second moment, as in `addcmul`.
-    product, before = to_float32(as_operand(a, c)), to_float32(c)
+    product, before = to_float32(make_operand(a, c)), to_float32(c)
     return keep_nonzero(held, torch.where((before >= 0) & (product >= 0), torch.maximum(product, before), 0.0))
 
 
 RULES_OF_OPERATORS_TO_COME["prims::fma"] = fma
-
-
-measured_scale(
-    *overloads(aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.triangular_solve),
-    *overloads(aten.linalg_cholesky_ex, aten.cholesky, aten.cholesky_solve, aten.cholesky_inverse),
-    *overloads(aten.linalg_lu, aten.linalg_lu_factor_ex, aten.linalg_lu_solve, aten.lu_unpack, aten._lu_with_info),
-    *overloads(aten.linalg_ldl_factor_ex, aten.linalg_ldl_solve),
-    *overloads(aten.linalg_qr, aten.geqrf, aten.linalg_householder_product, aten.ormqr),
-    *overloads(aten._linalg_svd, aten._linalg_eigh, aten._linalg_eigvals, aten.linalg_eig, aten.linalg_eigvals),
-    *overloads(aten.linalg_lstsq, aten.linalg_pinv, aten.linalg_matrix_exp),
-    *overloads(aten._compute_linear_combination),
-    family="linear algebra",
-)
 
 
 def _register_factorization(operator: OpOverload) -> None:
@@ -562,7 +517,7 @@ def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def eight_bit_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
+def multiply_eight_bits(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Return factor a b in float32 by torch._scaled_mm, which takes contiguous rows of a and columns of b."""
     a = a if a.stride(1) == 1 else _copy_bytes(a, torch.contiguous_format)
     b = b if b.stride(0) == 1 else _copy_bytes(b.t(), torch.contiguous_format).t()

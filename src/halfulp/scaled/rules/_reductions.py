@@ -12,21 +12,17 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...kernels import torch_operators
-from .._operands import as_operand, encode_values, first_scaled
+from .._operands import encode_values, find_scaled, make_operand
 from .._registry import LOGICAL_DTYPES, implements
 from .._scaled_tensor import ScaledTensor, decode_values, to_float32
 from ._vocabulary import (
     align_operands,
     decode_value,
-    decoded,
     encode_measured,
-    gate,
     homogeneous,
-    measured_scale,
-    overloads,
+    round_root,
     scale_payloads,
     scale_values,
-    sqrt_of_count,
 )
 
 aten = torch_operators("aten")
@@ -42,7 +38,7 @@ def count_terms(x: Tensor, dims: Sequence[int] | int | None) -> int:
 
 def choose_sum_scale(x: Tensor, dims: Sequence[int] | int | None = None, *_: Any, **__: Any) -> float:
     """Return the power of two below the square root of the number of terms."""
-    return sqrt_of_count(count_terms(x, dims))
+    return round_root(count_terms(x, dims))
 
 
 def register_with_dtype(*operators: OpOverload) -> Callable[[Callable], Callable]:
@@ -82,12 +78,6 @@ def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool =
     )
 
 
-@register_with_dtype(aten.nansum.default)
-def nansum(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Sum the elements that are numbers."""
-    return scale_payloads(aten.nansum.default(to_float32(x), dims, keepdim), [x._scale], [x], choose_sum_scale(x, dims))
-
-
 @register_with_dtype(aten.mean.default, aten.mean.dim)
 def mean_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """mean(p) under the scale s."""
@@ -98,23 +88,6 @@ def mean_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool 
 def cumsum(x: ScaledTensor, dim: int) -> Tensor:
     """Return running sums, divided by the power of two below the root of the longest."""
     return scale_payloads(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], choose_sum_scale(x, dim))
-
-
-homogeneous(aten.trace.default, family="reduction", self=1)
-homogeneous(aten.std.correction, family="reduction", self=1)
-
-
-measured_scale(aten.var.correction, aten.var_mean.correction, family="reduction")
-homogeneous(aten.std_mean.correction, family="reduction", self=1)
-homogeneous(
-    *(aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.max.dim),
-    *(aten.min.default, aten.min.dim, aten.median.default, aten.median.dim, aten.nanmedian.default),
-    *(aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default, aten.cummax.default, aten.cummin.default),
-    *(aten.argmax.default, aten.argmin.default, aten.all.default, aten.all.dim, aten.all.dims),
-    *(aten.any.default, aten.any.dim, aten.any.dims, aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
-    family="pass-through",
-)
-gate(aten.logsumexp.default, aten.logcumsumexp.default, family="reduction", at_least_one=True)
 
 
 @register_with_dtype(aten.prod.default, aten.prod.dim_int)
@@ -138,52 +111,10 @@ def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False)
         values = aten.linalg_vector_norm.default(decode_values(x, torch.float32), order, dims, keepdim)
         return scale_values(values, x._scale, x._payload.dtype, x.dtype)
     values = aten.linalg_vector_norm.default(to_float32(x), order, dims, keepdim)
-    sum_scale = {0.0: sqrt_of_count(count), 1.0: sqrt_of_count(count * count), 2.0: sqrt_of_count(count)}.get(
-        order, 1.0
-    )
+    sum_scale = {0.0: round_root(count), 1.0: round_root(count * count), 2.0: round_root(count)}.get(order, 1.0)
     return scale_payloads(values, [x._scale] if order else [], [x], sum_scale)
 
 
-@register_with_dtype(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)
-@register_with_dtype(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
-def norm(x: ScaledTensor, order: Any = 2, dims: Any = None, keepdim: bool = False) -> Tensor:
-    """norm(p) under the scale s."""
-    return vector_norm(x, order, dims, keepdim)
-
-
-homogeneous(
-    *overloads(aten.sort, aten.topk, aten._unique2, aten._unique, aten.unique_dim, aten.unique_consecutive),
-    *overloads(aten.unique_dim_consecutive),
-    family="pass-through",
-)
-decoded(*overloads(aten.argsort, aten.searchsorted, aten.bucketize), family="comparison")
-measured_scale(
-    *overloads(aten.histc, aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts),
-    *overloads(aten._histogramdd_from_bin_tensors, aten.bincount),
-    *(aten.round.decimals, aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default),
-    family="order",
-)
-
-
-homogeneous(
-    *(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.adaptive_max_pool2d.default),
-    *(aten.adaptive_max_pool3d.default, aten.max_unpool2d.default, aten.max_unpool3d.default),
-    *(aten.avg_pool2d.default, aten.avg_pool3d.default, aten._adaptive_avg_pool2d.default),
-    *(aten._adaptive_avg_pool3d.default, aten.im2col.default, aten.col2im.default, aten.pixel_shuffle.default),
-    *(aten.pixel_unshuffle.default, aten.channel_shuffle.default),
-    family="pass-through",
-)
-homogeneous(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default, family="pooling", self=1)
-homogeneous(
-    *(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default),
-    *(aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default),
-    *(aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool3d_backward.default),
-    *(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default),
-    *(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default),
-    family="pooling",
-    grad_output=1,
-    self=0,
-)
 _UPSAMPLE_MODES = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
 _UPSAMPLE_NEAREST_EXACT = ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
 _UPSAMPLE_SMOOTH_MODES = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa")
@@ -202,33 +133,29 @@ def _mean_divisor(place: int, *arguments: Any, **options: Any) -> float:
     """
     reduction = arguments[place] if len(arguments) > place else options.get("reduction", MEAN_REDUCTION)
     count = arguments[2].numel()
-    return 1.0 / sqrt_of_count(count * count) if reduction == MEAN_REDUCTION else 1.0
-
-
-homogeneous(aten._log_softmax_backward_data.default, family="loss", grad_output=1)
-homogeneous(aten._softmax_backward_data.default, family="loss", grad_output=1)
+    return 1.0 / round_root(count * count) if reduction == MEAN_REDUCTION else 1.0
 
 
 @implements(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, family="loss")
 def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return the chosen log-probabilities under x's scale; the total weight is plain float32, as counts overflow."""
     operator = aten.nll_loss_forward.default if x.dim() < 3 else aten.nll_loss2d_forward.default
-    p = as_operand(x, first_scaled((x, weight)))
+    p = make_operand(x, find_scaled((x, weight)))
     y, total = operator(to_float32(p), target, decode_value(weight), reduction, ignore_index)
     holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
-    divisor = sqrt_of_count(target.numel()) if reduction == SUM_REDUCTION else 1.0
+    divisor = round_root(target.numel()) if reduction == SUM_REDUCTION else 1.0
     return scale_payloads(y, [p._scale], holders, divisor), total
 
 
 @implements(aten.mse_loss_backward.default, family="loss")
 def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Tensor:
     """2 pg (px - pt) under gs s / n."""
-    like = first_scaled((gradient, x, target))
-    g = as_operand(gradient, like)
-    (a, b), scale, *_ = align_operands(*(as_operand(t, like) for t in (x, target)))
+    like = find_scaled((gradient, x, target))
+    g = make_operand(gradient, like)
+    (a, b), scale, *_ = align_operands(*(make_operand(t, like) for t in (x, target)))
     y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
     return scale_payloads(
-        y, [g._scale, scale], [first_scaled((gradient, like))], _mean_divisor(3, gradient, x, target, reduction)
+        y, [g._scale, scale], [find_scaled((gradient, like))], _mean_divisor(3, gradient, x, target, reduction)
     )
 
 
@@ -244,11 +171,3 @@ for _operator, _place in {
     aten.nll_loss2d_backward.default: 4,
 }.items():
     homogeneous(_operator, family="loss", terms=functools.partial(_mean_divisor, _place), grad_output=1)
-
-
-measured_scale(
-    *(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default),
-    *(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default),
-    *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default),
-    family="loss",
-)

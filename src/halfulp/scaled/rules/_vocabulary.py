@@ -27,21 +27,22 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..._names import describe_unknown_name
 from ...kernels import present_operators, torch_operators
+from ...kernels._plain_memory import is_floating
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
     INFINITY_STAND_IN,
     LEAST_SATURATED_STAND_IN,
-    as_addend,
-    as_operand,
     bring_payload_under,
+    choose_product_storage,
+    choose_storage,
     encode_values,
+    find_scaled,
     find_stand_ins,
-    first_scaled,
-    logical_dtype,
+    make_addend,
+    make_operand,
     make_scaled_to_fit,
-    product_storage,
-    result_storage,
+    promote_dtypes,
     saturate_stand_ins,
 )
 from .._registry import EIGHT_BITS, FAMILIES, implements
@@ -61,11 +62,6 @@ def map_tree(function: Callable[[Any], Any], x: Any) -> Any:
     return tree_map(function, x) if isinstance(x, (tuple, list, dict)) else function(x)
 
 
-def is_floating(x: Any) -> bool:
-    """Return whether x is a floating tensor, scaled or plain."""
-    return isinstance(x, Tensor) and x.is_floating_point()
-
-
 def decode_value(x: Any) -> Any:
     """Return a tensor's values in float32, float32 for a floating dtype, and anything else unchanged."""
     if isinstance(x, ScaledTensor):
@@ -75,31 +71,31 @@ def decode_value(x: Any) -> Any:
     return torch.float32 if isinstance(x, torch.dtype) and x.is_floating_point else x
 
 
-def scale_one(like: Tensor) -> Tensor:
+def make_unit_scale(like: Tensor) -> Tensor:
     """Return the scale 1 on a tensor's device."""
     return torch.ones((), dtype=torch.float32, device=like.device)
 
 
 def raise_scale(scale: Tensor, degree: int) -> tuple[Tensor, Tensor | float]:
     """Return scale^degree as a scale, and the factor beyond its range."""
-    value = _powers.concrete_value(scale)
+    value = _powers.read_concrete(scale)
     if value is not None:
-        return _powers.scale_product(torch.tensor(1.0, dtype=torch.float32, device="cpu"), value**degree)
-    return _powers.scale_product(torch.ones_like(scale), scale.double() ** degree)
+        return _powers.multiply_scales(torch.tensor(1.0, dtype=torch.float32, device="cpu"), value**degree)
+    return _powers.multiply_scales(torch.ones_like(scale), scale.double() ** degree)
 
 
 def make_result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtype, dtype: torch.dtype) -> Any:
     """Return a float32 payload under a scale as a scaled tensor, and what is no float unchanged."""
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y
-    y = _powers.times_power(y, rest)
-    value = _powers.concrete_value(scale)
+    y = _powers.multiply_by_power(y, rest)
+    value = _powers.read_concrete(scale)
     if value is not None and not 1 / _FARTHEST_SCALE <= value <= _FARTHEST_SCALE and y.numel():
         # Iterations that multiply scales would leave float32's range.
         amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
         power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
-        scale, rest = _powers.scale_product(scale, power)
-        y = _powers.times_power(y / power, rest)
+        scale, rest = _powers.multiply_scales(scale, power)
+        y = _powers.multiply_by_power(y / power, rest)
     return make_scaled_to_fit(y, scale, storage, dtype)
 
 
@@ -116,7 +112,7 @@ def make_scaled_result(
     has_factor = type(factor) is not float or factor != 1.0  # a traced number is not compared
     if (has_product or has_factor or y.dtype != storage) and len(scales) <= 3 and _powers.is_fused(y):
         return wrap(*fused.finish_payload(y, scales, storage, number=number, factor=factor), dtype)
-    scale, rest = _powers.scale_product(*scales, number) if has_product else (scales[0].clone(), 1.0)
+    scale, rest = _powers.multiply_scales(*scales, number) if has_product else (scales[0].clone(), 1.0)
     y = y.to(torch.float32) * factor if has_factor else y
     made: ScaledTensor = make_result(y, scale, rest, storage, dtype)
     return made
@@ -124,8 +120,8 @@ def make_scaled_result(
 
 def scale_payloads(results: Any, scales: list[Tensor], holders: list[Any], sum_scale: float = 1.0) -> Any:
     """Return floating results, payloads under the product of scales, each with a scale of its own."""
-    storage, dtype = result_storage(holders), logical_dtype(holders)
-    scales = scales or [scale_one(first_scaled(holders))]
+    storage, dtype = choose_storage(holders), promote_dtypes(holders)
+    scales = scales or [make_unit_scale(find_scaled(holders))]
     return map_tree(
         lambda y: make_scaled_result(y, scales, storage, dtype, sum_scale, 1.0 / sum_scale) if is_floating(y) else y,
         results,
@@ -138,12 +134,12 @@ def scale_values(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype
         return y
     if _powers.is_fused(y) and y.dtype in fused.PAYLOAD_CODECS:
         return wrap(*fused.finish_payload(y, (scale,), storage, "values"), dtype)
-    return make_result(y, scale.clone(), _powers.scale_ratio(scale_one(y), scale), storage, dtype)
+    return make_result(y, scale.clone(), _powers.divide_scales(make_unit_scale(y), scale), storage, dtype)
 
 
 def encode_measured(y: Any, holders: list[Any]) -> Any:
     """Encode floating values under a measured scale, in the storage and dtype of holders."""
-    return encode_values(y, result_storage(holders), dtype=logical_dtype(holders)) if is_floating(y) else y
+    return encode_values(y, choose_storage(holders), dtype=promote_dtypes(holders)) if is_floating(y) else y
 
 
 def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtype]:
@@ -152,19 +148,17 @@ def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, t
     Numbers that stand for infinity do not decide the scale, and stay about as much larger than the rest as float32 can
     hold.
     """
-    like = first_scaled(operands)
-    tensors = [as_operand(x, like) for x in operands]
-    storage, dtype = result_storage(operands), logical_dtype(operands)
-    values: list[Any] = [_powers.concrete_value(x._scale) for x in tensors]
+    like = find_scaled(operands)
+    tensors = [make_operand(x, like) for x in operands]
+    storage, dtype = choose_storage(operands), promote_dtypes(operands)
+    values: list[Any] = [_powers.read_concrete(x._scale) for x in tensors]
     if None in values:
-        scale = _powers.deciding_scale(*(x._scale for x in tensors))
+        scale = _powers.find_deciding_scale(*(x._scale for x in tensors))
         payloads = [bring_payload_under(x, scale) for x in tensors]
     else:
-        largest = _powers.deciding_value(values)
+        largest = _powers.find_deciding_value(values)
         scale = torch.tensor(largest, dtype=torch.float32, device="cpu")
-        payloads = [
-            _powers.times_power_within_range(to_float32(x), value / largest) for x, value in zip(tensors, values)
-        ]
+        payloads = [_powers.multiply_within_range(to_float32(x), value / largest) for x, value in zip(tensors, values)]
     payloads = [_saturate_stand_ins(p, given, value, storage) for p, given, value in zip(payloads, operands, values)]
     return payloads, scale, storage, dtype
 
@@ -185,7 +179,7 @@ def _saturate_stand_ins(payload: Tensor, given: Any, scale: float | None, storag
     return torch.where(stands_in, payload.sign() * largest, payload)
 
 
-def sqrt_of_count(count: int) -> float:
+def round_root(count: int) -> float:
     """Return the power of two below the square root of a number of terms.
 
     Any power of two would give the same values: of a symbolic size the one of the size that is traced is taken, so
@@ -216,13 +210,13 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     It is at least what a constant needs. One that stands for infinity saturates, at 128 or more. Infinities stay; among
     zeros of any scale a constant's own power of two is taken, for a large one what it needs.
     """
-    like, storage = first_scaled(operands), result_storage(operands)
-    tensors = {i: as_addend(x, like) for i, x in enumerate(operands) if not is_constant(x)}
-    constants = {i: as_operand(x, like) for i, x in enumerate(operands) if i not in tensors}
+    like, storage = find_scaled(operands), choose_storage(operands)
+    tensors = {i: make_addend(x, like) for i, x in enumerate(operands) if not is_constant(x)}
+    constants = {i: make_operand(x, like) for i, x in enumerate(operands) if i not in tensors}
     filled = {i for i, x in tensors.items() if is_filled_with_large_number(x)}
     if len(filled) < len(tensors):
         constants |= {i: tensors.pop(i) for i in filled}
-    scale = _powers.deciding_scale(*(x._scale for x in tensors.values()))
+    scale = _powers.find_deciding_scale(*(x._scale for x in tensors.values()))
     if constants:
         scale = raise_scale_for_constants(scale, storage, *constants.values())
     payloads = {i: bring_payload_under(x, scale) for i, x in tensors.items()}
@@ -235,7 +229,7 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
 
 def is_filled_with_large_number(x: ScaledTensor) -> bool:
     """Return whether x is one large number everywhere, as torch.full_like(x, -1e9) is; False if not concrete."""
-    scale = _powers.concrete_value(x._scale)
+    scale = _powers.read_concrete(x._scale)
     if scale is None or scale < _LARGE_CONSTANT / 2**16 or not _powers.is_concrete(x._payload) or not x.numel():
         return False
     low, high = (bound.item() for bound in torch.aminmax(to_float32(x).abs()))
@@ -244,8 +238,8 @@ def is_filled_with_large_number(x: ScaledTensor) -> bool:
 
 def raise_scale_for_constants(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> Tensor:
     """Return the scale, raised until the constants fit the storage; where x is all zeros, the constants' largest."""
-    value = _powers.concrete_value(scale)
-    roomy = _powers.maximum_scale(scale, *(_find_least_scale(c, storage) for c in constants))
+    value = _powers.read_concrete(scale)
+    roomy = _powers.find_largest_scale(scale, *(_find_least_scale(c, storage) for c in constants))
     return (
         roomy if value not in (None, _powers.ZERO_SCALE) else _choose_scale_of_zeros(scale, roomy, storage, constants)
     )
@@ -255,8 +249,8 @@ def _choose_scale_of_zeros(
     scale: Tensor, otherwise: Tensor, storage: torch.dtype, constants: tuple[ScaledTensor, ...]
 ) -> Tensor:
     """Return the constants' largest scale for zeros of any scale; at least 1 for a large one, and what it needs."""
-    own = _powers.maximum_scale(*(c._scale for c in constants))
-    roomy = _powers.maximum_scale(*(_find_least_scale(c, storage) for c in constants)).clamp(min=1.0)
+    own = _powers.find_largest_scale(*(c._scale for c in constants))
+    roomy = _powers.find_largest_scale(*(_find_least_scale(c, storage) for c in constants)).clamp(min=1.0)
     return torch.where(scale == _powers.ZERO_SCALE, torch.where(own < _LARGE_CONSTANT, own, roomy), otherwise)
 
 
@@ -272,14 +266,14 @@ def make_constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.
     """Return a constant's payload under a scale; a constant that stands for infinity saturates."""
     payload = to_float32(constant)
     largest = torch.finfo(storage).max
-    moved = _powers.times_power(payload, _powers.scale_ratio(constant._scale, scale)).clamp(
+    moved = _powers.multiply_by_power(payload, _powers.divide_scales(constant._scale, scale)).clamp(
         -_powers.FLOAT32_MAX, _powers.FLOAT32_MAX
     )
     if storage == torch.bfloat16:  # to which float32's largest number would be rounded as infinity
         held = (largest / scale).clamp(max=largest)
         moved = torch.minimum(torch.maximum(moved, -held), held)
     stands_in = (moved.abs() > largest) & (payload.abs() * constant._scale >= _find_stand_in(storage))
-    enough = _powers.maximum_scale(torch.full_like(scale, largest), LEAST_SATURATED_STAND_IN / scale)
+    enough = _powers.find_largest_scale(torch.full_like(scale, largest), LEAST_SATURATED_STAND_IN / scale)
     return torch.where(payload.isinf(), payload, torch.where(stands_in, moved.sign() * enough, moved))
 
 
@@ -291,12 +285,12 @@ def align_constants(x: ScaledTensor, *constants: Any, room: bool = True) -> tupl
         constants: numbers, or tensors without dimensions.
         room: False where they are bounds, which results need not reach: only zeros of any scale take theirs.
     """
-    storage, own = x._payload.dtype, _powers.concrete_value(x._scale)
+    storage, own = x._payload.dtype, _powers.read_concrete(x._scale)
     if own is not None and all(isinstance(c, (int, float)) for c in constants):
         numbers = [float(c) for c in constants]
         needed = [_find_scale_for_number(c, storage) for c in numbers] if room else []
         if own == _powers.ZERO_SCALE:
-            powers = {c: _powers.nearest_power(abs(c)) for c in numbers if c and math.isfinite(c)}
+            powers = {c: _powers.round_number(abs(c)) for c in numbers if c and math.isfinite(c)}
             needed = [
                 p if p < _LARGE_CONSTANT else max(1.0, _find_scale_for_number(c, storage)) for c, p in powers.items()
             ]
@@ -304,7 +298,7 @@ def align_constants(x: ScaledTensor, *constants: Any, room: bool = True) -> tupl
         return [_make_number_payload(c, own, storage) for c in numbers], torch.full(
             (), own, dtype=torch.float32, device="cpu"
         )
-    tensors = [as_operand(c, x) for c in constants]
+    tensors = [make_operand(c, x) for c in constants]
     scale = (
         raise_scale_for_constants(x._scale, storage, *tensors)
         if room
@@ -317,7 +311,7 @@ def _find_scale_for_number(constant: float, storage: torch.dtype) -> float:
     size = abs(constant)
     if not 0 < size < math.inf:
         return _powers.ZERO_SCALE
-    return _powers.nearest_power(
+    return _powers.round_number(
         (LEAST_SATURATED_STAND_IN if size >= _find_stand_in(storage) else size) / torch.finfo(storage).max, "up"
     )
 
@@ -422,7 +416,7 @@ def _make_rule_of_degrees(
             raise ValueError(describe_unknown_name(f"argument of {operator}", name, names))
 
     def rule(*arguments: Any, **options: Any) -> Any:
-        like = first_scaled(tree_leaves((arguments, options)))
+        like = find_scaled(tree_leaves((arguments, options)))
         carriers: list[Tensor] = []
         factors: list[Tensor] = []
 
@@ -430,7 +424,7 @@ def _make_rule_of_degrees(
             degree = degrees.get(name)
             if degree is None or not is_floating(x):
                 return map_tree(decode_value, x)
-            scaled = as_operand(x, like)
+            scaled = make_operand(x, like)
             if degree:
                 carriers.append(x)
                 factors.extend([scaled._scale] * degree)
@@ -472,7 +466,7 @@ def _make_value_rule(
     def compute(*arguments: Any, **options: Any) -> Any:
         flat = [*arguments, *options.values()]
         flat = [y for x in flat for y in (x if isinstance(x, (list, tuple)) else (x,))]
-        storage, dtype = (product_storage if is_product else result_storage)(flat), logical_dtype(flat)
+        storage, dtype = (choose_product_storage if is_product else choose_storage)(flat), promote_dtypes(flat)
         arguments, options = map_tree(decode_value, (arguments, options))
         results = operator(*arguments, **options)
 
@@ -480,7 +474,7 @@ def _make_value_rule(
             if not is_floating(y) or y.layout != torch.strided:
                 return y
             if is_unit:  # under the scale 1, or what the largest needs
-                return make_scaled_to_fit(y, scale_one(y), storage, dtype)
+                return make_scaled_to_fit(y, make_unit_scale(y), storage, dtype)
             return encode_values(y, storage, dtype=dtype)
 
         return (*map_tree(encode, results[:scaled]), *results[scaled:]) if scaled else map_tree(encode, results)
@@ -517,11 +511,11 @@ def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False
 def _make_gate_rule(operator: OpOverload, at_least_one: bool) -> Callable[..., Any]:
     def rule(*arguments: Any, **options: Any) -> Any:
         flat = tree_leaves((arguments, options))
-        kept = as_operand(arguments[0], first_scaled(flat))
-        scale = _powers.maximum_scale(kept._scale, scale_one(kept)) if at_least_one else kept._scale
+        kept = make_operand(arguments[0], find_scaled(flat))
+        scale = _powers.find_largest_scale(kept._scale, make_unit_scale(kept)) if at_least_one else kept._scale
         values = operator(*map_tree(decode_value, arguments), **map_tree(decode_value, options))
         holders = [x for x in flat if isinstance(x, Tensor)]
-        return map_tree(lambda y: scale_values(y, scale, result_storage(holders), logical_dtype(holders)), values)
+        return map_tree(lambda y: scale_values(y, scale, choose_storage(holders), promote_dtypes(holders)), values)
 
     return rule
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from ..._messages import ENVIRONMENT, a_kind
 from ...kernels import untraced
-from .. import _rule_table as _fallback
 from .._in_backward import refuse_tracing_of
 from . import _state_dict
 from ._parameter_holders import install_registration_hooks
@@ -90,7 +88,7 @@ def check_has_shape(ref: ParameterRef) -> None:
         raise ValueError(f"parameter {ref.name!r} has no shape yet: run one batch through the model first")
 
 
-def make_matcher(where: Where, names: list[str], what: str = "where", of: str = "parameter") -> Callable[..., Any]:
+def make_matcher(where: Where, names: list[str]) -> Callable[..., Any]:
     """Return a function of a module and a name: whether `where` (a glob, several, a function, None for all) matches."""
     if where is None:
         return lambda module, name: True
@@ -99,11 +97,11 @@ def make_matcher(where: Where, names: list[str], what: str = "where", of: str = 
     globs = [where] if isinstance(where, str) else list(where)
     for glob in globs:
         if not isinstance(glob, str):
-            raise TypeError(f"{what} holds {glob!r}: allowed are globs over names, or one function f(module, name)")
+            raise TypeError(f"where holds {glob!r}: allowed are globs over names, or one function f(module, name)")
         if not fnmatch.filter(names, glob):
             near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the names are {names[:5]} ..."
-            raise ValueError(f"{what}={glob!r} matches no {of}; {hint}")
+            raise ValueError(f"where={glob!r} matches no parameter; {hint}")
     return lambda module, name: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
@@ -152,58 +150,11 @@ def capture_reentrant_recomputation(node: Any, name: str, wrap: Wrapper, what: s
         node.run_function = wrap(node.run_function)
 
 
-_COUNTS_ATTRIBUTE = "_halfulp_fallbacks"
-
-
-def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
-    """Return how often operators without a rule ran on plain tensors: in float64, or in float32 for scaled ones.
-
-    Args:
-        model: one that `multicomponent` or `scalify` changed, or that holds such a model: counted since then, in its
-            forward passes and in whatever follows one until another such model runs forward: its backward pass, the
-            optimizer's step. None counts the whole process.
-
-    Raises:
-        ValueError: nothing is counted for this model.
-
-    >>> import torch
-    >>> from halfulp.mctensor._convert_model import multicomponent
-    >>> fallbacks(multicomponent(torch.nn.Linear(2, 2)))
-    {}
-    """
-    if model is None:
-        return _fallback.fallbacks()
-    check_module(model, "fallbacks")
-    counts = [module.__dict__[_COUNTS_ATTRIBUTE] for module in model.modules() if _COUNTS_ATTRIBUTE in module.__dict__]
-    if not counts:
-        raise ValueError(
-            f"this {type(model).__name__} has neither multi-component nor scaled parameters: hu.multicomponent(model) "
-            "or hu.scalify(model)"
-        )
-    return dict(sum(counts, Counter()))
-
-
-def install_fallback_counts(model: nn.Module) -> None:
-    """Count the fallbacks of a model's forward and backward passes."""
-    if _COUNTS_ATTRIBUTE not in model.__dict__:
-        model.__dict__[_COUNTS_ATTRIBUTE] = Counter()
-        model.register_forward_pre_hook(_begin_forward)
-
-
-def remove_fallback_counts(module: nn.Module) -> None:
-    """Remove a model's counts and hooks."""
-    counts = module.__dict__.pop(_COUNTS_ATTRIBUTE, None)
-    remove_hooks([module], lambda hook: hook is _begin_forward)
-    if _fallback._running_model.counts is counts:
-        _fallback._running_model.counts = None
-
-
 @untraced
-def _begin_forward(module: nn.Module, arguments: Any) -> None:
-    """Attribute the following fallbacks to this model, and refuse recorders."""
+def _refuse_recorders(module: nn.Module, arguments: Any) -> None:
+    """Refuse recorders: a forward pre-hook of models with such parameters."""
     if not torch.compiler.is_compiling():
         refuse_tracing_of(module)
-    _fallback._running_model.counts = module.__dict__[_COUNTS_ATTRIBUTE]
 
 
 ConvertedTensors = dict[int, Tensor]
@@ -241,12 +192,13 @@ def decode_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
 
 
 def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:
-    """Put tensors of a subclass in the parameters' places; install state dicts and counts of fallbacks."""
+    """Put tensors of a subclass in the parameters' places; install state dicts and the refusal of recorders."""
     for ref in refs:
         ref.put(values[id(ref.value)])
         _state_dict.install_hooks(ref.module)
     _state_dict.install_file_check(model)
-    install_fallback_counts(model)
+    if _refuse_recorders not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_refuse_recorders)
     install_registration_hooks()
 
 
@@ -256,4 +208,4 @@ def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedT
         ref.put(values[id(ref.value)])
     for module in model.modules():
         _state_dict.remove_hooks(module)
-        remove_fallback_counts(module)
+    remove_hooks(model.modules(), lambda hook: hook is _refuse_recorders)

@@ -48,9 +48,9 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
 
     It holds through autograd, activation checkpointing, torch.compile (where a compiler may leave out roundings between
     operators, as in any 16-bit graph), copies and pickle: modules get a class of their own, under the name of the one
-    that they had. Modules that are added to the model later, and lazy ones before their first batch, are covered while
-    the forward of a module around them runs; call this again if they are called by themselves. What torch.export and
-    torch.jit.script write has the model's own operators.
+    that they had. Modules that are added to the model later, lazy ones before their first batch, and modules with
+    parametrizations or a forward that somebody has given them are covered while the forward of a module around them
+    runs. What torch.export and torch.jit.script write has the model's own operators.
 
     Args:
         model: whose forward passes are changed, in place.
@@ -61,7 +61,7 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
 
     Raises:
         TypeError: no module.
-        ValueError: HALFULP_FLOAT32_PRODUCTS is unknown, or the model is under `hu.emulate`.
+        ValueError: HALFULP_FLOAT32_PRODUCTS is unknown, or the model is under `hu.emulate` or a scaler.
 
     >>> import torch, halfulp as hu
     >>> model = hu.float32_products(torch.nn.Linear(3, 2).bfloat16())
@@ -72,18 +72,17 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     widened_dtypes()
     if any(hasattr(parameter, EMULATED) for parameter in model.parameters()):
         raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
+    if enabled and any(isinstance(vars(module).get("forward"), GraphReader) for module in model.modules()):
+        raise ValueError("the model has an AdaptiveGradScaler: call float32_products before it, or detach() it")
     for module in model.modules():
         if not enabled:
             _restore_module(module)
         elif _MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
             _widen_module(module)
-    forwards = (vars(module).get("forward") for module in model.modules())
-    if any(isinstance(getattr(forward, "own", forward), GraphReader) for forward in forwards):
-        leave_compiled_products(model)
     return model
 
 
-def class_of(module: nn.Module) -> type[nn.Module]:
+def get_original_class(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, as it was before `float32_products`."""
     kind = type(module)
     found: type[nn.Module] = vars(kind).get(_BASE, kind)
@@ -101,38 +100,21 @@ def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
             vars(module)[_MARK_ATTRIBUTE] = _EAGER if leave else _EVERYWHERE
 
 
-class _WrappedForward:
-    """A forward that somebody else has given a module itself, with its products in float32."""
-
-    def __init__(self, own: Callable[..., Any], module: nn.Module) -> None:
-        self.own = self.__wrapped__ = own
-        self.module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
-        return _run_forward(self.own, self.module, args, kwargs)
-
-
 def _widen_module(module: nn.Module) -> None:
+    is_changed = "forward" in vars(module) or parametrize.is_parametrized(module)
+    made = None if is_changed else _make_widened_class(type(module))
+    if made is None:
+        text = f"left to torch in {type(module).__name__}, whose class allows none made of it, called by itself"
+        note_fallback("float32 products", text)
+        return
     vars(module)[_MARK_ATTRIBUTE] = _EVERYWHERE
-    if "forward" in vars(module):
-        vars(module)["forward"] = _WrappedForward(vars(module)["forward"], module)
-    made = None if parametrize.is_parametrized(module) else _make_widened_class(type(module))
-    if made is not None:
-        object.__setattr__(module, "__class__", made)
-    elif "forward" not in vars(module):
-        vars(module)["forward"] = _WrappedForward(types.MethodType(type(module).forward, module), module)
+    object.__setattr__(module, "__class__", made)
 
 
 def _restore_module(module: nn.Module) -> None:
     vars(module).pop(_MARK_ATTRIBUTE, None)
-    forward = vars(module).get("forward")
-    if isinstance(forward, _WrappedForward):
-        del vars(module)["forward"]
-        if getattr(forward.own, "__func__", None) is not type(module).forward:
-            vars(module)["forward"] = forward.own
     # A class that somebody has made of this file's since stays, and finds no mark.
-    object.__setattr__(module, "__class__", class_of(module))
+    object.__setattr__(module, "__class__", get_original_class(module))
 
 
 def _has_forward(module: nn.Module) -> bool:
