@@ -19,7 +19,7 @@ from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
 from ._group_options import check_group_options, read_own_version
-from .parameters._local_tensors import is_dtensor, local, place_like
+from .parameters._local_tensors import get_local, is_dtensor, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
@@ -31,7 +31,7 @@ from .parameters._outside_writes import (
     set_weight,
 )
 from .parameters._parameter_plan import ParameterPlan
-from .parameters._random_identity import list_identities, plain_names
+from .parameters._random_identity import list_identities, strip_wrapper_names
 from .parameters._state_tensors import (
     BEGUN,
     STORAGE_SUFFIXES,
@@ -75,7 +75,7 @@ class CheckpointMixin(torch.optim.Optimizer):
     if TYPE_CHECKING:
 
         def _find_valid_plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
-        def _follow_group_edits(self) -> None: ...
+        def _update_edited_groups(self) -> None: ...
         def _clear_plans(self) -> None: ...
         def _create_caches(self) -> None: ...
         def _check_hyperparameters(self, group: dict[str, Any]) -> None: ...
@@ -93,10 +93,10 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the state_dict before the post hooks have run."""
-        self._follow_group_edits()
+        self._update_edited_groups()
         places = list(walk_model_parameters(self))
         refuse_confusing_keys(self.state)
-        beside = [self._auxiliary_tensors_to_save(group, k) if self.state.get(p) else {} for group, k, p in places]
+        beside = [self._read_saved_auxiliary_tensors(group, k) if self.state.get(p) else {} for group, k, p in places]
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
             saved = super().state_dict()
@@ -118,7 +118,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         saved["param_groups"] = [_make_group_plain(group) for group in saved["param_groups"]]
         return saved
 
-    def _auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
+    def _read_saved_auxiliary_tensors(self, group: dict, position: int) -> dict[str, object]:
         """Return auxiliary tensors, valid also after writes from outside, and what identifies their payload."""
         try:
             plan = self._find_valid_plan(group, position)
@@ -144,13 +144,13 @@ class CheckpointMixin(torch.optim.Optimizer):
             for hook in tuple(self._optimizer_load_state_dict_pre_hooks.values()):
                 changed = hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
-        self._load_between_hooks(state_dict)
+        self._load_state_dict_without_hooks(state_dict)
         for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_state_dict_without_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
-        self._follow_group_edits()
+        self._update_edited_groups()
         options = _check_saved_groups(self.param_groups, state_dict, self._check_hyperparameters, self.defaults)
         given = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
@@ -195,7 +195,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             held, spec = self.state[parameter], self._plans[parameter].spec
             for name, value in tensors.items():
                 if name in spec.tensors:
-                    local(held[name]).copy_(local(value))
+                    get_local(held[name]).copy_(get_local(value))
                 else:
                     held[name] = copy.deepcopy(value)
             held["step"] = _read_saved_step(state, "")
@@ -238,7 +238,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 f"weight_update={plan.spec.update.name!r} does not keep: load it into the optimizer that saved it"
             )
         # The user's own, and states that an option of the group has switched off, which stay, as in torch.optim.
-        device = local(plan.parameter).device
+        device = get_local(plan.parameter).device
         for key in foreign:
             fitted[key] = state[key].to(device) if isinstance(state[key], torch.Tensor) else state[key]
         return fitted
@@ -292,8 +292,8 @@ class CheckpointMixin(torch.optim.Optimizer):
                 changed.
         """
         own = model.state_dict(keep_vars=True)
-        names, own = dict(zip(plain_names(own), own)), dict(zip(plain_names(own), own.values()))
-        state_dict = dict(zip(plain_names(state_dict), state_dict.values()))
+        names, own = dict(zip(strip_wrapper_names(own), own)), dict(zip(strip_wrapper_names(own), own.values()))
+        state_dict = dict(zip(strip_wrapper_names(state_dict), state_dict.values()))
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(f"the state_dict {name_differences(missing, foreign)}: give one with the model's names")
@@ -313,7 +313,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                     own[name].copy_(value)
                     continue
                 plan = self._find_valid_plan(*places[id(own[name])])
-                value = local(value.detach()).float().contiguous()
+                value = get_local(value.detach()).float().contiguous()
                 if plan.spec.scaled:
                     given = (np.float64(number) for number in (own[name].scale.item(), finite_amax(value), 0.0))
                     scale, _ = fit_weight_scale(plan.spec.store.dtype, *given)
@@ -328,11 +328,11 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle, without the caches."""
-        self._follow_group_edits()
+        self._update_edited_groups()
         state: dict[str, Any] = super().__getstate__()
         held = state["state"] = state["state"].copy()
         for group, position, parameter in walk_model_parameters(self):
-            saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
+            saved = self._read_saved_auxiliary_tensors(group, position) if held.get(parameter) else {}
             if CHECKSUMS_KEY in saved:
                 held[parameter] = {**held[parameter], **saved}
         return state
@@ -359,9 +359,9 @@ def _place_like_parameter(name: str, value: object, state: Mapping, parameter: t
     """Return a state tensor as a DTensor if its parameter is one, so that distributed checkpoints can re-shard it."""
     if name == CHECKSUMS_KEY and isinstance(value, torch.Tensor):
         return place_checksums(value, parameter)
-    if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or local(value) is not value:
+    if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or get_local(value) is not value:
         return value
-    if value.shape == local(parameter).shape:
+    if value.shape == get_local(parameter).shape:
         return place_like(value, parameter)
     slot = name.removesuffix("_scale").removesuffix("_packed")
     codes, packed = state.get(f"{slot}_codes"), state.get(f"{slot}_packed")
@@ -411,7 +411,7 @@ def _check_saved_groups(
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
     _refuse_newer_version(saved)
     for mine, theirs in zip(groups, saved):
-        _check_group(mine, theirs, defaults)
+        _check_saved_group(mine, theirs, defaults)
     return [_read_loaded_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
 
 
@@ -485,7 +485,7 @@ def _read_saved_step(state: Mapping, name: str) -> int:
     return int(value)
 
 
-def _check_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
+def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     """Raise ValueError for a saved group of another rule, of other names, or under another weight update."""
     unknown = sorted(_RULE_OPTIONS & theirs.keys() - mine.keys())
     rules = (defaults.keys() | _RULE_OPTIONS) & mine.keys()
@@ -496,7 +496,7 @@ def _check_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     names, other = mine.get("param_names"), theirs.get("params" if by_name else "param_names")
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
         raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
-    both = list(zip(plain_names(names), plain_names(other), strict=True)) if names and other else []
+    both = list(zip(strip_wrapper_names(names), strip_wrapper_names(other), strict=True)) if names and other else []
     if by_name:  # one may be the other behind the path of a part of the model
         both = [(a, b) for a, b in both if not a.endswith(f".{b}") and not b.endswith(f".{a}")]
     differing = [f"{b} for {a}" for a, b in both if a != b]
@@ -563,7 +563,7 @@ def _fit_saved_state(
         new = {name: torch.zeros_like(plan.tensors[name]) for name in names}
         set_initial_values(plan.spec, group, new)
         return new
-    own, saved = [plan.tensors[name] for name in names], [local(state.get(name)) for name in names]
+    own, saved = [plan.tensors[name] for name in names], [get_local(state.get(name)) for name in names]
     layouts = [(one.dtype, one.shape) if isinstance(one, torch.Tensor) else None for one in saved]
     if layouts == [(mine.dtype, mine.shape) for mine in own]:
         check_codec_version(rule_state.name, state)
@@ -572,7 +572,7 @@ def _fit_saved_state(
     shape = compute_scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
     like = torch.empty(shape, dtype=torch.float32, device="meta")
     given = _check_saved_shape(plan, rule_state.name, given, like, exact=False)
-    value = decode_saved_state(local(given), state, rule_state)
+    value = decode_saved_state(get_local(given), state, rule_state)
     fresh = [torch.zeros_like(mine) for mine in own]
     codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
     return dict(zip(names, fresh))
@@ -580,9 +580,9 @@ def _fit_saved_state(
 
 def _check_saved_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
     """Return a given state tensor; raise ValueError for another shape, or dtype where that counts."""
-    if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
+    if not isinstance(given, torch.Tensor) or get_local(given).shape != own.shape:
         shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
         raise ValueError(f"state {name!r} of parameter {plan.name} has shape {shape}, {tuple(own.shape)} is needed")
-    if exact and local(given).dtype != own.dtype:
-        raise ValueError(f"state {name!r} of parameter {plan.name} is {local(given).dtype}, {own.dtype} is needed")
+    if exact and get_local(given).dtype != own.dtype:
+        raise ValueError(f"state {name!r} of parameter {plan.name} is {get_local(given).dtype}, {own.dtype} is needed")
     return given

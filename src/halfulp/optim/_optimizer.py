@@ -28,7 +28,15 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
-from .parameters._local_tensors import cut_shard, find_index_map, get_scale, is_dtensor, list_own_tensors, local, memory
+from .parameters._local_tensors import (
+    cut_shard,
+    find_index_map,
+    get_local,
+    get_memory,
+    get_scale,
+    is_dtensor,
+    list_own_tensors,
+)
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
@@ -51,8 +59,8 @@ from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
 from .parameters._random_identity import (
     Identity,
     assign_identities,
-    follow_parameters,
     note_identities,
+    update_edited_group,
 )
 from .parameters._state_tensors import add_missing_tensors, refuse_other_update
 from .parameters._step_spec import StepSpec
@@ -228,16 +236,16 @@ class Optimizer(CheckpointMixin):
         self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
     ) -> StepSpec:
         """Return a parameter's step specification; without `gradient`, as it will be after narrowing."""
-        check_parameter(parameter, memory(parameter), name)
+        check_parameter(parameter, get_memory(parameter), name)
         return self._plans.step_spec(self.rule(group), group, parameter, gradient, name)
 
-    def _follow_group_edits(self) -> None:
+    def _update_edited_groups(self) -> None:
         """Bring names, identities and states in line with the groups' lists of parameters, which users may edit.
 
         The states of parameters that are in no group are kept aside as long as these parameters live.
         """
         for group in self.param_groups:
-            follow_parameters(group, self.param_groups, self._identities)
+            update_edited_group(group, self.param_groups, self._identities)
         members = [parameter for _, _, parameter in walk_model_parameters(self)]
         self._carry_low_bits_to_shards({*map(id, members)})
         keep_states_aside(self.state, self._states_outside_groups, members)
@@ -270,12 +278,12 @@ class Optimizer(CheckpointMixin):
         """Make a parameter's plan, and the state tensors that it lacks; the gradient of a step stands `beside` it."""
         parameter = group["params"][position]
         if parameter not in self._identities or parameter in self._states_outside_groups:
-            self._follow_group_edits()
+            self._update_edited_groups()
         (_, identity), name = self._identities[parameter], read_parameter_name(group, position)
         spec = self._choose_step_spec(group, parameter, gradient, name)
-        if memory(parameter).dtype != spec.store.dtype:
+        if get_memory(parameter).dtype != spec.store.dtype:
             raise ValueError(
-                f"parameter {name} is {memory(parameter).dtype}, but its group holds {spec.store.dtype}: add "
+                f"parameter {name} is {get_memory(parameter).dtype}, but its group holds {spec.store.dtype}: add "
                 "parameters by add_param_group, which narrows them, and convert a model before its optimizer is made"
             )
         state = self.state[parameter]
@@ -296,7 +304,7 @@ class Optimizer(CheckpointMixin):
         plan, options = self._plans.get(parameter), self._plans.options_of(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
-            likely = PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32])
+            likely = PAYLOADS.get(get_memory(parameter).dtype, STORES[torch.float32])
             plan = self._make_plan(group, position, gradient or likely, options)
         return plan
 
@@ -420,7 +428,7 @@ class Optimizer(CheckpointMixin):
         counts = [len(group["params"]) for group in self.param_groups]
         known = [len(group.get("identities") or group.get("param_names", ())) for group in self.param_groups]
         if len(self.state) > sum(counts) or known != counts:
-            self._follow_group_edits()
+            self._update_edited_groups()
 
     def _run_batches(self, batches: list[Batch]) -> None:
         self._check_wrappers(bool(batches))
@@ -431,7 +439,7 @@ class Optimizer(CheckpointMixin):
             prepare_batch(batch)
         if any(batch.spec.rule.late_values is not None for batch in batches):
             sums = reduce_batches(batches)
-            self._note_reduction_sums(sums)
+            self._keep_reduction_sums(sums)
             finish_constants(batches, sums)
         for batch in batches:
             run_step(batch)
@@ -442,7 +450,7 @@ class Optimizer(CheckpointMixin):
         for batch in batches if len(batches) > 1 else ():
             batch.record_versions_again()
 
-    def _note_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
+    def _keep_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
         """Take the sums of each parameter of each batch; an optimizer may keep what follows from them."""
 
     def _check_wrappers(self, has_gradients: bool) -> None:
@@ -520,7 +528,7 @@ class Optimizer(CheckpointMixin):
                     continue
                 if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                     name = read_parameter_name(group, position)
-                    gradient, scale = convert_to_plain_gradient(local(gradient), parameter, name)
+                    gradient, scale = convert_to_plain_gradient(get_local(gradient), parameter, name)
                     if isinstance(scale, torch.Tensor):
                         scales[place] = scale
                 if (
@@ -557,9 +565,9 @@ class Optimizer(CheckpointMixin):
                 plan = self._find_valid_plan(group, position)
                 held += [*plan.tensors.values(), *plan.watched]
                 held += [get_scale(parameter)] if plan.spec.scaled else []
-                total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
+                total += get_local(parameter).numel() * plan.spec.gradient.dtype.itemsize
             total += sum(tensor.numel() * tensor.element_size() for tensor in held)
-            elements += local(parameter).numel()
+            elements += get_local(parameter).numel()
         return total / elements if elements else 0.0
 
     def __repr__(self) -> str:

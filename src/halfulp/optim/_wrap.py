@@ -22,7 +22,7 @@ from ._float32 import ALIGNMENT_ELEMENTS, MOST_RUN_ELEMENTS, Float32Buffer, read
 from ._group_options import NarrowOptions, ParamGroups, check_hyperparameters, read_defaults, read_options
 from ._optimizer import Loss, Optimizer, keep_states_aside
 from ._storage import F32, Store
-from .parameters._local_tensors import is_dtensor, local, place_like
+from .parameters._local_tensors import get_local, is_dtensor, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import reset_if_stale
 from .parameters._parameter_plan import ParameterPlan
@@ -232,8 +232,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             del self.base.param_groups[-1]
             raise
 
-    def _follow_group_edits(self) -> None:
-        super()._follow_group_edits()
+    def _update_edited_groups(self) -> None:
+        super()._update_edited_groups()
         if self._is_built:
             self._follow_parameter_edits()
 
@@ -313,7 +313,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             for plan in plans:
                 parameter, value = plan.parameter, values.get(id(plan))
                 shadow = self._shadows[parameter]
-                _point_shadow(shadow, local(parameter).detach() if value is None else value)
+                _point_shadow(shadow, get_local(parameter).detach() if value is None else value)
                 shadow.grad = _widen_gradient(parameter.grad, buffer)
             for own, inner in zip(self.param_groups, self.base.param_groups):
                 inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
@@ -326,7 +326,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                     )
                 own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
             # A float32 parameter's shadow has its memory, but a version counter of its own.
-            torch.autograd.graph.increment_version([local(plan.parameter) for plan in whole])
+            torch.autograd.graph.increment_version([get_local(plan.parameter) for plan in whole])
             self._step_by({plan.parameter: self._shadows[plan.parameter].detach() for plan in apart})
         finally:
             for plan in plans:
@@ -349,15 +349,15 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         state |= {f"{BASE_PREFIX}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
         return saved
 
-    def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_state_dict_without_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this optimizer, or of the wrapped class itself, returned.
 
         The latter's 16-bit states become float32, and the auxiliary tensors stay as they are.
         """
         own, inner = _split_base_states(state_dict, self.param_groups)
-        self._follow_group_edits()
+        self._update_edited_groups()
         inner = self._fit_base_states(own, inner)
-        super()._load_between_hooks(own)
+        super()._load_state_dict_without_hooks(own)
         for group, saved in zip(self.param_groups, own["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
             for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_KEYS}:
@@ -399,7 +399,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             leaves = tree_leaves(self.base.state.get(self._shadows[parameter], {}))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             gradient = parameter if parameter.grad is None else parameter.grad
-            held = [local(t) for t in (parameter, gradient, *tensors)] + list(plan.tensors.values()) + plan.watched
+            held = [get_local(t) for t in (parameter, gradient, *tensors)] + list(plan.tensors.values()) + plan.watched
             total += sum(t.numel() * t.element_size() for t in held)
             elements += plan.parts[0].numel()
         return total / elements if elements else 0.0
@@ -433,7 +433,7 @@ def _list_group_options(inner: Mapping[str, Any]) -> dict[str, Any]:
 
 def _make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """Return a zero expanded to a parameter's local shape, without memory of that size."""
-    part = local(parameter)
+    part = get_local(parameter)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
@@ -449,11 +449,11 @@ def _widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> tor
     """Return a gradient in float32, the same object if it is; one that is not strided keeps its layout."""
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
-    if local(gradient) is gradient:
+    if get_local(gradient) is gradient:
         gradient, _ = convert_to_plain_gradient(gradient, gradient, "a wrapped parameter")
     if gradient.dtype == torch.float32:
         return gradient
-    part = local(gradient.detach())
+    part = get_local(gradient.detach())
     if part.layout is not torch.strided:
         return gradient.detach().to(torch.float32)
     return place_like(buffer.take(part).copy_(part), gradient)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._messages import listed
-from ...optim.parameters._random_identity import plain_names
+from ...optim.parameters._random_identity import strip_wrapper_names
 from ._names import Checkpoint, OptimizerStates, read_checkpoint_content, refuse_tensor_parts, walk_leaves
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -132,7 +132,7 @@ def _open_sharded(index: Path) -> Checkpoint:
             "save_pretrained does"
         )
     found = _open_safetensors(shards)
-    absent = [name for name in plain_names(placed) if name not in found.tensors]
+    absent = [name for name in strip_wrapper_names(placed) if name not in found.tensors]
     if absent:
         raise ValueError(f"the shards of {index} lack {listed(absent)}: index and shards are of different checkpoints")
     return found
@@ -142,7 +142,9 @@ def _open_safetensors(paths: list[Path]) -> Checkpoint:
     tensors: dict[str, Tensor] = {}
     for path in paths:
         tensors |= read_safetensors(path)
-    return Checkpoint(str(paths[0]), dict(zip(plain_names(tensors), tensors.values(), strict=True)), ordered=False)
+    return Checkpoint(
+        str(paths[0]), dict(zip(strip_wrapper_names(tensors), tensors.values(), strict=True)), ordered=False
+    )
 
 
 def _parse_json_object(text: str, path: Path) -> dict[str, Any]:

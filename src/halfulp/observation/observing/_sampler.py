@@ -20,7 +20,7 @@ import torch
 
 from ...kernels import keeping_subnormals, plain_address, to_plain_memory
 from ...mctensor import MCTensor
-from ...optim.parameters._local_tensors import local
+from ...optim.parameters._local_tensors import get_local
 from ...rounding import mix64
 from ...scaled import ScaledTensor
 from .._record import TensorRecord
@@ -80,7 +80,7 @@ def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
     """
     if tensor.dtype in _PLAIN_DTYPES and plain_address(tensor):
         return StoredNumbers(tensor.detach(), tensor.dtype)
-    tensor = local(tensor)
+    tensor = get_local(tensor)
     if not tensor.dtype.is_floating_point:
         return None
     try:

@@ -19,8 +19,8 @@ from ...subclass.models._parameter_holders import (
 )
 from .._group_options import check_ranks
 from .._storage import STORES
-from ._local_tensors import is_dtensor, local
-from ._narrowing import is_kept, is_written_since_narrowing, take_float32_values
+from ._local_tensors import get_local, is_dtensor
+from ._narrowing import is_kept_float32, is_written_since_narrowing, take_float32_values
 from ._outside_writes import record_payload, reset_if_stale
 from ._parameter_plan import ParameterPlan
 
@@ -54,7 +54,7 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn
                 value = take_float32_values(parameter)
             if value is not None:
                 plan = optimizer._make_plan(group, position, STORES[parameter.dtype])
-                value = local(value).contiguous()
+                value = get_local(value).contiguous()
                 if was_written:
                     _fill_auxiliary_tensors(plan, parameter, value)
                 else:
@@ -72,7 +72,7 @@ def _fill_auxiliary_tensors(plan: ParameterPlan, parameter: torch.Tensor, value:
 
     Where these values round to other bits, they become what the parameter holds.
     """
-    payload = local(parameter.detach())
+    payload = get_local(parameter.detach())
     before = payload.clone()
     plan.spec.update.fill(plan.spec.store, plan.parts, value)
     value = torch.where(payload == before, value, before.to(value.dtype))
@@ -83,7 +83,7 @@ def _find_parameters_to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, i
     for group in groups:
         if group["param_dtype"] is not None:
             for position, parameter in enumerate(group["params"]):
-                if parameter.dtype == torch.float32 and not is_kept(parameter):
+                if parameter.dtype == torch.float32 and not is_kept_float32(parameter):
                     yield group, position
 
 
@@ -106,7 +106,7 @@ def check_sharded_ranks(optimizer: Any) -> None:
     for mesh, parameter in {parameter.device_mesh: parameter for parameter in sharded}.items():
         for group in mesh.get_all_groups() if mesh.get_coordinate() is not None else ():
             if torch.distributed.get_backend(group) != "fake":  # whose collectives bring nothing
-                check_ranks(optimizer, group, local(parameter).device)
+                check_ranks(optimizer, group, get_local(parameter).device)
 
 
 @torch.no_grad()
@@ -166,7 +166,7 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
             name = read_parameter_name(group, position)
             if optimizer._choose_step_spec(group, parameter, None, name).update.name != "exact":
                 return
-            if idle is None and not is_kept(parameter):
+            if idle is None and not is_kept_float32(parameter):
                 idle = name, chosen.name
     if idle is not None:
         raise ValueError(

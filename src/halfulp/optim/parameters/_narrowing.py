@@ -11,7 +11,7 @@ from ...kernels import row_checksums
 from ...subclass.models._parameter_holders import replace_parameter_data
 from .._storage import STORES
 from ..weight_updates._split import Split16
-from ._local_tensors import local
+from ._local_tensors import get_local
 
 _LOW_BITS_ATTRIBUTE, _FLOAT32_ATTRIBUTE = "_halfulp_low_bits", "_halfulp_float32"
 _SPLIT_UPDATE = Split16()
@@ -41,7 +41,7 @@ def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:
         payload, low = value.to(dtype), value.clone()
     replace_parameter_data(parameter, payload)
     if not parameter.is_meta:
-        checksums = row_checksums(local(payload))
+        checksums = row_checksums(get_local(payload))
         setattr(parameter, _LOW_BITS_ATTRIBUTE, _DroppedBits(low, parameter.data_ptr(), parameter._version, checksums))
 
 
@@ -53,7 +53,7 @@ def take_float32_values(parameter: Tensor) -> Tensor | None:
     held = getattr(parameter, "__dict__", {}).pop(_LOW_BITS_ATTRIBUTE, None)
     if held is None or held.address != parameter.data_ptr():
         return None
-    if held.version != parameter._version and not torch.equal(held.checksums, row_checksums(local(parameter))):
+    if held.version != parameter._version and not torch.equal(held.checksums, row_checksums(get_local(parameter))):
         return None
     if parameter.dtype == torch.bfloat16 and held.tensor.dtype == torch.int16:
         return _SPLIT_UPDATE.read(STORES[torch.bfloat16], [parameter.detach(), held.tensor])
@@ -80,6 +80,6 @@ def keep_float32(parameter: Tensor, kept: bool = True) -> None:
         parameter.__dict__.pop(_FLOAT32_ATTRIBUTE, None)
 
 
-def is_kept(parameter: Tensor) -> bool:
+def is_kept_float32(parameter: Tensor) -> bool:
     """Return whether the parameter is marked to stay float32."""
     return getattr(parameter, _FLOAT32_ATTRIBUTE, False)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...kernels import row_checksums, same_bits
-from ._local_tensors import is_dtensor, local
+from ._local_tensors import get_local, is_dtensor
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
 from ._tensor_map import TensorMap
 
@@ -167,7 +167,7 @@ def record_loaded_payload(plan: ParameterPlan, state: Mapping[str, Any]) -> None
     if plan.payload_version is None:
         return
     held = PayloadVersion(ANY_VERSION, plan.payload_version.memory, scale=plan.scale_to_keep)
-    saved, steps = local(state.get(CHECKSUMS_KEY)), state.get(COPY_KEY)
+    saved, steps = get_local(state.get(CHECKSUMS_KEY)), state.get(COPY_KEY)
     rows = plan.payloads[0].shape[0] if plan.payloads[0].dim() else 1
     if isinstance(saved, torch.Tensor) and (saved.dtype, saved.shape) == (torch.int64, (rows,)):
         held.checksums = saved.clone()

@@ -14,7 +14,7 @@ from ..states._int4_blocks import Int4Blocks
 from ..states._int8_blocks import CODEC_VERSION, Int8Blocks, compute_scale_shape
 from ..states._state import encode_constant
 from ..weight_updates._weight_update import WEIGHT_UPDATES
-from ._local_tensors import local
+from ._local_tensors import get_local
 from ._step_spec import StepSpec
 
 # What the names of a state's tensors end in, over all storages.
@@ -34,7 +34,7 @@ def add_missing_tensors(
 
     States that all begin after some steps, as where a momentum is switched on, are noted: the rule counts from there.
     """
-    shape = local(parameter).shape
+    shape = get_local(parameter).shape
     auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
     wanted = {key: (shape, dtype) for key, dtype in auxiliary}
     for codec, slot in zip(spec.codecs, spec.rule.states):
@@ -45,7 +45,7 @@ def add_missing_tensors(
     missing = {key: value for key, value in wanted.items() if key not in state}
     if missing:
         _refuse_partial_states(state, spec, name)
-        device = local(parameter).device
+        device = get_local(parameter).device
         new = {key: torch.zeros(shape, dtype=dtype, device=device) for key, (shape, dtype) in missing.items()}
         set_initial_values(spec, group, new)
         state.update(new)
@@ -94,7 +94,7 @@ def refuse_other_update(state: Mapping, before: StepSpec | None, spec: StepSpec,
 def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
     """Refuse states that were made before the parameter was converted or resized."""
     for key, (shape, dtype) in wanted.items():
-        held = local(state[key]) if key in state else None
+        held = get_local(state[key]) if key in state else None
         if held is not None and (held.shape != shape or held.dtype != dtype):
             kept = ", ".join(repr(other) for other in wanted if other in state)
             raise ValueError(
@@ -133,7 +133,7 @@ def check_codec_version(name: str, state: Mapping[str, object]) -> None:
 
 def find_block_length(codes: torch.Tensor, scale: torch.Tensor, among: tuple[int, ...] = BLOCK_LENGTHS) -> int:
     """Return the block length of saved codes and scales; raise ValueError if none fits."""
-    codes, scale = local(codes), local(scale)
+    codes, scale = get_local(codes), get_local(scale)
     for block in among:
         if compute_scale_shape(codes.shape, block) == scale.shape:
             return block
@@ -150,7 +150,7 @@ def find_packed_block_length(packed: torch.Tensor, scale: torch.Tensor) -> int:
 
 def decode_saved_state(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
     """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter."""
-    scale, residual = (local(state.get(f"{slot.name}_{part}")) for part in ("scale", "residual"))
+    scale, residual = (get_local(state.get(f"{slot.name}_{part}")) for part in ("scale", "residual"))
     is_square = slot.degree == 2
     kinds: dict[str, Any] = {
         "codes": (torch.uint8 if is_square else torch.int8, torch.bfloat16, Int8Blocks, find_block_length),
