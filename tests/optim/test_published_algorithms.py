@@ -132,14 +132,6 @@ def test_what_they_refuse(kind, options, words):
         kind([torch.nn.Parameter(torch.zeros(4, 32))], **options)
 
 
-def test_steps_of_single_parameters_are_refused_where_all_step_together():
-    for kind in (hu.optim.SGDScheduleFree, hu.optim.Prodigy):
-        parameter = torch.nn.Parameter(torch.zeros(2))
-        optimizer = kind([parameter])
-        with pytest.raises(NotImplementedError, match="steps all parameters together"):
-            optimizer.step_parameter(parameter, optimizer.param_groups[0], 0)
-
-
 def test_prodigys_estimate_is_of_all_groups_and_survives_a_file(seed):
     def made():
         parameters = [torch.nn.Parameter(torch.ones(6, 32)) for _ in range(3)]

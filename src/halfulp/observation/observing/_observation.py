@@ -252,15 +252,6 @@ class Observation(StepWatcher):
         if self.recorder.sampling:
             run_safely(self.recorder, self._updates[id(optimizer)].compare_after_step)
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Suspend sampling inside a block."""
-        sampling, self.recorder.sampling = self.recorder.sampling, False
-        try:
-            yield
-        finally:
-            self.recorder.sampling = sampling
-
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped."""
         if self._steps.note_step_end(optimizer):
