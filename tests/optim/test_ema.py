@@ -101,13 +101,11 @@ def test_float32_models_are_averaged_as_usual(seed):
             wide[name].lerp_(p.detach(), 0.1)
     for name, value in wide.items():
         assert torch.allclose(ema.float32_state_dict()[name], value, rtol=1e-5, atol=1e-7)
-    assert ema.bytes_per_parameter() == 4
 
 
 def test_narrow_averages_of_float32_models(seed):
     net = model(torch.float32)
     wide, ema = hu.optim.EMA(net, 0.99), hu.optim.EMA(net, 0.99, dtype=torch.bfloat16)
-    assert ema.bytes_per_parameter() == 3
     for _ in range(50):
         disturb(net)
         wide.update(), ema.update()

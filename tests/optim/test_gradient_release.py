@@ -217,6 +217,7 @@ def test_parameters_that_were_replaced_are_not_taken_for_trained():
         released.backward(_loss(model, 0))
 
 
+@pytest.mark.filterwarnings("ignore:parameters are written between steps")
 @pytest.mark.parametrize("write", [None, _clamp, _clamp_data, _replace_data])
 def test_averages_have_the_bits_of_those_of_a_step_after_backward(write):
     def run(releases):

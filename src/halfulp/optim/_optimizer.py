@@ -231,7 +231,8 @@ class Optimizer(CheckpointMixin):
         members = {id(parameter): self._identities[parameter] for _, _, parameter in walk_model_parameters(self)}
         taken = {*members.values()}
         for parameter, identity in tuple(self._identities.items()):
-            if id(parameter) not in members and identity in taken:  # another one stands in its place
+            # Another one stands in its place, or nothing is kept of it.
+            if id(parameter) not in members and (identity in taken or parameter not in self.state):
                 del self._identities[parameter]
                 self._plans.pop(parameter)
                 self.state.pop(parameter, None)

@@ -213,17 +213,25 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             inner.clear()
             inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
             inner["params"] = [self._find_shadow(parameter) for parameter in own["params"]]
-        present = {id(shadow) for inner in groups for shadow in inner["params"]} | {*map(id, self.base.state)}
-        self._shadows = {parameter: shadow for parameter, shadow in self._shadows.items() if id(shadow) in present}
+        present = {id(parameter) for own in self.param_groups for parameter in own["params"]}
+        for parameter in [one for one in self._shadows if id(one) not in present and one not in self.state]:
+            self.base.state.pop(self._shadows.pop(parameter), None)
 
     def _take_step(self) -> None:
         """Take one step of the wrapped optimizer."""
         for group in self.param_groups:
             self._check_hyperparameters(group)
+        plans = [
+            self._find_valid_plan(group, position, F32)
+            for group, position, parameter in walk_model_parameters(self)
+            if parameter.grad is not None
+        ]
+        self._check_wrappers(bool(plans))
+        for plan in plans:
+            reset_if_stale(plan)
         self._update_base_groups()
-        self._check_wrappers(any(parameter.grad is not None for _, _, parameter in walk_model_parameters(self)))
-        for plans in self._list_runs(list(self._walk_plans(lambda p: p.grad is not None))):
-            self._step_run(plans)
+        for run in self._list_runs(plans):
+            self._step_run(run)
 
     def _list_runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
         """Return the runs of plans that step together: all, unless the wrapped optimizer steps each parameter alone."""
@@ -232,13 +240,6 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         whole = [plan for plan in plans if plan.spec.store is F32]
         apart = [plan for plan in plans if plan.spec.store is not F32]
         return [*([whole] if whole else []), *split_into_runs(apart, MOST_RUN_ELEMENTS)]
-
-    def _walk_plans(self, wanted: Callable[[torch.Tensor], bool]) -> Iterable[ParameterPlan]:
-        for group, position, parameter in walk_model_parameters(self):
-            if wanted(parameter):
-                plan = self._find_valid_plan(group, position, F32)
-                reset_if_stale(plan)
-                yield plan
 
     def _step_run(self, plans: list[ParameterPlan]) -> None:
         """Let the wrapped optimizer step the shadows of some plans, and write their changes."""

@@ -147,8 +147,6 @@ def _change(name):
                 saved["param_groups"][0]["betas"] = (0.9, 1.5)
             case "missing option":
                 del saved["param_groups"][0]["betas"]
-            case "identities":
-                saved["param_groups"][0]["identities"] = [1]
             case "another optimizer":
                 saved["param_groups"][0]["momentum"] = 0.9
             case "no dict":
@@ -169,7 +167,7 @@ CORRUPT = [
     "half step", "no step number", "string step", "huge step", "string state", "string companion", "list state",
     "integer state", "no state", "no groups", "state list", "groups dict", "group without params",
     "one parameter less", "another group", "other names", "other weight update", "unknown weight update", "nan rate",
-    "string rate", "bad betas", "missing option", "identities", "another optimizer", "no dict", "nothing", "scale",
+    "string rate", "bad betas", "missing option", "another optimizer", "no dict", "nothing", "scale",
     "parameter numbers",
 ]  # fmt: skip
 

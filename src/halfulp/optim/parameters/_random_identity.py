@@ -56,22 +56,22 @@ def list_identities(group: Mapping[str, Any]) -> list[int]:
     flatten_optimizer_state_dict, torchtitan) can thus split and regroup parameters, each of which keeps its bits.
     """
     names = group.get("param_names")
-    return [hash_name(name) for name in plain_names(names)] if names else group["identities"]
+    return group["identities"] if names is None else [hash_name(name) for name in plain_names(names)]
 
 
 def assign_identities(group: dict, earlier: list[dict]) -> None:
     """Give every parameter of a group without names its identity, unless it came with them; note what keys draw."""
     group["random_stream"] = STREAM_VERSION
-    if group.get("param_names"):
+    if group.get("param_names") is not None:
         group.pop("identities", None)
-    elif len(group.get("identities", ())) != len(group["params"]):
+    elif "identities" not in group or len(group["identities"]) != len(group["params"]):
         start = sum(len(other["params"]) for other in earlier)
         group["identities"] = list(range(start, start + len(group["params"])))
 
 
 def note_identities(group: dict, known: Identities) -> None:
     """Record each parameter's name and number; a group keeps no numbers that follow from its names."""
-    if group.get("param_names"):
+    if group.get("param_names") is not None:
         group.pop("identities", None)
     names, numbers = group.get("param_names") or [None] * len(group["params"]), list_identities(group)
     for parameter, name, number in zip(group["params"], names, numbers, strict=True):
