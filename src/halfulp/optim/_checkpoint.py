@@ -18,7 +18,7 @@ from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
 from ._float32 import read_weights
 from ._group_options import check_group_options, read_own_version
-from .parameters._local_tensors import is_dtensor, local, place_like
+from .parameters._local_tensors import get_local, is_dtensor, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
@@ -30,7 +30,7 @@ from .parameters._outside_writes import (
     set_weight,
 )
 from .parameters._parameter_plan import ParameterPlan
-from .parameters._random_identity import list_identities, plain_names
+from .parameters._random_identity import list_identities, strip_wrapper_names
 from .parameters._state_tensors import (
     BEGUN,
     STORAGE_SUFFIXES,
@@ -71,7 +71,7 @@ class CheckpointMixin(torch.optim.Optimizer):
     if TYPE_CHECKING:
 
         def _find_valid_plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
-        def _follow_group_edits(self) -> None: ...
+        def _update_edited_groups(self) -> None: ...
         def _clear_plans(self) -> None: ...
         def _create_caches(self) -> None: ...
         def _check_hyperparameters(self, group: dict[str, Any]) -> None: ...
@@ -82,24 +82,24 @@ class CheckpointMixin(torch.optim.Optimizer):
         Raises:
             ValueError: an entry of `state` under a number, or of a parameter that is in no group.
         """
-        self._follow_group_edits()
+        self._update_edited_groups()
         _refuse_unsaved_entries(self)
         return super().state_dict()
 
     def _complete_state_dict(self, saved: dict[str, Any]) -> None:
         """Put into a state_dict of torch.optim's what it lacks, before the hooks of others."""
-        for group, position, parameter, number in walk_saved(self.param_groups, saved["param_groups"]):
+        for group, position, parameter, number in walk_saved_parameters(self.param_groups, saved["param_groups"]):
             if number not in saved["state"]:
                 continue
             state = dict(saved["state"][number])
             if self.state.get(parameter):
-                state |= self._auxiliary_tensors_to_save(group, position)
+                state |= self._read_saved_auxiliary_tensors(group, position)
             # A reader that knows no codes finds a number where it wants a tensor, and stops.
             versions = {name.removesuffix("_codes"): CODEC_VERSION for name in state if name.endswith("_codes")}
             saved["state"][number] = versions | _place_like_parameter(state, parameter, self._plans.get(parameter))
         saved["param_groups"] = [_make_group_plain(group) for group in saved["param_groups"]]
 
-    def _auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
+    def _read_saved_auxiliary_tensors(self, group: dict, position: int) -> dict[str, object]:
         """Return auxiliary tensors, valid also after writes from outside, and what identifies their payload."""
         try:
             plan = self._find_valid_plan(group, position)
@@ -125,16 +125,16 @@ class CheckpointMixin(torch.optim.Optimizer):
             for hook in tuple(self._optimizer_load_state_dict_pre_hooks.values()):
                 changed = hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
-        self._load_between_hooks(state_dict)
+        self._load_state_dict_without_hooks(state_dict)
         for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_state_dict_without_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
-        self._follow_group_edits()
+        self._update_edited_groups()
         options = _check_saved_groups(self.param_groups, state_dict, self._check_hyperparameters, self.defaults)
         given = []
-        for group, position, _, number in walk_saved(self.param_groups, state_dict["param_groups"]):
+        for group, position, _, number in walk_saved_parameters(self.param_groups, state_dict["param_groups"]):
             state = state_dict["state"].get(number, {})
             if not isinstance(state, Mapping):
                 raise ValueError(
@@ -175,7 +175,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             held, spec = self.state[parameter], self._plans[parameter].spec
             for name, value in tensors.items():
                 if name in spec.tensors:
-                    local(held[name]).copy_(local(value))
+                    get_local(held[name]).copy_(get_local(value))
                 else:
                     held[name] = copy.deepcopy(value)
             held["step"] = _read_saved_step(state, "")
@@ -218,7 +218,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 f"weight_update={plan.spec.update.name!r} does not keep: load it into the optimizer that saved it"
             )
         # The user's own, and states that an option of the group has switched off, which stay, as in torch.optim.
-        device = local(plan.parameter).device
+        device = get_local(plan.parameter).device
         for key in foreign:
             fitted[key] = state[key].to(device) if isinstance(state[key], torch.Tensor) else state[key]
         return fitted
@@ -270,8 +270,8 @@ class CheckpointMixin(torch.optim.Optimizer):
                 changed.
         """
         own = model.state_dict(keep_vars=True)
-        names, own = dict(zip(plain_names(own), own)), dict(zip(plain_names(own), own.values()))
-        state_dict = dict(zip(plain_names(state_dict), state_dict.values()))
+        names, own = dict(zip(strip_wrapper_names(own), own)), dict(zip(strip_wrapper_names(own), own.values()))
+        state_dict = dict(zip(strip_wrapper_names(state_dict), state_dict.values()))
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(f"the state_dict {name_differences(missing, foreign)}: give one with the model's names")
@@ -291,7 +291,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                     own[name].copy_(value)
                     continue
                 plan = self._find_valid_plan(*places[id(own[name])])
-                value = local(value.detach()).float().contiguous()
+                value = get_local(value.detach()).float().contiguous()
                 if plan.spec.scaled:
                     scale = choose_weight_scale(plan.spec.store.dtype, own[name].scale.item(), finite_amax(value))
                     own[name].scale.fill_(scale)
@@ -305,11 +305,11 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle, without the caches."""
-        self._follow_group_edits()
+        self._update_edited_groups()
         state: dict[str, Any] = super().__getstate__()
         held = state["state"] = state["state"].copy()
         for group, position, parameter in walk_model_parameters(self):
-            saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
+            saved = self._read_saved_auxiliary_tensors(group, position) if held.get(parameter) else {}
             if CHECKSUMS_KEY in saved:
                 held[parameter] = {**held[parameter], **saved}
         return state
@@ -338,7 +338,7 @@ def complete_state_dict(optimizer: Any, saved: dict[str, Any]) -> None:
     optimizer._complete_state_dict(saved)
 
 
-def walk_saved(
+def walk_saved_parameters(
     groups: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], int, torch.Tensor, Any]]:
     """Yield group, position, parameter and its number in a file."""
@@ -362,8 +362,8 @@ def _place_like_parameter(state: Mapping, parameter: torch.Tensor, plan: Paramet
         placed[name] = value
         if name == CHECKSUMS_KEY:
             placed[name] = place_checksums(value, parameter)
-        elif isinstance(value, torch.Tensor) and local(value) is value:
-            shape = whole.get(name, parameter.shape if value.shape == local(parameter).shape else None)
+        elif isinstance(value, torch.Tensor) and get_local(value) is value:
+            shape = whole.get(name, parameter.shape if value.shape == get_local(parameter).shape else None)
             if shape is not None:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 stride = torch.empty(shape, device="meta").stride()
@@ -399,7 +399,7 @@ def _check_saved_groups(
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
     _refuse_newer_version(saved)
     for mine, theirs in zip(groups, saved):
-        _check_group(mine, theirs, defaults)
+        _check_saved_group(mine, theirs, defaults)
     return [_read_loaded_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
 
 
@@ -489,7 +489,7 @@ def _read_saved_step(state: Mapping, name: str) -> int:
     return int(value)
 
 
-def _check_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
+def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     """Raise ValueError for a saved group of another rule, of other names, or under another weight update."""
     unknown = sorted(_RULE_OPTIONS & theirs.keys() - mine.keys())
     rules = (defaults.keys() | _RULE_OPTIONS) & mine.keys()
@@ -500,7 +500,7 @@ def _check_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     names, other = mine.get("param_names"), theirs.get("params" if by_name else "param_names")
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
         raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
-    both = list(zip(plain_names(names), plain_names(other), strict=True)) if names and other else []
+    both = list(zip(strip_wrapper_names(names), strip_wrapper_names(other), strict=True)) if names and other else []
     if by_name:  # one may be the other behind the path of a part of the model
         both = [(a, b) for a, b in both if not a.endswith(f".{b}") and not b.endswith(f".{a}")]
     differing = [f"{b} for {a}" for a, b in both if a != b]
@@ -560,7 +560,7 @@ def _fit_saved_state(
         new = {name: torch.zeros_like(plan.tensors[name]) for name in names}
         set_initial_values(plan.spec, group, new)
         return new
-    own, saved = [plan.tensors[name] for name in names], [local(state.get(name)) for name in names]
+    own, saved = [plan.tensors[name] for name in names], [get_local(state.get(name)) for name in names]
     layouts = [(one.dtype, one.shape) if isinstance(one, torch.Tensor) else None for one in saved]
     if layouts == [(mine.dtype, mine.shape) for mine in own]:
         check_codec_version(rule_state.name, state)
@@ -573,7 +573,7 @@ def _fit_saved_state(
             "states are converted from plain tensors alone, and torch.distributed.checkpoint reads no others"
         )
     like = torch.empty(plan.shape, dtype=torch.float32, device="meta")
-    value = local(_check_saved_shape(plan, rule_state.name, given, like, exact=False)).float()
+    value = get_local(_check_saved_shape(plan, rule_state.name, given, like, exact=False)).float()
     fresh = [torch.zeros_like(mine) for mine in own]
     codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
     return dict(zip(names, fresh))
@@ -581,9 +581,9 @@ def _fit_saved_state(
 
 def _check_saved_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
     """Return a given state tensor; raise ValueError for another shape, or dtype where that counts."""
-    if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
+    if not isinstance(given, torch.Tensor) or get_local(given).shape != own.shape:
         shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
         raise ValueError(f"state {name!r} of parameter {plan.name} has shape {shape}, {tuple(own.shape)} is needed")
-    if exact and local(given).dtype != own.dtype:
-        raise ValueError(f"state {name!r} of parameter {plan.name} is {local(given).dtype}, {own.dtype} is needed")
+    if exact and get_local(given).dtype != own.dtype:
+        raise ValueError(f"state {name!r} of parameter {plan.name} is {get_local(given).dtype}, {own.dtype} is needed")
     return given

@@ -19,11 +19,11 @@ from ._group_options import check_number
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer, find_own_optimizer
 from ._wrap import ExplicitGradientOptimizer
-from .parameters._local_tensors import local, memory, place_like
+from .parameters._local_tensors import get_local, get_memory, place_like
 from .parameters._narrow_groups import walk_model_parameters
 from .parameters._outside_writes import record_version
 from .parameters._parameter_plan import ParameterPlan
-from .parameters._random_identity import plain_names
+from .parameters._random_identity import strip_wrapper_names
 from .rules._update_rule import UpdateRule
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
@@ -143,7 +143,7 @@ class EMA:
             for weights in self._read_live_weights(live):
                 for name, weight in weights.items():
                     plan = plans[self._averages[name]]
-                    value = weight.decode(torch.float32) if isinstance(weight, MCTensor) else local(weight).float()
+                    value = weight.decode(torch.float32) if isinstance(weight, MCTensor) else get_local(weight).float()
                     plan.spec.update.fill(plan.spec.store, plan.parts, value.contiguous())
                     record_version(plan)
 
@@ -182,7 +182,7 @@ class EMA:
         if shown:
             yield shown
         names = {id(plan): name for name, plan in held.items()}
-        on_cpu = all(memory(plan.parameter).is_cpu for plan in held.values())
+        on_cpu = all(get_memory(plan.parameter).is_cpu for plan in held.values())
         for plans in split_into_runs(held.values(), MOST_RUN_ELEMENTS if on_cpu else MOST_DEVICE_ELEMENTS):
             values = read_weights(plans)
             yield {names[id(plan)]: place_like(value, plan.parameter) for plan, value in zip(plans, values)}
@@ -287,7 +287,7 @@ class EMA:
 
 def _rename_to_plain_model(tensors: Mapping[str, torch.Tensor], parallel: bool = True) -> dict[str, torch.Tensor]:
     """Return tensors under their names in the plain model, or as they are where two would have one name."""
-    names = plain_names(tensors, parallel)
+    names = strip_wrapper_names(tensors, parallel)
     return dict(zip(names if len(set(names)) == len(names) else tensors, tensors.values()))
 
 

@@ -26,7 +26,7 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
-from .parameters._local_tensors import get_scale, list_own_tensors, local, memory
+from .parameters._local_tensors import get_local, get_memory, get_scale, list_own_tensors
 from .parameters._narrow_groups import (
     check_data_parallel_ranks,
     check_narrowing,
@@ -49,8 +49,8 @@ from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
 from .parameters._random_identity import (
     Identities,
     assign_identities,
-    follow_parameters,
     note_identities,
+    update_edited_group,
 )
 from .parameters._state_tensors import add_missing_tensors, refuse_other_update
 from .parameters._step_spec import StepSpec
@@ -221,13 +221,13 @@ class Optimizer(CheckpointMixin):
         self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
     ) -> StepSpec:
         """Return a parameter's step specification; without `gradient`, as it will be after narrowing."""
-        check_parameter(parameter, memory(parameter), name)
+        check_parameter(parameter, get_memory(parameter), name)
         return self._plans.step_spec(self.rule(group), group, parameter, gradient, name)
 
-    def _follow_group_edits(self) -> None:
+    def _update_edited_groups(self) -> None:
         """Bring names, identities and plans in line with the groups' lists of parameters, which users may edit."""
         for group in self.param_groups:
-            follow_parameters(group, self.param_groups, self._identities)
+            update_edited_group(group, self.param_groups, self._identities)
         members = {id(parameter): self._identities[parameter] for _, _, parameter in walk_model_parameters(self)}
         taken = {*members.values()}
         for parameter, identity in tuple(self._identities.items()):
@@ -248,12 +248,12 @@ class Optimizer(CheckpointMixin):
         """Make a parameter's plan, and the state tensors that it lacks; the gradient of a step stands `beside` it."""
         parameter = group["params"][position]
         if parameter not in self._identities:
-            self._follow_group_edits()
+            self._update_edited_groups()
         (_, identity), name = self._identities[parameter], read_parameter_name(group, position)
         spec = self._choose_step_spec(group, parameter, gradient, name)
-        if memory(parameter).dtype != spec.store.dtype:
+        if get_memory(parameter).dtype != spec.store.dtype:
             raise ValueError(
-                f"parameter {name} is {memory(parameter).dtype}, but its group holds {spec.store.dtype}: add "
+                f"parameter {name} is {get_memory(parameter).dtype}, but its group holds {spec.store.dtype}: add "
                 "parameters by add_param_group, which narrows them, and convert a model before its optimizer is made"
             )
         state = self.state[parameter]
@@ -274,7 +274,7 @@ class Optimizer(CheckpointMixin):
         plan, options = self._plans.get(parameter), self._plans.options_of(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
-            likely = PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32])
+            likely = PAYLOADS.get(get_memory(parameter).dtype, STORES[torch.float32])
             plan = self._make_plan(group, position, gradient or likely, options)
         return plan
 
@@ -358,7 +358,7 @@ class Optimizer(CheckpointMixin):
         counts = [len(group["params"]) for group in self.param_groups]
         known = [len(group.get("identities") or group.get("param_names", ())) for group in self.param_groups]
         if known != counts:
-            self._follow_group_edits()
+            self._update_edited_groups()
 
     def _run_batches(self, batches: list[Batch]) -> None:
         self._check_wrappers(bool(batches))
@@ -369,7 +369,7 @@ class Optimizer(CheckpointMixin):
             prepare_batch(batch)
         if any(batch.spec.rule.late_values is not None for batch in batches):
             sums = reduce_batches(batches)
-            self._note_reduction_sums(sums)
+            self._keep_reduction_sums(sums)
             finish_constants(batches, sums)
         for batch in batches:
             run_step(batch)
@@ -380,7 +380,7 @@ class Optimizer(CheckpointMixin):
         for batch in batches if len(batches) > 1 else ():
             batch.record_versions_again()
 
-    def _note_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
+    def _keep_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
         """Take the sums of each parameter of each batch; an optimizer may keep what follows from them."""
 
     def _check_wrappers(self, has_gradients: bool) -> None:
@@ -457,7 +457,7 @@ class Optimizer(CheckpointMixin):
                     continue
                 if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                     name = read_parameter_name(group, position)
-                    gradient, scale = as_plain_gradient(local(gradient), parameter, name)
+                    gradient, scale = as_plain_gradient(get_local(gradient), parameter, name)
                     if isinstance(scale, torch.Tensor):
                         scales[place] = scale
                 if (
@@ -494,10 +494,10 @@ class Optimizer(CheckpointMixin):
                 plan = self._find_valid_plan(group, position)
                 held += self._list_state_tensors(plan)
                 held += [get_scale(parameter)] if plan.spec.scaled else []
-                gradient = plan.spec.gradient.dtype if parameter.grad is None else memory(parameter.grad).dtype
-                total += local(parameter).numel() * gradient.itemsize
+                gradient = plan.spec.gradient.dtype if parameter.grad is None else get_memory(parameter.grad).dtype
+                total += get_local(parameter).numel() * gradient.itemsize
             total += sum(tensor.numel() * tensor.element_size() for tensor in held)
-            elements += local(parameter).numel()
+            elements += get_local(parameter).numel()
         return total / elements if elements else 0.0
 
     def _list_state_tensors(self, plan: ParameterPlan) -> list[torch.Tensor]:

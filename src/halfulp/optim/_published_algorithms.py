@@ -365,7 +365,7 @@ class Prodigy(Optimizer):
             group.update(found)
             group["k"] += 1
 
-    def _note_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
+    def _keep_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
         self._sums = next((total for batch in sums for total in batch), ())
 
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:

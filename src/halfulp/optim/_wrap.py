@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .._messages import a_kind, listed
 from ..formats import Format
 from ..scaled import ScaledTensor
-from ._checkpoint import check_state_dict, is_halfulp_file, walk_saved
+from ._checkpoint import check_state_dict, is_halfulp_file, walk_saved_parameters
 from ._float32 import MOST_RUN_ELEMENTS, read_weights, split_into_runs
 from ._group_options import NarrowOptions, ParamGroups, check_hyperparameters, read_defaults, read_options
 from ._optimizer import Optimizer
 from ._storage import F32, Store
-from .parameters._local_tensors import is_dtensor, local, place_like
+from .parameters._local_tensors import get_local, is_dtensor, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import reset_if_stale
 from .parameters._parameter_plan import ParameterPlan
@@ -250,7 +250,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             for plan in plans:
                 parameter, value = plan.parameter, values.get(id(plan))
                 shadow = self._shadows[parameter]
-                _point_shadow(shadow, local(parameter).detach() if value is None else value)
+                _point_shadow(shadow, get_local(parameter).detach() if value is None else value)
                 shadow.grad = _widen_gradient(parameter.grad)
             _step_without_hooks(self.base)
             for own, inner in zip(self.param_groups, self.base.param_groups):
@@ -260,7 +260,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                     )
                 own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
             # A float32 parameter's shadow has its memory, but a version counter of its own.
-            torch.autograd.graph.increment_version([local(plan.parameter) for plan in whole])
+            torch.autograd.graph.increment_version([get_local(plan.parameter) for plan in whole])
             self._step_by({plan.parameter: self._shadows[plan.parameter].detach() for plan in apart})
         finally:
             for plan in plans:
@@ -273,12 +273,12 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         super()._complete_state_dict(saved)
         _refuse_own_entries(self.base)  # some of which begin in a step
         state = saved["state"]
-        for _, _, parameter, number in walk_saved(self.param_groups, saved["param_groups"]):
+        for _, _, parameter, number in walk_saved_parameters(self.param_groups, saved["param_groups"]):
             if held := self.base.state.get(self._find_shadow(parameter)):
                 named = {f"{BASE_PREFIX}{name}": value for name, value in held.items()}
                 state[number] = {**state.get(number, {}), **named}
 
-    def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_state_dict_without_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this optimizer returned."""
         check_state_dict(state_dict)
         if not is_halfulp_file(self.param_groups, state_dict["param_groups"]):
@@ -286,13 +286,13 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                 f"this state_dict was not saved by a wrapped {type(self.base).__name__}: load it into that class itself"
             )
         own, states = dict(state_dict["state"]), {}
-        for group, k, parameter, number in walk_saved(self.param_groups, state_dict["param_groups"]):
+        for group, k, parameter, number in walk_saved_parameters(self.param_groups, state_dict["param_groups"]):
             state = own.get(number, {})
             own[number] = {name: value for name, value in state.items() if not name.startswith(BASE_PREFIX)}
             inner = {name: value for name, value in state.items() if name not in own[number]}
             if fitted := self._fit_base_state(parameter, read_parameter_name(group, k), inner):
                 states[self._find_shadow(parameter)] = fitted
-        super()._load_between_hooks({**state_dict, "state": own})
+        super()._load_state_dict_without_hooks({**state_dict, "state": own})
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
             for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_KEYS}:
@@ -321,7 +321,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
 
     def _list_state_tensors(self, plan: ParameterPlan) -> list[torch.Tensor]:
         leaves = tree_leaves(self.base.state.get(self._find_shadow(plan.parameter), {}))
-        own = [local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        own = [get_local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return [*super()._list_state_tensors(plan), *own]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -337,7 +337,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
 
 def _make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """Return a zero expanded to a parameter's local shape, without memory of that size."""
-    part = local(parameter)
+    part = get_local(parameter)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
@@ -353,7 +353,7 @@ def _widen_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Return a gradient in float32, the same object if it is; one that is not strided keeps its layout."""
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
-    if local(gradient) is gradient:
+    if get_local(gradient) is gradient:
         gradient, _ = as_plain_gradient(gradient, gradient, "a wrapped parameter")
     if gradient.dtype == torch.float32:
         return gradient

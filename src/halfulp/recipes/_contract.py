@@ -16,7 +16,7 @@ from ..mctensor import MCTensor
 from ..optim import Optimizer
 from ..optim._optimizer import find_inner_optimizer
 from ..optim.parameters._narrow_groups import read_parameter_name, walk_model_parameters
-from ..optim.parameters._random_identity import plain_names
+from ..optim.parameters._random_identity import strip_wrapper_names
 from ..scaled import ScaledTensor
 
 CONTRACT_KEY = "precision_contract"
@@ -180,7 +180,7 @@ def contract(
         raise ValueError(
             f"the optimizer holds none of the parameters of this {type(model).__name__}: give the one that trains it"
         )
-    names = plain_names(name for name, _ in held)
+    names = strip_wrapper_names(name for name, _ in held)
     return Contract(
         {
             name: _describe_tensor(tensor, *stepped.get(id(tensor), (None, {})))

@@ -7,7 +7,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.parameters._local_tensors import local
+from halfulp.optim.parameters._local_tensors import get_local
 from halfulp.optim.parameters._outside_writes import any_row_differs, compute_checksums
 
 from .shards import make_problem, on_every_rank, sharded
@@ -74,7 +74,7 @@ def test_shards_that_are_loaded_before_their_model_keep_their_companions(dim):
             step(*one, gradients[2])
         assert same_bits(resumed.detach()._local_tensor, parameter.detach()._local_tensor)
         low_bits = (one.state[p]["low_bits"] for p, one in ((parameter, optimizer), (resumed, its_optimizer)))
-        assert same_bits(*map(local, low_bits))
+        assert same_bits(*map(get_local, low_bits))
 
     on_every_rank(2, one_run)
 

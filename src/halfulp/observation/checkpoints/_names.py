@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..._messages import a_kind, listed
 from ...mctensor import MCTensor
-from ...optim.parameters._random_identity import plain_names
+from ...optim.parameters._random_identity import strip_wrapper_names
 from ...scaled import ScaledTensor
 from ._files import Checkpoint, OptimizerStates, StoredTensor, wrap_tensor
 
@@ -161,12 +161,12 @@ def _strip_common_prefix(names: dict[Any, str], tensors: Collection[str]) -> dic
 
 def _read_saved_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] | None:
     if keys and all(isinstance(key, str) for key in keys):
-        return dict(zip(keys, plain_names(keys), strict=True))
+        return dict(zip(keys, strip_wrapper_names(keys), strict=True))
     given = [group.get("param_names") for group in optimizer.groups]
     own = [list(names) if isinstance(names, list | tuple) else [] for names in given]
     if not keys or list(map(len, own)) != list(map(len, optimizer.keys)):
         return None
-    return dict(zip(keys, plain_names(itertools.chain(*own)), strict=True))
+    return dict(zip(keys, strip_wrapper_names(itertools.chain(*own)), strict=True))
 
 
 def _name_by_model_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: int) -> dict[Any, str] | None:
@@ -340,4 +340,4 @@ def _is_no_model_key(key: object) -> bool:
 
 def _name_tensors(leaves: _TensorsByPath, prefix: str, skip: int) -> dict[str, StoredTensor]:
     names = [".".join(map(str, where[skip:])) for where in leaves]
-    return {prefix + name: leaf for name, leaf in zip(plain_names(names), leaves.values(), strict=True)}
+    return {prefix + name: leaf for name, leaf in zip(strip_wrapper_names(names), leaves.values(), strict=True)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._messages import listed
-from ...optim.parameters._random_identity import plain_names
+from ...optim.parameters._random_identity import strip_wrapper_names
 from ._files import (
     METADATA_FILE,
     Checkpoint,
@@ -144,7 +144,7 @@ def _open_sharded(index: Path) -> Checkpoint:
         raise ValueError(f"{index.parent} lacks the shards {listed(missing)}, which {index.name} names: copy them too")
     is_safe = all(shard.suffix == ".safetensors" for shard in shards)
     found = _open_safetensors(shards) if is_safe else _open_torch_files(shards)
-    wanted = dict(zip(placed, plain_names(placed), strict=True))
+    wanted = dict(zip(placed, strip_wrapper_names(placed), strict=True))
     absent = [name for name, plain in wanted.items() if plain not in found.tensors]
     if absent:
         raise ValueError(f"the shards of {index} lack {listed(absent)}: index and shards are of different checkpoints")
@@ -161,7 +161,7 @@ def _open_safetensors(paths: list[Path]) -> Checkpoint:
         tensors |= part
         if CONTRACT_KEY in metadata:
             contract = _parse_json_object(metadata[CONTRACT_KEY], path)
-    named = dict(zip(plain_names(tensors), tensors.values(), strict=True))
+    named = dict(zip(strip_wrapper_names(tensors), tensors.values(), strict=True))
     return Checkpoint(str(paths[0]), named, ordered=False, contract=contract)
 
 

@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..._messages import a_kind
 from ...formats import BlockFormat, Format, get
-from ...optim.parameters._local_tensors import memory
+from ...optim.parameters._local_tensors import get_memory
 from ...rounding import quantize
 from .._record import Expectation, Record, Role, TensorRecord
 from .._text import name_dtype
@@ -80,7 +80,7 @@ class Expectations:
         for name, parameter in self._model.named_parameters(remove_duplicate=False):  # a tied head has its own name
             matched = fnmatch.fnmatchcase(name, pattern)
             one.matched += [name] if matched else []
-            dtype = memory(parameter).dtype
+            dtype = get_memory(parameter).dtype
             inside = matched or any(name.startswith(f"{module}.") for module in modules)
             if inside and dtype.is_floating_point and name_dtype(dtype) != asked:
                 one.other[name] = name_dtype(dtype)

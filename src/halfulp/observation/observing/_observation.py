@@ -23,9 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from ...gradients import AdaptiveGradScaler
 from ...optim import EMA, Optimizer
 from ...optim._gradient_release import StepWatcher
-from ...optim.parameters._local_tensors import local, memory
+from ...optim.parameters._local_tensors import get_local, get_memory
 from ...optim.parameters._narrow_groups import walk_model_parameters
-from ...optim.parameters._random_identity import plain_names
+from ...optim.parameters._random_identity import strip_wrapper_names
 from ...sinks import Sink
 from .._finding import Finding, format_findings, group_causes_as_dicts
 from .._record import ParameterRecord, Record, StepRecord, record_to_plain_data
@@ -482,15 +482,15 @@ class ObservedParameters:
             for parameter in module._parameters.values():
                 kinds.setdefault(id(parameter), type(module).__name__)  # a tied one is of the first, as its name is
         named = dict(model.named_parameters())
-        for name, parameter in zip(plain_names(named, parallel=False), named.values(), strict=True):
+        for name, parameter in zip(strip_wrapper_names(named, parallel=False), named.values(), strict=True):
             self._add_parameter(name, parameter, kinds.get(id(parameter), ""))
         for number, optimizer in enumerate(optimizers):
             self._add_stepped_parameters(number if len(optimizers) > 1 else None, optimizer)
 
     def _add_parameter(self, name: str, parameter: torch.Tensor, kind: str) -> None:
         self.named[name], self.names[id(parameter)] = parameter, name
-        dtype, shape = memory(parameter).dtype, tuple(local(parameter).shape)
-        count = local(parameter).numel()
+        dtype, shape = get_memory(parameter).dtype, tuple(get_local(parameter).shape)
+        count = get_local(parameter).numel()
         self._record.parameters[name] = ParameterRecord(name, kind, dtype, shape, count, parameter.requires_grad)
 
     def _add_stepped_parameters(self, number: int | None, optimizer: torch.optim.Optimizer) -> None:

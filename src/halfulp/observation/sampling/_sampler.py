@@ -37,7 +37,7 @@ from ...kernels._trace import COUNTER_COPIES
 from ...kernels.vector._machine_function import Kernel
 from ...kernels.vector._table_loop import compile_table
 from ...mctensor import MCTensor
-from ...optim.parameters._local_tensors import local
+from ...optim.parameters._local_tensors import get_local
 from ...rounding import Nearest, mix64, mix64_all, quantize
 from ...rounding._blocks import (
     BlockKind,
@@ -120,7 +120,7 @@ def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
     """
     if tensor.dtype in _PLAIN_DTYPES and plain_address(tensor):
         return StoredNumbers(tensor.detach(), tensor.dtype)
-    tensor = local(tensor)
+    tensor = get_local(tensor)
     if not tensor.dtype.is_floating_point:
         return None
     try:

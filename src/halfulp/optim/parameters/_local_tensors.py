@@ -23,16 +23,16 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return hasattr(tensor, "_local_tensor")
 
 
-def local(tensor: TensorOrOther) -> TensorOrOther:
+def get_local(tensor: TensorOrOther) -> TensorOrOther:
     """Return a DTensor's shard on this rank; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def memory(parameter: torch.Tensor) -> torch.Tensor:
+def get_memory(parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor that stores a parameter: a payload, a first component, a DTensor's shard, else itself."""
     if isinstance(parameter, MCTensor):
         return parameter.components[0]
-    return parameter.payload if isinstance(parameter, ScaledTensor) else local(parameter)
+    return parameter.payload if isinstance(parameter, ScaledTensor) else get_local(parameter)
 
 
 def get_scale(parameter: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def get_scale(parameter: torch.Tensor) -> torch.Tensor:
 
 def list_own_tensors(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return all tensors that store a parameter: the components of an MCTensor, else `memory`."""
-    return parameter.components if isinstance(parameter, MCTensor) else (memory(parameter),)
+    return parameter.components if isinstance(parameter, MCTensor) else (get_memory(parameter),)
 
 
 def place_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def place_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def find_index_map(parameter: torch.Tensor) -> IndexMap:
     """Return the map from a parameter's local elements to its global ones."""
     if not is_dtensor(parameter):
-        return _whole_index_map(parameter.shape)
+        return _make_whole_index_map(parameter.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in parameter.placements):
@@ -78,7 +78,7 @@ def cut_shard(value: torch.Tensor, place: IndexMap) -> torch.Tensor:
 
 
 @functools.lru_cache(256)
-def _whole_index_map(shape: torch.Size) -> IndexMap:
+def _make_whole_index_map(shape: torch.Size) -> IndexMap:
     return IndexMap.whole(tuple(shape))
 
 
@@ -90,10 +90,10 @@ def _find_strided_index_map(parameter: DTensor) -> IndexMap:
 
     offset, step = [], []
     for d, whole in enumerate(parameter.shape):
-        coordinates = torch.arange(whole, dtype=torch.int64, device=local(parameter).device)
+        coordinates = torch.arange(whole, dtype=torch.int64, device=get_local(parameter).device)
         coordinates = coordinates.view([-1 if k == d else 1 for k in range(parameter.dim())]).expand(parameter.shape)
         mesh, placements = parameter.device_mesh, parameter.placements
-        mine = local(distribute_tensor(coordinates.contiguous(), mesh, placements, src_data_rank=None))
+        mine = get_local(distribute_tensor(coordinates.contiguous(), mesh, placements, src_data_rank=None))
         along = mine.movedim(d, 0).reshape(mine.shape[d], -1)[:, :1].flatten()
         gaps = torch.unique(along.diff())
         if gaps.numel() > 1:
@@ -103,4 +103,4 @@ def _find_strided_index_map(parameter: DTensor) -> IndexMap:
             )
         offset.append(int(along[0]) if along.numel() else 0)
         step.append(int(gaps[0]) if gaps.numel() else 1)
-    return IndexMap(tuple(local(parameter).shape), tuple(parameter.shape), tuple(offset), tuple(step))
+    return IndexMap(tuple(get_local(parameter).shape), tuple(parameter.shape), tuple(offset), tuple(step))

@@ -19,8 +19,8 @@ from ...subclass.models._parameter_holders import (
 )
 from .._group_options import check_ranks
 from .._storage import STORES
-from ._local_tensors import is_dtensor, local
-from ._narrowing import is_kept, take_float32_values
+from ._local_tensors import get_local, is_dtensor
+from ._narrowing import is_kept_float32, take_float32_values
 from ._outside_writes import record_version
 
 
@@ -52,7 +52,7 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn
                 value = take_float32_values(parameter)
             if value is not None:
                 plan = optimizer._make_plan(group, position, STORES[parameter.dtype])
-                plan.spec.update.fill(plan.spec.store, plan.parts, local(value).contiguous())
+                plan.spec.update.fill(plan.spec.store, plan.parts, get_local(value).contiguous())
                 record_version(plan)
     reset_shards(sharded)
 
@@ -61,7 +61,7 @@ def _find_parameters_to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, i
     for group in groups:
         if group["param_dtype"] is not None:
             for position, parameter in enumerate(group["params"]):
-                if parameter.dtype == torch.float32 and not is_kept(parameter):
+                if parameter.dtype == torch.float32 and not is_kept_float32(parameter):
                     yield group, position
 
 
@@ -84,7 +84,7 @@ def check_sharded_ranks(optimizer: Any) -> None:
     for mesh, parameter in {parameter.device_mesh: parameter for parameter in sharded}.items():
         for group in mesh.get_all_groups() if mesh.get_coordinate() is not None else ():
             if torch.distributed.get_backend(group) != "fake":  # whose collectives bring nothing
-                check_ranks(optimizer, group, local(parameter).device)
+                check_ranks(optimizer, group, get_local(parameter).device)
 
 
 def check_data_parallel_ranks(optimizer: Any) -> None:
@@ -134,7 +134,7 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
             name = read_parameter_name(group, position)
             if optimizer._choose_step_spec(group, parameter, None, name).update.name != "exact":
                 return
-            if idle is None and not is_kept(parameter):
+            if idle is None and not is_kept_float32(parameter):
                 idle = name, chosen.name
     if idle is not None:
         raise ValueError(

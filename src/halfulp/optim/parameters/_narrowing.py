@@ -65,6 +65,6 @@ def keep_float32(parameter: Tensor, kept: bool = True) -> None:
         parameter.__dict__.pop(_FLOAT32_ATTRIBUTE, None)
 
 
-def is_kept(parameter: Tensor) -> bool:
+def is_kept_float32(parameter: Tensor) -> bool:
     """Return whether the parameter is marked to stay float32."""
     return getattr(parameter, _FLOAT32_ATTRIBUTE, False)

@@ -18,7 +18,7 @@ import torch
 
 from ..._messages import find_users_level
 from ...kernels import row_checksums, same_bits
-from ._local_tensors import is_dtensor, local
+from ._local_tensors import get_local, is_dtensor
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
 
 CHECKSUMS_KEY = "payload_checksums"
@@ -109,7 +109,7 @@ def record_loaded_payload(plan: ParameterPlan, state: Mapping[str, Any]) -> None
     """Record that auxiliary tensors were loaded or copied, with what the saved state tells of their payload."""
     if plan.payload_version is None:
         return
-    held, saved = PayloadVersion(ANY_VERSION, plan.payload_version.memory), local(state.get(CHECKSUMS_KEY))
+    held, saved = PayloadVersion(ANY_VERSION, plan.payload_version.memory), get_local(state.get(CHECKSUMS_KEY))
     rows = plan.payloads[0].shape[0] if plan.payloads[0].dim() else 1
     if isinstance(saved, torch.Tensor) and (saved.dtype, saved.shape) == (torch.int64, (rows,)):
         held.checksums = saved.clone()

@@ -9,7 +9,7 @@ import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
-from ._local_tensors import get_scale, list_own_tensors, local, memory
+from ._local_tensors import get_local, get_memory, get_scale, list_own_tensors
 from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
@@ -168,7 +168,7 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
     That is the parameter's memory (address, dtype, shape, strides, components), its group's rule and options, the
     entry of the optimizer's state, and the tensors there with their memory.
     """
-    part, spec = parameter if plan.plain else memory(parameter), plan.spec
+    part, spec = parameter if plan.plain else get_memory(parameter), plan.spec
     if not (
         part.data_ptr() == plan.address
         and part.dtype is spec.store.dtype
@@ -186,6 +186,6 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
         return False
     for key, tensor, address in zip(spec.tensors, plan.stored, plan.stored_addresses):
         held = state.get(key)
-        if (held is not tensor and local(held) is not tensor) or tensor.data_ptr() != address:
+        if (held is not tensor and get_local(held) is not tensor) or tensor.data_ptr() != address:
             return False
     return True

@@ -32,13 +32,13 @@ def hash_name(name: str) -> int:
 _WRAPPER_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
 
 
-def plain_names(names: Iterable[str], parallel: bool = True) -> list[str]:
+def strip_wrapper_names(names: Iterable[str], parallel: bool = True) -> list[str]:
     """Return the parameter names of the plain model inside a compiled, wrapped or DDP model.
 
     Compiled and checkpointed modules may stand anywhere; DistributedDataParallel's "module." stands before all, and
     stays where `parallel` is False.
 
-    >>> plain_names(["module._orig_mod.0.weight", "module._orig_mod.1._orig_mod.bias"])
+    >>> strip_wrapper_names(["module._orig_mod.0.weight", "module._orig_mod.1._orig_mod.bias"])
     ['0.weight', '1.bias']
     """
     plain = list(names)
@@ -56,7 +56,7 @@ def list_identities(group: Mapping[str, Any]) -> list[int]:
     flatten_optimizer_state_dict, torchtitan) can thus split and regroup parameters, each of which keeps its bits.
     """
     names = group.get("param_names")
-    return group["identities"] if names is None else [hash_name(name) for name in plain_names(names)]
+    return group["identities"] if names is None else [hash_name(name) for name in strip_wrapper_names(names)]
 
 
 def assign_identities(group: dict, earlier: list[dict]) -> None:
@@ -78,7 +78,7 @@ def note_identities(group: dict, known: Identities) -> None:
         known[parameter] = name, number
 
 
-def follow_parameters(group: dict, groups: list[dict], known: Identities) -> None:
+def update_edited_group(group: dict, groups: list[dict], known: Identities) -> None:
     """Update a group's names and identities after its list of parameters was edited.
 
     A parameter that stands in another's place takes over its name and identity; one that was added without a name

@@ -12,7 +12,7 @@ from .._storage import STORES
 from ..states._int8_blocks import CODEC_VERSION
 from ..states._state import encode_constant
 from ..weight_updates._weight_update import WEIGHT_UPDATES
-from ._local_tensors import local
+from ._local_tensors import get_local
 from ._step_spec import StepSpec
 
 # What the names of a state's tensors end in, over all storages.
@@ -32,7 +32,7 @@ def add_missing_tensors(
 
     States that all begin after some steps, as where a momentum is switched on, are noted: the rule counts from there.
     """
-    shape = local(parameter).shape
+    shape = get_local(parameter).shape
     auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
     wanted = {key: (shape, dtype) for key, dtype in auxiliary}
     for codec, slot in zip(spec.codecs, spec.rule.states):
@@ -43,7 +43,7 @@ def add_missing_tensors(
     missing = {key: value for key, value in wanted.items() if key not in state}
     if missing:
         _refuse_partial_states(state, spec, name)
-        device = local(parameter).device
+        device = get_local(parameter).device
         new = {key: torch.zeros(shape, dtype=dtype, device=device) for key, (shape, dtype) in missing.items()}
         set_initial_values(spec, group, new)
         state.update(new)
@@ -92,7 +92,7 @@ def refuse_other_update(state: Mapping, before: StepSpec | None, spec: StepSpec,
 def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
     """Refuse states that were made before the parameter was converted or resized."""
     for key, (shape, dtype) in wanted.items():
-        held = local(state[key]) if key in state else None
+        held = get_local(state[key]) if key in state else None
         if held is not None and (held.shape != shape or held.dtype != dtype):
             kept = ", ".join(repr(other) for other in wanted if other in state)
             raise ValueError(

@@ -19,8 +19,8 @@ from ..states._int8_blocks import Int8Blocks
 from ..states._state import PAIR_NAME, Codec, refuse_coarse, resolve_codecs
 from ..weight_updates._components import update_of_components
 from ..weight_updates._weight_update import WEIGHT_UPDATES, WeightUpdate, find_weight_update
-from ._local_tensors import find_index_map, local, memory
-from ._narrowing import is_kept
+from ._local_tensors import find_index_map, get_local, get_memory
+from ._narrowing import is_kept_float32
 
 # A chunk's row of sums holds as many largest magnitudes, and the weight's.
 MOST_SCALED_STATES = 3
@@ -211,8 +211,8 @@ def choose_step_spec(
 ) -> StepSpec:
     """Return the step specification of a parameter, whose gradient is stored as it is if `gradient` is None."""
     own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
-    scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
-    narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
+    scaled, dtype = isinstance(parameter, ScaledTensor), get_memory(parameter).dtype
+    narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept_float32(parameter)
     store = _find_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)
     default = "stochastic" if scaled else "split8" if store.dtype in NARROW_DTYPES else "kahan"
     chosen = default if group["weight_update"] is None else group["weight_update"]
@@ -294,7 +294,7 @@ def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
 
 def _refuse_scaled_options(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:
     """Refuse options that have no meaning for a scaled parameter."""
-    if isinstance(local(parameter), ScaledTensor) and not isinstance(parameter, ScaledTensor):
+    if isinstance(get_local(parameter), ScaledTensor) and not isinstance(parameter, ScaledTensor):
         raise NotImplementedError(f"parameter {name} is a DTensor of scaled tensors: torch.optim steps it")
     if not isinstance(parameter, ScaledTensor):
         return

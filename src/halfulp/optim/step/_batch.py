@@ -18,8 +18,8 @@ from ...kernels.vector._machine_function import address_of
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from .._storage import PAYLOADS, STORES, Store
-from ..parameters._local_tensors import find_index_map, list_own_tensors, local, memory
-from ..parameters._narrowing import is_kept
+from ..parameters._local_tensors import find_index_map, get_local, get_memory, list_own_tensors
+from ..parameters._narrowing import is_kept_float32
 from ..parameters._outside_writes import record_version, renew_payload_version, reset_if_stale
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
 from ..parameters._state_tensors import BEGUN
@@ -234,7 +234,7 @@ class Batch:
         """Record a step that has been written."""
         stepped = self.parameters
         if not self.table.is_plain and not self.spec.scaled:
-            stepped = [local(parameter) for parameter in stepped]
+            stepped = [get_local(parameter) for parameter in stepped]
         torch.autograd.graph.increment_version(stepped)
         for row, copies in self.copies.items():
             for part, copy in zip(self.plans[row].payloads, copies, strict=True):
@@ -450,8 +450,8 @@ class PlanCache:
         gradient: torch.Tensor | None = None,
     ) -> ParameterPlan:
         """Make a parameter's plan, in place of the one that is not valid any more."""
-        known, part, index_map = self.get(parameter), memory(parameter), find_index_map(parameter)
-        stored = tuple(local(state[key]) for key in spec.tensors)
+        known, part, index_map = self.get(parameter), get_memory(parameter), find_index_map(parameter)
+        stored = tuple(get_local(state[key]) for key in spec.tensors)
         plan = ParameterPlan(
             parameter=parameter,
             options=options,
@@ -482,11 +482,11 @@ class PlanCache:
         self, rule: UpdateRule, group: Mapping[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
     ) -> StepSpec:
         """Return a parameter's step specification, as `choose_step_spec`; equal ones on one device are one object."""
-        if memory(parameter) is not parameter:
+        if get_memory(parameter) is not parameter:
             return self._share_spec(choose_step_spec(rule, group, parameter, gradient, name), parameter)
         given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
         states = _comparable_state_dtype(group["state_dtype"])
-        key = *map(id, given), states, is_kept(parameter), parameter.dtype, parameter.shape, parameter.device
+        key = *map(id, given), states, is_kept_float32(parameter), parameter.dtype, parameter.shape, parameter.device
         found = self._specs_by_options.get(key)
         if found is None:
             spec = self._share_spec(choose_step_spec(rule, group, parameter, gradient, name), parameter)
@@ -494,7 +494,7 @@ class PlanCache:
         return found[0]
 
     def _share_spec(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
-        return self._specs.setdefault((spec, local(parameter).device), spec)
+        return self._specs.setdefault((spec, get_local(parameter).device), spec)
 
 
 def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> None:

@@ -30,7 +30,7 @@ from ...kernels import (
 from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_all
 from .._float32 import read_weights
-from ..parameters._local_tensors import cut_shard, get_scale, is_dtensor, local, place_like
+from ..parameters._local_tensors import cut_shard, get_local, get_scale, is_dtensor, place_like
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, count_pointers
 from ._batch import Batch
@@ -341,7 +341,7 @@ class WholeTensors:
     def __init__(self, batch: Batch, row: int) -> None:
         self._batch, self._row, self._plan = batch, row, batch.plans[row]
         self.shape = self._plan.index_map.global_shape
-        self.factors = {name: local(self._plan.state[name]) for name in batch.spec.factor_names}
+        self.factors = {name: get_local(self._plan.state[name]) for name in batch.spec.factor_names}
 
     @property
     def weight(self) -> torch.Tensor:
