@@ -366,7 +366,7 @@ def _place_like_parameter(state: Mapping, parameter: torch.Tensor, plan: Paramet
             shape = whole.get(name, parameter.shape if value.shape == get_local(parameter).shape else None)
             if shape is not None:
                 mesh, placements = parameter.device_mesh, parameter.placements
-                stride = torch.empty(shape, device="meta").stride()
+                stride = torch.empty(shape, dtype=value.dtype, device="meta").stride()
                 placed[name] = DTensor.from_local(value, mesh, placements, shape=shape, stride=stride, run_check=False)
     return placed
 
