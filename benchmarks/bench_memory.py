@@ -13,7 +13,6 @@ WIDTH, LAYERS = 768, 16
 CASES = {
     "after backward": ({"weight_update": "split8", "state_dtype": "8bit"}, None),
     "released": ({"weight_update": "split8", "state_dtype": "8bit"}, {}),
-    "released, clip": ({"weight_update": "split8", "state_dtype": "8bit"}, {"clip": 1.0}),
     "released, 4-bit states": ({"weight_update": "split8", "state_dtype": "4bit"}, {}),
     "released, stochastic, 4-bit states": ({"weight_update": "stochastic", "state_dtype": "4bit"}, {}),
 }

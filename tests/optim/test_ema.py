@@ -80,7 +80,7 @@ def test_long_averages_of_moving_weights(seed):
 @pytest.mark.parametrize("update", ["split8", "kahan", "stochastic", hu.Components(3)], ids=str)
 def test_reference_gives_the_same_bits(update, seed):
     net = model()
-    fast, slow = (hu.optim.EMA(net, 0.9, weight_update=update, warmup=True) for _ in range(2))
+    fast, slow = (hu.optim.EMA(net, 0.9, weight_update=update) for _ in range(2))
     for _ in range(5):
         disturb(net)
         fast.update()
@@ -101,13 +101,11 @@ def test_float32_models_are_averaged_as_usual(seed):
             wide[name].lerp_(p.detach(), 0.1)
     for name, value in wide.items():
         assert torch.allclose(ema.float32_state_dict()[name], value, rtol=1e-5, atol=1e-7)
-    assert ema.bytes_per_parameter() == 4
 
 
 def test_narrow_averages_of_float32_models(seed):
     net = model(torch.float32)
     wide, ema = hu.optim.EMA(net, 0.99), hu.optim.EMA(net, 0.99, dtype=torch.bfloat16)
-    assert ema.bytes_per_parameter() == 3
     for _ in range(50):
         disturb(net)
         wide.update(), ema.update()
@@ -205,7 +203,7 @@ def test_decay_schedules_and_warmup(seed):
         ema.update()
         seen.append(float(ema.float32_state_dict()["weight"][0, 0]))
     assert seen == [0.0, 2.0, 2.0]
-    warm = hu.optim.EMA(constant(1), 0.999, warmup=True, weight_update="split")
+    warm = hu.optim.EMA(constant(1), lambda n: min(0.999, (1 + n) / (10 + n)), weight_update="split")
     torch.nn.init.zeros_(warm.model.weight)
     expected = 1.0
     for step in range(1, 30):
@@ -236,7 +234,7 @@ def test_tied_parameters_are_averaged_once(seed):
 @pytest.mark.parametrize("update", ["split8", "stochastic", "kahan", "master"])
 def test_resumed_is_uninterrupted(update, kind, seed):
     net = model()
-    ema = hu.optim.EMA(net, 0.99, weight_update=update, warmup=True)
+    ema = hu.optim.EMA(net, 0.99, weight_update=update)
     for _ in range(3):
         disturb(net)
         ema.update()
@@ -248,7 +246,7 @@ def test_resumed_is_uninterrupted(update, kind, seed):
         torch.save(ema.state_dict(), buffer)
         buffer.seek(0)
         twin = copy.deepcopy(net)
-        fresh = hu.optim.EMA(twin, 0.99, weight_update=update, warmup=True)
+        fresh = hu.optim.EMA(twin, 0.99, weight_update=update)
         fresh.load_state_dict(torch.load(buffer, weights_only=True))
     assert fresh.updates == 3
     for _ in range(3):
@@ -343,18 +341,6 @@ def test_averages_of_another_random_stream_are_refused_where_they_draw(update, s
     assert fresh.updates == 1
 
 
-def test_a_format_in_float32_containers(seed):
-    fmt = hu.formats.get("e8m3")
-    net = constant(20_000, dtype=torch.float32)
-    ema = hu.optim.EMA(net, 0.999, format="e8m3", weight_update="kahan", report_interval=0)
-    torch.nn.init.zeros_(net.weight)
-    for _ in range(400):
-        ema.update()
-    assert float(ema.float32_state_dict()["weight"].mean()) == pytest.approx(0.999**400, rel=0.01)
-    with ema.apply():
-        assert torch.equal(net.weight, hu.quantize(net.weight.detach(), fmt))
-
-
 def test_a_changed_model_is_noticed(seed):
     net = model()
     ema = hu.optim.EMA(net, 0.9)
@@ -381,4 +367,4 @@ def test_bad_input():
         hu.optim.EMA(net, weight_update="feedback")
     with pytest.raises(ValueError, match="float64"):
         hu.optim.EMA(torch.nn.Linear(2, 2).double())
-    assert repr(hu.optim.EMA(net, 0.9)).startswith("EMA(decay=0.9, warmup=False, updates=0)")
+    assert repr(hu.optim.EMA(net, 0.9)).startswith("EMA(decay=0.9, updates=0)")

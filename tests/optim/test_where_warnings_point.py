@@ -31,11 +31,13 @@ def _averages_that_are_made():
     AveragedModel(model)
 
 
-def _rate_that_jumps():
-    optimizer = _optimizer(_model(), momentum=0.9, weight_update="feedback")
-    _step(optimizer)
-    optimizer.param_groups[0]["lr"] *= 8
-    _step(optimizer)
+def _writes_between_steps():
+    model = _model()
+    optimizer = _optimizer(model, weight_update="kahan")
+    for _ in range(3):
+        _step(optimizer)
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)
 
 
 def _updates_that_are_lost():
@@ -46,7 +48,7 @@ def _updates_that_are_lost():
 
 CASES = {
     _averages_that_are_made: "keeps its averages",
-    _rate_that_jumps: "repaid",
+    _writes_between_steps: "written between steps",
     _updates_that_are_lost: "cancelled",
 }
 

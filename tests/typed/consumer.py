@@ -162,7 +162,7 @@ def optimizers() -> None:
     assert_type(base[0].report(), hu.optim.LostUpdateReport)
     assert_type(hu.optim.report(kept), hu.optim.LostUpdateReport)
     assert_type(hu.optim.OPTIMIZERS, dict[str, type[hu.optim.Optimizer]])
-    released = hu.optim.release_gradients(model, base[0], clip=1.0)
+    released = hu.optim.release_gradients(model, base[0])
     assert_type(released, hu.optim.GradientRelease)
     assert_type(hu.float32_gradients(nn.Linear(2, 2).bfloat16()), nn.Linear)
     assert_type(hu.float32_products(nn.Linear(2, 2).bfloat16()), nn.Linear)

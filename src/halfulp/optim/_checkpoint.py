@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from ..kernels import keeping_subnormals
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
+from ._float32 import read_weights
 from ._group_options import check_group_options, read_own_version
 from .parameters._local_tensors import get_local, is_dtensor, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
@@ -36,15 +36,12 @@ from .parameters._state_tensors import (
     BEGUN,
     STORAGE_SUFFIXES,
     check_codec_version,
-    decode_saved_state,
-    find_block_length,
-    find_packed_block_length,
     is_auxiliary_name,
     set_initial_values,
 )
 from .rules._update_rule import StateSlot
 from .states._codec import finite_amax
-from .states._int8_blocks import CODEC_VERSION, compute_scale_shape
+from .states._int8_blocks import CODEC_VERSION
 from .states._state import Codec
 from .step._batch import PlanCache
 from .step._scales import fit_weight_scale
@@ -83,40 +80,25 @@ class CheckpointMixin(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return plain data as torch.optim does: loads with weights_only, every state in its own dtype.
 
-        Hooks run as torch.optim's do: those before may change the state, those after see and may replace what is saved.
+        Raises:
+            ValueError: an entry of `state` under a number, or of a parameter that is in no group.
         """
-        saved = self._state_dict_before_hooks()
-        for hook in tuple(self._optimizer_state_dict_post_hooks.values()):
-            changed = hook(self, saved)
-            saved = saved if changed is None else changed
-        return saved
-
-    def _state_dict_before_hooks(self) -> dict[str, Any]:
-        """Return the state_dict before the post hooks have run."""
         self._update_edited_groups()
-        places = list(walk_model_parameters(self))
-        refuse_confusing_keys(self.state)
-        beside = [self._read_saved_auxiliary_tensors(group, k) if self.state.get(p) else {} for group, k, p in places]
-        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
-        try:
-            saved = super().state_dict()
-        finally:
-            self._optimizer_state_dict_post_hooks = hooks
-        for number, state in saved["state"].items():
-            if not isinstance(number, int) or not 0 <= number < len(places):  # the user's, or a hook's
+        _refuse_unsaved_entries(self)
+        return super().state_dict()
+
+    def _complete_state_dict(self, saved: dict[str, Any]) -> None:
+        """Put into a state_dict of torch.optim's what it lacks, before the hooks of others."""
+        for group, position, parameter, number in walk_saved_parameters(self.param_groups, saved["param_groups"]):
+            if number not in saved["state"]:
                 continue
-            parameter, state = places[number][2], {**state, **beside[number]}
-            plan = self._plans.get(parameter)
-            whole = () if plan is None else plan.spec.factor_names  # the same on every rank
-            placed = {
-                name: value if name in whole else _place_like_parameter(name, value, state, parameter)
-                for name, value in state.items()
-            }
+            state = dict(saved["state"][number])
+            if self.state.get(parameter):
+                state |= self._read_saved_auxiliary_tensors(group, position)
             # A reader that knows no codes finds a number where it wants a tensor, and stops.
             versions = {name.removesuffix("_codes"): CODEC_VERSION for name in state if name.endswith("_codes")}
-            saved["state"][number] = versions | placed
+            saved["state"][number] = versions | _place_like_parameter(state, parameter, self._plans.get(parameter))
         saved["param_groups"] = [_make_group_plain(group) for group in saved["param_groups"]]
-        return saved
 
     def _read_saved_auxiliary_tensors(self, group: dict, position: int) -> dict[str, object]:
         """Return auxiliary tensors, valid also after writes from outside, and what identifies their payload."""
@@ -153,15 +135,14 @@ class CheckpointMixin(torch.optim.Optimizer):
         self._update_edited_groups()
         options = _check_saved_groups(self.param_groups, state_dict, self._check_hyperparameters, self.defaults)
         given = []
-        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
-            for position, number in enumerate(saved["params"]):
-                state = state_dict["state"].get(number, {})
-                if not isinstance(state, Mapping):
-                    raise ValueError(
-                        f"the state of parameter {read_parameter_name(group, position)} is {type(state).__name__}, not "
-                        "a dict: the file is damaged"
-                    )
-                given.append((group, position, state))
+        for group, position, _, number in walk_saved_parameters(self.param_groups, state_dict["param_groups"]):
+            state = state_dict["state"].get(number, {})
+            if not isinstance(state, Mapping):
+                raise ValueError(
+                    f"the state of parameter {read_parameter_name(group, position)} is {type(state).__name__}, not "
+                    "a dict: the file is damaged"
+                )
+            given.append((group, position, state))
         known = {parameter for parameter, state in self.state.items() if state}
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):
@@ -268,10 +249,8 @@ class CheckpointMixin(torch.optim.Optimizer):
             place = places.get(id(tensor))
             if place is not None and (isinstance(tensor, MCTensor) or self.state.get(tensor)):
                 plan = self._find_valid_plan(*place)
-                parts = [*(part.contiguous() for part in plan.payloads), *read_auxiliary_tensors(plan)]
-                decoded = plan.spec.update.read(plan.spec.store, parts)
-                decoded = decoded * tensor.scale if plan.spec.scaled else decoded.clone()
-                found[name] = place_like(decoded, value)
+                decoded = read_weights([plan])[0]
+                found[name] = place_like(decoded * tensor.scale if plan.spec.scaled else decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
             elif isinstance(value, torch.Tensor):
@@ -341,6 +320,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Restore from `__getstate__`."""
         super().__setstate__(state)
         self._create_caches()
+        self.register_state_dict_post_hook(complete_state_dict)
         for number, group in enumerate(self.param_groups):
             refuse_other_random_stream(f"the pickled param group {number}", "that group before it is pickled", group)
 
@@ -355,28 +335,42 @@ def _reset_states(plan: ParameterPlan, group: Mapping) -> None:
     plan.state.pop(BEGUN, None)
 
 
-def _place_like_parameter(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
-    """Return a state tensor as a DTensor if its parameter is one, so that distributed checkpoints can re-shard it."""
-    if name == CHECKSUMS_KEY and isinstance(value, torch.Tensor):
-        return place_checksums(value, parameter)
-    if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or get_local(value) is not value:
-        return value
-    if value.shape == get_local(parameter).shape:
-        return place_like(value, parameter)
-    slot = name.removesuffix("_scale").removesuffix("_packed")
-    codes, packed = state.get(f"{slot}_codes"), state.get(f"{slot}_packed")
-    if packed is not None:
-        block = 2 if name.endswith("_packed") else find_packed_block_length(packed, value)
-    elif codes is not None:
-        block = find_block_length(codes, value)
-    else:
-        return value
+def complete_state_dict(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Complete a state_dict: the first of an optimizer's hooks."""
+    optimizer._complete_state_dict(saved)
+
+
+def walk_saved_parameters(
+    groups: list[dict[str, Any]], saved: list[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], int, torch.Tensor, Any]]:
+    """Yield group, position, parameter and its number in a file."""
+    for group, packed in zip(groups, saved):
+        for position, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
+            yield group, position, parameter, number
+
+
+def _place_like_parameter(state: Mapping, parameter: torch.Tensor, plan: ParameterPlan | None) -> dict[str, Any]:
+    """Return state tensors as DTensors if their parameter is one, so that distributed checkpoints can re-shard them."""
+    if not is_dtensor(parameter):
+        return dict(state)
     from torch.distributed.tensor import DTensor
 
-    mesh, placements = parameter.device_mesh, parameter.placements
-    whole = compute_scale_shape(parameter.shape, block)
-    stride = torch.empty(whole, dtype=value.dtype, device="meta").stride()
-    return DTensor.from_local(value, mesh, placements, shape=whole, stride=stride, run_check=False)
+    spec = None if plan is None else plan.spec
+    whole = dict.fromkeys(() if spec is None else spec.factor_names)  # the same on every rank
+    for codec, slot in () if spec is None else zip(spec.codecs, spec.rule.states):
+        whole |= {key: shape for key, (shape, _) in codec.tensors(slot.name, parameter.shape).items()}
+    placed = {}
+    for name, value in state.items():
+        placed[name] = value
+        if name == CHECKSUMS_KEY:
+            placed[name] = place_checksums(value, parameter)
+        elif isinstance(value, torch.Tensor) and get_local(value) is value:
+            shape = whole.get(name, parameter.shape if value.shape == get_local(parameter).shape else None)
+            if shape is not None:
+                mesh, placements = parameter.device_mesh, parameter.placements
+                stride = torch.empty(shape, dtype=value.dtype, device="meta").stride()
+                placed[name] = DTensor.from_local(value, mesh, placements, shape=shape, stride=stride, run_check=False)
+    return placed
 
 
 def _make_group_plain(group: dict) -> dict:
@@ -390,18 +384,14 @@ def _make_group_plain(group: dict) -> dict:
 
 
 def _check_saved_groups(
-    groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None], defaults: Mapping
+    groups: list[dict], state_dict: Mapping[str, Any], check_numbers: Callable[[dict], None], defaults: Mapping
 ) -> list[dict]:
     """Return the options that each group takes from a state_dict; raise ValueError if it does not fit these groups.
 
     `check_numbers` is the optimizer's own check of a group's hyper-parameters.
     """
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
+    check_state_dict(state_dict)
     saved = state_dict["param_groups"]
-    grouped = isinstance(saved, list) and all(isinstance(group, Mapping) for group in saved)
-    if not grouped or not all(isinstance(group.get("params"), list) for group in saved):
-        raise ValueError("this is no optimizer state_dict: 'param_groups' must be a list of groups with 'params'")
     sizes, own = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
     if sizes != own:
         raise ValueError(f"the state_dict has groups of {sizes} parameters, this optimizer groups of {own}")
@@ -415,14 +405,30 @@ def _check_saved_groups(
     return [_read_loaded_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
 
 
-def refuse_confusing_keys(state: Mapping) -> None:
-    """Raise ValueError for entries of the user's own whose keys a file could not tell from parameters' numbers."""
-    for key in state:
+def _refuse_unsaved_entries(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for entries of the state that a file has no key for."""
+    members = {id(parameter) for _, _, parameter in walk_model_parameters(optimizer)}
+    for key in optimizer.state:
         if isinstance(key, int):
             raise ValueError(
                 f"optimizer.state[{key!r}] is an entry of your own, but a state_dict numbers the states of its "
                 f"parameters: a file could not tell them apart; use another key, such as 'my_{key}'"
             )
+        if isinstance(key, torch.Tensor) and id(key) not in members:
+            raise ValueError(
+                f"optimizer.state has the states of a parameter of shape {tuple(key.shape)}, which is in no group any "
+                "more: put it back into one, or delete its entry"
+            )
+
+
+def check_state_dict(state_dict: object) -> None:
+    """Raise ValueError for what is no state_dict of an optimizer."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
+    saved = state_dict["param_groups"]
+    grouped = isinstance(saved, list) and all(isinstance(group, Mapping) for group in saved)
+    if not grouped or not all(isinstance(group.get("params"), list) for group in saved):
+        raise ValueError("this is no optimizer state_dict: 'param_groups' must be a list of groups with 'params'")
 
 
 def is_halfulp_file(groups: list[dict], saved: list[Mapping]) -> bool:
@@ -523,14 +529,13 @@ def _read_loaded_options(number: int, mine: dict, theirs: Mapping, check_numbers
         taken["param_names"] = mine.get("param_names") or list(
             theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]
         )
-    names = mine.get("param_names") or taken.get("param_names")
-    if names and ("identities" not in taken or _is_keyed_by_name(theirs)):
-        taken["identities"] = list_identities({"param_names": names})
+    if mine.get("param_names") or "param_names" in taken:
+        taken.pop("identities", None)
     trial = {**mine, **taken}
     try:
         check_group_options(trial)
         check_numbers(trial)
-        identities = trial["identities"]
+        identities = list_identities(trial)
         if len(identities) != len(mine["params"]) or not all(isinstance(i, int) and 0 <= i < 2**63 for i in identities):
             raise ValueError(
                 "identities, which key random bits, must be one whole number per parameter: a file that is split or "
@@ -551,12 +556,6 @@ def _fit_saved_state(
         raise ValueError(
             f"state of parameter {plan.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
         )
-    if isinstance(given, int):
-        raise ValueError(
-            f"state {rule_state.name!r} of parameter {plan.name} was saved in 8-bit codes of version {given}, but "
-            f"without the codes {rule_state.name + '_codes'!r}: torch.distributed.checkpoint leaves out what this "
-            "optimizer does not keep; load the file into one with state_dtype='8bit', and the state_dict of that here"
-        )
     if isinstance(given, (ScaledTensor, MCTensor)):
         state = {**state, rule_state.name: (given := given.decode(torch.float32))}
     if given is None and rule_state.name == "momentum_buffer":
@@ -568,11 +567,15 @@ def _fit_saved_state(
     if layouts == [(mine.dtype, mine.shape) for mine in own]:
         check_codec_version(rule_state.name, state)
         return {name: state[name] for name in names}
-    is_packed = f"{rule_state.name}_packed" in state
-    shape = compute_scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
-    like = torch.empty(shape, dtype=torch.float32, device="meta")
-    given = _check_saved_shape(plan, rule_state.name, given, like, exact=False)
-    value = decode_saved_state(get_local(given), state, rule_state)
+    stored = [key for suffix in STORAGE_SUFFIXES[1:] if (key := f"{rule_state.name}{suffix}") in state]
+    if stored or not isinstance(given, torch.Tensor) or not given.is_floating_point():
+        raise ValueError(
+            f"state {rule_state.name!r} of parameter {plan.name} was saved as {listed(stored or held)}, and this "
+            f"optimizer keeps {listed(list(names))}: give it the state_dtype of the optimizer that saved the file: "
+            "states are converted from plain tensors alone, and torch.distributed.checkpoint reads no others"
+        )
+    like = torch.empty(plan.shape, dtype=torch.float32, device="meta")
+    value = get_local(_check_saved_shape(plan, rule_state.name, given, like, exact=False)).float()
     fresh = [torch.zeros_like(mine) for mine in own]
     codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
     return dict(zip(names, fresh))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from .._messages import listed, name_differences
-from ..formats import Format
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
@@ -22,7 +21,7 @@ from ._optimizer import Optimizer, find_own_optimizer
 from ._wrap import ExplicitGradientOptimizer
 from .parameters._local_tensors import get_local, get_memory, place_like
 from .parameters._narrow_groups import walk_model_parameters
-from .parameters._outside_writes import note_restored_version, record_payload
+from .parameters._outside_writes import record_version
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import strip_wrapper_names
 from .rules._update_rule import UpdateRule
@@ -43,7 +42,7 @@ def read_decay(group: Mapping[str, Any], step: int) -> float:
     if not 0 <= decay <= 1:
         which = f"decay(step={step}) gave {decay}" if callable(given) else f"decay={decay}"
         raise ValueError(f"{which}: a decay is from 0 (the last weights) to 1 (the first ones), 0.999 for example")
-    return min(decay, (1 + step) / (10 + step)) if group["warmup"] else decay
+    return decay
 
 
 AVERAGING = UpdateRule("average", move_average, (), lambda group, step: (1 - read_decay(group, step),), decays=False)
@@ -75,13 +74,12 @@ class EMA:
     Args:
         model: whose parameters are averaged; tied ones once. Averages start as the weights are now. Its buffers are
             copied as they are at each update.
-        decay: in [0, 1], or a function from the update's number, from 1 on, to it.
+        decay: in [0, 1], or a function from the update's number n, from 1 on, to it; min(0.999, (1 + n) / (10 + n))
+            forgets the start early.
         optimizer: the hu.optim optimizer of the model, or a trainer's wrapper round it, if it keeps auxiliary tensors:
             then the float32 weights are averaged, not the parameters that show them rounded.
         weight_update: how differences enter; see Optimizer. "feedback" is refused.
         dtype: of the averages of floating parameters; by default the parameter's own.
-        format: values of a format in float32 averages; see Optimizer.
-        warmup: decay at most (1 + n) / (10 + n) at update n, so that the start is forgotten early.
         seed, report_interval: see Optimizer.
 
     Raises:
@@ -112,14 +110,12 @@ class EMA:
         optimizer: torch.optim.Optimizer | None = None,
         weight_update: WeightUpdate | str | None = None,
         dtype: torch.dtype | None = None,
-        format: Format | str | None = None,
-        warmup: bool = False,
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
         check_module(model, "EMA")
         stepping = None if optimizer is None else find_own_optimizer(optimizer, "optimizer=", "leave it out")
-        read_decay({"decay": decay, "warmup": False}, 1)
+        read_decay({"decay": decay}, 1)
         self.model: torch.nn.Module = model
         self.optimizer: Optimizer | None = stepping
         self.updates: int = 0
@@ -137,9 +133,8 @@ class EMA:
         named = [(f"average of {name}", average) for name, average in self._averages.items()]
         self._average_optimizer = AverageOptimizer(
             named,
-            {"decay": decay, "warmup": warmup},
+            {"decay": decay},
             weight_update=weight_update,
-            format=format,
             seed=seed,
             report_interval=report_interval,
         )
@@ -150,7 +145,7 @@ class EMA:
                     plan = plans[self._averages[name]]
                     value = weight.decode(torch.float32) if isinstance(weight, MCTensor) else get_local(weight).float()
                     plan.spec.update.fill(plan.spec.store, plan.parts, value.contiguous())
-                    record_payload(plan)
+                    record_version(plan)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -204,18 +199,13 @@ class EMA:
         for name, tensor in self._read_live_tensors().items():
             mine = self._averages[name]
             shown.append((tensor, mine if mine.dtype == tensor.dtype else _read_float32_weight(plans[mine])))
-        kept = []
-        try:
-            with torch.no_grad():
-                for tensor, value in shown:
-                    kept.append((tensor, tensor.detach().clone(), tensor._version))
-                    tensor.copy_(value)
+        with contextlib.ExitStack() as restored:
+            for tensor, value in shown:
+                # With their bits the versions come back, by which the optimizer sees writes from outside.
+                restored.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+                restored.callback(_copy_into, tensor, tensor.detach().clone())
+                _copy_into(tensor, value)
             yield self.model
-        finally:
-            with torch.no_grad():
-                for tensor, value, version in kept:
-                    tensor.copy_(value)
-                    note_restored_version(tensor, version, tensor._version)
 
     def float32_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's state_dict in float32, with the averages in place of the weights."""
@@ -282,29 +272,28 @@ class EMA:
             tensor.copy_(given[name])
         for mine, plan in plans.items():
             self._average_optimizer.state[mine]["step"] = updates
-            record_payload(plan)
+            record_version(plan)
         self.updates = updates
 
     def report(self) -> LostUpdateReport:
         """Return which updates of the averages rounding cancelled, as Optimizer.report does."""
         return self._average_optimizer.report()
 
-    def bytes_per_parameter(self) -> float:
-        """Return the bytes of averages and auxiliary tensors per element."""
-        held = [[mine, *plan.tensors.values()] for mine, plan in self._average_optimizer.plans().items()]
-        total = sum(get_local(t).numel() * t.element_size() for tensors in held for t in tensors)
-        return total / sum(get_local(tensors[0]).numel() for tensors in held)
-
     def __repr__(self) -> str:
         """Return the decay, the updates so far, and the lost updates."""
         group = self._average_optimizer.param_groups[0]
-        return f"EMA(decay={group['decay']}, warmup={group['warmup']}, updates={self.updates})\n{self.report()}"
+        return f"EMA(decay={group['decay']}, updates={self.updates})\n{self.report()}"
 
 
 def _rename_to_plain_model(tensors: Mapping[str, torch.Tensor], parallel: bool = True) -> dict[str, torch.Tensor]:
     """Return tensors under their names in the plain model, or as they are where two would have one name."""
     names = strip_wrapper_names(tensors, parallel)
     return dict(zip(names if len(set(names)) == len(names) else tensors, tensors.values()))
+
+
+@torch.no_grad()
+def _copy_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    tensor.copy_(value)
 
 
 def _read_float32_weight(plan: ParameterPlan) -> torch.Tensor:

@@ -84,42 +84,12 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
 MOST_RUN_ELEMENTS = 1 << 21
 # Where a launch costs more than its memory, for which the processor's caches are nothing.
 MOST_DEVICE_ELEMENTS = 1 << 28
-ALIGNMENT_ELEMENTS = 16
 
 
-class Float32Buffer:
-    """A reusable float32 buffer, from which tensors are taken until `clear`.
-
-    One allocation serves a whole step: fresh memory costs the CPU a page fault per 4 KiB, more than the arithmetic.
-    """
-
-    def __init__(self, elements: int) -> None:
-        self._memory = torch.empty(elements, dtype=torch.float32, device="cpu")
-        self._used = 0
-
-    def clear(self) -> None:
-        """Make the whole buffer free again."""
-        self._used = 0
-
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized contiguous float32 tensor of a tensor's shape and device."""
-        if like.device.type != "cpu":
-            return torch.empty(like.shape, device=like.device, dtype=torch.float32)
-        begin, end = self._used, self._used + like.numel()
-        if end > len(self._memory):
-            return torch.empty(like.shape, dtype=torch.float32, device="cpu")
-        self._used = -(-end // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        return self._memory[begin:end].view(like.shape)
-
-
-def read_weights(plans: Sequence[ParameterPlan], buffer: Float32Buffer | None = None) -> list[torch.Tensor]:
-    """Return the float32 weights that parameters and their auxiliary tensors represent, contiguous and local.
-
-    Their memory is the buffer's, or new if there is none.
-    """
-    buffer = Float32Buffer(0) if buffer is None else buffer
+def read_weights(plans: Sequence[ParameterPlan]) -> list[torch.Tensor]:
+    """Return the float32 weights that parameters and their auxiliary tensors represent, contiguous and local."""
     payloads = [plan.payloads for plan in plans]
-    out = [buffer.take(own[0]) for own in payloads]
+    out = [torch.empty(own[0].shape, dtype=torch.float32, device=own[0].device) for own in payloads]
     for update, store in {(plan.spec.update, plan.spec.store) for plan in plans}:
         mine = [k for k, plan in enumerate(plans) if (plan.spec.update, plan.spec.store) == (update, store)]
         parts = [[*(part.contiguous() for part in payloads[k]), *read_auxiliary_tensors(plans[k])] for k in mine]

@@ -141,6 +141,10 @@ class OptimizerOptions(NarrowOptions, total=False):
     """The options of Optimizer, which every optimizer takes beside its own."""
 
     state_dtype: StateChoice
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
 
 
 def check_parameters(params: object) -> None:
@@ -235,24 +239,20 @@ def check_betas(group: dict, count: int | None) -> None:
         raise ValueError(f"betas={given!r} are not allowed: give {wanted.get(count, f'{count} numbers')} in [0, 1)")
 
 
-TORCH_SWITCHES = ("foreach", "differentiable", "capturable", "fused")
-
-
-def check_torch_switches(name: str, **switches: bool | None) -> None:
+def check_torch_switches(name: str, given: Mapping[str, Any]) -> None:
     """Refuse or ignore torch.optim's switches that choose another implementation, of an optimizer or of one group.
 
     `foreach` and `fused` choose among equals, so that trainers set them unasked: they are ignored with a warning where
     they ask for another implementation than the only one.
     """
-    reasons = {
-        "differentiable": "the step writes in place and is not differentiable: use torch.optim for that",
-        "capturable": "the step runs outside CUDA graphs: leave capturable out",
-    }
-    for switch, reason in reasons.items():
-        if switches.get(switch):
-            raise NotImplementedError(f"{name}({switch}=True): {reason}")
-    ignored = ["foreach=True"] if switches.get("foreach") else []
-    ignored += ["fused=False"] if switches.get("fused") is False else []
+    if given.get("differentiable"):
+        raise NotImplementedError(
+            f"{name}(differentiable=True): the step writes in place and is not differentiable: use torch.optim for that"
+        )
+    if given.get("capturable"):
+        raise NotImplementedError(f"{name}(capturable=True): the step runs outside CUDA graphs: leave capturable out")
+    ignored = ["foreach=True"] if given.get("foreach") else []
+    ignored += ["fused=False"] if given.get("fused") is False else []
     if ignored:
         warnings.warn(
             f"{name}({', '.join(ignored)}) is ignored: one fused kernel steps all tensors",
@@ -264,28 +264,9 @@ def split_init_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]
     """Return the arguments of Optimizer's `__init__` from those of the `__init__` of an optimizer.
 
     Args:
-        given: the latter by name, `locals()` there; torch's switches are checked (`check_torch_switches`) and left out.
+        given: the latter by name, `locals()` there.
         counts: what groups hold beside the hyper-parameters.
     """
-    left_out = ("self", "params", "options", "__class__", *TORCH_SWITCHES)
+    left_out = ("self", "params", "options", "__class__")
     defaults = {name: value for name, value in given.items() if name not in left_out}
-    switches = {name: given[name] for name in TORCH_SWITCHES if name in given}
-    check_torch_switches(type(given["self"]).__name__, **read_options(switches, dict.fromkeys(TORCH_SWITCHES)))
     return {"params": given["params"], "defaults": {**defaults, **counts}, **given["options"]}
-
-
-def warn_of_rate_jump(group: dict[str, Any]) -> None:
-    """Warn if a group's learning rate jumps: pending rounding errors are stored in units of it."""
-    chosen = group["weight_update"]
-    update = chosen if chosen is None or isinstance(chosen, WeightUpdate) else find_weight_update(chosen)
-    if update is None or not update.feeds_back:
-        return
-    lr, before = float(group["lr"]), group.get("last_lr")
-    group["last_lr"] = lr
-    if before and lr and not 0.5 <= lr / before <= 2:
-        warnings.warn(
-            f"weight_update='feedback' and the learning rate went from {before:.3g} to {lr:.3g} in one step: "
-            f"pending rounding errors are repaid {lr / before:.3g} times too large; change it by at most twofold",
-            RuntimeWarning,
-            stacklevel=find_users_level(),
-        )

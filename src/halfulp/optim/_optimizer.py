@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, overload
 
 import torch
@@ -12,10 +12,9 @@ from .._names import describe_unknown_name, read_class_docstring, register_entry
 from ..formats import Format
 from ..kernels import keeping_subnormals, uncompiled
 from ..subclass.models._parameter_holders import wrap_checkpoint_functions
-from ._checkpoint import CheckpointMixin
+from ._checkpoint import CheckpointMixin, complete_state_dict
 from ._group_options import (
     NOT_NEGATIVE_OPTIONS,
-    TORCH_SWITCHES,
     ParamGroups,
     check_betas,
     check_group_options,
@@ -24,21 +23,12 @@ from ._group_options import (
     check_torch_switches,
     read_defaults,
     read_options,
-    warn_of_rate_jump,
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
-from .parameters._local_tensors import (
-    cut_shard,
-    find_index_map,
-    get_local,
-    get_memory,
-    get_scale,
-    is_dtensor,
-    list_own_tensors,
-)
+from .parameters._local_tensors import get_local, get_memory, get_scale, list_own_tensors
 from .parameters._narrow_groups import (
-    broadcast_auxiliary_tensors,
+    check_data_parallel_ranks,
     check_narrowing,
     check_sharded_ranks,
     narrow_groups,
@@ -57,14 +47,13 @@ from .parameters._outside_writes import (
 )
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
 from .parameters._random_identity import (
-    Identity,
+    Identities,
     assign_identities,
     note_identities,
     update_edited_group,
 )
 from .parameters._state_tensors import add_missing_tensors, refuse_other_update
 from .parameters._step_spec import StepSpec
-from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
 from .step._batch import (
@@ -138,12 +127,18 @@ class Optimizer(CheckpointMixin):
         format: Format | str | None = None,
         seed: int = 0,
         report_interval: int = 50,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         **unknown_options: Any,
     ) -> None:
         known = read_defaults(type(self))
         for name in unknown_options:
             allowed = [option for option in known if option not in self._fixed_options]
             raise TypeError(describe_unknown_name(f"option of {type(self).__name__}", name, allowed))
+        switches = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
+        check_torch_switches(type(self).__name__, read_options(switches, dict.fromkeys(switches)))
         check_parameters(params)
         self._create_caches()
         self._is_built = False
@@ -156,17 +151,17 @@ class Optimizer(CheckpointMixin):
             "report_interval": report_interval,
         }
         super().__init__(params, read_options({**defaults, **own}, known))
+        self.register_state_dict_post_hook(complete_state_dict)
         refuse_unused_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
         narrow_groups(self, self.param_groups, check_narrowing(self.param_groups))
         self._is_built = True
 
     def _create_caches(self) -> None:
-        """Create the empty caches by parameter: plans, states outside of groups, identities; also in a copy."""
+        """Create the empty caches by parameter, plans and identities; also in a copy."""
         wrap_checkpoint_functions()
         self._plans = PlanCache()
-        self._states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
-        self._identities: TensorMap[Identity] = TensorMap()
+        self._identities: Identities = {}
         self._note_identities()
 
     def _note_identities(self) -> None:
@@ -175,18 +170,8 @@ class Optimizer(CheckpointMixin):
             note_identities(group, self._identities)
 
     @classmethod
-    def split_groups(cls, params: ParamGroups, use_muon: Any = None) -> ParamGroups:
-        """Return parameters in groups that this optimizer steps; a rule that steps some shapes alone splits others off.
-
-        Args:
-            params: parameters, named parameters or groups.
-            use_muon: see Muon.
-
-        Raises:
-            ValueError: `use_muon` of another optimizer.
-        """
-        if use_muon is not None:
-            raise ValueError(f"{cls.__name__} steps parameters of all shapes: use_muon= is an option of Muon")
+    def split_groups(cls, params: ParamGroups) -> ParamGroups:
+        """Return parameters in groups that this optimizer steps; one that steps matrices alone splits others off."""
         return params
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
@@ -240,32 +225,17 @@ class Optimizer(CheckpointMixin):
         return self._plans.step_spec(self.rule(group), group, parameter, gradient, name)
 
     def _update_edited_groups(self) -> None:
-        """Bring names, identities and states in line with the groups' lists of parameters, which users may edit.
-
-        The states of parameters that are in no group are kept aside as long as these parameters live.
-        """
+        """Bring names, identities and plans in line with the groups' lists of parameters, which users may edit."""
         for group in self.param_groups:
             update_edited_group(group, self.param_groups, self._identities)
-        members = [parameter for _, _, parameter in walk_model_parameters(self)]
-        self._carry_low_bits_to_shards({*map(id, members)})
-        keep_states_aside(self.state, self._states_outside_groups, members)
-
-    def _carry_low_bits_to_shards(self, members: set[int]) -> None:
-        """Give shards that replaced whole parameters before the first step the low bits of these parameters.
-
-        accelerate shards a model after its optimizer was made, and then puts the shards into the groups.
-        """
-        left = [p for p, state in self.state.items() if isinstance(p, torch.Tensor) and id(p) not in members and state]
-        whole = {self._identities.get(p): p for p in left if not self.state[p].get("step")}
-        for group, position, parameter in walk_model_parameters(self) if whole else ():
-            before = whole.get(self._identities.get(parameter))
-            if before is None or not is_dtensor(parameter) or before.shape != parameter.shape:
-                continue
-            name, state = read_parameter_name(group, position), self.state.pop(before)
-            spec = self._choose_step_spec(group, parameter, None, name)
-            for name, _ in spec.update.auxiliary_tensors(spec.store):
-                self.state[parameter][name] = cut_shard(state[name], find_index_map(parameter)).clone()
-            self._find_valid_plan(group, position)
+        members = {id(parameter): self._identities[parameter] for _, _, parameter in walk_model_parameters(self)}
+        taken = {*members.values()}
+        for parameter, identity in tuple(self._identities.items()):
+            # Another one stands in its place, or nothing is kept of it.
+            if id(parameter) not in members and (identity in taken or parameter not in self.state):
+                del self._identities[parameter]
+                self._plans.pop(parameter)
+                self.state.pop(parameter, None)
 
     def _make_plan(
         self,
@@ -277,7 +247,7 @@ class Optimizer(CheckpointMixin):
     ) -> ParameterPlan:
         """Make a parameter's plan, and the state tensors that it lacks; the gradient of a step stands `beside` it."""
         parameter = group["params"][position]
-        if parameter not in self._identities or parameter in self._states_outside_groups:
+        if parameter not in self._identities:
             self._update_edited_groups()
         (_, identity), name = self._identities[parameter], read_parameter_name(group, position)
         spec = self._choose_step_spec(group, parameter, gradient, name)
@@ -338,45 +308,6 @@ class Optimizer(CheckpointMixin):
             self._take_step()
         return loss
 
-    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int | None = None) -> None:
-        """Step one parameter alone, as trainers do inside of backward to free its gradient at once.
-
-        The bits are those of `step`, as a parameter's step depends on no other parameter.
-
-        Args:
-            parameter: one with a gradient; nothing happens without.
-            group: its param group, one of `param_groups`.
-            position: its place in the group, if it is known.
-
-        Raises:
-            ValueError: it is not there, or what `step` raises.
-            NotImplementedError: hooks of `step`, which would see no step, or an optimizer whose step of one parameter
-                depends on others (`wrap`, Prodigy, schedule-free ones).
-
-        >>> import torch, halfulp as hu
-        >>> w = torch.nn.Parameter(torch.ones(2).bfloat16())
-        >>> opt = hu.optim.SGD([w], lr=0.5, weight_update="kahan")
-        >>> _ = w.register_post_accumulate_grad_hook(lambda w: opt.step_param(w, opt.param_groups[0]))
-        >>> w.sum().backward()
-        >>> w.tolist()
-        [0.5, 0.5]
-        """
-        self._check_can_step_one()
-        places = range(len(group["params"])) if position is None else (position,)
-        found = [k for k in places if 0 <= k < len(group["params"]) and group["params"][k] is parameter]
-        if not found or not any(group is own for own in self.param_groups):
-            raise ValueError(
-                "this parameter is not there in a group of this optimizer: give its own group and position"
-            )
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
-            raise NotImplementedError(
-                "a step of one parameter runs none of the hooks of step(): remove them, or call step() after backward"
-            )
-        if parameter.grad is not None:
-            self._step_one_parameter(parameter, group, found[0])
-
-    step_param = step_parameter  # kohya's name
-
     def _check_can_step_one(self) -> None:
         if not self._can_step_one_parameter:
             raise NotImplementedError(
@@ -388,10 +319,9 @@ class Optimizer(CheckpointMixin):
     @torch.no_grad()
     @keeping_subnormals()
     def _step_one_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        """Step one parameter alone, without the checks of `step_parameter`."""
+        """Step one parameter alone, inside of backward."""
         self._begin_step()
         self._check_hyperparameters(group)
-        warn_of_rate_jump(group)
         alone = {**group, "params": [parameter], "param_names": [read_parameter_name(group, position)]}
         settings = [self._read_group_setting(alone)]
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
@@ -427,7 +357,7 @@ class Optimizer(CheckpointMixin):
         """Follow what users have done to the groups since the last step."""
         counts = [len(group["params"]) for group in self.param_groups]
         known = [len(group.get("identities") or group.get("param_names", ())) for group in self.param_groups]
-        if len(self.state) > sum(counts) or known != counts:
+        if known != counts:
             self._update_edited_groups()
 
     def _run_batches(self, batches: list[Batch]) -> None:
@@ -456,7 +386,7 @@ class Optimizer(CheckpointMixin):
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check at the first step what else holds the parameters."""
         if not self._stepped:
-            broadcast_auxiliary_tensors(self)
+            check_data_parallel_ranks(self)
             if not has_gradients:
                 refuse_replaced_parameters(self)
         self._stepped += 1
@@ -476,14 +406,13 @@ class Optimizer(CheckpointMixin):
 
     def _check_torch_switches(self, group: dict[str, Any]) -> None:
         """Refuse or ignore the options that choose another implementation in torch.optim."""
-        check_torch_switches(type(self).__name__, **{name: group.get(name) for name in TORCH_SWITCHES})
+        check_torch_switches(type(self).__name__, group)
 
     def _collect_batches(self) -> tuple[list[Batch], list[ParameterPlan]]:
         """Return the parameters with gradients in batches of one step specification, and unwritten others' plans."""
         groups = self.param_groups
         for group in groups:
             self._check_hyperparameters(group)
-            warn_of_rate_jump(group)
         settings = [self._read_group_setting(group) for group in groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
         gradients = self._list_gradients(parameters)
@@ -554,7 +483,7 @@ class Optimizer(CheckpointMixin):
         return summarize_lost_updates(self._plans.values())
 
     def bytes_per_parameter(self) -> float:
-        """Return bytes per element: weights (and copies after outside writes), auxiliary tensors, states, gradients.
+        """Return bytes per element: weights, auxiliary tensors, states, gradients.
 
         A frozen parameter has none but its own until it is stepped.
         """
@@ -563,28 +492,20 @@ class Optimizer(CheckpointMixin):
             held = [*list_own_tensors(parameter)]
             if parameter.requires_grad or self.state.get(parameter):
                 plan = self._find_valid_plan(group, position)
-                held += [*plan.tensors.values(), *plan.watched]
+                held += self._list_state_tensors(plan)
                 held += [get_scale(parameter)] if plan.spec.scaled else []
-                total += get_local(parameter).numel() * plan.spec.gradient.dtype.itemsize
+                gradient = plan.spec.gradient.dtype if parameter.grad is None else get_memory(parameter.grad).dtype
+                total += get_local(parameter).numel() * gradient.itemsize
             total += sum(tensor.numel() * tensor.element_size() for tensor in held)
             elements += get_local(parameter).numel()
         return total / elements if elements else 0.0
 
+    def _list_state_tensors(self, plan: ParameterPlan) -> list[torch.Tensor]:
+        return [*plan.tensors.values()]
+
     def __repr__(self) -> str:
         """torch.optim's description, then the lost updates."""
         return f"{super().__repr__()}\n{self.report()}"
-
-
-def keep_states_aside(
-    state: MutableMapping[Any, Any], aside: TensorMap[dict[str, Any]], members: list[torch.Tensor]
-) -> None:
-    """Move states of tensors that are no members of any group aside, and those of members that came back in again."""
-    present = {*map(id, members)}
-    for key in [key for key in state if isinstance(key, torch.Tensor) and id(key) not in present]:
-        aside[key] = state.pop(key)
-    for member in members if len(aside) else ():
-        if member in aside:
-            state[member] = aside.pop(member)
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {}

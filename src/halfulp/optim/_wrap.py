@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
 import torch
-from torch.optim import optimizer as _torch_optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._messages import a_kind, listed
 from ..formats import Format
 from ..scaled import ScaledTensor
-from ._checkpoint import is_halfulp_file, refuse_confusing_keys
-from ._float32 import ALIGNMENT_ELEMENTS, MOST_RUN_ELEMENTS, Float32Buffer, read_weights, split_into_runs
+from ._checkpoint import check_state_dict, is_halfulp_file, walk_saved_parameters
+from ._float32 import MOST_RUN_ELEMENTS, read_weights, split_into_runs
 from ._group_options import NarrowOptions, ParamGroups, check_hyperparameters, read_defaults, read_options
-from ._optimizer import Loss, Optimizer, keep_states_aside
+from ._optimizer import Optimizer
 from ._storage import F32, Store
 from .parameters._local_tensors import get_local, is_dtensor, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import reset_if_stale
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import StepSpec
-from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule
 from .step._batch import convert_to_plain_gradient
 from .weight_updates._weight_update import WeightUpdate
@@ -43,12 +39,7 @@ def assign_weight(w: Any, g: Any) -> tuple[Any]:
     return (g - w,)
 
 
-def make_no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    """Return the constants of an assignment, by a function that can be pickled."""
-    return ()
-
-
-ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), make_no_constants, assigns=True, decays=False)
+ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), lambda group, step: (), assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):
@@ -71,7 +62,7 @@ class ExplicitGradientOptimizer(Optimizer):
         """Step every parameter that a tensor is given for."""
         self._explicit_gradients = given
         try:
-            self._take_step()
+            Optimizer._take_step(self)
         finally:
             del self._explicit_gradients
 
@@ -106,11 +97,11 @@ def wrap(
 
     Shadows and converted gradients live only during the step: 8 bytes for each of at most 2^21 elements at a time for
     the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class. The
-    optimizer's states are float32 and stay; a file holds what the class itself would save. Where hu.optim has the
-    optimizer itself, that one is faster and keeps narrow states.
+    optimizer's states are float32 and stay; a file holds those of each parameter. Where hu.optim has the optimizer
+    itself, that one is faster and keeps narrow states. It cannot be copied or pickled; `state_dict` carries it over.
 
     Args:
-        optimizer: a class, or a function that makes an instance; `load_state_dict` takes the states of one over.
+        optimizer: a class, or a function that makes an instance.
         params: parameters, named parameters or groups, which may also hold the options below.
         weight_update, param_dtype, format, seed, report_interval: see Optimizer. "feedback" is refused: it needs a
             first moment.
@@ -145,7 +136,7 @@ def wrap(
     if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"wrap takes an optimizer's class and parameters, got {a_kind(optimizer)}: give wrap(torch.optim.SGD, "
-            "params), and load the states of a living optimizer, wrapped.load_state_dict(optimizer.state_dict())"
+            "params)"
         )
     options = read_options(options, read_defaults(optimizer))
     return WrappedOptimizer(
@@ -183,142 +174,85 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         given = list(params)
         if not given:
             raise ValueError("optimizer got an empty parameter list")
-        self._shadows: TensorMap[torch.Tensor] = TensorMap()
-        self._base_states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
-        pairs = [self._split_group(one) for one in (given if isinstance(given[0], Mapping) else [{"params": given}])]
-        base = make([inner for inner, _ in pairs], **options)
+        self._shadows: dict[torch.Tensor, torch.Tensor] = {}
+        groups = [{**one} for one in given] if isinstance(given[0], Mapping) else [{"params": given}]
+        inner = []
+        for group in groups:
+            members = group["params"]
+            if not isinstance(members, set):  # which torch refuses
+                group["params"] = members = [members] if isinstance(members, torch.Tensor) else list(members)
+            rest = {name: value for name, value in group.items() if name not in _UNSHARED_KEYS}
+            inner.append({**rest, "params": [self._find_shadow(member) for member in members]})
+        base = make(inner, **options)
         if not isinstance(base, torch.optim.Optimizer):
             raise TypeError(f"{make!r} made {base!r}, which is no torch.optim.Optimizer")
         _refuse_unfollowed(base)
-        if len(base.param_groups) != len(pairs):
+        if len(base.param_groups) != len(groups):
             raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
         self.base = base
-        groups = [outer | _list_group_options(inner) for (_, outer), inner in zip(pairs, base.param_groups)]
+        for group, own in zip(groups, base.param_groups):
+            group.update({name: value for name, value in own.items() if name not in _UNSHARED_KEYS})
         super().__init__(groups, dict(base.defaults), **narrow)
 
-    def _split_group(self, group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a group over shadows for the wrapped optimizer, and the same over the parameters."""
-        members = group["params"]
-        if not isinstance(members, set):  # which torch refuses
-            members = [members] if isinstance(members, torch.Tensor) else list(members)
-        inner = []
-        for member in members:
-            parameter = member[1] if isinstance(member, tuple) else member
-            if not isinstance(parameter, torch.Tensor):
-                raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
-            shadow = self._find_shadow(parameter)
-            inner.append((member[0], shadow) if isinstance(member, tuple) else shadow)
-        rest = {name: value for name, value in group.items() if name not in (*OUTER_OPTIONS, "params")}
-        return {**rest, "params": inner}, {**group, "params": members}
-
-    def _find_shadow(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the wrapped optimizer steps instead of a parameter."""
+    def _find_shadow(self, member: Any) -> torch.Tensor:
+        """Return the tensor that the wrapped optimizer steps instead of a parameter, or pair of name and parameter."""
+        parameter = member[1] if isinstance(member, tuple) else member
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
         if parameter not in self._shadows:
             placeholder = place_like(_make_placeholder(parameter), parameter)
             self._shadows[parameter] = torch.nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
         return self._shadows[parameter]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to both optimizers; what either refuses is added to none."""
-        if not self._is_built:
-            super().add_param_group(param_group)
-            return
-        self._follow_parameter_edits()
-        inner, outer = self._split_group(param_group)
-        self.base.add_param_group(inner)
-        try:
-            super().add_param_group(outer | _list_group_options(self.base.param_groups[-1]))
-        except Exception:
-            del self.base.param_groups[-1]
-            raise
-
-    def _update_edited_groups(self) -> None:
-        super()._update_edited_groups()
-        if self._is_built:
-            self._follow_parameter_edits()
-
-    def _follow_parameter_edits(self) -> None:
-        """Make the wrapped optimizer's groups those of this one, which users may edit, over shadows."""
+    def _update_base_groups(self) -> None:
+        """Make the wrapped optimizer's groups those of this one, over shadows."""
         groups = self.base.param_groups
         del groups[len(self.param_groups) :]
-        groups += [{"params": []} for _ in self.param_groups[len(groups) :]]
+        groups += [{} for _ in self.param_groups[len(groups) :]]
         for own, inner in zip(self.param_groups, groups):
-            inner["params"][:] = map(self._find_shadow, own["params"])
-            # The groups may have changed places.
-            for name in inner.keys() - own.keys():
-                del inner[name]
-            inner.update({name: own[name] for name in own if name not in (*OUTER_OPTIONS, "params")})
-        shadows = [shadow for inner in groups for shadow in inner["params"]]
-        keep_states_aside(self.base.state, self._base_states_outside_groups, shadows)
+            inner.clear()
+            inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
+            inner["params"] = [self._find_shadow(parameter) for parameter in own["params"]]
+        present = {id(parameter) for own in self.param_groups for parameter in own["params"]}
+        for parameter in [one for one in self._shadows if id(one) not in present and one not in self.state]:
+            self.base.state.pop(self._shadows.pop(parameter), None)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], Loss]) -> Loss: ...
-
-    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
-        """Take one step of the wrapped optimizer.
-
-        Args:
-            closure: reevaluates the model and returns the loss, as for torch.optim.
-
-        Raises:
-            ValueError: a learning rate that is not finite, or a parameter whose dtype has changed to one that cannot
-                be stepped; nothing is written then.
-        """
+    def _take_step(self) -> None:
+        """Take one step of the wrapped optimizer."""
         for group in self.param_groups:
             self._check_hyperparameters(group)
-        self._follow_parameter_edits()
-        self._check_wrappers(any(parameter.grad is not None for _, _, parameter in walk_model_parameters(self)))
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        runs = self._list_runs(list(self._walk_plans(lambda p: p.grad is not None)))
-        sizes = (sum(math.prod(plan.shape) + ALIGNMENT_ELEMENTS for plan in plans) for plans in runs)
-        buffer = Float32Buffer(2 * max(sizes, default=0))  # of the largest run's weights and gradients
-        for plans in runs:
-            self._step_run(plans, buffer)
-        return loss
+        plans = [
+            self._find_valid_plan(group, position, F32)
+            for group, position, parameter in walk_model_parameters(self)
+            if parameter.grad is not None
+        ]
+        self._check_wrappers(bool(plans))
+        for plan in plans:
+            reset_if_stale(plan)
+        self._update_base_groups()
+        for run in self._list_runs(plans):
+            self._step_run(run)
 
     def _list_runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
         """Return the runs of plans that step together: all, unless the wrapped optimizer steps each parameter alone."""
-        if (
-            not type(self.base).__module__.startswith("torch.optim.")
-            or self.base._optimizer_step_pre_hooks
-            or self.base._optimizer_step_post_hooks
-        ):
+        if not type(self.base).__module__.startswith("torch.optim."):
             return [plans]
         whole = [plan for plan in plans if plan.spec.store is F32]
         apart = [plan for plan in plans if plan.spec.store is not F32]
         return [*([whole] if whole else []), *split_into_runs(apart, MOST_RUN_ELEMENTS)]
 
-    def _walk_plans(self, wanted: Callable[[torch.Tensor], bool]) -> Iterable[ParameterPlan]:
-        for group, position, parameter in walk_model_parameters(self):
-            if wanted(parameter):
-                plan = self._find_valid_plan(group, position, F32)
-                reset_if_stale(plan)
-                yield plan
-
-    def _step_run(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
+    def _step_run(self, plans: list[ParameterPlan]) -> None:
         """Let the wrapped optimizer step the shadows of some plans, and write their changes."""
         whole = [plan for plan in plans if plan.spec.store is F32]  # which are their own shadows
         apart = [plan for plan in plans if plan.spec.store is not F32]
-        buffer.clear()
-        values = dict(zip(map(id, apart), read_weights(apart, buffer)))
+        values = dict(zip(map(id, apart), read_weights(apart)))
         try:
             for plan in plans:
                 parameter, value = plan.parameter, values.get(id(plan))
                 shadow = self._shadows[parameter]
                 _point_shadow(shadow, get_local(parameter).detach() if value is None else value)
-                shadow.grad = _widen_gradient(parameter.grad, buffer)
-            for own, inner in zip(self.param_groups, self.base.param_groups):
-                inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
-            with _without_global_hooks():
-                self.base.step()
+                shadow.grad = _widen_gradient(parameter.grad)
+            _step_without_hooks(self.base)
             for own, inner in zip(self.param_groups, self.base.param_groups):
                 if claimed := sorted({*OUTER_OPTIONS} & inner.keys()):
                     raise ValueError(
@@ -334,101 +268,71 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                 shadow.grad = None
                 _point_shadow(shadow, _make_placeholder(plan.parameter))
 
-    def _state_dict_before_hooks(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
-        saved = super()._state_dict_before_hooks()
+    def _complete_state_dict(self, saved: dict[str, Any]) -> None:
+        """Add the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
+        super()._complete_state_dict(saved)
         _refuse_own_entries(self.base)  # some of which begin in a step
-        state, inner = saved["state"], dict(self.base.state)
-        for group, packed in zip(self.param_groups, saved["param_groups"]):
-            for parameter, number in zip(group["params"], packed["params"]):
-                if held := inner.get(self._shadows[parameter]):
-                    named = {f"{BASE_PREFIX}{name}": value for name, value in held.items()}
-                    state[number] = {**state.get(number, {}), **named}
-        inner = {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
-        refuse_confusing_keys(inner)
-        state |= {f"{BASE_PREFIX}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
-        return saved
+        state = saved["state"]
+        for _, _, parameter, number in walk_saved_parameters(self.param_groups, saved["param_groups"]):
+            if held := self.base.state.get(self._find_shadow(parameter)):
+                named = {f"{BASE_PREFIX}{name}": value for name, value in held.items()}
+                state[number] = {**state.get(number, {}), **named}
 
     def _load_state_dict_without_hooks(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` of this optimizer, or of the wrapped class itself, returned.
-
-        The latter's 16-bit states become float32, and the auxiliary tensors stay as they are.
-        """
-        own, inner = _split_base_states(state_dict, self.param_groups)
-        self._update_edited_groups()
-        inner = self._fit_base_states(own, inner)
-        super()._load_state_dict_without_hooks(own)
-        for group, saved in zip(self.param_groups, own["param_groups"]):
+        """Load what `state_dict` of this optimizer returned."""
+        check_state_dict(state_dict)
+        if not is_halfulp_file(self.param_groups, state_dict["param_groups"]):
+            raise ValueError(
+                f"this state_dict was not saved by a wrapped {type(self.base).__name__}: load it into that class itself"
+            )
+        own, states = dict(state_dict["state"]), {}
+        for group, k, parameter, number in walk_saved_parameters(self.param_groups, state_dict["param_groups"]):
+            state = own.get(number, {})
+            own[number] = {name: value for name, value in state.items() if not name.startswith(BASE_PREFIX)}
+            inner = {name: value for name, value in state.items() if name not in own[number]}
+            if fitted := self._fit_base_state(parameter, read_parameter_name(group, k), inner):
+                states[self._find_shadow(parameter)] = fitted
+        super()._load_state_dict_without_hooks({**state_dict, "state": own})
+        for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
             for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_KEYS}:
                 del group[name]
-        self._follow_parameter_edits()
         self.base.state.clear()
-        self.base.state.update(inner)
+        self.base.state.update(states)
 
-    def _fit_base_states(self, own: Mapping[Any, Any], inner: Mapping[Any, Any]) -> dict[torch.Tensor, Any]:
-        """Return the wrapped optimizer's states by shadow, on the parameters' devices."""
-        fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
-        for group, packed in zip(self.param_groups, own["param_groups"]):
-            for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
-                label, shadow = read_parameter_name(group, k), self._shadows[parameter]
-                state, held = inner.get(number, {}), self.base.state.get(shadow, {})
-                if held and not state and own["state"].get(number, {}).get("step"):
-                    raise ValueError(
-                        f"the file holds no states of {type(self.base).__name__} for parameter {label}, "
-                        "which it has stepped: torch's flatten_optimizer_state_dict leaves out what is wrapped; save "
-                        "without it"
-                    )
-                for name, value in state.items():
-                    known = held.get(name)
-                    if torch.is_tensor(value) and torch.is_tensor(known) and value.shape != known.shape:
-                        raise ValueError(
-                            f"state {name!r} of parameter {label} has shape {tuple(value.shape)}, "
-                            f"{tuple(known.shape)} is needed"
-                        )
-                    device = None if name == "step" else parameter.device
-                    move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
-                    fitted.setdefault(shadow, {})[name] = tree_map_only(torch.Tensor, move, value)
+    def _fit_base_state(self, parameter: torch.Tensor, label: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the wrapped optimizer's state of a parameter, on its device."""
+        held, fitted = self.base.state.get(self._find_shadow(parameter), {}), {}
+        if held and not state:
+            raise ValueError(
+                f"the file holds no states of {type(self.base).__name__} for parameter {label}, which it has stepped: "
+                "torch's flatten_optimizer_state_dict leaves out what is wrapped; save without it"
+            )
+        for name, value in ((name.removeprefix(BASE_PREFIX), value) for name, value in state.items()):
+            known = held.get(name)
+            if torch.is_tensor(value) and torch.is_tensor(known) and value.shape != known.shape:
+                raise ValueError(
+                    f"state {name!r} of parameter {label} is of shape {tuple(value.shape)}, not {tuple(known.shape)}"
+                )
+            device = None if name == "step" else parameter.device
+            move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
+            fitted[name] = tree_map_only(torch.Tensor, move, value)
         return fitted
 
-    def bytes_per_parameter(self) -> float:
-        """Return bytes per element of weights, auxiliary tensors, states and gradients, as held between steps."""
-        total = elements = 0
-        for plan in self._walk_plans(lambda _: True):
-            parameter = plan.parameter
-            leaves = tree_leaves(self.base.state.get(self._shadows[parameter], {}))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            gradient = parameter if parameter.grad is None else parameter.grad
-            held = [get_local(t) for t in (parameter, gradient, *tensors)] + list(plan.tensors.values()) + plan.watched
-            total += sum(t.numel() * t.element_size() for t in held)
-            elements += plan.parts[0].numel()
-        return total / elements if elements else 0.0
+    def _list_state_tensors(self, plan: ParameterPlan) -> list[torch.Tensor]:
+        leaves = tree_leaves(self.base.state.get(self._find_shadow(plan.parameter), {}))
+        own = [get_local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [*super()._list_state_tensors(plan), *own]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copy and pickle: the wrapped optimizer by class and fields, without hooks."""
-        own = super().__getstate__()
-        shadows = [(parameter, self._shadows[parameter]) for _, _, parameter in walk_model_parameters(self)]
-        own |= {"_shadows": shadows, "base": None}
-        # Without a step that a scheduler has bound to it.
-        fields = {k: v for k, v in vars(self.base).items() if k != "step" and not k.endswith("_hooks")}
-        return {**own, "_inner": (type(self.base), fields)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from `__getstate__`."""
-        (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
-        super().__setstate__(state)
-        self._shadows, self._base_states_outside_groups = TensorMap(shadows), TensorMap()
-        self.base = object.__new__(kind)
-        self.base.__setstate__(fields)
+        """Refuse copy and pickle."""
+        raise NotImplementedError(
+            "a wrapped optimizer cannot be copied or pickled: wrap the class again, and load state_dict() into that"
+        )
 
     def __repr__(self) -> str:
         """Return the wrapped class, then the fields as Optimizer does."""
         return super().__repr__().replace("WrappedOptimizer (", f"wrap({type(self.base).__name__}) (", 1)
-
-
-def _list_group_options(inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group of the wrapped optimizer, without its parameters."""
-    return {name: value for name, value in inner.items() if name not in ("params", "param_names")}
 
 
 def _make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
@@ -445,7 +349,7 @@ def _point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
         shadow.data = values
 
 
-def _widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
+def _widen_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Return a gradient in float32, the same object if it is; one that is not strided keeps its layout."""
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
@@ -453,10 +357,7 @@ def _widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> tor
         gradient, _ = convert_to_plain_gradient(gradient, gradient, "a wrapped parameter")
     if gradient.dtype == torch.float32:
         return gradient
-    part = get_local(gradient.detach())
-    if part.layout is not torch.strided:
-        return gradient.detach().to(torch.float32)
-    return place_like(buffer.take(part).copy_(part), gradient)
+    return gradient.detach().to(torch.float32)
 
 
 def _refuse_unfollowed(base: torch.optim.Optimizer) -> None:
@@ -489,47 +390,20 @@ def _refuse_unfollowed(base: torch.optim.Optimizer) -> None:
 
 
 def _refuse_own_entries(base: torch.optim.Optimizer) -> None:
-    """Refuse a class that saves more than states and groups."""
+    """Refuse a class that saves more than its parameters' states and groups."""
     is_torchs = type(base).state_dict is torch.optim.Optimizer.state_dict
-    if beside := [] if is_torchs else sorted(base.state_dict().keys() - {"state", "param_groups"}):
+    beside = [] if is_torchs else sorted(base.state_dict().keys() - {"state", "param_groups"})
+    if beside := beside + [str(key) for key in base.state if not isinstance(key, torch.Tensor)]:
         raise NotImplementedError(
-            f"{type(base).__name__} saves {listed(beside)} beside states and groups, which files of wrap do not hold: "
-            "keep it in optimizer.state or in a param group"
+            f"{type(base).__name__} saves {listed(beside)} beside its parameters' states and groups, which files of "
+            "wrap do not hold: keep it in a parameter's state or in a param group"
         )
 
 
-def _split_base_states(
-    state_dict: Mapping[str, Any], groups: list[dict[str, Any]]
-) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """Split a state_dict into one without the wrapped optimizer's states, and these by number."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
-    is_wrapped = is_halfulp_file(groups, state_dict["param_groups"])
-    numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
-    own, inner = dict[Any, Any](), dict[Any, Any]()
-    for key, state in state_dict["state"].items():
-        if key not in numbers:  # the user's, or the wrapped optimizer's
-            is_inner = str(key).startswith(BASE_PREFIX) or not is_wrapped
-            held = inner if is_inner else own
-            held[key.removeprefix(BASE_PREFIX) if is_inner and isinstance(key, str) else key] = state
-        elif is_wrapped:
-            own[key] = {k: v for k, v in state.items() if not k.startswith(BASE_PREFIX)}
-            inner[key] = {k.removeprefix(BASE_PREFIX): v for k, v in state.items() if k.startswith(BASE_PREFIX)}
-        else:
-            own[key] = {"step": torch.as_tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")}
-            inner[key] = tree_map_only(
-                torch.Tensor, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, state
-            )
-    return {**state_dict, "state": own}, inner
-
-
-@contextlib.contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    """Return a context without the hooks of every optimizer's step, which run around the outer step."""
-    hooks = vars(_torch_optimizer)
-    before = {name: hooks[name] for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")}
-    hooks.update({name: {} for name in before})
-    try:
-        yield
-    finally:
-        hooks.update(before)
+def _step_without_hooks(base: torch.optim.Optimizer) -> None:
+    """Step an optimizer without the hooks of every optimizer's step, which run around the outer step."""
+    if base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
+        raise NotImplementedError("hooks of the wrapped optimizer's step: register them on the one that wrap returned")
+    step: Any = type(base).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    step(base)

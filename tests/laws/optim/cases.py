@@ -17,7 +17,7 @@ import halfulp as hu
 from halfulp.kernels import run_on_tensors, same_bits
 from halfulp.kernels._device_function import Recording, bind_names
 from halfulp.optim._storage import STORES, make_format_store
-from halfulp.optim.parameters._outside_writes import record_payload
+from halfulp.optim.parameters._outside_writes import record_version
 from halfulp.optim.parameters._step_spec import refuse_feedback
 from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATES
 
@@ -311,4 +311,4 @@ class Adder:
     def fill(self, values: torch.Tensor) -> None:
         plan = self.plan
         plan.spec.update.fill(plan.spec.store, plan.parts, values)
-        record_payload(plan)
+        record_version(plan)

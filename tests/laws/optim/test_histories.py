@@ -15,6 +15,7 @@ from .histories import differs
 SAMPLE = 9
 
 
+@pytest.mark.filterwarnings("ignore:parameters are written between steps")
 @pytest.mark.parametrize("part", range(3))
 def test_no_history_differs_from_its_undisturbed_life(seed, part):
     chooser = random.Random(seed * 3 + part)

@@ -66,27 +66,18 @@ def test_four_bytes_per_element_and_named_beside_its_first():
     assert set(optimizer.state[parameter]) == {"step", "residual", "exp_avg", "exp_avg_sq", "exp_avg_sq_residual"}
 
 
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, "8bit"])
-def test_a_pair_loads_into_another_dtype_with_its_residual(target, seed):
+@pytest.mark.parametrize("target", [torch.float32, "8bit"])
+def test_a_pair_loads_into_no_other_dtype_and_comes_from_one(target, seed):
     parameter = torch.nn.Parameter(torch.randn(64, 32).bfloat16())
     optimizer = hu.optim.AdamW([parameter], state_dtype="bfloat16x2")
-    for _ in range(3):
-        parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
+    parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
     twin = hu.optim.AdamW([copy.deepcopy(parameter)], state_dtype=target)
-    twin.load_state_dict(optimizer.state_dict())
-    state, (loaded,) = optimizer.state[parameter], twin.state.values()
-    wanted = state["exp_avg_sq"].float() + state["exp_avg_sq_residual"].float()
-    if target == torch.float32:
-        assert torch.equal(loaded["exp_avg_sq"], wanted)
-    assert "exp_avg_sq_residual" not in loaded
-    back = hu.optim.AdamW([copy.deepcopy(parameter)], state_dtype="bfloat16x2")
-    back.load_state_dict(twin.state_dict())
-    (found,) = back.state.values()
-    again = found["exp_avg_sq"].float() + found["exp_avg_sq_residual"].float()
-    if target == torch.float32:
-        assert torch.equal(again, wanted)
-    if target == torch.bfloat16:
-        assert torch.equal(loaded["exp_avg_sq"], state["exp_avg_sq"])
-        assert not found["exp_avg_sq_residual"].any()
-    torch.testing.assert_close(again, wanted, rtol=2**-8, atol=0 if target != "8bit" else float(wanted.max()) / 100)
+    with pytest.raises(ValueError, match="give it the state_dtype of the optimizer that saved the file"):
+        twin.load_state_dict(optimizer.state_dict())
+    plain = hu.optim.AdamW([parameter], state_dtype=torch.float32)
+    plain.step()
+    optimizer.load_state_dict(plain.state_dict())
+    state, wanted = optimizer.state[parameter], plain.state[parameter]["exp_avg_sq"]
+    found = state["exp_avg_sq"].float() + state["exp_avg_sq_residual"].float()
+    torch.testing.assert_close(found, wanted, rtol=2**-14, atol=0)

@@ -105,21 +105,20 @@ def test_blocks_of_two_lengths_are_refused_and_of_two_kinds_go_together():
     assert {"exp_avg_packed", "exp_avg_sq_codes"} <= optimizer.state[weight].keys()
 
 
-@pytest.mark.parametrize("source", ["4bit", "8bit", torch.float32])
 @pytest.mark.parametrize("shape", [(8, 128), (8, 4, 32), (8, 3, 64, 1), (4096,)])
-def test_files_go_from_one_storage_to_another(seed, source, shape):
+def test_files_of_plain_states_go_into_any_storage(seed, shape):
     def made(state_dtype):
         weight = torch.nn.Parameter(start.clone())
         return weight, hu.optim.AdamW([("w", weight)], lr=1e-3, state_dtype=state_dtype)
 
     start = torch.randn(shape).bfloat16()
-    weight, optimizer = made(source)
+    weight, optimizer = made(torch.float32)
     weight.grad = torch.randn(shape).bfloat16()
     optimizer.step()
     for target in ("4bit", "8bit", torch.float32):
         other, loaded = made(target)
         loaded.load_state_dict(optimizer.state_dict())
-        if target == source:
+        if target == torch.float32:
             assert all(same_bits(loaded.state[other][k], v) for k, v in optimizer.state[weight].items() if k != "step")
         plans = optimizer._plans[weight], loaded._plans[other]
         moments = [plan.spec.codecs[0].decode(plan.states[0]) for plan in plans]

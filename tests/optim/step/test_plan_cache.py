@@ -109,7 +109,7 @@ def test_what_is_out_of_date_is_planned_anew(way, seed):
     assert not torch.equal(parameter.detach(), before)
     _step(changed)
     assert changed._plans[parameter] is new
-    if old.reference() is parameter:
+    if old.parameter is parameter:
         assert new.record is old.record
         assert new.record.lost.samples == 4
 

@@ -7,7 +7,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.parameters._outside_writes import record_payload
+from halfulp.optim.parameters._outside_writes import record_version
 
 ENGINES = ["reference", "llvm"]
 INF, NAN = float("inf"), float("nan")
@@ -36,7 +36,7 @@ def _stepped(engine, update, dtype, count):
         plan = optimizer._plans[p]
         for part, column in zip(plan.parts, rows.T):
             part.copy_(column)
-        record_payload(plan)
+        record_version(plan)
         read = plan.spec.update.read(plan.spec.store, plan.parts).clone()
         p.grad = -rows[:, -1].to(dtype)
         optimizer.step()

@@ -6,7 +6,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim._float32 import read_weights
-from halfulp.optim.parameters._outside_writes import record_payload
+from halfulp.optim.parameters._outside_writes import record_version
 
 from ...laws.optim.cases import UPDATES, Adder, fit, stored_updates
 
@@ -177,7 +177,7 @@ def test_any_companion_beside_any_parameter_the_compiled_reader_agrees(seed, upd
         for part in plan.parts[1:]:
             part.copy_(junk * 2.0**-3)
             junk = junk * 2.0**-16
-    record_payload(plan)  # else the write above is a visible one, after which no companion counts
+    record_version(plan)  # else the write above is a visible one, after which no companion counts
     _check(held, update, store)
     with hu.kernels.engine("llvm"):
         compiled = read_weights([plan])[0]

@@ -1,7 +1,5 @@
 """Weight updates without a companion, and the float32 master."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -42,12 +40,7 @@ def test_the_parameter_has_the_last_word_over_its_master():
     with torch.no_grad():
         held.parameter[0] = 3.0
     held.add(torch.full((4,), 2.0**-12))
-    # The first write drops the masters of the whole parameter, later ones those of what they change.
     assert held.part("master").tolist() == [3 + 2.0**-12] + [1 + 2.0**-12] * 3
-    with torch.no_grad():
-        held.parameter[0] = 5.0
-    held.add(torch.full((4,), 2.0**-12))
-    assert held.part("master").tolist() == [5 + 2.0**-12] + [1 + 2.0**-11] * 3
 
 
 def test_float32_parameters_add_in_float32(seed):
@@ -109,20 +102,8 @@ def _optimizer(update="feedback", lr=0.01, states=None):
     return parameter, optimizer
 
 
-@pytest.mark.parametrize("factor", [2.5, 0.3, 100])
-def test_a_rate_that_jumps_is_warned_of(factor):
-    _, optimizer = _optimizer()
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] *= factor
-    with pytest.warns(RuntimeWarning, match="repaid"):
-        optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-
-
 @pytest.mark.parametrize("factors", [(2.0,), (0.5,), (0.0, 0.0), (1.5, 1.5)])
-def test_other_changes_are_not(factors):
+def test_rates_may_change(factors):
     parameter, optimizer = _optimizer()
     optimizer.step()
     for factor in factors:

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import io
-import pickle
 
 import pytest
 import torch
@@ -345,31 +344,24 @@ def test_float32_gradients_are_taken_as_they_are(seed):
     assert torch.equal(ours.float32_state_dict(model)["weight"], twin.weight)
 
 
-def resumed(kind, optimizer, narrow, cls, update):
-    """The same optimizer over copies, carried over in one of several ways."""
+def resumed(optimizer, narrow, cls, update):
+    """The same optimizer over copies."""
     others = [torch.nn.Parameter(p.detach().clone()) for p in narrow]
-    if kind == "state_dict":
-        buffer = io.BytesIO()
-        torch.save(optimizer.state_dict(), buffer)
-        buffer.seek(0)
-        fresh = hu.optim.wrap(cls, others, weight_update=update)
-        fresh.load_state_dict(torch.load(buffer, weights_only=True))
-        return fresh, others
-    if kind == "deepcopy":
-        fresh, others = copy.deepcopy((optimizer, narrow))
-    else:
-        fresh, others = pickle.loads(pickle.dumps((optimizer, narrow)))
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    fresh = hu.optim.wrap(cls, others, weight_update=update)
+    fresh.load_state_dict(torch.load(buffer, weights_only=True))
     return fresh, others
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["state_dict", "deepcopy", "pickle"])
 @pytest.mark.parametrize("cls", DENSE, ids=lambda c: c.__name__)
-def test_resumed_is_uninterrupted(cls, kind, seed):
+def test_resumed_is_uninterrupted(cls, seed):
     narrow, _ = parameters()
     ours = hu.optim.wrap(cls, narrow, weight_update="split8")
     feed([(ours, narrow)], 3)
-    fresh, others = resumed(kind, ours, narrow, cls, "split8")
+    fresh, others = resumed(ours, narrow, cls, "split8")
     feed([(ours, narrow), (fresh, others)], 3)
     for p, q in zip(narrow, others):
         assert hu.kernels.same_bits(p.detach(), q.detach())
@@ -377,18 +369,11 @@ def test_resumed_is_uninterrupted(cls, kind, seed):
         assert hu.kernels.same_bits(mine, own)
 
 
-def test_a_state_dict_of_the_class_itself_can_be_loaded(seed):
+def test_a_state_dict_of_the_class_itself_is_refused(seed):
     narrow, wide = parameters()
-    theirs = torch.optim.AdamW(wide)
-    feed([(theirs, wide)], 3)
     ours = hu.optim.wrap(torch.optim.AdamW, narrow, weight_update="split")
-    with torch.no_grad():
-        for p, q in zip(narrow, wide):
-            q.copy_(q.bfloat16())
-            p.copy_(q)
-    ours.load_state_dict(theirs.state_dict())
-    feed([(ours, narrow), (theirs, wide)], 3)
-    assert all(torch.equal(m, q) for m, q in zip(decoded(ours, narrow), wide))
+    with pytest.raises(ValueError, match="not saved by a wrapped AdamW"):
+        ours.load_state_dict(torch.optim.AdamW(wide).state_dict())
 
 
 def test_foreign_state_dicts_are_refused_and_change_nothing(seed):
@@ -435,7 +420,6 @@ def test_optimizers_from_elsewhere(seed):
 
         @torch.no_grad()
         def step(self, closure=None):
-            self.state["total"] = self.state.get("total", 0) + 1
             for p in self.own:
                 p -= self.param_groups[0]["lr"] * p.grad
 
@@ -443,9 +427,6 @@ def test_optimizers_from_elsewhere(seed):
     ours, theirs = hu.optim.wrap(Plain, narrow, weight_update="split"), Plain(wide)
     feed([(ours, narrow), (theirs, wide)], 3)
     assert all(torch.equal(m, q) for m, q in zip(decoded(ours, narrow), wide))
-    fresh = hu.optim.wrap(Plain, narrow, weight_update="split")
-    fresh.load_state_dict(ours.state_dict())
-    assert fresh.base.state["total"] == 3
 
 
 def test_weight_decay_is_inside_what_is_rounded(seed):
@@ -466,7 +447,7 @@ def test_bad_input():
         hu.optim.wrap(hu.optim.AdamW, [w])
     with pytest.raises(ValueError, match="weight updates of its own"):
         hu.optim.wrap(hu.optim.AdamW([w]), [w])
-    with pytest.raises(TypeError, match=r"class and parameters, got an SGD: .*load the states of a living optimizer"):
+    with pytest.raises(TypeError, match=r"class and parameters, got an SGD: give wrap"):
         hu.optim.wrap(torch.optim.SGD([w]), [w])
     with pytest.raises(TypeError, match="class and parameters"):
         hu.optim.wrap("SGD", [w])

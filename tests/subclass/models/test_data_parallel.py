@@ -71,8 +71,8 @@ def mean(a, b):
     return type(a).encode((a.decode() + b.decode()) / 2, a.payload.dtype) if hasattr(a, "payload") else a / 2 + b / 2
 
 
-def alone(change):
-    model = net()
+def alone(change, rounded=False):
+    model = net().bfloat16().float() if rounded else net()
     optimizer = change(model)
     for _ in range(3):
         found = []
@@ -134,7 +134,9 @@ def check(change, order, refused):
         assert refused and refused in str(error), (change, order, str(error))
         return
     assert not refused, (change, order)
-    for mine, wanted in zip(got, alone(change), strict=True):
+    # Low bits of what DistributedDataParallel has written since are dropped.
+    rounded = order is before and got[0].dtype == torch.bfloat16
+    for mine, wanted in zip(got, alone(change, rounded), strict=True):
         assert torch.equal(mine, wanted), (change, order, (mine - wanted).abs().max())
 
 

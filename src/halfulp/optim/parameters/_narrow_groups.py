@@ -20,9 +20,8 @@ from ...subclass.models._parameter_holders import (
 from .._group_options import check_ranks
 from .._storage import STORES
 from ._local_tensors import get_local, is_dtensor
-from ._narrowing import is_kept_float32, is_written_since_narrowing, take_float32_values
-from ._outside_writes import record_payload, reset_if_stale
-from ._parameter_plan import ParameterPlan
+from ._narrowing import is_kept_float32, take_float32_values
+from ._outside_writes import record_version
 
 
 def check_narrowing(groups: Iterable[dict]) -> list[torch.nn.Module]:
@@ -46,7 +45,6 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn
     install_registration_hooks()
     for group in groups:
         for position, parameter in enumerate(group["params"]):
-            was_written = is_written_since_narrowing(parameter)
             if id(parameter) in to_narrow:
                 value = parameter.detach()
                 replace_parameter_data(parameter, torch.empty_like(value, dtype=group["param_dtype"]))
@@ -54,29 +52,9 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn
                 value = take_float32_values(parameter)
             if value is not None:
                 plan = optimizer._make_plan(group, position, STORES[parameter.dtype])
-                value = get_local(value).contiguous()
-                if was_written:
-                    _fill_auxiliary_tensors(plan, parameter, value)
-                else:
-                    plan.spec.update.fill(plan.spec.store, plan.parts, value)
-                record_payload(plan)
-                held = plan.payload_version
-                if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-                    # For one step, to tell whether DistributedDataParallel changed the weights.
-                    held.payload, held.steps = held.memory.clone(), 1
+                plan.spec.update.fill(plan.spec.store, plan.parts, get_local(value).contiguous())
+                record_version(plan)
     reset_shards(sharded)
-
-
-def _fill_auxiliary_tensors(plan: ParameterPlan, parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Write float32 values into auxiliary tensors, and leave the parameter's bits, which other processes have too.
-
-    Where these values round to other bits, they become what the parameter holds.
-    """
-    payload = get_local(parameter.detach())
-    before = payload.clone()
-    plan.spec.update.fill(plan.spec.store, plan.parts, value)
-    value = torch.where(payload == before, value, before.to(value.dtype))
-    plan.spec.update.fill(plan.spec.store, plan.parts, value)
 
 
 def _find_parameters_to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
@@ -109,27 +87,17 @@ def check_sharded_ranks(optimizer: Any) -> None:
                 check_ranks(optimizer, group, get_local(parameter).device)
 
 
-@torch.no_grad()
-def broadcast_auxiliary_tensors(optimizer: Any) -> None:
-    """Broadcast the first process's auxiliary tensors, as DistributedDataParallel broadcasts its parameters.
+def check_data_parallel_ranks(optimizer: Any) -> None:
+    """Check that all processes under DistributedDataParallel train in the same way; all of them must call this.
 
-    It does so when it is made, which may be after the optimizer was made: the auxiliary tensors are then still those
-    of each process's own start. All processes must call this.
+    It writes weights when it is made, which resets auxiliary tensors of before: they are the same on all processes.
     """
+    stepped = {id(parameter) for _, _, parameter in walk_model_parameters(optimizer)}
     for module in list_data_parallel_modules():
-        held, tensors = {id(p) for p in module.parameters()}, []
         # Of a share of the parameters that is a rank's own (ZeroRedundancyOptimizer) numbers are not compared.
         narrow = next((p for p in module.parameters() if p.dtype in STORES and p.dtype != torch.float32), None)
-        if narrow is not None and any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
+        if narrow is not None and any(id(parameter) in stepped for parameter in module.parameters()):
             check_ranks(optimizer, module.process_group, narrow.device)
-        for group in optimizer.param_groups:
-            for position, parameter in enumerate(group["params"]):
-                if id(parameter) in held and parameter.requires_grad:
-                    plan = optimizer._find_valid_plan(group, position)
-                    reset_if_stale(plan)
-                    tensors += [plan.tensors[name] for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store)]
-        if memory := [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]:
-            torch.distributed._broadcast_coalesced(module.process_group, memory, 1 << 26, 0)  # bytes of a message
 
 
 def refuse_replaced_parameters(optimizer: Any) -> None:

@@ -7,11 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels import row_checksums
 from ...subclass.models._parameter_holders import replace_parameter_data
 from .._storage import STORES
 from ..weight_updates._split import Split16
-from ._local_tensors import get_local
 
 _LOW_BITS_ATTRIBUTE, _FLOAT32_ATTRIBUTE = "_halfulp_low_bits", "_halfulp_float32"
 _SPLIT_UPDATE = Split16()
@@ -23,7 +21,6 @@ class _DroppedBits(NamedTuple):
     tensor: Tensor
     address: int
     version: int
-    checksums: Tensor
 
 
 def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:
@@ -41,29 +38,17 @@ def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:
         payload, low = value.to(dtype), value.clone()
     replace_parameter_data(parameter, payload)
     if not parameter.is_meta:
-        checksums = row_checksums(get_local(payload))
-        setattr(parameter, _LOW_BITS_ATTRIBUTE, _DroppedBits(low, parameter.data_ptr(), parameter._version, checksums))
+        setattr(parameter, _LOW_BITS_ATTRIBUTE, _DroppedBits(low, parameter.data_ptr(), parameter._version))
 
 
 def take_float32_values(parameter: Tensor) -> Tensor | None:
-    """Return, once, the float32 values before `narrow_parameter`; None if taken already, or written over since.
-
-    DistributedDataParallel writes a parameter when it is made, the same values on its first process.
-    """
+    """Return, once, the float32 values before `narrow_parameter`; None if taken already, or written over since."""
     held = getattr(parameter, "__dict__", {}).pop(_LOW_BITS_ATTRIBUTE, None)
-    if held is None or held.address != parameter.data_ptr():
-        return None
-    if held.version != parameter._version and not torch.equal(held.checksums, row_checksums(get_local(parameter))):
+    if held is None or (held.address, held.version) != (parameter.data_ptr(), parameter._version):
         return None
     if parameter.dtype == torch.bfloat16 and held.tensor.dtype == torch.int16:
         return _SPLIT_UPDATE.read(STORES[torch.bfloat16], [parameter.detach(), held.tensor])
     return held.tensor if parameter.dtype == torch.float16 else None
-
-
-def is_written_since_narrowing(parameter: Tensor) -> bool:
-    """Return whether a parameter was written after `narrow_parameter`, maybe the same values."""
-    held = getattr(parameter, "__dict__", {}).get(_LOW_BITS_ATTRIBUTE)
-    return held is not None and held.version != parameter._version
 
 
 def widen_parameter(parameter: Tensor) -> None:

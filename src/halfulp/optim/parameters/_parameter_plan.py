@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,19 +36,14 @@ class PayloadVersion:
         version: the parameter's version counter at that time. ANY_VERSION after loading or copying auxiliary tensors,
             as their payload may be loaded before or after them; MOVED after the parameter was given other memory.
         memory: the parameter's memory at that time.
-        payload: a copy of the payload, if one is kept.
-        steps: how many more steps the copy is kept for.
-        scale: a scaled parameter's scale, in whose units its auxiliary tensors are: a number, or off the CPU, where it
-            is not waited for, a tensor.
         checksums: of each row of the payload that loaded auxiliary tensors belong to; None if the file has none.
+        reset_step: the step number at which a write from outside last reset the auxiliary tensors; -2 for never.
     """
 
     version: int
     memory: torch.Tensor
-    payload: torch.Tensor | None = None
-    steps: int = 0
-    scale: float | torch.Tensor = 1.0
     checksums: torch.Tensor | None = None
+    reset_step: int = -2
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +84,7 @@ class ParameterPlan:
     There may be 100,000 parameters: a plan is one object of few others.
 
     Attributes:
-        reference: weak, to the user's parameter: a plan keeps neither the parameter nor its memory alive.
+        parameter: the user's.
         name: qualified if names were given, else its position.
         identity: the number that keys its random bits.
         spec: the step specification, unmetered.
@@ -103,7 +97,7 @@ class ParameterPlan:
         record: what stays when the plan is replaced.
     """
 
-    reference: weakref.ref
+    parameter: torch.Tensor
     options: PlanOptions
     name: str
     identity: int
@@ -122,24 +116,9 @@ class ParameterPlan:
     record: ParameterRecord
 
     @property
-    def parameter(self) -> torch.Tensor:
-        """The user's parameter."""
-        parameter = self.reference()
-        assert parameter is not None, "a plan is used only while its parameter lives"
-        if hasattr(parameter, "_fix_weakref"):
-            parameter._fix_weakref()
-        return parameter
-
-    @property
     def scale(self) -> float:
         """The scale of a scaled parameter; 1 of any other."""
         return get_scale(self.parameter).item() if self.spec.scaled else 1.0
-
-    @property
-    def scale_to_keep(self) -> float | torch.Tensor:
-        """The scale as `PayloadVersion` keeps it: off the CPU a copy, which nothing waits for."""
-        scale = get_scale(self.parameter) if self.spec.scaled else None
-        return self.scale if scale is None or scale.is_cpu else scale.clone()
 
     @property
     def auxiliary_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -165,12 +144,6 @@ class ParameterPlan:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Auxiliary tensors and state tensors, local, by their names in the optimizer's state."""
         return dict(zip(self.spec.tensors, self.stored))
-
-    @property
-    def watched(self) -> list[torch.Tensor]:
-        """The copy of the payload that is kept for some steps after a write from outside."""
-        version = self.payload_version
-        return [] if version is None or version.payload is None else [version.payload]
 
     @property
     def states(self) -> list[list[torch.Tensor]]:

@@ -11,11 +11,13 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from ...rounding._random_bits import STREAM_VERSION
-from ._tensor_map import TensorMap
 
 # A parameter's name, where names were given, and the number that keys its random bits.
 Identity = tuple[str | None, int]
+Identities = dict[torch.Tensor, Identity]
 
 
 def hash_name(name: str) -> int:
@@ -48,39 +50,35 @@ def strip_wrapper_names(names: Iterable[str], parallel: bool = True) -> list[str
 
 
 def list_identities(group: Mapping[str, Any]) -> list[int]:
-    """Return the numbers that key the random bits of a group's parameters: those of their names, unless it holds some.
+    """Return the numbers that key the random bits of a group's parameters: those of their names, where it has names.
 
     A group of named parameters holds none. Trainers that save what a group holds once per parameter (torch's
-    flatten_optimizer_state_dict, torchtitan) can thus split and regroup parameters, each of which keeps its bits. An
-    exception is a group that took over a run without names, whose bits go on.
+    flatten_optimizer_state_dict, torchtitan) can thus split and regroup parameters, each of which keeps its bits.
     """
-    held = group.get("identities")
-    return [hash_name(name) for name in strip_wrapper_names(group["param_names"])] if held is None else held
+    names = group.get("param_names")
+    return group["identities"] if names is None else [hash_name(name) for name in strip_wrapper_names(names)]
 
 
 def assign_identities(group: dict, earlier: list[dict]) -> None:
     """Give every parameter of a group without names its identity, unless it came with them; note what keys draw."""
     group["random_stream"] = STREAM_VERSION
-    if "identities" in group and len(group["identities"]) == len(group["params"]):
-        return
-    if group.get("param_names"):
+    if group.get("param_names") is not None:
         group.pop("identities", None)
-        return
-    start = sum(len(other["params"]) for other in earlier)
-    group["identities"] = list(range(start, start + len(group["params"])))
+    elif "identities" not in group or len(group["identities"]) != len(group["params"]):
+        start = sum(len(other["params"]) for other in earlier)
+        group["identities"] = list(range(start, start + len(group["params"])))
 
 
-def note_identities(group: dict, known: TensorMap[Identity]) -> None:
+def note_identities(group: dict, known: Identities) -> None:
     """Record each parameter's name and number; a group keeps no numbers that follow from its names."""
-    names = group.get("param_names")
-    if names and group.get("identities") == list_identities({"param_names": names}):
-        del group["identities"]
-    names, numbers = names or [None] * len(group["params"]), list_identities(group)
+    if group.get("param_names") is not None:
+        group.pop("identities", None)
+    names, numbers = group.get("param_names") or [None] * len(group["params"]), list_identities(group)
     for parameter, name, number in zip(group["params"], names, numbers, strict=True):
         known[parameter] = name, number
 
 
-def update_edited_group(group: dict, groups: list[dict], known: TensorMap[Identity]) -> None:
+def update_edited_group(group: dict, groups: list[dict], known: Identities) -> None:
     """Update a group's names and identities after its list of parameters was edited.
 
     A parameter that stands in another's place takes over its name and identity; one that was added without a name
@@ -104,7 +102,8 @@ def update_edited_group(group: dict, groups: list[dict], known: TensorMap[Identi
             )
         else:
             held[position], free = (None, free), free + 1
-    group["identities"] = [number for _, number in held]
     if names:
         group["param_names"] = [name for name, _ in held]
+    else:
+        group["identities"] = [number for _, number in held]
     note_identities(group, known)

@@ -1,4 +1,4 @@
-"""The tensors of a parameter's state: made, given their first values, refused, and read from files of any storage."""
+"""The tensors of a parameter's state: made, given their first values, and refused."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 
 from ..._messages import listed
 from .._storage import STORES
-from ..rules._update_rule import StateSlot
-from ..states._int4_blocks import Int4Blocks
-from ..states._int8_blocks import CODEC_VERSION, Int8Blocks, compute_scale_shape
+from ..states._int8_blocks import CODEC_VERSION
 from ..states._state import encode_constant
 from ..weight_updates._weight_update import WEIGHT_UPDATES
 from ._local_tensors import get_local
@@ -118,9 +116,6 @@ def _refuse_partial_states(state: Mapping, spec: StepSpec, name: str) -> None:
             )
 
 
-BLOCK_LENGTHS = tuple(1 << power for power in range(4, 11))
-
-
 def check_codec_version(name: str, state: Mapping[str, object]) -> None:
     """Raise ValueError for codes of another version than this one."""
     version = state.get(name)
@@ -129,50 +124,3 @@ def check_codec_version(name: str, state: Mapping[str, object]) -> None:
             f"saved state {name!r} has 8-bit codes of version {version!r}, known is {CODEC_VERSION}: load it with the "
             "halfulp that saved it, into an optimizer with state_dtype=torch.float32, and save that"
         )
-
-
-def find_block_length(codes: torch.Tensor, scale: torch.Tensor, among: tuple[int, ...] = BLOCK_LENGTHS) -> int:
-    """Return the block length of saved codes and scales; raise ValueError if none fits."""
-    codes, scale = get_local(codes), get_local(scale)
-    for block in among:
-        if compute_scale_shape(codes.shape, block) == scale.shape:
-            return block
-    raise ValueError(
-        f"codes of shape {tuple(codes.shape)} have scales of shape {tuple(scale.shape)}, which no length of blocks "
-        f"{BLOCK_LENGTHS} gives: the file is damaged"
-    )
-
-
-def find_packed_block_length(packed: torch.Tensor, scale: torch.Tensor) -> int:
-    """Return the block length of saved bytes of two codes and scales; raise ValueError if no length fits."""
-    return 2 * find_block_length(packed, scale, tuple(block // 2 for block in BLOCK_LENGTHS))
-
-
-def decode_saved_state(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
-    """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter."""
-    scale, residual = (get_local(state.get(f"{slot.name}_{part}")) for part in ("scale", "residual"))
-    is_square = slot.degree == 2
-    kinds: dict[str, Any] = {
-        "codes": (torch.uint8 if is_square else torch.int8, torch.bfloat16, Int8Blocks, find_block_length),
-        "packed": (torch.uint8, torch.float32, Int4Blocks, find_packed_block_length),
-    }
-    for suffix in [suffix for suffix in kinds if f"{slot.name}_{suffix}" in state]:
-        *dtypes, kind, find = kinds[suffix]
-        check_codec_version(slot.name, state)
-        if not isinstance(scale, torch.Tensor) or [given.dtype, scale.dtype] != dtypes:
-            raise ValueError(
-                f"saved state {slot.name!r} has codes in {given.dtype} and scales in {getattr(scale, 'dtype', None)}, "
-                f"wanted are {dtypes[0]} and {dtypes[1]}: the file is damaged"
-            )
-        decoded: torch.Tensor = kind(find(given, scale), is_square).decode([given, scale])
-        return decoded
-    if not given.is_floating_point():
-        raise ValueError(f"saved state {slot.name!r} is {given.dtype} without a scale: the file is damaged")
-    if scale is not None:
-        value = given.float() * scale.to(given.device)
-        return value * value if is_square else value
-    if residual is None:
-        return given.float()
-    if residual.shape != given.shape:
-        raise ValueError(f"saved state {slot.name!r} and its residual have other shapes: the file is damaged")
-    return given.float() + residual.float()

@@ -26,10 +26,10 @@ from ._narrowing import is_kept_float32
 MOST_SCALED_STATES = 3
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 POINTERS_BEFORE_STATES = 5
-# The scale that a payload is read under, the reciprocal of the one it is written under, the gradient's; what the
-# payload as read is multiplied by to be under the new scale, and that scale.
 # Of each sum of a rule, the power of two that its values are multiplied by, and what they are rounded beside.
 SUM_SCALES = ("sum_inverse", "sum_anchor", "sum_low_anchor")
+# The scale that a payload is read under, the reciprocal of the one it is written under, the gradient's; what the
+# payload as read is multiplied by to be under the new scale, and that scale.
 WEIGHT_SCALES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_ratio", "new_scale")
 
 

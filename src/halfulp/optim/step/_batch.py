@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any, cast
@@ -20,11 +20,10 @@ from ...scaled import ScaledTensor
 from .._storage import PAYLOADS, STORES, Store
 from ..parameters._local_tensors import find_index_map, get_local, get_memory, list_own_tensors
 from ..parameters._narrowing import is_kept_float32
-from ..parameters._outside_writes import record_payload, record_version, renew_payload_version, reset_if_stale
+from ..parameters._outside_writes import record_version, renew_payload_version, reset_if_stale
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
 from ..parameters._state_tensors import BEGUN
 from ..parameters._step_spec import StepSpec, choose_step_spec
-from ..parameters._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
 
 if TYPE_CHECKING:
@@ -179,7 +178,6 @@ class Batch:
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
             the copies, and `record_step` copies the values back.
         payload_versions: the payload versions of those whose writes are tracked.
-        scales: of the payloads as written, on their device, if the step chose them there.
     """
 
     spec: StepSpec
@@ -194,7 +192,6 @@ class Batch:
     copies: dict[int, TensorCopies] = field(default_factory=dict)
     payload_versions: list[PayloadVersion] = field(default_factory=list)
     engine: str = ""
-    scales: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         records = self.table.records
@@ -244,14 +241,12 @@ class Batch:
                 part.copy_(copy)
         for entry, step in zip(self.table.state_entries, self.steps):
             entry["step"] = step
-        recorded, plans = self.payload_versions, self.table.plans
-        if len(recorded) == len(plans) and not self.spec.scaled and not any(held.steps for held in recorded):
-            for held, parameter in zip(recorded, self.parameters):
-                held.version, held.payload = parameter._version, None
-            return
         # Auxiliary tensors belong to the present payloads.
-        for row, plan in enumerate(plans if recorded else ()):
-            record_payload(plan, None if self.scales is None else self.scales[row])
+        if len(self.payload_versions) == len(self.parameters):
+            for held, parameter in zip(self.payload_versions, self.parameters):
+                held.version = parameter._version
+        elif self.payload_versions:
+            self.record_versions_again()
 
     def record_versions_again(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""
@@ -390,7 +385,7 @@ def _comparable_state_dtype(state_dtype: Any) -> Any:
     return tuple(state_dtype.items()) if isinstance(state_dtype, Mapping) else state_dtype
 
 
-class PlanCache(TensorMap[ParameterPlan]):
+class PlanCache:
     """All that an optimizer derives from its parameters, groups and states, and can derive again.
 
     It maps each parameter to its plan, and one rule says what is out of date: a plan, as soon as `is_valid` finds that
@@ -401,15 +396,38 @@ class PlanCache(TensorMap[ParameterPlan]):
 
     `clear` is the only way to make plans invalid by hand. It is for changes that no plan shows, such as of the names
     that key the random bits when a state_dict is loaded; copies of an optimizer begin with an empty cache.
+
+    Attributes:
+        by_id: the plans by `id(parameter)`, for loops that cannot pay for a method call; a plan keeps its parameter.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.by_id: dict[int, ParameterPlan] = {}
         self._generation = 0
         self._specs: dict[tuple[StepSpec, torch.device], StepSpec] = {}
         # What the keys refer to by id is kept alive by the values.
         self._specs_by_options: dict[tuple, tuple[StepSpec, tuple]] = {}
         self.roster: Roster | None = None
+
+    def get(self, parameter: torch.Tensor) -> ParameterPlan | None:
+        """Return a parameter's plan, valid or not; None where there is none."""
+        return self.by_id.get(id(parameter))
+
+    def __getitem__(self, parameter: torch.Tensor) -> ParameterPlan:
+        """Return a parameter's plan; raises KeyError where there is none."""
+        return self.by_id[id(parameter)]
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter has a plan."""
+        return id(parameter) in self.by_id
+
+    def pop(self, parameter: torch.Tensor) -> None:
+        """Drop a parameter's plan."""
+        self.by_id.pop(id(parameter), None)
+
+    def values(self) -> Iterable[ParameterPlan]:
+        """Return all plans."""
+        return self.by_id.values()
 
     def clear(self) -> None:
         """Make every plan invalid."""
@@ -435,7 +453,7 @@ class PlanCache(TensorMap[ParameterPlan]):
         known, part, index_map = self.get(parameter), get_memory(parameter), find_index_map(parameter)
         stored = tuple(get_local(state[key]) for key in spec.tensors)
         plan = ParameterPlan(
-            reference=self.reference(parameter),
+            parameter=parameter,
             options=options,
             name=name,
             identity=identity,
@@ -457,7 +475,7 @@ class PlanCache(TensorMap[ParameterPlan]):
             check_memory(plan, gradient)
         if plan.tracks_writes:
             plan.record.payload_version = renew_payload_version(parameter, part, plan.record.payload_version)
-        self[parameter] = plan
+        self.by_id[id(parameter)] = plan
         return plan
 
     def step_spec(

@@ -176,7 +176,7 @@ def _run_triton(batch: Batch) -> bool:
     placed = table.placed_chunks = place_chunks(table.chunks, table.pointers, device, table.placed_chunks)
     rows = triton.make_parameter_rows(device, table.pointers, constants, _make_keys(batch))
     if spec.scaled:
-        totals, batch.scales = triton.launch_scaled_step(spec, kernels, placed, rows, present)
+        totals, _ = triton.launch_scaled_step(spec, kernels, placed, rows, present)
     else:
         totals = kernels[0].launch(placed, rows)
     if spec.metered:

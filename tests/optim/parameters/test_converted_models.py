@@ -1,4 +1,4 @@
-"""A mapping from tensors: by identity, and no reason for a tensor to live."""
+"""An optimizer beside conversions of its model, and its end."""
 
 import copy
 import gc
@@ -9,46 +9,6 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim.parameters._tensor_map import TensorMap
-
-
-def test_equal_tensors_are_different_keys():
-    one, two = torch.zeros(2), torch.zeros(2)
-    known = TensorMap([(one, 1), (two, 2)])
-    known[one] = 3
-    assert (known[one], known[two], len(known), list(known.values())) == (3, 2, 2, [3, 2])
-    assert known.pop(one) == 3
-    assert one not in known
-    assert (known.get(one), known.pop(one)) == (None, None)
-    known[one] = 4
-    assert known[one] == 4
-
-
-def test_entries_go_with_their_tensors_also_out_of_cycles():
-    plain, cyclic = torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
-    cyclic.itself = cyclic
-    known = TensorMap([(plain, object()), (cyclic, object())])
-    values = [weakref.ref(tensor) for tensor in (plain, cyclic)]
-    del plain
-    assert len(known) == 1
-    del cyclic
-    gc.collect()
-    assert len(known) == 0
-    assert all(value() is None for value in values)
-
-
-def test_a_tensor_that_only_a_graph_holds_keeps_its_entry():
-    weight = torch.nn.Parameter(torch.ones(2))
-    known = TensorMap([(weight, "weight")])
-    loss = (weight * 2).sum()
-    del weight
-    gc.collect()
-    held = loss.grad_fn.next_functions[0][0].next_functions[0][0].variable
-    assert known[held] == "weight"
-    del held, loss
-    gc.collect()
-    assert len(known) == 0
-
 
 PARAMETERS = {
     "plain": lambda: torch.nn.Linear(8, 8),
@@ -86,10 +46,9 @@ def test_a_model_can_be_converted_beside_its_optimizer(kind, seed):
         for parameter in copied.parameters():
             hu.optim.SGD([parameter], lr=1e-2)
         torch.save(parameters[0], io.BytesIO())
-        known, held = optimizer._identities, weakref.ref(optimizer)
+        held = [weakref.ref(one) for one in (optimizer, *parameters)]
         del model, optimizer, average, copied, parameters, parameter
         gc.collect()
-        assert held() is None
-        assert len(known) == 0
+        assert [one() for one in held] == [None] * len(held)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
