@@ -144,7 +144,8 @@ def test_sites_have_the_keys_of_the_eager_front_end_and_are_reached_from_the_los
         keys.append([site.key for site in backward.reached])
         _check_edges(backward, compiled)
     assert len(keys[1]) >= least
-    assert keys[1] == keys[0]
+    embeddings = {name for name, module in case.model.named_modules() if isinstance(module, nn.Embedding)}
+    assert keys[1] == [key for key in keys[0] if key not in embeddings]
 
 
 class Adapted(nn.Module):
