@@ -176,25 +176,26 @@ def name_of_reduction(boxed: Any) -> str:
 
 @contextlib.contextmanager
 def partition_graphs_by(partition: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Let Inductor partition joint graphs by a function with a `uuid`; yield the settings to compile with.
+    """Let Inductor partition joint graphs by a function; yield the settings to compile with.
 
-    Older: Inductor's caches stay unused, whose keys do not name the partition.
+    Inductor's caches stay unused, whose keys do not name all that the partition depends on.
     """
     from torch._functorch import config as functorch
     from torch._inductor import compile_fx, config, custom_graph_pass
 
-    if hasattr(config, "custom_partitioner_fn"):
-        custom_graph_pass.CustomPartitionerFn.register(type(partition))
-        partition.inner = settings.get("custom_partitioner_fn", config.custom_partitioner_fn)
-        yield {**settings, "custom_partitioner_fn": partition}
-        return
-    module: Any = compile_fx
-    own, module.min_cut_rematerialization_partition = module.min_cut_rematerialization_partition, partition
-    try:
-        with functorch.patch(enable_autograd_cache=False):
-            yield {**settings, "fx_graph_cache": False}
-    finally:
-        module.min_cut_rematerialization_partition = own
+    settings = {**settings, "fx_graph_cache": False}
+    with functorch.patch(enable_autograd_cache=False):
+        if hasattr(config, "custom_partitioner_fn"):
+            custom_graph_pass.CustomPartitionerFn.register(type(partition))
+            partition.inner = settings.get("custom_partitioner_fn", config.custom_partitioner_fn)
+            yield {**settings, "custom_partitioner_fn": partition}
+            return
+        module: Any = compile_fx
+        own, module.min_cut_rematerialization_partition = module.min_cut_rematerialization_partition, partition
+        try:
+            yield settings
+        finally:
+            module.min_cut_rematerialization_partition = own
 
 
 # Older: nothing is lost; the hooks are counted where torch pushes them.

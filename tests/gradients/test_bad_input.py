@@ -232,17 +232,19 @@ def test_an_empty_state(seed):
 ABSENT = object()
 PLACES = {"state": [], "site": ["sites", "0"], "global": ["sites", "global"]}
 DAMAGED = [
-    ("state", "scale", [ABSENT, None, 3.0, 0.0, math.nan, 2.0**61, [4.0], 2.0**17]),
+    ("state", "scale", [ABSENT, None, "8", "65536.0", 10**400, 3.0, 0.0, -4.0, math.nan, 2.0**61, [4.0], 2.0**17]),
     ("state", "_growth_tracker", [ABSENT, None, math.nan]),
     ("state", "sites", [ABSENT, None, [], [1, 2], {}, {"0": {}}]),
-    ("state", "progress", [ABSENT, None, 3, [1, 1, True, 0, 0], "1110000", [1, math.nan, True, 0, 0, 0, 2]]),
+    ("state", "progress", [ABSENT, None, 3, [1, 1, True, 0, 0], [0] * 6, {*range(7)}, [1, math.nan, True, 0, 0, 0, 2]]),
     ("site", "memory", [ABSENT, None, [], [0, 0, None], [0, 0.5]]),
     ("site", "exponent", [ABSENT, None, "3", 3.0, math.nan]),
     ("global", "exponent", [ABSENT, 17]),
-    ("site", "merged", [ABSENT]),
-    ("global", "reference", [ABSENT, None, 3, [], [0], [0.5, 0]]),
+    ("site", "merged", [ABSENT, True, 3]),
+    ("site", "measured", [ABSENT, None, "no"]),
+    ("global", "reference", [ABSENT, None, 3, [], [0], [0.5, 0], [None, None]]),
     ("site", "overflows", [ABSENT, None, 1.5]),
-    ("site", "history", [ABSENT, None, [3.0], [{"received": None}]]),
+    ("site", "history", [ABSENT, None, {}, [3.0], [{"received": None}]]),
+    ("global", "history", [""]),
 ]
 
 
@@ -259,7 +261,8 @@ def test_a_damaged_state(place, name, value, known, seed):
     state = copy.deepcopy(whole)
     home = functools.reduce(operator.getitem, PLACES[place], state)
     home.pop(name) if value is ABSENT else home.update({name: value})
-    with pytest.raises(ValueError, match=r"state_dict is (damaged|2\^)"):
+    part = "the state_dict" if place == "state" else f"site '{PLACES[place][-1]}' of the state_dict"
+    with pytest.raises(ValueError, match=rf"{part} is damaged \(|'scale' of the state_dict is 2\^"):
         scaler.load_state_dict(saved(state))
     assert scaler.state_dict() == before
     scaler.load_state_dict(saved(whole))

@@ -215,10 +215,13 @@ def test_states_of_others_are_refused(alone):
         "not the state of rank_0 of 1 under": {**held, "ranks": 4},
         "rank_1: each rank": {**{key: value for key, value in held.items() if key != "rank_0"}, "rank_1": {}},
         "of another model: it has the unknown 'layer'": {**held, "rank_0": {"layer": {}}},
+        "of another model, whose 'weight' has another size": {**held, "rank_0": {"weight": {"sent": torch.ones(1)}}},
     }
     for words, state in wrong.items():
         with pytest.raises(ValueError, match=words):
             reduction.load_state_dict(state)
+    with pytest.raises((AttributeError, TypeError)):
+        reduction.load_state_dict({**held, "rank_0": {"weight": 3}})
     assert same_state(reduction.state_dict(), held)
 
 

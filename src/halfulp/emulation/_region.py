@@ -125,7 +125,7 @@ class GradientRounding:
         self.task = -1
         self._start = torch.autograd._get_sequence_nr()
         self._seen: set[int] = set()
-        self._leaves: set[int] = set()
+        self._leaves: dict[int, weakref.ref[Tensor]] = {}
         self._handles: list = []
 
     def __del__(self) -> None:
@@ -162,9 +162,10 @@ class GradientRounding:
 
     def _hook_leaf(self, leaf: Tensor) -> None:
         """Hook a leaf so that the sums of its gradients are rounded, over its uses and over backward passes."""
-        if id(leaf) in self._leaves:
+        known = self._leaves.get(id(leaf))
+        if known is not None and known() is leaf:
             return
-        self._leaves.add(id(leaf))
+        self._leaves[id(leaf)] = weakref.ref(leaf)
         me = weakref.ref(self)
         self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_round_accumulated_gradient, me)))
         self._handles.append(leaf.register_hook(partial(_round_gradient_sum, me)))

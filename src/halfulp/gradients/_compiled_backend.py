@@ -228,7 +228,7 @@ class MovingPartitioner:
         return forward, backward
 
     def uuid(self) -> None:
-        """Return no key: torch keeps none of these graphs in its caches, as they hold names of a scaler's sites."""
+        """Return no key, which torch asks for even where its caches are off (`partition_graphs_by`)."""
 
 
 def _compile_by_inductor(
@@ -322,6 +322,7 @@ class _SitePlanner:
         self._owners = {
             node: find_owning_module(x, backward) or _read_owner_from_source(node) or "model"
             for node, x in parameters.items()
+            if x.requires_grad
         }
         self._calls: Counter[str] = Counter()
 

@@ -76,11 +76,16 @@ class NarrowReduction:
         unknown = [name for name in state_dict[mine] if name not in self.names.values()]
         if unknown:
             raise ValueError(f"the state is of another model: it {name_differences([], unknown)}")
-        self._remainders.clear()
+        numbers = {name: parameter.numel() for parameter, name in self.names.items()}
         for name, held in state_dict[mine].items():
-            copied = {part: value.clone() for part, value in held.items()}
-            self._remainders[name] = _RoundingRemainders(**copied)
-        self._scale = state_dict["scale"]
+            sizes = {"sent": numbers[name], "summed": -(-numbers[name] // self.size)}
+            if any(owed.numel() != sizes[part] for part, owed in held.items()):
+                raise ValueError(f"the state is of another model, whose {name!r} has another size: load this model's")
+        copied = {
+            name: _RoundingRemainders(**{part: owed.clone() for part, owed in held.items()})
+            for name, held in state_dict[mine].items()
+        }
+        self._remainders, self._scale = defaultdict(_RoundingRemainders, copied), state_dict["scale"]
 
     def average_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket of DistributedDataParallel's over the ranks, in place."""
@@ -162,9 +167,8 @@ if dist.is_available():
 def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReduction:
     """Send gradients between processes in bfloat16, half the bytes of float32, and lose nothing over the steps.
 
-    Each of n ranks sends its rounded gradient in parts, one to each rank, which sums that part of all in float32;
-    the means are rounded once more and sent to all. Whoever rounds adds what it lost to
-    what it rounds next:
+    Each of n ranks sends its rounded gradient in parts, one to each rank, which sums that part of all in float32; the
+    means are rounded once more and sent to all. Whoever rounds adds what it lost to what it rounds next:
 
         c_i = bf16(g_i + e_i),           e_i <- g_i + e_i - c_i          on every rank i
         a   = bf16(sum_i c_i / n + E),   E   <- sum_i c_i / n + E - a    on the rank that sums the element

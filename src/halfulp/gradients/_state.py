@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import torch
@@ -46,16 +46,19 @@ def read_sites(state_dict: Any) -> dict[str, dict[str, Any]]:
             f"AdaptiveGradScaler(model, init_scale={state_dict['scale']!r})"
         )
     try:
-        exponent = parse_scale_exponent("'scale' of the state_dict", float(state_dict["scale"]))
-        operator.index(state_dict["_growth_tracker"])
-        if len([operator.index(number) for number in state_dict["progress"]]) != _PROGRESS_LENGTH:
-            raise KeyError("progress")
+        exponent = parse_scale_exponent("'scale' of the state_dict", _take(state_dict, "scale", int, float))
+        _take(state_dict, "_growth_tracker", int)
+        progress = _take(state_dict, "progress", list, tuple)
+        if len([_take(progress, i, int) for i in range(len(progress))]) != _PROGRESS_LENGTH:
+            raise ValueError(f"'progress' has {_PROGRESS_LENGTH} numbers")
+        given = dict(_take(state_dict, "sites", list, tuple, dict))
         found = {}
-        for key, values in dict(state_dict["sites"]).items():
+        for key in (*given, GLOBAL_KEY):
             place = f"site {key!r} of the state_dict"
-            found[key] = _read_site(values)
-        found[GLOBAL_KEY]["reference"] = _read_integers(dict(state_dict["sites"])[GLOBAL_KEY]["reference"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+            found[key] = _read_site(_take(given, key, Mapping))
+        reference = _take(given[GLOBAL_KEY], "reference", list, tuple)
+        found[GLOBAL_KEY]["reference"] = [_take(reference, 0, int, NoneType), _take(reference, 1, int)]
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{place} is damaged ({type(error).__name__}: {error}), got {reprlib.repr(state_dict)}: load what a "
             "scaler's state_dict() gave"
@@ -71,22 +74,27 @@ def read_sites(state_dict: Any) -> dict[str, dict[str, Any]]:
 _PROGRESS_LENGTH = 7
 
 
+def _take(given: Any, name: Any, *kinds: type) -> Any:
+    """Return an entry that is of one of these types, or raise."""
+    if not isinstance(given[name], kinds):
+        raise TypeError(f"{name!r} is {reprlib.repr(given[name])}")
+    return given[name]
+
+
 def _read_site(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a site, each of its own type, or raise."""
+    memory, history = _take(values, "memory", list, tuple), _take(values, "history", list, tuple)
+    if len(memory) != 2:
+        raise ValueError("'memory' has two numbers")
     return {
-        "exponent": operator.index(values["exponent"]),
-        "merged": values["merged"],
-        "measured": bool(values["measured"]),
-        "narrow": bool(values["narrow"]),
-        "overflows": operator.index(values["overflows"]),
-        "memory": _read_integers(values["memory"]),
-        "history": [{kind: size + 0.0 for kind, size in entry.items()} for entry in values["history"]],
+        "exponent": _take(values, "exponent", int),
+        "merged": _take(values, "merged", str, NoneType),
+        "measured": _take(values, "measured", bool),
+        "narrow": _take(values, "narrow", bool),
+        "overflows": _take(values, "overflows", int),
+        "memory": [_take(memory, i, int, NoneType) for i in range(2)],
+        "history": [{kind: _take(entry, kind, int, float) for kind in dict(entry)} for entry in history],
     }
-
-
-def _read_integers(pair: Sequence[int | None]) -> list[int | None]:
-    first, second = (None if one is None else operator.index(one) for one in pair)
-    return [first, second]
 
 
 def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None:
