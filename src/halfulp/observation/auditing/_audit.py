@@ -60,7 +60,7 @@ class TensorAudit:
         a, b: what each checkpoint holds.
         unchanged: elements with the same value (NaN equals NaN, and -0 equals +0).
         median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
-            as 0. The median is exact below 64 ulps and within 1/32 of itself above. NaN where there is no such element.
+            as 0. The median is exact for whole ulps below 64 and within 1/32 of itself else. NaN without any.
         status: the first that holds of: it has NaN or infinity that A did not have, the dtype changed, nothing moved,
             B is constant and A is not, it moved.
     """
