@@ -107,6 +107,8 @@ class StateAudit:
         dtypes: of each of its states of its own shape in A and B; None where one has none.
         weight_update: of an optimizer of halfulp; None of any other.
         compensated: whether low bits, a residual or master weights lie beside the parameter.
+        compensation_moved: whether those changed, or A has none.
+        shapes_match: whether its moments have the parameter's shape.
         all_zero: whether its first moment is all zeros: no gradient has arrived for long.
         update: the last update, computed from B's states and learning rate, under nearest rounding.
     """
@@ -117,6 +119,8 @@ class StateAudit:
     dtypes: Mapping[str, tuple[torch.dtype | None, torch.dtype | None]]
     weight_update: str | None = None
     compensated: bool = False
+    compensation_moved: bool = False
+    shapes_match: bool = True
     all_zero: bool = False
     update: RealisedChanges | None = None
 
