@@ -197,8 +197,6 @@ def _get_state_tensor(trained: TrainedTensor, *names: str) -> Tensor | None:
     """Return the first of some states that is there as plain floating-point numbers, one per element."""
     for name in names:
         state = trained.state.get(name)
-        local = getattr(state, "to_local", None)
-        state = local() if local is not None else state
         if isinstance(state, Tensor) and state.is_floating_point() and state.shape == trained.value.shape:
             return state.detach()
     return None
