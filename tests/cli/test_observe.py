@@ -188,18 +188,27 @@ TERMINATIONS = {
 }
 
 
+LATE = f"""
+from halfulp.observation.scripts import ScriptReport
+said = ScriptReport.__str__
+ScriptReport.__str__ = lambda report: [said(report), {KILL}][0]
+"""
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-@pytest.mark.parametrize("how", TERMINATIONS)
+@pytest.mark.parametrize("how", [*TERMINATIONS, "in the report"])
 def test_nothing_of_the_script_holds_a_termination_up_and_a_second_one_leaves_the_report(
     tmp_path, monkeypatch, forking, how
 ):
-    (tmp_path / "train.py").write_text("import os, signal" + LOOP.format(ending=TERMINATIONS[how]))
+    text = "import os, signal" + LOOP.format(ending=TERMINATIONS.get(how, "pass"))
+    (tmp_path / "train.py").write_text(text + (LATE if how == "in the report" else ""))
     monkeypatch.chdir(tmp_path)
     started = forking(f"{ALONE}from halfulp.cli import main; main()", "observe", "--interval", "3", "train.py")
     code, errors = started.code(), started.errors.read_text()
-    assert code == 128 + signal.SIGTERM, errors
+    assert code == (0 if how == "in the report" else 128 + signal.SIGTERM), errors
     content = json.loads((tmp_path / "halfulp-observe" / "observe.json").read_text())
-    assert (content["steps"], content["ended"]) == (5, "terminated")
+    expected = (11, "finished") if how == "in the report" else (5, "terminated")
+    assert (content["steps"], content["ended"]) == expected
     assert (tmp_path / "halfulp-observe" / "observe.html").exists()
 
 

@@ -68,9 +68,10 @@ def observe(
                 return ending.code
             return _write_report(watch, ending, out, folder, json)
 
-        with report_termination(report), watch:
-            ending = run_script(script, arguments or [], module=module)
-        return report(ending)
+        with report_termination(report) as report_undisturbed:
+            with watch:
+                ending = run_script(script, arguments or [], module=module)
+            return report_undisturbed(ending)
 
 
 def _write_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: str, json: bool) -> int:

@@ -224,3 +224,18 @@ def test_a_tied_weight_is_one_tensor(tmp_path):
     with hu.observe(model, optimizer, interval=1) as seen:
         optimizer.step()
     assert seen.record.parameters["embed.weight"].kind == "Embedding"
+
+
+def test_states_of_another_shape_and_low_bits_that_stand_still_are_found():
+    def content(step: int, low: int, moment: int = 4) -> dict:
+        state = {"exp_avg": torch.ones(moment), "exp_avg_sq": torch.ones(moment), "step": step}
+        state["low_bits"] = torch.full((4,), low, dtype=torch.uint8)
+        group = {"params": [0], "param_names": ["w"], "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8}
+        return {"model": {"w": torch.ones(4)}, "optimizer": {"state": {0: state}, "param_groups": [group]}}
+
+    def find_codes(after: dict) -> list[str]:
+        return [finding.code for finding in hu.audit(content(1, 3), after).findings]
+
+    assert find_codes(content(5, 3)) == ["weight-frozen"]
+    assert find_codes(content(5, 4)) == []
+    assert "state-mismatch" in find_codes(content(5, 4, moment=3))

@@ -44,6 +44,8 @@ def test_a_healthy_pair_has_no_findings(dtype):
 
 
 def test_a_stepped_weight_that_stands_still_is_frozen():
+    kept = audit(row(status="unchanged"), states=[state(compensated=True)])
+    assert codes(kept) == [("weight-frozen", "error")], "low bits that stand still are no reason"
     found = collect_findings("audit", audit(row(status="unchanged"), row(NAMES[1]), states=[state(), state(NAMES[1])]))
     assert [(one.code, one.where, one.severity) for one in found] == [("weight-frozen", (NAMES[0],), "error")]
     assert "10 steps in bf16 at lr 0.0001" in found[0].summary
@@ -51,7 +53,7 @@ def test_a_stepped_weight_that_stands_still_is_frozen():
 
 @pytest.mark.parametrize(
     "given",
-    [{"steps": (10, 10)}, {"compensated": True}, {"options": {"lr": 0.0}}],
+    [{"steps": (10, 10)}, {"compensated": True, "compensation_moved": True}, {"options": {"lr": 0.0}}],
 )
 def test_a_weight_that_had_no_reason_to_move_is_not_frozen(given):
     assert codes(audit(row(status="unchanged"), states=[state(**given)])) == []
@@ -104,6 +106,7 @@ def test_nonfinite_tensors_name_the_last_clean_checkpoint():
 
 def test_an_older_checkpoint_given_second_is_said():
     assert codes(audit(row(), states=[state(steps=(20, 10))])) == [("state-mismatch", "warning")]
+    assert codes(audit(row(), states=[state(shapes_match=False)])) == [("state-mismatch", "error")]
 
 
 def test_an_audit_is_plain_data_and_words():

@@ -99,6 +99,30 @@ def test_a_copy_of_the_model_in_a_sampled_step_ends_nothing():
     assert len(watch.observation) == 3
 
 
+def test_a_scalers_skips_are_counted_from_the_first_step_on():
+    """Of 5 iterations after the first, the scaler skips the next one, before any step from which it could be found."""
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=2.0)
+    with ScriptWatch(1) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            loss = model(torch.randn(3, 4)).square().mean() * (float("inf") if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert (len(watch.observation), watch.observation.record.skipped) == (4, 1)
+
+
+def test_a_forked_process_writes_no_lines(tmp_path):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ScriptWatch(1, tmp_path / "seen.jsonl") as watch:
+        train(model, optimizer, 3)
+        watch._own += 1
+        train(model, optimizer, 3)
+    assert len((tmp_path / "seen.jsonl").read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_losses_are_those_before_the_scaler(share):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)

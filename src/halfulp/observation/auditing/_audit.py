@@ -60,7 +60,7 @@ class TensorAudit:
         a, b: what each checkpoint holds.
         unchanged: elements with the same value (NaN equals NaN, and -0 equals +0).
         median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
-            as 0. The median is exact below 64 ulps and within 1/32 of itself above. NaN where there is no such element.
+            as 0. The median is exact for whole ulps below 64 and within 1/32 of itself else. NaN without any.
         status: the first that holds of: it has NaN or infinity that A did not have, the dtype changed, nothing moved,
             B is constant and A is not, it moved.
     """
@@ -107,6 +107,8 @@ class StateAudit:
         dtypes: of each of its states of its own shape in A and B; None where one has none.
         weight_update: of an optimizer of halfulp; None of any other.
         compensated: whether low bits, a residual or master weights lie beside the parameter.
+        compensation_moved: whether those changed, or A has none.
+        shapes_match: whether its moments have the parameter's shape.
         all_zero: whether its first moment is all zeros: no gradient has arrived for long.
         update: the last update, computed from B's states and learning rate, under nearest rounding.
     """
@@ -117,6 +119,8 @@ class StateAudit:
     dtypes: Mapping[str, tuple[torch.dtype | None, torch.dtype | None]]
     weight_update: str | None = None
     compensated: bool = False
+    compensation_moved: bool = False
+    shapes_match: bool = True
     all_zero: bool = False
     update: RealisedChanges | None = None
 

@@ -15,11 +15,12 @@ from .._record import RealisedChanges
 from .._text import get_precision
 from ..checkpoints._names import Checkpoint, NamedParameterState
 from ._audit import StateAudit
-from ._tensors import split_tensors
+from ._tensors import count_same_elements, split_tensors
 
 # What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.
 _COMPENSATION_STATES = ("residual", "low_bits", "master", "kahan_comp", "kahan_compensation", "master_param", "shift")
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+_SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 _OPTION_NAMES = ("lr", "weight_decay", "betas", "eps", "momentum", "amsgrad", "maximize")
 
 
@@ -69,6 +70,10 @@ def _compare_parameter_states(
         },
         weight_update,
         bool(compensation),
+        any(
+            key not in ours or count_same_elements(ours[key], theirs[key]) < theirs[key].numel() for key in compensation
+        ),
+        all(theirs[key].shape == weight.shape for key in (*_FIRST_MOMENTS, *_SECOND_MOMENTS) if key in theirs),
         any(not int(theirs[key].count_nonzero()) for key in _FIRST_MOMENTS if key in theirs),
         replay_last_update(weight, theirs, options, steps[1]) if to_nearest and numbers else None,
     )

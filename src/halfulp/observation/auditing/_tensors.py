@@ -18,9 +18,9 @@ from ..checkpoints._names import RUNNING_STATISTICS, Checkpoint
 from ._audit import TensorAudit, TensorRole, TensorStatistics, TensorStatus
 
 # Changes in ulps by binade, from 2^LOWEST on, and by the first FINE bits of their fraction.
-FINE, LOWEST, BINADES = 5, -192, 512
-# Elements that are compared one after another, so that temporary float64 stays in the processor's caches.
-ELEMENTS_AT_ONCE = 1 << 15
+FINE, LOWEST, BINADES = 5, -1023, 2112
+# Elements that are compared one after another, so that temporary numbers stay in the processor's caches.
+ELEMENTS_AT_ONCE = 1 << 16
 
 
 @dataclass(slots=True)
@@ -33,14 +33,17 @@ class ValueCounts:
     varies: bool = False
     first: float | None = None
 
-    def add_values(self, values: Tensor) -> None:
-        """Count a part, as float64."""
+    def add_values(self, values: Tensor) -> bool:
+        """Count a part, and return whether it is finite."""
+        least, largest = map(float, values.aminmax())  # NaN where one is NaN
         self.first = float(values[0]) if self.first is None else self.first
-        nan = int(values.isnan().sum())
-        self.nan += nan
+        self.varies = self.varies or not least == largest == self.first
+        self.zeros += len(values) - int(values.count_nonzero())
+        if -math.inf < least <= largest < math.inf:
+            return True
+        self.nan += int(values.isnan().sum())
         self.infinite += int(values.isinf().sum())
-        self.zeros += values.numel() - int(values.count_nonzero())
-        self.varies = self.varies or nan > 0 or bool((values != self.first).any())
+        return False
 
 
 @dataclass(slots=True)
@@ -67,7 +70,8 @@ class TensorDifferences:
         if not self.finite:
             return math.nan
         slot = int(torch.searchsorted(self.table.cumsum(0), (self.finite - 1) // 2, right=True))
-        return math.ldexp(1 + (slot % (1 << FINE)) / (1 << FINE), (slot >> FINE) + LOWEST) if slot else 0.0
+        binade = min((slot >> FINE) + LOWEST, 1023)
+        return math.ldexp(1 + (slot % (1 << FINE)) / (1 << FINE), binade) if slot else 0.0
 
 
 def split_tensors(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -78,38 +82,51 @@ def split_tensors(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
     """Compare a part of A with the same part of B, both of one shape and floating-point.
 
-    A change is measured in the spacing, at the element of A, of that dtype of the two which is coarser there.
+    A change is measured in the spacing, at the element of A, of that dtype of the two which is coarser there, in
+    float32 unless one of the two is float64.
     """
     forms = formats.get(a.dtype), formats.get(b.dtype)
+    dtype = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     for parts in split_tensors(a, b):
         if not parts[0].numel():
             return
-        x, y = (part.to("cpu", torch.float64) for part in parts)
-        found.a.add_values(x)
-        found.b.add_values(y)
-        finite = x.isfinite() & y.isfinite()
-        if not finite.all():
+        x, y = (part.to("cpu", dtype) for part in parts)
+        if not found.a.add_values(x) & found.b.add_values(y):
+            finite = x.isfinite() & y.isfinite()
             found.same += int((x.isnan() & y.isnan() | (x == y) & ~finite).sum())
             x, y = x[finite], y[finite]
-        if not len(x):
-            continue
-        ulps = _measure_changes_in_ulps(x, y, forms)
-        found.finite += len(x)
-        found.same += len(x) - int(ulps.count_nonzero())
-        found.largest = max(found.largest, float(ulps.max()))
-        slots = (ulps.view(torch.int64) >> (52 - FINE)) - (1023 + LOWEST << FINE)
-        found.table += slots.clamp_(0, len(found.table) - 1).bincount(minlength=len(found.table))
+        if len(x):
+            found.finite += len(x)
+            _add_finite_differences(found, x, y, forms)
 
 
-def _measure_changes_in_ulps(x: Tensor, y: Tensor, forms: tuple[Format, Format]) -> Tensor:
-    """Return |y - x| in the spacings of the coarser of two formats at x, all float64."""
-    binade = (x.view(torch.int64) >> 52 & 0x7FF) - 1023
-    spacings = [binade.clamp_min(form.emin) - form.mantissa_bits for form in dict.fromkeys(forms)]
-    spacing = functools.reduce(torch.maximum, spacings)
-    # Two factors, as the inverse of float64's smallest number is none.
-    half = spacing >> 1
-    first, second = ((1023 - power << 52).view(torch.float64) for power in (half, spacing - half))
-    return (y * first - x * first).abs_() * second
+def _add_finite_differences(found: TensorDifferences, x: Tensor, y: Tensor, forms: tuple[Format, Format]) -> None:
+    """Count |y - x| by the spacings of the coarser of two formats at x, all float32 or float64.
+
+    Comparisons of elements cost several times what arithmetic on them and on their words does.
+    """
+    words, bits, bias = (torch.int64, 52, 1023) if x.dtype == torch.float64 else (torch.int32, 23, 127)
+    precision = min(form.mantissa_bits for form in forms)
+    # The binade of which a number has this spacing in the less precise format, where the exponent stands in a word.
+    binades = x.view(words) & (2 * bias + 1 << bits)
+    binade = functools.reduce(
+        torch.maximum,
+        (
+            binades.clamp_min(form.emin + bias << bits).sub_(form.mantissa_bits - precision << bits)
+            for form in dict.fromkeys(forms)
+        ),
+    )
+    # |y - x| in units of 2^(precision - 1) ulps: the inverse of every binade of x is a normal number then.
+    change = (y - x).abs_().mul_(binade.neg_().add_(2 * bias + 1 << bits).view(x.dtype))
+    largest = float(change.amax())
+    if largest == math.inf and x.dtype == torch.float32:
+        return _add_finite_differences(found, x.double(), y.double(), forms)
+    found.same += len(x) - int(change.count_nonzero())
+    found.largest = max(found.largest, largest * 2.0 ** (precision - 1))
+    sizes = (change.view(words) >> (bits - FINE)).bincount(minlength=2 * bias + 2 << FINE)
+    found.table[0] += sizes[0]
+    first = -bias + precision - 1 - LOWEST << FINE
+    found.table[first + 1 : first + len(sizes)] += sizes[1:]
 
 
 def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str]) -> dict[str, TensorAudit]:

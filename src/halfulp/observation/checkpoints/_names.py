@@ -244,7 +244,7 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
         elif isinstance(leaf, Tensor):
             if isinstance(leaf, MCTensor | ScaledTensor):
                 raise _make_parts_error([".".join(map(str, where))])
-            leaves[where] = getattr(leaf, "_local_tensor", leaf).detach()
+            leaves[where] = _take_local_part(leaf)
     found.tensors = _name_model_tensors(leaves, found.unseen)
     _leave_out_tied_names(found)
     refuse_tensor_parts(found.tensors)
@@ -253,6 +253,10 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
         rest += f" ({'; '.join(found.unseen)})" if found.unseen else ""
         raise ValueError(f"{path} holds {rest if content else 'nothing'}: give a checkpoint with a model's state_dict")
     return found
+
+
+def _take_local_part(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 def _leave_out_tied_names(checkpoint: Checkpoint) -> None:
@@ -299,7 +303,7 @@ def _read_optimizer_states(content: Mapping[Any, Any]) -> OptimizerStates | Valu
     ):
         return ValueError("its param_groups and state are not those of a torch optimizer")
     kept = {
-        key: {name: one.detach() if isinstance(one, Tensor) else one for name, one in value.items()}
+        key: {name: _take_local_part(one) if isinstance(one, Tensor) else one for name, one in value.items()}
         for key, value in state.items()
         if isinstance(value, Mapping)
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ...optim import OPTIMIZERS
 from .._finding import Finding
@@ -18,9 +17,6 @@ from .._text import (
 )
 from ._kind import FindingKind, register_finding
 from ._updates import is_explained_by_chance, make_change_evidence
-
-if TYPE_CHECKING:
-    pass
 
 FEWEST_ADDED_ELEMENTS = 32
 # What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.

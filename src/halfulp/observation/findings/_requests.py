@@ -115,6 +115,10 @@ class StateMismatch(FindingKind):
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state in audit.states.items():
+            if not state.shapes_match:
+                said = "a moment has another shape than the parameter"
+                cure = "see whether states and weights are of one run, and in the order of its parameters"
+                yield self.found(name, "error", 1.0, said, cure=cure)
             if state.advanced is not None and state.advanced < 0:
                 before, after = state.steps
                 said = f"step {after} in B, {before} in A: B is the older one, or its steps began anew"

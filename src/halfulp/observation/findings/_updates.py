@@ -457,7 +457,7 @@ class WeightFrozen(FindingKind):
 
     def _find_frozen_when_stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
         steps, lr = state.advanced, state.options.get("lr")
-        if state.compensated or steps == 0 or lr == 0:
+        if state.compensation_moved or steps == 0 or lr == 0:
             return
         during = f"in {steps} steps" if steps is not None and steps > 0 else "between the checkpoints"
         said = f"has not moved {during} in {name_dtype(row.a.dtype)}{describe_lr(state.options)}"

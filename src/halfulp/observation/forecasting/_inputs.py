@@ -341,8 +341,8 @@ def _make_trained_tensor(
 ) -> TrainedTensor:
     if is_lazy(tensor):
         raise NotImplementedError(f"{name} is uninitialized: run the model once, which makes a lazy module's weights")
-    local = getattr(tensor, "to_local", None)
-    value = (local() if local is not None else tensor).detach()
+    value = _take_local_part(tensor).detach()
+    state = {key: _take_local_part(one) for key, one in state.items()}
     if value.is_meta or value.layout != torch.strided:
         kind = "is on the meta device" if value.is_meta else f"is a tensor of layout {value.layout}"
         raise NotImplementedError(f"{name} {kind}: give a model with weights in plain memory (x.to_dense())")
@@ -355,13 +355,17 @@ def _make_trained_tensor(
     return TrainedTensor(name, value, dtype or value.dtype, state, options, group, update)
 
 
+def _take_local_part(value: Any) -> Any:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 def _find_optimizer_rule(optimizer: torch.optim.Optimizer) -> str:
     for kind in type(optimizer).__mro__:
         if kind.__name__ in RULE_NAMES:
             return kind.__name__
     raise NotImplementedError(
         f"the size of {type(optimizer).__name__}'s updates is not known before they are made, that of "
-        f"{', '.join(RULE_NAMES)} is: watch a run of it by hu.observe, or say which of these comes near by rule="
+        f"{', '.join(RULE_NAMES)} is: watch a run of it by hu.observe, or say which of these comes near by optimizer="
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,9 @@ from ...rounding import quantize
 from .._record import to_plain_data
 from ._inputs import Inputs, TrainedTensor, read_number
 
+_SIMULATED_ELEMENTS = 2048
+_LONGEST_SIMULATION = 4000
+_SMOOTHING_STEPS = 31
 # Elements whose mean square goes into that of each binade, so that a binade of few elements does not stand on chance.
 _PRIOR_ELEMENTS = 16
 _LARGEST_SIGNAL_SHARE = 0.99
@@ -69,19 +73,22 @@ def _model_adam_updates(
     eps = read_number(trained.options["eps"])
     run = max(1.0, 0.5 / (1 - beta1)) if beta1 < 1 else 1.0
     step = int(read_number(trained.state.get("step", inputs.start))) if first is not None else 0
-    noise = compute_noise_size(beta1, step + 1, step + steps + 1)
+    own = trained.dtype if second is None else second.dtype
+    noise = compute_noise_size(
+        beta1, beta2, torch.float32 if inputs.is_halfulp or own.itemsize == 1 else own, step + steps
+    )
     nonzero = torch.ones_like(weights, dtype=torch.bool)
     if first is None or second is None or step < 1:
         deviation = torch.ones_like(weights)
-        return UpdateSizes(nonzero, torch.zeros_like(weights), deviation, noise, run, False, "Adam's on noise")
+        return UpdateSizes(nonzero, torch.zeros_like(weights), deviation, noise[step:], run, False, "Adam's on noise")
     m, v = first.flatten()[index].cpu().double(), second.flatten()[index].cpu().double()
     size = -m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
     nonzero = (m != 0) & size.isfinite()
     size, held = size[nonzero], weights[nonzero]
     if not len(size):
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
-        return UpdateSizes(nonzero, nothing, nothing, noise, run, False, "the optimizer's state")
-    reference = float(compute_noise_size(beta1, step, step + 1)) ** 2
+        return UpdateSizes(nonzero, nothing, nothing, noise[step:], run, False, "the optimizer's state")
+    reference = float(noise[step - 1]) ** 2
     drift = _estimate_mean_updates(size, held).clamp(-1, 1)
     rest = size - drift
     square = _compute_binade_mean_square(rest, held).clamp_min(_TINY_SQUARE)
@@ -93,7 +100,7 @@ def _model_adam_updates(
         nonzero,
         drift + rest * signal / square + spread * drawn,
         (square - signal).clamp_min(0).sqrt(),
-        noise / math.sqrt(reference),
+        noise[step:] / math.sqrt(reference),
         run,
         False,
         "the optimizer's state",
@@ -156,24 +163,40 @@ def _compute_binade_mean_square(size: Tensor, weights: Tensor) -> Tensor:
     return ((total + _PRIOR_ELEMENTS * overall) / (count + _PRIOR_ELEMENTS))[inverse]
 
 
-def compute_noise_size(beta1: float, first: int, last: int) -> Tensor:
-    """Return the root mean square of Adam's normalized update from one step to before another, on gradients N(0, 1).
+@functools.lru_cache(maxsize=8)
+def compute_noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: int) -> Tensor:
+    """Return the root mean square of Adam's normalized update at each step from the first, on gradients N(0, 1).
 
-    It goes from 1 to sqrt((1 - beta1) / (1 + beta1)) as the first average fills; the second one is taken as filled.
+    In float32 it goes from 1 to sqrt((1 - beta1) / (1 + beta1)) as the averages fill. Moments that are rounded to
+    bfloat16 at each operation, as torch's loop does, follow other averages: a second moment that cannot decay any more
+    stays larger. So the recurrence itself is run, in the moments' dtype; the last size stands for all beyond.
 
-    >>> [round(float(size), 2) for size in compute_noise_size(0.9, 1, 300)[[0, -1]]]
-    [1.0, 0.23]
+    >>> round(float(compute_noise_size(0.9, 0.95, torch.float32, 200)[-1]), 1)
+    0.2
     """
-    left = beta1 ** torch.arange(first, last, dtype=torch.float64, device="cpu")
-    return ((1 - beta1) / (1 + beta1) * (1 + left) / (1 - left)).sqrt()
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    m = torch.zeros(_SIMULATED_ELEMENTS, dtype=dtype, device="cpu")
+    v = torch.zeros_like(m)
+    sizes = []
+    for step in range(1, min(steps, _LONGEST_SIMULATION) + 1):
+        g = torch.randn(_SIMULATED_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        size = m.float() / (1 - beta1**step) / (v.float() / (1 - beta2**step)).sqrt()
+        sizes.append(size[size.isfinite()].square().mean())
+    squares = torch.stack(sizes).double()
+    total = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
+    at = torch.arange(steps, dtype=torch.int64, device="cpu").clamp_max(len(squares) - 1)
+    # Steps at the start differ from each other: the window is no wider than what lies before it.
+    half = at.clamp_max(_SMOOTHING_STEPS // 2)
+    low, high = at - half, (at + half + 1).clamp_max(len(squares))
+    return ((total[high] - total[low]) / (high - low)).sqrt()
 
 
 def _get_state_tensor(trained: TrainedTensor, *names: str) -> Tensor | None:
     """Return the first of some states that is there as plain floating-point numbers, one per element."""
     for name in names:
         state = trained.state.get(name)
-        local = getattr(state, "to_local", None)
-        state = local() if local is not None else state
         if isinstance(state, Tensor) and state.is_floating_point() and state.shape == trained.value.shape:
             return state.detach()
     return None

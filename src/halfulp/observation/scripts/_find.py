@@ -56,6 +56,12 @@ def find_model(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     return _unwrap_module(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
 
 
+def find_scaler() -> torch.amp.GradScaler | None:
+    """Return the one gradient scaler that is alive; None without one, or of several."""
+    found = _find_living_objects(SCALER_TYPES)
+    return found[0] if len(found) == 1 else None
+
+
 def _find_living_objects(kind: Any) -> list[Any]:
     # Proxies answer isinstance for what they stand for, and may raise when they are asked.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

@@ -110,7 +110,7 @@ def _run_as_main(path: str, arguments: Sequence[str], module: bool) -> Iterator[
 
 
 @contextlib.contextmanager
-def report_termination(report: Callable[[ScriptEnding], int]) -> Iterator[None]:
+def report_termination(report: Callable[[ScriptEnding], int]) -> Iterator[Callable[[ScriptEnding], int]]:
     """Answer SIGTERM by a report and `os._exit`, so that no code of the script holds that up.
 
     A script that handles SIGTERM itself, and processes forked from it, are as they would be without. Only the main
@@ -118,15 +118,24 @@ def report_termination(report: Callable[[ScriptEnding], int]) -> Iterator[None]:
 
     Args:
         report: called with the ending; returns the code to exit with.
+
+    Yields:
+        The report, during which SIGTERM is ignored, for other endings.
     """
-    own = os.getpid()
+    own, has_begun = os.getpid(), False
+
+    def report_undisturbed(ending: ScriptEnding) -> int:
+        nonlocal has_begun
+        has_begun = True
+        return report(ending)
 
     def end_process(number: int, frame: FrameType | None) -> None:
+        if has_begun:  # launchers and batch systems may both send one
+            return
         if os.getpid() == own:
-            signal.signal(number, signal.SIG_IGN)  # launchers and batch systems may both send one
             code = EXIT_TERMINATED
             try:
-                code = report(ScriptEnding(EXIT_TERMINATED, "terminated"))
+                code = report_undisturbed(ScriptEnding(EXIT_TERMINATED, "terminated"))
             except SystemExit:  # said already
                 code = 2
             except BaseException:
@@ -139,11 +148,11 @@ def report_termination(report: Callable[[ScriptEnding], int]) -> Iterator[None]:
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
+        yield report
         return
     signal.signal(signal.SIGTERM, end_process)
     try:
-        yield
+        yield report_undisturbed
     finally:
         if signal.getsignal(signal.SIGTERM) is end_process:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

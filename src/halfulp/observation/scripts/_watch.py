@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ...sinks import Outlet, RowFile
+from ...sinks import Outlet, Row, RowFile
 from ..observing._observation import Observation, RunSummary
 from ..observing._observe import observe
 from ..page import write_page
-from ._find import find_trained_model, tell_backward_losses
+from ._find import find_scaler, find_trained_model, tell_backward_losses
 
 _TEXT_LOOSE_PARAMETERS = "an optimizer steps parameters that no module holds: they are not observed"
 _TEXT_LATE_OPTIMIZER = (
@@ -47,6 +47,7 @@ class ScriptWatch:
         self._lines = None if lines is None else RowFile(lines, anew=True)
         if self._lines is not None:
             self._lines.check()
+        self._own: int = os.getpid()
         self._observed: list[Optimizer] = []
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._open = contextlib.ExitStack()
@@ -96,9 +97,15 @@ class ScriptWatch:
         self._observed.append(optimizer)
         if self.observation is not None:
             self.observation.stop()
-        sinks = [] if self._lines is None else [Outlet("the file of JSON lines", self._lines.write)]
-        self.observation = observe(model, self._observed, interval=self.interval, sinks=sinks).start()
+        sinks = [] if self._lines is None else [Outlet("the file of JSON lines", self._write_row)]
+        observed = observe(model, self._observed, interval=self.interval, scaler=find_scaler(), sinks=sinks)
+        self.observation = observed.start()
         return None
+
+    def _write_row(self, row: Row) -> None:
+        """Write a line; not in a process that the script has forked, which would write as if it were this one."""
+        if self._lines is not None and os.getpid() == self._own:
+            self._lines.write(row)
 
 
 @dataclass
