@@ -148,7 +148,7 @@ def count_sample(sample: torch.Tensor, record: TensorRecord) -> None:
     bins = np.bincount((values.view(np.int64) >> 52) & 2047)
     if len(bins) > 2047:
         values = values[np.isfinite(values)]
-    if len(bins):
+    if len(bins) and bins[0]:
         bins[0] -= len(values) - np.count_nonzero(values)  # without zeros
     with np.errstate(over="ignore"):
         record.rms = math.sqrt(values @ values / max(1, len(values)))
