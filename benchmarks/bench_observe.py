@@ -10,7 +10,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.trials.tasks._digits import make_digits_network
-from halfulp.trials.tasks._text import GPT, TransformerBlock
+from halfulp.trials.tasks._text import GPT, TransformerBlock, init_weights
 
 from ._harness import Contender, Timing, measure, set_threads
 from ._overhead_models import Workload
@@ -45,7 +45,9 @@ class RealMaskBlock(TransformerBlock):
 def gpt(width: int, layers: int, rows: int, time: int) -> Workload:
     """A decoder-only transformer over 64 tokens."""
     ids = torch.randint(0, 64, (rows, time + 1))
-    model = GPT(64, width=width, layers=layers, heads=max(1, width // 64), time=time, block=RealMaskBlock)
+    heads = max(1, width // 64)
+    model = GPT(64, width=width, layers=0, heads=heads, time=time)
+    model.blocks = nn.ModuleList(RealMaskBlock(width, heads) for _ in range(layers)).apply(init_weights)
     model.future = model.future.float()
     return model, lambda made: nn.functional.cross_entropy(made(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 

@@ -61,6 +61,7 @@ def test_gradients_that_are_all_zero_in_a_narrow_format_underflowed_at_the_loss(
         ("activation gradient", "head", {"dtype": dtype, **fields}),
         ("activation gradient", "body", {"dtype": dtype, **fields}),
         ("weight gradient", "body.weight", {"dtype": SINGLE, **fields}),
+        ("weight gradient", "body.empty", {"dtype": dtype, **fields, "elements": 0, "amax": 0.0}),
     )
     assert severity("gradient-underflow", record) == expected
     if expected:

@@ -1,10 +1,12 @@
 """Observing changes no bit of a training, and draws no random number."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import halfulp as hu
@@ -124,3 +126,29 @@ def test_dtypes(optimizer, dtype):
 def test_scalers(optimizer, scaler):
     results = [trained(optimizer, torch.float32, watch, 1, scaler) for watch in (False, True)]
     assert_same(*results)
+
+
+@pytest.mark.parametrize("kind", ["avg_fn", "multi_avg_fn"])
+def test_averages_that_draw_random_numbers(seed, kind):
+    def move(average, weight, *_):
+        return average.lerp_(weight, float(torch.rand(())))
+
+    def move_all(averages, weights, *_):
+        for pair in zip(averages, weights):
+            move(*pair)
+
+    start = nn.Linear(4, 4)
+    average = AveragedModel(start, **{kind: move if kind == "avg_fn" else move_all})
+
+    def run(watch):
+        torch.manual_seed(0)
+        model, own = copy.deepcopy((start, average))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with hu.observe(model, optimizer, interval=1, average=own) if watch else contextlib.nullcontext():
+            for _ in range(3):
+                model(torch.randn(2, 4)).square().mean().backward()
+                optimizer.step()
+                own.update_parameters(model)
+        return own.state_dict(), torch.get_rng_state()
+
+    assert_same(run(False), run(True))

@@ -7,6 +7,7 @@ import torch
 
 import halfulp as hu
 from halfulp.observation._record import TensorRecord
+from halfulp.observation.findings._ranges import estimate_vanished_share
 from halfulp.observation.observing._sampler import (
     RUN_LENGTH,
     RUNS_PER_SAMPLE,
@@ -60,11 +61,10 @@ def test_samples_and_their_histograms(seed, size, dtype):
     x = hard_values(size, dtype)
     record, sample = observed(x)
     assert hu.kernels.same_bits(sample, x[find_sampled_places(99, size)].to(sample.dtype))
-    finite = sample[sample.isfinite()].double()
-    lowest = math.frexp(torch.finfo(sample.dtype).tiny)[1] - 1
+    finite = sample[sample.isfinite()]
     counts: dict[int, int] = {}
     for value in finite[finite != 0].tolist():
-        exponent = max(lowest - 1, math.frexp(value)[1] - 1)
+        exponent = max(-1023, math.frexp(value)[1] - 1)  # of float64's subnormal numbers
         counts[exponent] = counts.get(exponent, 0) + 1
     assert record.sampled == len(sample)
     assert record.histogram == counts
@@ -83,6 +83,18 @@ def test_extremes_are_those_of_the_whole_tensor(seed, size, dtype):
     assert record.largest == int((x.abs() == torch.finfo(dtype).max).sum())
     assert record.amax == record.last_amax == (float(finite.max()) if len(finite) else 0.0)
     assert record.is_all_zero == (size > 0 and not x.ne(0).any())
+
+
+def test_subnormal_numbers_are_counted_by_their_powers_where_the_thread_flushes_them():
+    x = torch.tensor([2.0**-133, 2.0**-133, -(2.0**-130), 0.0], dtype=torch.bfloat16)
+    was_flushing = hu.kernels._threads.flushes_subnormals()
+    torch.set_flush_denormal(True)
+    try:
+        record, _ = observed(x)
+    finally:
+        torch.set_flush_denormal(was_flushing)
+    assert record.histogram == {-133: 2, -130: 1}
+    assert estimate_vanished_share(record, hu.formats.get("bf16")) == 0.25
 
 
 def test_float8_is_read_as_it_is():

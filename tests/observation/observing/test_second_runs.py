@@ -82,6 +82,11 @@ def test_a_compiler_that_rounds_otherwise_is_found_and_a_good_one_is_not(seed):
     assert not said(seen)
 
 
+def test_copies_run_with_gradients_recorded_as_the_module_does(seed):
+    seen, _ = same_run(Net(lambda self, h: h * (2.0 if torch.is_grad_enabled() else 3.0)))
+    assert [pair.differing for pair in seen.record.compiled] == [0.0]
+
+
 def drop_path(self, h):
     return h * torch.empty(h.shape[0], 1).bernoulli_(0.5)
 

@@ -322,7 +322,7 @@ class GradientUnderflow(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         cure = SCALED_LOSS_REMEDY if has_scaled_loss(record) else UNSCALED_LOSS_REMEDY
-        found = list_tensors(record, *GRADIENT_ROLES)
+        found = [one for one in list_tensors(record, *GRADIENT_ROLES) if one.elements]
         long_enough = min((one.steps for one in found), default=0) >= FEWEST_VANISHED_STEPS
         if long_enough and all(one.is_all_zero for one in found):
             # Of a loss whose first gradient is zero no later gradient tells.

@@ -65,7 +65,6 @@ class WeightAverageWatcher:
         for name, tensor, weight in self._pairs:
             before, live = self._sample_tensor(name, tensor), self._sample_tensor(name, weight)
             if before is not None and live is not None:
-                before, live = before.double(), live.double()
                 wanted = _compute_wanted_change(self.average, before, live)
                 one = _AverageBeforeUpdate(name, tensor, tensor._version, before, live - before, wanted)
                 self._awaited.append(one)
@@ -109,8 +108,9 @@ def _compute_wanted_change(average: EMA | nn.Module, before: torch.Tensor, live:
     if not count or (average.multi_avg_fn is None and average.avg_fn is None):
         return (live - before) / (int(count) + 1)
     after = before.clone()
-    if average.multi_avg_fn is not None:
-        average.multi_avg_fn([after], [live], count)
-    elif average.avg_fn is not None:
-        after = average.avg_fn(after, live, count)
+    with torch.random.fork_rng([]):  # the user's own function may round stochastically
+        if average.multi_avg_fn is not None:
+            average.multi_avg_fn([after], [live], count)
+        elif average.avg_fn is not None:
+            after = average.avg_fn(after, live, count)
     return after - before

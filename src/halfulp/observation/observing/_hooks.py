@@ -32,7 +32,8 @@ class ModuleHooks:
         self.recorder = recorder
         self.loss: torch.Tensor | None = None
         self._handles: list[RemovableHandle] = []
-        self._gradient_handles: list[RemovableHandle] = []
+        # Bounded: many forward passes may run without an optimizer's step.
+        self._gradient_handles: deque[RemovableHandle] = deque(maxlen=10_000)
         self._seen: set[str] = set()
         self._last: tuple[weakref.ref, int] | None = None
         compiled: dict[str, nn.Module] = {}

@@ -98,7 +98,8 @@ class Recorder:
         self.position += 1
         count_sample(sample, record)
         if self.quantized.formats:
-            self.quantized.note_quantization(record, sample)
+            wide = numbers.flat.dtype == torch.float64  # which block formats round in float64
+            self.quantized.note_quantization(record, sample if wide else sample.float())
         return record
 
 

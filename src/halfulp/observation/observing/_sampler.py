@@ -128,7 +128,7 @@ def measure_amax(numbers: StoredNumbers, totals: ObservedTensor, step: int) -> N
     if not flat.numel():
         return
     low, high = torch.aminmax(flat)
-    amax, largest = float(torch.maximum(-low, high)), torch.finfo(numbers.dtype).max
+    amax, largest = max(-low.item(), high.item()), torch.finfo(numbers.dtype).max
     if not amax < largest:  # at the largest number, beyond it, or NaN
         magnitude = flat.abs()
         finite = magnitude.isfinite()
@@ -140,25 +140,21 @@ def measure_amax(numbers: StoredNumbers, totals: ObservedTensor, step: int) -> N
     record.last_amax, record.amax = max(record.last_amax, amax), max(record.amax, amax)
 
 
-# Of a word of memory: its type, the bits of the fraction, the exponent's bits, and its bias.
-_WORDS = {torch.float32: (np.int32, 23, 255, 127), torch.float64: (np.int64, 52, 2047, 1023)}
-
-
 @keeping_subnormals()
 def count_sample(sample: torch.Tensor, record: TensorRecord) -> None:
-    """Add a sample, float32 or float64 on the CPU, to the histogram of a record; subnormal numbers as one power."""
-    word, fraction, top, bias = _WORDS[sample.dtype]
-    values = sample.view(-1).numpy()
+    """Add a sample, float64 on the CPU, to the histogram of a record; float64's subnormal numbers as one power."""
+    values = sample.numpy()
     record.sampled += len(values)
-    bins = np.bincount((values.view(word) >> fraction) & top, minlength=top + 1)
-    bins[0] = np.count_nonzero(values) - bins[1:].sum()  # without zeros
-    if bins[top]:
+    bins = np.bincount((values.view(np.int64) >> 52) & 2047)
+    if len(bins) > 2047:
         values = values[np.isfinite(values)]
-    wide = values.astype(np.float64)
+    if len(bins) and bins[0]:
+        bins[0] -= len(values) - np.count_nonzero(values)  # without zeros
     with np.errstate(over="ignore"):
-        record.rms = math.sqrt(wide @ wide / max(1, len(wide)))
-    for place in np.flatnonzero(bins[:top]).tolist():
-        record.histogram[place - bias] = record.histogram.get(place - bias, 0) + int(bins[place])
+        record.rms = math.sqrt(values @ values / max(1, len(values)))
+    places = bins[:2047].nonzero()[0]
+    for power, count in zip((places - 1023).tolist(), bins[places].tolist()):
+        record.histogram[power] = record.histogram.get(power, 0) + count
 
 
 def widen_eight_bit_floats(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,14 +163,14 @@ def widen_eight_bit_floats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
 
 
+@keeping_subnormals()
 def take_sample(flat: torch.Tensor, key: int) -> torch.Tensor:
-    """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU.
+    """Return a copy of a contiguous tensor's sampled elements, in float64 on the CPU.
 
     The tensor has no history.
     """
-    taken = _pick_elements(flat, key)
-    wide = _widen_sample(taken)
-    return wide.clone() if wide is taken and flat.numel() <= SAMPLE_SIZE else wide
+    taken = _pick_elements(flat, key).cpu()
+    return taken.clone() if taken.dtype == torch.float64 and flat.numel() <= SAMPLE_SIZE else taken.double()
 
 
 def _pick_elements(flat: torch.Tensor, key: int) -> torch.Tensor:
@@ -189,10 +185,3 @@ def _pick_elements(flat: torch.Tensor, key: int) -> torch.Tensor:
     short = runs[runs == elements // RUN_LENGTH]
     taken = given[: elements - rest].view(-1, RUN_LENGTH).index_select(0, runs[: RUNS_PER_SAMPLE - len(short)]).view(-1)
     return torch.cat([taken, given[elements - rest :]]) if len(short) else taken
-
-
-def _widen_sample(taken: torch.Tensor) -> torch.Tensor:
-    """Return numbers in float32, float64 ones as they are, on the CPU."""
-    if taken.is_cpu:
-        return taken if taken.dtype == torch.float64 else taken.float()
-    return taken.to("cpu", torch.float64 if taken.dtype == torch.float64 else torch.float32)

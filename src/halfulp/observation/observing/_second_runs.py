@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as _torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import DeviceContext
@@ -38,7 +39,7 @@ def sample_output(recorder: Recorder, name: str, output: torch.Tensor) -> Output
 def measure_difference(name: str, first: OutputSample, second: OutputSample) -> OutputDifference:
     """Return how samples of two outputs of a module differ; NaN where the other has NaN counts as equal."""
     dtypes = str(first[0]).removeprefix("torch."), str(second[0]).removeprefix("torch.")
-    a, b = first[1].double(), second[1].double()
+    a, b = first[1], second[1]
     if len(a) != len(b):
         return OutputDifference(name, dtypes, 1.0, float("inf"))
     differing = (a != b) & ~(a.isnan() & b.isnan())
@@ -191,6 +192,8 @@ def run_copy_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()),
             torch.compiler.set_stance("force_eager"),
             torch._C._EnableTorchFunction(),
+            torch.enable_grad(),  # as the compiled run, by which a module may choose what it computes
+            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),  # instead of the user's
         ):
             output = twin(*given[0], **given[1])
             return output, _read_random_states() != before

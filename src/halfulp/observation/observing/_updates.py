@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ def sample_tensors(
         sample = take_sample(one.flat, recorder.get_sampling_key(record.name))
         if role is not None:
             recorder.count_numbers(role, record.name, record.kind, one, sample)
-        samples.append(sample.double() * one.scale if one.scale != 1.0 else sample.double())
+        samples.append(sample if one.scale == 1.0 else sample * one.scale)
     return samples
 
 
@@ -157,10 +158,11 @@ def count_changes(
     """
     old, new, aim = (x.detach().to("cpu", torch.float64).contiguous().numpy() for x in (before, after, wanted))
     with np.errstate(invalid="ignore", over="ignore"):
-        change = new - old
-        counts = np.isfinite(change) & np.isfinite(aim) & ((aim < 0) if decreases_only else (aim != 0))
-        asked, took = np.where(counts, aim, 0.0), np.where(counts, change, 0.0)
-        square, kept = float(asked @ asked), float(asked @ took)
+        change, aim = new - old, np.minimum(aim, 0.0) if decreases_only else aim
+        counts, square, kept = aim != 0, float(aim @ aim), float(aim @ change)
+        if not math.isfinite(square + kept):
+            counts &= np.isfinite(change) & np.isfinite(aim)
+            square, kept = float(aim[counts] @ aim[counts]), float(aim[counts] @ change[counts])
     seen = int(np.count_nonzero(counts))
     record.seen += seen
     record.cancelled += int(np.count_nonzero(counts & (old.view(np.int64) == new.view(np.int64))))
