@@ -105,7 +105,7 @@ def test_a_model_that_is_narrow_already_cannot_be_converted(compare):
 PLAIN = SCRIPT.format(parameters="model.parameters()")
 SUBCLASS = "class Mine(torch.optim.AdamW): ...\noptimizer = Mine"
 KINDS = {
-    "crash": ("raise RuntimeError('boom')", [], "in float32 it crashed with exit code 1, see above"),
+    "crash": ("raise RuntimeError('boom')", [], "fp32 crashed with exit code 1, see above"),
     "no optimizer": (
         "import torch; torch.ones(1, requires_grad=True).sum().backward()",
         [],
@@ -114,11 +114,11 @@ KINDS = {
     "no loss": ("print('nothing')", [], "called no backward of a loss"),
     "option of tasks": ("", ["--task", "digits"], "give --recipe and --out alone"),
     "unknown recipe": ("", ["--recipe", "bf61"], "unknown recipe 'bf61'"),
-    "exit code": (f"{PLAIN}sys.exit(3)", [], "in float32 it exited with exit code 3"),
+    "exit code": (f"{PLAIN}sys.exit(3)", [], "fp32 exited with exit code 3"),
     "killed": (
         "import os; os.kill(os.getpid(), 9)",
         [],
-        "in float32 it was killed by SIGKILL, as where memory is short",
+        "fp32 was killed by SIGKILL, as where memory is short",
     ),
     "never steps": (PLAIN.replace("optimizer.step()", "pass"), [], "never stepped its optimizer"),
     "another optimizer": (

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,6 +52,16 @@ def test_compare_prints_its_evidence_as_json(tmp_path, capsys: pytest.CaptureFix
         main(["compare", *options, "--out", str(tmp_path)])
     assert caught.value.code == 0
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "compare.json").read_text())
+
+
+@pytest.mark.parametrize(("command", "columns"), [("formats", "80"), ("tasks", "80"), ("recipes", "60"), ("env", "60")])
+def test_a_table_stays_within_a_narrow_terminal(command, columns, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    lines = re.sub(r"\x1b\[[^m]*m", "", printed(capsys, command)).splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    if command == "formats":  # in two tables that begin with the names
+        assert [line.split()[:2] for line in lines if line.startswith("fp32")] == [["fp32", "32"], ["fp32", "yes"]]
 
 
 def completed(words: str) -> list[str]:

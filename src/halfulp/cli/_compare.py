@@ -17,7 +17,9 @@ from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from ._conventions import (
     JsonOption,
     describe_option,
+    make_console,
     prepare_out_folder,
+    print_table,
     split_names,
 )
 from ._errors import exit_with_error, print_json
@@ -76,7 +78,7 @@ def compare_script(script: str, arguments: list[str], recipes: Sequence[str], ou
     if as_json:
         print_json(found.to_dict())
     else:
-        print(found)
+        _print_tables(found)
         print(f"\n{page} shows the curves; {data} holds the numbers.")
     if refused := found.run["refused"]:
         exit_with_error("; ".join(f"{one['recipe']} {one['why']}" for one in refused))
@@ -128,7 +130,7 @@ def compare(
     if json:
         print_json(evidence.to_dict())
         return
-    print(evidence)
+    _print_tables(evidence)
     print(f"\n{_describe_run(evidence.run)}")
     print(f"{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
 
@@ -139,6 +141,22 @@ def _describe_run(run: dict[str, Any]) -> str:
         return "All trials were kept from an earlier run."
     workers = f"{run['workers']} worker{'' if run['workers'] == 1 else 's'} of one thread"
     return f"{run['trained']} trials in {run['seconds']:.0f} s, by {workers} on {run['processor']}."
+
+
+_STYLES_BY_TONE = {"good": "green", "bad": "red", "open": "yellow"}
+
+
+def _print_tables(evidence: Any) -> None:
+    from ..trials._defaults import VERDICT_TONES
+    from ..trials.evidence._table import format_cells, list_headers, write_table_notes
+
+    for task in evidence.tasks():
+        rows, headers = evidence.rows(task), list_headers(evidence, task)
+        cells = [[format_cells(evidence, row)[header] for header in headers] for row in rows]
+        styles = [_STYLES_BY_TONE.get(VERDICT_TONES.get(row.verdict or "", ""), "") for row in rows]
+        print(f"\n{task}")
+        print_table(headers, cells, styles, cut=4)
+        make_console().print(*write_table_notes(evidence, task), sep="\n", style="dim")
 
 
 def tune(

@@ -52,6 +52,52 @@ def redirect_stdout_to_stderr() -> Iterator[None]:
             os.close(kept)
 
 
+def make_console() -> Any:
+    """Return rich's console of standard output, as wide as the terminal, and where there is none, as any table."""
+    from rich.console import Console
+
+    found = Console(highlight=False, markup=False)
+    return found if found.is_terminal else Console(highlight=False, markup=False, width=1000)
+
+
+def print_table(
+    headers: Sequence[str], rows: Sequence[Sequence[Any]], styles: Sequence[str] = (), cut: int | None = None
+) -> None:
+    """Print a table whose text fills several lines where a terminal is narrow, or that is cut there into two tables.
+
+    Args:
+        headers, rows: the cells; columns of numbers are aligned right.
+        styles: of the rows, in rich's words.
+        cut: how many columns the first of two tables has; both begin with the first column.
+    """
+    from rich.table import Table
+
+    cells = [[_format_cell(cell) for cell in row] for row in rows]
+    console, table = make_console(), Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for header, column in zip(headers, zip(*cells)):
+        is_number = all(cell[:1] in "0123456789+−(–" for cell in column)
+        table.add_column(header, justify="right" if is_number else "left", no_wrap=is_number)
+    for place, row in enumerate(cells):
+        table.add_row(*row, style=styles[place] if styles else None)
+    if cut and console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
+        for part in (slice(0, cut), slice(cut, None)):
+            chosen = [[row[0], *row[part]] if part.start else row[part] for row in (headers, *cells)]
+            print_table(chosen[0], chosen[1:], styles)
+    else:
+        console.print(table)
+
+
+def _format_cell(cell: Any) -> str:
+    """Return a value as a table's text.
+
+    >>> _format_cell(True), _format_cell(1 / 3), _format_cell(1500), _format_cell(None), _format_cell("bf16")
+    ('yes', '0.3333', '1,500', '–', 'bf16')
+    """
+    if cell is None or isinstance(cell, bool):
+        return {None: "–", True: "yes", False: "no"}[cell]
+    return f"{cell:.4g}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
 OutOption = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
 
 

@@ -1,10 +1,8 @@
 """halfulp formats, recipes, tasks and env: what there is."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from .._messages import align_columns
-from ._conventions import JsonOption
+from ._conventions import JsonOption, print_table
 from ._errors import print_json
 
 _FORMAT_COLUMNS = {
@@ -22,11 +20,6 @@ _FORMAT_COLUMNS = {
 }
 
 
-def _print_table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    cells = ([f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows)
-    print("\n".join(align_columns([headers, *cells])))
-
-
 def formats(json: JsonOption = False) -> None:
     """Print the number formats as a table."""
     from ..formats import block_rows, rows
@@ -34,7 +27,8 @@ def formats(json: JsonOption = False) -> None:
     if json:
         print_json({"formats": rows(), "block_formats": block_rows()})
     else:
-        _print_table(list(_FORMAT_COLUMNS.values()), [[row[field] for field in _FORMAT_COLUMNS] for row in rows()])
+        cells = [[row[field] for field in _FORMAT_COLUMNS] for row in rows()]
+        print_table(list(_FORMAT_COLUMNS.values()), cells, cut=8)
 
 
 def recipes(json: JsonOption = False) -> None:
@@ -45,7 +39,7 @@ def recipes(json: JsonOption = False) -> None:
     if json:
         print_json([recipe.to_dict() for recipe in found])
     else:
-        _print_table(["recipe", "what it does"], [[recipe.name, recipe.description] for recipe in found])
+        print_table(["recipe", "what it does"], [[recipe.name, recipe.description] for recipe in found])
 
 
 def tasks(json: JsonOption = False) -> None:
@@ -61,8 +55,14 @@ def tasks(json: JsonOption = False) -> None:
     if json:
         print_json(rows)
         return
-    cells = [[*(row[field] for field in fields), "--data DIR" if row["needs_data"] else "embedded"] for row in rows]
-    _print_table(["task", "what it is", "steps", "judged by", "data"], cells)
+    cells = [
+        [
+            *(row["name"], row["title"], row["steps"], row["judged_by"].replace("_", " ")),
+            "--data DIR" if row["needs_data"] else "embedded",
+        ]
+        for row in rows
+    ]
+    print_table(["task", "what it is", "steps", "judged by", "data"], cells)
 
 
 def env(json: JsonOption = False) -> None:
@@ -73,4 +73,4 @@ def env(json: JsonOption = False) -> None:
     if json:
         print_json(found)
     else:
-        _print_table(["what", "here"], list(list_environment_lines(found)))
+        print_table(["what", "here"], list(list_environment_lines(found)))

@@ -35,6 +35,9 @@ def warm(
     its reference, and kept. What the cache has already is not compiled again. Kernels are for this processor, or that
     of HALFULP_CPU_NAME and HALFULP_CPU_FEATURES: run it where the training will run.
     """
+    from rich.console import Console
+    from rich.progress import track
+
     from .. import optim
     from .._names import describe_unknown_name
     from ..environment import describe_cache
@@ -55,10 +58,12 @@ def warm(
     for rule in rules:
         if rule not in optim.OPTIMIZERS:
             raise ValueError(describe_unknown_name("optimizer", rule, optim.OPTIMIZERS))
-    before, start, refused = statistics.copy(), time.monotonic(), 0
+    before, start, refused, err = statistics.copy(), time.monotonic(), 0, Console(stderr=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about trainings, which these are not
-        for one, rule in itertools.product(recipes, rules):
+        for one, rule in track(
+            list(itertools.product(recipes, rules)), "", console=err, transient=True, disable=not err.is_terminal
+        ):
             try:
                 _train_small_model(one, rule)
             except (ValueError, NotImplementedError):

@@ -79,10 +79,11 @@ def find_version(package: str) -> str | None:
 def _describe_torch() -> dict[str, Any]:
     import torch
 
+    built = {"cuda": torch.version.cuda, "hip": torch.version.hip}
     old = f", older than {OLDEST_TORCH}" if is_older(torch.__version__) else ""
     return {
         "version": f"{torch.__version__}{old}",
-        "built for": f"cuda {torch.version.cuda}, hip {torch.version.hip}",
+        "built for": ", ".join(f"{name} {version}" for name, version in built.items() if version) or "cpu",
         "processor capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }

@@ -286,7 +286,7 @@ def compare_script(
     for name in dict.fromkeys([REFERENCE_RECIPE, TWIN_RECIPE, *names]):
         run = runs[name] = _run_script_under(script, arguments, name)
         if name == REFERENCE_RECIPE and run.failure:
-            raise ValueError(f"the script cannot be compared under recipes: in float32 it {run.failure}")
+            raise ValueError(f"the script cannot be compared under recipes: fp32 {run.failure}")
         listen(name, run.failure or f"loss {run.compute_loss():.4g} after {run.steps:,} steps")
     facts = {
         "notes": _NOTES,

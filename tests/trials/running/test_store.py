@@ -46,9 +46,10 @@ def test_other_settings_are_refused(tmp_path: Path, trials) -> None:
         store.read_finished(longer)
 
 
-def test_a_broken_file_is_refused(tmp_path: Path, trials) -> None:
+@pytest.mark.parametrize("content", ['{"settings": ', "[1]", '{"settings": null, "result": {}}'])
+def test_a_broken_file_is_refused(tmp_path: Path, trials, content: str) -> None:
     store = TrialStore(tmp_path / "out")
-    (store.trials / f"{trials[0].key}.json").write_text('{"settings": ')
+    (store.trials / f"{trials[0].key}.json").write_text(content)
     with pytest.raises(ValueError, match="is not a finished trial"):
         store.read_finished(trials)
 

@@ -66,7 +66,7 @@ def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:
     """Return a finished trial's result; refuse a file that is none, or of other settings."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        settings, result = record["settings"], record["result"]
+        settings, result = dict(record["settings"]), record["result"]
         wanted = json.loads(json.dumps(trial.settings()))
         if settings == wanted:
             check_trial_record(record)
