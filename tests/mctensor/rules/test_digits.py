@@ -65,9 +65,7 @@ def test_rounding_to_integers_sees_every_component():
     assert x.floor().tolist() == [5, 4, 5, -6, 2, 3, 2.0**60]
     assert x.ceil().tolist() == [5, 5, 6, -5, 3, 4, 2.0**60 + 1]
     assert x.trunc().tolist() == [5, 4, 5, -5, 2, 3, 2.0**60]
-    assert x.round().tolist() == [5, 5, 5, -5, 2, 4, 2.0**60]
     assert exact(x.frac())[1] == 1 - Fraction(2) ** -70
-    assert exact(MCTensor.encode([1.0], 2, torch.float64).round()) == [1]
 
 
 def test_order_sees_every_component(seed):
@@ -132,8 +130,6 @@ def test_sums_at_indices(kind, seed):
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
-        (lambda x, w: F.adaptive_avg_pool2d(x, 3) * w, ((2, 3, 5, 4), (3,))),
-        (lambda x, w: F.max_pool2d(x, 2, padding=1) * w, ((2, 3, 4, 4), (3,))),
         (lambda x, w: F.group_norm(x, 2, w, w), ((2, 4, 5), (4,))),
         (lambda x, w: x.unfold(1, 3, 1) @ w, ((2, 6), (3,))),
     ],
