@@ -127,7 +127,7 @@ def _compute_solution(name: str, work: _WorkingPrecision, a: Parts, b: Parts) ->
     if name == "cholesky":
         return (_factor_positive_definite(work, a),)
     if name == "qr":
-        return _factor_orthogonally(work, a)
+        return _factor_orthogonally(work, a, name)
     return (_compute_determinant(work, a),)
 
 
@@ -336,22 +336,22 @@ def _refine_cholesky_factor(work: _WorkingPrecision, a: Parts, task: str) -> Par
     return factor
 
 
-def _factor_orthogonally(work: _WorkingPrecision, a: Parts) -> tuple[Parts, Parts]:
+def _factor_orthogonally(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Parts, Parts]:
     """Return Q with orthonormal columns and upper R, Q R = a; the signs are LAPACK's.
 
     With (a W)^T (a W) = C^T C, Q = (a W) C^-1 and R = C W^-1.
     """
     m, n = a[0].shape[-2:]
     if m < n:
-        q, left = _factor_orthogonally(work, tuple(part[..., :m] for part in a))
+        q, left = _factor_orthogonally(work, tuple(part[..., :m] for part in a), task)
         right = work.matmul(_transpose(q), tuple(part[..., m:] for part in work.to_float64(a)))
         return q, tuple(torch.cat(parts, -1) for parts in zip(left, right, strict=True))
     a, columns = _scale_to_unit_size(work.to_float64(a), -2)
-    near, q, gram = _make_orthonormal(work, a, "qr")
-    factor = _transpose(_refine_cholesky_factor(work, gram, "qr"))
-    back = tuple(part.triu() for part in _invert(work, near, torch.linalg.inv(near[0]), "qr"))
+    near, q, gram = _make_orthonormal(work, a, task)
+    factor = _transpose(_refine_cholesky_factor(work, gram, task))
+    back = tuple(part.triu() for part in _invert(work, near, torch.linalg.inv(near[0]), task))
     r = tuple(part.triu() for part in work.matmul(factor, back))
-    q = work.matmul(q, _invert(work, factor, torch.linalg.inv(factor[0]), "qr"))
+    q = work.matmul(q, _invert(work, factor, torch.linalg.inv(factor[0]), task))
     return q, _multiply_by_power_of_two(r, columns)
 
 
@@ -359,7 +359,7 @@ def _compute_determinant(work: _WorkingPrecision, a: Parts) -> Parts:
     """Return the product of R's diagonal in a = Q R, with its power of two kept apart."""
     a, rows = _scale_to_unit_size(work.to_float64(a), -1)
     a, columns = _scale_to_unit_size(a, -2)
-    q, r = _factor_orthogonally(work, a)
+    q, r = _factor_orthogonally(work, a, "det")
     diagonal = tuple(part.diagonal(dim1=-2, dim2=-1) for part in r)
     # Of a nearly singular matrix float64 may not know the sign; of an orthonormal one it does.
     sign = torch.linalg.slogdet(q[0]).sign
