@@ -86,6 +86,15 @@ def test_order_sees_every_component(seed):
     assert exact(x[0].clamp(0.5, 1.0)) == [min(max(a, Fraction(1, 2)), Fraction(1)) for a in exact(x[0])]
 
 
+def test_extremes_that_float64_does_not_hold_have_gradients():
+    parts = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0**-70, 0.0, -(2.0**-70)])
+    x = MCTensor.from_components(parts, gradients="components").requires_grad_()
+    low, high = torch.aminmax(x, dim=0)
+    assert exact(low) + exact(high) == [exact(x)[0], exact(x)[2]]
+    (low + 2 * high).backward()
+    assert x.grad.tolist() == [1, 0, 2]
+
+
 @pytest.mark.parametrize("gradients", ["first", "components"])
 @pytest.mark.parametrize("bounds", [{"min": 0.5}, {"max": 1.0}, {"min": 0.5, "max": 1.0}], ids=str)
 def test_clamped_tensors_keep_their_kind_of_gradients(bounds, gradients, seed):
