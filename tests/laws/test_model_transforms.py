@@ -22,6 +22,7 @@ pytestmark = [
     # Of torch, which calls what it deprecates, and warns of every condition that it records.
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+    pytest.mark.filterwarnings("ignore:aten.convolution:halfulp.subclass._rule_table.FallbackWarning"),
     # Of derivatives of norms, which torch takes apart into these.
     pytest.mark.filterwarnings("ignore:prims:halfulp.subclass._rule_table.FallbackWarning"),
 ]

@@ -57,7 +57,7 @@ def floats(tree):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.filterwarnings("ignore:LSTM with projections", "ignore::halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", LAYERS)

@@ -27,7 +27,7 @@ REFUSED = {
     "logspace": lambda x: torch.logspace(0.5, x[0], 3),
     "normal": lambda x: torch.normal(0.3, x.abs()),
     "pad_sequence": lambda x: rnn.pad_sequence([x, x]),
-    "pack_padded_sequence": lambda x: rnn.pack_sequence([x, x]),
+    "pack_padded_sequence": lambda x: rnn.pack_padded_sequence(x.reshape(2, 2, 1), torch.tensor([2, 2])),
 }
 
 

@@ -76,7 +76,7 @@ def qr(a: Parts, components: int, dtype: torch.dtype) -> tuple[Parts, Parts]:
 
 
 def det(a: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """Return the determinant of (..., N, N): the product of the diagonal of R in a = Q R, with float64's sign.
+    """Return the determinant of (..., N, N): the product of the diagonal of R in a = Q R, with the sign of Q's.
 
     Raises:
         ValueError: not square; infinities or NaNs.
@@ -127,7 +127,7 @@ def _compute_solution(name: str, work: _WorkingPrecision, a: Parts, b: Parts) ->
     if name == "cholesky":
         return (_factor_positive_definite(work, a),)
     if name == "qr":
-        return _factor_orthogonally(work, a)
+        return _factor_orthogonally(work, a, name)
     return (_compute_determinant(work, a),)
 
 
@@ -215,9 +215,7 @@ def _invert(work: _WorkingPrecision, a: Parts, near: torch.Tensor, task: str) ->
     before: torch.Tensor | None = None
     for _ in range(_MOST_CORRECTIONS):
         rest = work.sub((one,), work.matmul(a, found))
-        off = rest[0].abs().sum(-1).amax(-1)
-        if not bool((off < 0.5).all()):
-            raise torch.linalg.LinAlgError(f"{task}: {_TEXT_NEARLY_SINGULAR}")
+        off = _refuse_unlike_identity(rest[0], task)
         found = work.add(found, work.matmul(found, rest))
         if bool((off <= work.negligible_share).all()) or (before is not None and bool((off > before / 2).all())):
             break
@@ -225,6 +223,14 @@ def _invert(work: _WorkingPrecision, a: Parts, near: torch.Tensor, task: str) ->
     if not bool((off <= work.acceptable_share).all()):
         raise torch.linalg.LinAlgError(f"{task} does not converge: {_TEXT_NEARLY_SINGULAR}")
     return found
+
+
+def _refuse_unlike_identity(rest: torch.Tensor, task: str) -> torch.Tensor:
+    """Return the maximum norm of what a product differs by from 1; raise where it is not below 1/2."""
+    off = rest.abs().sum(-1).amax(-1)
+    if not bool((off < 0.5).all()):
+        raise torch.linalg.LinAlgError(f"{task}: {_TEXT_NEARLY_SINGULAR}")
+    return off
 
 
 def _refuse_singular(info: torch.Tensor, task: str) -> None:
@@ -289,7 +295,10 @@ def _make_orthonormal(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Par
     one = torch.eye(start.shape[-1], dtype=start.dtype, device=start.device).expand(start.shape)
     near = (torch.linalg.solve_triangular(start, one, upper=True),)
     columns = work.matmul(a, near)
-    return near, columns, work.matmul(_transpose(columns), columns)
+    gram = work.matmul(_transpose(columns), columns)
+    # Also proves that W is no further from the inverse than its digits reach.
+    _refuse_unlike_identity(gram[0] - one, task)
+    return near, columns, gram
 
 
 def _factor_positive_definite(work: _WorkingPrecision, a: Parts) -> Parts:
@@ -327,22 +336,22 @@ def _refine_cholesky_factor(work: _WorkingPrecision, a: Parts, task: str) -> Par
     return factor
 
 
-def _factor_orthogonally(work: _WorkingPrecision, a: Parts) -> tuple[Parts, Parts]:
+def _factor_orthogonally(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Parts, Parts]:
     """Return Q with orthonormal columns and upper R, Q R = a; the signs are LAPACK's.
 
     With (a W)^T (a W) = C^T C, Q = (a W) C^-1 and R = C W^-1.
     """
     m, n = a[0].shape[-2:]
     if m < n:
-        q, left = _factor_orthogonally(work, tuple(part[..., :m] for part in a))
+        q, left = _factor_orthogonally(work, tuple(part[..., :m] for part in a), task)
         right = work.matmul(_transpose(q), tuple(part[..., m:] for part in work.to_float64(a)))
         return q, tuple(torch.cat(parts, -1) for parts in zip(left, right, strict=True))
     a, columns = _scale_to_unit_size(work.to_float64(a), -2)
-    near, q, gram = _make_orthonormal(work, a, "qr")
-    factor = _transpose(_refine_cholesky_factor(work, gram, "qr"))
-    back = tuple(part.triu() for part in _invert(work, near, torch.linalg.inv(near[0]), "qr"))
+    near, q, gram = _make_orthonormal(work, a, task)
+    factor = _transpose(_refine_cholesky_factor(work, gram, task))
+    back = tuple(part.triu() for part in _invert(work, near, torch.linalg.inv(near[0]), task))
     r = tuple(part.triu() for part in work.matmul(factor, back))
-    q = work.matmul(q, _invert(work, factor, torch.linalg.inv(factor[0]), "qr"))
+    q = work.matmul(q, _invert(work, factor, torch.linalg.inv(factor[0]), task))
     return q, _multiply_by_power_of_two(r, columns)
 
 
@@ -350,9 +359,11 @@ def _compute_determinant(work: _WorkingPrecision, a: Parts) -> Parts:
     """Return the product of R's diagonal in a = Q R, with its power of two kept apart."""
     a, rows = _scale_to_unit_size(work.to_float64(a), -1)
     a, columns = _scale_to_unit_size(a, -2)
-    diagonal = tuple(part.diagonal(dim1=-2, dim2=-1) for part in _factor_orthogonally(work, a)[1])
-    sign = torch.linalg.slogdet(a[0]).sign
-    digits, k = _multiply_along_last_dimension(work, tuple(part * diagonal[0].sign() for part in diagonal))
+    q, r = _factor_orthogonally(work, a, "det")
+    diagonal = tuple(part.diagonal(dim1=-2, dim2=-1) for part in r)
+    # Of a nearly singular matrix float64 may not know the sign; of an orthonormal one it does.
+    sign = torch.linalg.slogdet(q[0]).sign
+    digits, k = _multiply_along_last_dimension(work, diagonal)
     k = k + rows.sum((-2, -1)) + columns.sum((-2, -1))
     return _multiply_by_power_of_two(tuple(part * sign for part in digits), k)
 

@@ -293,7 +293,7 @@ def find_least_covered_sum(slices: int, inner: int, bits: int) -> float:
 def make_slice_kernel(dtype: torch.dtype, count: int, slices: int) -> ElementwiseKernels:
     """Return the kernel (components, two factors) -> (slices, the tail, the magnitude as float32)."""
 
-    def cut(*values) -> Terms:
+    def cut_into_slices(*values: Any) -> Terms:
         first, second = values[count], values[count + 1]
         rest = list(values[:count]) if dtype == torch.float64 else to_float64_terms(list(values[:count]))
         rest = [part * first * second for part in rest]
@@ -309,7 +309,7 @@ def make_slice_kernel(dtype: torch.dtype, count: int, slices: int) -> Elementwis
 
     inputs = (dtype,) * count + (torch.float64, torch.float64)
     outputs = (torch.float64,) * (slices + 1) + (torch.float32,)
-    return ElementwiseKernels("matmul_slice", cut, torch.float64, inputs, outputs)
+    return ElementwiseKernels("matmul_slice", cut_into_slices, torch.float64, inputs, outputs)
 
 
 @functools.cache
@@ -317,7 +317,7 @@ def make_sum_kernel(results: int, carried: int, components: int, dtype: torch.dt
     """Return the kernel (products, largest first, exponents of row and column, carry) -> components."""
     working = components if dtype == torch.float64 else -(-(components * PRECISION[dtype] + 4) // 53)
 
-    def add_up(*values) -> Terms:
+    def add_up(*values: Any) -> Terms:
         terms = list(values[:results])
         scale = values[results] + values[results + 1]
         known = list(values[results + 2 :])
@@ -358,13 +358,13 @@ def find_row_exponents(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torc
 
 @functools.cache
 def _make_row_exponent_kernel() -> ElementwiseKernels:
-    def scales(largest) -> Terms:
+    def find_scales(largest: Any) -> Terms:
         k = exponent(largest) + 1.0
         # Neither factor leaves the range, where 2^-k would.
         half = floor(k * 0.5)
         return [select(is_finite(largest), k, float("nan")), power(-half), power(half - k)]
 
-    return ElementwiseKernels("matmul_scale", scales, torch.float64, (torch.float64,), (torch.float64,) * 3)
+    return ElementwiseKernels("matmul_scale", find_scales, torch.float64, (torch.float64,), (torch.float64,) * 3)
 
 
 _MOST_WAITING_PRODUCTS = 7  # products that wait for being summed

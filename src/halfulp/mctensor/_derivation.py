@@ -153,7 +153,7 @@ implements_beyond_exact_float64 = functools.partial(implements_beyond_float64, e
 
 
 def _is_exact_in_float64(x: Any) -> bool:
-    """Return whether float64 holds the sum of all components, element by element."""
+    """Return whether float64 holds the sum of all components, element by element; infinities and NaN it does."""
     if not isinstance(x, MCTensor) or x.dtype == torch.float16:
         return True
     if any(type(part) is not Tensor for part in x._parts):
@@ -161,7 +161,7 @@ def _is_exact_in_float64(x: Any) -> bool:
     total = x._parts[0].double()
     for part in x._parts[1:]:
         grown = total + part
-        if bool(((grown - total) != part).any()):
+        if bool((((grown - total) != part) & grown.isfinite()).any()):
             return False
         total = grown
     return True

@@ -99,6 +99,20 @@ def test_hard_conditions_lose_nothing(seed, digits):
     assert _off(mpmath.matrix([found]), mpmath.matrix([mpmath.det(exact)])) <= -100
 
 
+@pytest.mark.parametrize("digits", [15.5, 17, 19, 22, 30])
+def test_what_float64_cannot_tell_from_singular_is_refused_or_right(seed, digits):
+    """Of matrices whose low components alone make them regular, float64 may not know the sign of the determinant."""
+    for _ in range(8):
+        head = torch.randn(5, 4, dtype=F64) @ torch.randn(4, 5, dtype=F64)
+        a = renormalize((head, torch.randn(5, 5, dtype=F64) * 10.0**-digits), 3, F64)
+        exact = mpmath.det(_matrix(a))
+        try:
+            found = linalg.det(a, 2, F64)
+        except torch.linalg.LinAlgError:
+            continue
+        assert _off(mpmath.matrix([sum(mpmath.mpf(float(part)) for part in found)]), mpmath.matrix([exact])) <= -90
+
+
 def test_rows_and_columns_of_all_sizes(seed):
     scale = torch.exp2(torch.arange(-300, 301, 100, dtype=F64))
     a = (scale[:, None] * torch.randn(7, 7, dtype=F64) * scale.flip(0),)

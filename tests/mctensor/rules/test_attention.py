@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from halfulp.mctensor import MCTensor
 
-KINDS = [(2, torch.float32), (3, torch.float32)]  # in float64, and in steps
+pytestmark = pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
+KINDS = [(2, torch.float32), (3, torch.float32)]  # within float64, and beyond it: counted
 
 
 def _made(kind, *shape):

@@ -65,9 +65,7 @@ def test_rounding_to_integers_sees_every_component():
     assert x.floor().tolist() == [5, 4, 5, -6, 2, 3, 2.0**60]
     assert x.ceil().tolist() == [5, 5, 6, -5, 3, 4, 2.0**60 + 1]
     assert x.trunc().tolist() == [5, 4, 5, -5, 2, 3, 2.0**60]
-    assert x.round().tolist() == [5, 5, 5, -5, 2, 4, 2.0**60]
     assert exact(x.frac())[1] == 1 - Fraction(2) ** -70
-    assert exact(MCTensor.encode([1.0], 2, torch.float64).round()) == [1]
 
 
 def test_order_sees_every_component(seed):
@@ -86,6 +84,15 @@ def test_order_sees_every_component(seed):
     assert (x[0] < x[1]).tolist() == [a < b for a, b in zip(exact(x[0]), exact(x[1]))]
     assert exact(torch.maximum(x[0], x[1])) == [max(a, b) for a, b in zip(exact(x[0]), exact(x[1]))]
     assert exact(x[0].clamp(0.5, 1.0)) == [min(max(a, Fraction(1, 2)), Fraction(1)) for a in exact(x[0])]
+
+
+def test_extremes_that_float64_does_not_hold_have_gradients():
+    parts = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0**-70, 0.0, -(2.0**-70)])
+    x = MCTensor.from_components(parts, gradients="components").requires_grad_()
+    low, high = torch.aminmax(x, dim=0)
+    assert exact(low) + exact(high) == [exact(x)[0], exact(x)[2]]
+    (low + 2 * high).backward()
+    assert x.grad.tolist() == [1, 0, 2]
 
 
 @pytest.mark.parametrize("gradients", ["first", "components"])
@@ -132,8 +139,6 @@ def test_sums_at_indices(kind, seed):
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
-        (lambda x, w: F.adaptive_avg_pool2d(x, 3) * w, ((2, 3, 5, 4), (3,))),
-        (lambda x, w: F.max_pool2d(x, 2, padding=1) * w, ((2, 3, 4, 4), (3,))),
         (lambda x, w: F.group_norm(x, 2, w, w), ((2, 4, 5), (4,))),
         (lambda x, w: x.unfold(1, 3, 1) @ w, ((2, 6), (3,))),
     ],

@@ -82,6 +82,7 @@ def test_functions_with_information_raise_too():
     assert information.tolist() == [0]
 
 
+@pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 0), (0, 0)])
 @pytest.mark.parametrize("name", ["inv", "det", "cholesky", "qr", "matrix_power", "solve", "lstsq"])
 def test_empty_stacks(name, shape):
@@ -100,6 +101,7 @@ def test_counting_along_a_dimension():
     assert torch.count_nonzero(x, dim=(0, 1)) == torch.count_nonzero(x) == 3
 
 
+@pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize(("components", "dtype"), [(2, torch.bfloat16), (2, torch.float64), (3, torch.float32)])
 def test_attention_of_a_row_that_is_masked_whole(components, dtype, seed):
     """0, and no NaN in the gradient, as torch in float64."""

@@ -208,6 +208,9 @@ def test_what_does_not_fit_is_named():
         F.grouped_mm(x, experts, offs=torch.tensor([2, 7], dtype=torch.int32))
     with pytest.raises(ValueError, match="grouped_mm takes"):
         F.grouped_mm(x, experts)
+    compiled = torch.compile(lambda x, w, ends: F.grouped_mm(x, w, offs=ends), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"reads its offsets: call it outside of torch\.compile"):
+        compiled(x, experts, torch.tensor(ENDS, dtype=torch.int32))
 
 
 class Mixture(nn.Module):

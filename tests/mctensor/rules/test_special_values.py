@@ -44,6 +44,7 @@ def _same(found, wanted, signs=True):
     return bool((near & ((found.signbit() == wanted.signbit()) | wanted.isnan() | (not signs))).all())
 
 
+@pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "components"), FORMATS)
 @pytest.mark.parametrize("function", BINARY)
@@ -55,6 +56,7 @@ def test_two_operands(function, dtype, components):
     assert _same(found, function(a, b), signs=function not in (torch.maximum, torch.minimum, torch.fmax, torch.fmin))
 
 
+@pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "components"), FORMATS)
 @pytest.mark.parametrize("function", UNARY)

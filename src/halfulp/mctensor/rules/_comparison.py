@@ -302,6 +302,13 @@ def _flatten_nonempty(x: MCTensor) -> Any:
     return x.reshape(-1)
 
 
+@implements(aten.aminmax.default)
+def aminmax(x: MCTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the minimum and the maximum."""
+    dims = () if dim is None else (dim,)
+    return _reduce_to_extreme(x, dims, keepdim, -1), _reduce_to_extreme(x, dims, keepdim, 1)
+
+
 def _reduce_to_extreme(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tensor:
     dims = [dims] if isinstance(dims, int) else list(dims)
     wanted = sorted({dim % max(x.dim(), 1) for dim in dims} or range(x.dim()))

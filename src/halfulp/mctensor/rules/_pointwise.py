@@ -99,9 +99,20 @@ for _operator in (
     *(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
     *(aten.acosh.default, aten.atanh.default, aten.round.default, aten.tan.default),
     *(aten.asin.default, aten.acos.default, aten.atan2.default),
+    *(aten.median.dim, aten.nanmedian.dim, aten.kthvalue.default, aten.put.default),
+    *(aten.copysign.Tensor, aten.copysign.Scalar),
 ):
     implements_beyond_exact_float64(_operator)(make_float64_fallback(_operator))
 _divide_to_integers = choose_float64_or_rule(aten.div.Tensor_mode, make_float64_fallback(aten.div.Tensor_mode), True)
+
+
+@implements(aten.nan_to_num.default)
+def nan_to_num(x: MCTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
+    """Replace NaN and infinities by numbers, by default 0 and the ends of the components' range."""
+    ends = torch.finfo(x.dtype)
+    y = x.masked_fill(x.isnan(), nan or 0.0)
+    y = y.masked_fill(x == torch.inf, ends.max if posinf is None else posinf)
+    return y.masked_fill(x == -torch.inf, ends.min if neginf is None else neginf)
 
 
 @implements(aten.div.Tensor_mode, aten.div.Scalar_mode)

@@ -173,12 +173,15 @@ def grouped_mm(
 
     Raises:
         ValueError: offsets that decrease, exceed the dimension, or are not one for each group.
+        NotImplementedError: a bias; inside torch.compile, with offsets.
     """
     if bias is not None:
         raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
     form = result_type((a, b), out_dtype)
     if offs is None and a.dim() == b.dim() == 3:
         return multiply_matrices(a, b, form)
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("grouped_mm of MCTensors reads its offsets: call it outside of torch.compile")
     ends = [] if offs is None else offs.tolist()
     limit = a.shape[-1] if a.dim() == b.dim() else b.shape[-1] if a.dim() == 3 else a.shape[0]
     groups = {x.shape[0] for x in (a, b) if x.dim() == 3} or {len(ends)}

@@ -82,6 +82,12 @@ for _function, _of_all, _of_some in (
     )
 
 
+@implements(aten.nansum.default)
+def nansum(x: MCTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """Sums that leave NaN out."""
+    return run_reduction(arithmetic.total, x.masked_fill(x.isnan(), 0), dim, keepdim, dtype)
+
+
 @implements(aten.cumsum.default)
 def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
     """Running sums."""
@@ -134,7 +140,7 @@ def norm_dim(x: MCTensor, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any
 
 implements(aten.dist.default)(lambda a, b, p=2: torch.linalg.vector_norm(a - b, p))
 # Their gradients ask which elements are equal to the result, which float64 must hold for that.
-for _operator in (*(aten.scatter_reduce.two, aten.index_reduce.default, aten.median.default, aten.nanmedian.default),):
+for _operator in (aten.scatter_reduce.two, aten.index_reduce.default, aten.median.default, aten.nanmedian.default):
     implements_beyond_exact_float64(_operator)(
         functools.partial(refuse_operator, _operator, "chooses elements in float64, which does not hold these,")
     )
