@@ -61,7 +61,7 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
 
     Raises:
         TypeError: no module.
-        ValueError: HALFULP_FLOAT32_PRODUCTS is unknown, or the model is under `hu.emulate` or a scaler.
+        ValueError: HALFULP_FLOAT32_PRODUCTS is unknown, or the model is under `hu.emulate`.
 
     >>> import torch, halfulp as hu
     >>> model = hu.float32_products(torch.nn.Linear(3, 2).bfloat16())
@@ -72,13 +72,13 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     widened_dtypes()
     if any(hasattr(parameter, EMULATED) for parameter in model.parameters()):
         raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
-    if enabled and any(isinstance(vars(module).get("forward"), GraphReader) for module in model.modules()):
-        raise ValueError("the model has an AdaptiveGradScaler: call float32_products before it, or detach() it")
     for module in model.modules():
         if not enabled:
             _restore_module(module)
         elif _MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
             _widen_module(module)
+    if any(isinstance(vars(module).get("forward"), GraphReader) for module in model.modules()):
+        leave_compiled_products(model)
     return model
 
 
@@ -104,8 +104,8 @@ def _widen_module(module: nn.Module) -> None:
     is_changed = "forward" in vars(module) or parametrize.is_parametrized(module)
     made = None if is_changed else _make_widened_class(type(module))
     if made is None:
-        text = f"left to torch in {type(module).__name__}, whose class allows none made of it, called by itself"
-        note_fallback("float32 products", text)
+        why = "has parametrizations or a forward of its own" if is_changed else "is of a class that allows no subclass"
+        note_fallback("float32 products", f"left to torch in {type(module).__name__}, which {why}, called by itself")
         return
     vars(module)[_MARK_ATTRIBUTE] = _EVERYWHERE
     object.__setattr__(module, "__class__", made)
