@@ -456,7 +456,7 @@ def test_the_graphs_of_a_scalers_backend_keep_the_models_products(first, fresh_c
         assert report()[left] > before
     assert {row.site for row in scaler.sites()} >= {"first", "second"}
     scaler.detach()
-    assert {vars(module)["_halfulp_float32_products"] for module in model.children()} == {"everywhere"}
+    assert {vars(module)["_halfulp_float32_products"] for module in model.modules()} == {"everywhere"}
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -92,6 +92,8 @@ def get_original_class(module: nn.Module) -> type[nn.Module]:
 class GraphReader:
     """Base of forwards whose graph a compiler reads: `float32_products` leaves their products to torch."""
 
+    inner: Callable[..., Any]
+
 
 def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
     """Leave a model's products to torch where a compiler traces them, for whoever reads its graphs; or no longer."""
@@ -101,7 +103,9 @@ def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
 
 
 def _widen_module(module: nn.Module) -> None:
-    is_changed = "forward" in vars(module) or parametrize.is_parametrized(module)
+    forward = vars(module).get("forward")
+    is_read = isinstance(forward, GraphReader) and getattr(forward.inner, "__func__", None) is type(module).forward
+    is_changed = (forward is not None and not is_read) or parametrize.is_parametrized(module)
     made = None if is_changed else _make_widened_class(type(module))
     if made is None:
         why = "has parametrizations or a forward of its own" if is_changed else "is of a class that allows no subclass"
@@ -109,6 +113,8 @@ def _widen_module(module: nn.Module) -> None:
         return
     vars(module)[_MARK_ATTRIBUTE] = _EVERYWHERE
     object.__setattr__(module, "__class__", made)
+    if is_read:
+        forward.inner = forward.__wrapped__ = types.MethodType(made.forward, module)
 
 
 def _restore_module(module: nn.Module) -> None:
