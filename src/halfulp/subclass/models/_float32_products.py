@@ -103,7 +103,7 @@ def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
 
 
 def _widen_module(module: nn.Module) -> None:
-    forward = vars(module).get("forward")
+    forward: Any = vars(module).get("forward")
     is_read = isinstance(forward, GraphReader) and getattr(forward.inner, "__func__", None) is type(module).forward
     is_changed = (forward is not None and not is_read) or parametrize.is_parametrized(module)
     made = None if is_changed else _make_widened_class(type(module))
