@@ -51,7 +51,6 @@ def measure(name: str, seed: int = 0) -> dict:
     import torch
 
     import halfulp as hu
-    from halfulp.subclass import record_fallbacks
 
     torch.manual_seed(seed)
     kind, model, batch = build(name)
@@ -65,12 +64,11 @@ def measure(name: str, seed: int = 0) -> dict:
             row[label] = None
     for label, dtype in (("float32", torch.float32), ("float16", torch.float16)):
         scaled = hu.scalify(copy.deepcopy(model), dtype)
-        with record_fallbacks() as counts:
-            found_loss, found = gradients(scaled, batch)
+        found_loss, found = gradients(scaled, batch)
         assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
         row[label] = error(found, wanted)
         row[f"loss {label}"] = abs(found_loss - loss) / max(abs(loss), 1e-30)
-        row["fallbacks"] = dict(counts)
+        row["fallbacks"] = hu.fallbacks(scaled)
         if dtype == torch.float32:
             row["bit-equal"] = sum(torch.equal(found[k], wanted[k]) for k in wanted) / len(wanted)
             row["worst"] = max(wanted, key=lambda k: (found[k] - wanted[k]).norm().item())

@@ -132,7 +132,7 @@ def _row(run: Run, table, cells: dict, steps: int, found: dict[str, dict]) -> No
         seconds = min(_timers.seconds_of(run, passes) for _ in range(1 if run.tiny else 5))
     cells["forward and backward ms"] = 1e3 * seconds
     if name.startswith("scaled"):
-        counted = hu.fallbacks()
+        counted = hu.fallbacks(model)
         cells["fallbacks"] = ", ".join(f"{key} {count}" for key, count in counted.items()) or "none"
     found[f"{name}, {cells['mode']}"] = cells
     if plain := found.get(f"plain bfloat16, {cells['mode']}"):

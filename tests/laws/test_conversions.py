@@ -128,6 +128,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "AdaptiveGradScaler": lambda model: hu.AdaptiveGradScaler(model) and model,
     "verify": lambda model: hu.verify(model, torch.randn(3, 4), "scaled-fp16") and model,
     "explain": lambda model: hu.explain(model, "bf16") and model,
+    "fallbacks": lambda model: (hu.fallbacks(hu.scalify(model)), model)[1],
     "EMA": averaged,
     "wrap": lambda model: trained(model, lambda m: optim.wrap(torch.optim.SGD, m.parameters(), lr=0.1)),
 }

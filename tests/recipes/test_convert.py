@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from halfulp import optim, recipes
+from halfulp.gradients import AdaptiveGradScaler
 from halfulp.recipes import Recipe
 from halfulp.recipes._optimizer import scaler
 
@@ -401,6 +402,16 @@ def test_refusals_leave_the_model_as_it_was(seed: int) -> None:
         recipes.revert(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"is not converted: call halfulp\.convert"):
         recipes.optimizer(nn.Linear(2, 2), "SGD", lr=0.1)
+
+
+def test_a_model_that_has_a_scaler_is_converted_and_reverted(seed: int) -> None:
+    ours = model()
+    held = AdaptiveGradScaler(ours)
+    recipes.convert(ours, "bf16-kahan")
+    held.scale(ours(torch.arange(7)).float().square().mean()).backward()
+    assert all(p.grad.isfinite().all() for p in ours.parameters())
+    assert torch.bfloat16 in {p.dtype for p in ours.parameters()}
+    assert {p.dtype for p in recipes.revert(ours).parameters()} == {torch.float32}
 
 
 def test_a_wrapper_finds_the_recipe_inside(seed: int) -> None:

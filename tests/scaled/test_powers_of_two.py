@@ -60,6 +60,13 @@ def test_a_product_out_of_range_leaves_the_rest_to_the_payload(traced, monkeypat
             assert math.log2(scale.item()) + math.log2(float(rest)) == exact
 
 
+def test_a_payload_times_a_power_beyond_float32_is_exact_or_infinite():
+    payload = torch.tensor([2.0**-120, -(2.0**-140), 0.0, 3.0, torch.inf])
+    for power in (128, 150, 253):
+        found = _powers.multiply_by_power(payload, 2.0**power)
+        assert torch.equal(found, (payload.double() * 2.0**power).float())
+
+
 def test_scales_are_powers_of_two_in_range():
     assert _powers.make_scale(0.25).item() == 0.25
     for wrong in (3.0, 0.0, -1.0, math.inf, math.nan, 2.0**-127):

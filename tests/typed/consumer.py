@@ -216,7 +216,7 @@ def scaled_tensors() -> None:
     model = hu.scalify(nn.Linear(4, 4), torch.float16, rescale="norms")
     assert_type(model, nn.Linear)
     assert_type(hu.scaled.plain_state_dict(model.state_dict()), dict[str, Any])
-    assert_type(hu.fallbacks(), dict[str, int])
+    assert_type(hu.fallbacks(model), dict[str, int])
     assert_type(hu.scaled.unscalify(model), nn.Module)
     assert_type(hu.scaled.scalify(nn.ReLU()), nn.ReLU)
     plain: Callable[[Tensor], Tensor] = hu.scaled.scalify_function(torch.square)

@@ -18,7 +18,7 @@ from ..gradients import AdaptiveGradScaler
 from ..gradients.eager._replay import count_replays
 from ..mctensor import MCTensor
 from ..scaled import ScaledTensor, scalify
-from ..subclass import record_fallbacks
+from ..subclass import fallbacks
 from . import _recipe as _catalog
 from ._recipe import Recipe
 from ._training_step import (
@@ -207,11 +207,10 @@ class ScaleProof(Proof):
                     scale = (values.scale * 2.0**power).clamp(2.0**-126, 2.0**127)
                     parameter.data = values.with_scale(scale).detach()
             check = OperatorCheckMode(other)
-            with record_fallbacks() as found:
-                self.compare_with_float32(run_one_step(other, self._batch, self._loss, watch=check))
+            self.compare_with_float32(run_one_step(other, self._batch, self._loss, watch=check))
             self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
             first, unequal = first or next(iter(check.wrong), None), unequal or check.unequal
-            counts.update(found)
+            counts.update(fallbacks(other))
         left_out = "eight-bit products" if recipe.matmul else None
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
         return self.describe_result("scaled", trials, first=first or unequal, **more)

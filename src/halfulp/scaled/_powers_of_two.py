@@ -198,4 +198,6 @@ def multiply_by_power(payload: Tensor, factor: Tensor | float) -> Tensor:
         return payload * factor
     if factor < SMALLEST_SCALE:  # as float32 it might be 0, and infinity times 0 is NaN
         return payload * SMALLEST_SCALE * max(factor / SMALLEST_SCALE, SMALLEST_SCALE)
-    return payload if factor == 1.0 else payload * min(factor, LARGEST_SCALE)
+    if factor > LARGEST_SCALE:
+        return payload * LARGEST_SCALE * min(factor / LARGEST_SCALE, LARGEST_SCALE)
+    return payload if factor == 1.0 else payload * factor

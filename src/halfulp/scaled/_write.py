@@ -43,11 +43,7 @@ def write_values(x: Tensor, value: Any) -> Tensor:
         payload, scale = value._payload if same else to_float32(value), value._scale
     else:
         scale = torch.where(x._scale == _powers.ZERO_SCALE, value._scale, x._scale)
-        factor = _powers.divide_scales(value._scale, scale)
-        payload = _powers.multiply_by_power(to_float32(value), factor)
-        if isinstance(factor, float) and factor > _powers.LARGEST_SCALE:  # which `times` does not multiply by
-            payload = to_float32(value)
-            payload = payload.masked_fill(payload != 0, torch.inf)
+        payload = _powers.multiply_by_power(to_float32(value), _powers.divide_scales(value._scale, scale))
         _check_value_fits(x, payload, value)
     if x._payload.dtype == torch.bfloat16 and payload.dtype == torch.float32:
         payload = _clamp_to_bfloat16(payload, scale)

@@ -2,12 +2,12 @@
 
 from ._rule_table import FallbackWarning as FallbackWarning
 from ._rule_table import RuleTable as RuleTable
-from ._rule_table import fallbacks as fallbacks
 from ._rule_table import functional_form as functional_form
 from ._rule_table import is_written as is_written
 from ._rule_table import note_fallback as note_fallback
 from ._rule_table import record_fallbacks as record_fallbacks
 from ._rule_table import strict as strict
+from .models._conversion import fallbacks as fallbacks
 from .models._float32_products import float32_products as float32_products
 from .models._parameter_holders import list_shard_groups as list_shard_groups
 from .models._parameter_holders import list_sharded_modules as list_sharded_modules

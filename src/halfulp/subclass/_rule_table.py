@@ -19,6 +19,18 @@ _fallback_totals: Counter[str] = Counter()
 _warned_fallbacks: set[tuple[str, str]] = set()
 # Process-wide and not per thread: a backward pass on an accelerator runs in threads of its own.
 _fallback_recorders: list[Counter[str]] = []
+
+
+class _RunningModel:
+    """The counts of the model whose forward pass began last.
+
+    Only written while a compiled model is traced: reading it there would be a guard, and each change a new graph.
+    """
+
+    counts: Counter[str] | None = None
+
+
+running_model = _RunningModel()
 _strict_contexts: list[bool] = []
 
 
@@ -28,8 +40,6 @@ class FallbackWarning(UserWarning):
 
 def fallbacks() -> dict[str, int]:
     """Return how often each operator without a rule ran on plain tensors instead, in this process.
-
-    In float64, or in float32 for scaled tensors; `halfulp.subclass.record_fallbacks()` counts those of a block.
 
     >>> isinstance(fallbacks(), dict)
     True
@@ -74,8 +84,9 @@ def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> Non
     if _strict_contexts:
         raise NotImplementedError(f"{advice}, or leave halfulp.mctensor.strict()")
     _fallback_totals[name] += 1
-    for counts in _fallback_recorders:
-        counts[name] += 1
+    for counts in (*_fallback_recorders, running_model.counts):
+        if counts is not None:
+            counts[name] += 1
     if (name, remedy) not in _warned_fallbacks:
         _warned_fallbacks.add((name, remedy))
         warnings.warn(f"{advice}. {loss}", FallbackWarning, stacklevel=find_users_level())

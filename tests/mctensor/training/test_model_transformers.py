@@ -18,6 +18,7 @@ from transformers import (
 from halfulp.mctensor import MCTensor
 from halfulp.mctensor._convert_model import multicomponent
 from halfulp.subclass import strict
+from halfulp.subclass.models._conversion import fallbacks
 
 
 def llama(attention: str) -> LlamaForCausalLM:
@@ -44,6 +45,7 @@ def test_loss_and_gradients_agree_with_the_wider_type(dtype, twin, most, attenti
     model = multicomponent(copy.deepcopy(start), 2, dtype, gradients="components")
     with strict():
         loss, ours = measured(model, ids)
+    assert fallbacks(model) == {}
     wanted_loss, wanted = measured(start.to(twin), ids)
     assert abs(loss - wanted_loss) <= most * wanted_loss
     assert ours.keys() == wanted.keys()

@@ -156,6 +156,14 @@ def test_a_mask_of_large_numbers_is_added_without_deciding_the_scale(large):
     assert masked.softmax(0)[1].item() == 0.0
 
 
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
+def test_a_large_number_chosen_beside_tiny_ones_is_that_number(storage):
+    x = ScaledTensor.encode(torch.tensor([1.0, -1.0]) * 2.0**-120, storage)
+    number = float(torch.tensor(-1e9).to(storage))
+    for y in (F.threshold(x, 0.0, number), torch.where(x <= 0, number, x), torch.cat([x[:1], torch.tensor([number])])):
+        assert y[1].item() == number
+
+
 def test_zeros_never_decide(seed):
     x = small()
     zeros = torch.zeros_like(x)

@@ -68,6 +68,15 @@ def test_under_all_scales(case, seed, needs_torch):
         check_rule(EXACT.get(case) or CLOSE[case], one, seed=seed, trials=2, exact=True if case in EXACT else 1e-5)
 
 
+@pytest.mark.parametrize("exponent", [-90, 90])
+@pytest.mark.parametrize("order", [0.5, 3.0])
+def test_norms_of_other_orders_keep_the_range_of_scales(order, exponent, seed):
+    x = ScaledTensor.encode(torch.randn(4, 3) * 2.0**exponent, torch.float32)
+    torch.testing.assert_close(
+        x.norm(order, 1).decode().double(), x.decode(torch.float64).norm(order, 1), rtol=1e-5, atol=0
+    )
+
+
 @pytest.mark.parametrize("case", ["sum", "mean over", "norm", "amax", "logsumexp", "cumsum", "var", "std"])
 def test_narrow_payloads(case, differences, seed):
     assert max(differences(EXACT[case], [(8, 5)])) < 2e-2  # a deviation of fewer may be next to 0 by chance

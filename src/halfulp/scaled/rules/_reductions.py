@@ -22,7 +22,6 @@ from ._vocabulary import (
     homogeneous,
     round_root,
     scale_payloads,
-    scale_values,
 )
 
 aten = torch_operators("aten")
@@ -108,8 +107,8 @@ def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False)
     order = 2.0 if order is None else float(order)
     count = count_terms(x, dims)
     if order not in (0.0, 1.0, 2.0, math.inf, -math.inf):  # powers of payloads depend on how values are split
-        values = aten.linalg_vector_norm.default(decode_values(x, torch.float32), order, dims, keepdim)
-        return scale_values(values, x._scale, x._payload.dtype, x.dtype)
+        values = aten.linalg_vector_norm.default(decode_values(x, torch.float64), order, dims, keepdim)
+        return encode_measured(values, [x])
     values = aten.linalg_vector_norm.default(to_float32(x), order, dims, keepdim)
     sum_scale = {0.0: round_root(count), 1.0: round_root(count * count), 2.0: round_root(count)}.get(order, 1.0)
     return scale_payloads(values, [x._scale] if order else [], [x], sum_scale)

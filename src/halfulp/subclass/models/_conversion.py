@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ..._messages import ENVIRONMENT, a_kind
 from ...kernels import untraced
+from .. import _rule_table as _fallback
 from .._in_backward import refuse_tracing_of
 from . import _state_dict
 from ._parameter_holders import install_registration_hooks
@@ -150,11 +152,43 @@ def capture_reentrant_recomputation(node: Any, name: str, wrap: Wrapper, what: s
         node.run_function = wrap(node.run_function)
 
 
+_COUNTS_ATTRIBUTE = "_halfulp_fallbacks"
+
+
+def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
+    """Return how often operators without a rule ran on plain tensors: in float64, or in float32 for scaled ones.
+
+    Args:
+        model: one that `multicomponent` or `scalify` changed, or that holds such a model: counted since then, in its
+            forward passes and in whatever follows one until another such model runs forward: its backward pass, the
+            optimizer's step. None counts the whole process.
+
+    Raises:
+        ValueError: nothing is counted for this model.
+
+    >>> import torch
+    >>> from halfulp.mctensor._convert_model import multicomponent
+    >>> fallbacks(multicomponent(torch.nn.Linear(2, 2)))
+    {}
+    """
+    if model is None:
+        return _fallback.fallbacks()
+    check_module(model, "fallbacks")
+    counts = [vars(module)[_COUNTS_ATTRIBUTE] for module in model.modules() if _COUNTS_ATTRIBUTE in vars(module)]
+    if not counts:
+        raise ValueError(
+            f"this {type(model).__name__} has neither multi-component nor scaled parameters: hu.multicomponent(model) "
+            "or hu.scalify(model)"
+        )
+    return dict(sum(counts, Counter()))
+
+
 @untraced
-def _refuse_recorders(module: nn.Module, arguments: Any) -> None:
-    """Refuse recorders: a forward pre-hook of models with such parameters."""
+def _begin_forward(module: nn.Module, arguments: Any) -> None:
+    """Attribute the following fallbacks to this model, and refuse recorders: a forward pre-hook."""
     if not torch.compiler.is_compiling():
         refuse_tracing_of(module)
+    _fallback.running_model.counts = module.__dict__[_COUNTS_ATTRIBUTE]
 
 
 ConvertedTensors = dict[int, Tensor]
@@ -192,13 +226,14 @@ def decode_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
 
 
 def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:
-    """Put tensors of a subclass in the parameters' places; install state dicts and the refusal of recorders."""
+    """Put tensors of a subclass in the parameters' places; install state dicts and counts of fallbacks."""
     for ref in refs:
         ref.put(values[id(ref.value)])
         _state_dict.install_hooks(ref.module)
     _state_dict.install_file_check(model)
-    if _refuse_recorders not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_refuse_recorders)
+    if _COUNTS_ATTRIBUTE not in vars(model):
+        vars(model)[_COUNTS_ATTRIBUTE] = Counter()
+        model.register_forward_pre_hook(_begin_forward)
     install_registration_hooks()
 
 
@@ -208,4 +243,5 @@ def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedT
         ref.put(values[id(ref.value)])
     for module in model.modules():
         _state_dict.remove_hooks(module)
-    remove_hooks(model.modules(), lambda hook: hook is _refuse_recorders)
+        vars(module).pop(_COUNTS_ATTRIBUTE, None)
+    remove_hooks(model.modules(), lambda hook: hook is _begin_forward)

@@ -61,7 +61,7 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
 
     Raises:
         TypeError: no module.
-        ValueError: HALFULP_FLOAT32_PRODUCTS is unknown, or the model is under `hu.emulate` or a scaler.
+        ValueError: HALFULP_FLOAT32_PRODUCTS is unknown, or the model is under `hu.emulate`.
 
     >>> import torch, halfulp as hu
     >>> model = hu.float32_products(torch.nn.Linear(3, 2).bfloat16())
@@ -72,13 +72,13 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     widened_dtypes()
     if any(hasattr(parameter, EMULATED) for parameter in model.parameters()):
         raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
-    if enabled and any(isinstance(vars(module).get("forward"), GraphReader) for module in model.modules()):
-        raise ValueError("the model has an AdaptiveGradScaler: call float32_products before it, or detach() it")
     for module in model.modules():
         if not enabled:
             _restore_module(module)
         elif _MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
             _widen_module(module)
+    if any(isinstance(vars(module).get("forward"), GraphReader) for module in model.modules()):
+        leave_compiled_products(model)
     return model
 
 
@@ -92,6 +92,8 @@ def get_original_class(module: nn.Module) -> type[nn.Module]:
 class GraphReader:
     """Base of forwards whose graph a compiler reads: `float32_products` leaves their products to torch."""
 
+    inner: Callable[..., Any]
+
 
 def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
     """Leave a model's products to torch where a compiler traces them, for whoever reads its graphs; or no longer."""
@@ -101,14 +103,18 @@ def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
 
 
 def _widen_module(module: nn.Module) -> None:
-    is_changed = "forward" in vars(module) or parametrize.is_parametrized(module)
+    forward: Any = vars(module).get("forward")
+    is_read = isinstance(forward, GraphReader) and getattr(forward.inner, "__func__", None) is type(module).forward
+    is_changed = (forward is not None and not is_read) or parametrize.is_parametrized(module)
     made = None if is_changed else _make_widened_class(type(module))
     if made is None:
-        text = f"left to torch in {type(module).__name__}, whose class allows none made of it, called by itself"
-        note_fallback("float32 products", text)
+        why = "has parametrizations or a forward of its own" if is_changed else "is of a class that allows no subclass"
+        note_fallback("float32 products", f"left to torch in {type(module).__name__}, which {why}, called by itself")
         return
     vars(module)[_MARK_ATTRIBUTE] = _EVERYWHERE
     object.__setattr__(module, "__class__", made)
+    if is_read:
+        forward.inner = forward.__wrapped__ = types.MethodType(made.forward, module)
 
 
 def _restore_module(module: nn.Module) -> None:
