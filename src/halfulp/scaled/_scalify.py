@@ -109,9 +109,9 @@ def _narrow_last_factors(node: Any) -> None:
         return
     makers = [maker for maker, _ in node.next_functions]
     for maker, saved in zip(makers, (node._raw_saved_self, node._raw_saved_other)):
-        is_kept_float32 = maker is None or maker.name() in _MOVING_BACKWARD_NODES or hasattr(maker, "_raw_saved_result")
+        is_kept = maker is None or maker.name() in _MOVING_BACKWARD_NODES or hasattr(maker, "_raw_saved_result")
         if (
-            not is_kept_float32
+            not is_kept
             and not isinstance(maker, _ACCUMULATE_GRAD_CLASS)
             and saved.unpack_hook is None
             and is_above_home(saved.data)
