@@ -40,7 +40,12 @@ def assign_weight(w: Any, g: Any) -> tuple[Any]:
     return (g - w,)
 
 
-ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), lambda group, step: (), assigns=True, decays=False)
+def make_no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    """Return the constants of an assignment, by a function that can be pickled."""
+    return ()
+
+
+ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), make_no_constants, assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):
