@@ -137,7 +137,7 @@ def test_lightnings_own_bf16_loses_the_low_bits_that_the_recipe_keeps(seed, tmp_
 
     torch.manual_seed(seed)
     start = Module(still).network[0].weight.detach().clone()
-    for options, is_kept_float32 in (({"plugins": [Recipe("bf16-split8")]}, True), ({"precision": "bf16-true"}, False)):
+    for options, is_kept in (({"plugins": [Recipe("bf16-split8")]}, True), ({"precision": "bf16-true"}, False)):
         torch.manual_seed(seed)
         module = Module(still)
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 2)))
@@ -145,7 +145,7 @@ def test_lightnings_own_bf16_loses_the_low_bits_that_the_recipe_keeps(seed, tmp_
         trainer = lightning.Trainer(default_root_dir=tmp_path, **given, **options)
         trainer.fit(module, data)
         weights = find_inner_optimizer(trainer.optimizers[0]).float32_state_dict(module)["network.0.weight"]
-        assert torch.equal(weights, start) == is_kept_float32
+        assert torch.equal(weights, start) == is_kept
 
 
 def test_lightnings_own_averages_are_of_the_float32_start(seed, tmp_path):

@@ -184,3 +184,8 @@ def test_switches_of_a_file_of_torchs_choose_nothing():
     optimizer.load_state_dict(theirs.state_dict())
     optimizer.step()
     assert optimizer.state[parameter]["step"] == 2
+
+
+def test_what_torch_takes_by_position_and_this_does_not_is_no_other_option():
+    with pytest.raises(TypeError, match="positional"):  # torch's capturable
+        hu.optim.RMSprop([torch.nn.Parameter(torch.ones(2))], 0.1, 0.9, 1e-8, 0, 0, False, True)

@@ -183,3 +183,19 @@ def test_calls_of_averages_grow_linearly_with_tensors():
     small, large = calls(50), calls(150)
     for name, count in large.items():
         assert count <= 3.1 * small[name] + 200, (name, small[name], count)
+
+
+def test_a_parameter_that_comes_takes_no_number_and_no_state_of_one_that_left():
+    one, other, left, new, grouped = parameters = [torch.nn.Parameter(torch.ones(3).bfloat16()) for _ in range(5)]
+    optimizer = hu.optim.AdamW([one, other, left], lr=0.1)
+    _step(optimizer, parameters[:3])
+    del optimizer.param_groups[0]["params"][2]
+    _step(optimizer, [one, other])
+    optimizer.param_groups[0]["params"].append(new)
+    optimizer.add_param_group({"params": [grouped]})
+    _step(optimizer, parameters)
+    optimizer.param_groups[0]["params"].append(left)
+    _step(optimizer, parameters)
+    numbers = [number for group in optimizer.param_groups for number in group["identities"]]
+    assert len(set(numbers)) == 5
+    assert optimizer.state[left]["step"] == 2

@@ -204,6 +204,7 @@ class RMSprop(Optimizer):
         weight_decay: float = 0,
         momentum: float = 0,
         centered: bool = False,
+        *,
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:

@@ -204,7 +204,7 @@ class Optimizer(CheckpointMixin):
                     known = self.defaults[name]
                     raise ValueError(f"{name}={group[name]!r} in a group: this optimizer has {known}; leave it out")
             self._check_torch_switches(group)
-            assign_identities(group, self.param_groups[:before])
+            assign_identities(group, self.param_groups[:before], self._identities)
             for position, parameter in enumerate(group["params"]):
                 self._choose_step_spec(group, parameter, None, read_parameter_name(group, position))
             refuse_overlaps(self.param_groups)
@@ -227,7 +227,7 @@ class Optimizer(CheckpointMixin):
     def _update_edited_groups(self) -> None:
         """Bring names, identities and plans in line with the groups' lists of parameters, which users may edit."""
         for group in self.param_groups:
-            update_edited_group(group, self.param_groups, self._identities)
+            update_edited_group(group, self._identities)
         members = {id(parameter): self._identities[parameter] for _, _, parameter in walk_model_parameters(self)}
         taken = {*members.values()}
         for parameter, identity in tuple(self._identities.items()):

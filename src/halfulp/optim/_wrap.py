@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Unpack
 
 import torch
+from torch.optim import optimizer as _torch_optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._messages import a_kind, listed
@@ -39,7 +40,12 @@ def assign_weight(w: Any, g: Any) -> tuple[Any]:
     return (g - w,)
 
 
-ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), lambda group, step: (), assigns=True, decays=False)
+def make_no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    """Return the constants of an assignment, by a function that can be pickled."""
+    return ()
+
+
+ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), make_no_constants, assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):
@@ -208,11 +214,14 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         """Make the wrapped optimizer's groups those of this one, over shadows."""
         groups = self.base.param_groups
         del groups[len(self.param_groups) :]
-        groups += [{} for _ in self.param_groups[len(groups) :]]
-        for own, inner in zip(self.param_groups, groups):
-            inner.clear()
-            inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
-            inner["params"] = [self._find_shadow(parameter) for parameter in own["params"]]
+        for k, own in enumerate(self.param_groups):
+            shared = {name: value for name, value in own.items() if name not in _UNSHARED_KEYS}
+            shared["params"] = [self._find_shadow(parameter) for parameter in own["params"]]
+            if k == len(groups):
+                self.base.add_param_group(shared)
+            else:
+                groups[k].clear()
+                groups[k].update(shared)
         present = {id(parameter) for own in self.param_groups for parameter in own["params"]}
         for parameter in [one for one in self._shadows if id(one) not in present and one not in self.state]:
             self.base.state.pop(self._shadows.pop(parameter), None)
@@ -290,7 +299,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             state = own.get(number, {})
             own[number] = {name: value for name, value in state.items() if not name.startswith(BASE_PREFIX)}
             inner = {name: value for name, value in state.items() if name not in own[number]}
-            if fitted := self._fit_base_state(parameter, read_parameter_name(group, k), inner):
+            has_stepped = bool(own[number].get("step"))
+            if fitted := self._fit_base_state(parameter, read_parameter_name(group, k), inner, has_stepped):
                 states[self._find_shadow(parameter)] = fitted
         super()._load_state_dict_without_hooks({**state_dict, "state": own})
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
@@ -300,10 +310,12 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         self.base.state.clear()
         self.base.state.update(states)
 
-    def _fit_base_state(self, parameter: torch.Tensor, label: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _fit_base_state(
+        self, parameter: torch.Tensor, label: str, state: Mapping[str, Any], has_stepped: bool
+    ) -> dict[str, Any]:
         """Return the wrapped optimizer's state of a parameter, on its device."""
         held, fitted = self.base.state.get(self._find_shadow(parameter), {}), {}
-        if held and not state:
+        if held and not state and has_stepped:
             raise ValueError(
                 f"the file holds no states of {type(self.base).__name__} for parameter {label}, which it has stepped: "
                 "torch's flatten_optimizer_state_dict leaves out what is wrapped; save without it"
@@ -404,6 +416,10 @@ def _step_without_hooks(base: torch.optim.Optimizer) -> None:
     """Step an optimizer without the hooks of every optimizer's step, which run around the outer step."""
     if base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks:
         raise NotImplementedError("hooks of the wrapped optimizer's step: register them on the one that wrap returned")
-    step: Any = type(base).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    step(base)
+    hooks = vars(_torch_optimizer)  # a step may call that of a parent class, which runs them too
+    before = {name: hooks[name] for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")}
+    hooks.update({name: {} for name in before})
+    try:
+        base.step()
+    finally:
+        hooks.update(before)

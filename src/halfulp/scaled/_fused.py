@@ -199,11 +199,11 @@ def record_kernel(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, t
         reals = [element.emit("input", (), k) for k in given]
         values = [PAYLOAD_CODECS[dtype].decode(w) for dtype, w in zip(kernel.payload_dtypes, words)]
         made = kernel.element_function(values, reals[: len(found) - kept], *reals[len(found) - kept :])
-        value, is_kept_float32 = made if isinstance(made, tuple) else (made, None)
+        value, is_kept = made if isinstance(made, tuple) else (made, None)
         code = PAYLOAD_CODECS[kernel.result_dtype].encode(value)
         if kernel.keeps_nonzero:
             is_zero = bit_and(code, MAGNITUDE_MASKS[kernel.result_dtype.itemsize]) == ONE_WORD - ONE_WORD
-            code = select(is_kept_float32 & is_zero, bit_or(code, ONE_WORD), code)
+            code = select(is_kept & is_zero, bit_or(code, ONE_WORD), code)
         codes = (code.number,)
     return wide, tuple(x.number for x in found), element, codes
 

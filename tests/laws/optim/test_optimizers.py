@@ -130,16 +130,20 @@ OWN = {
     "seed": 0,
     "report_interval": 50,
 }
+SWITCHES = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
 @pytest.mark.parametrize("name", OF_THE_LIBRARY)
 def test_signatures_say_every_option(name):
-    """torch's positional parameters in torch's order, then its keyword-only ones, then those of Optimizer, by type."""
+    """torch's positional parameters in torch's order, then its keyword-only ones, then those of Optimizer, by type.
+
+    Switches of implementation are Optimizer's; what torch takes by position behind one is taken by name alone.
+    """
     mine = dict(inspect.signature(hu.optim.OPTIMIZERS[name]).parameters)
     options = mine.pop("options")
     assert options.kind is options.VAR_KEYWORD
     assert options.annotation == "Unpack[OptimizerOptions]"
-    assert OptimizerOptions.__optional_keys__ == OWN.keys()
+    assert OptimizerOptions.__optional_keys__ == OWN.keys() | set(SWITCHES)
     assert all(value.annotation is not value.empty for value in mine.values())
     if hasattr(torch.optim, name):
         torchs = inspect.signature(getattr(torch.optim, name)).parameters
@@ -147,10 +151,13 @@ def test_signatures_say_every_option(name):
         known = [key for key in mine if key in torchs or not is_older(torch.__version__, PINNED)]
         if name == "Muon":  # which steps other shapes too
             known = [key for key in known if not key.startswith("adamw_")]
-        assert known == list(torchs)
+        assert known == [key for key in torchs if key not in SWITCHES]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         for key, value in torchs.items():
-            assert (mine[key].kind, mine[key].default) == (value.kind, value.default), key
-    for option, value in OWN.items():
+            kind = inspect.Parameter.KEYWORD_ONLY if key in SWITCHES else max(kind, value.kind)
+            if key not in SWITCHES:
+                assert (mine[key].kind, mine[key].default) == (kind, value.default), key
+    for option, value in (OWN | SWITCHES).items():
         assert inspect.signature(hu.optim.Optimizer).parameters[option].default == value
     with pytest.raises(TypeError, match="every"):
         hu.optim.OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(1))], every=3)

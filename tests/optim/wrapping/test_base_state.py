@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfulp as hu
 from halfulp.kernels import same_bits
@@ -275,3 +276,37 @@ def test_groups_may_all_be_replaced_between_steps():
     before = [parameter.detach().clone() for parameter in parameters]
     _steps(optimizer, parameters, 0, 1)
     assert not any(same_bits(one, other) for one, other in zip(parameters, before, strict=True))
+
+
+def test_a_run_goes_back_to_a_file_from_before_the_first_step():
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(torch.optim.SGD, parameters, lr=0.1, momentum=0.9)
+    fresh = copy.deepcopy(optimizer.state_dict())
+    _steps(optimizer, parameters, 0, 2)
+    optimizer.load_state_dict(fresh)
+    assert not optimizer.base.state
+
+
+class _AddsToGroups(torch.optim.SGD):
+    def add_param_group(self, param_group):
+        super().add_param_group({**param_group, "bonus": 7})
+
+
+def test_the_wrapped_optimizer_itself_takes_groups_that_come_later():
+    first, *rest = parameters = _parameters()
+    optimizer = hu.optim.wrap(_AddsToGroups, [first], lr=0.1)
+    optimizer.add_param_group({"params": rest, "lr": 0.5})
+    _steps(optimizer, parameters, 0, 1)
+    assert [(group["bonus"], group["lr"]) for group in optimizer.base.param_groups] == [(7, 0.1), (7, 0.5)]
+
+
+def test_hooks_of_every_optimizer_see_one_step_also_where_a_class_calls_its_parents():
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)  # by which torch hooks the parent's step
+    optimizer = hu.optim.wrap(_ReadsItsGroups, parameters := _parameters(), lr=0.1)
+    seen = []
+    handle = register_optimizer_step_post_hook(lambda stepped, *_: seen.append(stepped))
+    try:
+        _steps(optimizer, parameters, 0, 1)
+    finally:
+        handle.remove()
+    assert seen == [optimizer]

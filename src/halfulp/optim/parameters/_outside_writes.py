@@ -19,7 +19,7 @@ import torch
 from ..._messages import find_users_level
 from ...kernels import row_checksums, same_bits
 from ._local_tensors import get_local, is_dtensor
-from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
+from ._parameter_plan import ANY_VERSION, MOVED, WARNED, ParameterPlan, PayloadVersion
 
 CHECKSUMS_KEY = "payload_checksums"
 # 0 in every file, for earlier versions, which count steps there.
@@ -80,7 +80,7 @@ def reset_if_stale(plan: ParameterPlan) -> None:
     if is_payload_written(plan):
         _fill_with_neutral(plan, plan.auxiliary_tensors)
         step = plan.state["step"]
-        if step and held.reset_step == step - 1:
+        if held.reset_step == step - 1:
             warnings.warn(
                 "parameters are written between steps, each time: what their auxiliary tensors hold is dropped then, "
                 "and with it updates under half a unit in the last place. Write float32 weights by "
@@ -88,7 +88,9 @@ def reset_if_stale(plan: ParameterPlan) -> None:
                 RuntimeWarning,
                 stacklevel=find_users_level(),
             )
-        held.reset_step = step
+            held.reset_step = WARNED
+        elif held.reset_step != WARNED:
+            held.reset_step = step
     record_version(plan)
 
 

@@ -14,6 +14,8 @@ from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
 ANY_VERSION, MOVED = -1, -2
+# Stand for a step number there.
+NEVER, WARNED = -2, -3
 
 
 @dataclass(slots=True)
@@ -37,13 +39,14 @@ class PayloadVersion:
             as their payload may be loaded before or after them; MOVED after the parameter was given other memory.
         memory: the parameter's memory at that time.
         checksums: of each row of the payload that loaded auxiliary tensors belong to; None if the file has none.
-        reset_step: the step number at which a write from outside last reset the auxiliary tensors; -2 for never.
+        reset_step: the step number at which a write from outside last reset the auxiliary tensors; NEVER, or WARNED
+            once a second step in a row has been warned of.
     """
 
     version: int
     memory: torch.Tensor
     checksums: torch.Tensor | None = None
-    reset_step: int = -2
+    reset_step: int = NEVER
 
 
 @dataclass(eq=False, slots=True)

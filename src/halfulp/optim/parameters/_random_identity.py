@@ -59,13 +59,17 @@ def list_identities(group: Mapping[str, Any]) -> list[int]:
     return group["identities"] if names is None else [hash_name(name) for name in strip_wrapper_names(names)]
 
 
-def assign_identities(group: dict, earlier: list[dict]) -> None:
-    """Give every parameter of a group without names its identity, unless it came with them; note what keys draw."""
+def assign_identities(group: dict, earlier: list[dict], known: Identities) -> None:
+    """Give every parameter of a group without names its identity, unless it came with them; note what keys draw.
+
+    Numbers of parameters that have left all groups stay theirs.
+    """
     group["random_stream"] = STREAM_VERSION
     if group.get("param_names") is not None:
         group.pop("identities", None)
     elif "identities" not in group or len(group["identities"]) != len(group["params"]):
-        start = sum(len(other["params"]) for other in earlier)
+        count = sum(len(other["params"]) for other in earlier)
+        start = max(count, 1 + max((number for name, number in known.values() if name is None), default=-1))
         group["identities"] = list(range(start, start + len(group["params"])))
 
 
@@ -78,7 +82,7 @@ def note_identities(group: dict, known: Identities) -> None:
         known[parameter] = name, number
 
 
-def update_edited_group(group: dict, groups: list[dict], known: Identities) -> None:
+def update_edited_group(group: dict, known: Identities) -> None:
     """Update a group's names and identities after its list of parameters was edited.
 
     A parameter that stands in another's place takes over its name and identity; one that was added without a name
@@ -89,7 +93,7 @@ def update_edited_group(group: dict, groups: list[dict], known: Identities) -> N
     if [number for _, number in held] == numbers:
         return
     taken = {number for _, number in held}
-    free = 1 + max((number for other in groups for number in list_identities(other)), default=-1)
+    free = 1 + max((number for _, number in known.values()), default=-1)
     for position, (_, number) in enumerate(held):
         if number is not None:
             continue
