@@ -88,7 +88,7 @@ def _raises():
 
 
 def test_articles_go_with_the_name_that_follows():
-    """The class of what was given by `a_kind`, as it may begin with a vowel."""
+    """The class of what was given by `name_type`, as it may begin with a vowel."""
     wrong = [place for place, text in _raises() if re.search(r"\ban? \{type\(\w+(\.\w+)*\)\.__name__\}", text)]
     assert not wrong
 

@@ -12,10 +12,10 @@ _PACKAGES_OF_NO_USER = {"halfulp", "torch", "contextlib"}
 ENVIRONMENT = "`halfulp env` prints what there is, and what a report needs"
 
 
-def a_kind(given: object) -> str:
+def name_type(given: object) -> str:
     """Return the class's name of an object with its article, for messages.
 
-    >>> a_kind(3), a_kind({}), a_kind(None)
+    >>> name_type(3), name_type({}), name_type(None)
     ('an int', 'a dict', 'None')
     """
     if given is None:
@@ -26,10 +26,10 @@ def a_kind(given: object) -> str:
     return f"{'an' if name[:1] in vowels else 'a'} {name}"
 
 
-def listed(names: Iterable[object]) -> str:
+def quote(names: Iterable[object]) -> str:
     """Return names as a sentence's list, shortened if there are many.
 
-    >>> listed(["a", "b"]), listed("abcdefg")
+    >>> quote(["a", "b"]), quote("abcdefg")
     ("'a', 'b'", "'a', 'b', 'c', 'd', 'e' and 2 more")
     """
     names = list(names)
@@ -53,20 +53,20 @@ def name_differences(missing: Iterable[object], unknown: Iterable[object]) -> st
     >>> name_differences(["a"], []), name_differences(["a"], ["b"])
     ("lacks 'a'", "lacks 'a' and has the unknown 'b'")
     """
-    lacks = [f"lacks {listed(missing)}"] if missing else []
-    return " and ".join(lacks + ([f"has the unknown {listed(unknown)}"] if unknown else []))
+    lacks = [f"lacks {quote(missing)}"] if missing else []
+    return " and ".join(lacks + ([f"has the unknown {quote(unknown)}"] if unknown else []))
 
 
-def first_line(error: object) -> str:
+def read_first_line(error: object) -> str:
     """Return the first line of an error's message; "" of one that has none.
 
-    >>> first_line(ValueError("no such task", )), first_line(KeyboardInterrupt())
+    >>> read_first_line(ValueError("no such task", )), read_first_line(KeyboardInterrupt())
     ('no such task', '')
     """
     return str(error).strip().partition("\n")[0]
 
 
-def find_users_level() -> int:
+def find_user_stack_level() -> int:
     """Return the `stacklevel` by which warnings.warn, called in the same line, points at the user's line.
 
     That is the innermost one outside this package and torch, whose hooks and decorators stand between.

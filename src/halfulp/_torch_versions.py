@@ -163,7 +163,7 @@ def name_dynamo_source(source: Any) -> str:
 
 
 # Older: all_reduce and reduce of scaled tensors refuse.
-def name_of_reduction(boxed: Any) -> str:
+def get_reduction_name(boxed: Any) -> str:
     """Return the name of a collective's reduction, such as SUM.
 
     Raises:

@@ -136,10 +136,10 @@ def get_block(format: BlockFormat | str) -> BlockFormat:
     return BLOCK_FORMATS[key]
 
 
-def get_any(format: Format | BlockFormat | str | torch.dtype) -> Format | BlockFormat:
+def get_format_or_block(format: Format | BlockFormat | str | torch.dtype) -> Format | BlockFormat:
     """Return the format, or block format, that an argument stands for or looks like; raises as `get` and `get_block`.
 
-    >>> get_any("bf16").name, get_any("MXFP4").name
+    >>> get_format_or_block("bf16").name, get_format_or_block("MXFP4").name
     ('bf16', 'mxfp4')
     """
     if isinstance(format, BlockFormat):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from .._messages import a_kind, name_differences
+from .._messages import name_differences, name_type
 from .._torch_versions import ALL_GATHER
 from ..subclass.models._conversion import check_module
 
@@ -201,16 +201,18 @@ def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReducti
     """
     check_module(model, "reduce_in_bfloat16")
     if scaler is not None and not hasattr(scaler, "get_scale"):
-        raise TypeError(f"scaler= takes the GradScaler or AdaptiveGradScaler of these gradients, got {a_kind(scaler)}")
+        raise TypeError(
+            f"scaler= takes the GradScaler or AdaptiveGradScaler of these gradients, got {name_type(scaler)}"
+        )
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            f"reduce_in_bfloat16 takes a DistributedDataParallel, got {a_kind(model)}: wrap it, or let fully_shard "
+            f"reduce_in_bfloat16 takes a DistributedDataParallel, got {name_type(model)}: wrap it, or let fully_shard "
             "reduce by MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), without error feedback"
         )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "decode"):
             raise NotImplementedError(
-                f"parameter {name!r} is {a_kind(parameter)}, whose gradients have several parts: "
+                f"parameter {name!r} is {name_type(parameter)}, whose gradients have several parts: "
                 "hu.scaled.payload_hook sends those of scaled parameters in float16"
             )
     if getattr(model, "_comm_hooks", None):

@@ -8,7 +8,7 @@ import math
 import statistics
 from typing import ClassVar
 
-from .._messages import a_kind
+from .._messages import name_type
 from .._names import read_class_docstring, register_entry
 from ..formats import Format
 from ._functions import Operands
@@ -80,7 +80,7 @@ def get_policy(policy: Policy | str) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
-        raise TypeError(f"a policy is a name or a Policy, got {a_kind(policy)}")
+        raise TypeError(f"a policy is a name or a Policy, got {name_type(policy)}")
     if policy not in _POLICIES_BY_NAME:
         raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(_POLICIES_BY_NAME)}")
     return _POLICIES_BY_NAME[policy]()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from .._messages import a_kind
+from .._messages import name_type
 from ..formats import Format
 from ..kernels import uncompiled
 from ..rounding import Rounding
@@ -413,7 +413,7 @@ def list_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     elements: list[object] = list(model) if isinstance(model, (list, tuple)) else [model]
     models = [one for one in elements if isinstance(one, nn.Module)]
     if len(models) < len(elements) or not models:
-        kind = next((a_kind(one) for one in elements if not isinstance(one, nn.Module)), "an empty list")
+        kind = next((name_type(one) for one in elements if not isinstance(one, nn.Module)), "an empty list")
         raise TypeError(f"the model is {kind}: give a torch.nn.Module, or a list of several")
     return models
 

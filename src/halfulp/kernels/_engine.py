@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .._messages import ENVIRONMENT, find_users_level
+from .._messages import ENVIRONMENT, find_user_stack_level
 from .vector._processor import check_features, explain_unsupported_machine
 
 ENGINES = ("auto", "llvm", "triton", "reference")
@@ -35,7 +35,7 @@ def note_fallback(kind: str, text: str) -> None:
 def note_and_warn_once(kind: str, text: str) -> None:
     """Count a fallback, and warn at its first."""
     if not _fallback_counts[kind, text]:
-        warnings.warn(text, RuntimeWarning, stacklevel=find_users_level())
+        warnings.warn(text, RuntimeWarning, stacklevel=find_user_stack_level())
     note_fallback(kind, text)
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from .._messages import a_kind
+from .._messages import name_type
 
 _PLAIN_CLASSES = frozenset((Tensor, torch.nn.Parameter))
 _TRACED_CLASS_NAMES = frozenset(("FakeTensor", "FunctionalTensor"))
@@ -163,7 +163,7 @@ def refuse_tensor(x: Tensor, what: str, otherwise: str = "give a plain tensor of
     elif x.is_neg():
         kind, remedy = "a view whose memory holds the values with the other sign", "give x.resolve_neg()"
     elif type(x) not in _PLAIN_CLASSES:
-        kind = f"{a_kind(x)}, a tensor class whose numbers lie in other tensors"
+        kind = f"{name_type(x)}, a tensor class whose numbers lie in other tensors"
         remedy = otherwise
     else:
         kind, remedy = "a tensor whose memory was freed", "call it where its storage is allocated"

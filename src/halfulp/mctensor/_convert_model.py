@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._messages import a_kind
+from .._messages import name_type
 from ..arithmetic import MOST, PRECISION
 from ..subclass._in_backward import COMPONENTS, FIRST, check_gradients_mode
 from ..subclass.models._conversion import (
@@ -282,7 +282,7 @@ def _check_parameter(ref: ParameterRef) -> None:
     check_has_shape(ref)
     if not isinstance(ref.value, MCTensor) and hasattr(ref.value, "decode"):
         raise ValueError(
-            f"parameter {ref.name!r} is {a_kind(ref.value)}: make it plain first, by "
+            f"parameter {ref.name!r} is {name_type(ref.value)}: make it plain first, by "
             "halfulp.scaled.unscalify(model), or leave it out by where="
         )
     try:

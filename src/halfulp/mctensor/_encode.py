@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._messages import a_kind
+from .._messages import name_type
 from ..arithmetic import MOST, PRECISION, Parts, merge, pointwise, renormalize
 from ..arithmetic._pointwise import round_under_scale
 from ..kernels import require_float64, resolve_plain_memory
@@ -46,7 +46,7 @@ def canonicalize_components(components: Any, scale: Any) -> tuple[Parts, Tensor 
     check_component_count(len(tensors))
     for part in tensors:
         if not isinstance(part, Tensor):
-            raise TypeError(f"components are plain tensors, got {a_kind(part)}: use MCTensor.encode")
+            raise TypeError(f"components are plain tensors, got {name_type(part)}: use MCTensor.encode")
         check_dtype(part.dtype)
         require_float64(part.device, "MCTensors")
     kinds = {part.dtype for part in tensors}
@@ -206,7 +206,7 @@ def _find_exact_value(value: Any) -> Fraction | float:
     if isinstance(value, (np.integer, np.floating)):
         return Fraction(value.item())
     raise TypeError(
-        f"an MCTensor of {a_kind(value)}: allowed are tensors, numbers, strings, Fractions and mpmath numbers"
+        f"an MCTensor of {name_type(value)}: allowed are tensors, numbers, strings, Fractions and mpmath numbers"
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .._messages import a_kind
+from .._messages import name_type
 from ..emulation import Emulation
 from ..optim import Optimizer
 from ..optim._float32 import read_weights
@@ -134,7 +134,9 @@ class LossAllocation:
                 self._wide[name].grad = None
             loss = self._loss(self._copy)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                raise TypeError(f"loss= returned {a_kind(loss)}: return the scalar loss of the model that it is given")
+                raise TypeError(
+                    f"loss= returned {name_type(loss)}: return the scalar loss of the model that it is given"
+                )
             if not bool(loss.isfinite()):
                 raise ValueError(f"the loss is {loss.item()}: there is no change of it to allocate")
             loss.backward()
@@ -205,9 +207,9 @@ def allocate_loss(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss
     (True, True, True)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"allocate_loss takes a torch.nn.Module, got {a_kind(model)}")
+        raise TypeError(f"allocate_loss takes a torch.nn.Module, got {name_type(model)}")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"allocate_loss takes a torch optimizer, got {a_kind(optimizer)}")
+        raise TypeError(f"allocate_loss takes a torch optimizer, got {name_type(optimizer)}")
     if any(isinstance(vars(module).get("forward"), Emulation) for module in model.modules()):
         raise ValueError(
             "the model is emulated, and its loss a step function, whose gradient says nothing about its changes: end "
@@ -218,7 +220,7 @@ def allocate_loss(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss
         raise ValueError("no parameter of the model trains: there is no movement to allocate")
     for parameter in trained:
         if type(parameter) not in (nn.Parameter, Tensor) or type(parameter.data) is not Tensor:
-            raise TypeError(f"allocate_loss takes plain parameters, got {a_kind(parameter.data)}")
+            raise TypeError(f"allocate_loss takes plain parameters, got {name_type(parameter.data)}")
     return LossAllocation(model, optimizer, loss)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFIX
 
-from .._messages import listed, name_differences
+from .._messages import name_differences, quote
 from ..kernels import keeping_subnormals
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
@@ -215,7 +215,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         others = [key for key in foreign if is_auxiliary_name(key) or key.startswith("base.")]
         if others:
             raise ValueError(
-                f"state of parameter {plan.name} holds {listed(others)}, which {type(self).__name__} with "
+                f"state of parameter {plan.name} holds {quote(others)}, which {type(self).__name__} with "
                 f"weight_update={plan.spec.update.name!r} does not keep: load it into the optimizer that saved it"
             )
         # The user's own, and states that an option of the group has switched off, which stay, as in torch.optim.
@@ -279,7 +279,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         extra = {names[name]: state_dict.pop(name) for name in tuple(state_dict) if name.endswith(EXTRA_STATE_SUFFIX)}
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
-            raise ValueError(f"{listed(wrong)} are not of the model's shapes: give a state_dict of this model")
+            raise ValueError(f"{quote(wrong)} are not of the model's shapes: give a state_dict of this model")
         places = {id(parameter): (group, k) for group, k, parameter in walk_model_parameters(self)}
         if not any(id(tensor) in places for tensor in own.values()):
             raise ValueError(
@@ -570,8 +570,8 @@ def _fit_saved_state(
     stored = [key for suffix in STORAGE_SUFFIXES[1:] if (key := f"{rule_state.name}{suffix}") in state]
     if stored or not isinstance(given, torch.Tensor) or not given.is_floating_point():
         raise ValueError(
-            f"state {rule_state.name!r} of parameter {plan.name} was saved as {listed(stored or held)}, and this "
-            f"optimizer keeps {listed(list(names))}: give it the state_dtype of the optimizer that saved the file: "
+            f"state {rule_state.name!r} of parameter {plan.name} was saved as {quote(stored or held)}, and this "
+            f"optimizer keeps {quote(list(names))}: give it the state_dtype of the optimizer that saved the file: "
             "states are converted from plain tensors alone, and torch.distributed.checkpoint reads no others"
         )
     like = torch.empty(plan.shape, dtype=torch.float32, device="meta")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._messages import listed, name_differences
+from .._messages import name_differences, quote
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
@@ -171,7 +171,7 @@ class EMA:
                 changed = [name]
         if changed:
             raise ValueError(
-                f"{listed(changed)} are other tensors than those averaged: make a new EMA after changing the model"
+                f"{quote(changed)} are other tensors than those averaged: make a new EMA after changing the model"
             )
         return live
 

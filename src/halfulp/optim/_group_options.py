@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from .._messages import a_kind, find_users_level
+from .._messages import find_user_stack_level, name_type
 from .._names import describe_unknown_name
 from ..formats import Format
 from .states._state import State, StateChoice, make_state
@@ -152,7 +152,7 @@ def check_parameters(params: object) -> None:
     if not isinstance(params, Iterable):
         remedy = "model.parameters() or model.named_parameters()" if isinstance(params, torch.nn.Module) else "a list"
         raise TypeError(
-            f"an optimizer takes parameters, named ones or param groups, got {a_kind(params)}: give {remedy}"
+            f"an optimizer takes parameters, named ones or param groups, got {name_type(params)}: give {remedy}"
         )
 
 
@@ -256,7 +256,7 @@ def check_torch_switches(name: str, given: Mapping[str, Any]) -> None:
     if ignored:
         warnings.warn(
             f"{name}({', '.join(ignored)}) is ignored: one fused kernel steps all tensors",
-            stacklevel=find_users_level(),
+            stacklevel=find_user_stack_level(),
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._messages import a_kind, listed
+from .._messages import name_type, quote
 from ..rounding import mix64, random_words
 from ._group_options import ParamGroups, check_parameters
 from .parameters._narrow_groups import walk_model_parameters
@@ -194,7 +194,7 @@ class HALP(torch.optim.Optimizer):
         """Restore a copy, a pickle or a file; raises ValueError for the state of another optimizer."""
         for group in state.get("param_groups", ()):
             if lacking := [name for name in _SHARED_ENTRIES if name not in group]:
-                raise ValueError(f"this is no state dict of hu.optim.HALP: a group of it has no {listed(lacking)}")
+                raise ValueError(f"this is no state dict of hu.optim.HALP: a group of it has no {quote(lacking)}")
         super().__setstate__(state)
 
 
@@ -219,7 +219,7 @@ def _check_group_options(group: dict[str, Any]) -> None:
         raise ValueError(f"HALP(bits={bits!r}): 2 to 16, or None for SVRG in full precision")
     for parameter in group["params"]:
         if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
-            raise TypeError(f"HALP takes plain parameters, got {a_kind(parameter)}")
+            raise TypeError(f"HALP takes plain parameters, got {name_type(parameter)}")
         if parameter.dtype not in (torch.float32, torch.float64):
             raise TypeError(
                 f"HALP takes float32 or float64 parameters, got {parameter.dtype}: the center is wide, and what is "

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .._messages import find_users_level
+from .._messages import find_user_stack_level
 from .parameters._parameter_plan import ParameterPlan
 
 SAMPLES_BEFORE_WARNING = 100
@@ -97,7 +97,7 @@ def warn_if_mostly_lost(plans: Iterable[ParameterPlan]) -> None:
                 f"nearest rounding cancelled {_divide_or_zero(lost.cancelled, lost.seen):.0%} of the updates of "
                 f"parameter {plan.name} on {SAMPLES_BEFORE_WARNING} sampled steps: it is hardly training; {_CURE_TEXT}",
                 RuntimeWarning,
-                stacklevel=find_users_level(),
+                stacklevel=find_user_stack_level(),
             )
 
 

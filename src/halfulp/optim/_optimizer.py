@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 
-from .._messages import a_kind
+from .._messages import name_type
 from .._names import describe_unknown_name, read_class_docstring, register_entry
 from ..formats import Format
 from ..kernels import keeping_subnormals, uncompiled
@@ -555,7 +555,7 @@ def find_own_optimizer(given: Any, what: str, remedy: str) -> Optimizer:
     """Return an optimizer of hu.optim, out of the wrappers that a trainer has put round it."""
     inner = find_inner_optimizer(given)
     if not isinstance(inner, Optimizer):
-        raise TypeError(f"{what} takes an optimizer of hu.optim, got {a_kind(inner)}: {remedy}")
+        raise TypeError(f"{what} takes an optimizer of hu.optim, got {name_type(inner)}: {remedy}")
     return inner
 
 

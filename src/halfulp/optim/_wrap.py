@@ -12,7 +12,7 @@ import torch
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .._messages import a_kind, listed
+from .._messages import name_type, quote
 from ..formats import Format
 from ..scaled import ScaledTensor
 from ._checkpoint import check_state_dict, is_halfulp_file, walk_saved_parameters
@@ -141,7 +141,7 @@ def wrap(
         )
     if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"wrap takes an optimizer's class and parameters, got {a_kind(optimizer)}: give wrap(torch.optim.SGD, "
+            f"wrap takes an optimizer's class and parameters, got {name_type(optimizer)}: give wrap(torch.optim.SGD, "
             "params)"
         )
     options = read_options(options, read_defaults(optimizer))
@@ -407,7 +407,7 @@ def _refuse_own_entries(base: torch.optim.Optimizer) -> None:
     beside = [] if is_torchs else sorted(base.state_dict().keys() - {"state", "param_groups"})
     if beside := beside + [str(key) for key in base.state if not isinstance(key, torch.Tensor)]:
         raise NotImplementedError(
-            f"{type(base).__name__} saves {listed(beside)} beside its parameters' states and groups, which files of "
+            f"{type(base).__name__} saves {quote(beside)} beside its parameters' states and groups, which files of "
             "wrap do not hold: keep it in a parameter's state or in a param group"
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from .._messages import a_kind
+from .._messages import name_type
 from ..gradients._functions import map_tensors, memoize_by_tensor
 from ..subclass.models._float32_products import get_original_class
 
@@ -32,11 +32,11 @@ class CopiedArguments(dict):
         for copy, before in self._copies:
             now = _read_state(copy)
             if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
-                what = f"a tensor of {copy.dtype}" if isinstance(copy, Tensor) else a_kind(copy)
+                what = f"a tensor of {copy.dtype}" if isinstance(copy, Tensor) else name_type(copy)
                 raise RuntimeError(
-                    f"{a_kind(module)} wrote into an argument, {what}, that it was given as a copy in the dtype of its "
-                    "weights, so that its caller would not see it: make what it writes into in that dtype, or return "
-                    "the result"
+                    f"{name_type(module)} wrote into an argument, {what}, that it was given as a copy in the dtype of "
+                    "its weights, so that its caller would not see it: make what it writes into in that dtype, or "
+                    "return the result"
                 )
 
 
@@ -125,9 +125,9 @@ class CheckFloat32Hook(CastHook):
             if parameter is not None and parameter.dtype != torch.float32 and parameter.dtype in _PLAIN_DTYPES:
                 raise TypeError(
                     f"parameter '{f'{self.name}.{key}'.lstrip('.')}' is {parameter.dtype}, but halfulp.convert keeps "
-                    f"{a_kind(module)} in float32: the model was cast as a whole afterwards, by model.to(dtype) or a "
-                    "trainer's precision='bf16-true'; leave that out (precision='32-true'), as the model is converted "
-                    "already, or call halfulp.revert(model) before it"
+                    f"{name_type(module)} in float32: the model was cast as a whole afterwards, by model.to(dtype) or "
+                    "a trainer's precision='bf16-true'; leave that out (precision='32-true'), as the model is "
+                    "converted already, or call halfulp.revert(model) before it"
                 )
 
 
@@ -160,7 +160,7 @@ def cast_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
-            given, made = _stored_elements(x), _stored_elements(y)
+            given, made = _get_stored_elements(x), _get_stored_elements(y)
             is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
             is_plain = not is_traced and not torch._C._are_functorch_transforms_active() and type(made) is Tensor
             # Its numbers can be read without a device synchronisation, a graph break or an error.
@@ -170,7 +170,7 @@ def cast_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
-def _stored_elements(x: Tensor) -> Tensor:
+def _get_stored_elements(x: Tensor) -> Tensor:
     """Return the strided tensor that stores a nested or sparse one's elements."""
     if x.layout == torch.sparse_coo:
         return x._values()

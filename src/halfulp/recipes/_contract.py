@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._messages import a_kind, listed
+from .._messages import name_type, quote
 from ..mctensor import MCTensor
 from ..optim import Optimizer
 from ..optim._optimizer import find_inner_optimizer
@@ -92,7 +92,7 @@ class Contract:
                 return cls({name: TensorTerms(**{"states": {}, **terms}) for name, terms in tensors.items()})
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(
-                f"no precision contract in {a_kind(given)}: give what hu.contract(...).to_dict() returned"
+                f"no precision contract in {name_type(given)}: give what hu.contract(...).to_dict() returned"
             ) from None
         raise ValueError(f"the precision contract is of version {version!r}, known is {_VERSION}: update halfulp")
 
@@ -135,7 +135,7 @@ class Contract:
         kinds: dict[str, list[str]] = {}
         for name, terms in self.tensors.items():
             kinds.setdefault(_write_terms(terms), []).append(name)
-        return "\n".join(f"{words}: {listed(names)}" for words, names in kinds.items())
+        return "\n".join(f"{words}: {quote(names)}" for words, names in kinds.items())
 
 
 def contract(
@@ -165,7 +165,7 @@ def contract(
     ValueError: the precision contract does not hold: weight: dtype was bfloat16, is float32; ...
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
+        raise TypeError(f"the model is {name_type(model)}: give a torch.nn.Module")
     optimizers = _list_optimizers(optimizer)
     stepped = {
         id(parameter): _describe_step(one, group, position)
@@ -216,7 +216,7 @@ def _list_optimizers(given: object) -> list[torch.optim.Optimizer]:
     found = [find_inner_optimizer(one) for one in several]
     for one in found:
         if not isinstance(getattr(one, "param_groups", None), list):
-            raise TypeError(f"the optimizer is {a_kind(one)}: give a torch optimizer, a list of them, or None")
+            raise TypeError(f"the optimizer is {name_type(one)}: give a torch optimizer, a list of them, or None")
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._messages import a_kind
+from .._messages import name_type
 from ._training_step import call_on_batch
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -157,7 +157,7 @@ def multipoint(
     (True, torch.uint8)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"multipoint takes a torch.nn.Module, got {a_kind(model)}")
+        raise TypeError(f"multipoint takes a torch.nn.Module, got {name_type(model)}")
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
         raise ValueError(f"bits={bits!r}: a code has 2 to 8")
     kinds = (nn.Linear, *_CONVOLUTIONS)
@@ -182,14 +182,14 @@ def multipoint(
     sizes = {name: math.ceil(layer.weight[0].numel() * bits / 8) + _SCALE_BYTES for name, layer in chosen.items()}
     single = sum(size * len(chosen[name].weight) for name, size in sizes.items())
     if isinstance(budget, bool) or not isinstance(budget, int | float):
-        raise TypeError(f"budget={budget!r} is {a_kind(budget)}: give a number, 1.1 for a tenth more bytes")
+        raise TypeError(f"budget={budget!r} is {name_type(budget)}: give a number, 1.1 for a tenth more bytes")
     if not budget >= 1:
         raise ValueError(
             f"budget={budget!r} is met by no choice: one point of {bits} bits per channel already takes {single:,} "
             "bytes, which counts as 1; give 1 or more, or fewer bits"
         )
     moments = _measure_input_moments(model, chosen, batches)
-    ladders = {name: _PointLadder(layer, bits, moments[name]) for name, layer in chosen.items()}
+    ladders = {name: _ChannelPoints(layer, bits, moments[name]) for name, layer in chosen.items()}
     points = _spend_budget(ladders, sizes, single * (budget - 1))
     made, quantized = {}, {}
     for name, ladder in ladders.items():
@@ -205,7 +205,7 @@ def multipoint(
     return Multipoint(made, single, kept)
 
 
-class _PointLadder:
+class _ChannelPoints:
     """Points of all channels of a layer, most first: codes [points, channels, inputs], scales [points, channels].
 
     `errors` [points + 1, channels] are what n points leave of E (r . x)^2, over the mean square of an output.
@@ -261,7 +261,7 @@ def _compute_output_errors(rows: Tensor, moment: Tensor) -> Tensor:
     return ((grouped @ moment) * grouped).sum(2).flatten()
 
 
-def _spend_budget(ladders: Mapping[str, _PointLadder], sizes: Mapping[str, int], left: float) -> dict[str, Tensor]:
+def _spend_budget(ladders: Mapping[str, _ChannelPoints], sizes: Mapping[str, int], left: float) -> dict[str, Tensor]:
     """Return the points of each channel: one, and then that which removes most error per byte while bytes are left."""
     points = {name: torch.ones_like(ladder.scales[0], dtype=torch.int64) for name, ladder in ladders.items()}
     costs = {name: size + _CHANNEL_BYTES for name, size in sizes.items()}

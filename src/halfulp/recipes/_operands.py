@@ -25,7 +25,7 @@ class RoundOperandsHook:
 
     def __call__(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if getattr(layer, "_is_replica", False):
-            _refuse_layer_copy(layer, self.format)
+            _raise_for_layer_copy(layer, self.format)
         vars(layer)["weight"] = straight_through(layer._parameters["weight"], self.format)
         return tuple(straight_through(x, self.format) if is_floating(x) else x for x in inputs)
 
@@ -50,13 +50,13 @@ class RefuseCopiesHook:
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         # copy.copy shares the table of parameters, and so all numbers.
         if layer is not self.forward.layer and layer._parameters is not self.forward.layer._parameters:
-            _refuse_layer_copy(layer, self.forward.format)
+            _raise_for_layer_copy(layer, self.forward.format)
 
 
 ROUNDING_HOOKS = RoundOperandsHook | RoundResultHook | RefuseCopiesHook
 
 
-def _refuse_layer_copy(layer: nn.Module, format: str) -> NoReturn:
+def _raise_for_layer_copy(layer: nn.Module, format: str) -> NoReturn:
     raise NotImplementedError(
         f"this {type(layer).__name__} is a replica, or a shallow copy with parameters of its own, of a layer whose "
         f"operands are rounded to {format}, and would compute with the original's: take copy.deepcopy for copies, and "

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from .._messages import a_kind, align_columns, listed
+from .._messages import align_columns, name_type, quote
 from .._qualified_names import make_name_pattern
 from ..formats import block_names
 from ..scaled._scalify import find_eight_bit_forward
@@ -26,7 +26,7 @@ from ._recipe import NORMS, Recipe
 def check_float32_model(model: nn.Module) -> None:
     """Raise for a model that no recipe starts from."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
+        raise TypeError(f"the model is {name_type(model)}: give a torch.nn.Module")
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one batch through the model first")
@@ -126,7 +126,7 @@ def _choose_update(recipe: Recipe, name: str, module: nn.Module) -> str | None:
             return update
     globs = ", ".join(repr(glob) for glob, _ in recipe.weight_update)
     raise ValueError(
-        f"recipe {recipe.name!r}: parameter {name!r} of {a_kind(module)} matches none of {globs}; "
+        f"recipe {recipe.name!r}: parameter {name!r} of {name_type(module)} matches none of {globs}; "
         "end the list with the glob '*'"
     )
 
@@ -298,13 +298,13 @@ def _plan_module(
     tied = {key: other for key, other in names.items() if other != (f"{name}.{key}" if name else key)}
     stays = [key for key, p in sorted(own.items()) if id(p) in keeps]
     if stays and not why_kept:
-        why_kept = f"shares {listed(stays)} with a module that stays float32"
+        why_kept = f"shares {quote(stays)} with a module that stays float32"
     wanted = {updates[other] for other in names.values()} - {None}
     stepped = [key for key, p in own.items() if key not in tied and key not in stays and p.requires_grad]
     got = {updates[names[key]] for key in stepped} - {None}
     products, why_no_product = _describe_narrow_products(recipe, name, module)
     storage = _describe_storage(recipe)
-    held_as = storage if not stays else "float32" if len(stays) == len(own) else f"{storage}, {listed(stays)} float32"
+    held_as = storage if not stays else "float32" if len(stays) == len(own) else f"{storage}, {quote(stays)} float32"
     formats = {"operands": recipe.operand_format, "gradients": recipe.gradient_format}
     asked = [f"{recipe.matmul} products"] if recipe.matmul else []
     asked += [f"{what} in {format}" for what, format in formats.items() if format]
@@ -345,7 +345,7 @@ def _explain_missing_updates(
     said = [f"{key!r} is {first!r}" for key, first in tied.items()]
     frozen = [key for key, p in own.items() if not p.requires_grad]
     if frozen:
-        said.append("frozen" if len(frozen) == len(own) else f"{listed(frozen)} frozen")
+        said.append("frozen" if len(frozen) == len(own) else f"{quote(frozen)} frozen")
     if asked and any(own[key].requires_grad and key not in tied for key in stays):
         said.append("float32 needs no weight update")
     return said

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .._messages import a_kind
+from .._messages import name_type
 from ..kernels import same_bits
 from ..kernels._plain_memory import is_floating
 from ..scaled import ScaledTensor
@@ -120,7 +120,7 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def fix_random_state() -> Iterator[None]:
+def seed_random_state() -> Iterator[None]:
     """Run a block from the same state of Python's, NumPy's and torch's generators; restore them."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng():
@@ -135,7 +135,7 @@ def fix_random_state() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def check_untouched(model: nn.Module) -> Iterator[None]:
+def forbid_model_changes(model: nn.Module) -> Iterator[None]:
     """Check that runs of copies do not change the model, whose gradients are put aside meanwhile."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     before = {name: (tensor.grad, tensor._version) for name, tensor in tensors.items()}
@@ -247,7 +247,7 @@ def run_one_step(
 ) -> StepResults:
     """Run a model on a batch, and backward from what ``scaled`` makes of the loss, under ``watch``."""
     model.zero_grad()
-    with fix_random_state(), watch or contextlib.nullcontext():
+    with seed_random_state(), watch or contextlib.nullcontext():
         output = call_on_batch(model, batch)
         loss = loss_of(output)
         check_loss(loss)
@@ -262,7 +262,7 @@ def run_one_step(
 def check_loss(loss: Any) -> None:
     """Refuse a loss that is no scalar."""
     if not isinstance(loss, Tensor):
-        raise TypeError(f"the loss gave {a_kind(loss)}: give a scalar tensor, loss=lambda output: ...")
+        raise TypeError(f"the loss gave {name_type(loss)}: give a scalar tensor, loss=lambda output: ...")
     if loss.numel() != 1:
         raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
 
@@ -298,7 +298,7 @@ def call_on_batch(model: nn.Module, batch: Any) -> Any:
 def choose_loss(given: LossOfOutput | None, seed: int) -> LossOfOutput:
     """Return the given loss; without one the output's own loss, or its elements under fixed random weights."""
     if given is not None and not callable(given):
-        raise TypeError(f"the loss is {a_kind(given)}: give a function, loss=lambda output: ...")
+        raise TypeError(f"the loss is {name_type(given)}: give a function, loss=lambda output: ...")
     if given is not None:
         return given
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._messages import a_kind
+from .._messages import name_type
 from ..gradients import AdaptiveGradScaler
 from ..gradients.eager._replay import count_replays
 from ..mctensor import MCTensor
@@ -28,9 +28,9 @@ from ._training_step import (
     OperatorDifference,
     StepResults,
     agrees_with_float32,
-    check_untouched,
     choose_loss,
     copy_model,
+    forbid_model_changes,
     measure_difference,
     pair_results,
     run_in_float64,
@@ -243,10 +243,10 @@ class ExponentProof(Proof):
         for _ in range(trials):
             draw = self._draw_exponents([_GLOBAL_SITE, *keys] if linear else keys)
             found = self._run_scaled_step(draw, merged)
-            if _differ(baseline, found):
+            if has_different_results(baseline, found):
                 own = [key for key in keys if key not in merged]
                 runs = {key: self._run_scaled_step({key: draw[key] or 1}, merged) for key in own}
-                alone = [key for key, run in runs.items() if _differ(baseline, run)]
+                alone = [key for key, run in runs.items() if has_different_results(baseline, run)]
                 # Where none is wrong by itself, none can be told from the others.
                 merged += alone or own
                 found = self._run_scaled_step(draw, merged)
@@ -318,7 +318,7 @@ def _parameter_name(name: str) -> str:
     return name.removeprefix(GRADIENT_PREFIX).strip("'")
 
 
-def _differ(baseline: StepResults, found: StepResults) -> bool:
+def has_different_results(baseline: StepResults, found: StepResults) -> bool:
     return any(measure_difference(wanted, got) for _, wanted, got in pair_results(baseline, found))
 
 
@@ -370,7 +370,7 @@ def verify(
     loss_of = choose_loss(loss, seed)
     if scaler is not None and [one() for one in scaler._models] != [model]:
         raise ValueError("the scaler is not this model's alone: make one for the model, AdaptiveGradScaler(model)")
-    with check_untouched(model):
+    with forbid_model_changes(model):
         if recipe.payload:
             return ScaleProof(model, batch, loss_of, seed).run_under_scales(recipe, trials)
         proof = ExponentProof(model, batch, loss_of, seed)
@@ -384,7 +384,7 @@ def verify(
 
 def _check_arguments(model: nn.Module, trials: int) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
+        raise TypeError(f"the model is {name_type(model)}: give a torch.nn.Module")
     if trials < 1:
         raise ValueError(f"trials={trials}: give at least 1, as no trial proves nothing")
     for name, parameter in model.named_parameters():

@@ -20,7 +20,7 @@ from ..kernels._trace import RecordedFunction, block_largest
 from ..kernels.triton._launch import TensorKernel
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
-from ._device_functions import half_addend, round_word
+from ._device_functions import compute_nearest_addend, round_word
 from ._kernels import (
     FIXED_KEY,
     TritonPlan,
@@ -29,9 +29,9 @@ from ._kernels import (
     choose_mode_functions,
     choose_rounding_engine,
     find_row_length,
-    make_fixed_elements,
-    name_constants,
-    note_write,
+    increment_tensor_version,
+    index_constants,
+    make_check_elements,
     overlap_partly,
     round_by_triton,
     run_table_on_tensors,
@@ -117,7 +117,7 @@ def multiply_by_inverse(w, inverse, c):
     return word(real(w) * real(inverse))
 
 
-def nonzero_quotient(w, inverse, c):
+def divide_without_underflow(w, inverse, c):
     """Device function: an element over its scale for modes in which a small number is not 0, and never becomes it."""
     y = quotient(w, inverse, c)
     lost = (bit_and(y, c.magnitude) == 0) & (bit_and(w, c.magnitude) > 0)
@@ -140,7 +140,7 @@ def compute_scale_under_tensor_scale(a, c, d, b):
     return select(a >= c.infinity, c.nan, word(real(r) * real(b.tensor)))
 
 
-def upward_addend(w, a, u, s, keep, c):
+def compute_upward_addend(w, a, u, s, keep, c):
     """Device function: away from zero."""
     return bit_xor(keep, c.ones)
 
@@ -224,7 +224,7 @@ def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | N
     return BlockTarget(element, scale, format.block, choice, format.tensor_scale)
 
 
-def scale_threshold(target: BlockTarget, mantissa: int) -> tuple[int, int]:
+def compute_scale_threshold(target: BlockTarget, mantissa: int) -> tuple[int, int]:
     """Return how a power-of-two scale follows from largest = 2^e (1 + f): exponent e - first + (f >= second).
 
     `second` is in units of 2^-mantissa; a value that f never reaches stands for never.
@@ -286,7 +286,7 @@ def choose_block_layout(dtype: torch.dtype, target: BlockTarget) -> WordLayout |
     if not target.has_power_scales:
         fits = choose_layout(target.scale) is WORD32 and target.scale.tiny_exponent >= -126
         return WORD32 if narrow and fits else None
-    first, _ = scale_threshold(target, 0)
+    first, _ = compute_scale_threshold(target, 0)
     return WORD32 if narrow and first >= 2 and target.scale.emin >= -127 else WORD64
 
 
@@ -296,7 +296,7 @@ def bind_device_functions(kind: BlockKind) -> dict[str, object]:
         **choose_mode_functions(kind.mode, (kind.rounding_path, kind.keeps_signs, kind.saturates))
     }
     names["quotient"] = multiply_by_inverse if kind.has_power_scales else divide_by_scale
-    names["payload"] = nonzero_quotient if kind.mode in (UP, DOWN) else names["quotient"]
+    names["payload"] = divide_without_underflow if kind.mode in (UP, DOWN) else names["quotient"]
     if kind.has_power_scales:
         names |= {"scale_of": compute_scale_exponent, "factor_of": make_power, "inverse_of": make_inverse_power}
     else:
@@ -305,7 +305,7 @@ def bind_device_functions(kind: BlockKind) -> dict[str, object]:
             "factor_of": use_scale_itself,
             "inverse_of": use_scale_itself,
         }
-        names["scale_addend"] = half_addend if kind.rounds_to_nearest else upward_addend
+        names["scale_addend"] = compute_nearest_addend if kind.rounds_to_nearest else compute_upward_addend
     return names
 
 
@@ -342,7 +342,7 @@ def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float,
     `tensor` is the tensor's scale, and `unit` its product with the largest element.
     """
     if target.has_power_scales:
-        first, second = scale_threshold(target, layout.mantissa)
+        first, second = compute_scale_threshold(target, layout.mantissa)
         highest = floor_log2(target.scale.max)
         words = BlockConstants(
             first=first % (1 << layout.width),
@@ -363,9 +363,9 @@ def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float,
 
 
 @cache
-def make_fixed_rows(dtype: torch.dtype, length: int) -> torch.Tensor:
+def make_check_rows(dtype: torch.dtype, length: int) -> torch.Tensor:
     """Return rows of a length, of numbers of all magnitudes and the special ones."""
-    x = make_fixed_elements(dtype)
+    x = make_check_elements(dtype)
     x = x.repeat(-(-length // x.numel()))
     return x[: x.numel() // length * length].view(-1, length)
 
@@ -396,7 +396,7 @@ def compute_block_scales(largest: torch.Tensor, target: BlockTarget) -> torch.Te
     layout = _reference_layout(largest.dtype)
     piece = _record_block_scale(BlockKind.of(largest.dtype, target, layout), layout.width)
     bits = largest.contiguous().view(torch.int64 if layout is WORD64 else torch.int32)
-    given: dict[Any, Any] = {**name_constants(_reference_words(largest, target)), "word": bits}
+    given: dict[Any, Any] = {**index_constants(_reference_words(largest, target)), "word": bits}
     return run_on_tensors(piece.trace, (), given, piece.results)[0][0].view(largest.dtype)
 
 
@@ -446,7 +446,7 @@ def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget, layout: Word
 
 def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key: int, out: torch.Tensor) -> bool:
     def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
-        return make_fixed_rows(x.dtype, 3 * target.block + 1 if ragged else 16 * target.block)
+        return make_check_rows(x.dtype, 3 * target.block + 1 if ragged else 16 * target.block)
 
     plan = make_block_triton_plan(x.dtype, target, layout)
     return round_by_triton(plan, x, key, out, fixed, lambda rows: round_blocks_by_reference(rows, target, FIXED_KEY))
@@ -468,7 +468,7 @@ def round_blocks_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch
     if x.device.type != "cpu":
         check_device(x, target, lambda elements, rounded: _round_into(elements, target, FIXED_KEY, rounded))
     _round_into(x, target, key, out)
-    note_write(out)
+    increment_tensor_version(out)
 
 
 def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
@@ -498,7 +498,7 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
 
 def _round_by_llvm(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key: int, out: torch.Tensor) -> None:
     kind = BlockKind.of(x.dtype, target, layout)
-    kernels, rows = _compile_kernels(x.dtype, kind), make_fixed_rows(x.dtype, 3 * target.block + 1)
+    kernels, rows = _compile_kernels(x.dtype, kind), make_check_rows(x.dtype, 3 * target.block + 1)
 
     def fast() -> list[torch.Tensor]:
         rounded = torch.empty_like(rows)

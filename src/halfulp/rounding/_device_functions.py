@@ -100,35 +100,35 @@ def round_in_fixed_point(w, a, u, c):
 # modes: what is added before bits are dropped, and whether what is below the smallest number becomes it ------
 
 
-def half_addend(w, a, u, s, keep, c):
+def compute_nearest_addend(w, a, u, s, keep, c):
     """Device function: to nearest, ties to even: half a spacing less one, and the last bit that stays."""
     lost = bit_xor(keep, c.ones)
     last = shr(bit_or(bit_and(a, c.significand), c.implicit), s)
     return add(shr(lost, 1), bit_and(bit_and(last, 1), lost))
 
 
-def half_addend_fixed(w, a, u, s, keep, c):
+def compute_nearest_addend_on_grid(w, a, u, s, keep, c):
     """Device function: the same where no word loses its implicit bit."""
     lost = bit_xor(keep, c.ones)
     return add(shr(lost, 1), bit_and(bit_and(shr(a, s), 1), lost))
 
 
-def half_reaches_smallest(w, a, u, c):
+def exceeds_half_smallest(w, a, u, c):
     """Device function: beyond half the smallest number."""
     return a >= c.tie
 
 
-def random_addend(w, a, u, s, keep, c):
+def compute_random_addend(w, a, u, s, keep, c):
     """Device function: random bits below the last kept one; a carry has the probability of the fraction."""
     return shr(align_random_bits(u, c), sub(c.last_bit, s))
 
 
-def randomly_reaches_smallest(w, a, u, c):
+def draws_smallest(w, a, u, c):
     """Device function: with the probability a / TINY; the sum carries into the sign bit."""
     return add(align_random_bits(u, c), compute_fraction(a, c)) >= c.sign
 
 
-def chosen_addend(w, a, u, s, keep, c):
+def compute_mode_addend(w, a, u, s, keep, c):
     """Device function: a spacing less one where the mode goes away from zero."""
     lost = bit_xor(keep, c.ones)
     # In two steps: the number of lost bits may be 0, and no word is shifted by its width.
@@ -138,7 +138,7 @@ def chosen_addend(w, a, u, s, keep, c):
     return select(away, lost, 0)
 
 
-def chosen_reaches_smallest(w, a, u, c):
+def takes_smallest_by_mode(w, a, u, c):
     """Device function: whether the mode takes the smallest number, beside 0, which is even."""
     part = shl(compute_fraction(a, c), 1)
     part = select(has_residue(a, c), bit_or(part, 1), part)
@@ -174,7 +174,7 @@ def has_residue(a, c):
 # beyond the largest number, and NaN --------------------------------------------------------------------------
 
 
-def limit_outward(w, a, r, c):
+def replace_overflow(w, a, r, c):
     """Device function: a result beyond the largest number becomes infinity or NaN; a NaN, larger than either, stays."""
     over = select(a > c.overflow, a, c.overflow)
     return select(r > c.largest, over, r)
@@ -186,7 +186,7 @@ def limit_to_largest(w, a, r, c):
     return select(a > c.infinity, c.nan, r)
 
 
-def limit_by_input(w, a, r, c):
+def replace_overflow_by_input(w, a, r, c):
     """Device function: the same decided on the input, where rounding to nearest tells from there; r is NaN where a is.
 
     Reals are compared by one instruction, where unsigned words take two on processors with AVX2 alone.
@@ -194,7 +194,7 @@ def limit_by_input(w, a, r, c):
     return select(real(a) > real(c.limit), c.overflow, r)
 
 
-def limit_directed(w, a, r, c):
+def replace_directed_overflow(w, a, r, c):
     """Device function: a finite number that rounds toward zero stops at the largest; an infinity overflows."""
     outward = goes_away(a, c.sign, w != w, w >= c.sign)  # whatever the fraction is
     beyond = select(outward, c.overflow, c.largest)

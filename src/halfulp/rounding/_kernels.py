@@ -87,23 +87,23 @@ def choose_mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, 
     path, plain, saturating = kind
     bind: dict[str, Callable] = {
         "magnitude": _PATH_FUNCTIONS[path],
-        "limited": p.limit_to_largest if saturating else p.limit_outward,
+        "limited": p.limit_to_largest if saturating else p.replace_overflow,
         "signed": p.copy_sign if plain else p.copy_allowed_sign,
     }
     if mode == NEAREST:
-        bind["addend"] = p.half_addend_fixed if path == "fixed" else p.half_addend
-        bind["reaches_smallest"] = p.half_reaches_smallest
+        bind["addend"] = p.compute_nearest_addend_on_grid if path == "fixed" else p.compute_nearest_addend
+        bind["reaches_smallest"] = p.exceeds_half_smallest
     elif mode == STOCHASTIC:
-        bind |= {"addend": p.random_addend, "reaches_smallest": p.randomly_reaches_smallest}
+        bind |= {"addend": p.compute_random_addend, "reaches_smallest": p.draws_smallest}
     else:
-        bind |= {"addend": p.chosen_addend, "reaches_smallest": p.chosen_reaches_smallest}
+        bind |= {"addend": p.compute_mode_addend, "reaches_smallest": p.takes_smallest_by_mode}
         # A partial function: names of its module are not those that are bound here.
         bind["goes_away"] = functools.partial(decode_rounding(mode).goes_away)
     if mode in (TOWARD_ZERO, UP, DOWN):
-        bind["limited"] = p.limit_directed
+        bind["limited"] = p.replace_directed_overflow
     elif path == "adder":
         # What the saturating adder returns needs no limit.
-        bind["limited"] = (lambda w, a, r, c: r) if saturating else p.limit_by_input
+        bind["limited"] = (lambda w, a, r, c: r) if saturating else p.replace_overflow_by_input
         bind["magnitude"] = p.round_by_saturating_adder if saturating else p.round_by_adder
     return bind
 
@@ -123,7 +123,7 @@ FIXED_KEY = 0x0123456789ABCDEF
 
 
 @cache
-def make_fixed_elements(dtype: torch.dtype) -> torch.Tensor:
+def make_check_elements(dtype: torch.dtype) -> torch.Tensor:
     """1,024 numbers of all magnitudes, and the special ones."""
     index = torch.arange(1024, dtype=torch.int64, device="cpu")
     words = random_words(1, index) | random_words(2, index) << 32
@@ -159,11 +159,11 @@ def run_table_on_tensors(
     """
     drawn = {} if key is None else dict(zip(STREAM_INPUTS, compute_stream(key, index)))
     out = torch.empty_like(x)
-    run_on_tensors(table.trace, [x, out], name_constants(words) | drawn, block=table.block)
+    run_on_tensors(table.trace, [x, out], index_constants(words) | drawn, block=table.block)
     return out
 
 
-def name_constants(words: np.ndarray) -> dict[tuple[str, int], Any]:
+def index_constants(words: np.ndarray) -> dict[tuple[str, int], Any]:
     """Return constants as signed integers, by the names of a trace's inputs."""
     signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
     return {("constant", k): word for k, word in enumerate(signed.tolist())}
@@ -249,7 +249,7 @@ def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
 
 def _round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
     def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
-        elements = make_fixed_elements(x.dtype)
+        elements = make_check_elements(x.dtype)
         return elements[: elements.numel() // VECTOR_BYTES * VECTOR_BYTES] if aligned else elements
 
     plan = make_triton_plan(x.dtype, target)
@@ -271,7 +271,7 @@ def check_device(x: torch.Tensor, target: Hashable, round_into: Callable[[torch.
     """Raise NotImplementedError if the device of x rounds fixed elements of x's dtype otherwise than the CPU."""
 
     def rounded(device: torch.device) -> list[torch.Tensor]:
-        elements = make_fixed_elements(x.dtype).to(device)
+        elements = make_check_elements(x.dtype).to(device)
         out = torch.empty_like(elements)
         with use_reference_in_thread():  # what is asked is whether plain torch rounds there as here
             round_into(elements, out)
@@ -320,7 +320,7 @@ def choose_rounding_engine(x: torch.Tensor) -> str:
     return select_engine(x.device.type) if x.device.type in ("cpu", "cuda") else "reference"
 
 
-def note_write(out: torch.Tensor) -> None:
+def increment_tensor_version(out: torch.Tensor) -> None:
     """Increment a tensor's version after a kernel wrote its memory, so that autograd and optimizers notice."""
     if not out.is_inference():
         increment_version((out,))
@@ -331,7 +331,7 @@ def prepare_plan(target: Target, dtype: torch.dtype, streams: bool = False) -> R
     """Return the plan of rounding tensors of a dtype by a compiled kernel; it may store past the caches."""
     known = make_constants(target, WORD64 if dtype == torch.float64 else WORD32)
     kernel, at = _compile_kernel(dtype, target.mode, known[:3], streams), address_of(known.words)
-    x = make_fixed_elements(dtype)
+    x = make_check_elements(dtype)
 
     def fast() -> list[torch.Tensor]:
         out = torch.empty_like(x)

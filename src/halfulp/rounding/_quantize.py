@@ -10,16 +10,16 @@ import torch
 from torch.compiler import is_compiling
 
 from ..formats import BlockFormat, Format
-from ..formats._block import get_any
+from ..formats._block import get_format_or_block
 from ..kernels import constant_result, define_operator, plain_address, untraced
 from ..kernels._engine import allows_machine_code, choose_engine
 from ..kernels._plain_memory import is_dense, is_watched, refuse_tensor
 from ._blocks import BlockTarget, make_block_target, round_blocks_into
 from ._kernels import (
     RoundingPlan,
+    increment_tensor_version,
     increment_version,
     is_widened,
-    note_write,
     overlap_partly,
     prepare_plan,
     round_into,
@@ -159,7 +159,7 @@ def _plan_directly(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> RoundingPlan | None:
     """Return the plan of rounding without an operator; None where one is needed, which also says what is wrong."""
-    known = get_any(format)
+    known = get_format_or_block(format)
     if dtype not in FLOAT_DTYPES or isinstance(known, BlockFormat):
         return None
     if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine("cpu")[0] != "llvm":
@@ -206,7 +206,7 @@ def encode_target(
     """
     if not is_compiling():
         return _encode_target(format, rounding, overflow, dtype)
-    known = get_any(format)
+    known = get_format_or_block(format)
     in_blocks = isinstance(known, BlockFormat)
     flat, error, message = _encode_target_in_graph(known._key, in_blocks, rounding.name, overflow, dtype)
     if error:
@@ -238,7 +238,7 @@ def _encode_target_in_graph(
 def _encode_target(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> tuple[int, ...] | None:
-    known = get_any(format)
+    known = get_format_or_block(format)
     if isinstance(known, BlockFormat):
         return make_block_target(known, rounding, overflow, dtype).to_integers()
     return make_target(known, rounding, overflow, dtype)
@@ -294,7 +294,7 @@ def _round_into(x: torch.Tensor, target: list[int], seed: int, counter: int, out
     )
     if same_order and is_dense(x):
         round_into(x, goal, key, out)
-        note_write(out)
+        increment_tensor_version(out)
         return
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     round_into(x.contiguous(), goal, key, result)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from .._messages import a_kind
+from .._messages import name_type
 from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
 from . import _powers_of_two as _powers
 from ._operands import encode_values
@@ -110,7 +110,7 @@ def _join_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, 
     if values is None:
         raise ValueError(f"the file has {entry!r} alone: it is damaged")
     if not isinstance(scale, Tensor):
-        raise ValueError(f"{entry!r} is {a_kind(scale)}; the file is damaged")
+        raise ValueError(f"{entry!r} is {name_type(scale)}; the file is damaged")
     try:
         scale = _powers.make_scale(scale.detach(), scale.device)
     except ValueError as error:

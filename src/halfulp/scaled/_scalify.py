@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .._messages import a_kind
+from .._messages import name_type
 from ..kernels import define_operator, untraced
 from ..subclass.models._conversion import (
     ParameterRef,
@@ -345,7 +345,7 @@ def _can_be_scaled(place: ParameterRef) -> bool:
     check_has_shape(place)
     if isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and place.module.sparse:
         raise ValueError(
-            f"parameter {place.name!r} is of {a_kind(place.module)} with sparse=True, whose gradients have no "
+            f"parameter {place.name!r} is of {name_type(place.module)} with sparse=True, whose gradients have no "
             "scale: make it with sparse=False, or leave it out by where="
         )
     if place.value.layout != torch.strided:
@@ -360,7 +360,7 @@ def _scale_parameter(place: ParameterRef, dtype: torch.dtype, home: torch.dtype 
     old = place.value
     if not isinstance(old, ScaledTensor) and type(old.data) is not Tensor:
         raise ValueError(
-            f"parameter {place.name!r} is {a_kind(old)}: scalify takes plain tensors and ScaledTensors; leave "
+            f"parameter {place.name!r} is {name_type(old)}: scalify takes plain tensors and ScaledTensors; leave "
             "it out by where="
         )
     new = nn.Parameter(_encode_detached(old, dtype, home), old.requires_grad)

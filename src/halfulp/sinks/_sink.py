@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from .._messages import a_kind
+from .._messages import name_type
 
 Row = Mapping[str, Any]
 
@@ -171,7 +171,7 @@ def outlet(sink: Sink, check: bool = True) -> Outlet:
         return Outlet("the function", lambda row: sink(dict(row)))
     raise TypeError(
         "a sink is a path that ends in .jsonl, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a "
-        f"dict and step=, or a function of a dict; got {a_kind(sink)}"
+        f"dict and step=, or a function of a dict; got {name_type(sink)}"
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .._torch_versions import name_of_reduction
+from .._torch_versions import get_reduction_name
 from ._rule_table import Rule
 
 # Operators in which processes meet. Those of c10d write into their arguments; of the others torch.compile, DTensor and
@@ -87,13 +87,13 @@ def register_collectives(
         @implements(c10d.allreduce_.default)
         def allreduce_(tensors: list[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
             for x in tensors:
-                write(x, reduce(x, name_of_reduction(op).lower(), _get_group_name(group)))
+                write(x, reduce(x, get_reduction_name(op).lower(), _get_group_name(group)))
             return tensors, _make_finished_work()
 
         @implements(c10d.reduce_.default)
         def reduce_(tensors: list[Tensor], group: Any, op: Any, root: int, *rest: Any, **options: Any) -> Any:
             for x in tensors:
-                value = reduce(x, name_of_reduction(op).lower(), _get_group_name(group))
+                value = reduce(x, get_reduction_name(op).lower(), _get_group_name(group))
                 if torch.distributed.ProcessGroup.unbox(group).rank() == root:
                     write(x, value)
             return _make_finished_work()

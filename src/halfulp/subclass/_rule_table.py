@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from .._messages import find_users_level
+from .._messages import find_user_stack_level
 from ..kernels import present_operators
 
 _fallback_totals: Counter[str] = Counter()
@@ -89,7 +89,7 @@ def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> Non
             counts[name] += 1
     if (name, remedy) not in _warned_fallbacks:
         _warned_fallbacks.add((name, remedy))
-        warnings.warn(f"{advice}. {loss}", FallbackWarning, stacklevel=find_users_level())
+        warnings.warn(f"{advice}. {loss}", FallbackWarning, stacklevel=find_user_stack_level())
 
 
 Rule = Callable[..., Any]

@@ -25,13 +25,13 @@ from ..recipes._training_step import (
     StepResults,
     call_on_batch,
     check_loss,
-    check_untouched,
     choose_loss,
     copy_model,
-    fix_random_state,
+    forbid_model_changes,
     list_named_gradients,
     list_named_outputs,
     run_reference,
+    seed_random_state,
 )
 from ..scaled import ScaledTensor
 
@@ -79,7 +79,7 @@ def run_short_training(
     seen = observe(model, optimizer, interval=1, scaler=scaler)
     with emulate_recipe(recipe, model) as under, seen:
         while len(found.losses) < steps and found.skipped < MOST_SKIPPED_STEPS:
-            with fix_random_state():
+            with seed_random_state():
                 output = call_on_batch(model, batch)
                 loss = under(loss_of)(output)
                 check_loss(loss)
@@ -289,7 +289,7 @@ def assert_precision_ok(
     tolerance = compute_default_tolerance(recipe) if tolerance is None else float(tolerance)
     loss_of = choose_loss(loss, seed)
     hyper = {"lr": lr, **hyper}
-    with torch.inference_mode(False), torch.enable_grad(), fix_random_state(), check_untouched(model):
+    with torch.inference_mode(False), torch.enable_grad(), seed_random_state(), forbid_model_changes(model):
         run_reference(model, batch, loss_of)
         plain, twin, narrow = (
             run_short_training(copy_model(model), batch, one, loss_of, rule, hyper, steps, seed)

@@ -13,7 +13,7 @@ from torch import nn
 
 from .. import recipes
 from .. import recipes as catalog
-from .._messages import a_kind, align_columns
+from .._messages import align_columns, name_type
 from ..recipes import Recipe
 from ._defaults import PASSING_VERDICTS, REFERENCE_RECIPE, TWIN_RECIPE
 from .evidence._evidence import Evidence
@@ -208,7 +208,7 @@ def tune(
     ('bfloat16', True)
     """
     if not isinstance(task, str | Task):
-        raise TypeError(f"tune takes a task's name, a Task or a halfulp.trials.tasks.Step, got {a_kind(task)}")
+        raise TypeError(f"tune takes a task's name, a Task or a halfulp.trials.tasks.Step, got {name_type(task)}")
     is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
     if tolerance is not None and not (is_number and 0 < tolerance < 1):
         raise ValueError(f"tolerance is a share of float32's loss between 0 and 1, or None; got {tolerance!r}")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..._messages import a_kind
+from ..._messages import name_type
 from ..._torch_versions import is_exporting
 from ...kernels import define_operator
 from ...mctensor import MCTensor
@@ -242,7 +242,7 @@ def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, pr
 def get_wrapped_model(model: nn.Module) -> nn.Module:
     """Return the model inside torch's data-parallel wrappers."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
+        raise TypeError(f"the model is {name_type(model)}: give a torch.nn.Module")
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel runs copies of the model in threads: use DistributedDataParallel")
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -273,6 +273,6 @@ def refuse_unwatchable_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, (ScaledTensor, MCTensor)):
             raise ValueError(
-                f"parameter {name!r} is {a_kind(parameter)}, whose gradients have scales or components of "
+                f"parameter {name!r} is {name_type(parameter)}, whose gradients have scales or components of "
                 "their own: AdaptiveGradScaler takes a model of plain tensors"
             )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._messages import a_kind
+from ..._messages import name_type
 from ..checkpoints._names import Checkpoint, name_optimizer_states, read_checkpoint_content
 from ..checkpoints._open import open_checkpoint
 from ..findings import collect_findings
@@ -55,7 +55,7 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) 
         with contextlib.suppress(OSError, ValueError):  # what is not there is said when it is opened
             is_same = Path(a).samefile(b)
     if is_same:
-        same = a_kind(a) if isinstance(a, Mapping) else a
+        same = name_type(a) if isinstance(a, Mapping) else a
         raise ValueError(f"A and B are the same checkpoint, {same}: give an earlier and a later one of a run")
     before, after = _open_checkpoint_or_dict(a, "A"), _open_checkpoint_or_dict(b, "B")
     unseen = [*before.unseen, *after.unseen]
@@ -75,4 +75,4 @@ def _open_checkpoint_or_dict(given: CheckpointOrPath, which: str) -> Checkpoint:
         return read_checkpoint_content(given, which)
     if isinstance(given, str | os.PathLike):
         return open_checkpoint(Path(given))
-    raise TypeError(f"checkpoint {which} is {a_kind(given)}: give a path or a state_dict")
+    raise TypeError(f"checkpoint {which} is {name_type(given)}: give a path or a state_dict")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ... import formats
-from ..._messages import listed
+from ..._messages import quote
 from ...rounding import quantize
 from .._record import RealisedChanges
 from .._text import get_precision
@@ -40,7 +40,7 @@ def compare_states(
             missing.append(name)
     if missing:
         weights.unseen.append(
-            f"the last updates of {listed(missing)} were not computed again: that takes states of Adam, Lion or SGD "
+            f"the last updates of {quote(missing)} were not computed again: that takes states of Adam, Lion or SGD "
             "that are no codes of 8 bits, their step, and a learning rate above 0 (give lr=)"
         )
     return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import formats
-from ..._messages import listed
+from ..._messages import quote
 from ...formats import Format
 from .._text import holds_signed_floats
 from ..checkpoints._names import RUNNING_STATISTICS, Checkpoint
@@ -144,10 +144,10 @@ def _check_names(a: Checkpoint, b: Checkpoint) -> None:
     missing = [name for name in ours if name not in theirs]
     foreign = [name for name in theirs if name not in ours]
     shapes = [name for name in ours if name in theirs and ours[name].shape != theirs[name].shape]
-    said = [f"only {which} has {listed(names)}" for which, names in (("A", missing), ("B", foreign)) if names]
+    said = [f"only {which} has {quote(names)}" for which, names in (("A", missing), ("B", foreign)) if names]
     if shapes:
         first = f"{shapes[0]}: {tuple(ours[shapes[0]].shape)} in A, {tuple(theirs[shapes[0]].shape)} in B"
-        said.append(f"{listed(shapes)} have other shapes ({first})")
+        said.append(f"{quote(shapes)} have other shapes ({first})")
     if said:
         raise ValueError(
             f"the checkpoints are of different models: {' and '.join(said)}; give two checkpoints of one run "

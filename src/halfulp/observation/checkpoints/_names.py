@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._messages import a_kind, listed
+from ..._messages import name_type, quote
 from ...mctensor import MCTensor
 from ...optim.parameters._random_identity import strip_wrapper_names
 from ...scaled import ScaledTensor
@@ -123,7 +123,7 @@ def refuse_tensor_parts(names: Collection[str]) -> None:
 
 def _make_parts_error(names: Sequence[str]) -> NotImplementedError:
     return NotImplementedError(
-        f"{listed(names)} are parts of tensors of several components or with a scale, whose updates are not those of "
+        f"{quote(names)} are parts of tensors of several components or with a scale, whose updates are not those of "
         "plain floating-point numbers: forecast the model before it is converted, and audit decoded values, "
         "{name: x.decode() for name, x in model.named_parameters()}"
     )
@@ -156,7 +156,7 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
         strange = [name for name in names.values() if name not in checkpoint.tensors]
         if strange:
             unseen.append(
-                f"the optimizer's states of {listed(strange)} were not compared: no tensor of the checkpoint has such "
+                f"the optimizer's states of {quote(strange)} were not compared: no tensor of the checkpoint has such "
                 "a name; save weights and states under the same names"
             )
         left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
@@ -233,7 +233,7 @@ _TensorsByPath = dict[tuple[Any, ...], Tensor]
 def read_checkpoint_content(content: object, path: str) -> Checkpoint:
     """Return the parts of what a file holds: nested mappings and lists of tensors and plain data."""
     if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds {a_kind(content)}: give a checkpoint with a model's state_dict")
+        raise ValueError(f"{path} holds {name_type(content)}: give a checkpoint with a model's state_dict")
     leaves: _TensorsByPath = {}
     found = Checkpoint(path, {})
     for where, leaf in walk_leaves(content, ()):
@@ -249,7 +249,7 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
     _leave_out_tied_names(found)
     refuse_tensor_parts(found.tensors)
     if not found.tensors:
-        rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {listed(content)}"
+        rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {quote(content)}"
         rest += f" ({'; '.join(found.unseen)})" if found.unseen else ""
         raise ValueError(f"{path} holds {rest if content else 'nothing'}: give a checkpoint with a model's state_dict")
     return found
@@ -268,7 +268,7 @@ def _leave_out_tied_names(checkpoint: Checkpoint) -> None:
     kept = set(first.values())
     tied = [name for name in checkpoint.tensors if name not in kept]
     if tied:
-        checkpoint.unseen.append(f"{listed(tied)} are tied to tensors of other names, and stand under these")
+        checkpoint.unseen.append(f"{quote(tied)} are tied to tensors of other names, and stand under these")
         checkpoint.tensors = {name: one for name, one in checkpoint.tensors.items() if name in kept}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._messages import listed
+from ..._messages import quote
 from ...optim.parameters._random_identity import strip_wrapper_names
 from ._names import Checkpoint, OptimizerStates, read_checkpoint_content, refuse_tensor_parts, walk_leaves
 
@@ -84,7 +84,7 @@ def _open_folder(folder: Path) -> Checkpoint:
                 found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
     more = [path.name for path in files if _NUMBERED_OPTIMIZER_PATTERN.match(path.name)]
     if more:
-        found.unseen.append(f"{listed(more)} are further optimizers' states, and were not compared")
+        found.unseen.append(f"{quote(more)} are further optimizers' states, and were not compared")
     if (folder / "config.json").is_file():
         found.config = folder / "config.json"
     return found
@@ -102,14 +102,14 @@ def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
             found = _open_file((known or group)[0])
             rest = [path.name for path in group if path not in (known[:1] or group)]
             if rest:
-                found.unseen.append(f"{listed(rest)} lie beside {known[0].name}, and were not compared")
+                found.unseen.append(f"{quote(rest)} lie beside {known[0].name}, and were not compared")
             return found
         if group:
-            names = listed(path.name for path in group)
+            names = quote(path.name for path in group)
             raise ValueError(f"{folder} holds several checkpoints ({names}) and no index: give one of the files")
     inner = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
     if inner:
-        raise ValueError(f"{folder} is no checkpoint, but holds the folders {listed(inner)}: give one of them")
+        raise ValueError(f"{folder} is no checkpoint, but holds the folders {quote(inner)}: give one of them")
     raise ValueError(f"{folder} {'holds no checkpoint' if files else 'is an empty folder'}: {CHECKPOINT_REMEDY}")
 
 
@@ -120,12 +120,12 @@ def _open_sharded(index: Path) -> Checkpoint:
     strange = [name for name in placed.values() if not is_inside_folder(name)]
     if strange:
         raise ValueError(
-            f"{index} names {listed(strange)}, which are no files of its folder: not read; copy the index again"
+            f"{index} names {quote(strange)}, which are no files of its folder: not read; copy the index again"
         )
     shards = [index.parent / name for name in dict.fromkeys(placed.values())]
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
-        raise ValueError(f"{index.parent} lacks the shards {listed(missing)}, which {index.name} names: copy them too")
+        raise ValueError(f"{index.parent} lacks the shards {quote(missing)}, which {index.name} names: copy them too")
     if any(shard.suffix != ".safetensors" for shard in shards):
         raise ValueError(
             f"{index} names shards of torch.save: load the model from them, and save it in safetensors, as "
@@ -134,7 +134,7 @@ def _open_sharded(index: Path) -> Checkpoint:
     found = _open_safetensors(shards)
     absent = [name for name in strip_wrapper_names(placed) if name not in found.tensors]
     if absent:
-        raise ValueError(f"the shards of {index} lack {listed(absent)}: index and shards are of different checkpoints")
+        raise ValueError(f"the shards of {index} lack {quote(absent)}: index and shards are of different checkpoints")
     return found
 
 

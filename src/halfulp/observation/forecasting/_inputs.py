@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..._messages import a_kind, listed
+from ..._messages import name_type, quote
 from ..._names import describe_unknown_name
 from .._text import holds_signed_floats
 from ..checkpoints._names import RUNNING_STATISTICS, Checkpoint, name_optimizer_states
@@ -56,7 +56,7 @@ def compute_learning_rates(
     else:
         for name, value in {"warmup": warmup, "decay": decay, "final": final}.items():
             if value:
-                said = f"{name}={value} is for named schedules; {a_kind(schedule)} has its own: leave it out"
+                said = f"{name}={value} is for named schedules; {name_type(schedule)} has its own: leave it out"
                 raise ValueError(said)
         if isinstance(schedule, LRScheduler):
             rates = _run_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
@@ -79,7 +79,7 @@ def compute_learning_rates(
         else:
             raise TypeError(
                 f"schedule: give {', '.join(map(repr, SCHEDULE_NAMES))}, a scheduler of torch, a function step -> "
-                f"learning rate or a list of learning rates; got {a_kind(schedule)}"
+                f"learning rate or a list of learning rates; got {name_type(schedule)}"
             )
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
@@ -130,7 +130,7 @@ def _read_scheduled_rate(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"a learning rate is a number, the schedule gave {a_kind(value)}") from None
+        raise TypeError(f"a learning rate is a number, the schedule gave {name_type(value)}") from None
 
 
 def _expand_rates_to_groups(rates: list[float], top_rates: Sequence[float]) -> Tensor:
@@ -251,7 +251,7 @@ def make_inputs_from_checkpoint(
     if states and len(states) == opened.stepped_count:
         kept = [name for name in opened.tensors if name in states] or kept
     left = [name for name in opened.tensors if name not in kept]
-    notes += [f"{listed(left)} are in no optimizer of the checkpoint: left out"] if left else []
+    notes += [f"{quote(left)} are in no optimizer of the checkpoint: left out"] if left else []
     weights = [(name, opened.tensors[name]) for name in kept]
     values = {name: one.state for name, one in states.items()}
     return make_inputs_from_weights(weights, values, lr, rule, options, dtype, saved, tuple(notes))
@@ -310,7 +310,7 @@ def make_inputs_from_weights(
         and (tensor.dtype.is_complex or (tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool))
     ]
     if others:
-        notes = (*notes, f"{listed(others)} are complex, or codes of quantized weights: left out")
+        notes = (*notes, f"{quote(others)} are complex, or codes of quantized weights: left out")
     if not found:
         raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
     start = max(int(read_number(one.state.get("step", 0))) for one in found)
@@ -347,7 +347,7 @@ def _make_trained_tensor(
         kind = "is on the meta device" if value.is_meta else f"is a tensor of layout {value.layout}"
         raise NotImplementedError(f"{name} {kind}: give a model with weights in plain memory (x.to_dense())")
     if type(value) not in (Tensor, nn.Parameter) or not holds_signed_floats(dtype or value.dtype):
-        kind = a_kind(value) if type(value) is not Tensor else f"of dtype {dtype or value.dtype}"
+        kind = name_type(value) if type(value) is not Tensor else f"of dtype {dtype or value.dtype}"
         raise NotImplementedError(
             f"{name} is {kind}, whose updates are not those of plain floating-point numbers: forecast the model before "
             "it is converted"

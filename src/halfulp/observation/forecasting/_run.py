@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import formats
-from ..._messages import a_kind, listed
+from ..._messages import name_type, quote
 from ...kernels import to_float64
 from ...optim._optimizer import find_inner_optimizer
 from ..checkpoints._names import read_checkpoint_content
@@ -108,7 +108,7 @@ def forecast(
     if isinstance(optimizer_or_lr, torch.optim.Optimizer):
         if not isinstance(model_or_state, nn.Module):
             raise TypeError(
-                f"an optimizer goes with its model, not with {a_kind(model_or_state)}: give a learning rate"
+                f"an optimizer goes with its model, not with {name_type(model_or_state)}: give a learning rate"
             )
         if options:
             raise ValueError(
@@ -124,7 +124,9 @@ def forecast(
         elif isinstance(model_or_state, Mapping):
             opened = read_checkpoint_content(model_or_state, "the state dict")
         else:
-            raise TypeError(f"forecast takes a module, state dict or checkpoint's path; got {a_kind(model_or_state)}")
+            raise TypeError(
+                f"forecast takes a module, state dict or checkpoint's path; got {name_type(model_or_state)}"
+            )
         inputs = make_inputs_from_checkpoint(opened, rate, optimizer, options, dtype)
     begin = inputs.start if start is None else start
     rates = compute_learning_rates(
@@ -136,7 +138,7 @@ def forecast(
 
 def _check_learning_rate(given: object) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float):
-        raise TypeError(f"forecast takes a torch.optim.Optimizer or a learning rate; got {a_kind(given)}")
+        raise TypeError(f"forecast takes a torch.optim.Optimizer or a learning rate; got {name_type(given)}")
     if not 0 <= given < float("inf"):
         raise ValueError(f"a learning rate of {given}: give a finite number from 0")
     return float(given)
@@ -155,7 +157,7 @@ def _forecast_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -
     notes = list(inputs.notes)
     broken = [one.name for one in inputs.parameters if _has_nonfinite(one, sample)]
     if broken:
-        notes.append(f"{listed(broken)} hold NaN or infinity, in weights or states: these elements are left out")
+        notes.append(f"{quote(broken)} hold NaN or infinity, in weights or states: these elements are left out")
     unknown = [layer for layer in layers if layer.updates is None and layer.elements and layer.name not in broken]
     if unknown:
         notes.append(

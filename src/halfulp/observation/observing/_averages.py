@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from ..._messages import a_kind
+from ..._messages import name_type
 from ...optim import EMA
 from ...optim._ema import read_decay
 from ...optim._float32 import read_weights
@@ -50,7 +50,7 @@ class WeightAverageWatcher:
         if not isinstance(average, EMA | nn.Module):
             raise TypeError(
                 f"average= takes a hu.optim.EMA, a torch.optim.swa_utils.AveragedModel or a module of averaged "
-                f"parameters, got {a_kind(average)}"
+                f"parameters, got {name_type(average)}"
             )
         live = dict(model.named_parameters())
         for name, tensor in list_averaged_parameters(average).items():

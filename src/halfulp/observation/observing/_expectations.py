@@ -10,9 +10,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from ..._messages import a_kind
+from ..._messages import name_type
 from ...formats import BlockFormat, Format, get
-from ...formats._block import get_any
+from ...formats._block import get_format_or_block
 from ...optim.parameters._local_tensors import get_memory
 from ...rounding import quantize
 from .._record import DtypeExpectation, Record, Role, TensorRecord
@@ -39,7 +39,7 @@ class DtypeExpectations:
         pairs = expect.items() if isinstance(expect, Mapping) else [(expect, None)]
         for pattern, asked in pairs:
             if not isinstance(pattern, str) or not isinstance(asked, str | torch.dtype | Format):
-                got = f"{pattern!r}: {a_kind(asked)}" if isinstance(expect, Mapping) else a_kind(expect)
+                got = f"{pattern!r}: {name_type(asked)}" if isinstance(expect, Mapping) else name_type(expect)
                 raise TypeError(
                     f'expect= takes a dict such as {{"*.norm": torch.float32, "lm_head": "bf16"}}, got {got}; a '
                     "hu.contract compares a run that is resumed: contract.check(model, optimizer)"
@@ -104,7 +104,7 @@ class QuantizedModules:
                     f"quantized=: {pattern!r} matches no module: take names from model.named_modules(), with * for a "
                     f"layer's number, such as {', '.join(map(repr, names[1:4])) or repr('')}"
                 )
-            found = get_any(format)
+            found = get_format_or_block(format)
             if isinstance(found, BlockFormat) and RUN_LENGTH % found.block:
                 raise ValueError(
                     f"quantized=: {found.name} has blocks of {found.block} elements, and samples are runs of "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..._messages import a_kind
+from ..._messages import name_type
 from ...optim import EMA
 from ...optim._optimizer import find_inner_optimizer
 from ...sinks import Sink
@@ -89,15 +89,15 @@ def observe(
     16
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"observe takes a torch.nn.Module, got {a_kind(model)}: give the model that is trained")
+        raise TypeError(f"observe takes a torch.nn.Module, got {name_type(model)}: give the model that is trained")
     while "_forward_module" in model._modules:  # Fabric's wrapper, whose outputs and names are the model's
         model = model._forward_module  # type: ignore[assignment]
     if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
         raise ValueError(f"interval is a number of steps, 1 or more; got {interval!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler= takes a torch.amp.GradScaler or hu.AdaptiveGradScaler, got {a_kind(scaler)}")
+        raise TypeError(f"scaler= takes a torch.amp.GradScaler or hu.AdaptiveGradScaler, got {name_type(scaler)}")
     if isinstance(sinks, str | os.PathLike) or not isinstance(sinks, Iterable):
-        raise TypeError(f"sinks= takes a list of sinks, got {a_kind(sinks)}: put it into a list, sinks=[...]")
+        raise TypeError(f"sinks= takes a list of sinks, got {name_type(sinks)}: put it into a list, sinks=[...]")
     optimizers = check_optimizers(optimizer)
     if not any(True for _ in model.parameters()) and not any(
         group["params"] for one in optimizers for group in one.param_groups
@@ -125,8 +125,8 @@ def check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
         one = find_inner_optimizer(given)
         if not isinstance(one, torch.optim.Optimizer):
             raise TypeError(
-                f"observe takes torch optimizers, got {a_kind(one)}: give subclasses of torch.optim.Optimizer, whose "
-                "step has hooks, or leave it out (optimizer=None) to observe activations and gradients alone"
+                f"observe takes torch optimizers, got {name_type(one)}: give subclasses of torch.optim.Optimizer, "
+                "whose step has hooks, or leave it out (optimizer=None) to observe activations and gradients alone"
             )
         found.append(one)
     return found

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..._messages import a_kind
+from ..._messages import name_type
 from ...kernels import keeping_subnormals
 from ...optim import Optimizer
 from ...optim._float32 import read_weights
@@ -47,7 +47,7 @@ def register_elementwise(
         TypeError: it is no optimizer class.
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise TypeError(f"register_elementwise takes a subclass of torch.optim.Optimizer, got {a_kind(kind)}")
+        raise TypeError(f"register_elementwise takes a subclass of torch.optim.Optimizer, got {name_type(kind)}")
     ELEMENTWISE_OPTIMIZERS[kind] = decouples if callable(decouples) else lambda options: decouples
 
 

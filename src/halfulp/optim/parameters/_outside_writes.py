@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..._messages import find_users_level
+from ..._messages import find_user_stack_level
 from ...kernels import row_checksums, same_bits
 from ._local_tensors import get_local, is_dtensor
 from ._parameter_plan import ANY_VERSION, MOVED, WARNED, ParameterPlan, PayloadVersion
@@ -86,7 +86,7 @@ def reset_if_stale(plan: ParameterPlan) -> None:
                 "and with it updates under half a unit in the last place. Write float32 weights by "
                 "load_float32_state_dict, or train such parameters in float32 or with weight_update='stochastic'",
                 RuntimeWarning,
-                stacklevel=find_users_level(),
+                stacklevel=find_user_stack_level(),
             )
             held.reset_step = WARNED
         elif held.reset_step != WARNED:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._messages import listed
+from ..._messages import quote
 from .._storage import STORES
 from ..states._int8_blocks import CODEC_VERSION
 from ..states._state import encode_constant
@@ -83,7 +83,7 @@ def refuse_other_update(state: Mapping, before: StepSpec | None, spec: StepSpec,
     left += [key for key in state.keys() - set(spec.tensors) - {"step", *left} if is_auxiliary_name(str(key))]
     if left:
         raise ValueError(
-            f"weight_update={spec.update.name!r}, but the state of parameter {name} holds {listed(left)} of another: "
+            f"weight_update={spec.update.name!r}, but the state of parameter {name} holds {quote(left)} of another: "
             "put the group's weight_update and the parameter's dtype back; to go on under another, take the weights by "
             "float32_state_dict then, and give them to a new optimizer by load_float32_state_dict"
         )
@@ -110,8 +110,8 @@ def _refuse_partial_states(state: Mapping, spec: StepSpec, name: str) -> None:
         held = sorted(key for key in forms & state.keys() if key in names or key not in spec.tensors)
         if missing and held:
             raise ValueError(
-                f"state {slot.name!r} of parameter {name} lacks {listed(missing)} beside {listed(held)}: put back what "
-                f"is missing, or delete {listed(held)} too, and it begins anew; to store it in another way, give "
+                f"state {slot.name!r} of parameter {name} lacks {quote(missing)} beside {quote(held)}: put back what "
+                f"is missing, or delete {quote(held)} too, and it begins anew; to store it in another way, give "
                 "state_dtype= to a new optimizer and load this one's state_dict there"
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..._messages import listed
+from ..._messages import quote
 from ..._names import register_entry
 from .._storage import BF16, F32, PAYLOADS, Store
 from ..rules._update_rule import StateSlot, UpdateRule
@@ -170,7 +170,7 @@ def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoic
     if any(bits[name] < _EXACT_BITS for name in exact):
         rest = _choices_without(exact, rule, given)
         raise ValueError(
-            f"{rule.name} uses {listed(exact)} to the last digits, which state_dtype={given!r} does not keep: leave "
+            f"{rule.name} uses {quote(exact)} to the last digits, which state_dtype={given!r} does not keep: leave "
             f"them out of it, state_dtype={rest or None!r}, and they are stored in float32 (or as {PAIR_NAME!r})"
         )
     for slot in rule.states:

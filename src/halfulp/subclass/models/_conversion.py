@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._messages import ENVIRONMENT, a_kind
+from ..._messages import ENVIRONMENT, name_type
 from ...kernels import untraced
 from .. import _rule_table as _fallback
 from .._in_backward import refuse_tracing_of
@@ -55,7 +55,7 @@ class ParameterRef(NamedTuple):
 def check_module(given: object, what: str) -> None:
     """Raise TypeError where something else than a module was given to the function named `what`."""
     if not isinstance(given, nn.Module):
-        raise TypeError(f"{what} takes a torch.nn.Module, got {a_kind(given)}")
+        raise TypeError(f"{what} takes a torch.nn.Module, got {name_type(given)}")
 
 
 def list_module_parameters(model: nn.Module, constants: bool = False) -> Iterator[ParameterRef]:

@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.swa_utils import AveragedModel
 
-from ..._messages import a_kind
+from ..._messages import name_type
 from ..._torch_import import call_after_import
 from ...kernels import note_and_warn_once
 from .._in_backward import FIRST
@@ -95,7 +95,7 @@ def _broadcast_states(plain: Callable, full: Any, local: MutableMapping[str, Any
     for name, value in local.items():
         if find_state_dict_layout(value) is not None:
             raise NotImplementedError(
-                f"broadcast_from_rank0 sends one plain tensor per entry, and {name!r} is {a_kind(value)}, which has "
+                f"broadcast_from_rank0 sends one plain tensor per entry, and {name!r} is {name_type(value)}, which has "
                 "several: load the file on every process, without broadcast_from_rank0"
             )
     _distribute_states(plain, full, local, *given, **options)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._messages import a_kind, listed
+from ..._messages import name_type, quote
 
 _C: Any = torch._C
 _LOADED_ATTRIBUTE = "_halfulp_loaded"
@@ -88,7 +88,7 @@ def check_state_dict(given: object, what: str) -> None:
     if isinstance(given, Mapping):
         return
     wanted = "model.state_dict()" if isinstance(given, nn.Module) else "a mapping from names to tensors"
-    raise TypeError(f"{what} takes a state_dict, got {a_kind(given)}: give it {wanted}")
+    raise TypeError(f"{what} takes a state_dict, got {name_type(given)}: give it {wanted}")
 
 
 def check_version(metadata: Mapping) -> None:
@@ -169,7 +169,7 @@ def _check_all_modules(module: nn.Module, state_dict: Mapping, prefix: str, loca
 def _read_fitting_tensor(state_dict: Mapping, name: str, parameter: Tensor, layout: StateDictLayout) -> Any:
     foreign = [entry for entry in state_dict if entry.startswith(f"{name}.") and not layout.suffix.search(entry)]
     if foreign:
-        raise ValueError(f"unknown entries {listed(foreign)} beside {name!r}: the file is of another layout")
+        raise ValueError(f"unknown entries {quote(foreign)} beside {name!r}: the file is of another layout")
     return layout.fitting(state_dict, name, parameter)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..._extensions import load_inherited_extensions
-from ..._messages import first_line
+from ..._messages import read_first_line
 from ..tasks import Data
 from ._plan import Trial
 from ._trial import run_trial
@@ -73,7 +73,7 @@ def _run_and_report_trial(trial: Trial, loaded: dict[str, Data], connection: Con
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
-        return "failed", (f"{type(error).__name__}: {first_line(error)}", traceback.format_exc())
+        return "failed", (f"{type(error).__name__}: {read_first_line(error)}", traceback.format_exc())
 
 
 TrialEvent = tuple[str, Trial, Any]
@@ -165,6 +165,6 @@ def train_trials(trials: Sequence[Trial], workers: int) -> Generator[TrialEvent,
             try:
                 result = run_trial(trial, trial.task.load())
             except Exception as error:
-                said = f"trial {trial} failed: {type(error).__name__}: {first_line(error)}"
+                said = f"trial {trial} failed: {type(error).__name__}: {read_first_line(error)}"
                 raise TrialError(said, trial, traceback.format_exc()) from error
         yield "done", trial, result

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ..._messages import first_line
+from ..._messages import read_first_line
 from ._task import Task
 
 ReadContent = TypeVar("ReadContent")
@@ -76,5 +76,5 @@ def decode_file(name: str, read: Callable[[Any], ReadContent], content: Any) -> 
     try:
         return read(content)
     except Exception as error:
-        line = re.sub(r" <[^>]* at 0x\w+>", "", first_line(error))
+        line = re.sub(r" <[^>]* at 0x\w+>", "", read_first_line(error))
         raise ValueError(f"{name} is broken ({type(error).__name__}: {line}): get the file again") from None

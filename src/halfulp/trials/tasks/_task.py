@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..._messages import a_kind
+from ..._messages import name_type
 from ...recipes import Recipe
 
 Batch = tuple[Tensor, Tensor]
@@ -259,8 +259,8 @@ class Step(Task):
     ) -> None:
         if isinstance(step, nn.Module) or not callable(step) or not callable(model):
             raise TypeError(
-                f"a Step takes a function, got {a_kind(step)}, and a torch.nn.Module or a function that makes it of a "
-                f"seed, got {a_kind(model)}; see help(halfulp.trials.tasks.Step)"
+                f"a Step takes a function, got {name_type(step)}, and a torch.nn.Module or a function that makes it of "
+                f"a seed, got {name_type(model)}; see help(halfulp.trials.tasks.Step)"
             )
         if steps < 1 or judged < 1:
             raise ValueError(f"steps and judged are at least 1, got steps={steps}, judged={judged}")
@@ -309,6 +309,6 @@ class Step(Task):
 
 def _check_scalar(loss: Any, what: str) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else a_kind(loss)
+        given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else name_type(loss)
         raise TypeError(f"the {what} returns the loss as a tensor with one element, got {given}")
     return loss.reshape(())
