@@ -51,7 +51,6 @@ TEXT_METHODS = {"read_text": 0, "write_text": 1}
 # What is left, with its reason: (file, what).
 ALLOWED = {
     ("environment/_processor.py", "/proc/cpuinfo"): "read where it is there; other systems are asked by other ways",
-    ("trials/_script.py", "run without an encoding"): "what a script prints has the system's encoding",
 }
 
 

@@ -24,10 +24,11 @@ import multiprocessing, pathlib, types
 from halfulp.trials.running import _pool, _progress
 forks = multiprocessing.get_context("fork")
 _pool.multiprocessing = types.SimpleNamespace(get_context=lambda method: forks)
-def tell(*_):
-    pathlib.Path("worker").write_text(str(multiprocessing.active_children()[0].pid))
-    print("trains", flush=True)
-_progress.TrialProgress._advance_bar = tell
+def tell(progress, kind, *_):
+    if kind == "progress":
+        pathlib.Path("worker").write_text(str(multiprocessing.active_children()[0].pid))
+        print("trains", flush=True)
+_progress.TrialProgress.__call__ = tell
 """
 MAIN = "from halfulp.cli import main\nmain()\n"
 

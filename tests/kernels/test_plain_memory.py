@@ -144,7 +144,7 @@ PLACES = {
     "quantize in blocks": (lambda x: hu.quantize(x, "mxfp8_e4m3"), (), (*TRACED, *OURS)),
     "exact_sum": (
         lambda x: hu.exact_sum(x.reshape(3, 1), 1),
-        ("ScaledTensor",),
+        OURS,
         (*TRACED, "nested", "sparse", "mkldnn"),
     ),
     "emulated gradient": (_emulated, (*OURS, "marked"), (*TRACED, "sparse", "mkldnn", "nested", "freed")),

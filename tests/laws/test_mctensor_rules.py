@@ -44,7 +44,7 @@ def test_no_element_changes_another(name, seed):
 
 # Operators of several steps, with numbers of their own, or whose derivative has such.
 NAMES = (
-    *("addcmul", "deg2rad", "einsum", "linalg.multi_dot", "log10", "log2", "sinc"),
+    *("addcmul", "deg2rad", "einsum", "linalg.multi_dot", "log10", "log2"),
     *("nn.functional.binary_cross_entropy_with_logits", "nn.functional.cosine_similarity", "nn.functional.group_norm"),
     *("nn.functional.hardsigmoid", "nn.functional.huber_loss", "nn.functional.kl_div", "nn.functional.layer_norm"),
     *("nn.functional.mse_loss", "nn.functional.poisson_nll_loss", "nn.functional.rms_norm", "pow", "var", "xlogy"),
@@ -52,7 +52,7 @@ NAMES = (
 )
 # In whose formulas torch has numbers of its own, as float64: within 2^-53 each (docs/mctensor.md).
 NUMBERED = (
-    *("deg2rad", "log10", "log2", "sinc"),
+    *("deg2rad", "log10", "log2"),
     *("nn.functional.group_norm", "nn.functional.hardsigmoid"),
 )
 # In which torch's formula rounds numbers, or weights, to the components' dtype.

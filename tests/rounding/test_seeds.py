@@ -23,10 +23,6 @@ def through_bfloat16(seed):
     return hu.quantize(torch.linspace(0.1, 1, 512), torch.bfloat16, hu.Stochastic(seed=seed))
 
 
-def emulated(seed):
-    return hu.emulate(torch.sin, "e8m3", hu.Stochastic(seed=seed))(torch.linspace(0.1, 1, 512))
-
-
 def stepped(weight_update, **options):
     def run(seed):
         weight = nn.Parameter(torch.linspace(0.1, 1, 512).bfloat16())
@@ -44,7 +40,6 @@ DRAWING = {
     "quantize": quantized,
     "quantize in blocks": blocks,
     "quantize to bfloat16": through_bfloat16,
-    "emulate": emulated,
     **{name: stepped(name) for name in ("stochastic", "split8", "kahan", "kahan-stochastic", "feedback")},
     "8-bit states": stepped("split", state_dtype="8bit"),
     "bfloat16 states": stepped("split"),
@@ -81,15 +76,3 @@ def test_a_copy_of_an_optimizer_draws_what_the_original_draws_next(weight_update
     assert same_bits(step(other, other_weight), second)
     assert not torch.equal(first, second)
     assert not torch.equal(step(opt, weight) - second, second - first)
-
-
-def test_a_copy_of_an_emulated_model_draws_what_the_original_draws_next():
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh())
-    hu.emulate(model, "e8m3", hu.Stochastic(seed=3))
-    x = torch.linspace(-1, 1, 32).view(2, 16)
-    first = model(x)
-    twin = copy.deepcopy(model)
-    second = model(x)
-    assert not torch.equal(first, second)
-    assert same_bits(twin(x), second)
-    assert same_bits(twin(x), model(x))

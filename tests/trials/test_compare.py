@@ -67,7 +67,7 @@ def test_a_lost_trial_is_no_result_and_can_be_resumed(tiny, tmp_path: Path, trap
 @pytest.mark.usefixtures("forked_workers")
 def test_other_hyper_parameters_are_not_resumed(tiny, tmp_path: Path) -> None:
     compare(tiny.Tiny(), ["fp32"], seeds=1, steps=2, out=tmp_path, workers=1)
-    with pytest.raises(ValueError, match=r"cannot resume: .* task\.hyper\.lr = 0\.1, this run has 0\.2"):
+    with pytest.raises(ValueError, match=r"cannot resume: .* task\.hyper = .*0\.1}, this run has .*0\.2}"):
         compare(tiny.Tiny(lr=0.2), ["fp32"], seeds=1, steps=2, out=tmp_path, workers=1, resume=True)
 
 

@@ -320,7 +320,7 @@ def _refine_cholesky_factor(work: _WorkingPrecision, a: Parts, task: str) -> Par
     """L += L phi(L^-1 (a - L L^T) L^-T) from a float64 factor, phi the lower triangle with half the diagonal."""
     start, info = torch.linalg.cholesky_ex(a[0])
     _refuse_singular(info, task)
-    factor, before = work.to_float64((start,)), torch.tensor(torch.inf)
+    factor, before = work.to_float64((start,)), torch.tensor(torch.inf, dtype=torch.float64, device=start.device)
     for _ in range(_MOST_CORRECTIONS):
         rest = work.sub(a, work.matmul(factor, _transpose(factor)))[0]
         near = torch.linalg.solve_triangular(start, rest, upper=False)

@@ -89,6 +89,19 @@ def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None
     return y if weight is None else y * weight
 
 
+def cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """Sum a / max(|a|, eps) times b / max(|b|, eps), with the gradients that torch gives it."""
+    a, b = torch.broadcast_tensors(a, b)
+    return (_divide_by_norm(a, dim, eps) * _divide_by_norm(b, dim, eps)).sum(dim)
+
+
+def _divide_by_norm(x: Tensor, dim: int, eps: float) -> Tensor:
+    size = torch.linalg.vector_norm(x, 2, dim, True).clone()
+    with torch.no_grad():
+        size.clamp_min_(eps)
+    return x / size
+
+
 def _refuse_plain_target(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     if any(isinstance(x, MCTensor) for x in tree_leaves(arguments)):
         raise NotImplementedError(f"{operator} writes one component into a plain tensor: give it x.decode()")
@@ -214,6 +227,7 @@ _INTERPOLATIONS = tuple(
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
 OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
     aten.rms_norm.default: functools.partial(_encode_and_run, rms_norm),
+    aten.cosine_similarity.default: functools.partial(_encode_and_run, cosine_similarity),
     aten.scaled_dot_product_attention.default: _run_attention,
     **{operator: functools.partial(_run_interpolation, operator) for operator in _INTERPOLATIONS},
     aten.where.ScalarOther: _choose_or_number,

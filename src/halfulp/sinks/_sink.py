@@ -108,7 +108,7 @@ class RowFile:
             if not self.path.exists():
                 with tempfile.TemporaryFile(dir=self.path.parent):
                     return
-            self.path.open("a").close()
+            self.path.open("a", encoding="utf-8").close()
         except OSError as error:
             raise ValueError(f"cannot write {str(self.path)!r}: {error.strerror}; give another path") from None
 

