@@ -24,7 +24,9 @@ import multiprocessing, pathlib, types
 from halfulp.trials.running import _pool, _progress
 forks = multiprocessing.get_context("fork")
 _pool.multiprocessing = types.SimpleNamespace(get_context=lambda method: forks)
-def tell(progress, kind, *_):
+show = _progress.TrialProgress.__call__
+def tell(progress, kind, *content):
+    show(progress, kind, *content)
     if kind == "progress":
         pathlib.Path("worker").write_text(str(multiprocessing.active_children()[0].pid))
         print("trains", flush=True)
