@@ -207,7 +207,7 @@ def test_the_digest_of_sources_tells_every_edit_of_any_of_them(tmp_path):
 def test_every_code_generator_has_a_say_in_the_digest():
     from halfulp.kernels.vector import _machine_function as _cache
 
-    whole = source_digest(*_cache._GENERATOR_SOURCES)
-    for one in _cache._GENERATOR_SOURCES:
-        others = [other for other in _cache._GENERATOR_SOURCES if other != one]
+    whole = source_digest(*_cache._COMPILER_SOURCE_FILES)
+    for one in _cache._COMPILER_SOURCE_FILES:
+        others = [other for other in _cache._COMPILER_SOURCE_FILES if other != one]
         assert source_digest(*others) != whole, one

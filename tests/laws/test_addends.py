@@ -91,6 +91,7 @@ def computed(call, encode, size, chance, dtype=None):
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*OUT_OF_PLACE, *IN_PLACE])
 def test_a_plain_operand_does_not_decide_the_scale(name, kind, seed):

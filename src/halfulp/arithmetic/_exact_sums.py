@@ -62,7 +62,7 @@ def sum_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None)
     """
     operands, product = [a] if b is None else [a, b], b is not None
     reach = LimbRange.for_terms(a.dtype, product)
-    return _sum_by_engine(_choose_engine(a, a.dtype, product), operands, reach, dtype)
+    return _sum_on_engine(_choose_engine(a, a.dtype, product), operands, reach, dtype)
 
 
 def round_accumulators(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -70,7 +70,7 @@ def round_accumulators(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _round_windows(_choose_engine(words, torch.float64, False), words, LimbRange(), dtype)
 
 
-def _sum_by_engine(engine: str, operands: Operands, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
+def _sum_on_engine(engine: str, operands: Operands, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
     rows, columns = operands[0].shape
     step = min(_ROWS_AT_ONCE, max(1, _ELEMENTS_AT_ONCE[engine] // max(1, columns)))
     parts = [[x[top : top + step] for x in operands] for top in range(0, max(1, rows), step)]
@@ -283,7 +283,7 @@ def _make_canary(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[
         a = _make_canary_rows(dtype).to(device)
         operands = [a, a.flip(1).contiguous()] if product else [a]
         return [
-            _sum_by_engine(engine, operands, LimbRange.for_terms(dtype, product), kind).cpu() for kind in (None, dtype)
+            _sum_on_engine(engine, operands, LimbRange.for_terms(dtype, product), kind).cpu() for kind in (None, dtype)
         ]
 
     return run, lambda: run("reference", torch.device("cpu"))

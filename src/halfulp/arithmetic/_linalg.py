@@ -239,7 +239,7 @@ def _refuse_singular(info: torch.Tensor, task: str) -> None:
         raise torch.linalg.LinAlgError(f"{task} met a pivot of zero: {_TEXT_NEARLY_SINGULAR}")
 
 
-def _scale_to_unit_size(parts: Parts, dim: int) -> tuple[Parts, torch.Tensor]:
+def _scale_rows_or_columns(parts: Parts, dim: int) -> tuple[Parts, torch.Tensor]:
     """Scale rows (dim = -1) or columns (dim = -2) by 2^-k to a largest magnitude in [1/2, 1); return them and k."""
     k, first, second = find_row_exponents(parts[0], dim)
     return tuple(part * first * second for part in parts), k
@@ -261,8 +261,8 @@ def _transpose(parts: Parts) -> Parts:
 
 def _scale_and_invert(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Parts, Parts, torch.Tensor, torch.Tensor]:
     """Return a with rows and columns of about unit size, its inverse, and the exponents of rows and columns."""
-    a, rows = _scale_to_unit_size(work.to_float64(a), -1)
-    a, columns = _scale_to_unit_size(a, -2)
+    a, rows = _scale_rows_or_columns(work.to_float64(a), -1)
+    a, columns = _scale_rows_or_columns(a, -2)
     near, info = torch.linalg.inv_ex(a[0])
     _refuse_singular(info, task)
     return a, _invert(work, a, near, task), rows, columns
@@ -346,7 +346,7 @@ def _factor_orthogonally(work: _WorkingPrecision, a: Parts, task: str) -> tuple[
         q, left = _factor_orthogonally(work, tuple(part[..., :m] for part in a), task)
         right = work.matmul(_transpose(q), tuple(part[..., m:] for part in work.to_float64(a)))
         return q, tuple(torch.cat(parts, -1) for parts in zip(left, right, strict=True))
-    a, columns = _scale_to_unit_size(work.to_float64(a), -2)
+    a, columns = _scale_rows_or_columns(work.to_float64(a), -2)
     near, q, gram = _make_orthonormal(work, a, task)
     factor = _transpose(_refine_cholesky_factor(work, gram, task))
     back = tuple(part.triu() for part in _invert(work, near, torch.linalg.inv(near[0]), task))
@@ -357,8 +357,8 @@ def _factor_orthogonally(work: _WorkingPrecision, a: Parts, task: str) -> tuple[
 
 def _compute_determinant(work: _WorkingPrecision, a: Parts) -> Parts:
     """Return the product of R's diagonal in a = Q R, with its power of two kept apart."""
-    a, rows = _scale_to_unit_size(work.to_float64(a), -1)
-    a, columns = _scale_to_unit_size(a, -2)
+    a, rows = _scale_rows_or_columns(work.to_float64(a), -1)
+    a, columns = _scale_rows_or_columns(a, -2)
     q, r = _factor_orthogonally(work, a, "det")
     diagonal = tuple(part.diagonal(dim1=-2, dim2=-1) for part in r)
     # Of a nearly singular matrix float64 may not know the sign; of an orthonormal one it does.

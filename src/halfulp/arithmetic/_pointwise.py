@@ -22,7 +22,7 @@ import torch
 from ..kernels import (
     BROADCAST_LANES,
     SERIAL_ELEMENTS,
-    QuickTrace,
+    ShortcutTrace,
     address,
     compile_trace,
     define_operator,
@@ -217,7 +217,7 @@ class ElementwiseKernels:
         if self.quick_function is not None:
             trace, found = record_function(*self.quick_function, len(self.stored))
             *results, doubt = (value.number for value in found)
-            quick = QuickTrace(trace, tuple(results), doubt)
+            quick = ShortcutTrace(trace, tuple(results), doubt)
         return compile_trace(self.name, *self.recorded_trace, self.stored, self.written, quick, self.exact)
 
     @functools.cached_property

@@ -23,7 +23,7 @@ from ..optim._optimizer import find_inner_optimizer
 from ..recipes import Recipe as _Recipe
 from ..recipes import contract, convert, get
 from ..recipes._contract import Contract
-from ..recipes._convert import find_recipe
+from ..recipes._convert import read_recipe_of_model
 
 _PACKAGE_NAME = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
 _lightning_package: Any = importlib.import_module(_PACKAGE_NAME)
@@ -60,7 +60,7 @@ class Recipe(_precision_plugins.Precision):
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Convert the module in place; one that this recipe has converted, as in a run before, stays as it is."""
         try:
-            known = find_recipe(module)
+            known = read_recipe_of_model(module)
         except ValueError:
             known = None
         return module if known == self.recipe else convert(module, self.recipe, **self.options)

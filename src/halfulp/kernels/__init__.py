@@ -60,7 +60,7 @@ from ._trace import (
     square_root,
     times_power,
 )
-from .vector._loop import BROADCAST_LANES, QuickTrace, compile_trace
+from .vector._loop import BROADCAST_LANES, ShortcutTrace, compile_trace
 from .vector._machine_function import address_of, source_digest
 from .vector._processor import vector_bits
 from .vector._reductions import BLOCK, NARROW_LANES, ReductionSteps, compile_reduction

@@ -21,7 +21,7 @@ from ._result_type import ResultType, encode_plain_operands, has_plain_operand, 
 aten = torch_operators("aten")
 
 # Those whose operands must all have one dtype.
-PROMOTED_OPERATORS = (
+SAME_DTYPE_OPERATORS = (
     *(aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding, aten.conv3d.default),
     *(aten.conv3d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
     *(aten.convolution.default, aten.conv_tbc.default, aten.prelu.default, aten.bilinear.default),
@@ -134,7 +134,7 @@ DIFFERENTIATED_OPERATORS = (
 REPLACED_OUT_OPERATORS = tuple(
     getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name
 )
-_PROMOTED_SET = frozenset(present_operators(PROMOTED_OPERATORS))
+_PROMOTED_SET = frozenset(present_operators(SAME_DTYPE_OPERATORS))
 # Keys above would find the way back to this one.
 _KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH_KEY)
 _aten_library = torch.library.Library("aten", "IMPL")
@@ -252,7 +252,7 @@ OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
 _ENCODED_OPERATORS = frozenset(present_operators((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
 
 for _operator in present_operators(
-    dict.fromkeys((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *PROMOTED_OPERATORS))
+    dict.fromkeys((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *SAME_DTYPE_OPERATORS))
 ):
     _aten_library.impl(
         _operator.name().removeprefix("aten::"), _make_entry(_operator), ENTRY_KEY_NAME, with_keyset=True

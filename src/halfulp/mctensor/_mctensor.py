@@ -15,7 +15,7 @@ from ..kernels import define_operator, is_under_transform, present_operators, un
 from ..subclass._identity import (
     CompositeTensor,
     check_layout,
-    get_saved_marks,
+    get_pickled_marks,
     restore_saved_marks,
 )
 from ..subclass._in_backward import (
@@ -343,7 +343,7 @@ class MCTensor(CompositeTensor):
         )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        marks = get_saved_marks(self)
+        marks = get_pickled_marks(self)
         parts = tuple(part.detach() for part in self._parts)
         return rebuild_mctensor, (PICKLED_LAYOUT_VERSION, parts, self._scale, self._gradients, *marks)
 

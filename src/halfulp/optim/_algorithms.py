@@ -13,7 +13,7 @@ import torch
 from ._group_options import (
     NOT_NEGATIVE_OPTIONS,
     OptimizerOptions,
-    ParamGroups,
+    OptimizerParams,
     check_number,
     read_options,
     split_init_arguments,
@@ -64,7 +64,7 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-3,
         momentum: float = 0,
         dampening: float = 0,
@@ -98,7 +98,7 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -135,7 +135,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -168,7 +168,7 @@ class Adagrad(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-2,
         lr_decay: float = 0,
         weight_decay: float = 0,
@@ -197,7 +197,7 @@ class RMSprop(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-2,
         alpha: float = 0.99,
         eps: float = 1e-8,
@@ -234,7 +234,7 @@ class NAdam(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 2e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -265,7 +265,7 @@ class RAdam(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -308,7 +308,7 @@ class Adafactor(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-2,
         beta2_decay: float = -0.8,
         eps: tuple[float | None, float] = (None, 1e-3),
@@ -370,7 +370,7 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -389,7 +389,7 @@ class Muon(Optimizer):
         super().__init__(**split_init_arguments(locals()))
 
     @classmethod
-    def split_groups(cls, params: ParamGroups, use_muon: MuonChoice = None) -> list[dict[str, Any]]:
+    def split_groups(cls, params: OptimizerParams, use_muon: MuonChoice = None) -> list[dict[str, Any]]:
         """Return groups of matrices, and apart, with `use_muon=False`, of other shapes, embeddings and heads.
 
         Embeddings and heads are told by their names. A group that says `use_muon` stays as it is.

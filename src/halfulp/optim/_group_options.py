@@ -92,12 +92,12 @@ def _read_option(name: str, given: Any, default: Any) -> Any:
 
 
 # What optimizers are made from, as in torch.optim.
-ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+OptimizerParams = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 # What groups hold beside options: torch's own, ours, and what schedulers write.
 _BOOKKEEPING_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
 
 
-def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
+def check_ranks_agree(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
     """Check that all processes of a group train in the same way; all of them must call this."""
     # Versions and options, in words.
     mine = {"halfulp": read_own_version(), "torch": torch.__version__, "the optimizer": type(optimizer).__name__}

@@ -10,7 +10,7 @@ import torch
 
 from .._messages import name_type, quote
 from ..rounding import mix64, random_words
-from ._group_options import ParamGroups, check_parameters
+from ._group_options import OptimizerParams, check_parameters
 from .parameters._narrow_groups import walk_model_parameters
 
 # Of every group, the same in all.
@@ -63,7 +63,7 @@ class HALP(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float = 1e-3,
         *,
         bits: int | None = 8,

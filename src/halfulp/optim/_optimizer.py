@@ -15,7 +15,7 @@ from ..subclass.models._parameter_holders import wrap_checkpoint_functions
 from ._checkpoint import CheckpointMixin, complete_state_dict
 from ._group_options import (
     NOT_NEGATIVE_OPTIONS,
-    ParamGroups,
+    OptimizerParams,
     check_betas,
     check_group_options,
     check_hyperparameters,
@@ -118,7 +118,7 @@ class Optimizer(CheckpointMixin):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         defaults: dict[str, Any],
         *,
         weight_update: WeightUpdate | str | None = None,
@@ -170,7 +170,7 @@ class Optimizer(CheckpointMixin):
             note_identities(group, self._identities)
 
     @classmethod
-    def split_groups(cls, params: ParamGroups) -> ParamGroups:
+    def split_groups(cls, params: OptimizerParams) -> OptimizerParams:
         """Return parameters in groups that this optimizer steps; one that steps matrices alone splits others off."""
         return params
 

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 
 from ._float32 import read_weights
-from ._group_options import NOT_NEGATIVE_OPTIONS, OptimizerOptions, ParamGroups, check_number, split_init_arguments
+from ._group_options import NOT_NEGATIVE_OPTIONS, OptimizerOptions, OptimizerParams, check_number, split_init_arguments
 from ._optimizer import Optimizer, register_optimizer
 from .parameters._outside_writes import set_weight
 from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate_distance
@@ -31,7 +31,7 @@ class Lion(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0,
@@ -60,7 +60,7 @@ class Adan(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
         eps: float = 1e-8,
@@ -92,7 +92,7 @@ class AdEMAMix(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
         alpha: float = 2.0,
@@ -134,7 +134,7 @@ class LAMB(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -234,7 +234,7 @@ class SGDScheduleFree(ScheduleFree):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1.0,
         momentum: float = 0.9,
         weight_decay: float = 0,
@@ -275,7 +275,7 @@ class AdamWScheduleFree(ScheduleFree):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 2.5e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -325,7 +325,7 @@ class Prodigy(Optimizer):
 
     def __init__(
         self,
-        params: ParamGroups,
+        params: OptimizerParams,
         lr: float | torch.Tensor = 1.0,
         betas: tuple[float, float] = (0.9, 0.999),
         beta3: float | None = None,

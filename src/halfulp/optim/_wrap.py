@@ -17,7 +17,7 @@ from ..formats import Format
 from ..scaled import ScaledTensor
 from ._checkpoint import check_state_dict, is_halfulp_file, walk_saved_parameters
 from ._float32 import MOST_RUN_ELEMENTS, read_weights, split_into_runs
-from ._group_options import NarrowOptions, ParamGroups, check_hyperparameters, read_defaults, read_options
+from ._group_options import NarrowOptions, OptimizerParams, check_hyperparameters, read_defaults, read_options
 from ._optimizer import Optimizer
 from ._storage import F32, Store
 from .parameters._local_tensors import get_local, is_dtensor, place_like
@@ -85,7 +85,7 @@ class ExplicitGradientOptimizer(Optimizer):
 
 def wrap(
     optimizer: Callable[..., torch.optim.Optimizer],
-    params: ParamGroups,
+    params: OptimizerParams,
     *,
     weight_update: WeightUpdate | str | None = None,
     param_dtype: torch.dtype | str | None = None,

@@ -170,7 +170,7 @@ def revert(model: ModuleType) -> ModuleType:
     return model
 
 
-def find_recipe(model: nn.Module) -> Recipe:
+def read_recipe_of_model(model: nn.Module) -> Recipe:
     """Return the recipe of a converted model, or of the one inside a wrapper."""
     found = {record.recipe for record in _list_records(model)}
     if len(found) != 1:

@@ -18,7 +18,7 @@ from ..optim._algorithms import MuonChoice
 from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import list_own_tensors
 from ..rounding import Nearest, Stochastic, quantize
-from ._convert import find_recipe
+from ._convert import read_recipe_of_model
 from ._plan import assign
 from ._recipe import Recipe
 
@@ -67,7 +67,7 @@ def optimizer(
     """
     if rule not in optim.OPTIMIZERS:
         raise ValueError(describe_unknown_name("rule", rule, optim.OPTIMIZERS))
-    recipe = find_recipe(model)
+    recipe = read_recipe_of_model(model)
     if recipe.by_torch:
         if rule not in _TORCH_OPTIMIZERS:
             raise ValueError(

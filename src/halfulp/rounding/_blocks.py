@@ -452,7 +452,7 @@ def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: WordLayout, k
     return round_by_triton(plan, x, key, out, fixed, lambda rows: round_blocks_by_reference(rows, target, FIXED_KEY))
 
 
-GROUP_ELEMENTS = 16_384
+BLOCK_CHUNK_ELEMENTS = 16_384
 # Kernels hold a block on the stack, of which threads may have no more than 512 KiB, or in a program's registers.
 _LONGEST_BLOCK = 4096
 
@@ -540,7 +540,7 @@ def _cut_rows_into_chunks(rows: int, length: int, block: int) -> tuple[np.ndarra
     """Cut rows into chunks of whole blocks, of which the last may be incomplete; return chunks and lengths."""
     if length % block == 0:
         rows, length = 1, rows * length
-    step = max(1, GROUP_ELEMENTS // block) * block
+    step = max(1, BLOCK_CHUNK_ELEMENTS // block) * block
     starts = np.arange(0, length, step, dtype=np.int64)
     sizes = np.minimum(starts + step, length) - starts
     begin = (starts + np.arange(rows, dtype=np.int64)[:, None] * length).reshape(-1)

@@ -128,7 +128,7 @@ def materialize_scale(scale: Tensor) -> Tensor:
     return scale if is_untraced(scale) else torch.as_strided_copy(scale, (), ())
 
 
-def find_largest_scale(*scales: Tensor) -> Tensor:
+def take_largest_of_scales(*scales: Tensor) -> Tensor:
     """Return the largest of several scales, as a tensor of its own."""
     values: list[Any] = [read_concrete(scale) for scale in scales]
     if None not in values:
@@ -157,8 +157,8 @@ def find_deciding_scale(*scales: Tensor) -> Tensor:
         held = torch.stack(scales)
         usual = torch.where(held < HUGE_SCALE, held, ZERO_SCALE).amax()
         return torch.where(usual == ZERO_SCALE, held.amax(), usual)
-    scale = find_largest_scale(*(torch.where(scale < HUGE_SCALE, scale, ZERO_SCALE) for scale in scales))
-    return materialize_scale(torch.where(scale == ZERO_SCALE, find_largest_scale(*scales), scale))
+    scale = take_largest_of_scales(*(torch.where(scale < HUGE_SCALE, scale, ZERO_SCALE) for scale in scales))
+    return materialize_scale(torch.where(scale == ZERO_SCALE, take_largest_of_scales(*scales), scale))
 
 
 def divide_scales(scale: Tensor, other: Tensor) -> Tensor | float:

@@ -204,10 +204,10 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
         raise ValueError(describe_unknown_name("family", family, FAMILIES))
     register: Callable[[Given], Given] = _rule_table.implements(*operators)
 
-    def with_family(rule: Given) -> Given:
+    def register_in_family(rule: Given) -> Given:
         FAMILY_BY_OPERATOR.update(dict.fromkeys(present_operators(operators), family))
         for operator in present_operators(operators):
             _promoted_rule_table.forget(operator)
         return register(rule)
 
-    return with_family
+    return register_in_family

@@ -108,7 +108,7 @@ class CompositeTensor(torch.Tensor):
         return made
 
 
-def get_saved_marks(x: Tensor) -> tuple[bool, bool]:
+def get_pickled_marks(x: Tensor) -> tuple[bool, bool]:
     """Return whether a tensor requires a gradient and is a parameter: what pickle stores of its autograd state.
 
     Raises:
@@ -120,7 +120,7 @@ def get_saved_marks(x: Tensor) -> tuple[bool, bool]:
 
 
 def restore_saved_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
-    """Set the autograd marks that `get_saved_marks` returned, and return the tensor."""
+    """Set the autograd marks that `get_pickled_marks` returned, and return the tensor."""
     x.requires_grad_(requires_grad)
     if is_parameter:
         x._is_param = True

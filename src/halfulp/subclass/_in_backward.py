@@ -64,12 +64,12 @@ def is_storing_plain_gradient(gradients: str) -> bool:
 @contextmanager
 def disable_result_rounding() -> Iterator[None]:
     """Return a context in which no result is rounded, for the steps of one operator."""
-    before = getattr(_rounding_state, "on", False)
-    _rounding_state.on = True
+    before = getattr(_rounding_state, "is_disabled", False)
+    _rounding_state.is_disabled = True
     try:
         yield
     finally:
-        _rounding_state.on = before
+        _rounding_state.is_disabled = before
 
 
 def _get_node_name() -> str:
@@ -84,7 +84,7 @@ def _is_storing_gradient() -> bool:
 
 def _is_computing_gradient() -> bool:
     """Return whether results are gradients here; not where activation checkpointing runs the forward pass again."""
-    if getattr(_rounding_state, "on", False):
+    if getattr(_rounding_state, "is_disabled", False):
         return False
     if not torch.is_grad_enabled():
         return True

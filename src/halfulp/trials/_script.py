@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import __version__, optim, recipes
 from .._extensions import load_inherited_extensions
 from ..environment import count_cores, describe_processor
-from ..observation.scripts import ScriptEnding, find_model, run_script, tell_backward_losses
+from ..observation.scripts import ScriptEnding, find_model, listen_to_backward_losses, run_script
 from ..recipes import Recipe
 from ..recipes._optimizer import choose_state_dtype, split_groups_by_update
 from ._defaults import REFERENCE_RECIPE, TWIN_RECIPE
@@ -212,7 +212,7 @@ def run_worker() -> None:
         losses.append(float(loss))
 
     try:
-        with substitute_optimizers(recipes.get(recipe)) as done, tell_backward_losses(log):
+        with substitute_optimizers(recipes.get(recipe)) as done, listen_to_backward_losses(log):
             ending = run_script(script, arguments, passing=RecipeRefusal)
     except RecipeRefusal as refusal:
         write_run(ScriptRun(failure=f"could not be used: {refusal}"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfulp.observation.scripts import ScriptWatch, tell_backward_losses
+from halfulp.observation.scripts import ScriptWatch, listen_to_backward_losses
 from halfulp.observation.scripts._find import JointModel, find_trained_model
 
 
@@ -129,7 +129,7 @@ def test_losses_are_those_before_the_scaler(share):
     weight = torch.randn(3, requires_grad=True)
     seen: list[float] = []
     before = torch.autograd.backward, torch.amp.GradScaler.scale
-    with tell_backward_losses(lambda loss: seen.append(float(loss))):
+    with listen_to_backward_losses(lambda loss: seen.append(float(loss))):
         loss = weight.square().sum()
         (scaler.scale(loss) * share).backward()
         weight.sum().backward()

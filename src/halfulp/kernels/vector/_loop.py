@@ -165,7 +165,7 @@ _INSTRUCTIONS_TO_CALL = 3000  # instructions from which calls cost less than the
 
 
 @dataclass(frozen=True)
-class QuickTrace:
+class ShortcutTrace:
     """A short trace for arrays of bfloat16 or float16, which has the same results except where it doubts them.
 
     Attributes:
@@ -185,7 +185,7 @@ def compile_trace(
     results: Sequence[int],
     stored: Sequence[torch.dtype],
     written: Sequence[torch.dtype],
-    quick: QuickTrace | None = None,
+    quick: ShortcutTrace | None = None,
     exact: bool = False,
 ) -> Kernel:
     """Return a function (first row, last row, table address) that runs a trace on rows of elements.
@@ -258,7 +258,7 @@ class _RowLoop(VectorBuilder):
         with self.loop(low, high, self.lanes) as i:
             self.write_vector([(base, self.b.mul(i, near)) for base, near in zip(bases, nears)])
 
-    def write_quick_vectors(self, quick: QuickTrace, bases: list, nears: list, count) -> Any:
+    def write_quick_vectors(self, quick: ShortcutTrace, bases: list, nears: list, count) -> Any:
         """Write the loop over pairs of vectors, whose neighbours are words of two, and return where it ends.
 
         Vectors with an element in doubt are computed by the other trace, before anything is stored, as outputs may be

@@ -166,7 +166,7 @@ _FOLDER_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIR
 _ENTRY_TAG = b"halfulp-kernel-1"
 # How many kernels this process found, compiled and wrote, and the bytes that it wrote.
 statistics = Counter[str]()
-_GENERATOR_SOURCES = tuple(Path(__file__).parents[1] / name for name in ("_operations.py", "vector"))
+_COMPILER_SOURCE_FILES = tuple(Path(__file__).parents[1] / name for name in ("_operations.py", "vector"))
 
 
 def cache_folder() -> Path | None:
@@ -237,7 +237,7 @@ class CacheEntry:
 
     def _find_path(self) -> Path | None:
         folder = cache_folder()
-        machine = (*self._compilers, processor(), source_digest(*_GENERATOR_SOURCES))
+        machine = (*self._compilers, processor(), source_digest(*_COMPILER_SOURCE_FILES))
         key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
         return None if folder is None else folder / f"{self._name}-{key}.kernel"
 

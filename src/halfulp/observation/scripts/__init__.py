@@ -1,7 +1,7 @@
 """A user's training script, run unmodified: its model and optimizers are found while it runs."""
 
 from ._find import find_model as find_model
-from ._find import tell_backward_losses as tell_backward_losses
+from ._find import listen_to_backward_losses as listen_to_backward_losses
 from ._run import PROCESS_REMEDY as PROCESS_REMEDY
 from ._run import ScriptEnding as ScriptEnding
 from ._run import report_termination as report_termination

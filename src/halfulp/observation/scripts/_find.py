@@ -90,7 +90,7 @@ def _unwrap_module(module: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def tell_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def listen_to_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Tell a listener each loss of one element, detached, that a backward pass begins with, before it does.
 
     `torch.autograd.backward` and the scalers' `scale` are wrapped for that time; a scaler's factor is taken off.

@@ -15,7 +15,7 @@ from ...sinks import Outlet, Row, RowFile
 from ..observing._observation import Observation, RunSummary
 from ..observing._observe import observe
 from ..page import write_page
-from ._find import find_scaler, find_trained_model, tell_backward_losses
+from ._find import find_scaler, find_trained_model, listen_to_backward_losses
 
 _TEXT_LOOSE_PARAMETERS = "an optimizer steps parameters that no module holds: they are not observed"
 _TEXT_LATE_OPTIMIZER = (
@@ -53,7 +53,7 @@ class ScriptWatch:
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> ScriptWatch:
-        self._open.enter_context(tell_backward_losses(self._log_loss))
+        self._open.enter_context(listen_to_backward_losses(self._log_loss))
         self._open.callback(register_optimizer_step_post_hook(self.end_step).remove)
         return self
 

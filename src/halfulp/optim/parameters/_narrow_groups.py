@@ -17,7 +17,7 @@ from ...subclass.models._parameter_holders import (
     replace_parameter_data,
     reset_shards,
 )
-from .._group_options import check_ranks
+from .._group_options import check_ranks_agree
 from .._storage import STORES
 from ._local_tensors import get_local, is_dtensor
 from ._narrowing import is_kept_float32, take_float32_values
@@ -84,7 +84,7 @@ def check_sharded_ranks(optimizer: Any) -> None:
     for mesh, parameter in {parameter.device_mesh: parameter for parameter in sharded}.items():
         for group in mesh.get_all_groups() if mesh.get_coordinate() is not None else ():
             if torch.distributed.get_backend(group) != "fake":  # whose collectives bring nothing
-                check_ranks(optimizer, group, get_local(parameter).device)
+                check_ranks_agree(optimizer, group, get_local(parameter).device)
 
 
 def check_data_parallel_ranks(optimizer: Any) -> None:
@@ -97,7 +97,7 @@ def check_data_parallel_ranks(optimizer: Any) -> None:
         # Of a share of the parameters that is a rank's own (ZeroRedundancyOptimizer) numbers are not compared.
         narrow = next((p for p in module.parameters() if p.dtype in STORES and p.dtype != torch.float32), None)
         if narrow is not None and any(id(parameter) in stepped for parameter in module.parameters()):
-            check_ranks(optimizer, module.process_group, narrow.device)
+            check_ranks_agree(optimizer, module.process_group, narrow.device)
 
 
 def refuse_replaced_parameters(optimizer: Any) -> None:

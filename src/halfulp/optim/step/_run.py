@@ -57,7 +57,7 @@ def compile_kernels(batch: Batch) -> None:
             batch.device,
             f"optimizer step {batch.spec.name}",
             batch.spec,
-            lambda device: _step_fixed_elements(batch.spec, None, device),
+            lambda device: _step_check_elements(batch.spec, None, device),
             "Keep the parameters on the CPU, or step them by torch.optim",
         )
 
@@ -163,7 +163,7 @@ def _run_triton(batch: Batch) -> bool:
 
     spec, device, table = batch.spec, batch.device, batch.table
     specs = (make_amax_spec(spec), spec) if spec.scaled else (spec,)
-    found = (triton.find_step_kernel(one, device, _step_fixed_elements) for one in specs)
+    found = (triton.find_step_kernel(one, device, _step_check_elements) for one in specs)
     kernels = [kernel for kernel in found if kernel is not None]
     present = _list_present_scales(batch) if spec.scaled else []
     if len(kernels) < len(specs) or any(scale.device != device for scales in present for scale in scales):
@@ -253,12 +253,12 @@ def compile_and_check(spec: StepSpec):
         kernel(0, len(chunks), *map(address_of, given))
         return meter
 
-    check_bits(spec.name, lambda: _step_fixed_elements(spec, run), lambda: _step_fixed_elements(spec), spec)
+    check_bits(spec.name, lambda: _step_check_elements(spec, run), lambda: _step_check_elements(spec), spec)
     held["checked_kernel"] = kernel
     return kernel
 
 
-def _step_fixed_elements(
+def _step_check_elements(
     spec: StepSpec, run: Callable | None = None, device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
     """Make two steps on fixed elements, tiny, NaN and overwritten ones among them; return all that was written.

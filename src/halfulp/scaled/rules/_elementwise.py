@@ -25,7 +25,7 @@ def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dt
     if storage not in (torch.float32, torch.bfloat16) and values.numel():
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
-        scale = _powers.find_largest_scale(scale, needed)
+        scale = _powers.take_largest_of_scales(scale, needed)
     return make_scaled(
         _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale)),
         scale.clone(),

@@ -301,7 +301,7 @@ def add_scaled_product(
         own, _ = _powers.multiply_scales(base._scale, powers[0])
         own = make_zero_scale(base) if not is_symbolic(beta) and beta == 0 else own
         other = _powers.multiply_scales(*factors, powers[1])[0] if added is None else added._scale
-        scale = _powers.find_largest_scale(own, other)
+        scale = _powers.take_largest_of_scales(own, other)
         of_base, of_product = (
             divide_scale_product(base._scale, scale=scale),
             divide_scale_product(*factors, scale=scale),
@@ -432,7 +432,7 @@ def convolution(
         large = find_stand_ins(bias, like)
         large = large if large is None else large.reshape(-1, *[1] * (weight.dim() - 2))
         bias = make_addend(bias, like)
-        scale = _powers.find_largest_scale(scale, bias._scale)
+        scale = _powers.take_largest_of_scales(scale, bias._scale)
         start = _powers.multiply_by_power(to_float32(bias), divide_scale_product(bias._scale, scale=scale))
     kernel = _powers.multiply_by_power(to_float32(weight), divide_scale_product(x._scale, weight._scale, scale=scale))
     values = aten.convolution.default(to_float32(x), kernel, start, stride, padding, dilation, transposed, *rest)

@@ -125,8 +125,8 @@ for _name in (*(f"upsample_{kind}" for kind in _UPSAMPLE_MODES), *_UPSAMPLE_NEAR
 MEAN_REDUCTION, SUM_REDUCTION = 1, 2
 
 
-def _mean_divisor(place: int, *arguments: Any, **options: Any) -> float:
-    """Return the power of two near the factor by which a mean divides gradients, of a loss's backward operator.
+def _find_mean_factor(place: int, *arguments: Any, **options: Any) -> float:
+    """Return the power of two near 1 / n by which the backward of a mean multiplies gradients; 1 where there is none.
 
     Its arguments are the gradient, the input, the target and others, among them the reduction at a place.
     """
@@ -154,7 +154,7 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
     (a, b), scale, *_ = align_operands(*(make_operand(t, like) for t in (x, target)))
     y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
     return scale_payloads(
-        y, [g._scale, scale], [find_scaled((gradient, like))], _mean_divisor(3, gradient, x, target, reduction)
+        y, [g._scale, scale], [find_scaled((gradient, like))], _find_mean_factor(3, gradient, x, target, reduction)
     )
 
 
@@ -169,4 +169,4 @@ for _operator, _place in {
     aten.nll_loss_backward.default: 4,
     aten.nll_loss2d_backward.default: 4,
 }.items():
-    homogeneous(_operator, family="loss", terms=functools.partial(_mean_divisor, _place), grad_output=1)
+    homogeneous(_operator, family="loss", terms=functools.partial(_find_mean_factor, _place), grad_output=1)

@@ -138,7 +138,7 @@ OPERATORS_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
 }
 
 
-def list_operators(names: str) -> list[OpOverload]:
+def parse_operators(names: str) -> list[OpOverload]:
     """Return the operators of a text of names."""
     found: list[OpOverload] = []
     for name, _, overload in (one.partition(".") for one in names.split()):
@@ -148,4 +148,4 @@ def list_operators(names: str) -> list[OpOverload]:
 
 
 for (_register, _family), _names in OPERATORS_BY_RULE.items():
-    _register(*list_operators(_names), family=_family)
+    _register(*parse_operators(_names), family=_family)

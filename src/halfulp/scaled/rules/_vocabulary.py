@@ -239,7 +239,7 @@ def is_filled_with_large_number(x: ScaledTensor) -> bool:
 def raise_scale_for_constants(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> Tensor:
     """Return the scale, raised until the constants fit the storage; where x is all zeros, the constants' largest."""
     value = _powers.read_concrete(scale)
-    roomy = _powers.find_largest_scale(scale, *(_find_least_scale(c, storage) for c in constants))
+    roomy = _powers.take_largest_of_scales(scale, *(_find_least_scale(c, storage) for c in constants))
     return (
         roomy if value not in (None, _powers.ZERO_SCALE) else _choose_scale_of_zeros(scale, roomy, storage, constants)
     )
@@ -249,8 +249,8 @@ def _choose_scale_of_zeros(
     scale: Tensor, otherwise: Tensor, storage: torch.dtype, constants: tuple[ScaledTensor, ...]
 ) -> Tensor:
     """Return the constants' largest scale for zeros of any scale; at least 1 for a large one, and what it needs."""
-    own = _powers.find_largest_scale(*(c._scale for c in constants))
-    roomy = _powers.find_largest_scale(*(_find_least_scale(c, storage) for c in constants)).clamp(min=1.0)
+    own = _powers.take_largest_of_scales(*(c._scale for c in constants))
+    roomy = _powers.take_largest_of_scales(*(_find_least_scale(c, storage) for c in constants)).clamp(min=1.0)
     return torch.where(scale == _powers.ZERO_SCALE, torch.where(own < _LARGE_CONSTANT, own, roomy), otherwise)
 
 
@@ -273,7 +273,7 @@ def make_constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.
         held = (largest / scale).clamp(max=largest)
         moved = torch.minimum(torch.maximum(moved, -held), held)
     stands_in = (moved.abs() > largest) & (payload.abs() * constant._scale >= _find_stand_in(storage))
-    enough = _powers.find_largest_scale(torch.full_like(scale, largest), LEAST_SATURATED_STAND_IN / scale)
+    enough = _powers.take_largest_of_scales(torch.full_like(scale, largest), LEAST_SATURATED_STAND_IN / scale)
     return torch.where(payload.isinf(), payload, torch.where(stands_in, moved.sign() * enough, moved))
 
 
@@ -512,7 +512,7 @@ def _make_gate_rule(operator: OpOverload, at_least_one: bool) -> Callable[..., A
     def rule(*arguments: Any, **options: Any) -> Any:
         flat = tree_leaves((arguments, options))
         kept = make_operand(arguments[0], find_scaled(flat))
-        scale = _powers.find_largest_scale(kept._scale, make_unit_scale(kept)) if at_least_one else kept._scale
+        scale = _powers.take_largest_of_scales(kept._scale, make_unit_scale(kept)) if at_least_one else kept._scale
         values = operator(*map_tree(decode_value, arguments), **map_tree(decode_value, options))
         holders = [x for x in flat if isinstance(x, Tensor)]
         return map_tree(lambda y: scale_values(y, scale, choose_storage(holders), promote_dtypes(holders)), values)

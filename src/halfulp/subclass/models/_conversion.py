@@ -109,7 +109,7 @@ def make_matcher(where: Where, names: list[str]) -> Callable[..., Any]:
 
 def copy_attributes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
     """Copy the attributes that users set on a parameter (marks for weight decay, say), but for its class's own."""
-    own = {*getattr(old, "_value_attributes", ()), "_is_param", _state_dict.SAVED_ATTRIBUTE}
+    own = {*getattr(old, "_value_attributes", ()), "_is_param", _state_dict.FIRST_SAVED_NAME_ATTRIBUTE}
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in own})
     return new
 

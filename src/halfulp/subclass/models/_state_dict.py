@@ -15,7 +15,7 @@ from ..._messages import name_type, quote
 _C: Any = torch._C
 _LOADED_ATTRIBUTE = "_halfulp_loaded"
 # On a parameter: its first name in the newest state_dict, and that one's identity, that of the values, and versions.
-SAVED_ATTRIBUTE = "_halfulp_saved"
+FIRST_SAVED_NAME_ATTRIBUTE = "_halfulp_saved"
 
 
 class StateDictLayout(NamedTuple):
@@ -136,14 +136,14 @@ def _share_tied_memory(
     Savers that write shared memory once (transformers) would else write the values of a tied parameter under both names
     and what stands beside them under one, and the values alone would be loaded last.
     """
-    first, *noted = parameter.__dict__.get(SAVED_ATTRIBUTE, ("",))
+    first, *noted = parameter.__dict__.get(FIRST_SAVED_NAME_ATTRIBUTE, ("",))
     known = state_dict.get(first, entries[name])
     is_noted = noted == [id(state_dict), id(known), known._version, parameter._version]
     if first != name and is_noted and _share_auxiliary(entries, name, state_dict, first):
         return {**entries, name: known}
     value = entries[name]
     # Identities, as torch.utils.swap_tensors takes no tensor that is weakly referenced.
-    parameter.__dict__[SAVED_ATTRIBUTE] = name, id(state_dict), id(value), value._version, parameter._version
+    parameter.__dict__[FIRST_SAVED_NAME_ATTRIBUTE] = name, id(state_dict), id(value), value._version, parameter._version
     return entries
 
 

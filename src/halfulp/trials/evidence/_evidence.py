@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from ...pages import render, require, write_whole
 from .._defaults import VERDICT_TONES
-from ..page._curves import LineStyle, LossCurves, choose_line_styles, draw_loss_curves
+from ..page._curves import LineStyle, LossesByRecipe, choose_line_styles, draw_loss_curves
 from ._row import FinishedTrials, Row, check_trial_record
 from ._table import (
     compute_stored_bytes,
@@ -75,7 +75,7 @@ def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     }
 
 
-def read_loss_curves(evidence: FinishedTrials, task: str) -> LossCurves:
+def read_loss_curves(evidence: FinishedTrials, task: str) -> LossesByRecipe:
     """Return the training loss of a task's trials."""
     curves: dict[str, dict[int, dict[int, float]]] = {}
     for record in evidence.of_task(task):

@@ -58,7 +58,7 @@ def choose_line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
 
 
 # recipe -> seed -> step -> mean loss of the window that ends there
-LossCurves: TypeAlias = Mapping[str, Mapping[int, Mapping[int, float]]]
+LossesByRecipe: TypeAlias = Mapping[str, Mapping[int, Mapping[int, float]]]
 
 # Text stays text, and the same drawing the same bytes.
 SVG_SETTINGS: dict[Any, Any] = {
@@ -73,7 +73,7 @@ _PANEL_TITLES = ("training loss, nats", "difference to fp32 on the same batches,
 _STAND_IN_COLOURS = [f"#0a00{index:02x}" for index in range(COLOUR_COUNT)]
 
 
-def draw_loss_curves(curves: LossCurves, key: str, width: float, height: float) -> str:
+def draw_loss_curves(curves: LossesByRecipe, key: str, width: float, height: float) -> str:
     """Draw the training loss of recipes, beneath it their gaps to fp32, as an SVG.
 
     Where some recipes stay much closer to fp32 than others, a third panel shows theirs alone, magnified. All are means
@@ -119,13 +119,13 @@ def render_figure_as_svg(figure: Any) -> str:
     return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
 
 
-def _pair_with_reference(curves: LossCurves, recipe: str) -> list[tuple[Mapping[int, float], Mapping[int, float]]]:
+def _pair_with_reference(curves: LossesByRecipe, recipe: str) -> list[tuple[Mapping[int, float], Mapping[int, float]]]:
     """Return a recipe's points beside float32's of the same seed; none for float32 itself."""
     reference = curves[REFERENCE_RECIPE] if recipe != REFERENCE_RECIPE else {}
     return [(points, reference[seed]) for seed, points in curves[recipe].items() if seed in reference]
 
 
-def _choose_magnified_recipes(curves: LossCurves) -> list[str]:
+def _choose_magnified_recipes(curves: LossesByRecipe) -> list[str]:
     """Return the recipes for a magnified panel, ten times closer to fp32 than the furthest; none if all are close."""
     sizes = {}
     for recipe in curves:
@@ -154,7 +154,7 @@ def _choose_plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     return {**look, "marker": style.marker[0], "markersize": 4.2, "markeredgewidth": 0, "markevery": places}
 
 
-def _style_plot_panels(panels: Sequence[Any], curves: LossCurves) -> None:
+def _style_plot_panels(panels: Sequence[Any], curves: LossesByRecipe) -> None:
     """Style axes in the page's ink, and cut off the high losses of the first steps."""
     for axes, title in zip(panels, _PANEL_TITLES):
         axes.patch.set_alpha(0)
