@@ -1,4 +1,8 @@
-"""The builder of LLVM loops: vector lanes, types, memory of every dtype, float16."""
+"""The builder of LLVM loops: vector lanes, types, memory of every dtype, float16, choices by class of number.
+
+VFIXUPIMM replaces a number by a constant where another one is of some classes. It takes the place of a difference, a
+comparison and a masked move in x where w - w == 0, else 0, which device functions write for finite numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,62 @@ from typing import Any
 import torch
 
 from .._device_function import STREAM_ALIGNMENT
+from .._trace import Trace
+from ._processor import has_features
+
+# Four bits per class, from the lowest: quiet NaN, signaling NaN, zero, 1, -infinity, infinity, negative, positive.
+# 0 keeps the number, 1 takes the one that is classified; 7 and 8 are -0 and 0.
+_FIXUP_NOT_FINITE, _FIXUP_ZERO, _FIXUP_TAKE_FINITE = 0x00110011, 0x00000100, 0x11001100
+_FIXUP_RESPONSES = {(0.0).hex(): 8, (-0.0).hex(): 7}
+
+
+def find_fixup(trace: Trace, number: int) -> tuple[int, int, int] | None:
+    """Return, for a select that chooses by class, the kept and the classified instruction and the table, else None."""
+    lines, (condition, x, y) = trace.lines, trace.lines[number][1]
+    if lines[condition][0] == "and":  # with a mask that is true, as it compares a word with itself
+        left = [k for k in lines[condition][1] if lines[k][0] != "word_eq" or len({*lines[k][1]}) > 1]
+        condition = left[0] if len(left) == 1 else condition
+    if lines[condition][0] != "eq" or trace.kinds[lines[condition][1][0]] != "f32":
+        return None
+    first, second = lines[condition][1]
+    name, terms, _ = lines[first]
+    if name == "sub" and terms[0] == terms[1] and (first == second or _find_response(trace, second)):
+        of, classes, kept, other = terms[0], _FIXUP_NOT_FINITE, x, y
+    elif _find_response(trace, second):
+        of, classes, kept, other = first, _FIXUP_ZERO, y, x
+    else:
+        return None
+    response = _find_response(trace, other)
+    if response is None:
+        return (y, of, _FIXUP_TAKE_FINITE) if classes == _FIXUP_NOT_FINITE and x == of else None
+    return kept, of, classes * response
+
+
+def has_fixup_instruction(lanes: int) -> bool:
+    """Return whether the processor has the instruction for so many float32."""
+    return (lanes == 16 and has_features("avx512f")) or (lanes == 8 and has_features("avx512f", "avx512vl"))
+
+
+def write_fixup(b: Any, kept: Any, of: Any, table: int) -> Any:
+    """Write the instruction; `kept` are reals or words."""
+    ir = b.ir
+    lanes, i32, reals = kept.type.count, b.i32, of.type
+    mask = ir.IntType(lanes)
+    given = [reals, reals, b.vector_type(i32, lanes), i32, mask, *([i32] if lanes == 16 else [])]
+    name = f"llvm.x86.avx512.mask.fixupimm.ps.{32 * lanes}"
+    function = b.b.module.globals.get(name) or ir.Function(b.b.module, ir.FunctionType(reals, given), name)
+    values = [b.b.bitcast(kept, reals), of, b.constant(given[2], table), ir.Constant(i32, 0)]
+    values.append(ir.Constant(mask, (1 << lanes) - 1))
+    current_rounding = [ir.Constant(i32, 4)] if lanes == 16 else []
+    return b.b.bitcast(b.b.call(function, values + current_rounding), kept.type)
+
+
+def _find_response(trace: Trace, number: int) -> int | None:
+    """Return the response that gives a constant; None where there is none."""
+    operation, _, extra = trace.lines[number]
+    if operation == "word" and extra == (0, 32):
+        return 8
+    return _FIXUP_RESPONSES.get(extra) if operation == "constant" and isinstance(extra, str) else None
 
 
 class VectorBuilder:

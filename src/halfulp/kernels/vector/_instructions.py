@@ -10,23 +10,14 @@ from typing import Any
 import torch
 
 from .._trace import RecordedFunction, Trace
-from ._builder import VectorBuilder, lane_type
+from ._builder import VectorBuilder, find_fixup, has_fixup_instruction, lane_type, write_fixup
 from ._processor import has_fused_vectors, processor, vector_bits
 
 # Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
 _LLVM_INSTRUCTIONS = {
     **{"word_add": "add", "word_sub": "sub", "word_mul": "mul", "word_shl": "shl", "word_shr": "lshr"},
     **{"word_sar": "ashr", "word_and": "and_", "word_or": "or_", "word_xor": "xor"},
-    **{
-        "add": "fadd",
-        "sub": "fsub",
-        "mul": "fmul",
-        "div": "fdiv",
-        "neg": "fneg",
-        "select": "select",
-        "and": "and_",
-        "or": "or_",
-    },
+    **{"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "and": "and_", "or": "or_"},
 }
 _LLVM_CASTS = {
     **{"bits": "bitcast", "to_real": "sitofp", "to_float64": "fpext", "to_float32": "fptrunc"},
@@ -168,6 +159,14 @@ class InstructionWriter(VectorBuilder):
     def do_high_word(self, _, x):
         return self.b.trunc(self.b.lshr(x, self.constant(x.type, 32)), self.type_of_kind("w32"))
 
+    def do_neg(self, _, x):
+        name, operands, _ = self.trace.lines[self.trace.lines[self.number][1][0]]
+        if name == "mul" and self.trace.lines[operands[0]][0] == "input":
+            factor, other = (self.values[k] for k in operands)
+            if factor is not None and other is not None:  # -(c x) as (-c) x: -c is made once for all elements
+                return self.b.fmul(self.b.fneg(factor), other)
+        return self.b.fneg(x)
+
     def do_multiply_add(self, _, a, b, c):
         if has_fused_vectors(vector_bits()):
             return self.call_intrinsic("fma", a, b, c)
@@ -188,6 +187,18 @@ class InstructionWriter(VectorBuilder):
 
     def do_not(self, _, x):
         return self.b.xor(x, self.constant(x.type, 1))
+
+    def do_select(self, _, condition, x, y):
+        found = (
+            find_fixup(self.trace, self.number)
+            if self.kind in ("f32", "w32") and has_fixup_instruction(self.lanes)
+            else None
+        )
+        if found is not None:
+            kept, of = (self.values[k] for k in found[:2])
+            if kept is not None and of is not None:
+                return write_fixup(self, kept, of, found[2])
+        return self.b.select(condition, x, y)
 
     def do_gather(self, number, index):
         ir, b = self.ir, self.b
