@@ -82,9 +82,11 @@ def test_adams_size_on_noise_is_the_known_one():
 
 
 def test_a_second_moment_that_cannot_decay_freezes_layers_earlier(seed):
-    model = nn.Linear(64, 64).bfloat16()
+    # Of one layer the steps scatter by some per cent.
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16))).bfloat16()
     found = [hu.forecast(model, 1e-4, "cosine", steps=10_000, betas=(0.9, beta2)) for beta2 in (0.95, 0.999)]
-    assert found[1].layers[0].freeze_step < found[0].layers[0].freeze_step
+    earlier, later = (sum(layer.freeze_step for layer in one.layers) for one in reversed(found))
+    assert earlier < later
 
 
 def trained(schedule, steps: int, at: int):
