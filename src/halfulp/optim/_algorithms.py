@@ -410,7 +410,7 @@ class Muon(Optimizer):
         if use_muon is not None and not isinstance(use_muon, str) and not callable(use_muon):
             raise TypeError(f"use_muon={use_muon!r}: give one glob over names, or a function of name and parameter")
 
-        def chooses(name: str, parameter: torch.Tensor) -> bool:
+        def is_for_muon(name: str, parameter: torch.Tensor) -> bool:
             if isinstance(use_muon, str):
                 return fnmatch.fnmatchcase(name, use_muon)
             if use_muon is not None:
@@ -424,7 +424,7 @@ class Muon(Optimizer):
             parts: dict[bool, list[Any]] = {True: [], False: []}
             for entry in members:
                 name, parameter = entry if isinstance(entry, tuple) else ("", entry)
-                parts[bool(chooses(name, parameter))].append(entry)
+                parts[bool(is_for_muon(name, parameter))].append(entry)
             if "use_muon" in group:
                 found.append({**group, "params": members})
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,13 +12,14 @@ import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFIX
 
+from .. import __version__
 from .._messages import name_differences, quote
 from ..kernels import keeping_subnormals
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
 from ._float32 import read_weights
-from ._group_options import check_group_options, read_own_version
+from ._group_options import check_group_options
 from .parameters._local_tensors import get_local, is_dtensor, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import (
@@ -48,20 +49,36 @@ from .step._scales import fit_weight_scale
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
 # Options that torch.optim's groups got later than others, and what older files that lack them mean.
-_LATER_OPTIONS = {
+_DEFAULTS_OF_LATER_OPTIONS = {
     **dict.fromkeys(("maximize", "nesterov", "amsgrad", "decoupled_weight_decay"), False),
     **dict.fromkeys(("capturable", "differentiable"), False),
     **dict.fromkeys(("foreach", "fused")),
 }
 # Options by which the file of another rule is known.
-_RULE_OPTIONS = {
+_HYPERPARAMETER_NAMES = {
     *("lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas", "lr_decay"),
     *("momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size", "lambd"),
 }
-_HALFULP_OPTIONS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
+_HALFULP_OPTION_NAMES = {
+    "weight_update",
+    "state_dtype",
+    "param_dtype",
+    "format",
+    "seed",
+    "report_interval",
+    "identities",
+}
 # In a saved group: the version of this library that saved it.
-VERSION_KEY = "halfulp"
-_NOT_LOADED = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream", VERSION_KEY)
+VERSION_GROUP_KEY = "halfulp"
+_UNLOADED_GROUP_KEYS = (
+    "params",
+    "state_dtype",
+    "param_dtype",
+    "format",
+    "report_interval",
+    "random_stream",
+    VERSION_GROUP_KEY,
+)
 
 
 class CheckpointMixin(torch.optim.Optimizer):
@@ -84,7 +101,18 @@ class CheckpointMixin(torch.optim.Optimizer):
             ValueError: an entry of `state` under a number, or of a parameter that is in no group.
         """
         self._update_edited_groups()
-        _refuse_unsaved_entries(self)
+        members = {id(parameter) for _, _, parameter in walk_model_parameters(self)}
+        for key in self.state:
+            if isinstance(key, int):
+                raise ValueError(
+                    f"optimizer.state[{key!r}] is an entry of your own, but a state_dict numbers the states of its "
+                    f"parameters: a file could not tell them apart; use another key, such as 'my_{key}'"
+                )
+            if isinstance(key, torch.Tensor) and id(key) not in members:
+                raise ValueError(
+                    f"optimizer.state has the states of a parameter of shape {tuple(key.shape)}, which is in no group "
+                    "any more: put it back into one, or delete its entry"
+                )
         return super().state_dict()
 
     def _complete_state_dict(self, saved: dict[str, Any]) -> None:
@@ -98,7 +126,13 @@ class CheckpointMixin(torch.optim.Optimizer):
             # A reader that knows no codes finds a number where it wants a tensor, and stops.
             versions = {name.removesuffix("_codes"): CODEC_VERSION for name in state if name.endswith("_codes")}
             saved["state"][number] = versions | _place_like_parameter(state, parameter, self._plans.get(parameter))
-        saved["param_groups"] = [_make_group_plain(group) for group in saved["param_groups"]]
+        for group in saved["param_groups"]:
+            group[VERSION_GROUP_KEY] = __version__
+            if isinstance(group["weight_update"], WeightUpdate):
+                group["weight_update"] = group["weight_update"].to_dict()
+            # In words, as they are not loaded; torch.distributed.checkpoint wants in a file whatever a group has.
+            for name in ("state_dtype", "param_dtype", "format"):
+                group[name] = None if group[name] is None else str(getattr(group[name], "name", group[name]))
 
     def _read_saved_auxiliary_tensors(self, group: dict, position: int) -> dict[str, object]:
         """Return auxiliary tensors, valid also after writes from outside, and what identifies their payload."""
@@ -133,7 +167,7 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _load_state_dict_without_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
         self._update_edited_groups()
-        options = _check_saved_groups(self.param_groups, state_dict, self._check_hyperparameters, self.defaults)
+        options = self._read_saved_options(state_dict)
         given = []
         for group, position, _, number in walk_saved_parameters(self.param_groups, state_dict["param_groups"]):
             state = state_dict["state"].get(number, {})
@@ -148,7 +182,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         for group, chosen in zip(self.param_groups, options):
             group.update(chosen)
         self._clear_plans()
-        is_own = is_halfulp_file(before, state_dict["param_groups"])
+        is_own = is_saved_by_halfulp(before, state_dict["param_groups"])
         try:
             trial = [(*one, self._fit_saved_tensors(*one, is_own)) for one in given]
             for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
@@ -165,17 +199,21 @@ class CheckpointMixin(torch.optim.Optimizer):
             raise
         for group, position, state, tensors in trial:
             parameter = group["params"][position]
-            if not state and not is_own and parameter in self._plans:
-                # Files of torch.optim have no auxiliary tensors: they stay.
-                _reset_states(self._plans[parameter], group)
-                continue
-            if not state:
+            plan = self._plans.get(parameter)
+            if plan is None or (not state and is_own):
                 self.state.pop(parameter, None)
                 self._plans.pop(parameter)
                 continue
-            held, spec = self.state[parameter], self._plans[parameter].spec
+            held = plan.state
+            if not state:  # of a file of torch.optim's, which has no auxiliary tensors: they stay
+                for tensor in plan.stored[len(plan.spec.auxiliary_names) :]:
+                    tensor.zero_()
+                set_initial_values(plan.spec, group, plan.tensors)
+                held["step"] = 0
+                held.pop(BEGUN, None)
+                continue
             for name, value in tensors.items():
-                if name in spec.tensors:
+                if name in plan.spec.tensors:
                     get_local(held[name]).copy_(get_local(value))
                 else:
                     held[name] = copy.deepcopy(value)
@@ -183,11 +221,60 @@ class CheckpointMixin(torch.optim.Optimizer):
             held.pop(BEGUN, None)
             if isinstance(begun := state.get(BEGUN), int) and 0 < begun <= held["step"]:
                 held[BEGUN] = begun
-            record_loaded_payload(self._plans[parameter], state)
+            record_loaded_payload(plan, state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
         self.state.update({key: value for key, value in state_dict["state"].items() if key not in numbers})
+
+    def _read_saved_options(self, state_dict: Mapping[str, Any]) -> list[dict]:
+        """Return the options that each group takes from a state_dict; raise ValueError if it does not fit."""
+        check_state_dict(state_dict)
+        saved, states = state_dict["param_groups"], state_dict["state"]
+        sizes, own = ([len(group["params"]) for group in groups] for groups in (saved, self.param_groups))
+        if sizes != own:
+            raise ValueError(f"the state_dict has groups of {sizes} parameters, this optimizer groups of {own}")
+        numbers = {number for group in saved for number in group["params"]}
+        if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - numbers):
+            raise ValueError(
+                "this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'"
+            )
+        for version in (str(group[VERSION_GROUP_KEY]) for group in saved if VERSION_GROUP_KEY in group):
+            ours, theirs = ([int(number) for number in re.findall(r"\d+", one)[:2]] for one in (__version__, version))
+            if ours < theirs:  # a later minor version may write what this one does not know
+                raise ValueError(
+                    f"halfulp {version} saved the state_dict, and this is {__version__}: load it with that (pip "
+                    f"install 'halfulp>={version}'), or take the weights alone over, by float32_state_dict there and "
+                    "load_float32_state_dict here"
+                )
+        pairs = [*zip(self.param_groups, saved)]
+        for mine, theirs in pairs:
+            _check_saved_group(mine, theirs, self.defaults)
+        return [self._read_group_options(number, *pair) for number, pair in enumerate(pairs)]
+
+    def _read_group_options(self, number: int, mine: dict, theirs: Mapping) -> dict:
+        """Return a group's options after loading, checked as those of a new group are."""
+        taken = {key: value for key, value in _DEFAULTS_OF_LATER_OPTIONS.items() if key in mine}
+        taken |= {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _UNLOADED_GROUP_KEYS}
+        if "param_names" in taken:
+            names = theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]
+            taken["param_names"] = mine.get("param_names") or list(names)
+        if mine.get("param_names") or "param_names" in taken:
+            taken.pop("identities", None)
+        trial = {**mine, **taken}
+        try:
+            check_group_options(trial)
+            self._check_hyperparameters(trial)
+            identities = list_identities(trial)
+            is_keyed = all(isinstance(one, int) and 0 <= one < 2**63 for one in identities)
+            if len(identities) != len(mine["params"]) or not is_keyed:
+                raise ValueError(
+                    "identities, which key random bits, must be one whole number per parameter: a file that is split "
+                    "or regrouped needs names, optimizers made from model.named_parameters()"
+                )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"param group {number} of the state_dict: {error}") from error
+        return {key: trial[key] for key in taken}
 
     def _fit_saved_tensors(self, group: dict, position: int, state: Mapping, is_own: bool) -> dict[str, Any]:
         """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries."""
@@ -320,24 +407,9 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Restore from `__getstate__`."""
         super().__setstate__(state)
         self._create_caches()
-        self.register_state_dict_post_hook(complete_state_dict)
+        self.register_state_dict_post_hook(type(self)._complete_state_dict)
         for number, group in enumerate(self.param_groups):
             refuse_other_random_stream(f"the pickled param group {number}", "that group before it is pickled", group)
-
-
-def _reset_states(plan: ParameterPlan, group: Mapping) -> None:
-    """Reset the states of a parameter to those before its first step."""
-    factors = [plan.tensors[name] for name in plan.spec.factor_names]
-    for tensor in (tensor for state in (*plan.states, factors) for tensor in state):
-        tensor.zero_()
-    set_initial_values(plan.spec, group, plan.tensors)
-    plan.state["step"] = 0
-    plan.state.pop(BEGUN, None)
-
-
-def complete_state_dict(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Complete a state_dict: the first of an optimizer's hooks."""
-    optimizer._complete_state_dict(saved)
 
 
 def walk_saved_parameters(
@@ -373,65 +445,16 @@ def _place_like_parameter(state: Mapping, parameter: torch.Tensor, plan: Paramet
     return placed
 
 
-def _make_group_plain(group: dict) -> dict:
-    update = group["weight_update"]
-    plain = {**group, VERSION_KEY: read_own_version()}
-    plain["weight_update"] = update.to_dict() if isinstance(update, WeightUpdate) else update
-    # In words, as they are not loaded; torch.distributed.checkpoint wants in a file whatever a group has.
-    for name in ("state_dtype", "param_dtype", "format"):
-        plain[name] = None if group[name] is None else str(getattr(group[name], "name", group[name]))
-    return plain
-
-
-def _check_saved_groups(
-    groups: list[dict], state_dict: Mapping[str, Any], check_numbers: Callable[[dict], None], defaults: Mapping
-) -> list[dict]:
-    """Return the options that each group takes from a state_dict; raise ValueError if it does not fit these groups.
-
-    `check_numbers` is the optimizer's own check of a group's hyper-parameters.
-    """
-    check_state_dict(state_dict)
-    saved = state_dict["param_groups"]
-    sizes, own = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
-    if sizes != own:
-        raise ValueError(f"the state_dict has groups of {sizes} parameters, this optimizer groups of {own}")
-    numbers = [number for group in saved for number in group["params"]]
-    states = state_dict["state"]
-    if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - set(numbers)):
-        raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
-    _refuse_newer_version(saved)
-    for mine, theirs in zip(groups, saved):
-        _check_saved_group(mine, theirs, defaults)
-    return [_read_loaded_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
-
-
-def _refuse_unsaved_entries(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError for entries of the state that a file has no key for."""
-    members = {id(parameter) for _, _, parameter in walk_model_parameters(optimizer)}
-    for key in optimizer.state:
-        if isinstance(key, int):
-            raise ValueError(
-                f"optimizer.state[{key!r}] is an entry of your own, but a state_dict numbers the states of its "
-                f"parameters: a file could not tell them apart; use another key, such as 'my_{key}'"
-            )
-        if isinstance(key, torch.Tensor) and id(key) not in members:
-            raise ValueError(
-                f"optimizer.state has the states of a parameter of shape {tuple(key.shape)}, which is in no group any "
-                "more: put it back into one, or delete its entry"
-            )
-
-
 def check_state_dict(state_dict: object) -> None:
     """Raise ValueError for what is no state_dict of an optimizer."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
-    saved = state_dict["param_groups"]
-    grouped = isinstance(saved, list) and all(isinstance(group, Mapping) for group in saved)
-    if not grouped or not all(isinstance(group.get("params"), list) for group in saved):
+    groups = state_dict["param_groups"] if isinstance(state_dict["param_groups"], list) else [None]
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
         raise ValueError("this is no optimizer state_dict: 'param_groups' must be a list of groups with 'params'")
 
 
-def is_halfulp_file(groups: list[dict], saved: list[Mapping]) -> bool:
+def is_saved_by_halfulp(groups: list[dict], saved: list[Mapping]) -> bool:
     """Return whether an optimizer of this library saved some groups, for an optimizer with groups of its own.
 
     Without names the file holds identities. A trainer that saves by name leaves the names themselves out of groups.
@@ -443,24 +466,8 @@ def is_halfulp_file(groups: list[dict], saved: list[Mapping]) -> bool:
 
 
 def _is_keyed_by_name(saved: Mapping) -> bool:
-    """Return whether a saved group's parameters are names, which torch.distributed.checkpoint puts into our order.
-
-    What else the group says of its parameters, one by one, may be that of other parameters.
-    """
+    """Return whether a saved group's parameters are names: what else it lists of them may have another order."""
     return bool(saved["params"]) and all(isinstance(key, str) for key in saved["params"])
-
-
-def _refuse_newer_version(saved: list[Mapping]) -> None:
-    """Raise ValueError for a file of a later minor version, which may hold what this one does not know."""
-    own = read_own_version()
-    for version in (str(group[VERSION_KEY]) for group in saved if VERSION_KEY in group):
-        ours, theirs = ([int(number) for number in re.findall(r"\d+", one)[:2]] for one in (own, version))
-        if ours < theirs:
-            raise ValueError(
-                f"halfulp {version} saved the state_dict, and this is {own}: load it with that (pip install "
-                f"'halfulp>={version}'), or take the weights alone over, by float32_state_dict there and "
-                "load_float32_state_dict here"
-            )
 
 
 def refuse_other_random_stream(what: str, place: str, saved: Mapping) -> None:
@@ -493,9 +500,9 @@ def _read_saved_step(state: Mapping, name: str) -> int:
 
 def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     """Raise ValueError for a saved group of another rule, of other names, or under another weight update."""
-    unknown = sorted(_RULE_OPTIONS & theirs.keys() - mine.keys())
-    rules = (defaults.keys() | _RULE_OPTIONS) & mine.keys()
-    lacking = sorted(rules - theirs.keys() - _HALFULP_OPTIONS - _LATER_OPTIONS.keys())
+    unknown = sorted(_HYPERPARAMETER_NAMES & theirs.keys() - mine.keys())
+    rules = (defaults.keys() | _HYPERPARAMETER_NAMES) & mine.keys()
+    lacking = sorted(rules - theirs.keys() - _HALFULP_OPTION_NAMES - _DEFAULTS_OF_LATER_OPTIONS.keys())
     if unknown or lacking:
         raise ValueError(f"the state_dict is another optimizer's: a group of it {name_differences(lacking, unknown)}")
     by_name = _is_keyed_by_name(theirs)
@@ -519,31 +526,6 @@ def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
             f"the state_dict was saved with weight_update={saved!r}, this optimizer has {own!r}: make it with the "
             "same, or carry the weights over with float32_state_dict and load_float32_state_dict"
         )
-
-
-def _read_loaded_options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
-    """Return a group's options after loading, checked as those of a new group are."""
-    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _NOT_LOADED}
-    taken = {**{key: value for key, value in _LATER_OPTIONS.items() if key in mine}, **taken}
-    if "param_names" in taken:
-        taken["param_names"] = mine.get("param_names") or list(
-            theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]
-        )
-    if mine.get("param_names") or "param_names" in taken:
-        taken.pop("identities", None)
-    trial = {**mine, **taken}
-    try:
-        check_group_options(trial)
-        check_numbers(trial)
-        identities = list_identities(trial)
-        if len(identities) != len(mine["params"]) or not all(isinstance(i, int) and 0 <= i < 2**63 for i in identities):
-            raise ValueError(
-                "identities, which key random bits, must be one whole number per parameter: a file that is split or "
-                "regrouped needs names, optimizers made from model.named_parameters()"
-            )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"param group {number} of the state_dict: {error}") from error
-    return {key: trial[key] for key in taken}
 
 
 def _fit_saved_state(

@@ -14,8 +14,8 @@ from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
 from ._checkpoint import refuse_other_random_stream
-from ._float32 import MOST_DEVICE_ELEMENTS, MOST_RUN_ELEMENTS, read_weights, split_into_runs
-from ._group_options import check_number
+from ._float32 import MAX_DEVICE_ELEMENTS_AT_ONCE, MAX_ELEMENTS_AT_ONCE, read_weights, split_plans_by_elements
+from ._group_options import NarrowOptions, check_number
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer, find_own_optimizer
 from ._wrap import ExplicitGradientOptimizer
@@ -45,7 +45,9 @@ def read_decay(group: Mapping[str, Any], step: int) -> float:
     return decay
 
 
-AVERAGING = UpdateRule("average", move_average, (), lambda group, step: (1 - read_decay(group, step),), decays=False)
+AVERAGING_RULE = UpdateRule(
+    "average", move_average, (), lambda group, step: (1 - read_decay(group, step),), decays=False
+)
 
 
 class AverageOptimizer(ExplicitGradientOptimizer):
@@ -53,9 +55,9 @@ class AverageOptimizer(ExplicitGradientOptimizer):
 
     narrowing_option = "dtype=torch.bfloat16"
 
-    _rule = AVERAGING
+    _rule = AVERAGING_RULE
 
-    def _check_wrappers(self, has_gradients: bool) -> None:
+    def _check_parameter_holders(self, has_gradients: bool) -> None:
         """Do nothing: no wrapper holds averages."""
 
     def plans(self) -> dict[torch.Tensor, ParameterPlan]:
@@ -131,13 +133,8 @@ class EMA:
         self._copied = {name: value.detach().clone() for name, value in model.named_buffers()}
         self._averages = {name: torch.empty_like(w.detach(), dtype=dtype or w.dtype) for name, w in live.items()}
         named = [(f"average of {name}", average) for name, average in self._averages.items()]
-        self._average_optimizer = AverageOptimizer(
-            named,
-            {"decay": decay},
-            weight_update=weight_update,
-            seed=seed,
-            report_interval=report_interval,
-        )
+        options: NarrowOptions = {"weight_update": weight_update, "seed": seed, "report_interval": report_interval}
+        self._average_optimizer = AverageOptimizer(named, {"decay": decay}, **options)
         plans = self._average_optimizer.plans()
         with torch.no_grad():
             for weights in self._read_live_weights(live):
@@ -157,7 +154,9 @@ class EMA:
         """
         live = self._read_live_tensors()
         for weights in self._read_live_weights(live):
-            self._average_optimizer._step_by({self._averages[name]: weight for name, weight in weights.items()})
+            self._average_optimizer._step_by_gradients(
+                {self._averages[name]: weight for name, weight in weights.items()}
+            )
         for name, value in self.model.named_buffers():
             self._copied[name] = value.detach().clone()
         self.updates += 1
@@ -177,15 +176,19 @@ class EMA:
 
     def _read_live_weights(self, live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the weights, in float32 if the optimizer has auxiliary tensors for them."""
-        held = _find_auxiliary_plans(self.optimizer, live)
-        shown = {name: weight.detach() for name, weight in live.items() if name not in held}
-        if shown:
+        names, held = {weight: name for name, weight in live.items()}, []
+        for group, position, parameter in walk_model_parameters(self.optimizer) if self.optimizer else ():
+            if parameter in names and (self.optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
+                plan = self.optimizer._find_valid_plan(group, position)
+                if plan.spec.update.auxiliary_tensors(plan.spec.store):
+                    held.append(plan)
+        read = {plan.parameter for plan in held}
+        if shown := {name: weight.detach() for name, weight in live.items() if weight not in read}:
             yield shown
-        names = {id(plan): name for name, plan in held.items()}
-        on_cpu = all(get_memory(plan.parameter).is_cpu for plan in held.values())
-        for plans in split_into_runs(held.values(), MOST_RUN_ELEMENTS if on_cpu else MOST_DEVICE_ELEMENTS):
+        on_cpu = all(get_memory(plan.parameter).is_cpu for plan in held)
+        for plans in split_plans_by_elements(held, MAX_ELEMENTS_AT_ONCE if on_cpu else MAX_DEVICE_ELEMENTS_AT_ONCE):
             values = read_weights(plans)
-            yield {names[id(plan)]: place_like(value, plan.parameter) for plan, value in zip(plans, values)}
+            yield {names[plan.parameter]: place_like(value, plan.parameter) for plan, value in zip(plans, values)}
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[torch.nn.Module]:
@@ -298,17 +301,3 @@ def _copy_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def _read_float32_weight(plan: ParameterPlan) -> torch.Tensor:
     return place_like(read_weights([plan])[0], plan.parameter)
-
-
-def _find_auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, ParameterPlan]:
-    """Return, by name, the plans of the weights that an optimizer keeps auxiliary tensors for."""
-    if optimizer is None:
-        return {}
-    found = {}
-    names = {tensor: name for name, tensor in live.items()}
-    for group, position, parameter in walk_model_parameters(optimizer):
-        if parameter in names and (optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
-            plan = optimizer._find_valid_plan(group, position)
-            if plan.spec.update.auxiliary_tensors(plan.spec.store):
-                found[names[parameter]] = plan
-    return found

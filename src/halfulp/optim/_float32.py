@@ -81,9 +81,9 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
     return model
 
 
-MOST_RUN_ELEMENTS = 1 << 21
+MAX_ELEMENTS_AT_ONCE = 1 << 21
 # Where a launch costs more than its memory, for which the processor's caches are nothing.
-MOST_DEVICE_ELEMENTS = 1 << 28
+MAX_DEVICE_ELEMENTS_AT_ONCE = 1 << 28
 
 
 def read_weights(plans: Sequence[ParameterPlan]) -> list[torch.Tensor]:
@@ -99,16 +99,16 @@ def read_weights(plans: Sequence[ParameterPlan]) -> list[torch.Tensor]:
         if engine == "triton" and is_on_one_device:
             kernel = _make_device_read_kernel(update, store, own[0].device)
         if engine == "llvm":
-            _run_kernel(make_read_kernel(update, store), parts, own)
+            _run_read_kernel(make_read_kernel(update, store), parts, own)
         elif kernel is not None:
-            kernel(*_make_tables(parts, own), own[0].device)
+            kernel(*_make_read_tables(parts, own), own[0].device)
         else:
             for held, new in zip(parts, own):
                 new.copy_(update.read(store, held))
     return out
 
 
-def split_into_runs(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[ParameterPlan]]:
+def split_plans_by_elements(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[ParameterPlan]]:
     """Split plans into runs of at most `most` elements, with at least one plan each."""
     run: list[ParameterPlan] = []
     held = 0
@@ -123,15 +123,15 @@ def split_into_runs(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[
         yield run
 
 
-def _run_kernel(
+def _run_read_kernel(
     kernel: Callable[..., None], parts: list[list[torch.Tensor]], out: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    table, pointers = _make_tables(parts, out)
+    table, pointers = _make_read_tables(parts, out)
     run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 4)
     return out
 
 
-def _make_tables(parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+def _make_read_tables(parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """Return the chunk and pointer tables of the kernel."""
     rows = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
     return _make_chunk_table(tuple(new.numel() for new in out)), np.array(rows, np.int64)
@@ -157,9 +157,9 @@ def make_read_kernel(update: WeightUpdate, store: Store) -> Callable[..., None]:
     """Return the kernel that reads one weight update and store, checked against its reference once per process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
     kernel = compile_table(name, Table(_record_read_trace(update, store), 5))
-    parts = _make_trial_parts(update, store)
+    parts = _make_check_parts(update, store)
     out = torch.empty(64, dtype=torch.float32, device="cpu")
-    check_bits(name, lambda: _run_kernel(kernel, [parts], [out]), lambda: [update.read(store, parts)])
+    check_bits(name, lambda: _run_read_kernel(kernel, [parts], [out]), lambda: [update.read(store, parts)])
     return kernel
 
 
@@ -167,13 +167,13 @@ def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.d
     """Return the kernel of `make_read_kernel` on an accelerator; None, counted, where there is none."""
 
     def run(kernel: TableKernel, device: torch.device) -> list[torch.Tensor]:
-        parts = [part.to(device) for part in _make_trial_parts(update, store)]
+        parts = [part.to(device) for part in _make_check_parts(update, store)]
         out = [torch.empty(count, dtype=torch.float32, device=device) for count in (64, 61)]
-        kernel(*_make_tables([parts, parts], out), device)
+        kernel(*_make_read_tables([parts, parts], out), device)
         return [made.cpu() for made in out]
 
     def reference() -> list[torch.Tensor]:
-        wanted = update.read(store, _make_trial_parts(update, store))
+        wanted = update.read(store, _make_check_parts(update, store))
         return [wanted, wanted[:61]]
 
     kernel: TableKernel | None = find_checked_kernel(
@@ -187,7 +187,7 @@ def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.d
     return kernel
 
 
-def _make_trial_parts(update: WeightUpdate, store: Store) -> list[torch.Tensor]:
+def _make_check_parts(update: WeightUpdate, store: Store) -> list[torch.Tensor]:
     ramp = torch.linspace(-1, 1, 64, dtype=torch.float32, device="cpu")
     dtypes = (store.dtype, *(dtype for _, dtype in update.auxiliary_tensors(store)))
     parts = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes]

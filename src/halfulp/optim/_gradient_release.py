@@ -40,7 +40,13 @@ class GradientRelease:
         _refuse_wrappers_and_scalers(self._model, not self._has_begun)
         self._has_begun = True
         self._attach_hooks()
-        _refuse_step_hooks(self.optimizer)
+        own = self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks
+        of_all = _torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks
+        if any((*own, *of_all)):
+            raise NotImplementedError(
+                "released gradients are stepped by inside of backward, where hooks of step(), such as those of "
+                "hu.observe, would see no step: remove them, or call step() after backward"
+            )
         self._is_stepping = True
         try:
             loss.backward()
@@ -81,21 +87,7 @@ class GradientRelease:
         parameter.grad = None
 
 
-def _refuse_step_hooks(optimizer: Optimizer) -> None:
-    """Refuse hooks of `step`, of this optimizer or of all, which would see no step."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    of_all = (_torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks)
-    if any((*own, *of_all)):
-        raise NotImplementedError(
-            "released gradients are stepped by inside of backward, where hooks of step(), such as those of hu.observe, "
-            "would see no step: remove them, or call step() after backward"
-        )
-
-
-def release_gradients(
-    model: torch.nn.Module,
-    optimizer: Optimizer | Callable[..., Optimizer],
-) -> GradientRelease:
+def release_gradients(model: torch.nn.Module, optimizer: Optimizer | Callable[..., Optimizer]) -> GradientRelease:
     """Step each parameter as soon as backward has its gradient, and free the gradient: no two layers' live at a time.
 
     A training in bfloat16 by "split8" with 8-bit states then holds 5.125 bytes per parameter beyond activations and the
@@ -129,7 +121,11 @@ def release_gradients(
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model.named_parameters())
     own = find_own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
-    own._check_can_step_one()
+    if not own._can_step_one_parameter:
+        raise NotImplementedError(
+            f"{type(own).__name__} steps all parameters together: call step() after backward, or take an optimizer of "
+            "hu.optim that steps one alone, such as AdamW"
+        )
     return GradientRelease(model, own)
 
 

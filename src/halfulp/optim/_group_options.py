@@ -8,13 +8,13 @@ import difflib
 import inspect
 import math
 import numbers
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
 
 import torch
 
+from .. import __version__
 from .._messages import find_user_stack_level, name_type
 from .._names import describe_unknown_name
 from ..formats import Format
@@ -94,16 +94,18 @@ def _read_option(name: str, given: Any, default: Any) -> Any:
 # What optimizers are made from, as in torch.optim.
 OptimizerParams = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 # What groups hold beside options: torch's own, ours, and what schedulers write.
-_BOOKKEEPING_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
+_BOOKKEEPING_GROUP_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
 
 
 def check_ranks_agree(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
     """Check that all processes of a group train in the same way; all of them must call this."""
     # Versions and options, in words.
-    mine = {"halfulp": read_own_version(), "torch": torch.__version__, "the optimizer": type(optimizer).__name__}
+    mine = {"halfulp": __version__, "torch": torch.__version__, "the optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if name in _BOOKKEEPING_KEYS or name == "report_interval" or name not in optimizer.defaults:  # a user's own
+            if (
+                name in _BOOKKEEPING_GROUP_KEYS or name == "report_interval" or name not in optimizer.defaults
+            ):  # a user's own
                 continue
             if name == "weight_update" or isinstance(value, bool | int | float | str | tuple | torch.dtype | State):
                 mine[f"{name} of group {number}"] = str(getattr(value, "name", value))
@@ -119,12 +121,6 @@ def check_ranks_agree(optimizer: torch.optim.Optimizer, process_group: Any, devi
                     f"rank {rank} trains in another way than rank {first[0]}: {name} is {theirs} there, and {ours} on "
                     f"rank {first[0]}. Start all ranks by the same script in the same environment"
                 )
-
-
-def read_own_version() -> str:
-    """Return halfulp's version, without an import of the package that imports this one."""
-    version: str = sys.modules["halfulp"].__version__
-    return version
 
 
 class NarrowOptions(TypedDict, total=False):
@@ -158,7 +154,16 @@ def check_parameters(params: object) -> None:
 
 def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
     """Check a new group's options; keys that resemble no option are the user's own, and stay."""
-    _check_group_keys(group, list(options))
+    options = list(options)
+    for key in group:
+        if key in options or key in _BOOKKEEPING_GROUP_KEYS or not isinstance(key, str):
+            continue
+        for near in difflib.get_close_matches(key, options, 1, 0.8):
+            if not key.endswith(f"_{near}") and not key.startswith(f"{near}_"):  # max_momentum is another thing
+                raise ValueError(
+                    f"a param group has the unknown key {key!r}: did you mean {near!r}? A key of your own needs a name "
+                    "less like an option's"
+                )
     if group["weight_update"] is not None:
         group["weight_update"] = find_weight_update(group["weight_update"])
     if group["param_dtype"] not in (None, torch.bfloat16, torch.float16):
@@ -169,23 +174,10 @@ def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
     for choice in given.values() if isinstance(given, dict) else (given,):
         if choice is not None and not isinstance(choice, State):
             make_state(choice, torch.float32)
-    for name, least in (("seed", 0), ("report_interval", 0)):
+    for name in ("seed", "report_interval"):
         value = group[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
-            raise ValueError(f"{name}={value!r}: a whole number from {least} on is needed")
-
-
-def _check_group_keys(group: dict, options: list[str]) -> None:
-    """Raise for a key that is a misspelt option; keys such as max_momentum are other things."""
-    for key in group:
-        if key in options or key in _BOOKKEEPING_KEYS or not isinstance(key, str):
-            continue
-        for near in difflib.get_close_matches(key, options, 1, 0.8):
-            if not key.endswith(f"_{near}") and not key.startswith(f"{near}_"):
-                raise ValueError(
-                    f"a param group has the unknown key {key!r}: did you mean {near!r}? A key of your own needs a name "
-                    "less like an option's"
-                )
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+            raise ValueError(f"{name}={value!r}: a whole number from 0 on is needed")
 
 
 def check_number(name: str, value: object) -> None:

@@ -10,7 +10,7 @@ from .._messages import find_user_stack_level
 from .parameters._parameter_plan import ParameterPlan
 
 SAMPLES_BEFORE_WARNING = 100
-_CURE_TEXT = "use weight_update='split8' (one more byte), 'kahan' (two), or 'stochastic' (none, some noise)"
+_REMEDY_TEXT = "use weight_update='split8' (one more byte), 'kahan' (two), or 'stochastic' (none, some noise)"
 
 
 @dataclass(frozen=True)
@@ -60,27 +60,20 @@ class LostUpdateReport:
         if len(self.rows) > 5:
             lines.append(f"  ... and {len(self.rows) - 5} more (report().rows)")
         if bad:
-            lines.append(f"  {len(bad)} tensors lose over half of their updates: {_CURE_TEXT}")
+            lines.append(f"  {len(bad)} tensors lose over half of their updates: {_REMEDY_TEXT}")
         return "\n".join(lines)
 
 
 def summarize_lost_updates(plans: Iterable[ParameterPlan]) -> LostUpdateReport:
     """Return the report over some parameters."""
     counted = [(plan, plan.record.lost) for plan in plans if plan.record.lost is not None]
-    rows = [
-        LostUpdateRow(
-            plan.name,
-            plan.spec.update.name,
-            lost.samples,
-            _divide_or_zero(lost.cancelled, lost.seen),
-            _divide_or_zero(lost.kept, lost.wanted),
-            lost.seen,
-        )
-        for plan, lost in counted
-    ]
-    rows.sort(key=lambda row: -row.cancelled)
     if not counted:
         return LostUpdateReport((), None, None)
+    rows = []
+    for plan, lost in counted:
+        shares = _divide_or_zero(lost.cancelled, lost.seen), _divide_or_zero(lost.kept, lost.wanted)
+        rows.append(LostUpdateRow(plan.name, plan.spec.update.name, lost.samples, *shares, lost.seen))
+    rows.sort(key=lambda row: -row.cancelled)
     seen, cancelled, wanted, kept = (
         sum(getattr(lost, name) for _, lost in counted) for name in ("seen", "cancelled", "wanted", "kept")
     )
@@ -95,7 +88,8 @@ def warn_if_mostly_lost(plans: Iterable[ParameterPlan]) -> None:
             lost.mostly_lost += 1
             warnings.warn(
                 f"nearest rounding cancelled {_divide_or_zero(lost.cancelled, lost.seen):.0%} of the updates of "
-                f"parameter {plan.name} on {SAMPLES_BEFORE_WARNING} sampled steps: it is hardly training; {_CURE_TEXT}",
+                f"parameter {plan.name} on {SAMPLES_BEFORE_WARNING} sampled steps: it is hardly training; "
+                f"{_REMEDY_TEXT}",
                 RuntimeWarning,
                 stacklevel=find_user_stack_level(),
             )

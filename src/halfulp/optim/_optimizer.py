@@ -12,7 +12,7 @@ from .._names import describe_unknown_name, read_class_docstring, register_entry
 from ..formats import Format
 from ..kernels import keeping_subnormals, uncompiled
 from ..subclass.models._parameter_holders import wrap_checkpoint_functions
-from ._checkpoint import CheckpointMixin, complete_state_dict
+from ._checkpoint import CheckpointMixin
 from ._group_options import (
     NOT_NEGATIVE_OPTIONS,
     OptimizerParams,
@@ -25,7 +25,7 @@ from ._group_options import (
     read_options,
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
-from ._storage import PAYLOADS, STORES, Store
+from ._storage import PAYLOAD_STORES, STORES, Store
 from .parameters._local_tensors import get_local, get_memory, get_scale, list_own_tensors
 from .parameters._narrow_groups import (
     check_data_parallel_ranks,
@@ -115,6 +115,8 @@ class Optimizer(CheckpointMixin):
     _can_step_one_parameter: ClassVar[bool] = True
     # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
+    # The sums of a step's reductions, of each parameter of each batch.
+    _reduction_sums: list[list[tuple[float, ...]]]
 
     def __init__(
         self,
@@ -151,7 +153,7 @@ class Optimizer(CheckpointMixin):
             "report_interval": report_interval,
         }
         super().__init__(params, read_options({**defaults, **own}, known))
-        self.register_state_dict_post_hook(complete_state_dict)
+        self.register_state_dict_post_hook(type(self)._complete_state_dict)
         refuse_unused_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
         narrow_groups(self, self.param_groups, check_narrowing(self.param_groups))
@@ -274,7 +276,7 @@ class Optimizer(CheckpointMixin):
         plan, options = self._plans.get(parameter), self._plans.options_of(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
-            likely = PAYLOADS.get(get_memory(parameter).dtype, STORES[torch.float32])
+            likely = PAYLOAD_STORES.get(get_memory(parameter).dtype, STORES[torch.float32])
             plan = self._make_plan(group, position, gradient or likely, options)
         return plan
 
@@ -308,22 +310,15 @@ class Optimizer(CheckpointMixin):
             self._take_step()
         return loss
 
-    def _check_can_step_one(self) -> None:
-        if not self._can_step_one_parameter:
-            raise NotImplementedError(
-                f"{type(self).__name__} steps all parameters together: call step() after backward, or take an "
-                "optimizer of hu.optim that steps one alone, such as AdamW"
-            )
-
     @torch._disable_dynamo
     @torch.no_grad()
     @keeping_subnormals()
     def _step_one_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         """Step one parameter alone, inside of backward."""
-        self._begin_step()
+        self._update_groups_if_edited()
         self._check_hyperparameters(group)
         alone = {**group, "params": [parameter], "param_names": [read_parameter_name(group, position)]}
-        settings = [self._read_group_setting(alone)]
+        settings: list[GroupSetting] = [(self.rule(group), self._plans.options_of(group), group["report_interval"], 1)]
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
         places = self._renew_plans([alone], settings, plans, gradients, scales)
@@ -331,7 +326,7 @@ class Optimizer(CheckpointMixin):
             [alone], [parameter], gradients, scales
         )
         assert batches is not None, "one parameter is metered or not"
-        self._run_batches(batches)
+        self._step_batches(batches)
         # Schedulers ask whether there was a step.
         self._opt_called = True
 
@@ -345,32 +340,31 @@ class Optimizer(CheckpointMixin):
     @keeping_subnormals()
     def _take_step(self) -> None:
         """Step every parameter that has a gradient."""
-        self._begin_step()
+        self._update_groups_if_edited()
         if not self._stepped:  # before anything raises on one rank alone
             check_sharded_ranks(self)
         batches, waiting = self._collect_batches()
-        self._run_batches(batches)
+        self._step_batches(batches)
         for plan in waiting:
             record_version(plan)
 
-    def _begin_step(self) -> None:
+    def _update_groups_if_edited(self) -> None:
         """Follow what users have done to the groups since the last step."""
         counts = [len(group["params"]) for group in self.param_groups]
         known = [len(group.get("identities") or group.get("param_names", ())) for group in self.param_groups]
         if known != counts:
             self._update_edited_groups()
 
-    def _run_batches(self, batches: list[Batch]) -> None:
-        self._check_wrappers(bool(batches))
+    def _step_batches(self, batches: list[Batch]) -> None:
+        self._check_parameter_holders(bool(batches))
         for batch in batches:
             compile_kernels(batch)
         # What rules need before their updates: prepared tensors, sums, and the constants that follow.
         for batch in batches:
             prepare_batch(batch)
         if any(batch.spec.rule.late_values is not None for batch in batches):
-            sums = reduce_batches(batches)
-            self._keep_reduction_sums(sums)
-            finish_constants(batches, sums)
+            self._reduction_sums = reduce_batches(batches)
+            finish_constants(batches, self._reduction_sums)
         for batch in batches:
             run_step(batch)
             batch.record_step()
@@ -380,10 +374,7 @@ class Optimizer(CheckpointMixin):
         for batch in batches if len(batches) > 1 else ():
             batch.record_versions_again()
 
-    def _keep_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
-        """Take the sums of each parameter of each batch; an optimizer may keep what follows from them."""
-
-    def _check_wrappers(self, has_gradients: bool) -> None:
+    def _check_parameter_holders(self, has_gradients: bool) -> None:
         """Check at the first step what else holds the parameters."""
         if not self._stepped:
             check_data_parallel_ranks(self)
@@ -413,7 +404,10 @@ class Optimizer(CheckpointMixin):
         groups = self.param_groups
         for group in groups:
             self._check_hyperparameters(group)
-        settings = [self._read_group_setting(group) for group in groups]
+        settings = [
+            (self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"]))
+            for group in groups
+        ]
         parameters = [parameter for group in groups for parameter in group["params"]]
         gradients = self._list_gradients(parameters)
         plans = [*map(self._plans.by_id.get, map(id, parameters))]
@@ -431,9 +425,6 @@ class Optimizer(CheckpointMixin):
             batches = roster.make_batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
-
-    def _read_group_setting(self, group: dict[str, Any]) -> GroupSetting:
-        return self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"])
 
     def _renew_plans(
         self,

@@ -172,14 +172,11 @@ class ScheduleFree(Optimizer):
             group["train_mode"] = mode
             for position, parameter in enumerate(group["params"]):
                 if "z" in self.state.get(parameter, ()):
-                    self._switch_weight(group, position, mode)
-
-    def _switch_weight(self, group: dict[str, Any], position: int, mode: bool) -> None:
-        plan = self._find_valid_plan(group, position)
-        weight = read_weights([plan])[0] * plan.scale
-        z = plan.spec.codecs[0].decode(plan.states[0])
-        momentum = self._read_average_share(group)
-        set_weight(plan, (weight + (z - weight) * (1 - momentum if mode else 1 - 1 / momentum)) / plan.scale)
+                    plan = self._find_valid_plan(group, position)
+                    weight = read_weights([plan])[0] * plan.scale
+                    z = plan.spec.codecs[0].decode(plan.states[0])
+                    share = self._read_average_share(group)
+                    set_weight(plan, (weight + (z - weight) * (1 - share if mode else 1 - 1 / share)) / plan.scale)
 
     def _read_average_share(self, group: dict[str, Any]) -> float:
         """Return the share of the average in the point at which gradients are taken."""
@@ -356,17 +353,15 @@ class Prodigy(Optimizer):
             raise ValueError(
                 f"Prodigy takes one lr for all param groups, or 0, got {sorted(rates)}: it is a factor of d"
             )
-        self._sums: tuple[float, ...] = ()
+        self._reduction_sums = []
         super()._take_step()
-        # One estimate for all, from a group that trains.
+        # One estimate for all, from a group that trains; the sums are over all parameters, those of each the same.
         leading = next((group for group in self.param_groups if group["lr"] > 0), None)
-        found: dict[str, float] = estimate_distance(leading, self._sums) if leading is not None and self._sums else {}
+        sums = next((sums for batch in self._reduction_sums for sums in batch), ())
+        found: dict[str, float] = estimate_distance(leading, sums) if leading is not None and sums else {}
         for group in self.param_groups:
             group.update(found)
             group["k"] += 1
-
-    def _keep_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
-        self._sums = next((total for batch in sums for total in batch), ())
 
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         super()._check_hyperparameters(group)

@@ -52,10 +52,12 @@ from ..rounding._device_functions import (
 )
 from ..rounding._device_functions import E5M2 as E5M2_CODEC
 
-ONE, S8, S16, S19 = (np.uint32(n) for n in (1, 8, 16, 19))
-ABS, SIGN, EXPONENT, CANONICAL_NAN = (np.uint32(w) for w in (0x7FFFFFFF, 0x80000000, 0x7F800000, 0x7FC00000))
-BF16_HALF = np.uint32(0x7FFF)
-TWO_24, TWO_M24 = np.float32(2.0**24), np.float32(2.0**-24)
+ONE, EIGHT, SIXTEEN, NINETEEN = (np.uint32(n) for n in (1, 8, 16, 19))
+MAGNITUDE_MASK, SIGN_MASK, EXPONENT_MASK, CANONICAL_NAN = (
+    np.uint32(w) for w in (0x7FFFFFFF, 0x80000000, 0x7F800000, 0x7FC00000)
+)
+BF16_ROUNDING_ADDEND = np.uint32(0x7FFF)
+TWO_TO_24, TWO_TO_MINUS_24 = np.float32(2.0**24), np.float32(2.0**-24)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Store:
     def encode(self, x: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 numbers rounded to a tensor of `dtype`: to nearest, or by a random word per element."""
         out = torch.empty_like(x, dtype=self.dtype)
-        inputs = {"value": x, "random": cut_random_words(random, self.random_bits)}
+        inputs = {"value": x, "random": mask_random_words(random, self.random_bits)}
         run_on_tensors(_record_encoder(self, random is not None), [out], inputs)
         return out
 
@@ -115,17 +117,17 @@ def bf16_to_float32(code):
 def round_to_bf16(x, random):
     """Device function: the bfloat16 code nearest to x, ties to even."""
     bits = word(x)
-    return shr(add(add(bits, BF16_HALF), bit_and(shr(bits, S16), ONE)), S16)
+    return shr(add(add(bits, BF16_ROUNDING_ADDEND), bit_and(shr(bits, SIXTEEN), ONE)), SIXTEEN)
 
 
 def round_to_bf16_stochastically(x, random):
     """Device function: one of the two bfloat16 codes around x, the farther with the probability of its nearness."""
-    return shr(add(word(x), random), S16)
+    return shr(add(word(x), random), SIXTEEN)
 
 
 def word_to_float32(code):
     """Device function: the float32 with these bits, every NaN made canonical."""
-    return real(select(bit_and(code, ABS) > EXPONENT, CANONICAL_NAN, code))
+    return real(select(bit_and(code, MAGNITUDE_MASK) > EXPONENT_MASK, CANONICAL_NAN, code))
 
 
 def float32_to_word(x, random):
@@ -146,24 +148,24 @@ def round_to_fp16(x, random):
 def round_to_fp16_stochastically(x, random):
     """Device function: one of the two float16 codes around x; beyond the largest finite one the upper is infinity."""
     bits = word(x)
-    magnitude = bit_and(bits, ABS)
-    units = real(magnitude) * TWO_24
-    below = to_word(select(magnitude < SINGLE_NORMAL, units, TWO_24))
-    chance = to_real(shr(random, S8)) * TWO_M24
+    magnitude = bit_and(bits, MAGNITUDE_MASK)
+    units = real(magnitude) * TWO_TO_24
+    below = to_word(select(magnitude < SINGLE_NORMAL, units, TWO_TO_24))
+    chance = to_real(shr(random, EIGHT)) * TWO_TO_MINUS_24
     tiny = add(below, select(chance < units - to_real(below), ONE, np.uint32(0)))
-    normal = shr(sub(add(magnitude, shr(random, S19)), REBIAS), THIRTEEN)
+    normal = shr(sub(add(magnitude, shr(random, NINETEEN)), REBIAS), THIRTEEN)
     finite = select(magnitude < SINGLE_NORMAL, tiny, normal)
-    special = select(magnitude > EXPONENT, HALF_NAN, HALF_INFINITY)
+    special = select(magnitude > EXPONENT_MASK, HALF_NAN, HALF_INFINITY)
     code = select(magnitude >= BEYOND_HALF, special, finite)
-    return bit_or(code, bit_and(shr(bits, S16), HALF_SIGN))
+    return bit_or(code, bit_and(shr(bits, SIXTEEN), HALF_SIGN))
 
 
 def make_nan_canonical(x):
     """Device function: a float32 from outside, of whose NaNs the sign alone is kept."""
-    return select(x == x, x, real(bit_or(bit_and(word(x), SIGN), CANONICAL_NAN)))
+    return select(x == x, x, real(bit_or(bit_and(word(x), SIGN_MASK), CANONICAL_NAN)))
 
 
-def cut_random_words(random: torch.Tensor | None, random_bits: int) -> torch.Tensor | float:
+def mask_random_words(random: torch.Tensor | None, random_bits: int) -> torch.Tensor | float:
     """Return int64 random words as a recorded function takes them: as many bits as a rounding uses."""
     if random is None:
         return 0
@@ -186,85 +188,74 @@ def _record_encoder(store: Store, stochastic: bool) -> Trace:
     return element.trace
 
 
-BF16 = Store(
-    "bf16",
-    torch.bfloat16,
-    load16,
-    store16,
-    bf16_to_float32,
-    round_to_bf16,
-    round_to_bf16_stochastically,
-    16,
-    7,
-    -126,
-)
-FP16 = Store(
-    "fp16",
-    torch.float16,
-    load16,
-    store16,
-    fp16_to_float32,
-    round_to_fp16,
-    round_to_fp16_stochastically,
-    32,
-    10,
-    -14,
-)
+_BF16_CODEC = bf16_to_float32, round_to_bf16, round_to_bf16_stochastically
+_FP16_CODEC = fp16_to_float32, round_to_fp16, round_to_fp16_stochastically
+BF16 = Store("bf16", torch.bfloat16, load16, store16, *_BF16_CODEC, 16, 7, -126)
+FP16 = Store("fp16", torch.float16, load16, store16, *_FP16_CODEC, 32, 10, -14)
 F32 = Store("fp32", torch.float32, load32, store32, word_to_float32, float32_to_word, float32_to_word, 0, 23, -126)
+E4M3 = Store("e4m3fn", torch.float8_e4m3fn, load8, store8, *E4M3FN, 32, 3, -6)
+E5M2 = Store("e5m2", torch.float8_e5m2, load8, store8, *E5M2_CODEC, 32, 2, -14)
 STORES = {store.dtype: store for store in (BF16, FP16, F32)}
+# What payloads of scaled tensors are stored in.
+PAYLOAD_STORES = {**STORES, E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 
 # Bound per format.
-KEEP = UNDRAWN = HALF = SHIFT = LEAST_BINADE = RAISE = UNIT_SHIFT = LARGEST = BEYOND = np.uint32(0)
-INVERSE_TOP = np.uint32(0)
+KEPT_BITS = UNDRAWN_BITS = ROUNDING_ADDEND = LOST_BITS = np.uint32(0)
+LEAST_POWER_OF_TWO = ADDER_EXPONENT = SPACING_EXPONENT = INVERSE_EXPONENT = LARGEST = BEYOND_LARGEST = np.uint32(0)
 
 
 def round_bits_to_nearest(x, random):
     """Device function: to nearest where every word loses the same bits (8 exponent bits)."""
     bits = word(x)
-    rounded = bit_and(add(add(bits, HALF), bit_and(shr(bits, SHIFT), ONE)), KEEP)
-    return select(bit_and(bits, ABS) > EXPONENT, bits, rounded)
+    rounded = bit_and(add(add(bits, ROUNDING_ADDEND), bit_and(shr(bits, LOST_BITS), ONE)), KEPT_BITS)
+    return select(bit_and(bits, MAGNITUDE_MASK) > EXPONENT_MASK, bits, rounded)
 
 
 def round_bits_stochastically(x, random):
     """Device function: stochastic where every word loses the same bits."""
     bits = word(x)
-    return select(bit_and(bits, ABS) > EXPONENT, bits, bit_and(add(bits, shr(random, UNDRAWN)), KEEP))
+    return select(
+        bit_and(bits, MAGNITUDE_MASK) > EXPONENT_MASK, bits, bit_and(add(bits, shr(random, UNDRAWN_BITS)), KEPT_BITS)
+    )
 
 
 def round_spacing_to_nearest(x, random):
     """Device function: to nearest by the float adder, whose spacing at 2^(e - m + 23) is the format's at 2^e."""
     bits = word(x)
-    magnitude = bit_and(bits, ABS)
-    large = real(add(find_binade_word(magnitude), RAISE))
+    magnitude = bit_and(bits, MAGNITUDE_MASK)
+    large = real(add(find_power_of_two_word(magnitude), ADDER_EXPONENT))
     rounded = word((real(magnitude) + large) - large)
-    return bit_or(limit_to_largest(magnitude, rounded), bit_and(bits, SIGN))
+    return bit_or(replace_beyond_largest(magnitude, rounded), bit_and(bits, SIGN_MASK))
 
 
 def round_spacing_stochastically(x, random):
     """Device function: stochastic in units of the spacing."""
     bits = word(x)
-    magnitude = bit_and(bits, ABS)
-    bounded = select(magnitude < EXPONENT, magnitude, LEAST_BINADE)
-    binade = find_binade_word(bounded)
-    units = real(bounded) * real(sub(INVERSE_TOP, binade))
+    magnitude = bit_and(bits, MAGNITUDE_MASK)
+    bounded = select(magnitude < EXPONENT_MASK, magnitude, LEAST_POWER_OF_TWO)
+    binade = find_power_of_two_word(bounded)
+    units = real(bounded) * real(sub(INVERSE_EXPONENT, binade))
     below = to_real(to_word(units))
     above = below + np.float32(1.0)
-    taken = select(to_real(shr(random, S8)) * TWO_M24 < units - below, above, below)
-    rounded = word(taken * real(sub(binade, UNIT_SHIFT)))
-    return bit_or(limit_to_largest(magnitude, select(magnitude < EXPONENT, rounded, magnitude)), bit_and(bits, SIGN))
+    taken = select(to_real(shr(random, EIGHT)) * TWO_TO_MINUS_24 < units - below, above, below)
+    rounded = word(taken * real(sub(binade, SPACING_EXPONENT)))
+    return bit_or(
+        replace_beyond_largest(magnitude, select(magnitude < EXPONENT_MASK, rounded, magnitude)),
+        bit_and(bits, SIGN_MASK),
+    )
 
 
-def find_binade_word(bits):
-    """Device function: the word of the power of two at or below the magnitude of a word, at least LEAST_BINADE."""
-    binade = bit_and(bits, EXPONENT)
-    return select(binade > LEAST_BINADE, binade, LEAST_BINADE)
+def find_power_of_two_word(bits):
+    """Device function: the word of the power of two at or below a magnitude, at least LEAST_POWER_OF_TWO."""
+    binade = bit_and(bits, EXPONENT_MASK)
+    return select(binade > LEAST_POWER_OF_TWO, binade, LEAST_POWER_OF_TWO)
 
 
-def limit_to_largest(magnitude, rounded):
+def replace_beyond_largest(magnitude, rounded):
     """Device function: what lies beyond the largest number, by the format's policy; NaN stays."""
-    inside = select(rounded <= LARGEST, rounded, BEYOND)
-    return select(magnitude > EXPONENT, magnitude, inside)
+    inside = select(rounded <= LARGEST, rounded, BEYOND_LARGEST)
+    return select(magnitude > EXPONENT_MASK, magnitude, inside)
 
 
 @functools.cache
@@ -281,10 +272,10 @@ def make_format_store(given: Format | str | None) -> Store | None:
             raise ValueError(f"format={fmt.name} has more bits than the float32 parameters that are to hold it")
         lost, pieces = 23 - fmt.mantissa_bits, (round_bits_to_nearest, round_bits_stochastically)
         constants = {
-            "KEEP": 0xFFFFFFFF << lost & 0xFFFFFFFF,
-            "UNDRAWN": 32 - lost,
-            "HALF": (1 << lost - 1) - 1,
-            "SHIFT": lost,
+            "KEPT_BITS": 0xFFFFFFFF << lost & 0xFFFFFFFF,
+            "UNDRAWN_BITS": 32 - lost,
+            "ROUNDING_ADDEND": (1 << lost - 1) - 1,
+            "LOST_BITS": lost,
         }
     else:
         if fmt.emax - fmt.mantissa_bits + 24 > 127 or fmt.emin - fmt.mantissa_bits < -100 or fmt.mantissa_bits > 20:
@@ -293,19 +284,13 @@ def make_format_store(given: Format | str | None) -> Store | None:
             )
         pieces, largest = (round_spacing_to_nearest, round_spacing_stochastically), np.float32(fmt.max).view(np.uint32)
         constants = {
-            "LEAST_BINADE": fmt.emin + 127 << 23,
-            "RAISE": 23 - fmt.mantissa_bits << 23,
-            "UNIT_SHIFT": fmt.mantissa_bits << 23,
-            "INVERSE_TOP": 254 + fmt.mantissa_bits << 23,
+            "LEAST_POWER_OF_TWO": fmt.emin + 127 << 23,
+            "ADDER_EXPONENT": 23 - fmt.mantissa_bits << 23,
+            "SPACING_EXPONENT": fmt.mantissa_bits << 23,
+            "INVERSE_EXPONENT": 254 + fmt.mantissa_bits << 23,
             "LARGEST": int(largest),
-            "BEYOND": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, int(largest)),
+            "BEYOND_LARGEST": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, int(largest)),
         }
     words = tuple((name, np.uint32(value)) for name, value in constants.items())
     numbers = 32, fmt.mantissa_bits, fmt.emin
     return Store(fmt.name, torch.float32, load32, store32, word_to_float32, *pieces, *numbers, words)
-
-
-E4M3 = Store("e4m3fn", torch.float8_e4m3fn, load8, store8, *E4M3FN, 32, 3, -6)
-E5M2 = Store("e5m2", torch.float8_e5m2, load8, store8, *E5M2_CODEC, 32, 2, -14)
-# What payloads of scaled tensors are stored in.
-PAYLOADS = {**STORES, E4M3.dtype: E4M3, E5M2.dtype: E5M2}

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .._messages import name_type, quote
 from ..formats import Format
 from ..scaled import ScaledTensor
-from ._checkpoint import check_state_dict, is_halfulp_file, walk_saved_parameters
-from ._float32 import MOST_RUN_ELEMENTS, read_weights, split_into_runs
+from ._checkpoint import check_state_dict, is_saved_by_halfulp, walk_saved_parameters
+from ._float32 import MAX_ELEMENTS_AT_ONCE, read_weights, split_plans_by_elements
 from ._group_options import NarrowOptions, OptimizerParams, check_hyperparameters, read_defaults, read_options
 from ._optimizer import Optimizer
 from ._storage import F32, Store
@@ -29,10 +29,10 @@ from .rules._update_rule import UpdateRule
 from .step._batch import convert_to_plain_gradient
 from .weight_updates._weight_update import WeightUpdate
 
-BASE_PREFIX = "base."
-OUTER_OPTIONS = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
+BASE_STATE_PREFIX = "base."
+WRAPPER_OPTIONS = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 # What the groups of the two optimizers do not share.
-_UNSHARED_KEYS = (*OUTER_OPTIONS, "params", "param_names")
+_UNSHARED_GROUP_KEYS = (*WRAPPER_OPTIONS, "params", "param_names")
 
 
 def assign_weight(w: Any, g: Any) -> tuple[Any]:
@@ -40,12 +40,12 @@ def assign_weight(w: Any, g: Any) -> tuple[Any]:
     return (g - w,)
 
 
-def make_no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+def return_no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     """Return the constants of an assignment, by a function that can be pickled."""
     return ()
 
 
-ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), make_no_constants, assigns=True, decays=False)
+ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), return_no_constants, assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):
@@ -64,7 +64,7 @@ class ExplicitGradientOptimizer(Optimizer):
             )
         return super()._choose_step_spec(group, parameter, gradient, name)
 
-    def _step_by(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def _step_by_gradients(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step every parameter that a tensor is given for."""
         self._explicit_gradients = given
         try:
@@ -144,17 +144,9 @@ def wrap(
             f"wrap takes an optimizer's class and parameters, got {name_type(optimizer)}: give wrap(torch.optim.SGD, "
             "params)"
         )
-    options = read_options(options, read_defaults(optimizer))
-    return WrappedOptimizer(
-        optimizer,
-        params,
-        options,
-        weight_update=weight_update,
-        param_dtype=param_dtype,
-        format=format,
-        seed=seed,
-        report_interval=report_interval,
-    )
+    narrow: NarrowOptions = {"weight_update": weight_update, "param_dtype": param_dtype, "format": format}
+    narrow |= {"seed": seed, "report_interval": report_interval}
+    return WrappedOptimizer(optimizer, params, read_options(options, read_defaults(optimizer)), **narrow)
 
 
 class WrappedOptimizer(ExplicitGradientOptimizer):
@@ -169,11 +161,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     _rule = ASSIGNMENT_RULE
 
     def __init__(
-        self,
-        make: Callable[..., Any],
-        params: Iterable[Any],
-        options: dict[str, Any],
-        **narrow: Unpack[NarrowOptions],
+        self, make: Callable[..., Any], params: Iterable[Any], options: dict[str, Any], **narrow: Unpack[NarrowOptions]
     ) -> None:
         if isinstance(params, torch.Tensor):
             raise TypeError("params must be an iterable of tensors, of named tensors, or of groups, not one tensor")
@@ -187,17 +175,17 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             members = group["params"]
             if not isinstance(members, set):  # which torch refuses
                 group["params"] = members = [members] if isinstance(members, torch.Tensor) else list(members)
-            rest = {name: value for name, value in group.items() if name not in _UNSHARED_KEYS}
+            rest = {name: value for name, value in group.items() if name not in _UNSHARED_GROUP_KEYS}
             inner.append({**rest, "params": [self._find_shadow(member) for member in members]})
         base = make(inner, **options)
         if not isinstance(base, torch.optim.Optimizer):
             raise TypeError(f"{make!r} made {base!r}, which is no torch.optim.Optimizer")
-        _refuse_unfollowed(base)
+        _refuse_unsupported_base(base)
         if len(base.param_groups) != len(groups):
             raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
         self.base = base
         for group, own in zip(groups, base.param_groups):
-            group.update({name: value for name, value in own.items() if name not in _UNSHARED_KEYS})
+            group.update({name: value for name, value in own.items() if name not in _UNSHARED_GROUP_KEYS})
         super().__init__(groups, dict(base.defaults), **narrow)
 
     def _find_shadow(self, member: Any) -> torch.Tensor:
@@ -215,7 +203,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         groups = self.base.param_groups
         del groups[len(self.param_groups) :]
         for k, own in enumerate(self.param_groups):
-            shared = {name: value for name, value in own.items() if name not in _UNSHARED_KEYS}
+            shared = {name: value for name, value in own.items() if name not in _UNSHARED_GROUP_KEYS}
             shared["params"] = [self._find_shadow(parameter) for parameter in own["params"]]
             if k == len(groups):
                 self.base.add_param_group(shared)
@@ -235,22 +223,19 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             for group, position, parameter in walk_model_parameters(self)
             if parameter.grad is not None
         ]
-        self._check_wrappers(bool(plans))
+        self._check_parameter_holders(bool(plans))
         for plan in plans:
             reset_if_stale(plan)
         self._update_base_groups()
-        for run in self._list_runs(plans):
-            self._step_run(run)
+        if type(self.base).__module__.startswith("torch.optim."):  # steps each parameter by itself
+            whole = [plan for plan in plans if plan.spec.store is F32]
+            apart = [plan for plan in plans if plan.spec.store is not F32]
+            for run in (*([whole] if whole else []), *split_plans_by_elements(apart, MAX_ELEMENTS_AT_ONCE)):
+                self._step_plans(run)
+        else:
+            self._step_plans(plans)
 
-    def _list_runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
-        """Return the runs of plans that step together: all, unless the wrapped optimizer steps each parameter alone."""
-        if not type(self.base).__module__.startswith("torch.optim."):
-            return [plans]
-        whole = [plan for plan in plans if plan.spec.store is F32]
-        apart = [plan for plan in plans if plan.spec.store is not F32]
-        return [*([whole] if whole else []), *split_into_runs(apart, MOST_RUN_ELEMENTS)]
-
-    def _step_run(self, plans: list[ParameterPlan]) -> None:
+    def _step_plans(self, plans: list[ParameterPlan]) -> None:
         """Let the wrapped optimizer step the shadows of some plans, and write their changes."""
         whole = [plan for plan in plans if plan.spec.store is F32]  # which are their own shadows
         apart = [plan for plan in plans if plan.spec.store is not F32]
@@ -259,45 +244,45 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             for plan in plans:
                 parameter, value = plan.parameter, values.get(id(plan))
                 shadow = self._shadows[parameter]
-                _point_shadow(shadow, get_local(parameter).detach() if value is None else value)
+                _set_shadow_memory(shadow, get_local(parameter).detach() if value is None else value)
                 shadow.grad = _widen_gradient(parameter.grad)
             _step_without_hooks(self.base)
             for own, inner in zip(self.param_groups, self.base.param_groups):
-                if claimed := sorted({*OUTER_OPTIONS} & inner.keys()):
+                if claimed := sorted({*WRAPPER_OPTIONS} & inner.keys()):
                     raise ValueError(
                         f"{type(self.base).__name__} writes {claimed} into its groups, which wrap itself uses"
                     )
-                own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
+                own.update({name: inner[name] for name in inner if name not in _UNSHARED_GROUP_KEYS})
             # A float32 parameter's shadow has its memory, but a version counter of its own.
             torch.autograd.graph.increment_version([get_local(plan.parameter) for plan in whole])
-            self._step_by({plan.parameter: self._shadows[plan.parameter].detach() for plan in apart})
+            self._step_by_gradients({plan.parameter: self._shadows[plan.parameter].detach() for plan in apart})
         finally:
             for plan in plans:
                 shadow = self._shadows[plan.parameter]
                 shadow.grad = None
-                _point_shadow(shadow, _make_placeholder(plan.parameter))
+                _set_shadow_memory(shadow, _make_placeholder(plan.parameter))
 
     def _complete_state_dict(self, saved: dict[str, Any]) -> None:
         """Add the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
         super()._complete_state_dict(saved)
-        _refuse_own_entries(self.base)  # some of which begin in a step
+        _refuse_extra_saved_entries(self.base)  # some of which begin in a step
         state = saved["state"]
         for _, _, parameter, number in walk_saved_parameters(self.param_groups, saved["param_groups"]):
             if held := self.base.state.get(self._find_shadow(parameter)):
-                named = {f"{BASE_PREFIX}{name}": value for name, value in held.items()}
+                named = {f"{BASE_STATE_PREFIX}{name}": value for name, value in held.items()}
                 state[number] = {**state.get(number, {}), **named}
 
     def _load_state_dict_without_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this optimizer returned."""
         check_state_dict(state_dict)
-        if not is_halfulp_file(self.param_groups, state_dict["param_groups"]):
+        if not is_saved_by_halfulp(self.param_groups, state_dict["param_groups"]):
             raise ValueError(
                 f"this state_dict was not saved by a wrapped {type(self.base).__name__}: load it into that class itself"
             )
         own, states = dict(state_dict["state"]), {}
         for group, k, parameter, number in walk_saved_parameters(self.param_groups, state_dict["param_groups"]):
             state = own.get(number, {})
-            own[number] = {name: value for name, value in state.items() if not name.startswith(BASE_PREFIX)}
+            own[number] = {name: value for name, value in state.items() if not name.startswith(BASE_STATE_PREFIX)}
             inner = {name: value for name, value in state.items() if name not in own[number]}
             has_stepped = bool(own[number].get("step"))
             if fitted := self._fit_base_state(parameter, read_parameter_name(group, k), inner, has_stepped):
@@ -305,7 +290,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         super()._load_state_dict_without_hooks({**state_dict, "state": own})
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
-            for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_KEYS}:
+            for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_GROUP_KEYS}:
                 del group[name]
         self.base.state.clear()
         self.base.state.update(states)
@@ -320,7 +305,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                 f"the file holds no states of {type(self.base).__name__} for parameter {label}, which it has stepped: "
                 "torch's flatten_optimizer_state_dict leaves out what is wrapped; save without it"
             )
-        for name, value in ((name.removeprefix(BASE_PREFIX), value) for name, value in state.items()):
+        for key, value in state.items():
+            name = key.removeprefix(BASE_STATE_PREFIX)
             known = held.get(name)
             if torch.is_tensor(value) and torch.is_tensor(known) and value.shape != known.shape:
                 raise ValueError(
@@ -353,7 +339,7 @@ def _make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
-def _point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
+def _set_shadow_memory(shadow: torch.Tensor, values: torch.Tensor) -> None:
     """Point a shadow, or its shard on this rank, to other memory."""
     if is_dtensor(shadow):
         shadow._local_tensor = values
@@ -367,16 +353,14 @@ def _widen_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
         return gradient
     if get_local(gradient) is gradient:
         gradient, _ = convert_to_plain_gradient(gradient, gradient, "a wrapped parameter")
-    if gradient.dtype == torch.float32:
-        return gradient
-    return gradient.detach().to(torch.float32)
+    return gradient if gradient.dtype == torch.float32 else gradient.detach().to(torch.float32)
 
 
-def _refuse_unfollowed(base: torch.optim.Optimizer) -> None:
+def _refuse_unsupported_base(base: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose options, closures, inner optimizers or files wrap cannot follow."""
     if any(group.get("differentiable") for group in base.param_groups):
         raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
-    if claimed := sorted(set(OUTER_OPTIONS) & base.defaults.keys()):
+    if claimed := sorted(set(WRAPPER_OPTIONS) & base.defaults.keys()):
         raise ValueError(f"{type(base).__name__} has options {claimed} of its own, which wrap cannot tell from its own")
     wanted, name = inspect.signature(type(base).step).parameters.get("closure"), type(base).__name__
     if wanted is not None and wanted.default is inspect.Parameter.empty:
@@ -398,10 +382,10 @@ def _refuse_unfollowed(base: torch.optim.Optimizer) -> None:
                     f"cannot put float32 weights behind: step float32 parameters by {name}, or wrap "
                     f"{type(inner).__name__} alone: hu.optim.wrap({type(inner).__name__}, params, ...)"
                 )
-    _refuse_own_entries(base)
+    _refuse_extra_saved_entries(base)
 
 
-def _refuse_own_entries(base: torch.optim.Optimizer) -> None:
+def _refuse_extra_saved_entries(base: torch.optim.Optimizer) -> None:
     """Refuse a class that saves more than its parameters' states and groups."""
     is_torchs = type(base).state_dict is torch.optim.Optimizer.state_dict
     beside = [] if is_torchs else sorted(base.state_dict().keys() - {"state", "param_groups"})

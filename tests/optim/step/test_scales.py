@@ -11,7 +11,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
-from halfulp.optim._storage import PAYLOADS
+from halfulp.optim._storage import PAYLOAD_STORES
 from halfulp.optim.states._codec import Scaled
 from halfulp.optim.step._scales import SCALE_WINDOWS, fit_weight_scale
 from halfulp.scaled import ScaledTensor
@@ -383,7 +383,7 @@ def test_torchs_optimizers_stay_finite_on_eight_bit_parameters(seed, name, stora
     assert {v.payload.dtype for v in states} <= {HALF}
 
 
-STATES = [dtype for dtype in PAYLOADS if dtype not in (torch.float32, torch.bfloat16)]
+STATES = [dtype for dtype in PAYLOAD_STORES if dtype not in (torch.float32, torch.bfloat16)]
 GREATEST = float(np.finfo(np.float32).max)
 
 
@@ -431,7 +431,7 @@ def test_the_scale_of_a_weight_and_the_factor_to_it_are_pythons(seed, dtype, lib
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("dtype", STATES)
 def test_the_scale_of_a_state_is_the_least_that_it_fits_under(seed, dtype, squared):
-    codec, most = Scaled(PAYLOADS[dtype], stochastic=True, squared=squared), torch.finfo(dtype).max
+    codec, most = Scaled(PAYLOAD_STORES[dtype], stochastic=True, squared=squared), torch.finfo(dtype).max
     edges = [math.ldexp(most, k) for k in range(-160, 112)]
     sides = [float(np.nextafter(np.float32(x), np.float32(to))) for x in edges for to in (0.0, np.inf)]
     given = (*_magnitudes(seed), *map(float, np.float32(edges)), *sides)

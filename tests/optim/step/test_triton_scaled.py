@@ -12,7 +12,7 @@ import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.kernels.triton._launch import TableKernel
 from halfulp.kernels.triton._writer import COMPILE_OPTIONS
-from halfulp.optim._storage import PAYLOADS
+from halfulp.optim._storage import PAYLOAD_STORES
 from halfulp.optim.step._run import make_amax_spec
 from halfulp.optim.step._triton_kernel import make_step_kernel
 from halfulp.scaled import ScaledTensor
@@ -200,7 +200,7 @@ def _spec(case, metered=False):
     kind, options, update, dtype, gradient, states = case
     parameter = torch.nn.Parameter(ScaledTensor.encode(torch.randn(64, 64), dtype))
     optimizer = getattr(hu.optim, kind)([parameter], lr=1e-2, weight_update=update, state_dtype=states, **options)
-    spec = optimizer._make_plan(optimizer.param_groups[0], 0, PAYLOADS[gradient or FP32]).spec
+    spec = optimizer._make_plan(optimizer.param_groups[0], 0, PAYLOAD_STORES[gradient or FP32]).spec
     return spec.metered_twin if metered else spec
 
 

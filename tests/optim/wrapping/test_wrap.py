@@ -137,7 +137,7 @@ def test_a_few_at_a_time_is_all_at_once(cls, options, seed, monkeypatch):
     ours, apart = (hu.optim.wrap(cls, params, lr=1e-2, **options) for params in (narrow, others))
     state = torch.get_rng_state()
     feed([(ours, narrow)], 4)
-    monkeypatch.setattr(_wrap, "MOST_RUN_ELEMENTS", 1)
+    monkeypatch.setattr(_wrap, "MAX_ELEMENTS_AT_ONCE", 1)
     torch.set_rng_state(state)
     feed([(apart, others)], 4)
     for p, q in zip(narrow, others):
@@ -145,7 +145,7 @@ def test_a_few_at_a_time_is_all_at_once(cls, options, seed, monkeypatch):
 
 
 def test_a_hook_on_every_optimizer_sees_one_step_of_the_wrapped_one(seed, monkeypatch):
-    monkeypatch.setattr(_wrap, "MOST_RUN_ELEMENTS", 1)
+    monkeypatch.setattr(_wrap, "MAX_ELEMENTS_AT_ONCE", 1)
     narrow, _ = parameters()
     ours, seen = hu.optim.wrap(torch.optim.SGD, narrow, lr=0.1), []
     handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))

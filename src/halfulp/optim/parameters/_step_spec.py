@@ -12,7 +12,7 @@ import torch
 
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from .._storage import PAYLOADS, STORES, Store, make_format_store
+from .._storage import PAYLOAD_STORES, STORES, Store, make_format_store
 from ..rules._update_rule import UpdateRule
 from ..states._codec import Scaled
 from ..states._int8_blocks import Int8Blocks
@@ -239,7 +239,7 @@ def _find_store(dtype: torch.dtype, format_store: Store | None, name: str, scale
     if scaled:
         if format_store is not None:
             raise ValueError(f"format= is for plain float32 parameters, but {name} is scaled: leave format out")
-        return PAYLOADS[dtype]
+        return PAYLOAD_STORES[dtype]
     if dtype.is_complex:
         raise ValueError(
             f"parameter {name} is {dtype}: allowed are bfloat16, float16 and float32; give complex parameters to an "

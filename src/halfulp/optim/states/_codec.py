@@ -16,15 +16,15 @@ from ...kernels._device_function import Recording
 from ...kernels._operations import add, bit_and, load16, select, shr, sqrt, store16, sub, to_real, word
 from ...kernels._trace import RecordedFunction, block_largest
 from .._storage import (
-    ABS,
-    EXPONENT,
+    EIGHT,
+    EXPONENT_MASK,
+    MAGNITUDE_MASK,
     ONE,
-    S8,
-    TWO_M24,
+    TWO_TO_MINUS_24,
     Store,
     bf16_to_float32,
-    cut_random_words,
     make_nan_canonical,
+    mask_random_words,
     round_to_bf16,
 )
 
@@ -75,7 +75,7 @@ class TensorCodec:
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values: to nearest, or by a random word per element."""
         codec = self.to_nearest if random is None else self
-        drawn = self.nearest_draw if random is None else cut_random_words(random, self.random_bits)
+        drawn = self.nearest_draw if random is None else mask_random_words(random, self.random_bits)
         inputs = {**self.scale_inputs(tensors), "value": value, "random": drawn}
         run_on_tensors(_writer(codec), tensors, inputs, block=self.scale_block)
 
@@ -211,7 +211,7 @@ class Scaled(PlainCodec):
         if self.stochastic:
             code = select(store.real(code) > x, sub(code, ONE), code)
             low, high = store.real(code), store.real(add(code, ONE))
-            chance = to_real(shr(random, S8)) * TWO_M24
+            chance = to_real(shr(random, EIGHT)) * TWO_TO_MINUS_24
             code = select(chance * ((high - low) * (high + low)) < (x - low) * (x + low), add(code, ONE), code)
         store.save(arrays[0], i, select((code == NONE) & (x > ZERO), ONE, code))
 
@@ -222,8 +222,8 @@ class Scaled(PlainCodec):
 
 def read_finite_magnitude(x):
     """Device function: the word of |x|; 0 for infinities and NaN."""
-    magnitude = bit_and(word(x), ABS)
-    return select(magnitude < EXPONENT, magnitude, NONE)
+    magnitude = bit_and(word(x), MAGNITUDE_MASK)
+    return select(magnitude < EXPONENT_MASK, magnitude, NONE)
 
 
 def find_largest_finite_word(x):
@@ -231,8 +231,8 @@ def find_largest_finite_word(x):
 
     Less infinity's word, those of infinities and NaN are the smallest of all.
     """
-    top = block_largest(sub(bit_and(word(x), ABS), EXPONENT))
-    return select(top >= LEAST_FINITE, add(top, EXPONENT), NONE)
+    top = block_largest(sub(bit_and(word(x), MAGNITUDE_MASK), EXPONENT_MASK))
+    return select(top >= LEAST_FINITE, add(top, EXPONENT_MASK), NONE)
 
 
 def finite_amax(x: torch.Tensor) -> float:

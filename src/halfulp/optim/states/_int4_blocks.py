@@ -38,7 +38,7 @@ from ...kernels._operations import (
     word,
 )
 from ...kernels._trace import block_largest
-from .._storage import ABS, CANONICAL_NAN, EXPONENT
+from .._storage import CANONICAL_NAN, EXPONENT_MASK, MAGNITUDE_MASK
 from ._codec import TensorCodec
 from ._int8_blocks import compute_scale_shape, draw_chance
 
@@ -107,9 +107,9 @@ LEAST_NEGATIVE, OVER_LEAST_NEGATIVE = CODE_MAGNITUDES[-1], np.float32(1 / 0.8875
 
 def read_finite_word(x):
     """Device function: the word of |x|, 0 for infinities; of NaN the largest, so that a block knows of one."""
-    magnitude = bit_and(word(x), ABS)
-    finite = select(magnitude < EXPONENT, magnitude, NONE)
-    return select(magnitude > EXPONENT, CANONICAL_NAN, finite)
+    magnitude = bit_and(word(x), MAGNITUDE_MASK)
+    finite = select(magnitude < EXPONENT_MASK, magnitude, NONE)
+    return select(magnitude > EXPONENT_MASK, CANONICAL_NAN, finite)
 
 
 def decode_signed(code):

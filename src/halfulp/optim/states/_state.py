@@ -11,7 +11,7 @@ import torch
 
 from ..._messages import quote
 from ..._names import register_entry
-from .._storage import BF16, F32, PAYLOADS, Store
+from .._storage import BF16, F32, PAYLOAD_STORES, Store
 from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
 from ._codec import DoubleBF16, PlainCodec, Scaled
@@ -89,14 +89,16 @@ def register_state_store(store: Store, description: str) -> None:
     """
     if not isinstance(store, Store):
         raise TypeError(f"a storage of states is a Store, got {store!r}")
-    if store.name in (*NAMED_BLOCKS, PAIR_NAME, *_STORAGE_ALIASES, *(own.name for own in PAYLOADS.values())):
+    if store.name in (*NAMED_BLOCKS, PAIR_NAME, *_STORAGE_ALIASES, *(own.name for own in PAYLOAD_STORES.values())):
         raise ValueError(f"state store {store.name!r} exists already: choose another name")
     if store.dtype.is_complex or store.dtype.itemsize > 4 or store.random_bits not in (0, 16, 32):
         raise ValueError(
             f"state store {store.name!r} has codes in {store.dtype} and {store.random_bits} random bits: give a dtype "
             "of 1, 2 or 4 bytes, and 0, 16 or 32 bits"
         )
-    others = {own.dtype: own.name for own in (*PAYLOADS.values(), *_own_stores.values()) if own.name != store.name}
+    others = {
+        own.dtype: own.name for own in (*PAYLOAD_STORES.values(), *_own_stores.values()) if own.name != store.name
+    }
     if store.dtype in others:
         # A file says by its dtype which storage wrote a state.
         raise ValueError(
@@ -217,7 +219,7 @@ def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
     if state.dtype == PAIR_NAME:
         return DoubleBF16()
     # Blocks that do not fit are bfloat16.
-    known = PAYLOADS[state.dtype] if isinstance(state.dtype, torch.dtype) else None
+    known = PAYLOAD_STORES[state.dtype] if isinstance(state.dtype, torch.dtype) else None
     store = known or _own_stores.get(str(state.dtype), BF16)
     if store is F32:
         return PlainCodec(F32, False)

@@ -17,7 +17,7 @@ from ...kernels._plain_memory import refuse_tensor
 from ...kernels.vector._machine_function import address_of
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from .._storage import PAYLOADS, STORES, Store
+from .._storage import PAYLOAD_STORES, STORES, Store
 from ..parameters._local_tensors import find_index_map, get_local, get_memory, list_own_tensors
 from ..parameters._narrowing import is_kept_float32
 from ..parameters._outside_writes import record_version, renew_payload_version, reset_if_stale
@@ -558,8 +558,8 @@ def choose_gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name:
             f"parameter {name} has a sparse gradient: give its Embedding sparse=False, or use "
             "hu.optim.wrap(torch.optim.SparseAdam, ...)"
         )
-    if isinstance(parameter, ScaledTensor) and gradient.dtype in PAYLOADS:
-        return PAYLOADS[gradient.dtype]
+    if isinstance(parameter, ScaledTensor) and gradient.dtype in PAYLOAD_STORES:
+        return PAYLOAD_STORES[gradient.dtype]
     if gradient.dtype not in STORES:
         raise ValueError(f"the gradient of {name} is {gradient.dtype}: allowed are bfloat16, float16 and float32")
     return STORES[gradient.dtype]

@@ -12,7 +12,7 @@ import torch
 from ...arithmetic._operators import two_sum
 from ...kernels._operations import real, select, sub, word
 from ...mctensor import MCTensor
-from .._storage import Store, find_binade_word
+from .._storage import Store, find_power_of_two_word
 from ._weight_update import (
     WeightUpdate,
     find_weight_update,
@@ -36,13 +36,13 @@ def fit_residual_wide(p, c):
     For stores with float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound
     is NaN.
     """
-    return select(abs(c) <= real(find_binade_word(word(p))) * RESIDUAL_SHARE + (p - p), c, ZERO)
+    return select(abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + (p - p), c, ZERO)
 
 
 def fit_residual_any(p, c):
     """Device function: `fit_residual_wide` for any store and bound."""
     w = p + c
-    fits = (abs(c) <= real(find_binade_word(word(p))) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
+    fits = (abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
     return select(fits, c, ZERO)
 
 
@@ -57,7 +57,7 @@ def make_residual_bindings(store: Store, ulps: float) -> dict[str, Any]:
     share = np.float32(ulps * compute_ulp_of_one(store))
     binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
     piece = fit_residual_wide if wide and ulps < 1 else fit_residual_any
-    return {"fitting": piece, "LEAST_BINADE": binade, "RESIDUAL_SHARE": share, "RESIDUAL_LEAST": least}
+    return {"fitting": piece, "LEAST_POWER_OF_TWO": binade, "RESIDUAL_SHARE": share, "RESIDUAL_LEAST": least}
 
 
 def compute_ulp_of_one(store: Store) -> float:
