@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from halfulp.pages import check_writable, render, require, write_whole
+from halfulp.pages import check_writable, render_template, require_packages, write_whole
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_values_are_escaped_and_data_cannot_end_its_element(template: str) -> None:
-    text = render(template, "x.html.j2", text="<b>&", data={"name": "</script><script>alert(1)"})
+    text = render_template(template, "x.html.j2", text="<b>&", data={"name": "</script><script>alert(1)"})
     assert "<h1>&lt;b&gt;&amp;</h1>" in text
     assert text.count("</script>") == 1
     assert "<title>halfulp test</title>" in text
@@ -39,19 +39,19 @@ def test_values_are_escaped_and_data_cannot_end_its_element(template: str) -> No
 
 @pytest.mark.parametrize("data", [{"a": "<&>\u2028"}, [], {"x": [1, None, 0.1]}])
 def test_embedded_data_is_read_back(template: str, data: object) -> None:
-    text = render(template, "x.html.j2", data=data)
+    text = render_template(template, "x.html.j2", data=data)
     assert json.loads(text.partition('application/json">')[2].partition("</script>")[0]) == data
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_numbers_that_json_lacks_are_refused(template: str, number: float) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
-        render(template, "x.html.j2", data={"x": number})
+        render_template(template, "x.html.j2", data={"x": number})
 
 
 def test_what_is_missing_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"the page needs nowhere_to_be: pip install 'halfulp\[cli\]', or rest"):
-        require("nowhere_to_be", instead="rest")
+        require_packages("nowhere_to_be", instead="rest")
     real = importlib.import_module
 
     def without(name: str, package: str | None = None) -> object:
@@ -61,7 +61,7 @@ def test_what_is_missing_is_named_before_any_work(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(importlib, "import_module", without)
     with pytest.raises(ValueError, match="the page needs jinja2"):
-        render("halfulp.pages", "base.html.j2")
+        render_template("halfulp.pages", "base.html.j2")
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..pages import require, write_whole
+from ..pages import require_packages, write_whole
 from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from ._conventions import (
     JsonOption,
@@ -66,7 +66,7 @@ def compare_script(script: str, arguments: list[str], recipes: Sequence[str], ou
 
     if not Path(script).is_file():
         exit_with_error(f"there is no file {script!r}: give the path of a training script, or tasks by --task")
-    require("matplotlib")
+    require_packages("matplotlib")
     prepare_out_folder(out, "compare-script")
     try:
         found = compare(script, arguments, recipes, lambda recipe, said: print(f"{recipe:<20} {said}", file=sys.stderr))

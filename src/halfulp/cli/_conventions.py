@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..pages import check_writable, require, write_whole
+from ..pages import check_writable, require_packages, write_whole
 
 if TYPE_CHECKING:
     from ..observation.page._write import Instrument
@@ -107,7 +107,7 @@ def prepare_out_folder(out: str | None, name: Instrument | Literal["compare-scri
         return
     if out.endswith((".html", ".json")) and not Path(out).is_dir():
         raise ValueError(f"--out {out} looks like a file: give a folder, and {name}.html and {name}.json stand in it")
-    require(instead="leave --out away")
+    require_packages(instead="leave --out away")
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -150,11 +150,7 @@ class LAMB(Optimizer):
 
 
 class ScheduleFree(Optimizer):
-    """The base of schedule-free optimizers, whose parameters are one weight in training and another in evaluation.
-
-    In training a parameter is the point at which gradients are taken, in evaluation the average that the run is for.
-    It begins in training.
-    """
+    """The base of optimizers whose parameters are where gradients are taken, and after `eval()` the run's averages."""
 
     _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "warmup_steps", "weight_lr_power")
     # The weights of the averages count the steps of all parameters.

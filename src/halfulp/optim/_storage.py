@@ -62,33 +62,19 @@ TWO_TO_24, TWO_TO_MINUS_24 = np.float32(2.0**24), np.float32(2.0**-24)
 
 @dataclass(frozen=True)
 class Store:
-    """The storage of one number in memory, as device functions.
+    """The storage of one number in memory, as device functions."""
 
-    Attributes:
-        name: for messages and kernel names.
-        dtype: of the torch tensor that holds it.
-        load: piece (address, i) -> code.
-        save: piece (address, i, code).
-        real: piece code -> float32.
-        nearest: piece (x, random) -> code, ties to even; the random word is not looked at.
-        stochastic: piece (x, random) -> code.
-        random_bits: of that word, in which `stochastic` finds them lowest: 16; or 32, of which the upper are the best.
-        mantissa_bits: stored bits of the significand: the last place of 1 is 2^-mantissa_bits.
-        emin: exponent of the smallest normal number.
-        constants: names and values that the pieces find bound.
-    """
-
-    name: str
-    dtype: torch.dtype
-    load: Callable
-    save: Callable
-    real: Callable
-    nearest: Callable
-    stochastic: Callable
-    random_bits: int
-    mantissa_bits: int
-    emin: int
-    constants: tuple[tuple[str, object], ...] = ()
+    name: str  # for messages and kernel names
+    dtype: torch.dtype  # of the torch tensor that holds it
+    load: Callable  # (address, i) -> code
+    save: Callable  # (address, i, code)
+    real: Callable  # code -> float32
+    nearest: Callable  # (x, random) -> code, ties to even; the random word is not looked at
+    stochastic: Callable  # (x, random) -> code
+    random_bits: int  # of that word: 16, which `stochastic` finds lowest, or 32, of which the upper are the best
+    mantissa_bits: int  # stored bits of the significand: the last place of 1 is 2^-mantissa_bits
+    emin: int  # exponent of the smallest normal number
+    constants: tuple[tuple[str, object], ...] = ()  # names and values that the functions find bound
 
     def decode(self, x: torch.Tensor) -> torch.Tensor:
         """Return the float32 numbers of a tensor of `dtype`."""
@@ -215,9 +201,8 @@ def round_bits_to_nearest(x, random):
 def round_bits_stochastically(x, random):
     """Device function: stochastic where every word loses the same bits."""
     bits = word(x)
-    return select(
-        bit_and(bits, MAGNITUDE_MASK) > EXPONENT_MASK, bits, bit_and(add(bits, shr(random, UNDRAWN_BITS)), KEPT_BITS)
-    )
+    rounded = bit_and(add(bits, shr(random, UNDRAWN_BITS)), KEPT_BITS)
+    return select(bit_and(bits, MAGNITUDE_MASK) > EXPONENT_MASK, bits, rounded)
 
 
 def round_spacing_to_nearest(x, random):

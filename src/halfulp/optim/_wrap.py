@@ -150,13 +150,9 @@ def wrap(
 
 
 class WrappedOptimizer(ExplicitGradientOptimizer):
-    """The optimizer that `wrap` returns.
+    """The optimizer that `wrap` returns."""
 
-    Attributes:
-        base: the wrapped optimizer, over float32 shadows that hold memory only during a step.
-    """
-
-    base: torch.optim.Optimizer
+    base: torch.optim.Optimizer  # the wrapped one, over float32 shadows that hold memory only during a step
     _can_step_one_parameter = False
     _rule = ASSIGNMENT_RULE
 

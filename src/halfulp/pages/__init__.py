@@ -8,6 +8,6 @@ from ._page import format_count as format_count
 from ._page import format_number as format_number
 from ._page import format_share as format_share
 from ._page import make_table as make_table
-from ._page import render as render
-from ._page import require as require
+from ._page import render_template as render_template
+from ._page import require_packages as require_packages
 from ._page import write_whole as write_whole

@@ -7,18 +7,14 @@ import importlib.resources
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a UTF-8 file whole or not at all: a temporary file beside it, then a rename.
+    """Write a UTF-8 file whole or not at all: a temporary file beside it, then a rename; raises ValueError if not.
 
     A link is followed, and what is no regular file (a pipe, a terminal) is written as it is.
-
-    Raises:
-        ValueError: the disk is full, or the folder is gone or not writable; a file that was there stays as it was.
     """
     path = Path(path)
     real = path.resolve()
@@ -40,11 +36,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Check, before any work, that a file can be written at a path; nothing is left there.
-
-    Raises:
-        ValueError: it is a folder, or its folder is missing or not writable.
-    """
+    """Raise ValueError, before any work, unless a file can be written at a path; nothing is left there."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; give the name of a file in it")
@@ -66,65 +58,40 @@ def _is_stream(path: Path) -> bool:
 DASH = "–"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One cell of a table.
-
-    Attributes:
-        text: what it shows.
-        sort: what it sorts by; None is its text, "" stands last.
-        bar: length of a bar beneath, from 0 to 1.
-        tone: "bad", "open", "good" or "quiet" makes a chip of the text.
-        small: a second line.
-        title: a tooltip.
-    """
+class Cell(NamedTuple):
+    """One cell of a table."""
 
     text: str
-    sort: float | str | None = None
-    bar: float | None = None
-    tone: str = ""
-    small: str = ""
-    title: str = ""
+    sort: float | str | None = None  # what it sorts by; None is its text, "" stands last
+    bar: float | None = None  # length of a bar beneath, from 0 to 1
+    tone: str = ""  # "bad", "open", "good" or "quiet" makes a chip of the text
+    title: str = ""  # a tooltip
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of a page, which readers can sort and filter.
+class Table(NamedTuple):
+    """A table of a page, which readers can sort and filter."""
 
-    Attributes:
-        key: its id on the page.
-        caption: what it is, for who does not see the heading.
-        columns: header; "number", "minor" (a narrow screen goes without it), both or neither.
-        rows: cells by column; the first is the row's header.
-        hint: what the filter field suggests to type.
-    """
-
-    key: str
-    caption: str
-    columns: Sequence[tuple[str, str]]
-    rows: Sequence[Sequence[Cell]] = field(default_factory=list)
-    hint: str = "filter"
+    key: str  # its id on the page
+    caption: str  # for who does not see the heading
+    columns: list[tuple[str, str]]  # header; "number", "minor" (a narrow screen goes without it), both or neither
+    rows: list[list[Cell]]  # by column; the first cell is the row's header
+    hint: str  # what the filter field suggests to type
 
 
 def make_table(
     key: str,
     caption: str,
-    of: Iterable[Any],
+    items: Iterable[Any],
     columns: Sequence[tuple[str, str, Callable[[Any], Cell]]],
     hint: str = "filter",
 ) -> Table:
-    """Make a table with a row for each of some things.
-
-    Args:
-        key, caption, hint: as of a Table.
-        of: the things.
-        columns: header; "number", "minor", both or neither; the cell of a thing.
+    """Make a table with a row per item, of columns that also say how an item's cell is made.
 
     >>> make_table("t", "Two", [1, 2], [("half", "number", lambda one: Cell(f"{one / 2}"))]).rows[1][0].text
     '1.0'
     """
     heads = [(title, marks) for title, marks, _ in columns]
-    return Table(key, caption, heads, [[cell(one) for _, _, cell in columns] for one in of], hint)
+    return Table(key, caption, heads, [[make_cell(one) for _, _, make_cell in columns] for one in items], hint)
 
 
 def format_share(part: float | None) -> str:
@@ -163,16 +130,8 @@ def format_number(value: float | str | None, digits: int = 3) -> str:
     return value if isinstance(value, str) else f"{value:.{digits}g}"
 
 
-def require(*modules: str, instead: str = "write no page") -> None:
-    """Raise, before any work, unless the packages that a page is made with are installed.
-
-    Args:
-        modules: what it needs beside jinja2.
-        instead: what to do without it, as the message says.
-
-    Raises:
-        ValueError: a module is missing.
-    """
+def require_packages(*modules: str, instead: str = "write no page") -> None:
+    """Raise ValueError, before any work, unless jinja2 and other modules of a page are there; say what else to do."""
     for name in ("jinja2", *modules):
         try:
             importlib.import_module(name)
@@ -180,29 +139,23 @@ def require(*modules: str, instead: str = "write no page") -> None:
             raise ValueError(f"the page needs {name}: pip install 'halfulp[cli]', or {instead}") from None
 
 
-def render(package: str, template: str, **values: Any) -> str:
-    """Return a page as text; every value is escaped unless the template says otherwise.
+def render_template(package: str, template: str, **values: Any) -> str:
+    """Return a page of a template in a package's folder as text; values are escaped unless the template says otherwise.
 
-    Args:
-        package: the package whose folder holds the template.
-        template: its file name; it extends "base.html.j2".
-        values: what the template names. It may also call ``source(name)`` for a style sheet or script, of its own
-            folder or of the base; ``data | tojson`` is plain data as JSON inside a script element.
-
-    Raises:
-        ValueError: jinja2 is missing.
+    The template extends "base.html.j2". It may call ``source(name)`` for a style sheet or script, of its own folder or
+    of the base; ``data | tojson`` is plain data as JSON inside a script element.
     """
-    require()
+    require_packages()
     import jinja2
     from markupsafe import Markup
 
-    def text(name: str) -> str:
+    def read_source(name: str) -> str:
         own = importlib.resources.files(package).joinpath(name)
         return (own if own.is_file() else importlib.resources.files(__package__).joinpath(name)).read_text("utf-8")
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(text), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FunctionLoader(read_source), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals["source"] = lambda name: Markup(text(name).rstrip("\n"))
+    environment.globals["source"] = lambda name: Markup(read_source(name).rstrip("\n"))
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment.get_template(template).render(**values)

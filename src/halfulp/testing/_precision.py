@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,28 +36,18 @@ from ..recipes._training_step import (
 from ..scaled import ScaledTensor
 
 # A scale of 2^16 halves as often before it is 1; iterations that are skipped are no steps.
-MOST_SKIPPED_STEPS = 24
+MAX_SKIPPED_STEPS = 24
 
 
-@dataclasses.dataclass
-class ShortTraining:
-    """The losses, gradients and findings of a few training steps.
+class ShortTraining(NamedTuple):
+    """The losses, first results and findings of a few training steps."""
 
-    Attributes:
-        losses: of each step that was taken.
-        terms: norms of outputs times the loss's derivatives by them, of each step in plain float32.
-        results: floating outputs and gradients of the first, by what they are called, in float64.
-        findings: what observing them showed.
-        skipped: iterations whose gradients were not finite.
-        unseen: sentences that say what could not be observed.
-    """
-
-    losses: list[float] = dataclasses.field(default_factory=list)
-    terms: list[float] = dataclasses.field(default_factory=list)
-    results: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    findings: list[Finding] = dataclasses.field(default_factory=list)
-    skipped: int = 0
-    unseen: list[str] = dataclasses.field(default_factory=list)
+    losses: list[float]
+    loss_term_norms: list[float]  # of each step in plain float32
+    results: dict[str, Tensor]  # outputs and gradients of the first step, by what they are called, in float64
+    findings: list[Finding]
+    skipped: int  # iterations whose gradients were not finite
+    unseen: list[str]  # sentences that say what could not be observed
 
 
 def run_short_training(
@@ -74,21 +64,23 @@ def run_short_training(
     recipes.convert(model, recipe, seed=seed)
     optimizer = recipes.optimizer(model, rule, seed=seed, **hyper)
     scaler = recipes.scaler(recipe, model)
-    is_plain = recipe == recipes.get("fp32")
-    found = ShortTraining()
+    losses: list[float] = []
+    norms: list[float] = []
+    first_results: dict[str, Tensor] = {}
+    skipped = 0
     seen = observe(model, optimizer, interval=1, scaler=scaler)
     with emulate_recipe(recipe, model) as under, seen:
-        while len(found.losses) < steps and found.skipped < MOST_SKIPPED_STEPS:
+        while len(losses) < steps and skipped < MAX_SKIPPED_STEPS:
             with seed_random_state():
                 output = call_on_batch(model, batch)
                 loss = under(loss_of)(output)
                 check_loss(loss)
                 outputs = list_named_outputs(output)
-                terms = _watch_loss_terms(outputs.values()) if is_plain else []
+                new_norms = _record_loss_term_norms(outputs.values()) if recipe == recipes.get("fp32") else []
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            given: StepResults = {} if found.losses else {**outputs, **list_named_gradients(model)}
+            given: StepResults = {} if losses else {**outputs, **list_named_gradients(model)}
             results = {name: _decode_to_float64(x) for name, x in given.items() if x is not None}
             seen.log_loss(_decode_to_float64(loss))
             if scaler is None:
@@ -98,32 +90,27 @@ def run_short_training(
                 scaler.update()
             optimizer.zero_grad()
             if scaler is not None and scaler.last_step is not None and not scaler.last_step.applied:
-                found.skipped += 1
+                skipped += 1
                 continue
-            found.results = found.results or results
-            found.losses.append(float(_decode_to_float64(loss)))
-            found.terms += terms
+            first_results = first_results or results
+            losses.append(float(_decode_to_float64(loss)))
+            norms += new_norms
     if scaler is not None:
         scaler.detach()
-    found.findings, found.unseen = seen.findings, seen.record.unseen
-    return found
+    return ShortTraining(losses, norms, first_results, seen.findings, skipped, seen.record.unseen)
 
 
-def _watch_loss_terms(outputs: Iterable[Tensor]) -> list[float]:
-    """Return a list that a backward pass fills with norms of x dL/dx: how far an output's own size moves the loss.
-
-    Terms of both signs may cancel in the loss, and errors of the outputs do not.
-    """
-    terms: list[float] = []
+def _record_loss_term_norms(outputs: Iterable[Tensor]) -> list[float]:
+    """Return a list that backward fills with norms of x dL/dx, whose terms may cancel in L, unlike errors of x."""
+    norms: list[float] = []
     for x in outputs:
         if x.requires_grad:
             value = _decode_to_float64(x)
-            x.register_hook(lambda grad, value=value: terms.append(float((value * _decode_to_float64(grad)).norm())))
-    return terms
+            x.register_hook(lambda grad, value=value: norms.append(float((value * _decode_to_float64(grad)).norm())))
+    return norms
 
 
 def _decode_to_float64(x: Tensor) -> Tensor:
-    """Return the values in float64."""
     x = x.detach()
     return x.decode(torch.float64) if isinstance(x, ScaledTensor | MCTensor) else x.to(torch.float64, copy=True)
 
@@ -132,8 +119,8 @@ def _decode_to_float64(x: Tensor) -> Tensor:
 # the recipe computes in: tests/testing/test_precision.py.
 TOLERANCE_IN_EPS = 32
 # float32's own runs differ by so much, or a little more.
-LEAST_TOLERANCE = 1e-4
-MOST_TOLERANCE = 0.5
+MIN_TOLERANCE = 1e-4
+MAX_TOLERANCE = 0.5
 # How much farther than its twin, a float32 run from a start that differs by 1e-7, a run may be for that reason alone.
 TWIN_FACTOR = 4
 # A gradient that is 0 but for rounding is measured beside the others: by this share of their root mean square.
@@ -141,7 +128,7 @@ GRADIENT_NORM_FLOOR = 0.1
 # Losses that are small differences are measured beside their terms: by a share that makes an allowance of 32 eps
 # one of 4 eps of the terms.
 LOSS_FLOOR_SHARE = 0.125
-_MOST_SHOWN = 8
+_MAX_SHOWN_DIFFERENCES = 8
 
 
 class PrecisionError(AssertionError):
@@ -210,8 +197,9 @@ class PrecisionCheck:
         far = self.too_far
         if far:
             lines.append(f"farther from float32 than {self.tolerance:.2g} of its norm:")
-            lines += [f"         {one.name}: {one.relative:.2g}" for one in far[:_MOST_SHOWN]]
-            lines += [f"         and {len(far) - _MOST_SHOWN} more"] if len(far) > _MOST_SHOWN else []
+            lines += [f"         {one.name}: {one.relative:.2g}" for one in far[:_MAX_SHOWN_DIFFERENCES]]
+            if (hidden := len(far) - _MAX_SHOWN_DIFFERENCES) > 0:
+                lines.append(f"         and {hidden} more")
             lines.append(
                 f"{'':<9}cure: keep the modules named first in float32 (recipe.replace(float32=...)), take a recipe "
                 "with more digits, or give tolerance= if that much is meant"
@@ -282,7 +270,10 @@ def assert_precision_ok(
     """
     recipe = recipes.get(recipe)
     check_float32_model(model)
-    _check_arguments(steps, tolerance)
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 2:
+        raise ValueError(f"steps={steps!r}: give a number of steps, 2 or more")
+    if tolerance is not None and not tolerance > 0:
+        raise ValueError(f"tolerance={tolerance!r}: give a share of float32's norm, above 0")
     accepted = {accept} if isinstance(accept, str) else set(accept)
     for code in accepted:
         get_finding_kind(code)
@@ -323,18 +314,16 @@ def compute_default_tolerance(recipe: Recipe) -> float:
     spacing = max((formats.get(find_dtype(name) or name).eps for name in names if name), default=0.0)
     if recipe.components:
         spacing = spacing**recipe.components
-    return min(MOST_TOLERANCE, max(LEAST_TOLERANCE, TOLERANCE_IN_EPS * spacing))
+    return min(MAX_TOLERANCE, max(MIN_TOLERANCE, TOLERANCE_IN_EPS * spacing))
 
 
 def _list_differences_from_float32(
     plain: ShortTraining, twin: ShortTraining, narrow: ShortTraining, tolerance: float
 ) -> list[DifferenceFromFloat32]:
     """Return the differences of a run from float32's, the one that is farthest beyond its allowance first."""
-    rows: list[tuple[str, Tensor, Tensor, Tensor | None, float]] = []
-    ours, other, theirs = (torch.tensor(x.losses, dtype=torch.float64, device="cpu") for x in (plain, twin, narrow))
-    rows.append(
-        (f"losses of {len(plain.losses)} steps", ours, other, theirs, LOSS_FLOOR_SHARE * math.hypot(*plain.terms))
-    )
+    losses = (torch.tensor(run.losses, dtype=torch.float64, device="cpu") for run in (plain, twin, narrow))
+    floor = LOSS_FLOOR_SHARE * math.hypot(*plain.loss_term_norms)
+    rows: list[tuple[Any, ...]] = [(f"losses of {len(plain.losses)} steps", *losses, floor)]
     gradients = [x for name, x in plain.results.items() if name.startswith(GRADIENT_PREFIX)]
     elements = sum(x.numel() for x in gradients)
     typical = math.sqrt(sum(float(x.square().sum()) for x in gradients) / max(1, elements))
@@ -358,10 +347,3 @@ def _compute_relative_difference(wanted: Tensor, got: Tensor | None, floor: floa
     scale = max(float(wanted.norm()), floor)
     off = float((got - wanted).norm())
     return off / scale if scale else (math.inf if off else 0.0)
-
-
-def _check_arguments(steps: int, tolerance: float | None) -> None:
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 2:
-        raise ValueError(f"steps={steps!r}: give a number of steps, 2 or more")
-    if tolerance is not None and not tolerance > 0:
-        raise ValueError(f"tolerance={tolerance!r}: give a share of float32's norm, above 0")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import __version__, formats
 from ..._names import read_descriptions
-from ...pages import Cell, format_count, format_number, format_share, render
+from ...pages import Cell, format_count, format_number, format_share, render_template
 from .._finding import describe_names
 
 PlainData = Mapping[str, Any]
@@ -58,7 +58,7 @@ def render_page(template: str, cards: Sequence[PlainData], charts: PlainData, **
     named = [code for card in cards for code in (card["code"], *(one["code"] for one in card["following"]))]
     codes = [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(named)]
     given = {"findings": cards, "codes": codes, "versions": made_by, "data": charts}
-    return render(__package__, template, **given, **words)
+    return render_template(__package__, template, **given, **words)
 
 
 _EVIDENCE_TITLES = {"lost": "share lost", "realised": "movement kept", "seen": "elements sampled"}

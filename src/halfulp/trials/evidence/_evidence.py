@@ -8,7 +8,7 @@ import json
 import os
 from typing import Any, Self
 
-from ...pages import render, require, write_whole
+from ...pages import render_template, require_packages, write_whole
 from .._defaults import VERDICT_TONES
 from ..page._curves import LineStyle, LossesByRecipe, choose_line_styles, draw_loss_curves
 from ._row import FinishedTrials, Row, check_trial_record
@@ -30,9 +30,9 @@ _WIDE_SIZE, _NARROW_SIZE = (820, 560), (340, 560)
 
 def render_comparison_page(evidence: FinishedTrials) -> str:
     """Return a comparison's page as HTML text; it refers to nothing outside itself."""
-    require("matplotlib", instead="give no out folder")
+    require_packages("matplotlib", instead="give no out folder")
     first, refused = evidence.trials[0]["settings"], evidence.run.get("refused", [])
-    return render(
+    return render_template(
         "halfulp.trials.page",
         "compare.html.j2",
         headline=write_headline(evidence),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from ...environment import count_cores, describe_processor
-from ...pages import require, write_whole
+from ...pages import require_packages, write_whole
 from ..evidence._evidence import Evidence
 from ._plan import Trial
 from ._pool import train_trials
@@ -87,7 +87,7 @@ def open_training_run(
     if out is None:
         yield TrainingRun(workers, listen, None, False)
         return
-    require("matplotlib", instead="give no out folder")
+    require_packages("matplotlib", instead="give no out folder")
     store = TrialStore(out)
     store.begin_comparison(resume, overwrite)
     run = TrainingRun(workers, listen, store, resume)
