@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from halfulp.pages import check_writable, render_template, require_packages, write_whole
+from halfulp.pages import check_writable, render_template, require_packages, write_file_atomically
 
 
 @pytest.fixture
@@ -72,14 +72,14 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     path.write_text("old")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ValueError, match=r"page\.html: No space left on device"):
-        write_whole(path, "new")
+        write_file_atomically(path, "new")
     assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
     assert path.read_text() == "old"
 
 
 def test_a_page_replaces_the_one_before(tmp_path: Path) -> None:
-    write_whole(tmp_path / "page.html", "one")
-    write_whole(str(tmp_path / "page.html"), "½ ulp")
+    write_file_atomically(tmp_path / "page.html", "one")
+    write_file_atomically(str(tmp_path / "page.html"), "½ ulp")
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == "½ ulp"
 
 
@@ -97,13 +97,13 @@ def test_links_are_followed_and_pipes_are_written(tmp_path: Path) -> None:
     real.write_text("old")
     link.symlink_to(real)
     check_writable(link)
-    write_whole(link, "new")
+    write_file_atomically(link, "new")
     assert link.is_symlink()
     assert real.read_text() == "new"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     check_writable(pipe)
-    write_whole(pipe, "new")
+    write_file_atomically(pipe, "new")
     assert os.read(reader, 100) == b"new"
     os.close(reader)
     assert pipe.is_fifo()

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..pages import require_packages, write_whole
+from ..pages import require_packages, write_file_atomically
 from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from ._conventions import (
     JsonOption,
@@ -73,7 +73,7 @@ def compare_script(script: str, arguments: list[str], recipes: Sequence[str], ou
     except KeyboardInterrupt:
         exit_with_error("interrupted while the script ran: nothing is written")
     page, data = Path(out, "compare-script.html"), Path(out, "compare-script.json")
-    write_whole(data, found.to_json())
+    write_file_atomically(data, found.to_json())
     found.to_html(page)
     if as_json:
         print_json(found.to_dict())
@@ -194,7 +194,7 @@ def tune(
         overwrite=overwrite,
     )
     content = found.to_dict()
-    write_whole(Path(out, "tune.json"), encoder.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    write_file_atomically(Path(out, "tune.json"), encoder.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
     if json:
         print_json(content)
         return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..pages import check_writable, require_packages, write_whole
+from ..pages import check_writable, require_packages, write_file_atomically
 
 if TYPE_CHECKING:
     from ..observation.page._write import Instrument
@@ -124,7 +124,7 @@ def write_page_and_json(out: str | None, name: Instrument, found: Any) -> None:
 
     page, data = _name_out_files(out, name)
     content = found.to_dict()
-    write_whole(data, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    write_file_atomically(data, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
     write_page(name, content, page)
 
 

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 
 from ..gradients import AdaptiveGradScaler
 
-_SCALING_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_ENGINES_THAT_SCALE_LOSSES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def use_scaler(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> AdaptiveGradScaler:
@@ -45,7 +45,7 @@ def use_scaler(accelerator: Accelerator, model: torch.nn.Module, **options: Any)
     >>> scaler.last_step.applied
     True
     """
-    if accelerator.distributed_type in _SCALING_ENGINES:
+    if accelerator.distributed_type in _ENGINES_THAT_SCALE_LOSSES:
         raise NotImplementedError(
             f"{accelerator.distributed_type.value} scales losses in its own engine, which takes no other scaler: "
             "configure its loss scale, or train without it"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import types
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from ..recipes import contract, convert, get
 from ..recipes._contract import Contract
 from ..recipes._convert import read_recipe_of_model
 
-_PACKAGE_NAME = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
-_lightning_package: Any = importlib.import_module(_PACKAGE_NAME)
-_precision_plugins: Any = importlib.import_module(f"{_PACKAGE_NAME}.plugins.precision")
+_LIGHTNING_PACKAGE_NAME = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
+_lightning_package: Any = importlib.import_module(_LIGHTNING_PACKAGE_NAME)
+_precision_plugins: Any = importlib.import_module(f"{_LIGHTNING_PACKAGE_NAME}.plugins.precision")
 
 
 class Recipe(_precision_plugins.Precision):
@@ -83,7 +84,8 @@ class AdaptiveMixed(_precision_plugins.MixedPrecision):
     """
 
     def __init__(self, device: str = "cuda", **options: Any) -> None:
-        super().__init__("16-mixed", device, scaler=_PlaceholderScaler())
+        # Until there is a module, the scaler has only a state to be saved.
+        super().__init__("16-mixed", device, scaler=types.SimpleNamespace(state_dict=dict))
         self.scaler: Any
         self.options = options
 
@@ -93,13 +95,6 @@ class AdaptiveMixed(_precision_plugins.MixedPrecision):
         if not is_made:
             self.scaler = AdaptiveGradScaler(module, **self.options)
         return module
-
-
-class _PlaceholderScaler:
-    """A stand-in for the scaler until there is a module."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
 
 class Precision(_lightning_package.Callback):
@@ -141,22 +136,22 @@ class Precision(_lightning_package.Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Show the averages of schedule-free optimizers in the module."""
-        self._switch_optimizers(trainer, "eval")
+        self._switch_optimizers(trainer, False)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Put the trained weights back."""
-        self._switch_optimizers(trainer, "train")
+        self._switch_optimizers(trainer, True)
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Put the trained weights back."""
-        self._switch_optimizers(trainer, "train")
+        self._switch_optimizers(trainer, True)
 
-    def _switch_optimizers(self, trainer: Any, mode: str) -> None:
+    def _switch_optimizers(self, trainer: Any, is_training: bool) -> None:
         for one in self._list_optimizers(trainer):
             if isinstance(one, optim.Optimizer):
-                getattr(one, mode)()
+                one.train(is_training)
 
     def _list_optimizers(self, trainer: Any) -> list[torch.optim.Optimizer]:
         return [find_inner_optimizer(one) for one in trainer.optimizers]

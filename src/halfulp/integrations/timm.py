@@ -13,9 +13,9 @@ from timm.optim import OptimInfo
 from timm.optim._optim_factory import default_registry
 
 from ..optim import OPTIMIZERS
-from ..optim._group_options import read_defaults
+from ..optim._group_options import read_default_arguments
 
-NAME_PREFIX = "hu"
+OPTIMIZER_NAME_PREFIX = "hu"
 
 
 def register() -> list[str]:
@@ -30,8 +30,8 @@ def register() -> list[str]:
     for name, kind in OPTIMIZERS.items():
         if name == "Muon":
             continue
-        options = read_defaults(kind)
-        names.append(f"{NAME_PREFIX}{name}".lower().replace("_", ""))
+        options = read_default_arguments(kind)
+        names.append(f"{OPTIMIZER_NAME_PREFIX}{name}".lower().replace("_", ""))
         default_registry.register(
             OptimInfo(
                 name=names[-1],

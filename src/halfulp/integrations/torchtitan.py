@@ -19,7 +19,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from .._names import describe_unknown_name
 from ..optim import OPTIMIZERS
 
-NAME_PREFIX = "halfulp."
+OPTIMIZER_NAME_PREFIX = "halfulp."
 _find_torchtitan_optimizer: Callable[[str], Callable[..., torch.optim.Optimizer]] = (
     OptimizersContainer._resolve_optimizer_factory
 )
@@ -35,11 +35,12 @@ def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     >>> find_optimizer("halfulp.AdamW").__name__
     'AdamW'
     """
-    if not name.startswith(NAME_PREFIX):
+    if not name.startswith(OPTIMIZER_NAME_PREFIX):
         return _find_torchtitan_optimizer(name)
-    if name.removeprefix(NAME_PREFIX) not in OPTIMIZERS:
-        raise ValueError(describe_unknown_name("optimizer", name, [f"{NAME_PREFIX}{known}" for known in OPTIMIZERS]))
-    return OPTIMIZERS[name.removeprefix(NAME_PREFIX)]
+    own = {f"{OPTIMIZER_NAME_PREFIX}{known}": kind for known, kind in OPTIMIZERS.items()}
+    if name not in own:
+        raise ValueError(describe_unknown_name("optimizer", name, own))
+    return own[name]
 
 
 def register() -> None:

@@ -27,10 +27,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .. import optim
 from .._names import describe_unknown_name
-from ..optim._group_options import read_defaults
+from ..optim._group_options import read_default_arguments
 from ..optim._optimizer import find_inner_optimizer
 from ..optim.parameters._random_identity import strip_wrapper_names
-from ..pages import write_whole
+from ..pages import write_file_atomically
 from ..recipes import contract
 from ..recipes._contract import Contract
 
@@ -86,7 +86,7 @@ def optimizer(
     """
     if rule not in optim.OPTIMIZERS:
         raise ValueError(describe_unknown_name("optimizer", str(rule), optim.OPTIMIZERS))
-    known = read_defaults(optim.OPTIMIZERS[rule])
+    known = read_default_arguments(optim.OPTIMIZERS[rule])
     given: dict[str, Any] = {"lr": args.learning_rate}
     if "eps" in known and len(known.get("betas", ())) == 2:
         given |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
@@ -131,7 +131,7 @@ class PrecisionCallback(TrainerCallback):
             return
         model, stepped = more["model"], find_inner_optimizer(more["optimizer"])
         held = contract(model, stepped)
-        write_whole(os.path.join(folder, CONTRACT_FILE), json.dumps(held.to_dict(), indent=1))
+        write_file_atomically(os.path.join(folder, CONTRACT_FILE), json.dumps(held.to_dict(), indent=1))
         is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
         if isinstance(stepped, optim.Optimizer) and not is_sharded:
             weights = stepped.float32_state_dict(model).items()

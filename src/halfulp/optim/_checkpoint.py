@@ -125,7 +125,9 @@ class CheckpointMixin(torch.optim.Optimizer):
                 state |= self._read_saved_auxiliary_tensors(group, position)
             # A reader that knows no codes finds a number where it wants a tensor, and stops.
             versions = {name.removesuffix("_codes"): CODEC_VERSION for name in state if name.endswith("_codes")}
-            saved["state"][number] = versions | _place_like_parameter(state, parameter, self._plans.get(parameter))
+            if is_dtensor(parameter):
+                state = _convert_states_to_dtensors(state, parameter, self._plans.get(parameter))
+            saved["state"][number] = versions | state
         for group in saved["param_groups"]:
             group[VERSION_GROUP_KEY] = __version__
             if isinstance(group["weight_update"], WeightUpdate):
@@ -184,7 +186,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         self._clear_plans()
         is_own = is_saved_by_halfulp(before, state_dict["param_groups"])
         try:
-            trial = [(*one, self._fit_saved_tensors(*one, is_own)) for one in given]
+            trial = [(*one, self._convert_saved_tensors(*one, is_own)) for one in given]
             for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
                 plans = (self._plans.get(parameter) for parameter in group["params"])
                 if any(plan is not None and plan.spec.draws for plan in plans):
@@ -250,9 +252,9 @@ class CheckpointMixin(torch.optim.Optimizer):
         pairs = [*zip(self.param_groups, saved)]
         for mine, theirs in pairs:
             _check_saved_group(mine, theirs, self.defaults)
-        return [self._read_group_options(number, *pair) for number, pair in enumerate(pairs)]
+        return [self._read_saved_group_options(number, *pair) for number, pair in enumerate(pairs)]
 
-    def _read_group_options(self, number: int, mine: dict, theirs: Mapping) -> dict:
+    def _read_saved_group_options(self, number: int, mine: dict, theirs: Mapping) -> dict:
         """Return a group's options after loading, checked as those of a new group are."""
         taken = {key: value for key, value in _DEFAULTS_OF_LATER_OPTIONS.items() if key in mine}
         taken |= {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _UNLOADED_GROUP_KEYS}
@@ -276,7 +278,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             raise ValueError(f"param group {number} of the state_dict: {error}") from error
         return {key: trial[key] for key in taken}
 
-    def _fit_saved_tensors(self, group: dict, position: int, state: Mapping, is_own: bool) -> dict[str, Any]:
+    def _convert_saved_tensors(self, group: dict, position: int, state: Mapping, is_own: bool) -> dict[str, Any]:
         """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries."""
         if not state:
             return {}
@@ -286,7 +288,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         used = {"step", BEGUN, *plan.spec.rule.follows_from_step, *PAYLOAD_KEYS}
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
-            fitted |= _fit_saved_state(plan, group, codec, rule_state, names, state)
+            fitted |= _convert_saved_state(plan, group, codec, rule_state, names, state)
         for name in plan.spec.factor_names:
             used.add(name)
             fitted[name] = _check_saved_shape(plan, name, state.get(name), plan.tensors[name], exact=False).float()
@@ -332,7 +334,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             )
         found: dict[str, Any] = {}
         for name, tensor in held.items():
-            value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+            found[name] = value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
             place = places.get(id(tensor))
             if place is not None and (isinstance(tensor, MCTensor) or self.state.get(tensor)):
                 plan = self._find_valid_plan(*place)
@@ -343,8 +345,6 @@ class CheckpointMixin(torch.optim.Optimizer):
             elif isinstance(value, torch.Tensor):
                 is_weight = value.is_floating_point() and not name.endswith(EXTRA_STATE_SUFFIX)
                 found[name] = value.to(torch.float32 if is_weight else value.dtype, copy=True)
-            else:
-                found[name] = value
         return found
 
     @keeping_subnormals()
@@ -421,23 +421,21 @@ def walk_saved_parameters(
             yield group, position, parameter, number
 
 
-def _place_like_parameter(state: Mapping, parameter: torch.Tensor, plan: ParameterPlan | None) -> dict[str, Any]:
+def _convert_states_to_dtensors(state: Mapping, parameter: torch.Tensor, plan: ParameterPlan | None) -> dict[str, Any]:
     """Return state tensors as DTensors if their parameter is one, so that distributed checkpoints can re-shard them."""
-    if not is_dtensor(parameter):
-        return dict(state)
     from torch.distributed.tensor import DTensor
 
-    spec = None if plan is None else plan.spec
-    whole = dict.fromkeys(() if spec is None else spec.factor_names)  # the same on every rank
-    for codec, slot in () if spec is None else zip(spec.codecs, spec.rule.states):
-        whole |= {key: shape for key, (shape, _) in codec.tensors(slot.name, parameter.shape).items()}
-    placed = {}
+    shapes: dict[str, Any] = {}
+    if plan is not None:
+        shapes = dict.fromkeys(plan.spec.factor_names)  # the same on every rank
+        for codec, slot in zip(plan.spec.codecs, plan.spec.rule.states):
+            shapes |= {key: shape for key, (shape, _) in codec.tensors(slot.name, parameter.shape).items()}
+    placed = dict(state)
     for name, value in state.items():
-        placed[name] = value
         if name == CHECKSUMS_KEY:
             placed[name] = place_checksums(value, parameter)
         elif isinstance(value, torch.Tensor) and get_local(value) is value:
-            shape = whole.get(name, parameter.shape if value.shape == get_local(parameter).shape else None)
+            shape = shapes.get(name, parameter.shape if value.shape == get_local(parameter).shape else None)
             if shape is not None:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 stride = torch.empty(shape, dtype=value.dtype, device="meta").stride()
@@ -528,7 +526,7 @@ def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
         )
 
 
-def _fit_saved_state(
+def _convert_saved_state(
     plan: ParameterPlan, group: Mapping, codec: Codec, rule_state: StateSlot, names: tuple[str, ...], state: Mapping
 ) -> dict[str, torch.Tensor]:
     """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""

@@ -60,7 +60,7 @@ class AverageOptimizer(ExplicitGradientOptimizer):
     def _check_parameter_holders(self, has_gradients: bool) -> None:
         """Do nothing: no wrapper holds averages."""
 
-    def plans(self) -> dict[torch.Tensor, ParameterPlan]:
+    def find_average_plans(self) -> dict[torch.Tensor, ParameterPlan]:
         """Return the plan of every average."""
         group = self.param_groups[0]
         return {average: self._find_valid_plan(group, k) for k, average in enumerate(group["params"])}
@@ -135,7 +135,7 @@ class EMA:
         named = [(f"average of {name}", average) for name, average in self._averages.items()]
         options: NarrowOptions = {"weight_update": weight_update, "seed": seed, "report_interval": report_interval}
         self._average_optimizer = AverageOptimizer(named, {"decay": decay}, **options)
-        plans = self._average_optimizer.plans()
+        plans = self._average_optimizer.find_average_plans()
         with torch.no_grad():
             for weights in self._read_live_weights(live):
                 for name, weight in weights.items():
@@ -197,7 +197,7 @@ class EMA:
         The weights wait in a copy, so the block needs their memory once more. Do not step an optimizer inside. An
         optimizer's float32_state_dict is there that of the averages as the model shows them.
         """
-        plans, buffers = self._average_optimizer.plans(), self.model.named_buffers()
+        plans, buffers = self._average_optimizer.find_average_plans(), self.model.named_buffers()
         shown = [(buffer, self._copied[name]) for name, buffer in buffers if name in self._copied]
         for name, tensor in self._read_live_tensors().items():
             mine = self._averages[name]
@@ -213,7 +213,7 @@ class EMA:
     def float32_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's state_dict in float32, with the averages in place of the weights."""
         mine = {id(tensor): self._averages[name] for name, tensor in self.model.named_parameters()}
-        plans, found = self._average_optimizer.plans(), {}
+        plans, found = self._average_optimizer.find_average_plans(), {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) in mine:
                 found[name] = _read_float32_weight(plans[mine[id(tensor)]])
@@ -231,7 +231,7 @@ class EMA:
         activation checkpointing put into names, beside it each auxiliary tensor as "<name>.<tensor>", and the copied
         buffers.
         """
-        tensors, plans = dict(self._copied), self._average_optimizer.plans()
+        tensors, plans = dict(self._copied), self._average_optimizer.find_average_plans()
         for name, mine in self._averages.items():
             tensors[name] = mine
             tensors |= {f"{name}.{key}": place_like(value, mine) for key, value in plans[mine].tensors.items()}
@@ -258,7 +258,7 @@ class EMA:
         saved = [find_weight_update(entry) for entry in state_dict["weight_update"]]
         if saved != [find_weight_update(entry) for entry in own["weight_update"]]:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
-        plans = self._average_optimizer.plans()
+        plans = self._average_optimizer.find_average_plans()
         if any(plan.spec.draws for plan in plans.values()):
             refuse_other_random_stream("the EMA", "the state_dict", state_dict)
         missing, foreign = sorted(tensors.keys() - given.keys()), sorted(given.keys() - tensors.keys())

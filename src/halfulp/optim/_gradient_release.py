@@ -65,7 +65,7 @@ class GradientRelease:
         for group, position, parameter in walk_model_parameters(self.optimizer):
             self._places[parameter] = group, position
             if parameter.requires_grad and parameter not in self._handles:
-                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._step)
+                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._step_parameter)
         # During a pass fully_shard shows other parameters than its shards.
         is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in self._places)
         if not is_sharded and not any(parameter in self._handles for parameter in self._model.parameters()):
@@ -74,7 +74,7 @@ class GradientRelease:
                 "gradient: fully_shard or load_state_dict(assign=True) makes new ones, so call release_gradients after"
             )
 
-    def _step(self, parameter: torch.Tensor) -> None:
+    def _step_parameter(self, parameter: torch.Tensor) -> None:
         if parameter not in self._places:  # in no group any more
             return
         if not self._is_stepping:

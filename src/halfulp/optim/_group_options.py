@@ -14,7 +14,6 @@ from typing import Any, TypedDict
 
 import torch
 
-from .. import __version__
 from .._messages import find_user_stack_level, name_type
 from .._names import describe_unknown_name
 from ..formats import Format
@@ -35,7 +34,7 @@ def read_dtype(given: Any) -> Any:
     return found if found in (torch.bfloat16, torch.float16, torch.float32) else given
 
 
-def read_defaults(make: Callable[..., Any]) -> dict[str, Any]:
+def read_default_arguments(make: Callable[..., Any]) -> dict[str, Any]:
     """Return the default values of a class's or function's arguments, which tell of what type each is.
 
     Of a class they are also those of the classes that it inherits from, to which it may hand on `**options`.
@@ -94,18 +93,18 @@ def _read_option(name: str, given: Any, default: Any) -> Any:
 # What optimizers are made from, as in torch.optim.
 OptimizerParams = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 # What groups hold beside options: torch's own, ours, and what schedulers write.
-_BOOKKEEPING_GROUP_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
+_BOOKKEEPING_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
 
 
 def check_ranks_agree(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
     """Check that all processes of a group train in the same way; all of them must call this."""
+    from .. import __version__
+
     # Versions and options, in words.
     mine = {"halfulp": __version__, "torch": torch.__version__, "the optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if (
-                name in _BOOKKEEPING_GROUP_KEYS or name == "report_interval" or name not in optimizer.defaults
-            ):  # a user's own
+            if name in _BOOKKEEPING_KEYS or name == "report_interval" or name not in optimizer.defaults:  # a user's own
                 continue
             if name == "weight_update" or isinstance(value, bool | int | float | str | tuple | torch.dtype | State):
                 mine[f"{name} of group {number}"] = str(getattr(value, "name", value))
@@ -156,7 +155,7 @@ def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
     """Check a new group's options; keys that resemble no option are the user's own, and stay."""
     options = list(options)
     for key in group:
-        if key in options or key in _BOOKKEEPING_GROUP_KEYS or not isinstance(key, str):
+        if key in options or key in _BOOKKEEPING_KEYS or not isinstance(key, str):
             continue
         for near in difflib.get_close_matches(key, options, 1, 0.8):
             if not key.endswith(f"_{near}") and not key.startswith(f"{near}_"):  # max_momentum is another thing

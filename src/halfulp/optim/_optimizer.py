@@ -21,7 +21,7 @@ from ._group_options import (
     check_hyperparameters,
     check_parameters,
     check_torch_switches,
-    read_defaults,
+    read_default_arguments,
     read_options,
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
@@ -135,7 +135,7 @@ class Optimizer(CheckpointMixin):
         fused: bool | None = None,
         **unknown_options: Any,
     ) -> None:
-        known = read_defaults(type(self))
+        known = read_default_arguments(type(self))
         for name in unknown_options:
             allowed = [option for option in known if option not in self._fixed_options]
             raise TypeError(describe_unknown_name(f"option of {type(self).__name__}", name, allowed))
@@ -164,9 +164,9 @@ class Optimizer(CheckpointMixin):
         wrap_checkpoint_functions()
         self._plans = PlanCache()
         self._identities: Identities = {}
-        self._note_identities()
+        self._record_identities()
 
-    def _note_identities(self) -> None:
+    def _record_identities(self) -> None:
         """Record the identities that the groups hold."""
         for group in getattr(self, "param_groups", ()):
             note_identities(group, self._identities)
@@ -283,7 +283,7 @@ class Optimizer(CheckpointMixin):
     def _clear_plans(self) -> None:
         """Make every plan anew before it is used again, under the identities that the groups say."""
         self._plans.clear()
-        self._note_identities()
+        self._record_identities()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -321,7 +321,7 @@ class Optimizer(CheckpointMixin):
         settings: list[GroupSetting] = [(self.rule(group), self._plans.options_of(group), group["report_interval"], 1)]
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
-        places = self._renew_plans([alone], settings, plans, gradients, scales)
+        places = self._make_plans_valid([alone], settings, plans, gradients, scales)
         batches = Roster.from_places(settings, plans, [], places, {}, None).make_batches(
             [alone], [parameter], gradients, scales
         )
@@ -418,7 +418,7 @@ class Optimizer(CheckpointMixin):
             batches = roster.make_batches(groups, parameters, gradients, {})
         if batches is None:
             scales: dict[int, torch.Tensor] = {}
-            places = self._renew_plans(groups, settings, plans, gradients, scales)
+            places = self._make_plans_valid(groups, settings, plans, gradients, scales)
             roster = self._plans.roster = Roster.from_places(settings, plans, resting, places, self.state, roster)
             for table in roster.tables:
                 table.renew_guards(table.select_values(gradients))
@@ -426,7 +426,7 @@ class Optimizer(CheckpointMixin):
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
 
-    def _renew_plans(
+    def _make_plans_valid(
         self,
         groups: list[dict[str, Any]],
         settings: list[GroupSetting],

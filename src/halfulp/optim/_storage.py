@@ -188,39 +188,40 @@ PAYLOAD_STORES = {**STORES, E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 # Bound per format.
 KEPT_BITS = UNDRAWN_BITS = ROUNDING_ADDEND = LOST_BITS = np.uint32(0)
-LEAST_POWER_OF_TWO = ADDER_EXPONENT = SPACING_EXPONENT = INVERSE_EXPONENT = LARGEST = BEYOND_LARGEST = np.uint32(0)
+LEAST_POWER_OF_TWO = ADDEND_EXPONENT = SPACING_EXPONENT = INVERSE_SPACING_EXPONENT = np.uint32(0)
+LARGEST_FINITE = OVERFLOW_RESULT = np.uint32(0)
 
 
-def round_bits_to_nearest(x, random):
+def round_to_nearest_by_masking(x, random):
     """Device function: to nearest where every word loses the same bits (8 exponent bits)."""
     bits = word(x)
     rounded = bit_and(add(add(bits, ROUNDING_ADDEND), bit_and(shr(bits, LOST_BITS), ONE)), KEPT_BITS)
     return select(bit_and(bits, MAGNITUDE_MASK) > EXPONENT_MASK, bits, rounded)
 
 
-def round_bits_stochastically(x, random):
+def round_stochastically_by_masking(x, random):
     """Device function: stochastic where every word loses the same bits."""
     bits = word(x)
     rounded = bit_and(add(bits, shr(random, UNDRAWN_BITS)), KEPT_BITS)
     return select(bit_and(bits, MAGNITUDE_MASK) > EXPONENT_MASK, bits, rounded)
 
 
-def round_spacing_to_nearest(x, random):
+def round_to_nearest_by_adder(x, random):
     """Device function: to nearest by the float adder, whose spacing at 2^(e - m + 23) is the format's at 2^e."""
     bits = word(x)
     magnitude = bit_and(bits, MAGNITUDE_MASK)
-    large = real(add(find_power_of_two_word(magnitude), ADDER_EXPONENT))
+    large = real(add(find_power_of_two_word(magnitude), ADDEND_EXPONENT))
     rounded = word((real(magnitude) + large) - large)
     return bit_or(replace_beyond_largest(magnitude, rounded), bit_and(bits, SIGN_MASK))
 
 
-def round_spacing_stochastically(x, random):
+def round_stochastically_in_units(x, random):
     """Device function: stochastic in units of the spacing."""
     bits = word(x)
     magnitude = bit_and(bits, MAGNITUDE_MASK)
     bounded = select(magnitude < EXPONENT_MASK, magnitude, LEAST_POWER_OF_TWO)
     binade = find_power_of_two_word(bounded)
-    units = real(bounded) * real(sub(INVERSE_EXPONENT, binade))
+    units = real(bounded) * real(sub(INVERSE_SPACING_EXPONENT, binade))
     below = to_real(to_word(units))
     above = below + np.float32(1.0)
     taken = select(to_real(shr(random, EIGHT)) * TWO_TO_MINUS_24 < units - below, above, below)
@@ -239,7 +240,7 @@ def find_power_of_two_word(bits):
 
 def replace_beyond_largest(magnitude, rounded):
     """Device function: what lies beyond the largest number, by the format's policy; NaN stays."""
-    inside = select(rounded <= LARGEST, rounded, BEYOND_LARGEST)
+    inside = select(rounded <= LARGEST_FINITE, rounded, OVERFLOW_RESULT)
     return select(magnitude > EXPONENT_MASK, magnitude, inside)
 
 
@@ -255,7 +256,7 @@ def make_format_store(given: Format | str | None) -> Store | None:
     if fmt.exponent_bits == 8 and fmt.emin == -126:
         if fmt.mantissa_bits >= 23:
             raise ValueError(f"format={fmt.name} has more bits than the float32 parameters that are to hold it")
-        lost, pieces = 23 - fmt.mantissa_bits, (round_bits_to_nearest, round_bits_stochastically)
+        lost, pieces = 23 - fmt.mantissa_bits, (round_to_nearest_by_masking, round_stochastically_by_masking)
         constants = {
             "KEPT_BITS": 0xFFFFFFFF << lost & 0xFFFFFFFF,
             "UNDRAWN_BITS": 32 - lost,
@@ -267,14 +268,15 @@ def make_format_store(given: Format | str | None) -> Store | None:
             raise ValueError(
                 f"format={fmt.name} does not fit into float32 parameters: its range or precision is too large"
             )
-        pieces, largest = (round_spacing_to_nearest, round_spacing_stochastically), np.float32(fmt.max).view(np.uint32)
+        pieces = round_to_nearest_by_adder, round_stochastically_in_units
+        largest = int(np.float32(fmt.max).view(np.uint32))
         constants = {
             "LEAST_POWER_OF_TWO": fmt.emin + 127 << 23,
-            "ADDER_EXPONENT": 23 - fmt.mantissa_bits << 23,
+            "ADDEND_EXPONENT": 23 - fmt.mantissa_bits << 23,
             "SPACING_EXPONENT": fmt.mantissa_bits << 23,
-            "INVERSE_EXPONENT": 254 + fmt.mantissa_bits << 23,
-            "LARGEST": int(largest),
-            "BEYOND_LARGEST": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, int(largest)),
+            "INVERSE_SPACING_EXPONENT": 254 + fmt.mantissa_bits << 23,
+            "LARGEST_FINITE": largest,
+            "OVERFLOW_RESULT": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, largest),
         }
     words = tuple((name, np.uint32(value)) for name, value in constants.items())
     numbers = 32, fmt.mantissa_bits, fmt.emin

@@ -17,7 +17,7 @@ from ..formats import Format
 from ..scaled import ScaledTensor
 from ._checkpoint import check_state_dict, is_saved_by_halfulp, walk_saved_parameters
 from ._float32 import MAX_ELEMENTS_AT_ONCE, read_weights, split_plans_by_elements
-from ._group_options import NarrowOptions, OptimizerParams, check_hyperparameters, read_defaults, read_options
+from ._group_options import NarrowOptions, OptimizerParams, check_hyperparameters, read_default_arguments, read_options
 from ._optimizer import Optimizer
 from ._storage import F32, Store
 from .parameters._local_tensors import get_local, is_dtensor, place_like
@@ -146,7 +146,7 @@ def wrap(
         )
     narrow: NarrowOptions = {"weight_update": weight_update, "param_dtype": param_dtype, "format": format}
     narrow |= {"seed": seed, "report_interval": report_interval}
-    return WrappedOptimizer(optimizer, params, read_options(options, read_defaults(optimizer)), **narrow)
+    return WrappedOptimizer(optimizer, params, read_options(options, read_default_arguments(optimizer)), **narrow)
 
 
 class WrappedOptimizer(ExplicitGradientOptimizer):
@@ -281,7 +281,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             own[number] = {name: value for name, value in state.items() if not name.startswith(BASE_STATE_PREFIX)}
             inner = {name: value for name, value in state.items() if name not in own[number]}
             has_stepped = bool(own[number].get("step"))
-            if fitted := self._fit_base_state(parameter, read_parameter_name(group, k), inner, has_stepped):
+            if fitted := self._convert_base_state(parameter, read_parameter_name(group, k), inner, has_stepped):
                 states[self._find_shadow(parameter)] = fitted
         super()._load_state_dict_without_hooks({**state_dict, "state": own})
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
@@ -291,7 +291,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         self.base.state.clear()
         self.base.state.update(states)
 
-    def _fit_base_state(
+    def _convert_base_state(
         self, parameter: torch.Tensor, label: str, state: Mapping[str, Any], has_stepped: bool
     ) -> dict[str, Any]:
         """Return the wrapped optimizer's state of a parameter, on its device."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
+def write_file_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write a UTF-8 file whole or not at all: a temporary file beside it, then a rename; raises ValueError if not.
 
     A link is followed, and what is no regular file (a pipe, a terminal) is written as it is.
@@ -55,7 +55,7 @@ def _is_stream(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-DASH = "–"
+MISSING_VALUE_TEXT = "–"
 
 
 class Cell(NamedTuple):
@@ -101,7 +101,7 @@ def format_share(part: float | None) -> str:
     ('0%', '<0.01%', '12.3%', '>99.9%', '–')
     """
     if part is None:
-        return DASH
+        return MISSING_VALUE_TEXT
     if 0 < part < 1e-4:
         return "<0.01%"
     if 0.999 < part < 1:
@@ -116,7 +116,7 @@ def format_count(number: float | None) -> str:
     >>> format_count(1234567), format_count(None)
     ('1,234,567', '–')
     """
-    return DASH if number is None else f"{number:,}"
+    return MISSING_VALUE_TEXT if number is None else f"{number:,}"
 
 
 def format_number(value: float | str | None, digits: int = 3) -> str:
@@ -126,7 +126,7 @@ def format_number(value: float | str | None, digits: int = 3) -> str:
     ('3e-05', '0.25', 'inf', '–', '12')
     """
     if value is None:
-        return DASH
+        return MISSING_VALUE_TEXT
     return value if isinstance(value, str) else f"{value:.{digits}g}"
 
 

@@ -101,13 +101,13 @@ def _run_operator(
     """Return results and gradients by name, decoded; run without exponents on plain tensors, else on payloads."""
     leaves: list[Tensor] = []
 
-    def make_leaf(x: Any) -> Any:
+    def make_autograd_leaf(x: Any) -> Any:
         if not is_floating(x):
             return x
-        leaves.append(_give_scale(x.detach().clone(), exponent))
+        leaves.append(_convert_to_scaled(x.detach().clone(), exponent))
         return leaves[-1].requires_grad_(gradients)
 
-    arguments = tree_map(make_leaf, arguments)
+    arguments = tree_map(make_autograd_leaf, arguments)
     torch.manual_seed(seed)
     results = [x for x in tree_leaves(operator(*arguments)) if x is not None]
     named = {f"result {number}": _decode_scaled(x) for number, x in enumerate(results)}
@@ -116,14 +116,14 @@ def _run_operator(
         torch.manual_seed(~seed)  # other numbers than the arguments, which are often drawn alike
         cotangents = [torch.randn(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
         cotangents = [
-            _give_scale(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)
+            _convert_to_scaled(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)
         ]
         found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
         named |= {f"gradient {number}": _decode_scaled(x) for number, x in enumerate(found)}
     return named
 
 
-def _give_scale(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
+def _convert_to_scaled(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
     if exponent is None:
         return x
     power = 2.0 ** exponent()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfulp.pages import write_whole
+from halfulp.pages import write_file_atomically
 from halfulp.trials.running._plan import Trial, plan_trials
 from halfulp.trials.running._store import TrialStore
 
@@ -95,6 +95,6 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "x.json").write_text("old")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ValueError, match="No space left on device"):
-        write_whole(tmp_path / "x.json", "new")
+        write_file_atomically(tmp_path / "x.json", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
     assert (tmp_path / "x.json").read_text() == "old"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ...pages import Cell, Table, format_count, format_share, make_table, write_whole
+from ...pages import Cell, Table, format_count, format_share, make_table, write_file_atomically
 from .._finding import choose_headline, count_causes_in_words
 from .._text import KEPT_TITLE, LOST_TITLE, pluralize
 from ._findings import (
@@ -188,4 +188,4 @@ def write_page(instrument: Instrument, data: Mapping[str, Any], path: str | os.P
     make = {"observe": render_observation_page, "audit": render_audit_page, "forecast": render_forecast_page}[
         instrument
     ]
-    write_whole(path, make(data))
+    write_file_atomically(path, make(data))

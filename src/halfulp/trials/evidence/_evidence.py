@@ -8,7 +8,7 @@ import json
 import os
 from typing import Any, Self
 
-from ...pages import render_template, require_packages, write_whole
+from ...pages import render_template, require_packages, write_file_atomically
 from .._defaults import VERDICT_TONES
 from ..page._curves import LineStyle, LossesByRecipe, choose_line_styles, draw_loss_curves
 from ._row import FinishedTrials, Row, check_trial_record
@@ -164,7 +164,7 @@ class Evidence(FinishedTrials):
         Raises:
             ValueError: jinja2 or matplotlib is missing, or the file cannot be written.
         """
-        write_whole(path, render_comparison_page(self))
+        write_file_atomically(path, render_comparison_page(self))
 
     def __str__(self) -> str:
         return self.table()

@@ -4,7 +4,7 @@ from collections import Counter
 
 from ... import formats
 from ..._messages import align_columns
-from ...pages import DASH
+from ...pages import MISSING_VALUE_TEXT
 from .._defaults import PASSING_VERDICTS, REFERENCE_RECIPE
 from ._row import FinishedTrials, Row, read_judged_loss
 
@@ -16,7 +16,7 @@ def format_number(value: float | None, digits: int = 4, sign: bool = False) -> s
     ('1.2346', '+0.010', '–')
     """
     if value is None:
-        return DASH
+        return MISSING_VALUE_TEXT
     value = round(value, digits) + 0.0
     text = f"{value:{'+' if sign and value else ''}.{digits}f}"
     return text.replace("-", "−")
@@ -43,7 +43,7 @@ def format_percent(value: float | None, digits: int = 1) -> str:
     >>> format_percent(0.515), format_percent(None)
     ('51.5%', '–')
     """
-    return DASH if value is None else f"{100 * value:.{digits}f}%"
+    return MISSING_VALUE_TEXT if value is None else f"{100 * value:.{digits}f}%"
 
 
 def name_judged_loss(evidence: FinishedTrials, task: str) -> str:
@@ -63,7 +63,7 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     cells = {
         "recipe": row.recipe,
         name_judged_loss(evidence, row.task): format_with_spread(row.loss, row.loss_spread, digits),
-        "gap to fp32": DASH
+        "gap to fp32": MISSING_VALUE_TEXT
         if row.verdict == "reference"
         else format_with_spread(row.gap, row.gap_spread, digits, sign=True),
         "verdict": verdict,
@@ -80,14 +80,14 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
         row.emulated or row.gradient_format or row.operand_format,
     )
     cells["bytes/param"] = f"({size})" if row.emulated else size
-    cells["step time"] = "emulated" if is_imitated else DASH if row.speed is None else f"{row.speed:.2f}×"
+    cells["step time"] = "emulated" if is_imitated else MISSING_VALUE_TEXT if row.speed is None else f"{row.speed:.2f}×"
     return cells
 
 
 def list_headers(evidence: FinishedTrials, task: str) -> list[str]:
     """Return the columns of a task's table that hold something."""
     lines = [format_cells(evidence, row) for row in evidence.rows(task)]
-    return [header for header in lines[0] if any(line[header] != DASH for line in lines)]
+    return [header for header in lines[0] if any(line[header] != MISSING_VALUE_TEXT for line in lines)]
 
 
 def has_gradient_formats(evidence: FinishedTrials, task: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...pages import write_whole
+from ...pages import write_file_atomically
 from ..evidence._row import check_trial_record
 from ._plan import Trial
 
@@ -59,7 +59,7 @@ class TrialStore:
         for path in (self.report, self.page):
             path.unlink(missing_ok=True)
         record = {"settings": trial.settings(), "result": result}
-        write_whole(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
+        write_file_atomically(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
 
 
 def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from ...environment import count_cores, describe_processor
-from ...pages import require_packages, write_whole
+from ...pages import require_packages, write_file_atomically
 from ..evidence._evidence import Evidence
 from ._plan import Trial
 from ._pool import train_trials
@@ -94,4 +94,4 @@ def open_training_run(
     yield run
     evidence = run.make_evidence()
     evidence.to_html(store.page)
-    write_whole(store.report, evidence.to_json())
+    write_file_atomically(store.report, evidence.to_json())
