@@ -148,8 +148,7 @@ class PrecisionCallback(TrainerCallback):
         if logs is None or not isinstance(stepped, optim.Optimizer):
             return
         seen = stepped.report()
-        found = {"lost_updates": seen.cancelled, "realised_updates": seen.realised}
-        for name, share in found.items():
+        for name, share in (("lost_updates", seen.cancelled), ("realised_updates", seen.realised)):
             if share is not None:
                 logs[name] = round(share, 6)
                 if state.log_history:

@@ -12,14 +12,13 @@ import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFIX
 
-from .. import __version__
 from .._messages import name_differences, quote
 from ..kernels import keeping_subnormals
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
 from ._float32 import read_weights
-from ._group_options import check_group_options
+from ._group_options import check_group_options, read_halfulp_version
 from .parameters._local_tensors import get_local, is_dtensor, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import (
@@ -129,7 +128,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 state = _convert_states_to_dtensors(state, parameter, self._plans.get(parameter))
             saved["state"][number] = versions | state
         for group in saved["param_groups"]:
-            group[VERSION_GROUP_KEY] = __version__
+            group[VERSION_GROUP_KEY] = read_halfulp_version()
             if isinstance(group["weight_update"], WeightUpdate):
                 group["weight_update"] = group["weight_update"].to_dict()
             # In words, as they are not loaded; torch.distributed.checkpoint wants in a file whatever a group has.
@@ -241,11 +240,12 @@ class CheckpointMixin(torch.optim.Optimizer):
             raise ValueError(
                 "this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'"
             )
+        own_version = read_halfulp_version()
         for version in (str(group[VERSION_GROUP_KEY]) for group in saved if VERSION_GROUP_KEY in group):
-            ours, theirs = ([int(number) for number in re.findall(r"\d+", one)[:2]] for one in (__version__, version))
+            ours, theirs = ([int(number) for number in re.findall(r"\d+", one)[:2]] for one in (own_version, version))
             if ours < theirs:  # a later minor version may write what this one does not know
                 raise ValueError(
-                    f"halfulp {version} saved the state_dict, and this is {__version__}: load it with that (pip "
+                    f"halfulp {version} saved the state_dict, and this is {own_version}: load it with that (pip "
                     f"install 'halfulp>={version}'), or take the weights alone over, by float32_state_dict there and "
                     "load_float32_state_dict here"
                 )
@@ -259,7 +259,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         taken = {key: value for key, value in _DEFAULTS_OF_LATER_OPTIONS.items() if key in mine}
         taken |= {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _UNLOADED_GROUP_KEYS}
         if "param_names" in taken:
-            names = theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]
+            names: Any = theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]
             taken["param_names"] = mine.get("param_names") or list(names)
         if mine.get("param_names") or "param_names" in taken:
             taken.pop("identities", None)
@@ -407,7 +407,8 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Restore from `__getstate__`."""
         super().__setstate__(state)
         self._create_caches()
-        self.register_state_dict_post_hook(type(self)._complete_state_dict)
+        complete_state_dict: Any = type(self)._complete_state_dict
+        self.register_state_dict_post_hook(complete_state_dict)
         for number, group in enumerate(self.param_groups):
             refuse_other_random_stream(f"the pickled param group {number}", "that group before it is pickled", group)
 
@@ -421,7 +422,7 @@ def walk_saved_parameters(
             yield group, position, parameter, number
 
 
-def _convert_states_to_dtensors(state: Mapping, parameter: torch.Tensor, plan: ParameterPlan | None) -> dict[str, Any]:
+def _convert_states_to_dtensors(state: Mapping, parameter: Any, plan: ParameterPlan | None) -> dict[str, Any]:
     """Return state tensors as DTensors if their parameter is one, so that distributed checkpoints can re-shard them."""
     from torch.distributed.tensor import DTensor
 
@@ -453,10 +454,7 @@ def check_state_dict(state_dict: object) -> None:
 
 
 def is_saved_by_halfulp(groups: list[dict], saved: list[Mapping]) -> bool:
-    """Return whether an optimizer of this library saved some groups, for an optimizer with groups of its own.
-
-    Without names the file holds identities. A trainer that saves by name leaves the names themselves out of groups.
-    """
+    """Return whether an optimizer of this library saved some groups, which hold identities or are saved by name."""
     named = any("param_names" in group for group in groups)
     return all(
         "identities" in group or ("weight_update" in group and (named or "param_names" in group)) for group in saved

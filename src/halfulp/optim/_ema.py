@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -177,9 +176,10 @@ class EMA:
     def _read_live_weights(self, live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the weights, in float32 if the optimizer has auxiliary tensors for them."""
         names, held = {weight: name for name, weight in live.items()}, []
-        for group, position, parameter in walk_model_parameters(self.optimizer) if self.optimizer else ():
-            if parameter in names and (self.optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
-                plan = self.optimizer._find_valid_plan(group, position)
+        optimizer: Any = self.optimizer
+        for group, position, parameter in () if optimizer is None else walk_model_parameters(optimizer):
+            if parameter in names and (optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
+                plan = optimizer._find_valid_plan(group, position)
                 if plan.spec.update.auxiliary_tensors(plan.spec.store):
                     held.append(plan)
         read = {plan.parameter for plan in held}
@@ -269,7 +269,7 @@ class EMA:
             if wanted != found:
                 raise ValueError(f"{name} is {found[0]} of shape {found[1]}, {wanted[0]} of {wanted[1]} is needed")
         updates = state_dict["updates"]
-        if not isinstance(updates, int) or not 0 <= updates < math.inf:
+        if not isinstance(updates, int) or updates < 0:
             raise ValueError(f"updates={updates!r} is not a whole number from 0 on")
         for name, tensor in tensors.items():
             tensor.copy_(given[name])

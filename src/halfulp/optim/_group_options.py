@@ -8,6 +8,7 @@ import difflib
 import inspect
 import math
 import numbers
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
@@ -35,10 +36,7 @@ def read_dtype(given: Any) -> Any:
 
 
 def read_default_arguments(make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the default values of a class's or function's arguments, which tell of what type each is.
-
-    Of a class they are also those of the classes that it inherits from, to which it may hand on `**options`.
-    """
+    """Return the default values of a function's arguments, or of a class's and those that it inherits from."""
     makers = [make]
     if isinstance(make, type):  # an __init__ that is made in C has no defaults
         makers = [init for kind in reversed(make.__mro__) if inspect.isfunction(init := vars(kind).get("__init__"))]
@@ -98,10 +96,8 @@ _BOOKKEEPING_KEYS = frozenset(("params", "param_names", "identities", "random_st
 
 def check_ranks_agree(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
     """Check that all processes of a group train in the same way; all of them must call this."""
-    from .. import __version__
-
     # Versions and options, in words.
-    mine = {"halfulp": __version__, "torch": torch.__version__, "the optimizer": type(optimizer).__name__}
+    mine = {"halfulp": read_halfulp_version(), "torch": torch.__version__, "the optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if name in _BOOKKEEPING_KEYS or name == "report_interval" or name not in optimizer.defaults:  # a user's own
@@ -120,6 +116,12 @@ def check_ranks_agree(optimizer: torch.optim.Optimizer, process_group: Any, devi
                     f"rank {rank} trains in another way than rank {first[0]}: {name} is {theirs} there, and {ours} on "
                     f"rank {first[0]}. Start all ranks by the same script in the same environment"
                 )
+
+
+def read_halfulp_version() -> str:
+    """Return halfulp's version, without an import of the package that imports this one."""
+    version: str = sys.modules["halfulp"].__version__
+    return version
 
 
 class NarrowOptions(TypedDict, total=False):
@@ -200,10 +202,7 @@ NOT_NEGATIVE_OPTIONS = ("lr", "eps", "weight_decay", "momentum")
 
 
 def check_hyperparameters(group: dict, not_negative: Iterable[str] = NOT_NEGATIVE_OPTIONS) -> None:
-    """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises.
-
-    Options that are not negative are finite; those of them that are not common ones may be None.
-    """
+    """Check that hyper-parameters are finite and, but for dampening, not negative; a class's own ones may be None."""
     for name in not_negative:
         if name in group and (name in NOT_NEGATIVE_OPTIONS or group[name] is not None):
             check_number(name, group[name])
@@ -233,8 +232,7 @@ def check_betas(group: dict, count: int | None) -> None:
 def check_torch_switches(name: str, given: Mapping[str, Any]) -> None:
     """Refuse or ignore torch.optim's switches that choose another implementation, of an optimizer or of one group.
 
-    `foreach` and `fused` choose among equals, so that trainers set them unasked: they are ignored with a warning where
-    they ask for another implementation than the only one.
+    Trainers set `foreach` and `fused`, which choose among equals, unasked: no reason to stop.
     """
     if given.get("differentiable"):
         raise NotImplementedError(
@@ -252,12 +250,7 @@ def check_torch_switches(name: str, given: Mapping[str, Any]) -> None:
 
 
 def split_init_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]:
-    """Return the arguments of Optimizer's `__init__` from those of the `__init__` of an optimizer.
-
-    Args:
-        given: the latter by name, `locals()` there.
-        counts: what groups hold beside the hyper-parameters.
-    """
+    """Return the arguments of Optimizer's `__init__` from `locals()` in a subclass's and what its groups count."""
     left_out = ("self", "params", "options", "__class__")
     defaults = {name: value for name, value in given.items() if name not in left_out}
     return {"params": given["params"], "defaults": {**defaults, **counts}, **given["options"]}

@@ -111,6 +111,8 @@ class Optimizer(CheckpointMixin):
     _fixed_options: ClassVar[tuple[str, ...]] = ()
     # The update rule, where it is the same for all groups.
     _rule: ClassVar[UpdateRule | None] = None
+    # Whether options that choose another implementation in torch.optim are refused, or ignored with a warning.
+    _refuses_torch_switches: ClassVar[bool] = True
     # Whether a step of one parameter depends on no other.
     _can_step_one_parameter: ClassVar[bool] = True
     # Of copies, which have all groups and made no step.
@@ -153,7 +155,8 @@ class Optimizer(CheckpointMixin):
             "report_interval": report_interval,
         }
         super().__init__(params, read_options({**defaults, **own}, known))
-        self.register_state_dict_post_hook(type(self)._complete_state_dict)
+        complete_state_dict: Any = type(self)._complete_state_dict
+        self.register_state_dict_post_hook(complete_state_dict)
         refuse_unused_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
         narrow_groups(self, self.param_groups, check_narrowing(self.param_groups))
@@ -205,7 +208,8 @@ class Optimizer(CheckpointMixin):
                 if group[name] != self.defaults[name]:
                     known = self.defaults[name]
                     raise ValueError(f"{name}={group[name]!r} in a group: this optimizer has {known}; leave it out")
-            self._check_torch_switches(group)
+            if self._refuses_torch_switches:
+                check_torch_switches(type(self).__name__, group)
             assign_identities(group, self.param_groups[:before], self._identities)
             for position, parameter in enumerate(group["params"]):
                 self._choose_step_spec(group, parameter, None, read_parameter_name(group, position))
@@ -395,10 +399,6 @@ class Optimizer(CheckpointMixin):
             if state.initial != 0.0:
                 state.initial_value(group)
 
-    def _check_torch_switches(self, group: dict[str, Any]) -> None:
-        """Refuse or ignore the options that choose another implementation in torch.optim."""
-        check_torch_switches(type(self).__name__, group)
-
     def _collect_batches(self) -> tuple[list[Batch], list[ParameterPlan]]:
         """Return the parameters with gradients in batches of one step specification, and unwritten others' plans."""
         groups = self.param_groups
@@ -434,10 +434,7 @@ class Optimizer(CheckpointMixin):
         gradients: list[torch.Tensor | None],
         scales: dict[int, torch.Tensor],
     ) -> list[list[int]]:
-        """Make the plans of all parameters with gradients valid; return the places of those that step together.
-
-        Gradients are replaced by their plain memory; the scales of scaled ones go into `scales`, by place.
-        """
+        """Make valid plans, plain gradients, and scales by place; return the places of those that step together."""
         places: dict[tuple[int, bool], list[int]] = {}
         place = -1
         for group, (rule, options, interval, _) in zip(groups, settings):
@@ -527,11 +524,9 @@ def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
 
 
 def find_inner_optimizer(given: Any) -> Any:
-    """Return the innermost optimizer of nested wrappers; any other object unchanged.
+    """Return the optimizer inside accelerate's, Fabric's and Lightning's wrappers; any other object unchanged.
 
-    A wrapper has no param groups of its own. Lightning and Fabric give theirs a subclass of the optimizer's class, and
-    accelerate one of torch's. An optimizer that steps by another one inside (Lookahead) has groups, and does more than
-    that one.
+    They may be optimizers by class, but have no groups of their own; Lookahead has groups, and does more than its base.
     """
     while not isinstance(given, type):
         is_wrapper = not isinstance(given, torch.optim.Optimizer) or "param_groups" not in vars(given)

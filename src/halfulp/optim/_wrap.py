@@ -51,6 +51,8 @@ ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), return_no_constant
 class ExplicitGradientOptimizer(Optimizer):
     """Rounding, auxiliary tensors, lost updates and checkpoints of Optimizer, for updates computed elsewhere."""
 
+    # `foreach` and its like belong to the wrapped optimizer.
+    _refuses_torch_switches = False
     # What parameters step by, during a step.
     _explicit_gradients: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
@@ -78,9 +80,6 @@ class ExplicitGradientOptimizer(Optimizer):
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         if isinstance(group.get("lr"), int | float | torch.Tensor):
             check_hyperparameters({"lr": group["lr"]}, ("lr",))
-
-    def _check_torch_switches(self, group: dict[str, Any]) -> None:
-        """Accept all: these options belong to the wrapped optimizer."""
 
 
 def wrap(
@@ -279,10 +278,27 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         for group, k, parameter, number in walk_saved_parameters(self.param_groups, state_dict["param_groups"]):
             state = own.get(number, {})
             own[number] = {name: value for name, value in state.items() if not name.startswith(BASE_STATE_PREFIX)}
-            inner = {name: value for name, value in state.items() if name not in own[number]}
-            has_stepped = bool(own[number].get("step"))
-            if fitted := self._convert_base_state(parameter, read_parameter_name(group, k), inner, has_stepped):
-                states[self._find_shadow(parameter)] = fitted
+            inner = {
+                name.removeprefix(BASE_STATE_PREFIX): value for name, value in state.items() if name not in own[number]
+            }
+            held, label = self.base.state.get(self._find_shadow(parameter), {}), read_parameter_name(group, k)
+            if held and not inner and own[number].get("step"):
+                raise ValueError(
+                    f"the file holds no states of {type(self.base).__name__} for parameter {label}, which it has "
+                    "stepped: torch's flatten_optimizer_state_dict leaves out what is wrapped; save without it"
+                )
+            for name, value in inner.items():
+                known = held.get(name)
+                if torch.is_tensor(value) and torch.is_tensor(known) and value.shape != known.shape:
+                    raise ValueError(
+                        f"state {name!r} of parameter {label} is of shape {tuple(value.shape)}, not "
+                        f"{tuple(known.shape)}"
+                    )
+                device = None if name == "step" else parameter.device
+                move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
+                inner[name] = tree_map_only(torch.Tensor, move, value)
+            if inner:
+                states[self._find_shadow(parameter)] = inner
         super()._load_state_dict_without_hooks({**state_dict, "state": own})
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
@@ -290,28 +306,6 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                 del group[name]
         self.base.state.clear()
         self.base.state.update(states)
-
-    def _convert_base_state(
-        self, parameter: torch.Tensor, label: str, state: Mapping[str, Any], has_stepped: bool
-    ) -> dict[str, Any]:
-        """Return the wrapped optimizer's state of a parameter, on its device."""
-        held, fitted = self.base.state.get(self._find_shadow(parameter), {}), {}
-        if held and not state and has_stepped:
-            raise ValueError(
-                f"the file holds no states of {type(self.base).__name__} for parameter {label}, which it has stepped: "
-                "torch's flatten_optimizer_state_dict leaves out what is wrapped; save without it"
-            )
-        for key, value in state.items():
-            name = key.removeprefix(BASE_STATE_PREFIX)
-            known = held.get(name)
-            if torch.is_tensor(value) and torch.is_tensor(known) and value.shape != known.shape:
-                raise ValueError(
-                    f"state {name!r} of parameter {label} is of shape {tuple(value.shape)}, not {tuple(known.shape)}"
-                )
-            device = None if name == "step" else parameter.device
-            move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
-            fitted[name] = tree_map_only(torch.Tensor, move, value)
-        return fitted
 
     def _list_state_tensors(self, plan: ParameterPlan) -> list[torch.Tensor]:
         leaves = tree_leaves(self.base.state.get(self._find_shadow(plan.parameter), {}))
