@@ -407,6 +407,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Restore from `__getstate__`."""
         super().__setstate__(state)
         self._create_caches()
+        self._clear_plans()
         complete_state_dict: Any = type(self)._complete_state_dict
         self.register_state_dict_post_hook(complete_state_dict)
         for number, group in enumerate(self.param_groups):

@@ -167,12 +167,6 @@ class Optimizer(CheckpointMixin):
         wrap_checkpoint_functions()
         self._plans = PlanCache()
         self._identities: Identities = {}
-        self._record_identities()
-
-    def _record_identities(self) -> None:
-        """Record the identities that the groups hold."""
-        for group in getattr(self, "param_groups", ()):
-            note_identities(group, self._identities)
 
     @classmethod
     def split_groups(cls, params: OptimizerParams) -> OptimizerParams:
@@ -287,7 +281,8 @@ class Optimizer(CheckpointMixin):
     def _clear_plans(self) -> None:
         """Make every plan anew before it is used again, under the identities that the groups say."""
         self._plans.clear()
-        self._record_identities()
+        for group in self.param_groups:
+            note_identities(group, self._identities)
 
     @overload
     def step(self, closure: None = None) -> None: ...
