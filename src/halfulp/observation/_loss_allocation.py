@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from .._messages import name_type
 from ..emulation import Emulation
 from ..optim import Optimizer
-from ..optim._float32 import read_weights
+from ..optim._float32 import read_float32_weights
 from ..optim.step._kernel import change_by_rule
 from ..recipes import revert
 from ..recipes._convert import is_converted
@@ -249,7 +249,7 @@ def _compute_change_by_halfulp(optimizer: Optimizer, group: dict[str, Any], para
         return None
     gradient = parameter.grad
     assert gradient is not None
-    weight = read_weights([plan])[0] if plan.spec.auxiliary_names else parameter.detach()
+    weight = read_float32_weights([plan])[0] if plan.spec.auxiliary_names else parameter.detach()
     states = [codec.decode(tensors) for codec, tensors in zip(plan.spec.codecs, plan.states)]
     values = rule.values(group, plan.state["step"] + 1)
     return change_by_rule(rule, weight, gradient, [s.view(weight.shape) for s in states], values)[0]

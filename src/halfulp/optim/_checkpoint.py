@@ -17,7 +17,7 @@ from ..kernels import keeping_subnormals
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
-from ._float32 import read_weights
+from ._float32 import read_float32_weights
 from ._group_options import check_group_options, read_halfulp_version
 from .parameters._local_tensors import get_local, is_dtensor, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
@@ -338,7 +338,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             place = places.get(id(tensor))
             if place is not None and (isinstance(tensor, MCTensor) or self.state.get(tensor)):
                 plan = self._find_valid_plan(*place)
-                decoded = read_weights([plan])[0]
+                decoded = read_float32_weights([plan])[0]
                 found[name] = place_like(decoded * tensor.scale if plan.spec.scaled else decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)

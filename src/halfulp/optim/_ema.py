@@ -13,10 +13,10 @@ from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
 from ._checkpoint import refuse_other_random_stream
-from ._float32 import MAX_DEVICE_ELEMENTS_AT_ONCE, MAX_ELEMENTS_AT_ONCE, read_weights, split_plans_by_elements
+from ._float32 import MAX_DEVICE_ELEMENTS_AT_ONCE, MAX_ELEMENTS_AT_ONCE, read_float32_weights, split_plans_by_elements
 from ._group_options import NarrowOptions, check_number
 from ._lost_updates import LostUpdateReport
-from ._optimizer import Optimizer, find_own_optimizer
+from ._optimizer import Optimizer, find_halfulp_optimizer
 from ._wrap import ExplicitGradientOptimizer
 from .parameters._local_tensors import get_local, get_memory, place_like
 from .parameters._narrow_groups import walk_model_parameters
@@ -115,7 +115,7 @@ class EMA:
         report_interval: int = 50,
     ) -> None:
         check_module(model, "EMA")
-        stepping = None if optimizer is None else find_own_optimizer(optimizer, "optimizer=", "leave it out")
+        stepping = None if optimizer is None else find_halfulp_optimizer(optimizer, "optimizer=", "leave it out")
         read_decay({"decay": decay}, 1)
         self.model: torch.nn.Module = model
         self.optimizer: Optimizer | None = stepping
@@ -187,7 +187,7 @@ class EMA:
             yield shown
         on_cpu = all(get_memory(plan.parameter).is_cpu for plan in held)
         for plans in split_plans_by_elements(held, MAX_ELEMENTS_AT_ONCE if on_cpu else MAX_DEVICE_ELEMENTS_AT_ONCE):
-            values = read_weights(plans)
+            values = read_float32_weights(plans)
             yield {names[plan.parameter]: place_like(value, plan.parameter) for plan, value in zip(plans, values)}
 
     @contextlib.contextmanager
@@ -300,4 +300,4 @@ def _copy_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _read_float32_weight(plan: ParameterPlan) -> torch.Tensor:
-    return place_like(read_weights([plan])[0], plan.parameter)
+    return place_like(read_float32_weights([plan])[0], plan.parameter)

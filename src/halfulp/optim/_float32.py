@@ -86,7 +86,7 @@ MAX_ELEMENTS_AT_ONCE = 1 << 21
 MAX_DEVICE_ELEMENTS_AT_ONCE = 1 << 28
 
 
-def read_weights(plans: Sequence[ParameterPlan]) -> list[torch.Tensor]:
+def read_float32_weights(plans: Sequence[ParameterPlan]) -> list[torch.Tensor]:
     """Return the float32 weights that parameters and their auxiliary tensors represent, contiguous and local."""
     payloads = [plan.payloads for plan in plans]
     out = [torch.empty(own[0].shape, dtype=torch.float32, device=own[0].device) for own in payloads]

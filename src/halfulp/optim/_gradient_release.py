@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..subclass.models._conversion import check_module
 from ..subclass.models._parameter_holders import list_data_parallel_modules
-from ._optimizer import Optimizer, find_own_optimizer
+from ._optimizer import Optimizer, find_halfulp_optimizer
 from .parameters._narrow_groups import walk_model_parameters
 
 
@@ -120,7 +120,7 @@ def release_gradients(model: torch.nn.Module, optimizer: Optimizer | Callable[..
     _refuse_wrappers_and_scalers(model, True)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model.named_parameters())
-    own = find_own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
+    own = find_halfulp_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
     if not own._can_step_one_parameter:
         raise NotImplementedError(
             f"{type(own).__name__} steps all parameters together: call step() after backward, or take an optimizer of "

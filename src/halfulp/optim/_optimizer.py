@@ -532,7 +532,7 @@ def find_inner_optimizer(given: Any) -> Any:
     return given
 
 
-def find_own_optimizer(given: Any, what: str, remedy: str) -> Optimizer:
+def find_halfulp_optimizer(given: Any, what: str, remedy: str) -> Optimizer:
     """Return an optimizer of hu.optim, out of the wrappers that a trainer has put round it."""
     inner = find_inner_optimizer(given)
     if not isinstance(inner, Optimizer):
@@ -553,4 +553,4 @@ def report(optimizer: Any) -> LostUpdateReport:
     >>> print(report(hu.optim.SGD([torch.nn.Parameter(torch.ones(2).bfloat16())], lr=0.1)))
     lost updates: none metered yet (one step in `report_interval` is)
     """
-    return find_own_optimizer(optimizer, "report", "hu.observe shows the updates of any optimizer").report()
+    return find_halfulp_optimizer(optimizer, "report", "hu.observe shows the updates of any optimizer").report()

@@ -7,8 +7,14 @@ from typing import Any, Unpack
 
 import torch
 
-from ._float32 import read_weights
-from ._group_options import NOT_NEGATIVE_OPTIONS, OptimizerOptions, OptimizerParams, check_number, split_init_arguments
+from ._float32 import read_float32_weights
+from ._group_options import (
+    NOT_NEGATIVE_OPTIONS,
+    OptimizerOptions,
+    OptimizerParams,
+    check_number,
+    collect_init_arguments,
+)
 from ._optimizer import Optimizer, register_optimizer
 from .parameters._outside_writes import set_weight
 from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate_distance
@@ -39,7 +45,7 @@ class Lion(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_init_arguments(locals()))
+        super().__init__(**collect_init_arguments(locals()))
 
 
 @register_optimizer
@@ -70,7 +76,7 @@ class Adan(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_init_arguments(locals()))
+        super().__init__(**collect_init_arguments(locals()))
 
 
 @register_optimizer
@@ -104,7 +110,7 @@ class AdEMAMix(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_init_arguments(locals()))
+        super().__init__(**collect_init_arguments(locals()))
 
 
 @register_optimizer
@@ -146,7 +152,7 @@ class LAMB(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_init_arguments(locals()))
+        super().__init__(**collect_init_arguments(locals()))
 
 
 class ScheduleFree(Optimizer):
@@ -169,7 +175,7 @@ class ScheduleFree(Optimizer):
             for position, parameter in enumerate(group["params"]):
                 if "z" in self.state.get(parameter, ()):
                     plan = self._find_valid_plan(group, position)
-                    weight = read_weights([plan])[0] * plan.scale
+                    weight = read_float32_weights([plan])[0] * plan.scale
                     z = plan.spec.codecs[0].decode(plan.states[0])
                     share = self._read_average_share(group)
                     set_weight(plan, (weight + (z - weight) * (1 - share if mode else 1 - 1 / share)) / plan.scale)
@@ -238,7 +244,7 @@ class SGDScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
+        super().__init__(**collect_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
 
 
 @register_optimizer
@@ -280,7 +286,7 @@ class AdamWScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
+        super().__init__(**collect_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
 
 
 @register_optimizer
@@ -334,7 +340,7 @@ class Prodigy(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_init_arguments(locals(), d=0.0, d_max=0.0, d_numerator=0.0, k=0))
+        super().__init__(**collect_init_arguments(locals(), d=0.0, d_max=0.0, d_numerator=0.0, k=0))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as Optimizer does; its estimate starts from its own d0 unless it comes with one."""

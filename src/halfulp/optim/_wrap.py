@@ -16,7 +16,7 @@ from .._messages import name_type, quote
 from ..formats import Format
 from ..scaled import ScaledTensor
 from ._checkpoint import check_state_dict, is_saved_by_halfulp, walk_saved_parameters
-from ._float32 import MAX_ELEMENTS_AT_ONCE, read_weights, split_plans_by_elements
+from ._float32 import MAX_ELEMENTS_AT_ONCE, read_float32_weights, split_plans_by_elements
 from ._group_options import NarrowOptions, OptimizerParams, check_hyperparameters, read_default_arguments, read_options
 from ._optimizer import Optimizer
 from ._storage import F32, Store
@@ -234,7 +234,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         """Let the wrapped optimizer step the shadows of some plans, and write their changes."""
         whole = [plan for plan in plans if plan.spec.store is F32]  # which are their own shadows
         apart = [plan for plan in plans if plan.spec.store is not F32]
-        values = dict(zip(map(id, apart), read_weights(apart)))
+        values = dict(zip(map(id, apart), read_float32_weights(apart)))
         try:
             for plan in plans:
                 parameter, value = plan.parameter, values.get(id(plan))

@@ -122,7 +122,7 @@ TOLERANCE_IN_EPS = 32
 MIN_TOLERANCE = 1e-4
 MAX_TOLERANCE = 0.5
 # How much farther than its twin, a float32 run from a start that differs by 1e-7, a run may be for that reason alone.
-TWIN_FACTOR = 4
+TWIN_DIFFERENCE_FACTOR = 4
 # A gradient that is 0 but for rounding is measured beside the others: by this share of their root mean square.
 GRADIENT_NORM_FLOOR = 0.1
 # Losses that are small differences are measured beside their terms: by a share that makes an allowance of 32 eps
@@ -334,7 +334,7 @@ def _list_differences_from_float32(
         DifferenceFromFloat32(
             name,
             _compute_relative_difference(wanted, mine, floor),
-            tolerance + TWIN_FACTOR * _compute_relative_difference(wanted, other, floor),
+            tolerance + TWIN_DIFFERENCE_FACTOR * _compute_relative_difference(wanted, other, floor),
         )
         for name, wanted, other, mine, floor in rows
     ]

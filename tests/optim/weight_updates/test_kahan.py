@@ -5,7 +5,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim._float32 import read_weights
+from halfulp.optim._float32 import read_float32_weights
 from halfulp.optim.parameters._outside_writes import record_version
 
 from ...laws.optim.cases import UPDATES, Adder, fit, stored_updates
@@ -180,7 +180,7 @@ def test_any_companion_beside_any_parameter_the_compiled_reader_agrees(seed, upd
     record_version(plan)  # else the write above is a visible one, after which no companion counts
     _check(held, update, store)
     with hu.kernels.engine("llvm"):
-        compiled = read_weights([plan])[0]
+        compiled = read_float32_weights([plan])[0]
     assert hu.kernels.same_bits(compiled, held.weight)
 
 

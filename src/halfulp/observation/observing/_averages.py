@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..._messages import name_type
 from ...optim import EMA
 from ...optim._ema import read_decay
-from ...optim._float32 import read_weights
+from ...optim._float32 import read_float32_weights
 from .._record import AverageRecord
 from ._recorder import Recorder
 from ._sampler import read_numbers, take_sample
@@ -86,7 +86,7 @@ class WeightAverageWatcher:
         if isinstance(self.average, EMA):
             plan = self.average._average_optimizer._plans.get(tensor)
             if plan is not None and has_float32_weight(plan):
-                return take_sample(read_weights([plan])[0], key)
+                return take_sample(read_float32_weights([plan])[0], key)
         found = read_numbers(tensor)
         return None if found is None else take_sample(found.flat, key).mul_(found.scale)
 

@@ -16,7 +16,7 @@ import torch
 from ..._messages import name_type
 from ...kernels import keeping_subnormals
 from ...optim import Optimizer
-from ...optim._float32 import read_weights
+from ...optim._float32 import read_float32_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
 from ...optim.states._codec import PlainCodec
 from ...optim.step._kernel import change_by_rule
@@ -372,7 +372,7 @@ class UpdateWatcher:
         plans = self._get_plans(batch)
         if not has_float32_weight(plans[0]):
             return stored_weights
-        weights = [StoredNumbers(weight, weight.dtype) for weight in read_weights(plans)]
+        weights = [StoredNumbers(weight, weight.dtype) for weight in read_float32_weights(plans)]
         return torch.cat(sample_tensors(self.recorder, batch.records, weights))
 
     def _get_plans(self, batch: ParameterBatch) -> list[ParameterPlan]:

@@ -29,7 +29,7 @@ from ...kernels import (
 )
 from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_all
-from .._float32 import read_weights
+from .._float32 import read_float32_weights
 from ..parameters._local_tensors import cut_shard, get_local, get_scale, is_dtensor, place_like
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, count_pointers
@@ -334,7 +334,7 @@ class WholeTensors:
     @property
     def weight(self) -> torch.Tensor:
         """The weight, with its auxiliary tensors."""
-        found = read_weights([self._plan])[0]
+        found = read_float32_weights([self._plan])[0]
         return self._gather_shards(found * self._plan.scale if self._batch.spec.scaled else found)
 
     @property
