@@ -117,8 +117,8 @@ class Optimizer(CheckpointMixin):
     _can_step_one_parameter: ClassVar[bool] = True
     # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
-    # The sums of a step's reductions, of each parameter of each batch.
-    _reduction_sums: list[list[tuple[float, ...]]]
+    # The sums of a step's reductions, of its first parameter; the same for all where a reduction is over all.
+    _reduction_sums: tuple[float, ...] = ()
 
     def __init__(
         self,
@@ -362,8 +362,9 @@ class Optimizer(CheckpointMixin):
         for batch in batches:
             prepare_batch(batch)
         if any(batch.spec.rule.late_values is not None for batch in batches):
-            self._reduction_sums = reduce_batches(batches)
-            finish_constants(batches, self._reduction_sums)
+            sums = reduce_batches(batches)
+            self._reduction_sums = next((own for batch in sums for own in batch), ())
+            finish_constants(batches, sums)
         for batch in batches:
             run_step(batch)
             batch.record_step()

@@ -355,11 +355,11 @@ class Prodigy(Optimizer):
             raise ValueError(
                 f"Prodigy takes one lr for all param groups, or 0, got {sorted(rates)}: it is a factor of d"
             )
-        self._reduction_sums = []
+        self._reduction_sums = ()
         super()._take_step()
-        # One estimate for all, from a group that trains; the sums are over all parameters, those of each the same.
+        # One estimate for all, from a group that trains.
         leading = next((group for group in self.param_groups if group["lr"] > 0), None)
-        sums = next((sums for batch in self._reduction_sums for sums in batch), ())
+        sums = self._reduction_sums
         found: dict[str, float] = estimate_distance(leading, sums) if leading is not None and sums else {}
         for group in self.param_groups:
             group.update(found)
