@@ -15,7 +15,7 @@ from ._group_options import (
     OptimizerOptions,
     OptimizerParams,
     check_number,
-    collect_init_arguments,
+    make_init_arguments,
     read_options,
 )
 from ._optimizer import Optimizer, register_optimizer
@@ -74,7 +74,7 @@ class SGD(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         super()._check_hyperparameters(group)
@@ -109,7 +109,7 @@ class Adam(Optimizer):
         decoupled_weight_decay: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Adam, with AMSGrad or without, decay coupled or decoupled."""
@@ -145,7 +145,7 @@ class AdamW(Adam):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        Optimizer.__init__(self, **collect_init_arguments(locals(), decoupled_weight_decay=True))
+        Optimizer.__init__(self, **make_init_arguments(locals(), decoupled_weight_decay=True))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return AdamW, with AMSGrad or without, whatever a loaded group says of the decay."""
@@ -178,7 +178,7 @@ class Adagrad(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
 
 @register_optimizer
@@ -208,7 +208,7 @@ class RMSprop(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return RMSprop, centered or not, with momentum or without."""
@@ -245,7 +245,7 @@ class NAdam(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return NAdam, decay coupled or decoupled."""
@@ -275,7 +275,7 @@ class RAdam(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return RAdam, decay coupled or decoupled."""
@@ -318,7 +318,7 @@ class Adafactor(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         super()._check_hyperparameters(group)
@@ -386,7 +386,7 @@ class Muon(Optimizer):
         adamw_weight_decay: float | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
     @classmethod
     def split_groups(cls, params: OptimizerParams, use_muon: MuonChoice = None) -> list[dict[str, Any]]:

@@ -249,7 +249,7 @@ def check_torch_switches(name: str, given: Mapping[str, Any]) -> None:
         )
 
 
-def collect_init_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]:
+def make_init_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]:
     """Return the arguments of Optimizer's `__init__` from `locals()` in a subclass's and what its groups count."""
     left_out = ("self", "params", "options", "__class__")
     defaults = {name: value for name, value in given.items() if name not in left_out}

@@ -8,13 +8,7 @@ from typing import Any, Unpack
 import torch
 
 from ._float32 import read_float32_weights
-from ._group_options import (
-    NOT_NEGATIVE_OPTIONS,
-    OptimizerOptions,
-    OptimizerParams,
-    check_number,
-    collect_init_arguments,
-)
+from ._group_options import NOT_NEGATIVE_OPTIONS, OptimizerOptions, OptimizerParams, check_number, make_init_arguments
 from ._optimizer import Optimizer, register_optimizer
 from .parameters._outside_writes import set_weight
 from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate_distance
@@ -45,7 +39,7 @@ class Lion(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
 
 @register_optimizer
@@ -76,7 +70,7 @@ class Adan(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
 
 @register_optimizer
@@ -110,7 +104,7 @@ class AdEMAMix(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
 
 @register_optimizer
@@ -152,7 +146,7 @@ class LAMB(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals()))
+        super().__init__(**make_init_arguments(locals()))
 
 
 class ScheduleFree(Optimizer):
@@ -244,7 +238,7 @@ class SGDScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
+        super().__init__(**make_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
 
 
 @register_optimizer
@@ -286,7 +280,7 @@ class AdamWScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
+        super().__init__(**make_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
 
 
 @register_optimizer
@@ -340,7 +334,7 @@ class Prodigy(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**collect_init_arguments(locals(), d=0.0, d_max=0.0, d_numerator=0.0, k=0))
+        super().__init__(**make_init_arguments(locals(), d=0.0, d_max=0.0, d_numerator=0.0, k=0))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as Optimizer does; its estimate starts from its own d0 unless it comes with one."""
