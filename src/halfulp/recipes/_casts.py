@@ -17,35 +17,11 @@ from ..subclass.models._float32_products import get_original_class
 
 
 class CopiedArguments(dict):
-    """Keyword arguments of a call that also know which arguments of the call are copies of the caller's.
-
-    They travel with the call, from the hook before it to the one after it: nothing outlives the call, and calls inside
-    it, or in other threads, have their own.
-    """
+    """Keyword arguments of a call, which carry copies of the caller's arguments to the hook after the call."""
 
     def __init__(self, kwargs: dict, given: Any, made: Any) -> None:
         super().__init__(kwargs)
-        self._copies = [(copy, _read_state(copy)) for copy in _list_copies(given, made)]
-
-    def refuse_writes(self, module: nn.Module) -> None:
-        """Raise where the module wrote into a copy, which its caller does not see."""
-        for copy, before in self._copies:
-            now = _read_state(copy)
-            if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
-                what = f"a tensor of {copy.dtype}" if isinstance(copy, Tensor) else name_type(copy)
-                raise RuntimeError(
-                    f"{name_type(module)} wrote into an argument, {what}, that it was given as a copy in the dtype of "
-                    "its weights, so that its caller would not see it: make what it writes into in that dtype, or "
-                    "return the result"
-                )
-
-
-def cast_with_version_counter(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x.to(dtype)``, with a version counter under torch.inference_mode too, where new tensors have none."""
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            return x.to(dtype)
-    return x.to(dtype)
+        self.copies = [(copy, _read_state(copy)) for copy in _list_copies(given, made)]
 
 
 def _list_copies(given: Any, made: Any) -> Iterator[Any]:
@@ -86,13 +62,11 @@ class CastHook:
 
 
 class CastInputsHook(CastHook):
-    """A forward pre-hook that casts inputs, to a fixed dtype or first to that of the module's own parameters.
-
-    With ``writes``, `RefuseWritesHook` finds what was copied.
-    """
+    """A forward pre-hook that casts inputs, to a fixed dtype or first to that of the module's own parameters."""
 
     def __init__(self, dtype: torch.dtype, writes: bool, is_fixed: bool) -> None:
         super().__init__(dtype)
+        # Whether the module may write into its arguments, which `RefuseWritesHook` finds.
         self.writes, self.is_fixed = writes, is_fixed
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -143,20 +117,32 @@ class RefuseWritesHook(CastHook):
     """A forward hook that refuses what a module wrote into cast copies of its caller's arguments."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Check the copies of this call."""
-        if not torch.compiler.is_compiling() and isinstance(kwargs, CopiedArguments):
-            kwargs.refuse_writes(module)
+        """Raise where the module wrote into a copy, which its caller does not see."""
+        if torch.compiler.is_compiling() or not isinstance(kwargs, CopiedArguments):
+            return
+        for copy, before in kwargs.copies:
+            now = _read_state(copy)
+            if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
+                what = f"a tensor of {copy.dtype}" if isinstance(copy, Tensor) else name_type(copy)
+                raise RuntimeError(
+                    f"{name_type(module)} wrote into an argument, {what}, that it was given as a copy in the dtype of "
+                    "its weights, so that its caller would not see it: make what it writes into in that dtype, or "
+                    "return the result"
+                )
 
 
 def cast_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a plain floating tensor in another dtype, finite where it is finite; any other tensor as it is.
 
-    A number beyond the dtype's largest becomes that one, as a mask of `torch.finfo(torch.float32).min` does, whose
-    infinity in place of it would make rows that are masked everywhere NaN.
+    A mask of `torch.finfo(torch.float32).min` becomes the dtype's own: minus infinity would make masked rows NaN.
     """
     if x.dtype not in _PLAIN_DTYPES or x.dtype == dtype:
         return x
-    y = cast_with_version_counter(x, dtype)
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():  # where tensors have the version counter of writes
+            y = x.to(dtype)
+    else:
+        y = x.to(dtype)
     largest = torch.finfo(dtype).max
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
@@ -178,10 +164,7 @@ def _get_stored_elements(x: Tensor) -> Tensor:
 
 
 def install_casts(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> None:
-    """Install the hooks: modules get inputs in their dtype, islands hand on a dtype, and the model returns float32.
-
-    Parameters are narrow but for those inside islands, modules that compute in float32, no one inside another.
-    """
+    """Install the hooks: modules get inputs in their dtype, islands hand on a dtype, and the model returns float32."""
     for name, module in model.named_modules():
         if is_inside_modules(name, islands) and any(x is not None for x in module._parameters.values()):
             module.register_forward_pre_hook(CheckFloat32Hook(name))
@@ -200,7 +183,7 @@ def install_casts(model: nn.Module, islands: Container[str], dtype: torch.dtype)
             install_input_hooks(module, torch.float32, is_fixed=True)
             for layer in filter(has_weights, module.modules()):
                 layer.register_forward_hook(CastOutputsHook(torch.float32))
-        elif isinstance(module, _MIXED_DTYPE_MODULES) or (has_weights(module) and _multiplies_by_weights(module)):
+        elif isinstance(module, _MIXED_DTYPE_MODULES) or _multiplies_by_weights(module):
             install_input_hooks(module, dtype)
     model.register_forward_hook(CastOutputsHook(torch.float32))
 
@@ -227,10 +210,10 @@ def has_weights(module: nn.Module) -> bool:
 def _multiplies_by_weights(module: nn.Module) -> bool:
     """Return whether a module multiplies its inputs by its own weights, for which torch wants one dtype.
 
-    A layer, with no weights below it, does. So does a composite that owns a weight by that name (MultiheadAttention's
-    ``in_proj_weight``). One that owns a class token or a table of positions adds it, which type promotion settles, and
-    passes times and masks on; were it to multiply, torch would raise.
+    A layer does, with no weights below it, and a composite that owns a weight by that name (``in_proj_weight``). One
+    that owns a class token or a table of positions adds it, which type promotion settles.
     """
     below = (child for name, child in module.named_children() if name != "parametrizations")
     own = [*(name for name, x in module._parameters.items() if x is not None), *getattr(module, "parametrizations", ())]
-    return any("weight" in name for name in own) or not any(True for child in below for _ in child.parameters())
+    is_layer = has_weights(module) and not any(True for child in below for _ in child.parameters())
+    return is_layer or any("weight" in name for name in own)

@@ -166,36 +166,31 @@ def contract(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {name_type(model)}: give a torch.nn.Module")
-    optimizers = _list_optimizers(optimizer)
+    given: Any = [] if optimizer is None else optimizer
+    optimizers = [find_inner_optimizer(one) for one in (given if isinstance(given, list | tuple) else [given])]
+    for one in optimizers:
+        if not isinstance(getattr(one, "param_groups", None), list):
+            raise TypeError(f"the optimizer is {name_type(one)}: give a torch optimizer, a list of them, or None")
     stepped = {
-        id(parameter): _describe_step(one, group, position)
+        id(parameter): _read_update_and_states(one, group, position)
         for one in optimizers
         for group, position, parameter in walk_model_parameters(one)
     }
     held: list[tuple[str, Tensor]] = list(model.named_parameters())
-    held += [
-        (name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point() or buffer.is_complex()
-    ]
+    held += [(name, x) for name, x in model.named_buffers() if x.is_floating_point() or x.is_complex()]
     if stepped and not any(id(tensor) in stepped for _, tensor in held):
         raise ValueError(
             f"the optimizer holds none of the parameters of this {type(model).__name__}: give the one that trains it"
         )
     names = strip_wrapper_names(name for name, _ in held)
-    return Contract(
-        {
-            name: _describe_tensor(tensor, *stepped.get(id(tensor), (None, {})))
-            for name, (_, tensor) in zip(names, held, strict=True)
-        }
-    )
+    tensors = {name: tensor for name, (_, tensor) in zip(names, held, strict=True)}
+    return Contract({name: _read_terms(x, *stepped.get(id(x), (None, {}))) for name, x in tensors.items()})
 
 
 def list_contract_differences(
     before: Contract, after: Contract, *, with_optimizer: bool = True
 ) -> list[ContractDifference]:
-    """Return every field that differs, in the order of the names.
-
-    States are compared where both sides have some: before the first step an optimizer has none.
-    """
+    """Return every field that differs, in the order of the names; states only where both sides have some."""
     found = []
     for name in {**before.tensors, **after.tensors}:
         ours, theirs = before.tensors.get(name), after.tensors.get(name)
@@ -211,32 +206,19 @@ def list_contract_differences(
     return found
 
 
-def _list_optimizers(given: object) -> list[torch.optim.Optimizer]:
-    several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    found = [find_inner_optimizer(one) for one in several]
-    for one in found:
-        if not isinstance(getattr(one, "param_groups", None), list):
-            raise TypeError(f"the optimizer is {name_type(one)}: give a torch optimizer, a list of them, or None")
-    return found
-
-
-def _describe_step(
+def _read_update_and_states(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], position: int
 ) -> tuple[str, dict[str, str]]:
     """Return the weight update of a parameter and the dtypes of its states."""
-    update = "nearest"
+    update, parameter = "nearest", group["params"][position]
     if isinstance(optimizer, Optimizer):
         # A plan would make the states that it lacks; its specification does not.
-        spec = optimizer._choose_step_spec(group, group["params"][position], None, read_parameter_name(group, position))
-        update = spec.update.name
-    state = optimizer.state.get(group["params"][position], {})
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    return update, {
-        key: _name_dtype(value.dtype) for key, value in tensors.items() if key != "step" and "checksum" not in key
-    }
+        update = optimizer._choose_step_spec(group, parameter, None, read_parameter_name(group, position)).update.name
+    states = {key: value for key, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
+    return update, {key: _name_dtype(x.dtype) for key, x in states.items() if key != "step" and "checksum" not in key}
 
 
-def _describe_tensor(tensor: Tensor, weight_update: str | None, states: dict[str, str]) -> TensorTerms:
+def _read_terms(tensor: Tensor, weight_update: str | None, states: dict[str, str]) -> TensorTerms:
     inner = getattr(tensor, "_local_tensor", tensor)
     storage, scale = _name_dtype(inner.dtype), "none"
     if isinstance(inner, MCTensor):
@@ -248,16 +230,13 @@ def _describe_tensor(tensor: Tensor, weight_update: str | None, states: dict[str
 
 
 def _write_terms(terms: TensorTerms) -> str:
-    said = [terms.dtype]
-    if terms.storage != terms.dtype:
-        said.append(f"stored as {terms.storage}")
-    if terms.scale != "none":
-        said.append(f"scale {terms.scale}")
-    if terms.weight_update is not None:
-        said.append(f"weight_update {terms.weight_update}")
-    if terms.states:
-        said.append(f"states {_write_value(terms.states)}")
-    return ", ".join(said)
+    said = {
+        f"stored as {terms.storage}": terms.storage != terms.dtype,
+        f"scale {terms.scale}": terms.scale != "none",
+        f"weight_update {terms.weight_update}": terms.weight_update is not None,
+        f"states {_write_value(terms.states)}": terms.states,
+    }
+    return ", ".join([terms.dtype, *(words for words, is_said in said.items() if is_said)])
 
 
 def _write_value(given: object) -> str:

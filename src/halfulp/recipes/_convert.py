@@ -14,11 +14,7 @@ from ..optim.parameters._narrowing import keep_float32, narrow_parameter, widen_
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
 from ..subclass.models._conversion import remove_hooks
-from ..subclass.models._parameter_holders import (
-    check_holders,
-    list_holding_optimizers,
-    replace_parameter_data,
-)
+from ..subclass.models._parameter_holders import check_holders, list_holding_optimizers, replace_parameter_data
 from . import _casts, _operands
 from . import _recipe as _catalog
 from ._multipoint import MultipointLayer
@@ -116,7 +112,13 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     elif recipe.payload:
         scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul, wide="none")
     elif recipe.param_dtype == "float64":
-        buffers = _widen_to_float64(model)
+        for parameter in model.parameters():
+            replace_parameter_data(parameter, parameter.detach().double())
+        buffers = tuple(name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32)
+        _cast_buffers(model, buffers, torch.float64)
+        for module in model.modules():
+            if _casts.has_weights(module):
+                _casts.install_input_hooks(module, torch.float64)
     elif recipe.narrow:
         buffers = _narrow_parameters(model, kept, _get_param_dtype(recipe))
     _operands.install_rounding(model, recipe)
@@ -174,9 +176,8 @@ def read_recipe_of_model(model: nn.Module) -> Recipe:
     """Return the recipe of a converted model, or of the one inside a wrapper."""
     found = {record.recipe for record in _list_records(model)}
     if len(found) != 1:
-        said = (
-            f"converted by several recipes ({', '.join(sorted(x.name for x in found))})" if found else "not converted"
-        )
+        several = f"converted by several recipes ({', '.join(sorted(x.name for x in found))})"
+        said = several if found else "not converted"
         raise ValueError(f"the model is {said}: call halfulp.convert(model, recipe) once, then make its optimizer")
     return found.pop()
 
@@ -193,7 +194,6 @@ def _list_records(model: nn.Module) -> list[_ConversionRecord]:
 
 
 def _get_param_dtype(recipe: Recipe) -> torch.dtype:
-    """Return the dtype that a recipe names for parameters."""
     dtype: torch.dtype = getattr(torch, str(recipe.param_dtype))
     return dtype
 
@@ -212,26 +212,15 @@ def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtyp
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._NormBase) and not _casts.is_inside_modules(name, kept)
     }
-    changed = [
+    changed = tuple(
         name
         for name, buffer in model.named_buffers(remove_duplicate=False)
         if name.rpartition(".")[0] in norms and buffer.dtype == torch.float32
-    ]
+    )
     _cast_buffers(model, changed, dtype)
     _casts.install_casts(model, kept, dtype)
     float32_products(model)
-    return tuple(changed)
-
-
-def _widen_to_float64(model: nn.Module) -> tuple[str, ...]:
-    for parameter in model.parameters():
-        replace_parameter_data(parameter, parameter.detach().double())
-    changed = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
-    _cast_buffers(model, changed, torch.float64)
-    for module in model.modules():
-        if _casts.has_weights(module):
-            _casts.install_input_hooks(module, torch.float64)
-    return tuple(changed)
+    return changed
 
 
 def _cast_buffers(model: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
@@ -261,16 +250,13 @@ def _refuse_held_parameters(model: nn.Module, function: str) -> None:
 
 def _refuse_wrapped_model(model: object) -> None:
     """Raise for a wrapper that has read the parameters already."""
-    if not isinstance(model, nn.Module):
-        return
-    calls = {
-        "DistributedDataParallel": "DistributedDataParallel(model)",
-        "FullyShardedDataParallel": "FullyShardedDataParallel(model)",
-        "FSDPModule": "fully_shard(model)",
-        "OptimizedModule": "torch.compile(model)",
-        "ScriptModule": "torch.jit.script(model)",
+    wraps = {
+        "DistributedDataParallel": "DistributedDataParallel",
+        "FullyShardedDataParallel": "FullyShardedDataParallel",
+        "FSDPModule": "fully_shard",
+        "OptimizedModule": "torch.compile",
+        "ScriptModule": "torch.jit.script",
     }
-    for kind in (kind.__name__ for kind in type(model).__mro__ if kind.__name__ in calls):
-        raise ValueError(
-            f"the model is a {kind}, which holds its parameters as they were: convert before {calls[kind]}"
-        )
+    for kind in (kind.__name__ for kind in type(model).__mro__ if kind.__name__ in wraps):
+        call = f"{wraps[kind]}(model)"
+        raise ValueError(f"the model is a {kind}, which holds its parameters as they were: convert before {call}")

@@ -109,8 +109,7 @@ class MultipointLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The layer's forward pass."""
         if self._convolves:
-            convolve: Any = self.layer._conv_forward
-            convolved: Tensor = convolve(x, self.weight, self.bias)
+            convolved: Tensor = cast(Any, self.layer)._conv_forward(x, self.weight, self.bias)
             return convolved
         return F.linear(x, self.weight, self.bias)
 
@@ -197,7 +196,8 @@ def multipoint(
         held = count * sizes[name] + (count - channels) * _CHANNEL_BYTES
         errors = ladder.compute_error(points[name]), ladder.compute_error(torch.ones_like(points[name]))
         made[name] = LayerPoints(name, points[name], held, *errors)
-        quantized[chosen[name]] = MultipointLayer(chosen[name], bits, *ladder.take_points(points[name]))
+        k, c = (torch.arange(_MOST_POINTS, dtype=torch.int64, device="cpu")[:, None] < points[name]).nonzero().unbind(1)
+        quantized[chosen[name]] = MultipointLayer(chosen[name], bits, ladder.codes[k, c], ladder.scales[k, c], c)
     for owner in [*model.modules()]:  # a layer may stand in several places
         for key, layer in owner._modules.items():
             if layer in quantized:
@@ -223,18 +223,9 @@ class _ChannelPoints:
         self.codes, self.scales, self.errors = torch.stack(codes), torch.stack(scales), torch.stack(errors)
         self.errors /= float(self.errors[0].mean()) or 1.0
 
-    def compute_gain(self, channel: int, points: int) -> float:
-        """Return the error that one more point removes."""
-        return float(self.errors[points, channel] - self.errors[points + 1, channel])
-
     def compute_error(self, points: Tensor) -> float:
         """Return the error of the layer with so many points by channel."""
         return float(self.errors.gather(0, points[None]).mean())
-
-    def take_points(self, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the codes, scales and channels of so many points by channel."""
-        k, c = (torch.arange(_MOST_POINTS, dtype=torch.int64, device="cpu")[:, None] < points).nonzero().unbind(1)
-        return self.codes[k, c], self.scales[k, c], c
 
 
 def _find_best_point(residual: Tensor, most: int, moment: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -265,9 +256,9 @@ def _spend_budget(ladders: Mapping[str, _ChannelPoints], sizes: Mapping[str, int
     """Return the points of each channel: one, and then that which removes most error per byte while bytes are left."""
     points = {name: torch.ones_like(ladder.scales[0], dtype=torch.int64) for name, ladder in ladders.items()}
     costs = {name: size + _CHANNEL_BYTES for name, size in sizes.items()}
-    heap = [
-        (-ladder.compute_gain(c, 1) / costs[n], n, c) for n, ladder in ladders.items() for c in range(len(points[n]))
-    ]
+    # What one more point adds to the error, per byte: by layer and channel.
+    gains = {name: (ladder.errors.diff(dim=0) / costs[name]).tolist() for name, ladder in ladders.items()}
+    heap = [(gain, name, channel) for name, by_points in gains.items() for channel, gain in enumerate(by_points[1])]
     heapq.heapify(heap)
     while heap:
         gain, name, channel = heapq.heappop(heap)
@@ -277,7 +268,7 @@ def _spend_budget(ladders: Mapping[str, _ChannelPoints], sizes: Mapping[str, int
         points[name][channel] += 1
         n = int(points[name][channel])
         if n < _MOST_POINTS:
-            heapq.heappush(heap, (-ladders[name].compute_gain(channel, n) / costs[name], name, channel))
+            heapq.heappush(heap, (gains[name][n][channel], name, channel))
     return points
 
 

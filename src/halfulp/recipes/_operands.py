@@ -67,9 +67,8 @@ def _raise_for_layer_copy(layer: nn.Module, format: str) -> NoReturn:
 class BlockProducts:
     """The forward of a layer, in place of its class's: operands of its three products are rounded in blocks.
 
-    Blocks lie along the dimension that a product sums over, as tensor cores want them: input channels forward, output
-    channels for the gradient of the input, examples (and positions of linear layers) for that of the weight. So each
-    of the layer's operands is rounded twice, from its own numbers. Products and their sums are float32.
+    Blocks lie along the dimension that a product sums over: input channels forward, output channels for the gradient of
+    the input, examples (and positions of linear layers) for that of the weight. Sums are float32.
     """
 
     def __init__(self, layer: Any, format: str) -> None:
@@ -152,14 +151,14 @@ class _BlockProduct(torch.autograd.Function):
     def jvp(ctx: Any, input_tangent: Any, weight_tangent: Any, bias_tangent: Any, *_: None) -> Tensor:
         input, weight = ctx.saved_tensors
         layer: BlockProducts = ctx.layer
-        parts: list[Tensor] = []
+        tangents: list[Tensor] = []
         if input_tangent is not None:
-            parts.append(layer.multiply(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
+            tangents.append(layer.multiply(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
         if weight_tangent is not None:
-            parts.append(layer.multiply(layer.round_channel_blocks(input), weight_tangent, ctx.size))
+            tangents.append(layer.multiply(layer.round_channel_blocks(input), weight_tangent, ctx.size))
         if bias_tangent is not None:
-            parts.append(bias_tangent.view(-1, *(1,) * layer.spatial_dimensions))
-        return sum(parts[1:], parts[0])
+            tangents.append(bias_tangent.view(-1, *(1,) * layer.spatial_dimensions))
+        return sum(tangents[1:], tangents[0])
 
 
 def install_rounding(model: nn.Module, recipe: Recipe) -> None:

@@ -77,10 +77,7 @@ def find_float32_modules(model: nn.Module, recipe: Recipe) -> dict[str, str]:
 
 
 def _has_only_vectors(module: nn.Module) -> bool:
-    """Return whether a layer that is none of torch's has only vectors: frequencies of positions, scales of layers.
-
-    Its products are element by element, where frequencies times positions need all digits and which cost nothing.
-    """
+    """Return whether a layer that is none of torch's has vectors alone, whose products are element by element."""
     if get_original_class(module).__module__.startswith("torch.nn.") or any(True for _ in module.children()):
         return False
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -114,21 +111,22 @@ def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
     {'0.weight': 'stochastic', '1.weight': 'kahan', '1.bias': 'kahan'}
     """
     names = [name for name, _ in model.named_parameters()]
-    return {name: _choose_update(recipe, name, model.get_submodule(name.rpartition(".")[0])) for name in names}
-
-
-def _choose_update(recipe: Recipe, name: str, module: nn.Module) -> str | None:
-    """Return the weight update of one parameter, by its qualified name and the module that holds it."""
     if recipe.weight_update is None or isinstance(recipe.weight_update, str):
-        return recipe.weight_update
-    for glob, update in recipe.weight_update:
-        if fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(type(module).__name__, glob):
-            return update
-    globs = ", ".join(repr(glob) for glob, _ in recipe.weight_update)
-    raise ValueError(
-        f"recipe {recipe.name!r}: parameter {name!r} of {name_type(module)} matches none of {globs}; "
-        "end the list with the glob '*'"
-    )
+        return dict.fromkeys(names, recipe.weight_update)
+    found: dict[str, str | None] = {}
+    for name in names:
+        module = model.get_submodule(name.rpartition(".")[0])
+        for glob, update in recipe.weight_update:
+            if fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(type(module).__name__, glob):
+                found[name] = update
+                break
+        else:
+            globs = ", ".join(repr(glob) for glob, _ in recipe.weight_update)
+            raise ValueError(
+                f"recipe {recipe.name!r}: parameter {name!r} of {name_type(module)} matches none of {globs}; "
+                "end the list with the glob '*'"
+            )
+    return found
 
 
 def _matches_module(glob: str, name: str, module: nn.Module) -> bool:
@@ -140,10 +138,8 @@ def _matches_module(glob: str, name: str, module: nn.Module) -> bool:
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_MULTIPLYING_LAYERS = (
-    *(nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.modules.conv._ConvNd),
-    *(nn.RNNBase, nn.RNNCellBase),
-)
+_RECURRENT_LAYERS = (nn.RNNBase, nn.RNNCellBase)
+_MULTIPLYING_LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.modules.conv._ConvNd, *_RECURRENT_LAYERS)
 
 
 def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
@@ -169,13 +165,11 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
 
 
 def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
-    """Return whether a recipe rounds a module's operands: of linear layers and convolutions that it does not exempt.
-
-    Block formats replace torch's own forward, so that a class or an object with another one is left as it is.
-    """
+    """Return whether a recipe rounds a module's operands: of linear layers and convolutions that it does not exempt."""
     layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and "weight" in module._parameters
     if not recipe.operand_format or not layer or any(_matches_module(glob, name, module) for glob in recipe.float32):
         return False
+    # Block formats replace torch's own forward, so that a class or an object with another one is left as it is.
     forward = vars(module).get("forward")
     is_plain = forward is None or hasattr(forward, "round_example_blocks")
     is_torchs = get_original_class(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
@@ -267,9 +261,8 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     islands = find_float32_modules(model, recipe)
     keeps, updates = list_kept_parameters(model, islands), assign(recipe, model)
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    plans = tuple(
-        _plan_module(name, module, recipe, islands, keeps, updates, first) for name, module in model.named_modules()
-    )
+    given = recipe, islands, keeps, updates, first
+    plans = tuple(_plan_module(name, module, *given) for name, module in model.named_modules())
     before = sum(4 * p.numel() for p in model.parameters())
     dtype: torch.dtype = getattr(torch, recipe.payload or recipe.param_dtype or "float32")
     size = dtype.itemsize * (recipe.components or 1)
@@ -303,12 +296,24 @@ def _plan_module(
     stepped = [key for key, p in own.items() if key not in tied and key not in stays and p.requires_grad]
     got = {updates[names[key]] for key in stepped} - {None}
     products, why_no_product = _describe_narrow_products(recipe, name, module)
-    storage = _describe_storage(recipe)
+    storage = recipe.param_dtype or "float32"
+    if recipe.components:
+        storage = f"{recipe.components} x {recipe.param_dtype}"
+    elif recipe.payload:
+        storage = f"{recipe.payload} payload x scale"
+    elif recipe.format:
+        storage = f"float32 with values of {recipe.format}"
     held_as = storage if not stays else "float32" if len(stays) == len(own) else f"{storage}, {quote(stays)} float32"
     formats = {"operands": recipe.operand_format, "gradients": recipe.gradient_format}
     asked = [f"{recipe.matmul} products"] if recipe.matmul else []
     asked += [f"{what} in {format}" for what, format in formats.items() if format]
-    reasons = [why_kept, *_explain_missing_updates(own, stays, tied, bool(wanted)), why_no_product]
+    reasons = [why_kept, *(f"{key!r} is {other!r}" for key, other in tied.items())]
+    frozen = [key for key, p in own.items() if not p.requires_grad]
+    if frozen:
+        reasons.append("frozen" if len(frozen) == len(own) else f"{quote(frozen)} frozen")
+    if wanted and any(own[key].requires_grad and key not in tied for key in stays):
+        reasons.append("float32 needs no weight update")
+    reasons.append(why_no_product)
     return ModulePlan(
         name,
         type(module).__name__,
@@ -336,27 +341,6 @@ def _describe_narrow_products(recipe: Recipe, name: str, module: nn.Module) -> t
         why = "" if is_rounded else _explain_no_product(module)
         return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
     return operands, lacks
-
-
-def _explain_missing_updates(
-    own: dict[str, nn.Parameter], stays: list[str], tied: dict[str, str], asked: bool
-) -> list[str]:
-    """Return why some parameters have no weight update of the recipe's."""
-    said = [f"{key!r} is {first!r}" for key, first in tied.items()]
-    frozen = [key for key, p in own.items() if not p.requires_grad]
-    if frozen:
-        said.append("frozen" if len(frozen) == len(own) else f"{quote(frozen)} frozen")
-    if asked and any(own[key].requires_grad and key not in tied for key in stays):
-        said.append("float32 needs no weight update")
-    return said
-
-
-def _describe_storage(recipe: Recipe) -> str:
-    if recipe.components:
-        return f"{recipe.components} x {recipe.param_dtype}"
-    if recipe.payload:
-        return f"{recipe.payload} payload x scale"
-    return f"float32 with values of {recipe.format}" if recipe.format else recipe.param_dtype or "float32"
 
 
 def _make_table_rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:

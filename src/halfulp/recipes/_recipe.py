@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .._names import describe_unknown_name, read_descriptions, register_entry
+from ..formats import block_names
+from ..formats import get as get_format
 
 # Pairs from glob to weight update.
 UpdateByGlob = tuple[tuple[str, str], ...]
@@ -51,6 +53,8 @@ GRADIENT_SCALES = {
     "dynamic": "all have one scale, halved after an overflow and doubled after 2000 steps without",
     "rising-floor": "all have one scale, halved after an overflow, above a least one that rises by schedule",
 }
+# The fields of a recipe that are described by names: their registries and the library's own descriptions.
+_DESCRIBED_FIELDS = {"weight_update": ("weight update", WEIGHT_UPDATES), "gradient_scale": ("policy", GRADIENT_SCALES)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,11 +139,18 @@ class Recipe:
         _check_among("matmul", MATMULS, self.matmul)
         _check_among("gradient rounding", GRADIENT_ROUNDINGS, self.gradient_rounding)
         for field in _FORMAT_FIELDS:
-            _check_format(getattr(self, field), blocks=field == "operand_format")
+            name = getattr(self, field)
+            if name not in (None, *block_names()):
+                get_format(name)
+            elif name is not None and field != "operand_format":
+                only = "whose scales products read: it goes with operand_format= alone"
+                raise ValueError(f"{name} is a block format, {only}")
         scale, policies = self.gradient_scale, _append_registered(GRADIENT_SCALES, "policy")
         if isinstance(scale, str):
             _check_among("gradient scale", policies, scale)
-        elif scale is not None and not _is_power_of_two(scale):
+        elif scale is not None and not (
+            isinstance(scale, float) and math.frexp(scale)[0] == 0.5 and 2.0**-30 <= scale <= 2.0**60
+        ):
             raise ValueError(
                 f"gradient_scale={scale!r}: allowed are a power of two from 2^-30 to 2^60, or a policy: "
                 f"{', '.join(policies)}"
@@ -206,7 +217,7 @@ class Recipe:
             yield f"{rounds}: {leave}"
         if self.gradient_format and wide:
             yield f"gradient_format={self.gradient_format!r}, which rounds gradients of float32 parameters: {leave}"
-        if self.gradient_format and _is_block_format(self.operand_format):
+        if self.gradient_format and self.operand_format in block_names():
             blocks = f"operand_format={self.operand_format!r}, whose blocks the backward products read too"
             yield f"{blocks}: leave out gradient_format"
 
@@ -224,9 +235,8 @@ class Recipe:
         """Return the weight updates that this recipe uses, in order, without repeats."""
         if self.weight_update is None:
             return ()
-        if isinstance(self.weight_update, str):
-            return (self.weight_update,)
-        return tuple(dict.fromkeys(name for _, name in self.weight_update))
+        pairs = (("*", self.weight_update),) if isinstance(self.weight_update, str) else self.weight_update
+        return tuple(dict.fromkeys(name for _, name in pairs))
 
     def replace(self, **changes: Any) -> Recipe:
         """Return a copy with some fields changed; an unknown field is a ValueError with near names."""
@@ -289,20 +299,14 @@ class Recipe:
 
 def _describe_field(field: str, value: Any) -> list[str]:
     """Return a field's value in words; pairs of globs and weight updates one by one."""
-    registered = {"weight_update": "weight update", "gradient_scale": "policy"}.get(field, "")
-    words = {
-        **read_descriptions(registered),
-        **{"weight_update": WEIGHT_UPDATES, "gradient_scale": GRADIENT_SCALES}.get(field, {}),
-    }
-    pairs = value if field == "weight_update" and isinstance(value, tuple) else ((None, value),)
-    said = [", ".join(filter(None, (_write_value(name), words.get(name)))) for _, name in pairs]
-    return [one if glob is None else f"{glob!r} {one}" for one, (glob, _) in zip(said, pairs)]
-
-
-def _write_value(value: object) -> str:
+    if field == "weight_update" and isinstance(value, tuple):
+        return [f"{glob!r} {said}" for glob, name in value for said in _describe_field(field, name)]
+    registry, words = _DESCRIBED_FIELDS.get(field, ("", {}))
     if isinstance(value, tuple):
-        return ", ".join(value) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        written = ", ".join(value) or "none"
+    else:
+        written = f"{value:g}" if isinstance(value, float) else str(value)
+    return [", ".join(filter(None, (written, {**read_descriptions(registry), **words}.get(value))))]
 
 
 def _append_registered(names: Iterable[str], kind: str) -> tuple[str, ...]:
@@ -316,35 +320,6 @@ def _check_among(kind: str, allowed: tuple[str, ...], *given: object) -> None:
             raise ValueError(describe_unknown_name(kind, one, allowed))
 
 
-def _is_power_of_two(scale: object) -> bool:
-    """Return whether a number is a power of two that a scaler takes.
-
-    >>> [_is_power_of_two(scale) for scale in (1024.0, 0.5, 3.0, 0.0, 2.0**61, True, None)]
-    [True, True, False, False, False, False, False]
-    """
-    if not isinstance(scale, float) or not math.isfinite(scale):
-        return False
-    fraction, exponent = math.frexp(scale)
-    return fraction == 0.5 and -30 <= exponent - 1 <= 60
-
-
-def _is_block_format(name: str | None) -> bool:
-    from .. import formats
-
-    return name in formats.block_names()
-
-
-def _check_format(name: str | None, blocks: bool) -> None:
-    from .. import formats
-
-    is_block = _is_block_format(name)
-    if name is None or (blocks and is_block):
-        return
-    if is_block:
-        raise ValueError(f"{name} is a block format, whose scales products read: it goes with operand_format= alone")
-    formats.get(name)
-
-
 def _check_fields(data: Mapping[str, Any]) -> None:
     allowed = [field.name for field in dataclasses.fields(Recipe)]
     for key in data:
@@ -356,13 +331,9 @@ def _make_gradient_recipe(
     format: str, name: str, words: str, scale: str | float | None, rounding: str = "nearest"
 ) -> Recipe:
     """Return the recipe in float32 but for the gradients that products read and make."""
-    return Recipe(
-        name=f"{format}-{name}",
-        description=f"float32 weights, gradients rounded to {format}, {words}",
-        gradient_format=format,
-        gradient_scale=scale,
-        gradient_rounding=rounding,
-    )
+    words = f"float32 weights, gradients rounded to {format}, {words}"
+    fields: dict[str, Any] = {"gradient_format": format, "gradient_scale": scale, "gradient_rounding": rounding}
+    return Recipe(name=f"{format}-{name}", description=words, **fields)
 
 
 _GRADIENT_SCALE_CHOICES = (

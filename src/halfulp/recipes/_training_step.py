@@ -34,13 +34,8 @@ def agrees_with_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor
 
     The error against float64 must be within 1e-6 of the norm, or within 32 times plain float32's own. That says nothing
     of elements far below the largest, so each one's error must be within 1e-6 of its value, or within 32 times the
-    largest that plain float32 makes among elements of up to 64 times its size. Without a result in float64, the norm
-    of the difference must be within 1e-6 of the norm, and elements may not become 0, nor cease to be.
-
-    Args:
-        wanted: of plain float32; None where there is none.
-        got: to be judged, of the same shape.
-        exact: of the same computation in float64; None where there is no such run.
+    largest that plain float32 makes among elements of up to 64 times its size. Without `exact`, the result in float64,
+    the norm of the difference must be within 1e-6 of the norm, and elements may not become 0, nor cease to be.
 
     >>> a = torch.tensor([1.0, 1e-7]).repeat(8)
     >>> [agrees_with_float32(a, b, a.double()) for b in (a * (1 + 1e-7), torch.where(a < 1e-6, 0.0, a))]
@@ -64,17 +59,12 @@ def agrees_with_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor
         return True
     if (got - exact).norm() > max(RELATIVE_TOLERANCE * exact.norm(), _ERROR_FACTOR * (wanted - exact).norm()):
         return False
-    allowed = torch.maximum(RELATIVE_TOLERANCE * exact.abs(), _ERROR_FACTOR * _find_error_of_size(wanted, exact))
-    return bool(((got - exact).abs() <= allowed).all())
-
-
-def _find_error_of_size(wanted: Tensor, exact: Tensor) -> Tensor:
-    """Return, for each element, the largest error of elements no more than 64 times as large."""
-    errors = (wanted - exact).abs()
     binades = torch.where(exact == 0, _EXPONENT_OF_ZERO, torch.frexp(exact).exponent.long()) - _EXPONENT_OF_ZERO
-    largest = torch.zeros(int(binades.max()) + 1 + _BINADES_ALIKE, dtype=torch.float64, device=errors.device)
-    largest.scatter_reduce_(0, binades, errors, "amax")
-    return torch.cummax(largest, 0).values[binades + _BINADES_ALIKE]
+    largest = torch.zeros(int(binades.max()) + 1 + _BINADES_ALIKE, dtype=torch.float64, device=exact.device)
+    largest.scatter_reduce_(0, binades, (wanted - exact).abs(), "amax")
+    own_errors = torch.cummax(largest, 0).values[binades + _BINADES_ALIKE]
+    allowed = torch.maximum(RELATIVE_TOLERANCE * exact.abs(), _ERROR_FACTOR * own_errors)
+    return bool(((got - exact).abs() <= allowed).all())
 
 
 def relative_difference(wanted: Tensor, got: Tensor) -> float:
@@ -176,17 +166,11 @@ def select_gradients(results: StepResults) -> StepResults:
     return {name: value for name, value in results.items() if name.startswith(GRADIENT_PREFIX)}
 
 
-def get_loss(results: StepResults) -> Tensor:
-    """Return the loss of a run."""
-    loss = results["the loss"]
-    assert loss is not None
-    return loss
-
-
 def run_reference(model: nn.Module, batch: Any, loss_of: LossOfOutput) -> StepResults:
     """Run a step of a copy in plain float32, which must be finite, and the same when it is run again."""
     run = run_one_step(copy_model(model), batch, loss_of)
-    loss, gradients = get_loss(run), select_gradients(run)
+    loss, gradients = run["the loss"], select_gradients(run)
+    assert loss is not None
     if not bool(loss.isfinite().all()):
         raise ValueError(f"in plain float32 the loss is {loss.item()}: nothing to compare with; give another batch")
     if all(grad is None for grad in gradients.values()):
@@ -219,23 +203,20 @@ def run_in_float64(
             found = run_one_step(other, given, loss_of)
     except Exception:  # whatever a model of somebody else's raises in another dtype
         return None
-    return found if found is not None and _is_same_run(plain, found) else None
-
-
-def _is_same_run(plain: StepResults, other: StepResults) -> bool:
-    """Return whether a run has the shapes of the plain one, and its numbers as far as rounding errors let it."""
-    both = pair_results(plain, other)
-    if any((a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape) for _, a, b in both):
-        return False
+    if found is None or any(
+        (a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape)
+        for _, a, b in pair_results(plain, found)
+    ):
+        return None
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
-    ours, theirs = (
-        torch.cat([x.double().flatten() for x in select_gradients(run).values() if x is not None])
-        for run in (plain, other)
-    )
-    return (
-        relative_difference(get_loss(plain), get_loss(other)) < _SAME_RUN_TOLERANCE
-        and relative_difference(ours, theirs) < _SAME_RUN_TOLERANCE
-    )
+    for names in (["the loss"], [*select_gradients(plain)]):
+        ours, theirs = (
+            torch.cat([x.double().flatten() for name in names if (x := run[name]) is not None])
+            for run in (plain, found)
+        )
+        if not relative_difference(ours, theirs) < _SAME_RUN_TOLERANCE:
+            return None
+    return found
 
 
 def run_one_step(
@@ -337,8 +318,7 @@ class OperatorDifference(NamedTuple):
 class OperatorCheckMode(TorchDispatchMode):
     """Runs torch's operator on the decoded operands beside each operator of scaled tensors.
 
-    Since both have the same operands, what a wrong operator does to those behind it is not held against them, and the
-    order in which a backward pass runs does not matter. Views compute nothing and are passed over.
+    On the same operands, what a wrong operator does to those behind it is not held against them. Views are passed over.
 
     Attributes:
         unequal: the first operator whose bits differ, if any.
@@ -368,21 +348,22 @@ class OperatorCheckMode(TorchDispatchMode):
         if not scaled or operator.is_view or operator.namespace != "aten" or "empty" in operator.name():
             return operator(*arguments, **options)
         # Decoded before the call, which may write into its operands.
-        operands = [tree_map(lambda x, to=to: _decode_to_dtype(x, to), (arguments, options)) for to in _OPERAND_DTYPES]
-        with _rewind_random_draws(options.get("generator")) as again:
+        narrow, wide = (
+            tree_map(lambda x, to=to: _decode_to_dtype(x, to), (arguments, options))
+            for to in (torch.float32, torch.float64)
+        )
+        with _rewind_random_draws(options.get("generator")) as rewind:
             results = operator(*arguments, **options)
-            wanted = _run_plain_operator(operator, operands[0], again)
-            got = _list_floats(results)
-            if len(got) == len(wanted):
+            wanted, got = _run_plain_operator(operator, narrow, rewind), _list_floats(results)
+            # Where torch takes no such operands, the results count by what they lead to.
+            if [x.shape for x in wanted] == [x.shape for x in got]:
                 wanted, got = list(map(_clamp_huge_values, wanted, got)), list(map(_clamp_huge_values, got, wanted))
-            if len(got) != len(wanted) or not all(map(same_bits, wanted, got)):
-                exact = _run_plain_operator(operator, operands[1], again)
-                self._note_difference(operator, wanted, got, exact)
+                if not all(map(same_bits, wanted, got)):
+                    exact = _run_plain_operator(operator, wide, rewind)
+                    self._note_difference(operator, wanted, got, exact)
         return results
 
     def _note_difference(self, operator: Any, wanted: list[Tensor], got: list[Tensor], exact: list[Tensor]) -> None:
-        if len(wanted) != len(got) or any(a.shape != b.shape for a, b in zip(wanted, got, strict=True)):
-            return  # torch takes no such operands; the results count by what they lead to
         place = "the backward pass" if torch._C._current_graph_task_id() != -1 else self._module_paths[-1]
         found = OperatorDifference(str(operator), place, max(map(relative_difference, wanted, got)))
         self.unequal = self.unequal or found
@@ -391,9 +372,6 @@ class OperatorCheckMode(TorchDispatchMode):
             best[:] = map(_clamp_huge_values, exact, wanted)
         if not all(map(agrees_with_float32, wanted, got, best)):
             self.wrong.append(found)
-
-
-_OPERAND_DTYPES = (torch.float32, torch.float64)
 
 
 def _clamp_huge_values(x: Tensor, other: Tensor) -> Tensor:
@@ -411,10 +389,10 @@ def _decode_to_dtype(x: Any, dtype: torch.dtype) -> Any:
     return values.to(dtype) if values.dtype == torch.float32 else values
 
 
-def _run_plain_operator(operator: Any, operands: tuple, again: Any) -> list[Tensor]:
+def _run_plain_operator(operator: Any, operands: tuple, rewind: Any) -> list[Tensor]:
     """Return the floating results of torch's own operator; none where it does not take these operands."""
     arguments, options = operands
-    again()
+    rewind()
     try:
         return _list_floats(operator(*arguments, **options))
     except (RuntimeError, TypeError, NotImplementedError):
@@ -422,11 +400,8 @@ def _run_plain_operator(operator: Any, operands: tuple, again: Any) -> list[Tens
 
 
 def _list_floats(results: Any) -> list[Tensor]:
-    return [
-        _decode_to_dtype(x, torch.float32)
-        for x in tree_leaves(results)
-        if isinstance(x, Tensor) and x.is_floating_point()
-    ]
+    floats = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [_decode_to_dtype(x, torch.float32) for x in floats]
 
 
 @contextlib.contextmanager
@@ -436,10 +411,10 @@ def _rewind_random_draws(generator: torch.Generator | None) -> Iterator[Any]:
     before = source.get_state()
     after: list[Tensor] = []
 
-    def again() -> None:
+    def rewind() -> None:
         after.append(source.get_state())
         source.set_state(before)
 
-    yield again
+    yield rewind
     if after:
         source.set_state(after[0])

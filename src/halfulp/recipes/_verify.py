@@ -137,13 +137,7 @@ class Verification:
 
 
 class Proof:
-    """Runs of copies of a model, compared with a plain one.
-
-    Attributes:
-        plain: the run in plain float32.
-        off: the largest relative difference from it of each result, over the runs that counted.
-        wrong: what differs by more than another order of sums explains, in words, each once.
-    """
+    """Runs of copies of a model, compared with a plain one: the largest relative differences, and what is wrong."""
 
     def __init__(self, model: nn.Module, batch: Any, loss: LossOfOutput, seed: int) -> None:
         self._model, self._batch, self._loss, self._seed = model, batch, loss, seed
@@ -151,6 +145,7 @@ class Proof:
         self.plain = run_reference(model, batch, loss)
         self._exact = functools.cache(lambda: run_in_float64(model, batch, loss, self.plain))
         self.off = {name: 0.0 for name, value in self.plain.items() if value is not None}
+        # What differs by more than another order of sums explains, in words, each once.
         self.wrong: dict[str, None] = {}
 
     def compare_with_float32(
@@ -169,14 +164,15 @@ class Proof:
 
     def describe_result(self, technique: str, trials: int, **fields: Any) -> Verification:
         """Return a Verification of the runs, with given fields that the runs do not determine."""
+        own = {name: _read_parameter_name(name) for name in self.off if name.startswith(GRADIENT_PREFIX)}
         return Verification(
             technique=technique,
-            gradients={
-                _parameter_name(name): off for name, off in self.off.items() if name.startswith(GRADIENT_PREFIX)
-            },
-            values={name: off for name, off in self.off.items() if not name.startswith(GRADIENT_PREFIX)},
+            gradients={name: self.off[result] for result, name in own.items()},
+            values={name: off for name, off in self.off.items() if name not in own},
             wrong=list(self.wrong),
-            unused=[_parameter_name(name) for name, value in select_gradients(self.plain).items() if value is None],
+            unused=[
+                _read_parameter_name(name) for name, value in select_gradients(self.plain).items() if value is None
+            ],
             trials=trials,
             seed=self._seed,
             **fields,
@@ -184,9 +180,8 @@ class Proof:
 
     def draw_integers(self, low: int, high: int, count: int) -> list[int]:
         """Draw random integers from low to high, both included."""
-        return torch.randint(
-            low, high + 1, (count,), generator=self._generator, dtype=torch.int64, device="cpu"
-        ).tolist()
+        options: dict[str, Any] = {"generator": self._generator, "dtype": torch.int64, "device": "cpu"}
+        return torch.randint(low, high + 1, (count,), **options).tolist()
 
 
 class ScaleProof(Proof):
@@ -194,7 +189,7 @@ class ScaleProof(Proof):
 
     def run_under_scales(self, recipe: Recipe, trials: int) -> Verification:
         """Run so many draws of scales, each operator beside torch's own."""
-        first: OperatorDifference | None = None
+        wrong: list[OperatorDifference] = []
         unequal: OperatorDifference | None = None
         counts: Counter[str] = Counter()
         left: list[str] = []
@@ -209,11 +204,11 @@ class ScaleProof(Proof):
             check = OperatorCheckMode(other)
             self.compare_with_float32(run_one_step(other, self._batch, self._loss, watch=check))
             self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
-            first, unequal = first or next(iter(check.wrong), None), unequal or check.unequal
+            wrong, unequal = wrong + check.wrong, unequal or check.unequal
             counts.update(fallbacks(other))
-        left_out = "eight-bit products" if recipe.matmul else None
+        left_out, first = "eight-bit products" if recipe.matmul else None, wrong[0] if wrong else unequal
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
-        return self.describe_result("scaled", trials, first=first or unequal, **more)
+        return self.describe_result("scaled", trials, first=first, **more)
 
 
 class ExponentProof(Proof):
@@ -223,9 +218,7 @@ class ExponentProof(Proof):
     scaler changes is not taken for what an exponent does.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, loss: LossOfOutput, seed: int) -> None:
-        super().__init__(model, batch, loss, seed)
-        self._state: dict[str, Any] | None = None
+    _state: dict[str, Any] | None = None  # of the first run's scaler
 
     def merge_sites(self, trials: int) -> list[str]:
         """Draw exponents and merge sites until all draws are exact, or every site is merged."""
@@ -254,10 +247,9 @@ class ExponentProof(Proof):
         return merged
 
     def check_replays(self, merged: list[str]) -> int:
-        """Check replayed forward passes, which run without a region once their graph is known.
+        """Check replayed forward passes, and return how many were not watched, as their graph was known.
 
         One copy runs several steps beside a plain one, each under other exponents, which follow the loss besides.
-        Returns how many of the forward passes were not watched; none where the graph is not the same each time.
         """
         ours, theirs = copy_model(self._model), copy_model(self._model)
         scaler = AdaptiveGradScaler(ours, init_scale=1.0, float32_outputs=False)
@@ -266,24 +258,19 @@ class ExponentProof(Proof):
         (binade,) = self.draw_integers(LOWEST_EXPONENT, -LOWEST_EXPONENT - 1, 1)
         for step in range(1, _REPLAYED_STEPS + 1):
             scaler.set_exponents({})
-            # Of two steps one at least then has exponents that are not what they are meant for.
-            scaler.load_state_dict(self._make_random_state(scaler.state_dict(), merged, step, binade + step))
+            state = scaler.state_dict()
+            drawn = self._draw_exponents([key for key in dict(state["sites"]) if key not in merged])
+            drawn[_GLOBAL_SITE] = HIGHEST_EXPONENT if step % 2 else LOWEST_EXPONENT
+            state = self._set_exponents(state, drawn, merged)
+            # Meant for a loss that sends gradients of this binade into the model, the exponents follow the one that
+            # there is: of two steps one at least then has exponents that are not what they are meant for.
+            state["sites"][_GLOBAL_SITE]["reference"] = [binade + step, 0]
+            state["progress"] = [_UNMEASURED_ITERATION, 0, False, 0, 0, 0, state["progress"][-1]]
+            scaler.load_state_dict(state)
             wanted = run_one_step(theirs, self._batch, self._loss)
             found = self._unscale_gradients(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
             self.compare_with_float32(found, f" in step {step} of a copy", wanted, step)
         return count_replays(scaler)
-
-    def _make_random_state(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
-        """Return random exponents for an iteration without measurements, the global one an extreme by turns.
-
-        They are meant for a loss that sends gradients of this binade into the model, and follow the one that there is.
-        """
-        sites = dict(state["sites"])
-        drawn = self._draw_exponents([key for key in sites if key not in merged])
-        drawn[_GLOBAL_SITE] = HIGHEST_EXPONENT if step % 2 else LOWEST_EXPONENT
-        state = self._set_exponents(state, drawn, merged)
-        state["sites"][_GLOBAL_SITE]["reference"] = [binade, 0]
-        return {**state, "progress": [_UNMEASURED_ITERATION, 0, False, 0, 0, 0, state["progress"][-1]]}
 
     def _draw_exponents(self, keys: list[str]) -> dict[str, int]:
         return dict(zip(keys, self.draw_integers(LOWEST_EXPONENT, HIGHEST_EXPONENT, len(keys))))
@@ -313,7 +300,7 @@ class ExponentProof(Proof):
         return state
 
 
-def _parameter_name(name: str) -> str:
+def _read_parameter_name(name: str) -> str:
     """Return the name of the parameter whose gradient is called so."""
     return name.removeprefix(GRADIENT_PREFIX).strip("'")
 

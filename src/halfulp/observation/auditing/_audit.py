@@ -188,12 +188,12 @@ class Audit:
     def groups(self) -> list[LayerGroup]:
         """Return the tensors joined over layers of one kind, those with the worst findings first."""
         kinds: dict[tuple[object, ...], list[TensorAudit]] = {}
-        told = {name: finding for finding in reversed(self.findings) for name in finding.where}
+        worst = {name: finding for finding in reversed(self.findings) for name in finding.where}
         for name, row in self.tensors.items():
-            found = told.get(name)
+            found = worst.get(name)
             key = make_name_pattern(name), row.a.dtype, row.b.dtype, row.status, found.code if found else ""
             kinds.setdefault(key, []).append(row)
-        made = [_make_layer_group(rows, told.get(rows[0].name)) for rows in kinds.values()]
+        made = [_make_layer_group(rows, worst.get(rows[0].name)) for rows in kinds.values()]
         order = {"error": 0, "warning": 1, "note": 2, None: 3}
         return sorted(made, key=lambda group: order[group.severity])
 

@@ -48,21 +48,14 @@ class ValueCounts:
 
 @dataclass(slots=True)
 class TensorDifferences:
-    """The differences of two floating-point tensors, summed over the parts that were compared.
-
-    Attributes:
-        a, b: counts of each.
-        same: elements of the same value, NaN being equal to NaN and -0 to +0.
-        finite: elements that are finite in both.
-        largest: of the changes in ulps.
-        table: finite elements by binade and first bits of the fraction of their change in ulps; unchanged ones first.
-    """
+    """The differences of two floating-point tensors, summed over the parts that were compared."""
 
     a: ValueCounts = field(default_factory=ValueCounts)
     b: ValueCounts = field(default_factory=ValueCounts)
-    same: int = 0
-    finite: int = 0
-    largest: float = 0.0
+    same: int = 0  # NaN being equal to NaN and -0 to +0
+    finite: int = 0  # in both
+    largest: float = 0.0  # change in ulps
+    # Finite elements by binade and first bits of the fraction of their change in ulps; unchanged ones first.
     table: Tensor = field(default_factory=lambda: torch.zeros(BINADES << FINE, dtype=torch.int64, device="cpu"))
 
     def compute_median(self) -> float:
@@ -80,12 +73,8 @@ def split_tensors(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
-    """Compare a part of A with the same part of B, both of one shape and floating-point.
-
-    A change is measured in the spacing, at the element of A, of that dtype of the two which is coarser there, in
-    float32 unless one of the two is float64.
-    """
-    forms = formats.get(a.dtype), formats.get(b.dtype)
+    """Count how two tensors of one shape differ, in float32 unless one of the two is float64."""
+    both = formats.get(a.dtype), formats.get(b.dtype)
     dtype = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     for parts in split_tensors(a, b):
         if not parts[0].numel():
@@ -97,30 +86,28 @@ def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
             x, y = x[finite], y[finite]
         if len(x):
             found.finite += len(x)
-            _add_finite_differences(found, x, y, forms)
+            _add_finite_differences(found, x, y, both)
 
 
-def _add_finite_differences(found: TensorDifferences, x: Tensor, y: Tensor, forms: tuple[Format, Format]) -> None:
+def _add_finite_differences(found: TensorDifferences, x: Tensor, y: Tensor, both: tuple[Format, Format]) -> None:
     """Count |y - x| by the spacings of the coarser of two formats at x, all float32 or float64.
 
     Comparisons of elements cost several times what arithmetic on them and on their words does.
     """
     words, bits, bias = (torch.int64, 52, 1023) if x.dtype == torch.float64 else (torch.int32, 23, 127)
-    precision = min(form.mantissa_bits for form in forms)
+    precision = min(format.mantissa_bits for format in both)
     # The binade of which a number has this spacing in the less precise format, where the exponent stands in a word.
     binades = x.view(words) & (2 * bias + 1 << bits)
-    binade = functools.reduce(
-        torch.maximum,
-        (
-            binades.clamp_min(form.emin + bias << bits).sub_(form.mantissa_bits - precision << bits)
-            for form in dict.fromkeys(forms)
-        ),
-    )
+    spaced = [
+        binades.clamp_min(format.emin + bias << bits).sub_(format.mantissa_bits - precision << bits)
+        for format in dict.fromkeys(both)
+    ]
+    binade = functools.reduce(torch.maximum, spaced)
     # |y - x| in units of 2^(precision - 1) ulps: the inverse of every binade of x is a normal number then.
     change = (y - x).abs_().mul_(binade.neg_().add_(2 * bias + 1 << bits).view(x.dtype))
     largest = float(change.amax())
     if largest == math.inf and x.dtype == torch.float32:
-        return _add_finite_differences(found, x.double(), y.double(), forms)
+        return _add_finite_differences(found, x.double(), y.double(), both)
     found.same += len(x) - int(change.count_nonzero())
     found.largest = max(found.largest, largest * 2.0 ** (precision - 1))
     sizes = (change.view(words) >> (bits - FINE)).bincount(minlength=2 * bias + 2 << FINE)
@@ -163,37 +150,25 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
     if numbers:
         add_differences(found, a, b)
     unchanged = found.same if numbers else count_same_elements(a, b)
-    before, after = (_make_statistics(one.dtype, counts) for one, counts in zip(pair, (found.a, found.b)))
+    before, after = (
+        TensorStatistics(one.dtype, x.nan, x.infinite, x.zeros, None if x.varies else x.first)
+        for one, x in zip(pair, (found.a, found.b), strict=True)
+    )
     is_average = name.rpartition(".")[2] in RUNNING_STATISTICS
     role: TensorRole = "buffer" if not numbers else "average" if is_average else "unknown"
     role = "parameter" if name in parameters else role
-    return TensorAudit(
-        name,
-        tuple(pair[0].shape),
-        a.numel(),
-        role,
-        before,
-        after,
-        unchanged,
-        found.compute_median(),
-        found.largest if found.finite else math.nan,
-        _choose_status(before, after, unchanged == a.numel()),
-    )
-
-
-def _choose_status(a: TensorStatistics, b: TensorStatistics, still: bool) -> TensorStatus:
-    if b.nonfinite > a.nonfinite:
-        return "nonfinite"
-    if a.dtype != b.dtype:
-        return "dtype-changed"
-    if still:
-        return "unchanged"
-    return "constant" if b.constant is not None and a.constant is None else "changed"
-
-
-def _make_statistics(dtype: torch.dtype, counts: ValueCounts) -> TensorStatistics:
-    constant = None if counts.varies else counts.first
-    return TensorStatistics(dtype, counts.nan, counts.infinite, counts.zeros, constant)
+    status: TensorStatus = "changed"
+    if after.nonfinite > before.nonfinite:
+        status = "nonfinite"
+    elif after.dtype != before.dtype:
+        status = "dtype-changed"
+    elif unchanged == a.numel():
+        status = "unchanged"
+    elif after.constant is not None and before.constant is None:
+        status = "constant"
+    shape, largest = tuple(pair[0].shape), found.largest if found.finite else math.nan
+    median = found.compute_median()
+    return TensorAudit(name, shape, a.numel(), role, before, after, unchanged, median, largest, status)
 
 
 def count_same_elements(a: Tensor, b: Tensor) -> int:

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,11 @@ from ...scaled import ScaledTensor
 
 @dataclass(slots=True)
 class OptimizerStates:
-    """An optimizer's saved options and states.
+    """An optimizer's saved options and states."""
 
-    Attributes:
-        state: by the parameter's number, or name: tensors and numbers by their name.
-        groups: options of each param group; "params" are numbers or names, "param_names" names if there are any.
-    """
-
+    # By the parameter's number, or name: tensors and numbers by their name.
     state: dict[Any, dict[str, Any]]
+    # Options of each param group; "params" are numbers or names, "param_names" names if there are any.
     groups: list[dict[str, Any]]
 
     @property
@@ -44,20 +41,14 @@ class OptimizerStates:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A checkpoint that is open for reading; tensors of files are mapped, so that they cost no memory before use.
-
-    Attributes:
-        ordered: whether the tensors' order is that of the model, and not an alphabet's.
-        unseen: sentences that say what could not be read, and why.
-        config: the model's config of transformers beside it, None without one.
-    """
+    """A checkpoint that is open for reading; tensors of files are mapped, so that they cost no memory before use."""
 
     path: str
     tensors: dict[str, Tensor]
-    ordered: bool = True
+    ordered: bool = True  # whether the tensors' order is that of the model, and not an alphabet's
     optimizers: list[OptimizerStates] = field(default_factory=list)
-    unseen: list[str] = field(default_factory=list)
-    config: Path | None = None
+    unseen: list[str] = field(default_factory=list)  # sentences that say what could not be read, and why
+    config: Path | None = None  # the model's config of transformers beside it
 
     @property
     def stepped_count(self) -> int:
@@ -65,30 +56,14 @@ class Checkpoint:
         return sum(len(keys) for optimizer in self.optimizers for keys in optimizer.keys_by_group)
 
 
-# Returns whether a parameter decays, given its name and itself.
-DecayRule = Callable[[str, Tensor], bool]
 # As `Trainer.get_decay_parameter_names` of transformers has them (transformers/trainer.py).
 _NO_DECAY_PATTERN = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-def list_decay_rules(tensors: Mapping[str, Tensor]) -> list[DecayRule]:
-    """Return the usual rules of weight decay: by names as transformers with norms told by shape, and matrices alone."""
-    vectors = {
-        name.rpartition(".")[0]
-        for name, stored in tensors.items()
-        if name.rpartition(".")[2] == "weight" and len(stored.shape) == 1
-    }
-    return [
-        lambda name, stored: not _NO_DECAY_PATTERN.search(name.lower()) and name.rpartition(".")[0] not in vectors,
-        lambda name, stored: len(stored.shape) >= 2,
-    ]
-
-
 def list_names_by_config(config: Path, tensors: Mapping[str, Tensor]) -> list[str] | None:
-    """Return the parameter names of a transformers model in its own order.
+    """Return the parameter names of a transformers model in its own order, made from its config on the meta device.
 
-    The model is made from its config on the meta device, by the class of the installed transformers that it names; code
-    beside the config is not run.
+    Its class is that of the installed transformers; code beside the config is not run.
     """
     if importlib.util.find_spec("transformers") is None:
         return None
@@ -144,8 +119,7 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
     for optimizer in checkpoint.optimizers:
         groups = {key: group for keys, group in zip(optimizer.keys_by_group, optimizer.groups) for key in keys}
         names = _read_saved_names(optimizer, list(groups))
-        if names is None:
-            names = _name_by_model_order(checkpoint, optimizer, len(groups))
+        names = _name_by_model_order(checkpoint, optimizer, len(groups)) if names is None else names
         if names is None:
             order = ", or install the transformers that saved it, which has the model's order"
             unseen.append(
@@ -189,16 +163,27 @@ def _name_by_model_order(checkpoint: Checkpoint, optimizer: OptimizerStates, cou
     if order is None or not len(order) == len(candidates) == count:
         return None
     candidates = {name: candidates[name] for name in order}
+    # The usual rules of weight decay: by names as transformers with norms told by shape, and matrices alone.
+    matrices = {name for name, stored in candidates.items() if len(stored.shape) >= 2}
+    parents = {name: name.rpartition(".")[0] for name in candidates}
+    vectors = {
+        parents[name]
+        for name, stored in candidates.items()
+        if name.rpartition(".")[2] == "weight" and len(stored.shape) == 1
+    }
+    by_name = {
+        name for name in candidates if not _NO_DECAY_PATTERN.search(name.lower()) and parents[name] not in vectors
+    }
     found: list[dict[Any, str]] = []
-    for decays in list_decay_rules(candidates):
-        names = _assign_names(candidates, optimizer, decays)
+    for decaying in (by_name, matrices):
+        names = _assign_names(candidates, optimizer, decaying)
         if names is not None and names not in found:
             found.append(names)
     return found[0] if len(found) == 1 else None
 
 
 def _assign_names(
-    ordered: Mapping[str, Tensor], optimizer: OptimizerStates, decays: DecayRule
+    ordered: Mapping[str, Tensor], optimizer: OptimizerStates, decaying: Collection[str]
 ) -> dict[Any, str] | None:
     """Return names in order, each given to the group whose next state fits, of several the one that decays or not."""
     waiting = optimizer.keys_by_group
@@ -212,8 +197,7 @@ def _assign_names(
             if keys and (not shapes or max(shapes, key=lambda one: (len(one), one)) == stored.shape):
                 fitting.append(number)
         if len(fitting) > 1:
-            decaying = decays(name, stored)
-            fitting = [n for n in fitting if bool(optimizer.groups[n].get("weight_decay")) == decaying]
+            fitting = [n for n in fitting if bool(optimizer.groups[n].get("weight_decay")) == (name in decaying)]
         if len(fitting) != 1:
             return None
         found[waiting[fitting[0]].pop(0)] = name
@@ -247,7 +231,15 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
                 raise _make_parts_error([".".join(map(str, where))])
             leaves[where] = _take_local_part(leaf)
     found.tensors = _name_model_tensors(leaves, found.unseen)
-    _leave_out_tied_names(found)
+    # Of several names of one memory, under which tied weights are saved, the first one stays.
+    first: dict[object, str] = {}
+    for name, tensor in found.tensors.items():
+        memory = plain_address(tensor) if tensor.numel() else 0
+        first.setdefault((memory, tensor.dtype, tensor.shape) if memory else name, name)
+    kept = set(first.values())
+    if tied := [name for name in found.tensors if name not in kept]:
+        found.unseen.append(f"{quote(tied)} are tied to tensors of other names, and stand under these")
+        found.tensors = {name: tensor for name, tensor in found.tensors.items() if name in kept}
     refuse_tensor_parts(found.tensors)
     if not found.tensors:
         rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {quote(content)}"
@@ -258,19 +250,6 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
 
 def _take_local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
-
-
-def _leave_out_tied_names(checkpoint: Checkpoint) -> None:
-    """Leave the first of several names of one memory, as which tied weights are saved."""
-    first: dict[object, str] = {}
-    for name, tensor in checkpoint.tensors.items():
-        memory = plain_address(tensor) if tensor.numel() else 0
-        first.setdefault((memory, tensor.dtype, tensor.shape) if memory else name, name)
-    kept = set(first.values())
-    tied = [name for name in checkpoint.tensors if name not in kept]
-    if tied:
-        checkpoint.unseen.append(f"{quote(tied)} are tied to tensors of other names, and stand under these")
-        checkpoint.tensors = {name: one for name, one in checkpoint.tensors.items() if name in kept}
 
 
 def walk_leaves(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
@@ -325,8 +304,9 @@ def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, 
         models = [key for key in models if key is not None or len(models) == 1]
     found: dict[str, Tensor] = {}
     for key in models:
-        prefix = f"{key}." if len(models) > 1 else ""
-        found |= _name_by_path(groups[key], prefix, 1 if key is not None else 0)
+        prefix, own = f"{key}." if len(models) > 1 else "", groups[key]
+        names = strip_wrapper_names(".".join(map(str, where if key is None else where[1:])) for where in own)
+        found |= {prefix + name: leaf for name, leaf in zip(names, own.values(), strict=True)}
     others = [key for key in groups if key not in models and key is not None and not _is_auxiliary_key(key)]
     unseen += [f"tensors under {key!r} were not read: they are not the model's" for key in others]
     return found
@@ -334,8 +314,3 @@ def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, 
 
 def _is_auxiliary_key(key: object) -> bool:
     return isinstance(key, int) or bool(_OTHER_KEY_PATTERN.search(str(key)))
-
-
-def _name_by_path(leaves: _TensorsByPath, prefix: str, skip: int) -> dict[str, Tensor]:
-    names = [".".join(map(str, where[skip:])) for where in leaves]
-    return {prefix + name: leaf for name, leaf in zip(strip_wrapper_names(names), leaves.values(), strict=True)}

@@ -48,9 +48,8 @@ def measure_subnormal_share(tensor: TensorRecord, format: Format) -> float:
 def estimate_vanished_share(tensor: TensorRecord, format: Format) -> float:
     """Return an estimate of the share of elements that became zero when they were rounded to a format.
 
-    Zeros tell nothing, since dropout and ReLU make them. What is left at the smallest number does: rounding sends an
-    interval of its own width there, and half as much, next to zero, to zero. Numbers spread evenly around zero on so
-    small a scale, so half as many vanished.
+    Zeros tell nothing, since dropout and ReLU make them. Rounding sends an interval of the smallest number's width to
+    it, and half as much, next to zero, to zero. Numbers spread evenly on so small a scale: half as many vanished.
     """
     lowest = math.frexp(format.smallest_subnormal)[1] - 1
     vanished = 0.5 * sum(count for binade, count in tensor.histogram.items() if binade <= lowest)
@@ -106,32 +105,22 @@ class ActivationUnderflow(FindingKind):
                 weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
                 said = f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
                 said += f"{tensor.input_amax:.3g}{weights}"
-                yield self._make_underflow_finding(tensor, held_in, 1 - 0.5**tensor.steps, said, 0.0, math.inf)
+                sure, subnormal, noise = 1 - 0.5**tensor.steps, 0.0, math.inf
             elif count >= FEWEST_ACTIVATIONS and tensor.rms > 0 and tensor.amax < held_in.smallest_normal * 2:
                 # Rounding to multiples of q errs by q / sqrt(12) on average.
                 noise = held_in.smallest_subnormal / (math.sqrt(12) * tensor.rms)
                 subnormal = measure_subnormal_share(tensor, held_in)
                 said = f"{format_percent(subnormal)} of nonzero activations are subnormal in {held_in.name}, with a "
                 said += f"rounding error of {format_percent(min(1.0, noise))} of their size"
-                if noise >= ROUNDING_NOISE_WARNING:
-                    sure = compute_confidence(count, FEWEST_ACTIVATIONS)
-                    yield self._make_underflow_finding(tensor, held_in, sure, said, subnormal, noise)
-
-    def _make_underflow_finding(
-        self, tensor: TensorRecord, held_in: Format, confidence: float, said: str, subnormal: float, noise: float
-    ) -> Finding:
-        return self.found(
-            tensor.name,
-            "error" if noise >= ROUNDING_NOISE_ERROR else "warning",
-            confidence,
-            said,
-            cure=self.wide_cure if has_float32_range(held_in) else self.cure,
-            subnormal=subnormal,
-            noise=noise,
-            amax=tensor.amax,
-            rms=tensor.rms,
-            seen=count_nonzero(tensor),
-        )
+                sure = compute_confidence(count, FEWEST_ACTIVATIONS)
+            else:
+                continue
+            if noise >= ROUNDING_NOISE_WARNING:
+                severity: Severity = "error" if noise >= ROUNDING_NOISE_ERROR else "warning"
+                cure = self.wide_cure if has_float32_range(held_in) else self.cure
+                evidence: dict[str, Any] = {"subnormal": subnormal, "noise": noise, "amax": tensor.amax}
+                evidence |= {"rms": tensor.rms, "seen": count}
+                yield self.found(tensor.name, severity, sure, said, cure=cure, **evidence)
 
 
 def _is_rounded_to_zero(entered: float, weight: float | None, format: Format) -> bool:
@@ -185,6 +174,7 @@ READER_CURE = (
     "see what takes this output, the next layer or the loss: what its backward pass divides by (sqrt, norm or log at "
     "0) needs an eps inside"
 )
+CURES_BY_ROLE: dict[Role, str] = {"activation gradient": READER_CURE, "weight gradient": BACKWARD_CURE}
 LAST_CLEAN_CHECKPOINT_ADVICE = "load the last clean checkpoint, which `halfulp audit` finds"
 GO_BACK_ADVICE = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
 GO_FURTHER_BACK_ADVICE = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
@@ -215,14 +205,14 @@ class FirstNonfinite(FindingKind):
             ]
         if not found:
             return
-        first = min(found, key=_get_first_nonfinite_place)
-        step, others = _get_first_nonfinite_place(first)[0], len(found) - 1
+        first = min(found, key=_get_first_nonfinite_step)
+        step, others = _get_first_nonfinite_step(first)[0], len(found) - 1
         told: dict[str, Any] = {"tensors": len(found)}
-        broken = [one for one in found if one.role == "weight" and _get_first_nonfinite_place(one)[0] == step]
+        broken = [one for one in found if one.role == "weight" and _get_first_nonfinite_step(one)[0] == step]
         if broken:
             # A weight that was not finite before the first step in which it is looked at.
             own = [one for one in broken if one.name.rpartition(".")[0] == first.name]
-            weight = min(own or broken, key=_get_first_nonfinite_place)
+            weight = min(own or broken, key=_get_first_nonfinite_step)
             before = max((one for one in record.sampled_steps if one < step), default=None)
             also = f", as {pluralize(len(broken) - 1, 'other weight')} did" if len(broken) > 1 else ""
             clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
@@ -237,18 +227,20 @@ class FirstNonfinite(FindingKind):
         alone = outputs_alone and finite and (not others or any(role in GRADIENT_ROLES for role, _ in record.tensors))
         counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
         said = f"{first.role} has the first NaN or infinity, {counted}; {others} more tensors have some since"
-        where, sure = first.name, 1 - 0.5 ** (1 + others)
         severity: Severity = "note" if alone else "error"
+        if first.role == "activation":
+            cure = FORWARD_CURE_IN_WIDE_RANGE if has_float32_range(get_storage_format(first)) else FORWARD_CURE
+        else:
+            cure = CURES_BY_ROLE.get(first.role, LAST_CLEAN_CHECKPOINT_ADVICE)
         told |= _make_nonfinite_evidence(first)
-        yield self.found(where, severity, sure, said, cure=_choose_nonfinite_cure(first), step=step, **told)
+        yield self.found(first.name, severity, 1 - 0.5 ** (1 + others), said, cure=cure, step=step, **told)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         new = [row for row in audit.tensors.values() if row.b.nonfinite > row.a.nonfinite]
         old = [row for row in audit.tensors.values() if 0 < row.b.nonfinite <= row.a.nonfinite]
         if new:
-            said = (
-                f"{_describe_nonfinite_counts(new)} in B, none of these in A: A is the last clean checkpoint of the two"
-            )
+            said = f"{_describe_nonfinite_counts(new)} in B, none of these in A: A is the last clean checkpoint"
+            said += " of the two"
             nan, infinite = sum(row.b.nan for row in new), sum(row.b.infinite for row in new)
             names = [row.name for row in new]
             yield self.found(names, "error", 1.0, said, cure=GO_BACK_ADVICE, nan=nan, infinite=infinite, last_clean="A")
@@ -267,22 +259,15 @@ def _make_nonfinite_evidence(tensor: TensorRecord) -> dict[str, Any]:
     return {"nonfinite": tensor.nonfinite, "elements": tensor.elements, "role": tensor.role}
 
 
+def _get_first_nonfinite_step(tensor: TensorRecord) -> tuple[int, int]:
+    """Return the step of a tensor's first NaN or infinity, and its turn within it."""
+    return tensor.first_nonfinite or (0, 0)
+
+
 def _describe_nonfinite_counts(rows: list[TensorAudit]) -> str:
     counts = {"NaN": sum(row.b.nan for row in rows), "infinite": sum(row.b.infinite for row in rows)}
     elements = sum(row.numel for row in rows)
     return " and ".join(f"{count} {word}" for word, count in counts.items() if count) + f" of {elements} elements"
-
-
-def _choose_nonfinite_cure(tensor: TensorRecord) -> str:
-    if tensor.role == "activation":
-        return FORWARD_CURE_IN_WIDE_RANGE if has_float32_range(get_storage_format(tensor)) else FORWARD_CURE
-    if tensor.role == "activation gradient":
-        return READER_CURE
-    return BACKWARD_CURE if tensor.role in GRADIENT_ROLES else LAST_CLEAN_CHECKPOINT_ADVICE
-
-
-def _get_first_nonfinite_place(tensor: TensorRecord) -> tuple[int, int]:
-    return tensor.first_nonfinite or (0, 0)
 
 
 FEWEST_GRADIENTS = 32
@@ -323,47 +308,34 @@ class GradientUnderflow(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         cure = SCALED_LOSS_REMEDY if has_scaled_loss(record) else UNSCALED_LOSS_REMEDY
         found = [one for one in list_tensors(record, *GRADIENT_ROLES) if one.elements]
-        long_enough = min((one.steps for one in found), default=0) >= FEWEST_VANISHED_STEPS
-        if long_enough and all(one.is_all_zero for one in found):
-            # Of a loss whose first gradient is zero no later gradient tells.
-            for tensor in found:
-                held_in = get_storage_format(tensor)
-                if tensor.role != "activation gradient" or held_in is None or held_in.emin <= NARROW_RANGE_EMIN:
-                    continue
-                steps, name = min(one.steps for one in found), name_dtype(tensor.dtype)
-                said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
-                yield self._make_underflow_finding(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=name)
-                break
+        steps = min((one.steps for one in found), default=0)
+        nothing_arrives = steps >= FEWEST_VANISHED_STEPS and all(one.is_all_zero for one in found)
         for tensor in found:
-            held_in, count = get_storage_format(tensor), count_nonzero(tensor)
+            held_in, count, own, told = get_storage_format(tensor), count_nonzero(tensor), cure, {"write": self.write}
             if held_in is None:
                 continue
-            if count >= FEWEST_GRADIENTS:
+            if nothing_arrives:
+                # Of a loss whose first gradient is zero no later gradient tells.
+                if tensor.role != "activation gradient" or held_in.emin <= NARROW_RANGE_EMIN:
+                    continue
+                name, sure, subnormal, vanished = name_dtype(tensor.dtype), 1 - 0.5**steps, 0.0, 1.0
+                said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
+            elif count >= FEWEST_GRADIENTS:
+                name, sure = held_in.name, compute_confidence(count, FEWEST_GRADIENTS)
                 subnormal, vanished = measure_subnormal_share(tensor, held_in), estimate_vanished_share(tensor, held_in)
-                is_bad = vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING
-                said = f"{format_percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, about "
+                said = f"{format_percent(subnormal)} of nonzero {tensor.role}s are subnormal in {name}, about "
                 said += f"{format_percent(vanished)} became zero"
                 own = WIDE_RANGE_REMEDY if cure == SCALED_LOSS_REMEDY and has_float32_range(held_in) else cure
-                says = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_DIAGNOSIS
-                if is_bad:
-                    severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
-                    sure, told = compute_confidence(count, FEWEST_GRADIENTS), {"says": says, "format": held_in.name}
-                    yield self._make_underflow_finding(tensor, severity, sure, said, own, subnormal, vanished, **told)
-
-    def _make_underflow_finding(
-        self,
-        tensor: TensorRecord,
-        severity: Severity,
-        confidence: float,
-        said: str,
-        cure: str,
-        subnormal: float,
-        vanished: float,
-        **told: Any,
-    ) -> Finding:
-        told |= {"subnormal": subnormal, "vanished": vanished, "amax": tensor.amax, "seen": count_nonzero(tensor)}
-        told |= {"write": self.write, "role": tensor.role}
-        return self.found(tensor.name, severity, confidence, said, cure=cure, **told)
+                told["says"] = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_DIAGNOSIS
+            else:
+                continue
+            if vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING:
+                severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
+                evidence: dict[str, Any] = {"format": name, "subnormal": subnormal, "vanished": vanished}
+                evidence |= {"amax": tensor.amax, "seen": count, "role": tensor.role}
+                yield self.found(tensor.name, severity, sure, said, cure=own, **told, **evidence)
+                if nothing_arrives:
+                    return
 
 
 # From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.
@@ -395,18 +367,11 @@ class OverflowNear(FindingKind):
             if has_float32_range(held_in) and tensor.amax == held_in.max:
                 continue
             left = count_binades_left(tensor, held_in)
-            if not left < NEAR_OVERFLOW_BINADES:
-                continue
-            yield self.found(
-                tensor.name,
-                "warning",
-                max(0.5, compute_confidence(tensor.steps, 2)),
-                f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
-                "largest",
-                cure=self.wide_cure if has_float32_range(held_in) else self.cure,
-                role=tensor.role,
-                amax=tensor.amax,
-                margin=left,
-                format=held_in.name,
-                steps=tensor.steps,
-            )
+            if left < NEAR_OVERFLOW_BINADES:
+                said = f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
+                said += "largest"
+                cure = self.wide_cure if has_float32_range(held_in) else self.cure
+                evidence: dict[str, Any] = {"role": tensor.role, "amax": tensor.amax, "margin": left}
+                evidence |= {"format": held_in.name, "steps": tensor.steps}
+                sure = max(0.5, compute_confidence(tensor.steps, 2))
+                yield self.found(tensor.name, "warning", sure, said, cure=cure, **evidence)
