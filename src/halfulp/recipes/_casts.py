@@ -16,27 +16,27 @@ from ..gradients._functions import map_tensors, memoize_by_tensor
 from ..subclass.models._float32_products import get_original_class
 
 
-class CopiedArguments(dict):
+class ArgumentsWithCopies(dict):
     """Keyword arguments of a call, which carry copies of the caller's arguments to the hook after the call."""
 
     def __init__(self, kwargs: dict, given: Any, made: Any) -> None:
         super().__init__(kwargs)
-        self.copies = [(copy, _read_state(copy)) for copy in _list_copies(given, made)]
+        self.copies = [(copy, _read_contents(copy)) for copy in _list_copied_values(given, made)]
 
 
-def _list_copies(given: Any, made: Any) -> Iterator[Any]:
+def _list_copied_values(given: Any, made: Any) -> Iterator[Any]:
     """Yield every copy in nested arguments: tensors, lists, dicts and data classes."""
     if given is made:
         return
     if not isinstance(given, tuple):
         yield made
     if not isinstance(given, Tensor):
-        now = _read_state(made)
-        for key, item in _read_state(given).items():
-            yield from _list_copies(item, now[key])
+        now = _read_contents(made)
+        for key, item in _read_contents(given).items():
+            yield from _list_copied_values(item, now[key])
 
 
-def _read_state(x: Any) -> dict:
+def _read_contents(x: Any) -> dict:
     """Return the values in a list, tuple, dict or data class, by key; of a tensor one entry that a write replaces."""
     if isinstance(x, Tensor):
         return {x._version: None}
@@ -48,10 +48,10 @@ def _read_state(x: Any) -> dict:
     return declared | getattr(x, "__dict__", {})
 
 
-_PLAIN_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_CAST_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Measured on the CPU, and as torch.autocast has it: with float32 weights these take narrow inputs and compute in
 # float32; without weights they keep narrow means. layer_norm sums its weight's gradient in the narrow dtype.
-_MIXED_DTYPE_MODULES = (nn.modules.batchnorm._NormBase,)
+_MIXED_DTYPE_NORMS = (nn.modules.batchnorm._NormBase,)
 
 
 class CastHook:
@@ -72,21 +72,21 @@ class CastInputsHook(CastHook):
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Return the cast inputs, what is given twice as one tensor, or None where nothing changes."""
         own = () if self.is_fixed else (p.dtype for p in module._parameters.values() if p is not None)
-        dtype = next((dtype for dtype in own if dtype in _PLAIN_DTYPES), self.dtype)
+        dtype = next((dtype for dtype in own if dtype in _CAST_DTYPES), self.dtype)
         finds_writes = self.writes and not torch.compiler.is_compiling()
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             if args[0].dtype == dtype:
                 return None
             if not finds_writes:
-                return (cast_finite(args[0], dtype),), kwargs
-        once = memoize_by_tensor(lambda x: cast_finite(x, dtype))
+                return (cast_within_range(args[0], dtype),), kwargs
+        once = memoize_by_tensor(lambda x: cast_within_range(x, dtype))
         cast_args, cast_kwargs = map_tensors(args, once, False), map_tensors(kwargs, once, False)
         if finds_writes:
-            cast_kwargs = CopiedArguments(cast_kwargs, (args, kwargs), (cast_args, cast_kwargs))
+            cast_kwargs = ArgumentsWithCopies(cast_kwargs, (args, kwargs), (cast_args, cast_kwargs))
         return cast_args, cast_kwargs
 
 
-class CheckFloat32Hook(CastHook):
+class RefuseCastParametersHook(CastHook):
     """A forward pre-hook of a module that is kept in float32: refuses parameters that something has cast since."""
 
     def __init__(self, name: str) -> None:
@@ -96,7 +96,7 @@ class CheckFloat32Hook(CastHook):
     def __call__(self, module: nn.Module, args: tuple) -> None:
         """Check the dtypes of the module's parameters."""
         for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.dtype != torch.float32 and parameter.dtype in _PLAIN_DTYPES:
+            if parameter is not None and parameter.dtype != torch.float32 and parameter.dtype in _CAST_DTYPES:
                 raise TypeError(
                     f"parameter '{f'{self.name}.{key}'.lstrip('.')}' is {parameter.dtype}, but halfulp.convert keeps "
                     f"{name_type(module)} in float32: the model was cast as a whole afterwards, by model.to(dtype) or "
@@ -110,7 +110,7 @@ class CastOutputsHook(CastHook):
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Return the outputs, cast."""
-        return map_tensors(output, lambda x: cast_finite(x, self.dtype), False)
+        return map_tensors(output, lambda x: cast_within_range(x, self.dtype), False)
 
 
 class RefuseWritesHook(CastHook):
@@ -118,10 +118,10 @@ class RefuseWritesHook(CastHook):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Raise where the module wrote into a copy, which its caller does not see."""
-        if torch.compiler.is_compiling() or not isinstance(kwargs, CopiedArguments):
+        if torch.compiler.is_compiling() or not isinstance(kwargs, ArgumentsWithCopies):
             return
         for copy, before in kwargs.copies:
-            now = _read_state(copy)
+            now = _read_contents(copy)
             if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
                 what = f"a tensor of {copy.dtype}" if isinstance(copy, Tensor) else name_type(copy)
                 raise RuntimeError(
@@ -131,12 +131,12 @@ class RefuseWritesHook(CastHook):
                 )
 
 
-def cast_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_within_range(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a plain floating tensor in another dtype, finite where it is finite; any other tensor as it is.
 
     A mask of `torch.finfo(torch.float32).min` becomes the dtype's own: minus infinity would make masked rows NaN.
     """
-    if x.dtype not in _PLAIN_DTYPES or x.dtype == dtype:
+    if x.dtype not in _CAST_DTYPES or x.dtype == dtype:
         return x
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # where tensors have the version counter of writes
@@ -163,32 +163,32 @@ def _get_stored_elements(x: Tensor) -> Tensor:
     return x.values() if x.is_nested or x.layout != torch.strided else x
 
 
-def install_casts(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> None:
-    """Install the hooks: modules get inputs in their dtype, islands hand on a dtype, and the model returns float32."""
+def install_cast_hooks(model: nn.Module, float32_modules: Container[str], dtype: torch.dtype) -> None:
+    """Install the hooks: inputs in a module's dtype, outputs of float32 ones in another, the model's in float32."""
     for name, module in model.named_modules():
-        if is_inside_modules(name, islands) and any(x is not None for x in module._parameters.values()):
-            module.register_forward_pre_hook(CheckFloat32Hook(name))
-        if name in islands:
-            if not isinstance(module, _MIXED_DTYPE_MODULES) or module.weight is None:
-                install_input_hooks(module, torch.float32, is_fixed=True)
+        if is_inside_modules(name, float32_modules) and any(x is not None for x in module._parameters.values()):
+            module.register_forward_pre_hook(RefuseCastParametersHook(name))
+        if name in float32_modules:
+            if not isinstance(module, _MIXED_DTYPE_NORMS) or module.weight is None:
+                install_input_cast_hooks(module, torch.float32, is_fixed=True)
             if module is not model:
                 module.register_forward_hook(CastOutputsHook(dtype))
-        elif is_inside_modules(name, islands):
+        elif is_inside_modules(name, float32_modules):
             continue
         elif isinstance(module, ParametrizationList):
             for parametrization in module:
-                install_input_hooks(parametrization, torch.float32, is_fixed=True)
+                install_input_cast_hooks(parametrization, torch.float32, is_fixed=True)
             module.register_forward_hook(CastOutputsHook(dtype))
         elif isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-            install_input_hooks(module, torch.float32, is_fixed=True)
+            install_input_cast_hooks(module, torch.float32, is_fixed=True)
             for layer in filter(has_weights, module.modules()):
                 layer.register_forward_hook(CastOutputsHook(torch.float32))
-        elif isinstance(module, _MIXED_DTYPE_MODULES) or _multiplies_by_weights(module):
-            install_input_hooks(module, dtype)
+        elif isinstance(module, _MIXED_DTYPE_NORMS) or _multiplies_by_weights(module):
+            install_input_cast_hooks(module, dtype)
     model.register_forward_hook(CastOutputsHook(torch.float32))
 
 
-def install_input_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
+def install_input_cast_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
     """Install the hooks that cast what a module is given; torch's own modules write into none of it."""
     writes = not get_original_class(module).__module__.startswith("torch.nn.")
     module.register_forward_pre_hook(CastInputsHook(dtype, writes, is_fixed), with_kwargs=True)
@@ -196,10 +196,10 @@ def install_input_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = 
         module.register_forward_hook(RefuseWritesHook(dtype), with_kwargs=True)
 
 
-def is_inside_modules(name: str, islands: Container[str]) -> bool:
+def is_inside_modules(name: str, outer: Container[str]) -> bool:
     """Return whether a module is one of some modules, or lies in one."""
     parts = name.split(".") if name else []
-    return any(".".join(parts[:k]) in islands for k in range(len(parts) + 1))
+    return any(".".join(parts[:k]) in outer for k in range(len(parts) + 1))
 
 
 def has_weights(module: nn.Module) -> bool:

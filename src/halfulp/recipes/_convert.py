@@ -18,12 +18,12 @@ from ..subclass.models._parameter_holders import check_holders, list_holding_opt
 from . import _casts, _operands
 from . import _recipe as _catalog
 from ._multipoint import MultipointLayer
-from ._plan import assign, check_float16_range, check_float32_model, find_float32_modules, list_kept_parameters
+from ._plan import assign, check_float16_range, check_float32_model, find_float32_modules, list_float32_parameters
 from ._recipe import Recipe
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
-_RECORD_ATTRIBUTE = "_halfulp_conversion"
+_CONVERSION_ATTRIBUTE = "_halfulp_conversion"
 
 
 class _ConversionRecord(NamedTuple):
@@ -82,7 +82,7 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     """
     recipe = _catalog.get(recipe)
     _refuse_wrapped_model(model)
-    for record in _list_records(model):
+    for record in _list_conversion_records(model):
         raise ValueError(
             f"the model is converted already, by recipe {record.recipe.name!r}: halfulp.revert(model) first"
         )
@@ -96,8 +96,8 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     kept = find_float32_modules(model, recipe)
     assign(recipe, model)
     if recipe.narrow:
-        check_float16_range(model, recipe, list_kept_parameters(model, kept))
-        _refuse_held_parameters(model, "convert")
+        check_float16_range(model, recipe, list_float32_parameters(model, kept))
+        _refuse_stepped_parameters(model, "convert")
     _check_parameter_holders(model, recipe, "convert")
     buffers: tuple[str, ...] = ()
     if recipe.perturb:
@@ -118,11 +118,11 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
         _cast_buffers(model, buffers, torch.float64)
         for module in model.modules():
             if _casts.has_weights(module):
-                _casts.install_input_hooks(module, torch.float64)
+                _casts.install_input_cast_hooks(module, torch.float64)
     elif recipe.narrow:
         buffers = _narrow_parameters(model, kept, _get_param_dtype(recipe))
-    _operands.install_rounding(model, recipe)
-    model.__dict__[_RECORD_ATTRIBUTE] = _ConversionRecord(recipe, buffers)
+    _operands.install_rounding_hooks(model, recipe)
+    model.__dict__[_CONVERSION_ATTRIBUTE] = _ConversionRecord(recipe, buffers)
     return model
 
 
@@ -147,11 +147,11 @@ def revert(model: ModuleType) -> ModuleType:
     >>> torch.equal(revert(convert(model, "bf16-split")).weight, start)
     True
     """
-    if not isinstance(model, nn.Module) or _RECORD_ATTRIBUTE not in model.__dict__:
+    if not isinstance(model, nn.Module) or _CONVERSION_ATTRIBUTE not in model.__dict__:
         raise ValueError("the model is not converted: revert takes the module that halfulp.convert was given")
-    record = model.__dict__[_RECORD_ATTRIBUTE]
+    record = model.__dict__[_CONVERSION_ATTRIBUTE]
     recipe = record.recipe
-    _refuse_held_parameters(model, "revert")
+    _refuse_stepped_parameters(model, "revert")
     _check_parameter_holders(model, recipe, "revert")
     if recipe.components:
         single_component(model)
@@ -165,16 +165,16 @@ def revert(model: ModuleType) -> ModuleType:
         _cast_buffers(model, record.buffers, torch.float32)
     remove_hooks(model.modules(), lambda hook: isinstance(hook, _casts.CastHook | _operands.ROUNDING_HOOKS))
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), _operands.BlockProducts):
+        if isinstance(vars(module).get("forward"), _operands.BlockProductForward):
             del vars(module)["forward"]
     float32_products(model, False)
-    del model.__dict__[_RECORD_ATTRIBUTE]
+    del model.__dict__[_CONVERSION_ATTRIBUTE]
     return model
 
 
 def read_recipe_of_model(model: nn.Module) -> Recipe:
     """Return the recipe of a converted model, or of the one inside a wrapper."""
-    found = {record.recipe for record in _list_records(model)}
+    found = {record.recipe for record in _list_conversion_records(model)}
     if len(found) != 1:
         several = f"converted by several recipes ({', '.join(sorted(x.name for x in found))})"
         said = several if found else "not converted"
@@ -184,13 +184,13 @@ def read_recipe_of_model(model: nn.Module) -> Recipe:
 
 def is_converted(model: nn.Module, recipe: Recipe | None = None) -> bool:
     """Return whether `convert` has converted this very module, by that recipe if one is given."""
-    record = vars(model).get(_RECORD_ATTRIBUTE)
+    record = vars(model).get(_CONVERSION_ATTRIBUTE)
     return record is not None and recipe in (None, record.recipe)
 
 
-def _list_records(model: nn.Module) -> list[_ConversionRecord]:
+def _list_conversion_records(model: nn.Module) -> list[_ConversionRecord]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [module.__dict__[_RECORD_ATTRIBUTE] for module in modules if _RECORD_ATTRIBUTE in module.__dict__]
+    return [module.__dict__[_CONVERSION_ATTRIBUTE] for module in modules if _CONVERSION_ATTRIBUTE in module.__dict__]
 
 
 def _get_param_dtype(recipe: Recipe) -> torch.dtype:
@@ -200,7 +200,7 @@ def _get_param_dtype(recipe: Recipe) -> torch.dtype:
 
 def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtype) -> tuple[str, ...]:
     """Narrow the parameters that are not kept, and install casts between the two kinds."""
-    keeps = list_kept_parameters(model, kept)
+    keeps = list_float32_parameters(model, kept)
     for parameter in model.parameters():
         if id(parameter) in keeps:
             keep_float32(parameter)
@@ -218,7 +218,7 @@ def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtyp
         if name.rpartition(".")[0] in norms and buffer.dtype == torch.float32
     )
     _cast_buffers(model, changed, dtype)
-    _casts.install_casts(model, kept, dtype)
+    _casts.install_cast_hooks(model, kept, dtype)
     float32_products(model)
     return changed
 
@@ -239,7 +239,7 @@ def _check_parameter_holders(model: nn.Module, recipe: Recipe, what: str) -> Non
     check_holders(model.named_parameters(), what, replaced=False)
 
 
-def _refuse_held_parameters(model: nn.Module, function: str) -> None:
+def _refuse_stepped_parameters(model: nn.Module, function: str) -> None:
     """Raise if an optimizer holds one of the parameters, whose states and low bits belong to the dtype they have."""
     for name, optimizer in list_holding_optimizers(model.named_parameters()):
         raise ValueError(

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._messages import name_type
-from ._training_step import call_on_batch
+from ._training_step import call_model_on_batch
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_SEARCHED_SCALES = torch.linspace(0.3, 1.0, 15, dtype=torch.float64, device="cpu").tolist()
+_CONVOLUTION_CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SEARCHED_SCALE_SHARES = torch.linspace(0.3, 1.0, 15, dtype=torch.float64, device="cpu").tolist()
 _MOST_POINTS = 4
 _SCALE_BYTES = 4
 _CHANNEL_BYTES = 4  # the index of a channel beside an extra point
@@ -75,7 +75,7 @@ class MultipointLayer(nn.Module):
     def __init__(self, layer: nn.Module, bits: int, codes: Tensor, scales: Tensor, channels: Tensor) -> None:
         super().__init__()
         self.bits, self.shape = bits, tuple(cast(Tensor, layer.weight).shape)
-        self._convolves = isinstance(layer, _CONVOLUTIONS)
+        self._convolves = isinstance(layer, _CONVOLUTION_CLASSES)
         # Of the dtype of the weight, which it follows when the model is converted.
         self.register_buffer("like", cast(Tensor, layer.weight).detach().new_empty(0), persistent=False)
         self.register_buffer("codes", pack_codes(codes, bits))
@@ -159,7 +159,7 @@ def multipoint(
         raise TypeError(f"multipoint takes a torch.nn.Module, got {name_type(model)}")
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
         raise ValueError(f"bits={bits!r}: a code has 2 to 8")
-    kinds = (nn.Linear, *_CONVOLUTIONS)
+    kinds = (nn.Linear, *_CONVOLUTION_CLASSES)
     layers = {
         name: m
         for name, m in model.named_modules()
@@ -189,7 +189,7 @@ def multipoint(
         )
     moments = _measure_input_moments(model, chosen, batches)
     ladders = {name: _ChannelPoints(layer, bits, moments[name]) for name, layer in chosen.items()}
-    points = _spend_budget(ladders, sizes, single * (budget - 1))
+    points = _choose_points(ladders, sizes, single * (budget - 1))
     made, quantized = {}, {}
     for name, ladder in ladders.items():
         count, channels = int(points[name].sum()), len(points[name])
@@ -233,7 +233,7 @@ def _find_best_point(residual: Tensor, most: int, moment: Tensor | None) -> tupl
     largest = residual.abs().amax(1)
     best = torch.full_like(largest, torch.inf)
     codes, scales = torch.zeros_like(residual), torch.zeros_like(largest)
-    for share in _SEARCHED_SCALES:
+    for share in _SEARCHED_SCALE_SHARES:
         a = torch.where(largest > 0, share * largest / most, 1.0)
         code = (residual / a[:, None]).round().clamp(-most, most)
         norm = code.square().sum(1)
@@ -252,7 +252,7 @@ def _compute_output_errors(rows: Tensor, moment: Tensor) -> Tensor:
     return ((grouped @ moment) * grouped).sum(2).flatten()
 
 
-def _spend_budget(ladders: Mapping[str, _ChannelPoints], sizes: Mapping[str, int], left: float) -> dict[str, Tensor]:
+def _choose_points(ladders: Mapping[str, _ChannelPoints], sizes: Mapping[str, int], left: float) -> dict[str, Tensor]:
     """Return the points of each channel: one, and then that which removes most error per byte while bytes are left."""
     points = {name: torch.ones_like(ladder.scales[0], dtype=torch.int64) for name, ladder in ladders.items()}
     costs = {name: size + _CHANNEL_BYTES for name, size in sizes.items()}
@@ -277,13 +277,13 @@ def _measure_input_moments(model: nn.Module, chosen: Mapping[str, Any], batches:
     sums: dict[str, Tensor] = {}
     counts = dict.fromkeys(chosen, 0)
 
-    def note(name: str, layer: Any, x: Tensor) -> None:
+    def add_moment(name: str, layer: Any, x: Tensor) -> None:
         rows = _unfold_input_rows(layer, x.detach().to("cpu", torch.float64))
         sums[name] = sums.get(name, 0) + rows.transpose(1, 2) @ rows
         counts[name] += rows.shape[1]
 
     handles = [
-        layer.register_forward_pre_hook(lambda layer, args, name=name: note(name, layer, args[0]))
+        layer.register_forward_pre_hook(lambda layer, args, name=name: add_moment(name, layer, args[0]))
         for name, layer in chosen.items()
     ]
     training, seen = [module for module in model.modules() if module.training], 0
@@ -292,7 +292,7 @@ def _measure_input_moments(model: nn.Module, chosen: Mapping[str, Any], batches:
         with torch.no_grad():
             for batch in batches:
                 seen += 1
-                call_on_batch(model, batch)
+                call_model_on_batch(model, batch)
     finally:
         for handle in handles:
             handle.remove()

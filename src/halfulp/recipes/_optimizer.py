@@ -92,10 +92,10 @@ def optimizer(
     groups = kind.split_groups(split_groups_by_update(recipe, model, named) if mix else named, **chosen)
     made = kind(groups, seed=seed, report_interval=report_interval, **options, **hyper)
     if recipe.format and recipe.state_dtype == recipe.format:
-        round_states_to_format(made, recipe.format, seed)
+        round_states_after_steps(made, recipe.format, seed)
     if recipe.gradient_format:
 
-        def check_gradients_rounded(*_: object) -> None:
+        def refuse_unrounded_gradients(*_: object) -> None:
             if "forward" not in vars(model):
                 options = ", ".join(f"{key}={value!r}" for key, value in _make_scaler_options(recipe).items())
                 raise RuntimeError(
@@ -104,7 +104,7 @@ def optimizer(
                     "scaler.step(optimizer), scaler.update()"
                 )
 
-        made.register_step_pre_hook(check_gradients_rounded)
+        made.register_step_pre_hook(refuse_unrounded_gradients)
     return made
 
 
@@ -258,7 +258,7 @@ MeasuredOptimizer = Optimizer | TorchOptimizer
 _TORCH_OPTIMIZERS = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 
-def round_states_to_format(optimizer: Optimizer, format: str, seed: int) -> None:
+def round_states_after_steps(optimizer: Optimizer, format: str, seed: int) -> None:
     """Round the float32 states to ``format`` after every step: to nearest, second moments stochastically.
 
     A second moment changes by less than half an ulp per step, so that nearest rounding would freeze it. States that

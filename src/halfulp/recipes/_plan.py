@@ -20,7 +20,7 @@ from ..scaled.rules._products import EIGHT_BIT_SIDE_MULTIPLE
 from ..subclass.models._float32_products import get_original_class
 from . import _recipe as _catalog
 from ._casts import is_inside_modules
-from ._recipe import NORMS, Recipe
+from ._recipe import NORM_GLOBS, Recipe
 
 
 def check_float32_model(model: nn.Module) -> None:
@@ -53,7 +53,7 @@ def find_float32_modules(model: nn.Module, recipe: Recipe) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     matched: set[str] = set()
-    keeps_norms = set(NORMS) <= set(recipe.float32)
+    keeps_norms = set(NORM_GLOBS) <= set(recipe.float32)
     for name, module in model.named_modules():
         globs = [glob for glob in recipe.float32 if _matches_module(glob, name, module)]
         matched.update(globs)
@@ -68,7 +68,7 @@ def find_float32_modules(model: nn.Module, recipe: Recipe) -> dict[str, str]:
         elif keeps_norms and module is not model and _has_only_vectors(module):
             found[name] = "has vectors alone, which scale or shift"
     for glob in recipe.float32:
-        if glob not in matched and glob not in NORMS:
+        if glob not in matched and glob not in NORM_GLOBS:
             raise ValueError(
                 f"recipe {recipe.name!r} keeps {glob!r} in float32, which is the name of no module of the model and of "
                 "no class of its modules without children; globs are matched against both"
@@ -97,8 +97,8 @@ def check_float16_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> No
             )
 
 
-def list_kept_parameters(model: nn.Module, kept: Container[str]) -> set[int]:
-    """Return the ids of the parameters that lie in islands, under any of their names."""
+def list_float32_parameters(model: nn.Module, kept: Container[str]) -> set[int]:
+    """Return the ids of the parameters that stay float32, under any of their names."""
     inner = [module for name, module in model.named_modules() if is_inside_modules(name, kept)]
     return {id(p) for module in inner for p in module._parameters.values() if p is not None}
 
@@ -137,7 +137,7 @@ def _matches_module(glob: str, name: str, module: nn.Module) -> bool:
     return any(fnmatch.fnmatchcase(kind.__name__, glob) for kind in classes)
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTION_CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RECURRENT_LAYERS = (nn.RNNBase, nn.RNNCellBase)
 _MULTIPLYING_LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.modules.conv._ConvNd, *_RECURRENT_LAYERS)
 
@@ -154,7 +154,7 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     is_called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     if not is_called or find_eight_bit_forward(module) is None:
         words = "fp8 is for products that linear layers compute by their own forward"
-        return None, words if isinstance(module, _MULTIPLYING_LAYERS) else _explain_no_product(module)
+        return None, words if isinstance(module, _MULTIPLYING_LAYERS) else _explain_missing_product(module)
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     sides = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else list(weight.shape)
@@ -164,7 +164,7 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     return "fp8 products", f"{sides[0]} x {sides[1]}: {multiples}"
 
 
-def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
+def has_rounded_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
     """Return whether a recipe rounds a module's operands: of linear layers and convolutions that it does not exempt."""
     layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and "weight" in module._parameters
     if not recipe.operand_format or not layer or any(_matches_module(glob, name, module) for glob in recipe.float32):
@@ -172,11 +172,11 @@ def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
     # Block formats replace torch's own forward, so that a class or an object with another one is left as it is.
     forward = vars(module).get("forward")
     is_plain = forward is None or hasattr(forward, "round_example_blocks")
-    is_torchs = get_original_class(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
+    is_torchs = get_original_class(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTION_CLASSES)}
     return recipe.operand_format not in block_names() or (is_plain and is_torchs)
 
 
-def _explain_no_product(module: nn.Module) -> str:
+def _explain_missing_product(module: nn.Module) -> str:
     """Describe a module that is none of torch's layers that multiply."""
     return "no product" if type(module).__module__.startswith("torch.nn.") else "only where its forward multiplies"
 
@@ -228,7 +228,7 @@ class Explanation:
     bytes_after: int
 
     def __str__(self) -> str:
-        rows = [("module", "class", "asked for", "gets", "why not"), *_make_table_rows(self.modules)]
+        rows = [("module", "class", "asked for", "gets", "why not"), *_make_plan_rows(self.modules)]
         size = f"{self.bytes_before:,} bytes of parameters become {self.bytes_after:,}."
         return "\n".join([self.recipe.explain(), *align_columns(rows), size])
 
@@ -258,10 +258,10 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     """
     recipe = _catalog.get(recipe)
     check_float32_model(model)
-    islands = find_float32_modules(model, recipe)
-    keeps, updates = list_kept_parameters(model, islands), assign(recipe, model)
+    float32_modules = find_float32_modules(model, recipe)
+    keeps, updates = list_float32_parameters(model, float32_modules), assign(recipe, model)
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    given = recipe, islands, keeps, updates, first
+    given = recipe, float32_modules, keeps, updates, first
     plans = tuple(_plan_module(name, module, *given) for name, module in model.named_modules())
     before = sum(4 * p.numel() for p in model.parameters())
     dtype: torch.dtype = getattr(torch, recipe.payload or recipe.param_dtype or "float32")
@@ -274,17 +274,17 @@ def _plan_module(
     name: str,
     module: nn.Module,
     recipe: Recipe,
-    islands: dict[str, str],
+    float32_modules: dict[str, str],
     keeps: set[int],
     updates: dict[str, str | None],
     first: dict[int, str],
 ) -> ModulePlan:
     """Return the plan of a module's own parameters; tied ones are another's, under the first name."""
     own = {key: p for key, p in module._parameters.items() if p is not None}
-    why_kept = islands.get(name, "")
-    if not why_kept and is_inside_modules(name, islands):
-        outer = next(island for island in islands if is_inside_modules(name, {island}))
-        why_kept = f"in {outer!r}, which {islands[outer]}"
+    why_kept = float32_modules.get(name, "")
+    if not why_kept and is_inside_modules(name, float32_modules):
+        outer = next(outer_name for outer_name in float32_modules if is_inside_modules(name, {outer_name}))
+        why_kept = f"in {outer!r}, which {float32_modules[outer]}"
     if not own:
         return ModulePlan(name, type(module).__name__, 0, "", "float32" if why_kept else "", None, None, why_kept)
     names = {key: first[id(p)] for key, p in own.items()}
@@ -330,7 +330,7 @@ def _describe_narrow_products(recipe: Recipe, name: str, module: nn.Module) -> t
     """Return which products of a module are narrow, and why not all."""
     if recipe.matmul:
         return describe_eight_bit_products(module)
-    operands = f"operands in {recipe.operand_format}" if rounds_operands(recipe, name, module) else None
+    operands = f"operands in {recipe.operand_format}" if has_rounded_operands(recipe, name, module) else None
     lacks = ""
     if recipe.operand_format and not operands:
         lacks = "operands are rounded in linear layers and convolutions that are not exempt"
@@ -338,12 +338,12 @@ def _describe_narrow_products(recipe: Recipe, name: str, module: nn.Module) -> t
     if recipe.gradient_format:
         is_rounded = isinstance(module, _MULTIPLYING_LAYERS)
         gets = f"gradients in {recipe.gradient_format}" if is_rounded else None
-        why = "" if is_rounded else _explain_no_product(module)
+        why = "" if is_rounded else _explain_missing_product(module)
         return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
     return operands, lacks
 
 
-def _make_table_rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
+def _make_plan_rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
     """Return a row for each module that gets something; those that differ in numbers alone share one."""
     grouped: dict[tuple[str, ...], list[ModulePlan]] = {}
     for plan in plans:

@@ -15,7 +15,7 @@ from ..checkpoints._names import name_optimizer_states, read_checkpoint_content
 from ..checkpoints._open import open_checkpoint
 from ..findings import collect_findings
 from ._audit import Audit
-from ._states import compare_states
+from ._states import compare_optimizer_states
 from ._tensors import compare_tensors
 
 CheckpointOrPath = str | os.PathLike[str] | Mapping[str, Any]
@@ -69,7 +69,7 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) 
     after.unseen.clear()
     complete = len(later) >= after.stepped_count
     tensors = compare_tensors(before, after, set(earlier) | set(later))
-    states = compare_states(earlier, later, after, lr)
+    states = compare_optimizer_states(earlier, later, after, lr)
     unseen += [said for said in after.unseen if said not in unseen]
     said = tuple(dict.fromkeys(unseen))
     made = Audit(tensors, states, said, states_complete=complete)

@@ -24,7 +24,7 @@ _SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 _OPTION_NAMES = ("lr", "weight_decay", "betas", "eps", "momentum", "amsgrad", "maximize")
 
 
-def compare_states(
+def compare_optimizer_states(
     a: Mapping[str, NamedParameterState], b: Mapping[str, NamedParameterState], weights: Checkpoint, lr: float | None
 ) -> dict[str, StateAudit]:
     """Compare the optimizer states of two checkpoints, by parameter."""
@@ -57,7 +57,7 @@ def _compare_parameter_states(
     theirs = _get_state_tensors(after)
     steps = None if before is None else _read_step(before), _read_step(after)
     compensation = [key for key in _COMPENSATION_STATES if key in theirs]
-    weight_update = _name_weight_update(after.options, theirs)
+    weight_update = _read_weight_update(after.options, theirs)
     to_nearest = not compensation and weight_update in (None, "nearest")
     numbers = weight.dtype.is_floating_point and get_precision(weight.dtype) is not None
     alike = {key: stored.dtype for key, stored in theirs.items() if stored.shape == weight.shape}
@@ -89,7 +89,7 @@ def _read_step(state: NamedParameterState) -> int | None:
     return int(step) if isinstance(step, int | float) and math.isfinite(step) else None
 
 
-def _name_weight_update(group: Mapping[str, Any], states: Mapping[str, Tensor]) -> str | None:
+def _read_weight_update(group: Mapping[str, Any], states: Mapping[str, Tensor]) -> str | None:
     """Return the name of a weight update of halfulp's optimizers; None of others."""
     if "weight_update" not in group:
         return None

@@ -60,7 +60,7 @@ class Checkpoint:
 _NO_DECAY_PATTERN = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-def list_names_by_config(config: Path, tensors: Mapping[str, Tensor]) -> list[str] | None:
+def list_parameter_names_by_config(config: Path, tensors: Mapping[str, Tensor]) -> list[str] | None:
     """Return the parameter names of a transformers model in its own order, made from its config on the meta device.
 
     Its class is that of the installed transformers; code beside the config is not run.
@@ -87,17 +87,17 @@ def list_names_by_config(config: Path, tensors: Mapping[str, Tensor]) -> list[st
 
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
-_COMPANION_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
+_TENSOR_PART_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
 
 
 def refuse_tensor_parts(names: Collection[str]) -> None:
     """Raise NotImplementedError where parts of tensors of several components or with a scale are among tensors."""
-    parts = [name for name in names if (match := _COMPANION_PATTERN.search(name)) and name[: match.start()] in names]
+    parts = [name for name in names if (match := _TENSOR_PART_PATTERN.search(name)) and name[: match.start()] in names]
     if parts:
-        raise _make_parts_error(parts)
+        raise _make_tensor_parts_error(parts)
 
 
-def _make_parts_error(names: Sequence[str]) -> NotImplementedError:
+def _make_tensor_parts_error(names: Sequence[str]) -> NotImplementedError:
     return NotImplementedError(
         f"{quote(names)} are parts of tensors of several components or with a scale, whose updates are not those of "
         "plain floating-point numbers: forecast the model before it is converted, and audit decoded values, "
@@ -119,7 +119,7 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
     for optimizer in checkpoint.optimizers:
         groups = {key: group for keys, group in zip(optimizer.keys_by_group, optimizer.groups) for key in keys}
         names = _read_saved_names(optimizer, list(groups))
-        names = _name_by_model_order(checkpoint, optimizer, len(groups)) if names is None else names
+        names = _name_states_in_order(checkpoint, optimizer, len(groups)) if names is None else names
         if names is None:
             order = ", or install the transformers that saved it, which has the model's order"
             unseen.append(
@@ -151,14 +151,14 @@ def _read_saved_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, 
     return dict(zip(keys, strip_wrapper_names(itertools.chain(*own)), strict=True))
 
 
-def _name_by_model_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: int) -> dict[Any, str] | None:
+def _name_states_in_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: int) -> dict[Any, str] | None:
     """Return names in the order of the model, where numbers and shapes of all parameters agree with it."""
     candidates = {
         name: tensor
         for name, tensor in checkpoint.tensors.items()
         if name.rpartition(".")[2] not in RUNNING_STATISTICS and (tensor.is_floating_point() or tensor.is_complex())
     }
-    order = None if checkpoint.config is None else list_names_by_config(checkpoint.config, candidates)
+    order = None if checkpoint.config is None else list_parameter_names_by_config(checkpoint.config, candidates)
     order = list(candidates) if checkpoint.ordered else order
     if order is None or not len(order) == len(candidates) == count:
         return None
@@ -176,13 +176,13 @@ def _name_by_model_order(checkpoint: Checkpoint, optimizer: OptimizerStates, cou
     }
     found: list[dict[Any, str]] = []
     for decaying in (by_name, matrices):
-        names = _assign_names(candidates, optimizer, decaying)
+        names = _assign_parameter_names(candidates, optimizer, decaying)
         if names is not None and names not in found:
             found.append(names)
     return found[0] if len(found) == 1 else None
 
 
-def _assign_names(
+def _assign_parameter_names(
     ordered: Mapping[str, Tensor], optimizer: OptimizerStates, decaying: Collection[str]
 ) -> dict[Any, str] | None:
     """Return names in order, each given to the group whose next state fits, of several the one that decays or not."""
@@ -208,7 +208,7 @@ _MODEL_KEY_PATTERN = re.compile(
     r"^(model|net|network|module|weights|params|model_?state|(model_?)?state_?dict|model_state_dict)$", re.I
 )
 # What runs keep beside their weights: tensors here are a generator's state, a best score, a counter.
-_OTHER_KEY_PATTERN = re.compile(
+_AUXILIARY_KEY_PATTERN = re.compile(
     r"rng|random|callback|loop|schedul|scaler|metric|loss|history|sampler|hyper|config|args|step|epoch", re.I
 )
 _DEEPEST_NESTING = 64
@@ -221,14 +221,14 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
         raise ValueError(f"{path} holds {name_type(content)}: give a checkpoint with a model's state_dict")
     leaves: _TensorsByPath = {}
     found = Checkpoint(path, {})
-    for where, leaf in walk_leaves(content, ()):
+    for where, leaf in walk_checkpoint_leaves(content, ()):
         if isinstance(leaf, OptimizerStates):
             found.optimizers.append(leaf)
         elif isinstance(leaf, ValueError):
             found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf}")
         elif isinstance(leaf, Tensor):
             if isinstance(leaf, MCTensor | ScaledTensor):
-                raise _make_parts_error([".".join(map(str, where))])
+                raise _make_tensor_parts_error([".".join(map(str, where))])
             leaves[where] = _take_local_part(leaf)
     found.tensors = _name_model_tensors(leaves, found.unseen)
     # Of several names of one memory, under which tied weights are saved, the first one stays.
@@ -252,7 +252,7 @@ def _take_local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def walk_leaves(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
+def walk_checkpoint_leaves(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
     """Yield what nested data holds with its path: leaves, and the states of whole optimizers."""
     if len(where) > _DEEPEST_NESTING:
         raise ValueError(
@@ -263,10 +263,10 @@ def walk_leaves(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
         yield where, _read_optimizer_states(content)
     elif isinstance(content, Mapping):
         for key, value in content.items():
-            yield from walk_leaves(value, (*where, key))
+            yield from walk_checkpoint_leaves(value, (*where, key))
     elif isinstance(content, list | tuple):
         for number, value in enumerate(content):
-            yield from walk_leaves(value, (*where, number))
+            yield from walk_checkpoint_leaves(value, (*where, number))
     elif isinstance(content, Tensor) and (content.layout != torch.strided or content.is_meta):
         kind = "on the meta device, without numbers" if content.is_meta else f"a tensor of layout {content.layout}"
         yield where, ValueError(f"it is {kind}")
@@ -313,4 +313,4 @@ def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, 
 
 
 def _is_auxiliary_key(key: object) -> bool:
-    return isinstance(key, int) or bool(_OTHER_KEY_PATTERN.search(str(key)))
+    return isinstance(key, int) or bool(_AUXILIARY_KEY_PATTERN.search(str(key)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._messages import quote
 from ...optim.parameters._random_identity import strip_wrapper_names
-from ._names import Checkpoint, OptimizerStates, read_checkpoint_content, refuse_tensor_parts, walk_leaves
+from ._names import Checkpoint, OptimizerStates, read_checkpoint_content, refuse_tensor_parts, walk_checkpoint_leaves
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WEIGHT_FILE_STEMS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
@@ -78,7 +78,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     found = _open_weight_files(folder, files)
     for path in (folder / name for name in _OPTIMIZER_FILES):
         if path.is_file() and not found.optimizers:
-            leaves = walk_leaves(load_torch_file(path), ())
+            leaves = walk_checkpoint_leaves(load_torch_file(path), ())
             found.optimizers = [leaf for _, leaf in leaves if isinstance(leaf, OptimizerStates)]
             if not found.optimizers:
                 found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")

@@ -42,7 +42,7 @@ class AccumulationSwamped(FindingKind):
             yield self.found(name, severity, sure, said, cure=cure, **make_change_evidence(sums, held_in))
 
 
-FEWEST_CHANGES = 16
+FEWEST_AVERAGE_CHANGES = 16
 # An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
 REALISED_AVERAGE_WARNING = 0.5
 REALISED_AVERAGE_ERROR = 0.1
@@ -62,11 +62,11 @@ class AverageStuck(FindingKind):
         for name, average in record.averages.items():
             change = average.change
             realised = change.realised_share
-            if change.seen < FEWEST_CHANGES or realised is None or is_wide_dtype(average.dtype):
+            if change.seen < FEWEST_AVERAGE_CHANGES or realised is None or is_wide_dtype(average.dtype):
                 continue
             if realised < REALISED_AVERAGE_WARNING:
                 severity: Severity = "error" if realised < REALISED_AVERAGE_ERROR else "warning"
-                sure, cure = compute_confidence(change.seen, FEWEST_CHANGES), self.choose_cure(average.dtype)
+                sure, cure = compute_confidence(change.seen, FEWEST_AVERAGE_CHANGES), self.choose_cure(average.dtype)
                 said = f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}"
                 yield self.found(name, severity, sure, said, cure=cure, **make_change_evidence(change, average.dtype))
 

@@ -8,7 +8,7 @@ from .._finding import Finding, Severity
 from .._record import Record
 from .._text import compute_confidence, format_percent, name_dtype
 from ._kind import FindingKind, register_finding
-from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_float32_range, list_tensors
+from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_float32_range, list_tensors_of_roles
 
 FEWEST_BLOCK_ELEMENTS = 64
 # Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.
@@ -58,7 +58,7 @@ class GradientBelowNoise(FindingKind):
     explained_by = ("block-hidden", "gradient-underflow", "payload-saturated", "quantized-to-zero")
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in list_tensors(record, *GRADIENT_ROLES):
+        for tensor in list_tensors_of_roles(record, *GRADIENT_ROLES):
             noise = tensor.quantization_error
             if tensor.asked_format is None or not noise or not tensor.rms < STALLING_NOISE_RATIO * noise:
                 continue
@@ -74,7 +74,7 @@ FEWEST_SATURATED_ELEMENTS = 8
 SATURATED_SHARE_WARNING = 0.001
 # The largest elements carry most of a product: with a hundredth of them cut off the layer computes something else.
 SATURATED_SHARE_ERROR = 0.01
-SCALE_FIRST_CURE = (
+SCALE_BEFORE_ROUNDING_CURE = (
     "scale this tensor before it is rounded (hu.scalify gives every tensor a scale), or round it to mxfp8_e4m3, "
     "whose blocks have scales, or to e5m2"
 )
@@ -97,7 +97,7 @@ class PayloadSaturated(FindingKind):
             # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
             if asked is not None:
                 said = f"beyond {asked}'s largest number and reach {tensor.amax:.4g}"
-                cases.append((tensor.asked_overflow, tensor.sampled, asked, said, SCALE_FIRST_CURE))
+                cases.append((tensor.asked_overflow, tensor.sampled, asked, said, SCALE_BEFORE_ROUNDING_CURE))
             if held_in is not None and not has_float32_range(held_in):
                 said = f"at {held_in.name}'s largest number, {held_in.max:.6g}"
                 count = tensor.largest - tensor.steps  # a scale puts one there in each step
@@ -128,7 +128,7 @@ class QuantizedToZero(FindingKind):
     explained_by = ("activation-underflow", "dtype-not-asked")
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in list_tensors(record, "activation"):
+        for tensor in list_tensors_of_roles(record, "activation"):
             entered = tensor.input_amax
             # Zeros in 16 bits and more are those of a ReLU, a mask or a zero weight, unless a quantizer made them.
             quantizes = tensor.dtype.itemsize == 1 or "quant" in tensor.kind.lower()

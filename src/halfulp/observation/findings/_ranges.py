@@ -29,7 +29,7 @@ def get_storage_format(tensor: TensorRecord) -> Format | None:
         return None
 
 
-def list_tensors(record: Record, *roles: Role) -> list[TensorRecord]:
+def list_tensors_of_roles(record: Record, *roles: Role) -> list[TensorRecord]:
     """Return the tensors of some roles, in order of computation."""
     return sorted((tensor for (role, _), tensor in record.tensors.items() if role in roles), key=lambda t: t.order)
 
@@ -56,7 +56,7 @@ def estimate_vanished_share(tensor: TensorRecord, format: Format) -> float:
     return vanished / max(1.0, count_nonzero(tensor) + vanished)
 
 
-def count_binades_left(tensor: TensorRecord, format: Format) -> float:
+def measure_overflow_margin(tensor: TensorRecord, format: Format) -> float:
     """Return how many binades lie between a tensor's largest magnitude and the format's."""
     return math.log2(format.max / tensor.amax) if tensor.amax > 0 else math.inf
 
@@ -95,7 +95,7 @@ class ActivationUnderflow(FindingKind):
     explained_by = ("dtype-not-asked",)
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in list_tensors(record, "activation"):
+        for tensor in list_tensors_of_roles(record, "activation"):
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
                 continue
@@ -167,14 +167,19 @@ class EpsZero(FindingKind):
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
 FEWEST_NONFINITE_STEPS = 3
-FORWARD_CURE = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
-FORWARD_CURE_IN_WIDE_RANGE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
-BACKWARD_CURE = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
-READER_CURE = (
+NONFINITE_OUTPUT_CURE = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
+NONFINITE_WIDE_OUTPUT_CURE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
+NONFINITE_WEIGHT_GRADIENT_CURE = (
+    "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
+)
+NONFINITE_OUTPUT_GRADIENT_CURE = (
     "see what takes this output, the next layer or the loss: what its backward pass divides by (sqrt, norm or log at "
     "0) needs an eps inside"
 )
-CURES_BY_ROLE: dict[Role, str] = {"activation gradient": READER_CURE, "weight gradient": BACKWARD_CURE}
+NONFINITE_GRADIENT_CURES: dict[Role, str] = {
+    "activation gradient": NONFINITE_OUTPUT_GRADIENT_CURE,
+    "weight gradient": NONFINITE_WEIGHT_GRADIENT_CURE,
+}
 LAST_CLEAN_CHECKPOINT_ADVICE = "load the last clean checkpoint, which `halfulp audit` finds"
 GO_BACK_ADVICE = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
 GO_FURTHER_BACK_ADVICE = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
@@ -188,9 +193,9 @@ class FirstNonfinite(FindingKind):
     """NaN or infinity appeared; this is the first module or tensor that had it."""
 
     code = "first-nonfinite"
-    cure = FORWARD_CURE
+    cure = NONFINITE_OUTPUT_CURE
     says = "{place} [has|have] the first NaN or infinity: [its|their] {role}, in step {step}"
-    wide_cure = FORWARD_CURE_IN_WIDE_RANGE
+    wide_cure = NONFINITE_WIDE_OUTPUT_CURE
     explained_by = ("eps-zero",)
     spreads = True
 
@@ -229,9 +234,9 @@ class FirstNonfinite(FindingKind):
         said = f"{first.role} has the first NaN or infinity, {counted}; {others} more tensors have some since"
         severity: Severity = "note" if alone else "error"
         if first.role == "activation":
-            cure = FORWARD_CURE_IN_WIDE_RANGE if has_float32_range(get_storage_format(first)) else FORWARD_CURE
+            cure = NONFINITE_WIDE_OUTPUT_CURE if has_float32_range(get_storage_format(first)) else NONFINITE_OUTPUT_CURE
         else:
-            cure = CURES_BY_ROLE.get(first.role, LAST_CLEAN_CHECKPOINT_ADVICE)
+            cure = NONFINITE_GRADIENT_CURES.get(first.role, LAST_CLEAN_CHECKPOINT_ADVICE)
         told |= _make_nonfinite_evidence(first)
         yield self.found(first.name, severity, 1 - 0.5 ** (1 + others), said, cure=cure, step=step, **told)
 
@@ -307,7 +312,7 @@ class GradientUnderflow(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         cure = SCALED_LOSS_REMEDY if has_scaled_loss(record) else UNSCALED_LOSS_REMEDY
-        found = [one for one in list_tensors(record, *GRADIENT_ROLES) if one.elements]
+        found = [one for one in list_tensors_of_roles(record, *GRADIENT_ROLES) if one.elements]
         steps = min((one.steps for one in found), default=0)
         nothing_arrives = steps >= FEWEST_VANISHED_STEPS and all(one.is_all_zero for one in found)
         for tensor in found:
@@ -358,7 +363,7 @@ class OverflowNear(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         gradients = () if has_scaled_loss(record) else ("activation gradient", "weight gradient")
-        for tensor in list_tensors(record, "activation", "weight", *gradients):
+        for tensor in list_tensors_of_roles(record, "activation", "weight", *gradients):
             held_in = get_storage_format(tensor)
             # What has a scale fills the range on purpose; what is stored in 8 bits has one that nothing tells.
             if held_in is None or tensor.dtype.itemsize < 2 or tensor.scale != 1.0:
@@ -366,7 +371,7 @@ class OverflowNear(FindingKind):
             # A mask is filled with the lowest number of such a range: torch.finfo(dtype).min.
             if has_float32_range(held_in) and tensor.amax == held_in.max:
                 continue
-            left = count_binades_left(tensor, held_in)
+            left = measure_overflow_margin(tensor, held_in)
             if left < NEAR_OVERFLOW_BINADES:
                 said = f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
                 said += "largest"

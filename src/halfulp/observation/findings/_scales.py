@@ -9,12 +9,12 @@ from .._record import Record
 from .._text import compute_confidence, format_percent
 from ._kind import FindingKind, register_finding
 from ._ranges import (
-    count_binades_left,
     count_nonzero,
     estimate_vanished_share,
     get_storage_format,
     has_scaled_loss,
-    list_tensors,
+    list_tensors_of_roles,
+    measure_overflow_margin,
     measure_subnormal_share,
 )
 
@@ -93,12 +93,12 @@ class SchedulerOnSkips(FindingKind):
 
 # A dynamic scale is the largest at which nothing overflows. What is this near to the largest number stops it, by itself
 # or in a weight gradient, which is its sum over a batch.
-HOLDING_BINADES = 6.0
+OVERFLOW_MARGIN_BINADES = 6.0
 # Everything else could take a scale larger by as many powers of two.
-BINADES_APART = 6.0
+MARGIN_GAP_BINADES = 6.0
 # Harm done, which a larger scale would save of another tensor.
-VANISHED_SHARE = 0.05
-SUBNORMAL_SHARE = 0.5
+HARMFUL_VANISHED_SHARE = 0.05
+HARMFUL_SUBNORMAL_SHARE = 0.5
 
 
 @register_finding
@@ -116,22 +116,22 @@ class SiteHoldsScale(FindingKind):
             return
         room = [
             (tensor, held_in)
-            for tensor in list_tensors(record, "activation gradient")
+            for tensor in list_tensors_of_roles(record, "activation gradient")
             # A loss scale is there for formats without float32's range.
             if (held_in := get_storage_format(tensor)) is not None and held_in.emin > -100 and tensor.amax > 0
         ]
         if len(room) < 3:
             return
-        room.sort(key=lambda pair: count_binades_left(*pair))
+        room.sort(key=lambda pair: measure_overflow_margin(*pair))
         # The widest gap in the half that is nearer to overflow: a large gradient goes on to the layers before it until
         # one makes it small, so that several may be as large.
-        margins = [count_binades_left(*pair) for pair in room]
+        margins = [measure_overflow_margin(*pair) for pair in room]
         gap = max(range(1, len(room) // 2 + 1), key=lambda i: margins[i] - margins[i - 1])
         apart = margins[gap] - margins[gap - 1]
         vanished = max(estimate_vanished_share(*pair) for pair in room[gap:])
         subnormal = max(measure_subnormal_share(*pair) for pair in room[gap:])
-        is_harmful = vanished >= VANISHED_SHARE or subnormal >= SUBNORMAL_SHARE
-        if margins[0] <= HOLDING_BINADES and apart >= BINADES_APART and is_harmful:
+        is_harmful = vanished >= HARMFUL_VANISHED_SHARE or subnormal >= HARMFUL_SUBNORMAL_SHARE
+        if margins[0] <= OVERFLOW_MARGIN_BINADES and apart >= MARGIN_GAP_BINADES and is_harmful:
             names = [tensor.name for tensor, _ in room[:gap]]
             sure = compute_confidence(min(count_nonzero(tensor) for tensor, _ in room), 32)
             said = f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows "

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 # Fewer elements say nothing of a share of 10%.
 FEWEST_UPDATES = 32
 # A tenth of the movement missing is a learning rate a tenth smaller, which no training shows; half is a different run.
-REALISED_WARNING = 0.9
-REALISED_ERROR = 0.5
+REALISED_UPDATES_WARNING = 0.9
+REALISED_UPDATES_ERROR = 0.5
 # Large updates are most of the movement and survive, so that nearly all of it may take place while most elements stand
 # still: a character GPT in bfloat16 that loses 51% of its updates and realises 99% ends with a validation loss of 2.16
 # instead of float32's 2.12 (docs/compare.md).
@@ -48,8 +48,8 @@ def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: f
     """
     if realised is None or realised != realised or is_wide_dtype(dtype):
         return None
-    if realised < REALISED_WARNING:
-        return "error" if realised < REALISED_ERROR else "warning"
+    if realised < REALISED_UPDATES_WARNING:
+        return "error" if realised < REALISED_UPDATES_ERROR else "warning"
     return "warning" if cancelled >= CANCELLED_SHARE_WARNING else None
 
 
@@ -128,7 +128,7 @@ class FreezeAhead(FindingKind):
             )
 
 
-COPY_CURE = "set requires_grad=False if it is a copy of weights; else see whether the loss depends on it"
+UNTRAINED_COPY_CURE = "set requires_grad=False if it is a copy of weights; else see whether the loss depends on it"
 
 
 @register_finding
@@ -155,7 +155,7 @@ class NeverStepped(FindingKind):
                     said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a "
                     said += "target or average"
                     told: dict[str, Any] = {"numel": numel, "sampled_steps": steps}
-                    yield self.found(name, "note", 1 - 0.5**steps, said, cure=COPY_CURE, **told)
+                    yield self.found(name, "note", 1 - 0.5**steps, said, cure=UNTRAINED_COPY_CURE, **told)
             # Of a shard without elements the gradient goes to other ranks.
             elif steps and parameter.gradients == 0 and parameter.numel:
                 said = f"no gradient in any of {steps} sampled steps"
@@ -168,7 +168,7 @@ DEVIATION_LIMIT = 6.0
 CORRELATION_LIMIT = 0.1
 FEWEST_ROUNDED = 256
 # Of small updates few are rounded up, and each that is by chance in two steps looks like a large correlation.
-COINCIDENCES = 6
+FEWEST_EXPECTED_COINCIDENCES = 6
 
 
 @register_finding
@@ -192,7 +192,7 @@ class RandomBitsRepeat(FindingKind):
             if opened:
                 # No decision's variance is over a quarter, so that chance correlates them by at most half of 1 over
                 # the root.
-                least = max(CORRELATION_LIMIT, DEVIATION_LIMIT / 2 / opened**0.5, COINCIDENCES / opened)
+                least = max(CORRELATION_LIMIT, DEVIATION_LIMIT / 2 / opened**0.5, FEWEST_EXPECTED_COINCIDENCES / opened)
             correlation = rounding.repeated
             if correlation is not None and correlation > least:
                 said = f"two steps round the same way, with a correlation of {correlation:.2g}"
@@ -267,7 +267,7 @@ def _describe_lost_updates(update: RealisedChanges, dtype: torch.dtype, options:
     if realised is None:
         return f"{lost} of elements with a gradient unchanged{describe_lr(options)}"
     said = f"{lost} of updates lost in {name_dtype(dtype)}{describe_lr(options)}"
-    if realised < REALISED_WARNING:
+    if realised < REALISED_UPDATES_WARNING:
         return said
     return f"{said}, the smaller ones, though {format_percent(min(1.0, realised))} of the movement took place"
 
@@ -349,8 +349,8 @@ FEWEST_FROZEN_ELEMENTS = 8
 DENSE_GRADIENT_SHARE = 0.5
 # An element at a power of two may go down and come back: so rare, movement is no sign of somebody who writes.
 MOSTLY_LOST_SHARE = 0.9
-FEWEST_MOVES = 16
-ROUNDED_CURE = "keep it in float32, or step it with weight_update='kahan' of hu.optim"
+FEWEST_MOVED_ELEMENTS = 16
+FROZEN_BY_ROUNDING_CURE = "keep it in float32, or step it with weight_update='kahan' of hu.optim"
 WRITTEN_BACK_CURE = (
     "find what writes its old value back after each step (copy_, load_state_dict, a weight made anew in forward); "
     "hu.optim's weight updates need a parameter that stays"
@@ -362,7 +362,7 @@ class WeightFrozen(FindingKind):
     """A weight that the optimizer steps, with gradients that are not zero, still holds its first bits."""
 
     code = "weight-frozen"
-    cure = ROUNDED_CURE
+    cure = FROZEN_BY_ROUNDING_CURE
     says = "{place} [has|have] not moved in {sampled_steps} sampled steps: {dtype} weights{at_lr}"
     write = write_optimizer_code(None, KAHAN_ARGUMENT)
     role = "update"
@@ -381,7 +381,7 @@ class WeightFrozen(FindingKind):
             rounded, moves = update.lost_share >= MOSTLY_LOST_SHARE, update.seen - update.cancelled
             gradient = record.tensors.get(("weight gradient", name))
             nonzero = 0.0 if gradient is None else sum(gradient.histogram.values()) / max(1, gradient.sampled)
-            if not rounded and (moves < FEWEST_MOVES or nonzero <= DENSE_GRADIENT_SHARE):
+            if not rounded and (moves < FEWEST_MOVED_ELEMENTS or nonzero <= DENSE_GRADIENT_SHARE):
                 continue
             if is_update_kept_beside(parameter) and not _is_movement_due(record, parameter):
                 continue

@@ -124,7 +124,7 @@ def make_share_cell(part: float | None, bar: bool = False) -> Cell:
     return Cell(said, sort=part, bar=min(1, max(0, part)) if bar else None)
 
 
-def make_lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
+def make_lost_share_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
     """Return the cell of a share that was lost, with a bar in the colour of how bad it is."""
     if part is None:
         return UNKNOWN_CELL
@@ -132,16 +132,16 @@ def make_lost_cell(part: float | None, bar: bool = False, title: str = "") -> Ce
     return Cell(format_share(part), sort=part, bar=part if bar else None, tone=tone if bar else "", title=title)
 
 
-def make_change_cell(realised: PlainData | None, bar: bool = False) -> Cell:
+def make_changes_lost_cell(realised: PlainData | None, bar: bool = False) -> Cell:
     """Return the cell of the share that rounding lost of some changes, a `RealisedChanges` as plain data."""
     if realised is None or not realised["seen"]:
         return UNKNOWN_CELL
     said = f"{format_count(realised['cancelled'])} of {format_count(realised['seen'])} sampled"
     said += "" if realised["known"] else "; counted where the gradient is not zero"
-    return make_lost_cell(realised["lost_share"], bar, said)
+    return make_lost_share_cell(realised["lost_share"], bar, said)
 
 
-def make_kept_cell(realised: PlainData | None) -> Cell:
+def make_movement_kept_cell(realised: PlainData | None) -> Cell:
     """Return the cell of the share of a wanted movement that took place, of a `RealisedChanges` as plain data."""
     if realised is None:
         return UNKNOWN_CELL

@@ -17,9 +17,9 @@ from ._findings import (
     PlainData,
     TableColumns,
     make_cause_cards,
-    make_change_cell,
+    make_changes_lost_cell,
     make_count_cell,
-    make_kept_cell,
+    make_movement_kept_cell,
     make_number_cell,
     make_share_cell,
     render_page,
@@ -38,7 +38,7 @@ def render_observation_page(data: PlainData) -> str:
     first = [data["findings"][k] for card in cards[:1] for k in card["findings"]]
     first = [one for one in first if one["code"] == cards[0]["code"]]
     role, where = first[0].get("role", "") if first else "", [name for one in first for name in one["where"]]
-    charts: dict[str, Any] = make_map_data(record.get("tensors", ()), parameters, role, where)
+    charts: dict[str, Any] = make_magnitude_map(record.get("tensors", ()), parameters, role, where)
     has_map, curves = bool(charts["tensors"]), make_history_panels(record.get("history", []))
     every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
     overhead = data.get("overhead")
@@ -67,7 +67,7 @@ def render_observation_page(data: PlainData) -> str:
     )
 
 
-def make_map_data(
+def make_magnitude_map(
     tensors: Iterable[PlainData], parameters: Iterable[PlainData] = (), role: str = "", where: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the data of the map's script, which opens on tensors of a role at or below the names `where`."""
@@ -95,7 +95,7 @@ def make_map_data(
         stored[each] = held_in.most_common(1)[0][0]
     return {
         "tensors": sorted(rows, key=lambda row: row["order"]),
-        "formats": [limits for name in named if (limits := find_format_limits(name)) is not None],
+        "formats": [limits for name in named if (limits := find_format_range(name)) is not None],
         "stored": stored,
         "roles": roles,
         "role": role if found else (roles[0] if roles else ""),
@@ -103,14 +103,14 @@ def make_map_data(
     }
 
 
-def find_format_limits(name: str | None) -> dict[str, Any] | None:
+def find_format_range(name: str | None) -> dict[str, Any] | None:
     """Return where a format's magnitudes begin and end, as powers of two under rounding to nearest.
 
     `zero` is the power below which all becomes zero, `normal` that from which numbers are normal, `over` the logarithm
     of the smallest magnitude beyond the largest number. None of an unknown format and of one in blocks, which have
     scales.
 
-    >>> limits = find_format_limits("fp16")
+    >>> limits = find_format_range("fp16")
     >>> limits["zero"], limits["normal"], round(limits["over"], 4)
     (-25, -14, 15.9996)
     """
@@ -128,7 +128,7 @@ def find_format_limits(name: str | None) -> dict[str, Any] | None:
     }
 
 
-NOT_FINITE_TEXT = "NaN or infinity"
+NONFINITE_TEXT = "NaN or infinity"
 CurvePoints = list[tuple[int, float | None]]
 
 
@@ -165,7 +165,7 @@ def describe_history(history: Sequence[PlainData]) -> str:
     for key, word in (("loss", "loss"), ("loss_scale", "loss scale"), ("lr", "learning rate")):
         points = [value for _, value in _list_curve_points(history, key)]
         if points:
-            first, last = (NOT_FINITE_TEXT if end is None else f"{end:.4g}" for end in (points[0], points[-1]))
+            first, last = (NONFINITE_TEXT if end is None else f"{end:.4g}" for end in (points[0], points[-1]))
             said.append(f"{word} from {first} to {last}")
     total = sum(one["skipped"] for one in history)
     return "; ".join([*said, f"{total} skipped by the scaler"] if total else said) + "."
@@ -189,9 +189,9 @@ def make_updates_table(parameters: Sequence[PlainData]) -> Table:
         ("stored in", "minor", lambda one: Cell(shorten_dtype(one["dtype"]))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
         ("lr", "number minor", lambda one: make_number_cell(one["options"].get("lr"))),
-        (LOST_TITLE, "number", lambda one: make_change_cell(one["update"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: make_kept_cell(one["update"])),
-        ("decay lost", "number", lambda one: make_change_cell(one["decay"])),
+        (LOST_TITLE, "number", lambda one: make_changes_lost_cell(one["update"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: make_movement_kept_cell(one["update"])),
+        ("decay lost", "number", lambda one: make_changes_lost_cell(one["decay"])),
         ("states lost", "number minor", lambda one: _make_states_lost_cell(one["states"])),
         ("moved", "number", lambda one: make_share_cell(one["moved"])),
     ]

@@ -17,10 +17,10 @@ from ._findings import (
     PlainData,
     TableColumns,
     make_cause_cards,
-    make_change_cell,
+    make_changes_lost_cell,
     make_count_cell,
-    make_kept_cell,
-    make_lost_cell,
+    make_lost_share_cell,
+    make_movement_kept_cell,
     make_number_cell,
     make_share_cell,
     render_page,
@@ -75,8 +75,8 @@ def _make_states_table(states: Sequence[PlainData]) -> Table:
         ("lr", "number", lambda one: make_number_cell(one["options"].get("lr"))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"] or "–", sort=one["weight_update"] or "")),
         ("states", "", make_dtypes_cell),
-        (LOST_TITLE, "number", lambda one: make_change_cell(one["update"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: make_kept_cell(one["update"])),
+        (LOST_TITLE, "number", lambda one: make_changes_lost_cell(one["update"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: make_movement_kept_cell(one["update"])),
     ]
     return make_table("states", "What the optimizer's state says", states, columns)
 
@@ -117,7 +117,7 @@ def _make_layers_table(layers: Sequence[PlainData]) -> Table:
         ("elements", "number minor", lambda one: make_count_cell(one["elements"])),
         ("freezes at step", "number", make_freeze_cell),
         ("at lr", "number", lambda one: make_number_cell(one["freeze_lr"])),
-        (LOST_TITLE, "number", lambda one: make_lost_cell(one["lost_share"], bar=True)),
+        (LOST_TITLE, "number", lambda one: make_lost_share_cell(one["lost_share"], bar=True)),
         ("decay lost", "number", lambda one: make_share_cell(one["decay_lost"])),
         ("update size from", "minor", lambda one: Cell(one["updates"] or "not known", sort=one["updates"] or "")),
     ]
