@@ -152,10 +152,10 @@ class Proof:
         self, found: StepResults, where: str = "", plain: StepResults | None = None, step: int = 1
     ) -> None:
         """Compare a run with plain float32's: that of the first step, or one that is given."""
-        exact = self._exact
-        if plain is not None:
+        plain, exact = plain or self.plain, self._exact
+        if plain is not self.plain:
             exact = functools.cache(lambda: run_float64_step(self._model, self._batch, self._loss, plain, step))
-        for name, wanted, got in pair_results_by_name(self.plain if plain is None else plain, found):
+        for name, wanted, got in pair_results_by_name(plain, found):
             off = measure_result_difference(wanted, got)
             if off or name in self.off:
                 self.off[name] = max(self.off.get(name, 0.0), off)
@@ -224,9 +224,8 @@ class ExponentProof(Proof):
         keys = [key for key in self._state["sites"] if key != _GLOBAL_SITE]
         for exponent in (LOWEST_EXPONENT, HIGHEST_EXPONENT):
             # A model or a hook that bounds or rounds gradients by their size is right under no other loss scale.
-            self.compare_with_float32(
-                self._run_scaled_step({_GLOBAL_SITE: exponent}), f" under a loss scale of 2^{exponent} alone"
-            )
+            found = self._run_scaled_step({_GLOBAL_SITE: exponent})
+            self.compare_with_float32(found, f" under a loss scale of 2^{exponent} alone")
         merged: list[str] = []
         linear = not self.wrong
         for _ in range(trials):

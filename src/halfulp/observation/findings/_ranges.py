@@ -167,22 +167,16 @@ class EpsZero(FindingKind):
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
 FEWEST_NONFINITE_STEPS = 3
-NONFINITE_OUTPUT_CURE = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
-NONFINITE_WIDE_OUTPUT_CURE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
-NONFINITE_WEIGHT_GRADIENT_CURE = (
-    "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
-)
-NONFINITE_OUTPUT_GRADIENT_CURE = (
-    "see what takes this output, the next layer or the loss: what its backward pass divides by (sqrt, norm or log at "
-    "0) needs an eps inside"
-)
-NONFINITE_GRADIENT_CURES: dict[Role, str] = {
-    "activation gradient": NONFINITE_OUTPUT_GRADIENT_CURE,
-    "weight gradient": NONFINITE_WEIGHT_GRADIENT_CURE,
+NONFINITE_CURES: dict[Role, str] = {
+    "activation": "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates",
+    "activation gradient": (
+        "see what takes this output, the next layer or the loss: what its backward pass divides by (sqrt, norm or log "
+        "at 0) needs an eps inside"
+    ),
+    "weight gradient": "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside",
 }
 LAST_CLEAN_CHECKPOINT_ADVICE = "load the last clean checkpoint, which `halfulp audit` finds"
-GO_BACK_ADVICE = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
-GO_FURTHER_BACK_ADVICE = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
+OBSERVE_ADVICE = "observe the steps after it (hu.observe)"
 OBSERVE_EVERY_STEP_ADVICE = (
     LAST_CLEAN_CHECKPOINT_ADVICE + ", and observe from there with interval=1 to see where the first one comes from"
 )
@@ -193,9 +187,9 @@ class FirstNonfinite(FindingKind):
     """NaN or infinity appeared; this is the first module or tensor that had it."""
 
     code = "first-nonfinite"
-    cure = NONFINITE_OUTPUT_CURE
+    cure = NONFINITE_CURES["activation"]
     says = "{place} [has|have] the first NaN or infinity: [its|their] {role}, in step {step}"
-    wide_cure = NONFINITE_WIDE_OUTPUT_CURE
+    wide_cure = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
     explained_by = ("eps-zero",)
     spreads = True
 
@@ -212,33 +206,29 @@ class FirstNonfinite(FindingKind):
             return
         first = min(found, key=_get_first_nonfinite_step)
         step, others = _get_first_nonfinite_step(first)[0], len(found) - 1
+        severity: Severity = "error"
         told: dict[str, Any] = {"tensors": len(found)}
         broken = [one for one in found if one.role == "weight" and _get_first_nonfinite_step(one)[0] == step]
         if broken:
             # A weight that was not finite before the first step in which it is looked at.
             own = [one for one in broken if one.name.rpartition(".")[0] == first.name]
-            weight = min(own or broken, key=_get_first_nonfinite_step)
+            first, told["weights"] = min(own or broken, key=_get_first_nonfinite_step), len(broken)
             before = max((one for one in record.sampled_steps if one < step), default=None)
             also = f", as {pluralize(len(broken) - 1, 'other weight')} did" if len(broken) > 1 else ""
             clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
-            said = f"held NaN or infinity before step {step} began{also}{clean}"
-            told |= {"weights": len(broken), **_make_nonfinite_evidence(weight)}
-            yield self.found(
-                weight.name, "error", 1 - 0.5 ** len(found), said, cure=OBSERVE_EVERY_STEP_ADVICE, step=step, **told
-            )
-            return
-        # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
-        finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
-        alone = outputs_alone and finite and (not others or any(role in GRADIENT_ROLES for role, _ in record.tensors))
-        counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
-        said = f"{first.role} has the first NaN or infinity, {counted}; {others} more tensors have some since"
-        severity: Severity = "note" if alone else "error"
-        if first.role == "activation":
-            cure = NONFINITE_WIDE_OUTPUT_CURE if has_float32_range(get_storage_format(first)) else NONFINITE_OUTPUT_CURE
+            said, cure = f"held NaN or infinity before step {step} began{also}{clean}", OBSERVE_EVERY_STEP_ADVICE
         else:
-            cure = NONFINITE_GRADIENT_CURES.get(first.role, LAST_CLEAN_CHECKPOINT_ADVICE)
-        told |= _make_nonfinite_evidence(first)
-        yield self.found(first.name, severity, 1 - 0.5 ** (1 + others), said, cure=cure, step=step, **told)
+            # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
+            is_finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
+            has_gradients = any(role in GRADIENT_ROLES for role, _ in record.tensors)
+            severity = "note" if outputs_alone and is_finite and (not others or has_gradients) else "error"
+            counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
+            said = f"{first.role} has the first NaN or infinity, {counted}; {others} more tensors have some since"
+            cure = NONFINITE_CURES.get(first.role, LAST_CLEAN_CHECKPOINT_ADVICE)
+            if first.role == "activation" and has_float32_range(get_storage_format(first)):
+                cure = self.wide_cure
+        told |= {"nonfinite": first.nonfinite, "elements": first.elements, "role": first.role}
+        yield self.found(first.name, severity, 1 - 0.5 ** len(found), said, cure=cure, step=step, **told)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         new = [row for row in audit.tensors.values() if row.b.nonfinite > row.a.nonfinite]
@@ -248,7 +238,8 @@ class FirstNonfinite(FindingKind):
             said += " of the two"
             nan, infinite = sum(row.b.nan for row in new), sum(row.b.infinite for row in new)
             names = [row.name for row in new]
-            yield self.found(names, "error", 1.0, said, cure=GO_BACK_ADVICE, nan=nan, infinite=infinite, last_clean="A")
+            cure = f"go on from A, and {OBSERVE_ADVICE}: the first module with NaN is the cause"
+            yield self.found(names, "error", 1.0, said, cure=cure, nan=nan, infinite=infinite, last_clean="A")
         for row in old:
             told: dict[str, Any] = {"nan": row.b.nan, "infinite": row.b.infinite, "last_clean": None}
             # Attention masks are buffers of minus infinity.
@@ -257,11 +248,8 @@ class FirstNonfinite(FindingKind):
                 yield self.found(row.name, "note", 0.5, said, cure=cure, **told)
             else:
                 said = f"{_describe_nonfinite_counts([row])}, in A already"
-                yield self.found(row.name, "error", 1.0, said, cure=GO_FURTHER_BACK_ADVICE, **told)
-
-
-def _make_nonfinite_evidence(tensor: TensorRecord) -> dict[str, Any]:
-    return {"nonfinite": tensor.nonfinite, "elements": tensor.elements, "role": tensor.role}
+                cure = f"go on from a checkpoint before A, and {OBSERVE_ADVICE}"
+                yield self.found(row.name, "error", 1.0, said, cure=cure, **told)
 
 
 def _get_first_nonfinite_step(tensor: TensorRecord) -> tuple[int, int]:

@@ -116,20 +116,14 @@ def make_count_cell(value: int, title: str = "") -> Cell:
     return Cell(format_count(value), sort=value, title=title)
 
 
-def make_share_cell(part: float | None, bar: bool = False) -> Cell:
-    """Return the cell of a share, which may be negative."""
+def make_share_cell(part: float | None, bar: bool = False, lost: bool = False, title: str = "") -> Cell:
+    """Return the cell of a share, which may be negative; the bar of a lost one has the colour of how bad it is."""
     if part is None:
         return UNKNOWN_CELL
-    said = format_share(part) if part >= 0 else f"{100 * part:.3g}%"
-    return Cell(said, sort=part, bar=min(1, max(0, part)) if bar else None)
-
-
-def make_lost_share_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
-    """Return the cell of a share that was lost, with a bar in the colour of how bad it is."""
-    if part is None:
-        return UNKNOWN_CELL
-    tone = "bad" if part >= 0.5 else "open" if part >= 0.1 else ""
-    return Cell(format_share(part), sort=part, bar=part if bar else None, tone=tone if bar else "", title=title)
+    said, tone = format_share(part) if part >= 0 else f"{100 * part:.3g}%", ""
+    if bar and lost and part >= 0.1:
+        tone = "bad" if part >= 0.5 else "open"
+    return Cell(said, sort=part, bar=min(1, max(0, part)) if bar else None, tone=tone, title=title)
 
 
 def make_changes_lost_cell(realised: PlainData | None, bar: bool = False) -> Cell:
@@ -138,7 +132,7 @@ def make_changes_lost_cell(realised: PlainData | None, bar: bool = False) -> Cel
         return UNKNOWN_CELL
     said = f"{format_count(realised['cancelled'])} of {format_count(realised['seen'])} sampled"
     said += "" if realised["known"] else "; counted where the gradient is not zero"
-    return make_lost_share_cell(realised["lost_share"], bar, said)
+    return make_share_cell(realised["lost_share"], bar, lost=True, title=said)
 
 
 def make_movement_kept_cell(realised: PlainData | None) -> Cell:

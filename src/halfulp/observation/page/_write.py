@@ -19,7 +19,6 @@ from ._findings import (
     make_cause_cards,
     make_changes_lost_cell,
     make_count_cell,
-    make_lost_share_cell,
     make_movement_kept_cell,
     make_number_cell,
     make_share_cell,
@@ -117,7 +116,7 @@ def _make_layers_table(layers: Sequence[PlainData]) -> Table:
         ("elements", "number minor", lambda one: make_count_cell(one["elements"])),
         ("freezes at step", "number", make_freeze_cell),
         ("at lr", "number", lambda one: make_number_cell(one["freeze_lr"])),
-        (LOST_TITLE, "number", lambda one: make_lost_share_cell(one["lost_share"], bar=True)),
+        (LOST_TITLE, "number", lambda one: make_share_cell(one["lost_share"], bar=True, lost=True)),
         ("decay lost", "number", lambda one: make_share_cell(one["decay_lost"])),
         ("update size from", "minor", lambda one: Cell(one["updates"] or "not known", sort=one["updates"] or "")),
     ]
