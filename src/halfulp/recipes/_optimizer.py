@@ -86,10 +86,10 @@ def optimizer(
     if isinstance(recipe.weight_update, str) and not is_float32:
         choices["weight_update"] = _make_weight_update(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
-    chosen = {} if use_muon is None else {"use_muon": use_muon}
-    named: list[Any] = list(model.named_parameters())
-    mix = isinstance(recipe.weight_update, tuple)
-    groups = kind.split_groups(split_groups_by_update(recipe, model, named) if mix else named, **chosen)
+    groups: Any = list(model.named_parameters())
+    if isinstance(recipe.weight_update, tuple):
+        groups = split_groups_by_update(recipe, model, groups)
+    groups = kind.split_groups(groups, **({} if use_muon is None else {"use_muon": use_muon}))
     made = kind(groups, seed=seed, report_interval=report_interval, **options, **hyper)
     if recipe.format and recipe.state_dtype == recipe.format:
         round_states_after_steps(made, recipe.format, seed)

@@ -158,10 +158,8 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     sides = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else list(weight.shape)
-    if all(side % EIGHT_BIT_SIDE_MULTIPLE == 0 for side in sides):
-        return "fp8 products", ""
-    multiples = f"units take multiples of {EIGHT_BIT_SIDE_MULTIPLE}, else fp8 is emulated"
-    return "fp8 products", f"{sides[0]} x {sides[1]}: {multiples}"
+    words = f"{sides[0]} x {sides[1]}: units take multiples of {EIGHT_BIT_SIDE_MULTIPLE}, else fp8 is emulated"
+    return "fp8 products", words if any(side % EIGHT_BIT_SIDE_MULTIPLE for side in sides) else ""
 
 
 def has_rounded_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
@@ -330,17 +328,17 @@ def _describe_narrow_products(recipe: Recipe, name: str, module: nn.Module) -> t
     """Return which products of a module are narrow, and why not all."""
     if recipe.matmul:
         return describe_eight_bit_products(module)
-    operands = f"operands in {recipe.operand_format}" if has_rounded_operands(recipe, name, module) else None
-    lacks = ""
-    if recipe.operand_format and not operands:
-        lacks = "operands are rounded in linear layers and convolutions that are not exempt"
-        lacks += ", by torch's own forward" if recipe.operand_format in block_names() else ""
-    if recipe.gradient_format:
-        is_rounded = isinstance(module, _MULTIPLYING_LAYERS)
-        gets = f"gradients in {recipe.gradient_format}" if is_rounded else None
-        why = "" if is_rounded else _explain_missing_product(module)
-        return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
-    return operands, lacks
+    narrow, why = [], ""
+    if has_rounded_operands(recipe, name, module):
+        narrow.append(f"operands in {recipe.operand_format}")
+    elif recipe.operand_format:
+        why = "operands are rounded in linear layers and convolutions that are not exempt"
+        why += ", by torch's own forward" if recipe.operand_format in block_names() else ""
+    if recipe.gradient_format and isinstance(module, _MULTIPLYING_LAYERS):
+        narrow.append(f"gradients in {recipe.gradient_format}")
+    elif recipe.gradient_format:
+        why = _explain_missing_product(module)
+    return ", ".join(narrow) or None, why
 
 
 def _make_plan_rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:

@@ -53,9 +53,8 @@ def is_close_to_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor
     finite = wanted.isfinite()
     wanted, got = wanted[finite], got[finite]
     if exact is None or exact.numel() != finite.numel():
-        return compute_relative_difference(wanted, got) <= RELATIVE_TOLERANCE and not bool(
-            ((wanted == 0) != (got == 0)).any()
-        )
+        is_close = compute_relative_difference(wanted, got) <= RELATIVE_TOLERANCE
+        return is_close and not bool(((wanted == 0) != (got == 0)).any())
     exact = exact.double().flatten()[finite]
     if not exact.numel():
         return True
