@@ -231,8 +231,7 @@ def _cast_buffers(model: nn.Module, names: Sequence[str], dtype: torch.dtype) ->
 
 def _check_parameter_holders(model: nn.Module, recipe: Recipe, what: str) -> None:
     """Refuse a change of dtype where others hold the parameters (multicomponent and scalify check by themselves)."""
-    in_place = recipe.narrow or recipe.param_dtype == "float64"
-    if not in_place or recipe.components or recipe.payload:
+    if recipe.components or not (recipe.narrow or recipe.param_dtype == "float64"):
         return
     if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):
         raise ValueError(f"the model is sharded: {what} it before fully_shard, or give the optimizer param_dtype=")

@@ -257,18 +257,20 @@ def _choose_points(ladders: Mapping[str, _ChannelPoints], sizes: Mapping[str, in
     points = {name: torch.ones_like(ladder.scales[0], dtype=torch.int64) for name, ladder in ladders.items()}
     costs = {name: size + _CHANNEL_BYTES for name, size in sizes.items()}
     # What one more point adds to the error, per byte: by layer and channel.
-    gains = {name: (ladder.errors.diff(dim=0) / costs[name]).tolist() for name, ladder in ladders.items()}
-    heap = [(gain, name, channel) for name, by_points in gains.items() for channel, gain in enumerate(by_points[1])]
+    added_errors = {name: (ladder.errors.diff(dim=0) / costs[name]).tolist() for name, ladder in ladders.items()}
+    heap = [
+        (added, name, channel) for name, by_points in added_errors.items() for channel, added in enumerate(by_points[1])
+    ]
     heapq.heapify(heap)
     while heap:
-        gain, name, channel = heapq.heappop(heap)
-        if gain >= 0 or costs[name] > left:
+        added, name, channel = heapq.heappop(heap)
+        if added >= 0 or costs[name] > left:
             continue
         left -= costs[name]
         points[name][channel] += 1
         n = int(points[name][channel])
         if n < _MOST_POINTS:
-            heapq.heappush(heap, (gains[name][n][channel], name, channel))
+            heapq.heappush(heap, (added_errors[name][n][channel], name, channel))
     return points
 
 

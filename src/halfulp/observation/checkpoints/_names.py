@@ -165,15 +165,10 @@ def _name_states_in_order(checkpoint: Checkpoint, optimizer: OptimizerStates, co
     candidates = {name: candidates[name] for name in order}
     # The usual rules of weight decay: by names as transformers with norms told by shape, and matrices alone.
     matrices = {name for name, stored in candidates.items() if len(stored.shape) >= 2}
-    parents = {name: name.rpartition(".")[0] for name in candidates}
-    vectors = {
-        parents[name]
-        for name, stored in candidates.items()
-        if name.rpartition(".")[2] == "weight" and len(stored.shape) == 1
-    }
-    by_name = {
-        name for name in candidates if not _NO_DECAY_PATTERN.search(name.lower()) and parents[name] not in vectors
-    }
+    weights = [name for name in candidates if name.rpartition(".")[2] == "weight"]
+    vectors = {name.rpartition(".")[0] for name in weights if len(candidates[name].shape) == 1}
+    others = {name for name in candidates if name.rpartition(".")[0] not in vectors}
+    by_name = {name for name in others if not _NO_DECAY_PATTERN.search(name.lower())}
     found: list[dict[Any, str]] = []
     for decaying in (by_name, matrices):
         names = _assign_parameter_names(candidates, optimizer, decaying)

@@ -234,10 +234,8 @@ class UpdatesLost(FindingKind):
             said = _describe_lost_updates(update, parameter.dtype, parameter.options)
             says = self.says if update.known else ""
             code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
-            evidence: dict[str, Any] = {
-                **make_change_evidence(update, parameter.dtype),
-                "lr": read_option(parameter.options, "lr"),
-            }
+            evidence = make_change_evidence(update, parameter.dtype)
+            evidence["lr"] = read_option(parameter.options, "lr")
             yield self.found(name, severity, sure, said, says=says, write=code, **evidence)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:

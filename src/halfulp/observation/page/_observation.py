@@ -107,8 +107,7 @@ def find_format_range(name: str | None) -> dict[str, Any] | None:
     """Return where a format's magnitudes begin and end, as powers of two under rounding to nearest.
 
     `zero` is the power below which all becomes zero, `normal` that from which numbers are normal, `over` the logarithm
-    of the smallest magnitude beyond the largest number. None of an unknown format and of one in blocks, which have
-    scales.
+    of the smallest magnitude beyond the largest number. None of an unknown format and of one in blocks.
 
     >>> limits = find_format_range("fp16")
     >>> limits["zero"], limits["normal"], round(limits["over"], 4)
