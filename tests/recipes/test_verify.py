@@ -14,7 +14,7 @@ from halfulp.kernels import same_bits
 from halfulp.mctensor import multicomponent, single_component
 from halfulp.recipes import _verify, verify
 from halfulp.recipes._training_step import (
-    relative_difference,
+    compute_relative_difference,
     run_one_step,
     select_gradients,
 )
@@ -175,7 +175,7 @@ def test_infinities_and_nan_agree_only_with_themselves():
     kinds = [float("nan"), float("inf"), float("-inf"), 1.0]
     for a, wanted in enumerate(kinds):
         for b, got in enumerate(kinds):
-            difference = relative_difference(torch.tensor([2.0, wanted]), torch.tensor([2.0, got]))
+            difference = compute_relative_difference(torch.tensor([2.0, wanted]), torch.tensor([2.0, got]))
             assert difference == (0 if a == b else float("inf")), (wanted, got)
 
 

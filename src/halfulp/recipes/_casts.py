@@ -16,51 +16,27 @@ from ..gradients._functions import map_tensors, memoize_by_tensor
 from ..subclass.models._float32_products import get_original_class
 
 
-class CopiedArguments(dict):
-    """Keyword arguments of a call that also know which arguments of the call are copies of the caller's.
-
-    They travel with the call, from the hook before it to the one after it: nothing outlives the call, and calls inside
-    it, or in other threads, have their own.
-    """
+class ArgumentsWithCopies(dict):
+    """Keyword arguments of a call, which carry copies of the caller's arguments to the hook after the call."""
 
     def __init__(self, kwargs: dict, given: Any, made: Any) -> None:
         super().__init__(kwargs)
-        self._copies = [(copy, _read_state(copy)) for copy in _list_copies(given, made)]
-
-    def refuse_writes(self, module: nn.Module) -> None:
-        """Raise where the module wrote into a copy, which its caller does not see."""
-        for copy, before in self._copies:
-            now = _read_state(copy)
-            if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
-                what = f"a tensor of {copy.dtype}" if isinstance(copy, Tensor) else name_type(copy)
-                raise RuntimeError(
-                    f"{name_type(module)} wrote into an argument, {what}, that it was given as a copy in the dtype of "
-                    "its weights, so that its caller would not see it: make what it writes into in that dtype, or "
-                    "return the result"
-                )
+        self.copies = [(copy, _read_contents(copy)) for copy in _list_copied_values(given, made)]
 
 
-def cast_with_version_counter(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x.to(dtype)``, with a version counter under torch.inference_mode too, where new tensors have none."""
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad():
-            return x.to(dtype)
-    return x.to(dtype)
-
-
-def _list_copies(given: Any, made: Any) -> Iterator[Any]:
+def _list_copied_values(given: Any, made: Any) -> Iterator[Any]:
     """Yield every copy in nested arguments: tensors, lists, dicts and data classes."""
     if given is made:
         return
     if not isinstance(given, tuple):
         yield made
     if not isinstance(given, Tensor):
-        now = _read_state(made)
-        for key, item in _read_state(given).items():
-            yield from _list_copies(item, now[key])
+        now = _read_contents(made)
+        for key, item in _read_contents(given).items():
+            yield from _list_copied_values(item, now[key])
 
 
-def _read_state(x: Any) -> dict:
+def _read_contents(x: Any) -> dict:
     """Return the values in a list, tuple, dict or data class, by key; of a tensor one entry that a write replaces."""
     if isinstance(x, Tensor):
         return {x._version: None}
@@ -72,10 +48,10 @@ def _read_state(x: Any) -> dict:
     return declared | getattr(x, "__dict__", {})
 
 
-_PLAIN_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_CAST_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Measured on the CPU, and as torch.autocast has it: with float32 weights these take narrow inputs and compute in
 # float32; without weights they keep narrow means. layer_norm sums its weight's gradient in the narrow dtype.
-_MIXED_DTYPE_MODULES = (nn.modules.batchnorm._NormBase,)
+_MIXED_DTYPE_NORMS = (nn.modules.batchnorm._NormBase,)
 
 
 class CastHook:
@@ -86,33 +62,31 @@ class CastHook:
 
 
 class CastInputsHook(CastHook):
-    """A forward pre-hook that casts inputs, to a fixed dtype or first to that of the module's own parameters.
-
-    With ``writes``, `RefuseWritesHook` finds what was copied.
-    """
+    """A forward pre-hook that casts inputs, to a fixed dtype or first to that of the module's own parameters."""
 
     def __init__(self, dtype: torch.dtype, writes: bool, is_fixed: bool) -> None:
         super().__init__(dtype)
+        # Whether the module may write into its arguments, which `RefuseWritesHook` finds.
         self.writes, self.is_fixed = writes, is_fixed
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Return the cast inputs, what is given twice as one tensor, or None where nothing changes."""
         own = () if self.is_fixed else (p.dtype for p in module._parameters.values() if p is not None)
-        dtype = next((dtype for dtype in own if dtype in _PLAIN_DTYPES), self.dtype)
+        dtype = next((dtype for dtype in own if dtype in _CAST_DTYPES), self.dtype)
         finds_writes = self.writes and not torch.compiler.is_compiling()
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             if args[0].dtype == dtype:
                 return None
             if not finds_writes:
-                return (cast_finite(args[0], dtype),), kwargs
-        once = memoize_by_tensor(lambda x: cast_finite(x, dtype))
+                return (cast_within_range(args[0], dtype),), kwargs
+        once = memoize_by_tensor(lambda x: cast_within_range(x, dtype))
         cast_args, cast_kwargs = map_tensors(args, once, False), map_tensors(kwargs, once, False)
         if finds_writes:
-            cast_kwargs = CopiedArguments(cast_kwargs, (args, kwargs), (cast_args, cast_kwargs))
+            cast_kwargs = ArgumentsWithCopies(cast_kwargs, (args, kwargs), (cast_args, cast_kwargs))
         return cast_args, cast_kwargs
 
 
-class CheckFloat32Hook(CastHook):
+class RefuseCastParametersHook(CastHook):
     """A forward pre-hook of a module that is kept in float32: refuses parameters that something has cast since."""
 
     def __init__(self, name: str) -> None:
@@ -122,7 +96,7 @@ class CheckFloat32Hook(CastHook):
     def __call__(self, module: nn.Module, args: tuple) -> None:
         """Check the dtypes of the module's parameters."""
         for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.dtype != torch.float32 and parameter.dtype in _PLAIN_DTYPES:
+            if parameter is not None and parameter.dtype != torch.float32 and parameter.dtype in _CAST_DTYPES:
                 raise TypeError(
                     f"parameter '{f'{self.name}.{key}'.lstrip('.')}' is {parameter.dtype}, but halfulp.convert keeps "
                     f"{name_type(module)} in float32: the model was cast as a whole afterwards, by model.to(dtype) or "
@@ -136,27 +110,39 @@ class CastOutputsHook(CastHook):
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Return the outputs, cast."""
-        return map_tensors(output, lambda x: cast_finite(x, self.dtype), False)
+        return map_tensors(output, lambda x: cast_within_range(x, self.dtype), False)
 
 
 class RefuseWritesHook(CastHook):
     """A forward hook that refuses what a module wrote into cast copies of its caller's arguments."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Check the copies of this call."""
-        if not torch.compiler.is_compiling() and isinstance(kwargs, CopiedArguments):
-            kwargs.refuse_writes(module)
+        """Raise where the module wrote into a copy, which its caller does not see."""
+        if torch.compiler.is_compiling() or not isinstance(kwargs, ArgumentsWithCopies):
+            return
+        for copy, before in kwargs.copies:
+            now = _read_contents(copy)
+            if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
+                what = f"a tensor of {copy.dtype}" if isinstance(copy, Tensor) else name_type(copy)
+                raise RuntimeError(
+                    f"{name_type(module)} wrote into an argument, {what}, that it was given as a copy in the dtype of "
+                    "its weights, so that its caller would not see it: make what it writes into in that dtype, or "
+                    "return the result"
+                )
 
 
-def cast_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_within_range(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a plain floating tensor in another dtype, finite where it is finite; any other tensor as it is.
 
-    A number beyond the dtype's largest becomes that one, as a mask of `torch.finfo(torch.float32).min` does, whose
-    infinity in place of it would make rows that are masked everywhere NaN.
+    A mask of `torch.finfo(torch.float32).min` becomes the dtype's own: minus infinity would make masked rows NaN.
     """
-    if x.dtype not in _PLAIN_DTYPES or x.dtype == dtype:
+    if x.dtype not in _CAST_DTYPES or x.dtype == dtype:
         return x
-    y = cast_with_version_counter(x, dtype)
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():  # where tensors have the version counter of writes
+            y = x.to(dtype)
+    else:
+        y = x.to(dtype)
     largest = torch.finfo(dtype).max
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
@@ -177,35 +163,32 @@ def _get_stored_elements(x: Tensor) -> Tensor:
     return x.values() if x.is_nested or x.layout != torch.strided else x
 
 
-def install_casts(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> None:
-    """Install the hooks: modules get inputs in their dtype, islands hand on a dtype, and the model returns float32.
-
-    Parameters are narrow but for those inside islands, modules that compute in float32, no one inside another.
-    """
+def install_cast_hooks(model: nn.Module, float32_modules: Container[str], dtype: torch.dtype) -> None:
+    """Install the hooks: inputs in a module's dtype, outputs of float32 ones in another, the model's in float32."""
     for name, module in model.named_modules():
-        if is_inside_modules(name, islands) and any(x is not None for x in module._parameters.values()):
-            module.register_forward_pre_hook(CheckFloat32Hook(name))
-        if name in islands:
-            if not isinstance(module, _MIXED_DTYPE_MODULES) or module.weight is None:
-                install_input_hooks(module, torch.float32, is_fixed=True)
+        if is_inside_modules(name, float32_modules) and any(x is not None for x in module._parameters.values()):
+            module.register_forward_pre_hook(RefuseCastParametersHook(name))
+        if name in float32_modules:
+            if not isinstance(module, _MIXED_DTYPE_NORMS) or module.weight is None:
+                install_input_cast_hooks(module, torch.float32, is_fixed=True)
             if module is not model:
                 module.register_forward_hook(CastOutputsHook(dtype))
-        elif is_inside_modules(name, islands):
+        elif is_inside_modules(name, float32_modules):
             continue
         elif isinstance(module, ParametrizationList):
             for parametrization in module:
-                install_input_hooks(parametrization, torch.float32, is_fixed=True)
+                install_input_cast_hooks(parametrization, torch.float32, is_fixed=True)
             module.register_forward_hook(CastOutputsHook(dtype))
         elif isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-            install_input_hooks(module, torch.float32, is_fixed=True)
+            install_input_cast_hooks(module, torch.float32, is_fixed=True)
             for layer in filter(has_weights, module.modules()):
                 layer.register_forward_hook(CastOutputsHook(torch.float32))
-        elif isinstance(module, _MIXED_DTYPE_MODULES) or (has_weights(module) and _multiplies_by_weights(module)):
-            install_input_hooks(module, dtype)
+        elif isinstance(module, _MIXED_DTYPE_NORMS) or _multiplies_by_weights(module):
+            install_input_cast_hooks(module, dtype)
     model.register_forward_hook(CastOutputsHook(torch.float32))
 
 
-def install_input_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
+def install_input_cast_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
     """Install the hooks that cast what a module is given; torch's own modules write into none of it."""
     writes = not get_original_class(module).__module__.startswith("torch.nn.")
     module.register_forward_pre_hook(CastInputsHook(dtype, writes, is_fixed), with_kwargs=True)
@@ -213,10 +196,10 @@ def install_input_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = 
         module.register_forward_hook(RefuseWritesHook(dtype), with_kwargs=True)
 
 
-def is_inside_modules(name: str, islands: Container[str]) -> bool:
+def is_inside_modules(name: str, outer: Container[str]) -> bool:
     """Return whether a module is one of some modules, or lies in one."""
     parts = name.split(".") if name else []
-    return any(".".join(parts[:k]) in islands for k in range(len(parts) + 1))
+    return any(".".join(parts[:k]) in outer for k in range(len(parts) + 1))
 
 
 def has_weights(module: nn.Module) -> bool:
@@ -227,10 +210,10 @@ def has_weights(module: nn.Module) -> bool:
 def _multiplies_by_weights(module: nn.Module) -> bool:
     """Return whether a module multiplies its inputs by its own weights, for which torch wants one dtype.
 
-    A layer, with no weights below it, does. So does a composite that owns a weight by that name (MultiheadAttention's
-    ``in_proj_weight``). One that owns a class token or a table of positions adds it, which type promotion settles, and
-    passes times and masks on; were it to multiply, torch would raise.
+    A layer does, with no weights below it, and a composite that owns a weight by that name (``in_proj_weight``). One
+    that owns a class token or a table of positions adds it, which type promotion settles.
     """
     below = (child for name, child in module.named_children() if name != "parametrizations")
     own = [*(name for name, x in module._parameters.items() if x is not None), *getattr(module, "parametrizations", ())]
-    return any("weight" in name for name in own) or not any(True for child in below for _ in child.parameters())
+    is_layer = has_weights(module) and not any(True for child in below for _ in child.parameters())
+    return is_layer or any("weight" in name for name in own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,13 +20,13 @@ from ..optim.parameters._random_identity import strip_wrapper_names
 from ..scaled import ScaledTensor
 
 CONTRACT_KEY = "precision_contract"
-_VERSION = 1
-_TERM_FIELDS = ("dtype", "storage", "weight_update", "states", "scale")
-_MOST_PRINTED = 5
+_CONTRACT_VERSION = 1
+_PRECISION_FIELDS = ("dtype", "storage", "weight_update", "states", "scale")
+_MOST_PRINTED_DIFFERENCES = 5
 
 
 @dataclass(frozen=True)
-class TensorTerms:
+class TensorPrecision:
     """The terms of one tensor: dtype, storage, weight update, states, scale.
 
     Attributes:
@@ -45,21 +45,6 @@ class TensorTerms:
 
 
 @dataclass(frozen=True)
-class ContractDifference:
-    """A field of `TensorTerms` that is not as the contract says, "tensor" where one side has none; in words."""
-
-    name: str
-    field: str
-    before: str
-    after: str
-
-    @property
-    def words(self) -> str:
-        """The field and both values."""
-        return f"{self.field} was {self.before}, is {self.after}"
-
-
-@dataclass(frozen=True)
 class Contract:
     """A precision contract: the terms of every parameter and floating-point buffer, by name.
 
@@ -67,11 +52,11 @@ class Contract:
         tensors: in the order of the model.
     """
 
-    tensors: Mapping[str, TensorTerms]
+    tensors: Mapping[str, TensorPrecision]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, for a dict that torch.save writes (key "precision_contract"), or for DCP."""
-        return {"version": _VERSION, "tensors": {name: asdict(terms) for name, terms in self.tensors.items()}}
+        return {"version": _CONTRACT_VERSION, "tensors": {name: asdict(terms) for name, terms in self.tensors.items()}}
 
     def metadata(self) -> dict[str, str]:
         """Return the contract as the metadata of `safetensors.torch.save_file(..., metadata=)`."""
@@ -88,13 +73,15 @@ class Contract:
         try:
             held: Any = json.loads(given) if isinstance(given, str) else given
             version, tensors = held["version"], held.get("tensors") or {}
-            if version == _VERSION:
-                return cls({name: TensorTerms(**{"states": {}, **terms}) for name, terms in tensors.items()})
+            if version == _CONTRACT_VERSION:
+                return cls({name: TensorPrecision(**{"states": {}, **terms}) for name, terms in tensors.items()})
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(
                 f"no precision contract in {name_type(given)}: give what hu.contract(...).to_dict() returned"
             ) from None
-        raise ValueError(f"the precision contract is of version {version!r}, known is {_VERSION}: update halfulp")
+        raise ValueError(
+            f"the precision contract is of version {version!r}, known is {_CONTRACT_VERSION}: update halfulp"
+        )
 
     def check(
         self,
@@ -118,23 +105,24 @@ class Contract:
         here = contract(model, optimizer)
         globs = [allow] if isinstance(allow, str) else list(allow)
         wrong = [
-            one
-            for one in list_contract_differences(self, here, with_optimizer=optimizer is not None)
-            if not any(fnmatch.fnmatchcase(x, glob) for glob in globs for x in (one.name, f"{one.name}:{one.field}"))
+            (name, key, words)
+            for name, key, words in _list_differences(self.tensors, here.tensors, optimizer is not None)
+            if not any(fnmatch.fnmatchcase(x, glob) for glob in globs for x in (name, f"{name}:{key}"))
         ]
         if wrong:
-            rest = f"; and {len(wrong) - _MOST_PRINTED} more" if len(wrong) > _MOST_PRINTED else ""
-            said = "; ".join(f"{one.name}: {one.words}" for one in wrong[:_MOST_PRINTED])
+            shown = wrong[:_MOST_PRINTED_DIFFERENCES]
+            rest = f"; and {len(wrong) - len(shown)} more" if len(wrong) > len(shown) else ""
+            said = "; ".join(f"{name}: {words}" for name, _, words in shown)
             raise ValueError(
                 f"the precision contract does not hold: {said}{rest}. Convert the model and make the optimizer as the "
-                f"run did that saved it, or allow it: allow=({wrong[0].name + ':' + wrong[0].field!r},)"
+                f"run did that saved it, or allow it: allow=({':'.join(wrong[0][:2])!r},)"
             )
 
     def __str__(self) -> str:
         """Return one line for each kind of terms, with its names."""
         kinds: dict[str, list[str]] = {}
         for name, terms in self.tensors.items():
-            kinds.setdefault(_write_terms(terms), []).append(name)
+            kinds.setdefault(_describe_precision(terms), []).append(name)
         return "\n".join(f"{words}: {quote(names)}" for words, names in kinds.items())
 
 
@@ -166,77 +154,57 @@ def contract(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {name_type(model)}: give a torch.nn.Module")
-    optimizers = _list_optimizers(optimizer)
+    given: Any = [] if optimizer is None else optimizer
+    optimizers = [find_inner_optimizer(one) for one in (given if isinstance(given, list | tuple) else [given])]
+    for one in optimizers:
+        if not isinstance(getattr(one, "param_groups", None), list):
+            raise TypeError(f"the optimizer is {name_type(one)}: give a torch optimizer, a list of them, or None")
     stepped = {
-        id(parameter): _describe_step(one, group, position)
+        id(parameter): _read_update_and_states(one, group, position)
         for one in optimizers
         for group, position, parameter in walk_model_parameters(one)
     }
     held: list[tuple[str, Tensor]] = list(model.named_parameters())
-    held += [
-        (name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point() or buffer.is_complex()
-    ]
+    held += [(name, x) for name, x in model.named_buffers() if x.is_floating_point() or x.is_complex()]
     if stepped and not any(id(tensor) in stepped for _, tensor in held):
         raise ValueError(
             f"the optimizer holds none of the parameters of this {type(model).__name__}: give the one that trains it"
         )
     names = strip_wrapper_names(name for name, _ in held)
-    return Contract(
-        {
-            name: _describe_tensor(tensor, *stepped.get(id(tensor), (None, {})))
-            for name, (_, tensor) in zip(names, held, strict=True)
-        }
-    )
+    tensors = {name: tensor for name, (_, tensor) in zip(names, held, strict=True)}
+    return Contract({name: _read_precision(x, *stepped.get(id(x), (None, {}))) for name, x in tensors.items()})
 
 
-def list_contract_differences(
-    before: Contract, after: Contract, *, with_optimizer: bool = True
-) -> list[ContractDifference]:
-    """Return every field that differs, in the order of the names.
-
-    States are compared where both sides have some: before the first step an optimizer has none.
-    """
-    found = []
-    for name in {**before.tensors, **after.tensors}:
-        ours, theirs = before.tensors.get(name), after.tensors.get(name)
+def _list_differences(
+    before: Mapping[str, TensorPrecision], after: Mapping[str, TensorPrecision], with_optimizer: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Yield name and field of what differs, "tensor" where one side has none, in words; states where both have some."""
+    for name in {**before, **after}:
+        ours, theirs = before.get(name), after.get(name)
         if ours is None or theirs is None:
-            sides = ("absent" if x is None else _write_terms(x) for x in (ours, theirs))
-            found.append(ContractDifference(name, "tensor", *sides))
+            a, b = ("absent" if x is None else _describe_precision(x) for x in (ours, theirs))
+            yield name, "tensor", f"tensor was {a}, is {b}"
             continue
-        for key in _TERM_FIELDS:
-            a, b = getattr(ours, key), getattr(theirs, key)
-            unknown = key in ("weight_update", "states") and (not with_optimizer or not a or not b)
-            if a != b and not unknown:
-                found.append(ContractDifference(name, key, _write_value(a), _write_value(b)))
-    return found
+        for key in _PRECISION_FIELDS:
+            old, new = getattr(ours, key), getattr(theirs, key)
+            unknown = key in ("weight_update", "states") and (not with_optimizer or not old or not new)
+            if old != new and not unknown:
+                yield name, key, f"{key} was {_write_value(old)}, is {_write_value(new)}"
 
 
-def _list_optimizers(given: object) -> list[torch.optim.Optimizer]:
-    several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    found = [find_inner_optimizer(one) for one in several]
-    for one in found:
-        if not isinstance(getattr(one, "param_groups", None), list):
-            raise TypeError(f"the optimizer is {name_type(one)}: give a torch optimizer, a list of them, or None")
-    return found
-
-
-def _describe_step(
+def _read_update_and_states(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], position: int
 ) -> tuple[str, dict[str, str]]:
     """Return the weight update of a parameter and the dtypes of its states."""
-    update = "nearest"
+    update, parameter = "nearest", group["params"][position]
     if isinstance(optimizer, Optimizer):
         # A plan would make the states that it lacks; its specification does not.
-        spec = optimizer._choose_step_spec(group, group["params"][position], None, read_parameter_name(group, position))
-        update = spec.update.name
-    state = optimizer.state.get(group["params"][position], {})
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    return update, {
-        key: _name_dtype(value.dtype) for key, value in tensors.items() if key != "step" and "checksum" not in key
-    }
+        update = optimizer._choose_step_spec(group, parameter, None, read_parameter_name(group, position)).update.name
+    states = {key: value for key, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
+    return update, {key: _name_dtype(x.dtype) for key, x in states.items() if key != "step" and "checksum" not in key}
 
 
-def _describe_tensor(tensor: Tensor, weight_update: str | None, states: dict[str, str]) -> TensorTerms:
+def _read_precision(tensor: Tensor, weight_update: str | None, states: dict[str, str]) -> TensorPrecision:
     inner = getattr(tensor, "_local_tensor", tensor)
     storage, scale = _name_dtype(inner.dtype), "none"
     if isinstance(inner, MCTensor):
@@ -244,20 +212,17 @@ def _describe_tensor(tensor: Tensor, weight_update: str | None, states: dict[str
         scale = "none" if inner.scale is None else "per component set"
     elif isinstance(inner, ScaledTensor):
         storage, scale = _name_dtype(inner.payload.dtype), "per tensor"
-    return TensorTerms(_name_dtype(tensor.dtype), storage, weight_update, states, scale)
+    return TensorPrecision(_name_dtype(tensor.dtype), storage, weight_update, states, scale)
 
 
-def _write_terms(terms: TensorTerms) -> str:
-    said = [terms.dtype]
-    if terms.storage != terms.dtype:
-        said.append(f"stored as {terms.storage}")
-    if terms.scale != "none":
-        said.append(f"scale {terms.scale}")
-    if terms.weight_update is not None:
-        said.append(f"weight_update {terms.weight_update}")
-    if terms.states:
-        said.append(f"states {_write_value(terms.states)}")
-    return ", ".join(said)
+def _describe_precision(terms: TensorPrecision) -> str:
+    said = {
+        f"stored as {terms.storage}": terms.storage != terms.dtype,
+        f"scale {terms.scale}": terms.scale != "none",
+        f"weight_update {terms.weight_update}": terms.weight_update is not None,
+        f"states {_write_value(terms.states)}": terms.states,
+    }
+    return ", ".join([terms.dtype, *(words for words, is_said in said.items() if is_said)])
 
 
 def _write_value(given: object) -> str:

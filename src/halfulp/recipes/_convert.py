@@ -14,20 +14,16 @@ from ..optim.parameters._narrowing import keep_float32, narrow_parameter, widen_
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
 from ..subclass.models._conversion import remove_hooks
-from ..subclass.models._parameter_holders import (
-    check_holders,
-    list_holding_optimizers,
-    replace_parameter_data,
-)
+from ..subclass.models._parameter_holders import check_holders, list_holding_optimizers, replace_parameter_data
 from . import _casts, _operands
 from . import _recipe as _catalog
 from ._multipoint import MultipointLayer
-from ._plan import assign, check_float16_range, check_float32_model, find_float32_modules, list_kept_parameters
+from ._plan import assign, check_float16_range, check_float32_model, find_float32_modules, list_float32_parameters
 from ._recipe import Recipe
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
-_RECORD_ATTRIBUTE = "_halfulp_conversion"
+_CONVERSION_ATTRIBUTE = "_halfulp_conversion"
 
 
 class _ConversionRecord(NamedTuple):
@@ -86,7 +82,7 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     """
     recipe = _catalog.get(recipe)
     _refuse_wrapped_model(model)
-    for record in _list_records(model):
+    for record in _list_conversion_records(model):
         raise ValueError(
             f"the model is converted already, by recipe {record.recipe.name!r}: halfulp.revert(model) first"
         )
@@ -100,8 +96,8 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     kept = find_float32_modules(model, recipe)
     assign(recipe, model)
     if recipe.narrow:
-        check_float16_range(model, recipe, list_kept_parameters(model, kept))
-        _refuse_held_parameters(model, "convert")
+        check_float16_range(model, recipe, list_float32_parameters(model, kept))
+        _refuse_stepped_parameters(model, "convert")
     _check_parameter_holders(model, recipe, "convert")
     buffers: tuple[str, ...] = ()
     if recipe.perturb:
@@ -116,11 +112,17 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     elif recipe.payload:
         scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul, wide="none")
     elif recipe.param_dtype == "float64":
-        buffers = _widen_to_float64(model)
+        for parameter in model.parameters():
+            replace_parameter_data(parameter, parameter.detach().double())
+        buffers = tuple(name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32)
+        _cast_buffers(model, buffers, torch.float64)
+        for module in model.modules():
+            if _casts.has_weights(module):
+                _casts.install_input_cast_hooks(module, torch.float64)
     elif recipe.narrow:
         buffers = _narrow_parameters(model, kept, _get_param_dtype(recipe))
-    _operands.install_rounding(model, recipe)
-    model.__dict__[_RECORD_ATTRIBUTE] = _ConversionRecord(recipe, buffers)
+    _operands.install_rounding_hooks(model, recipe)
+    model.__dict__[_CONVERSION_ATTRIBUTE] = _ConversionRecord(recipe, buffers)
     return model
 
 
@@ -145,11 +147,11 @@ def revert(model: ModuleType) -> ModuleType:
     >>> torch.equal(revert(convert(model, "bf16-split")).weight, start)
     True
     """
-    if not isinstance(model, nn.Module) or _RECORD_ATTRIBUTE not in model.__dict__:
+    if not isinstance(model, nn.Module) or _CONVERSION_ATTRIBUTE not in model.__dict__:
         raise ValueError("the model is not converted: revert takes the module that halfulp.convert was given")
-    record = model.__dict__[_RECORD_ATTRIBUTE]
+    record = model.__dict__[_CONVERSION_ATTRIBUTE]
     recipe = record.recipe
-    _refuse_held_parameters(model, "revert")
+    _refuse_stepped_parameters(model, "revert")
     _check_parameter_holders(model, recipe, "revert")
     if recipe.components:
         single_component(model)
@@ -163,44 +165,42 @@ def revert(model: ModuleType) -> ModuleType:
         _cast_buffers(model, record.buffers, torch.float32)
     remove_hooks(model.modules(), lambda hook: isinstance(hook, _casts.CastHook | _operands.ROUNDING_HOOKS))
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), _operands.BlockProducts):
+        if isinstance(vars(module).get("forward"), _operands.BlockProductForward):
             del vars(module)["forward"]
     float32_products(model, False)
-    del model.__dict__[_RECORD_ATTRIBUTE]
+    del model.__dict__[_CONVERSION_ATTRIBUTE]
     return model
 
 
 def read_recipe_of_model(model: nn.Module) -> Recipe:
     """Return the recipe of a converted model, or of the one inside a wrapper."""
-    found = {record.recipe for record in _list_records(model)}
+    found = {record.recipe for record in _list_conversion_records(model)}
     if len(found) != 1:
-        said = (
-            f"converted by several recipes ({', '.join(sorted(x.name for x in found))})" if found else "not converted"
-        )
+        several = f"converted by several recipes ({', '.join(sorted(x.name for x in found))})"
+        said = several if found else "not converted"
         raise ValueError(f"the model is {said}: call halfulp.convert(model, recipe) once, then make its optimizer")
     return found.pop()
 
 
 def is_converted(model: nn.Module, recipe: Recipe | None = None) -> bool:
     """Return whether `convert` has converted this very module, by that recipe if one is given."""
-    record = vars(model).get(_RECORD_ATTRIBUTE)
+    record = vars(model).get(_CONVERSION_ATTRIBUTE)
     return record is not None and recipe in (None, record.recipe)
 
 
-def _list_records(model: nn.Module) -> list[_ConversionRecord]:
+def _list_conversion_records(model: nn.Module) -> list[_ConversionRecord]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [module.__dict__[_RECORD_ATTRIBUTE] for module in modules if _RECORD_ATTRIBUTE in module.__dict__]
+    return [module.__dict__[_CONVERSION_ATTRIBUTE] for module in modules if _CONVERSION_ATTRIBUTE in module.__dict__]
 
 
 def _get_param_dtype(recipe: Recipe) -> torch.dtype:
-    """Return the dtype that a recipe names for parameters."""
     dtype: torch.dtype = getattr(torch, str(recipe.param_dtype))
     return dtype
 
 
 def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtype) -> tuple[str, ...]:
     """Narrow the parameters that are not kept, and install casts between the two kinds."""
-    keeps = list_kept_parameters(model, kept)
+    keeps = list_float32_parameters(model, kept)
     for parameter in model.parameters():
         if id(parameter) in keeps:
             keep_float32(parameter)
@@ -212,26 +212,15 @@ def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtyp
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._NormBase) and not _casts.is_inside_modules(name, kept)
     }
-    changed = [
+    changed = tuple(
         name
         for name, buffer in model.named_buffers(remove_duplicate=False)
         if name.rpartition(".")[0] in norms and buffer.dtype == torch.float32
-    ]
+    )
     _cast_buffers(model, changed, dtype)
-    _casts.install_casts(model, kept, dtype)
+    _casts.install_cast_hooks(model, kept, dtype)
     float32_products(model)
-    return tuple(changed)
-
-
-def _widen_to_float64(model: nn.Module) -> tuple[str, ...]:
-    for parameter in model.parameters():
-        replace_parameter_data(parameter, parameter.detach().double())
-    changed = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
-    _cast_buffers(model, changed, torch.float64)
-    for module in model.modules():
-        if _casts.has_weights(module):
-            _casts.install_input_hooks(module, torch.float64)
-    return tuple(changed)
+    return changed
 
 
 def _cast_buffers(model: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
@@ -242,15 +231,14 @@ def _cast_buffers(model: nn.Module, names: Sequence[str], dtype: torch.dtype) ->
 
 def _check_parameter_holders(model: nn.Module, recipe: Recipe, what: str) -> None:
     """Refuse a change of dtype where others hold the parameters (multicomponent and scalify check by themselves)."""
-    in_place = recipe.narrow or recipe.param_dtype == "float64"
-    if not in_place or recipe.components or recipe.payload:
+    if recipe.components or not (recipe.narrow or recipe.param_dtype == "float64"):
         return
     if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):
         raise ValueError(f"the model is sharded: {what} it before fully_shard, or give the optimizer param_dtype=")
     check_holders(model.named_parameters(), what, replaced=False)
 
 
-def _refuse_held_parameters(model: nn.Module, function: str) -> None:
+def _refuse_stepped_parameters(model: nn.Module, function: str) -> None:
     """Raise if an optimizer holds one of the parameters, whose states and low bits belong to the dtype they have."""
     for name, optimizer in list_holding_optimizers(model.named_parameters()):
         raise ValueError(
@@ -261,16 +249,13 @@ def _refuse_held_parameters(model: nn.Module, function: str) -> None:
 
 def _refuse_wrapped_model(model: object) -> None:
     """Raise for a wrapper that has read the parameters already."""
-    if not isinstance(model, nn.Module):
-        return
-    calls = {
-        "DistributedDataParallel": "DistributedDataParallel(model)",
-        "FullyShardedDataParallel": "FullyShardedDataParallel(model)",
-        "FSDPModule": "fully_shard(model)",
-        "OptimizedModule": "torch.compile(model)",
-        "ScriptModule": "torch.jit.script(model)",
+    wraps = {
+        "DistributedDataParallel": "DistributedDataParallel",
+        "FullyShardedDataParallel": "FullyShardedDataParallel",
+        "FSDPModule": "fully_shard",
+        "OptimizedModule": "torch.compile",
+        "ScriptModule": "torch.jit.script",
     }
-    for kind in (kind.__name__ for kind in type(model).__mro__ if kind.__name__ in calls):
-        raise ValueError(
-            f"the model is a {kind}, which holds its parameters as they were: convert before {calls[kind]}"
-        )
+    for kind in (kind.__name__ for kind in type(model).__mro__ if kind.__name__ in wraps):
+        call = f"{wraps[kind]}(model)"
+        raise ValueError(f"the model is a {kind}, which holds its parameters as they were: convert before {call}")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._messages import name_type
-from ._training_step import call_on_batch
+from ._training_step import call_model_on_batch
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_SEARCHED_SCALES = torch.linspace(0.3, 1.0, 15, dtype=torch.float64, device="cpu").tolist()
+_CONVOLUTION_CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SEARCHED_SCALE_SHARES = torch.linspace(0.3, 1.0, 15, dtype=torch.float64, device="cpu").tolist()
 _MOST_POINTS = 4
 _SCALE_BYTES = 4
 _CHANNEL_BYTES = 4  # the index of a channel beside an extra point
@@ -75,7 +75,7 @@ class MultipointLayer(nn.Module):
     def __init__(self, layer: nn.Module, bits: int, codes: Tensor, scales: Tensor, channels: Tensor) -> None:
         super().__init__()
         self.bits, self.shape = bits, tuple(cast(Tensor, layer.weight).shape)
-        self._convolves = isinstance(layer, _CONVOLUTIONS)
+        self._convolves = isinstance(layer, _CONVOLUTION_CLASSES)
         # Of the dtype of the weight, which it follows when the model is converted.
         self.register_buffer("like", cast(Tensor, layer.weight).detach().new_empty(0), persistent=False)
         self.register_buffer("codes", pack_codes(codes, bits))
@@ -109,8 +109,7 @@ class MultipointLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The layer's forward pass."""
         if self._convolves:
-            convolve: Any = self.layer._conv_forward
-            convolved: Tensor = convolve(x, self.weight, self.bias)
+            convolved: Tensor = cast(Any, self.layer)._conv_forward(x, self.weight, self.bias)
             return convolved
         return F.linear(x, self.weight, self.bias)
 
@@ -160,7 +159,7 @@ def multipoint(
         raise TypeError(f"multipoint takes a torch.nn.Module, got {name_type(model)}")
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
         raise ValueError(f"bits={bits!r}: a code has 2 to 8")
-    kinds = (nn.Linear, *_CONVOLUTIONS)
+    kinds = (nn.Linear, *_CONVOLUTION_CLASSES)
     layers = {
         name: m
         for name, m in model.named_modules()
@@ -190,14 +189,15 @@ def multipoint(
         )
     moments = _measure_input_moments(model, chosen, batches)
     ladders = {name: _ChannelPoints(layer, bits, moments[name]) for name, layer in chosen.items()}
-    points = _spend_budget(ladders, sizes, single * (budget - 1))
+    points = _choose_points(ladders, sizes, single * (budget - 1))
     made, quantized = {}, {}
     for name, ladder in ladders.items():
         count, channels = int(points[name].sum()), len(points[name])
         held = count * sizes[name] + (count - channels) * _CHANNEL_BYTES
         errors = ladder.compute_error(points[name]), ladder.compute_error(torch.ones_like(points[name]))
         made[name] = LayerPoints(name, points[name], held, *errors)
-        quantized[chosen[name]] = MultipointLayer(chosen[name], bits, *ladder.take_points(points[name]))
+        k, c = (torch.arange(_MOST_POINTS, dtype=torch.int64, device="cpu")[:, None] < points[name]).nonzero().unbind(1)
+        quantized[chosen[name]] = MultipointLayer(chosen[name], bits, ladder.codes[k, c], ladder.scales[k, c], c)
     for owner in [*model.modules()]:  # a layer may stand in several places
         for key, layer in owner._modules.items():
             if layer in quantized:
@@ -223,18 +223,9 @@ class _ChannelPoints:
         self.codes, self.scales, self.errors = torch.stack(codes), torch.stack(scales), torch.stack(errors)
         self.errors /= float(self.errors[0].mean()) or 1.0
 
-    def compute_gain(self, channel: int, points: int) -> float:
-        """Return the error that one more point removes."""
-        return float(self.errors[points, channel] - self.errors[points + 1, channel])
-
     def compute_error(self, points: Tensor) -> float:
         """Return the error of the layer with so many points by channel."""
         return float(self.errors.gather(0, points[None]).mean())
-
-    def take_points(self, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the codes, scales and channels of so many points by channel."""
-        k, c = (torch.arange(_MOST_POINTS, dtype=torch.int64, device="cpu")[:, None] < points).nonzero().unbind(1)
-        return self.codes[k, c], self.scales[k, c], c
 
 
 def _find_best_point(residual: Tensor, most: int, moment: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -242,7 +233,7 @@ def _find_best_point(residual: Tensor, most: int, moment: Tensor | None) -> tupl
     largest = residual.abs().amax(1)
     best = torch.full_like(largest, torch.inf)
     codes, scales = torch.zeros_like(residual), torch.zeros_like(largest)
-    for share in _SEARCHED_SCALES:
+    for share in _SEARCHED_SCALE_SHARES:
         a = torch.where(largest > 0, share * largest / most, 1.0)
         code = (residual / a[:, None]).round().clamp(-most, most)
         norm = code.square().sum(1)
@@ -261,23 +252,25 @@ def _compute_output_errors(rows: Tensor, moment: Tensor) -> Tensor:
     return ((grouped @ moment) * grouped).sum(2).flatten()
 
 
-def _spend_budget(ladders: Mapping[str, _ChannelPoints], sizes: Mapping[str, int], left: float) -> dict[str, Tensor]:
+def _choose_points(ladders: Mapping[str, _ChannelPoints], sizes: Mapping[str, int], left: float) -> dict[str, Tensor]:
     """Return the points of each channel: one, and then that which removes most error per byte while bytes are left."""
     points = {name: torch.ones_like(ladder.scales[0], dtype=torch.int64) for name, ladder in ladders.items()}
     costs = {name: size + _CHANNEL_BYTES for name, size in sizes.items()}
+    # What one more point adds to the error, per byte: by layer and channel.
+    added_errors = {name: (ladder.errors.diff(dim=0) / costs[name]).tolist() for name, ladder in ladders.items()}
     heap = [
-        (-ladder.compute_gain(c, 1) / costs[n], n, c) for n, ladder in ladders.items() for c in range(len(points[n]))
+        (added, name, channel) for name, by_points in added_errors.items() for channel, added in enumerate(by_points[1])
     ]
     heapq.heapify(heap)
     while heap:
-        gain, name, channel = heapq.heappop(heap)
-        if gain >= 0 or costs[name] > left:
+        added, name, channel = heapq.heappop(heap)
+        if added >= 0 or costs[name] > left:
             continue
         left -= costs[name]
         points[name][channel] += 1
         n = int(points[name][channel])
         if n < _MOST_POINTS:
-            heapq.heappush(heap, (-ladders[name].compute_gain(channel, n) / costs[name], name, channel))
+            heapq.heappush(heap, (added_errors[name][n][channel], name, channel))
     return points
 
 
@@ -286,13 +279,13 @@ def _measure_input_moments(model: nn.Module, chosen: Mapping[str, Any], batches:
     sums: dict[str, Tensor] = {}
     counts = dict.fromkeys(chosen, 0)
 
-    def note(name: str, layer: Any, x: Tensor) -> None:
+    def add_moment(name: str, layer: Any, x: Tensor) -> None:
         rows = _unfold_input_rows(layer, x.detach().to("cpu", torch.float64))
         sums[name] = sums.get(name, 0) + rows.transpose(1, 2) @ rows
         counts[name] += rows.shape[1]
 
     handles = [
-        layer.register_forward_pre_hook(lambda layer, args, name=name: note(name, layer, args[0]))
+        layer.register_forward_pre_hook(lambda layer, args, name=name: add_moment(name, layer, args[0]))
         for name, layer in chosen.items()
     ]
     training, seen = [module for module in model.modules() if module.training], 0
@@ -301,7 +294,7 @@ def _measure_input_moments(model: nn.Module, chosen: Mapping[str, Any], batches:
         with torch.no_grad():
             for batch in batches:
                 seen += 1
-                call_on_batch(model, batch)
+                call_model_on_batch(model, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..formats import block_names
 from ..kernels._plain_memory import is_floating
 from ..rounding import quantize, straight_through
-from ._plan import rounds_operands
+from ._plan import has_rounded_operands
 from ._recipe import Recipe
 
 
@@ -41,10 +41,10 @@ class RoundResultHook:
         return straight_through(output, self.format) if is_floating(output) else None
 
 
-class RefuseCopiesHook:
-    """Pre-hook of a layer whose forward is `BlockProducts`: refuses a copy, whose forward is that of the original."""
+class RefuseLayerCopiesHook:
+    """Pre-hook of a layer with a `BlockProductForward`: refuses a copy, whose forward is that of the original."""
 
-    def __init__(self, forward: BlockProducts) -> None:
+    def __init__(self, forward: BlockProductForward) -> None:
         self.forward = forward
 
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -53,7 +53,7 @@ class RefuseCopiesHook:
             _raise_for_layer_copy(layer, self.forward.format)
 
 
-ROUNDING_HOOKS = RoundOperandsHook | RoundResultHook | RefuseCopiesHook
+ROUNDING_HOOKS = RoundOperandsHook | RoundResultHook | RefuseLayerCopiesHook
 
 
 def _raise_for_layer_copy(layer: nn.Module, format: str) -> NoReturn:
@@ -64,12 +64,11 @@ def _raise_for_layer_copy(layer: nn.Module, format: str) -> NoReturn:
     )
 
 
-class BlockProducts:
+class BlockProductForward:
     """The forward of a layer, in place of its class's: operands of its three products are rounded in blocks.
 
-    Blocks lie along the dimension that a product sums over, as tensor cores want them: input channels forward, output
-    channels for the gradient of the input, examples (and positions of linear layers) for that of the weight. So each
-    of the layer's operands is rounded twice, from its own numbers. Products and their sums are float32.
+    Blocks lie along the dimension that a product sums over: input channels forward, output channels for the gradient of
+    the input, examples (and positions of linear layers) for that of the weight. Sums are float32.
     """
 
     def __init__(self, layer: Any, format: str) -> None:
@@ -78,10 +77,10 @@ class BlockProducts:
     def __call__(self, input: Tensor, *size: Any, **named: Any) -> Tensor:
         """The layer's result; a transposed convolution takes `output_size` too."""
         size = (*size, *named.values())
-        result: Tensor = _BlockProduct.apply(input, self.layer.weight, self.layer.bias, self, size)
+        result: Tensor = _BlockProductFunction.apply(input, self.layer.weight, self.layer.bias, self, size)
         return result
 
-    def multiply(self, input: Tensor, weight: Tensor, size: tuple[Any, ...], bias: Tensor | None = None) -> Tensor:
+    def run_forward(self, input: Tensor, weight: Tensor, size: tuple[Any, ...], bias: Tensor | None = None) -> Tensor:
         """Return the class's own forward, with another weight and bias."""
         own = vars(self.layer)
         own["weight"], own["bias"] = weight, bias
@@ -113,12 +112,12 @@ class BlockProducts:
         return quantize(weight, self.format, dim=int(inputs != getattr(self.layer, "transposed", False)))
 
 
-class _BlockProduct(torch.autograd.Function):
+class _BlockProductFunction(torch.autograd.Function):
     """A layer's product of operands in blocks, and its gradients'; a tangent is multiplied unrounded."""
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProducts, size: Any) -> Tensor:
-        return layer.multiply(layer.round_channel_blocks(input), layer.round_weight(weight, inputs=True), size, bias)
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProductForward, size: Any) -> Tensor:
+        return layer.run_forward(layer.round_channel_blocks(input), layer.round_weight(weight, inputs=True), size, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -131,16 +130,16 @@ class _BlockProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        layer: BlockProducts = ctx.layer
+        layer: BlockProductForward = ctx.layer
         found: list[Tensor | None] = [None, None, None]
         with torch.enable_grad():
             if ctx.needs_input_grad[0]:
                 whole = input.detach().requires_grad_()
-                result = layer.multiply(whole, layer.round_weight(weight.detach(), inputs=False), ctx.size)
+                result = layer.run_forward(whole, layer.round_weight(weight.detach(), inputs=False), ctx.size)
                 (found[0],) = torch.autograd.grad(result, whole, layer.round_channel_blocks(gradient))
             if ctx.needs_input_grad[1]:
                 whole = weight.detach().requires_grad_()
-                result = layer.multiply(layer.round_example_blocks(input.detach()), whole, ctx.size)
+                result = layer.run_forward(layer.round_example_blocks(input.detach()), whole, ctx.size)
                 (found[1],) = torch.autograd.grad(result, whole, layer.round_example_blocks(gradient))
         if ctx.biased and ctx.needs_input_grad[2]:
             channels = gradient.ndim - 1 - layer.spatial_dimensions
@@ -151,26 +150,26 @@ class _BlockProduct(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, input_tangent: Any, weight_tangent: Any, bias_tangent: Any, *_: None) -> Tensor:
         input, weight = ctx.saved_tensors
-        layer: BlockProducts = ctx.layer
-        parts: list[Tensor] = []
+        layer: BlockProductForward = ctx.layer
+        tangents: list[Tensor] = []
         if input_tangent is not None:
-            parts.append(layer.multiply(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
+            tangents.append(layer.run_forward(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
         if weight_tangent is not None:
-            parts.append(layer.multiply(layer.round_channel_blocks(input), weight_tangent, ctx.size))
+            tangents.append(layer.run_forward(layer.round_channel_blocks(input), weight_tangent, ctx.size))
         if bias_tangent is not None:
-            parts.append(bias_tangent.view(-1, *(1,) * layer.spatial_dimensions))
-        return sum(parts[1:], parts[0])
+            tangents.append(bias_tangent.view(-1, *(1,) * layer.spatial_dimensions))
+        return sum(tangents[1:], tangents[0])
 
 
-def install_rounding(model: nn.Module, recipe: Recipe) -> None:
+def install_rounding_hooks(model: nn.Module, recipe: Recipe) -> None:
     """Let the layers of a model round what they read and give."""
     for name, module in model.named_modules():
-        if not rounds_operands(recipe, name, module):
+        if not has_rounded_operands(recipe, name, module):
             continue
         format = str(recipe.operand_format)
         if format in block_names():
-            forward = vars(module)["forward"] = BlockProducts(module, format)
-            module.register_forward_pre_hook(RefuseCopiesHook(forward))
+            forward = vars(module)["forward"] = BlockProductForward(module, format)
+            module.register_forward_pre_hook(RefuseLayerCopiesHook(forward))
             continue
         module.register_forward_pre_hook(RoundOperandsHook(format))
         module.register_forward_hook(RoundResultHook(format), always_call=True)

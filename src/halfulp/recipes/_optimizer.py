@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import optim
 from .._names import describe_unknown_name, read_descriptions
 from ..mctensor._convert_model import plain_state_dict
-from ..optim import Optimizer, StateSlot
+from ..optim import Optimizer
 from ..optim._algorithms import MuonChoice
 from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import list_own_tensors
@@ -86,15 +86,25 @@ def optimizer(
     if isinstance(recipe.weight_update, str) and not is_float32:
         choices["weight_update"] = _make_weight_update(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
-    chosen = {} if use_muon is None else {"use_muon": use_muon}
-    named: list[Any] = list(model.named_parameters())
-    mix = isinstance(recipe.weight_update, tuple)
-    groups = kind.split_groups(split_groups_by_update(recipe, model, named) if mix else named, **chosen)
+    groups: Any = list(model.named_parameters())
+    if isinstance(recipe.weight_update, tuple):
+        groups = split_groups_by_update(recipe, model, groups)
+    groups = kind.split_groups(groups, **({} if use_muon is None else {"use_muon": use_muon}))
     made = kind(groups, seed=seed, report_interval=report_interval, **options, **hyper)
     if recipe.format and recipe.state_dtype == recipe.format:
-        round_states_to_format(made, recipe.format, seed)
+        round_states_after_steps(made, recipe.format, seed)
     if recipe.gradient_format:
-        made.register_step_pre_hook(lambda *_: _check_gradients_rounded(recipe, model))
+
+        def refuse_unrounded_gradients(*_: object) -> None:
+            if "forward" not in vars(model):
+                options = ", ".join(f"{key}={value!r}" for key, value in _make_scaler_options(recipe).items())
+                raise RuntimeError(
+                    f"recipe {recipe.name!r} rounds gradients, and these were not rounded: make scaler = "
+                    f"halfulp.AdaptiveGradScaler(model, {options}) and train by scaler.scale(loss).backward(), "
+                    "scaler.step(optimizer), scaler.update()"
+                )
+
+        made.register_step_pre_hook(refuse_unrounded_gradients)
     return made
 
 
@@ -141,14 +151,14 @@ def emulate_recipe(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[LossF
 
     with emulate(model, recipe.emulate) as emulation:
 
-        def under(loss: LossFunction) -> LossFunction:
-            def rounded(*given: Any) -> Tensor:
+        def emulate_loss(loss: LossFunction) -> LossFunction:
+            def compute_rounded_loss(*given: Any) -> Tensor:
                 with emulation.region():
                     return loss(*given)
 
-            return rounded
+            return compute_rounded_loss
 
-        yield under
+        yield emulate_loss
 
 
 def _make_scaler_options(recipe: Recipe) -> dict[str, Any]:
@@ -157,16 +167,6 @@ def _make_scaler_options(recipe: Recipe) -> dict[str, Any]:
         return {"policy": recipe.gradient_scale, **options}
     # Without a scale too, what is not finite must not reach a weight.
     return {"policy": "constant", "init_scale": recipe.gradient_scale or 1.0, **options}
-
-
-def _check_gradients_rounded(recipe: Recipe, model: nn.Module) -> None:
-    if "forward" not in vars(model):
-        options = ", ".join(f"{key}={value!r}" for key, value in _make_scaler_options(recipe).items())
-        raise RuntimeError(
-            f"recipe {recipe.name!r} rounds gradients, and these were not rounded: make scaler = "
-            f"halfulp.AdaptiveGradScaler(model, {options}) and train by scaler.scale(loss).backward(), "
-            "scaler.step(optimizer), scaler.update()"
-        )
 
 
 def split_groups_by_update(
@@ -190,31 +190,25 @@ def choose_state_dtype(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, A
     States that the rule uses to the last digits, a running maximum and the state that it is taken of stay as the
     optimizer keeps them unless they may be stored so.
     """
-    if recipe.state_dtype == "bfloat16x2":
-        second = [state.name for state in _list_optimizer_states(kind, hyper) if state.degree == 2]
-        return dict.fromkeys(second, recipe.state_dtype) or None
     if recipe.state_dtype is None:
         return None
+    # The states of an optimizer of one number, as a matrix, with these options.
+    single = kind([nn.Parameter(torch.zeros(1, 1, device="cpu", dtype=torch.float32))], **hyper)
+    held = single.rule(single.param_groups[0]).states
     chosen: Any = recipe.state_dtype
+    if chosen == "bfloat16x2":
+        return {state.name: chosen for state in held if state.degree == 2} or None
     if chosen not in ("8bit", "4bit", "fp8", *read_descriptions("state store")):
         chosen = torch.float32 if chosen == recipe.format else getattr(torch, chosen)
-    held = _list_optimizer_states(kind, hyper)
     left = set() if chosen == torch.float32 else {state.name for state in held if state.exact}
     if chosen not in (torch.float32, torch.float16):
         left |= {name for state in held if state.maximum_of for name in (state.name, state.maximum_of)}
     return {state.name: chosen for state in held if state.name not in left} if left else chosen
 
 
-def _list_optimizer_states(kind: type[Optimizer], hyper: dict[str, Any]) -> tuple[StateSlot, ...]:
-    """Return the states of an optimizer of one number, as a matrix, with these options."""
-    single = kind([nn.Parameter(torch.zeros(1, 1, device="cpu", dtype=torch.float32))], **hyper)
-    return single.rule(single.param_groups[0]).states
-
-
 def _make_weight_update(update: str) -> object:
     """Return the optimizer's ``weight_update``."""
-    special = {"kahan-literal": optim.Kahan(literal=True), "components-3": optim.Components(3)}
-    return special.get(update, update)
+    return {"kahan-literal": optim.Kahan(literal=True), "components-3": optim.Components(3)}.get(update, update)
 
 
 class TorchOptimizer(torch.optim.Optimizer):
@@ -264,7 +258,7 @@ MeasuredOptimizer = Optimizer | TorchOptimizer
 _TORCH_OPTIMIZERS = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 
-def round_states_to_format(optimizer: Optimizer, format: str, seed: int) -> None:
+def round_states_after_steps(optimizer: Optimizer, format: str, seed: int) -> None:
     """Round the float32 states to ``format`` after every step: to nearest, second moments stochastically.
 
     A second moment changes by less than half an ulp per step, so that nearest rounding would freeze it. States that
@@ -272,7 +266,7 @@ def round_states_to_format(optimizer: Optimizer, format: str, seed: int) -> None
     """
     steps = 0
 
-    def after_step(_: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def round_states(*_: object) -> None:
         nonlocal steps
         steps += 1
         groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
@@ -288,4 +282,4 @@ def round_states_to_format(optimizer: Optimizer, format: str, seed: int) -> None
                 rounding = Stochastic(seed=seed + position) if second else Nearest()
                 quantize(value, format, rounding, out=value, counter=steps if second else 0)
 
-    optimizer.register_step_post_hook(after_step)
+    optimizer.register_step_post_hook(round_states)

@@ -20,7 +20,7 @@ from ..scaled.rules._products import EIGHT_BIT_SIDE_MULTIPLE
 from ..subclass.models._float32_products import get_original_class
 from . import _recipe as _catalog
 from ._casts import is_inside_modules
-from ._recipe import NORMS, Recipe
+from ._recipe import NORM_GLOBS, Recipe
 
 
 def check_float32_model(model: nn.Module) -> None:
@@ -53,7 +53,7 @@ def find_float32_modules(model: nn.Module, recipe: Recipe) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     matched: set[str] = set()
-    keeps_norms = set(NORMS) <= set(recipe.float32)
+    keeps_norms = set(NORM_GLOBS) <= set(recipe.float32)
     for name, module in model.named_modules():
         globs = [glob for glob in recipe.float32 if _matches_module(glob, name, module)]
         matched.update(globs)
@@ -68,7 +68,7 @@ def find_float32_modules(model: nn.Module, recipe: Recipe) -> dict[str, str]:
         elif keeps_norms and module is not model and _has_only_vectors(module):
             found[name] = "has vectors alone, which scale or shift"
     for glob in recipe.float32:
-        if glob not in matched and glob not in NORMS:
+        if glob not in matched and glob not in NORM_GLOBS:
             raise ValueError(
                 f"recipe {recipe.name!r} keeps {glob!r} in float32, which is the name of no module of the model and of "
                 "no class of its modules without children; globs are matched against both"
@@ -77,10 +77,7 @@ def find_float32_modules(model: nn.Module, recipe: Recipe) -> dict[str, str]:
 
 
 def _has_only_vectors(module: nn.Module) -> bool:
-    """Return whether a layer that is none of torch's has only vectors: frequencies of positions, scales of layers.
-
-    Its products are element by element, where frequencies times positions need all digits and which cost nothing.
-    """
+    """Return whether a layer that is none of torch's has vectors alone, whose products are element by element."""
     if get_original_class(module).__module__.startswith("torch.nn.") or any(True for _ in module.children()):
         return False
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
@@ -100,8 +97,8 @@ def check_float16_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> No
             )
 
 
-def list_kept_parameters(model: nn.Module, kept: Container[str]) -> set[int]:
-    """Return the ids of the parameters that lie in islands, under any of their names."""
+def list_float32_parameters(model: nn.Module, kept: Container[str]) -> set[int]:
+    """Return the ids of the parameters that stay float32, under any of their names."""
     inner = [module for name, module in model.named_modules() if is_inside_modules(name, kept)]
     return {id(p) for module in inner for p in module._parameters.values() if p is not None}
 
@@ -114,21 +111,22 @@ def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
     {'0.weight': 'stochastic', '1.weight': 'kahan', '1.bias': 'kahan'}
     """
     names = [name for name, _ in model.named_parameters()]
-    return {name: _choose_update(recipe, name, model.get_submodule(name.rpartition(".")[0])) for name in names}
-
-
-def _choose_update(recipe: Recipe, name: str, module: nn.Module) -> str | None:
-    """Return the weight update of one parameter, by its qualified name and the module that holds it."""
     if recipe.weight_update is None or isinstance(recipe.weight_update, str):
-        return recipe.weight_update
-    for glob, update in recipe.weight_update:
-        if fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(type(module).__name__, glob):
-            return update
-    globs = ", ".join(repr(glob) for glob, _ in recipe.weight_update)
-    raise ValueError(
-        f"recipe {recipe.name!r}: parameter {name!r} of {name_type(module)} matches none of {globs}; "
-        "end the list with the glob '*'"
-    )
+        return dict.fromkeys(names, recipe.weight_update)
+    found: dict[str, str | None] = {}
+    for name in names:
+        module = model.get_submodule(name.rpartition(".")[0])
+        for glob, update in recipe.weight_update:
+            if fnmatch.fnmatchcase(name, glob) or fnmatch.fnmatchcase(type(module).__name__, glob):
+                found[name] = update
+                break
+        else:
+            globs = ", ".join(repr(glob) for glob, _ in recipe.weight_update)
+            raise ValueError(
+                f"recipe {recipe.name!r}: parameter {name!r} of {name_type(module)} matches none of {globs}; "
+                "end the list with the glob '*'"
+            )
+    return found
 
 
 def _matches_module(glob: str, name: str, module: nn.Module) -> bool:
@@ -139,11 +137,9 @@ def _matches_module(glob: str, name: str, module: nn.Module) -> bool:
     return any(fnmatch.fnmatchcase(kind.__name__, glob) for kind in classes)
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_MULTIPLYING_LAYERS = (
-    *(nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.modules.conv._ConvNd),
-    *(nn.RNNBase, nn.RNNCellBase),
-)
+_CONVOLUTION_CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_RECURRENT_LAYERS = (nn.RNNBase, nn.RNNCellBase)
+_MULTIPLYING_LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.modules.conv._ConvNd, *_RECURRENT_LAYERS)
 
 
 def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
@@ -158,31 +154,27 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     is_called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     if not is_called or find_eight_bit_forward(module) is None:
         words = "fp8 is for products that linear layers compute by their own forward"
-        return None, words if isinstance(module, _MULTIPLYING_LAYERS) else _explain_no_product(module)
+        return None, words if isinstance(module, _MULTIPLYING_LAYERS) else _explain_missing_product(module)
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     sides = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else list(weight.shape)
-    if all(side % EIGHT_BIT_SIDE_MULTIPLE == 0 for side in sides):
-        return "fp8 products", ""
-    multiples = f"units take multiples of {EIGHT_BIT_SIDE_MULTIPLE}, else fp8 is emulated"
-    return "fp8 products", f"{sides[0]} x {sides[1]}: {multiples}"
+    words = f"{sides[0]} x {sides[1]}: units take multiples of {EIGHT_BIT_SIDE_MULTIPLE}, else fp8 is emulated"
+    return "fp8 products", words if any(side % EIGHT_BIT_SIDE_MULTIPLE for side in sides) else ""
 
 
-def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
-    """Return whether a recipe rounds a module's operands: of linear layers and convolutions that it does not exempt.
-
-    Block formats replace torch's own forward, so that a class or an object with another one is left as it is.
-    """
+def has_rounded_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
+    """Return whether a recipe rounds a module's operands: of linear layers and convolutions that it does not exempt."""
     layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and "weight" in module._parameters
     if not recipe.operand_format or not layer or any(_matches_module(glob, name, module) for glob in recipe.float32):
         return False
+    # Block formats replace torch's own forward, so that a class or an object with another one is left as it is.
     forward = vars(module).get("forward")
     is_plain = forward is None or hasattr(forward, "round_example_blocks")
-    is_torchs = get_original_class(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
+    is_torchs = get_original_class(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTION_CLASSES)}
     return recipe.operand_format not in block_names() or (is_plain and is_torchs)
 
 
-def _explain_no_product(module: nn.Module) -> str:
+def _explain_missing_product(module: nn.Module) -> str:
     """Describe a module that is none of torch's layers that multiply."""
     return "no product" if type(module).__module__.startswith("torch.nn.") else "only where its forward multiplies"
 
@@ -234,7 +226,7 @@ class Explanation:
     bytes_after: int
 
     def __str__(self) -> str:
-        rows = [("module", "class", "asked for", "gets", "why not"), *_make_table_rows(self.modules)]
+        rows = [("module", "class", "asked for", "gets", "why not"), *_make_plan_rows(self.modules)]
         size = f"{self.bytes_before:,} bytes of parameters become {self.bytes_after:,}."
         return "\n".join([self.recipe.explain(), *align_columns(rows), size])
 
@@ -264,12 +256,11 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     """
     recipe = _catalog.get(recipe)
     check_float32_model(model)
-    islands = find_float32_modules(model, recipe)
-    keeps, updates = list_kept_parameters(model, islands), assign(recipe, model)
+    float32_modules = find_float32_modules(model, recipe)
+    keeps, updates = list_float32_parameters(model, float32_modules), assign(recipe, model)
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    plans = tuple(
-        _plan_module(name, module, recipe, islands, keeps, updates, first) for name, module in model.named_modules()
-    )
+    given = recipe, float32_modules, keeps, updates, first
+    plans = tuple(_plan_module(name, module, *given) for name, module in model.named_modules())
     before = sum(4 * p.numel() for p in model.parameters())
     dtype: torch.dtype = getattr(torch, recipe.payload or recipe.param_dtype or "float32")
     size = dtype.itemsize * (recipe.components or 1)
@@ -281,17 +272,17 @@ def _plan_module(
     name: str,
     module: nn.Module,
     recipe: Recipe,
-    islands: dict[str, str],
+    float32_modules: dict[str, str],
     keeps: set[int],
     updates: dict[str, str | None],
     first: dict[int, str],
 ) -> ModulePlan:
     """Return the plan of a module's own parameters; tied ones are another's, under the first name."""
     own = {key: p for key, p in module._parameters.items() if p is not None}
-    why_kept = islands.get(name, "")
-    if not why_kept and is_inside_modules(name, islands):
-        outer = next(island for island in islands if is_inside_modules(name, {island}))
-        why_kept = f"in {outer!r}, which {islands[outer]}"
+    why_kept = float32_modules.get(name, "")
+    if not why_kept and is_inside_modules(name, float32_modules):
+        outer = next(outer_name for outer_name in float32_modules if is_inside_modules(name, {outer_name}))
+        why_kept = f"in {outer!r}, which {float32_modules[outer]}"
     if not own:
         return ModulePlan(name, type(module).__name__, 0, "", "float32" if why_kept else "", None, None, why_kept)
     names = {key: first[id(p)] for key, p in own.items()}
@@ -303,12 +294,24 @@ def _plan_module(
     stepped = [key for key, p in own.items() if key not in tied and key not in stays and p.requires_grad]
     got = {updates[names[key]] for key in stepped} - {None}
     products, why_no_product = _describe_narrow_products(recipe, name, module)
-    storage = _describe_storage(recipe)
+    storage = recipe.param_dtype or "float32"
+    if recipe.components:
+        storage = f"{recipe.components} x {recipe.param_dtype}"
+    elif recipe.payload:
+        storage = f"{recipe.payload} payload x scale"
+    elif recipe.format:
+        storage = f"float32 with values of {recipe.format}"
     held_as = storage if not stays else "float32" if len(stays) == len(own) else f"{storage}, {quote(stays)} float32"
     formats = {"operands": recipe.operand_format, "gradients": recipe.gradient_format}
     asked = [f"{recipe.matmul} products"] if recipe.matmul else []
     asked += [f"{what} in {format}" for what, format in formats.items() if format]
-    reasons = [why_kept, *_explain_missing_updates(own, stays, tied, bool(wanted)), why_no_product]
+    reasons = [why_kept, *(f"{key!r} is {other!r}" for key, other in tied.items())]
+    frozen = [key for key, p in own.items() if not p.requires_grad]
+    if frozen:
+        reasons.append("frozen" if len(frozen) == len(own) else f"{quote(frozen)} frozen")
+    if wanted and any(own[key].requires_grad and key not in tied for key in stays):
+        reasons.append("float32 needs no weight update")
+    reasons.append(why_no_product)
     return ModulePlan(
         name,
         type(module).__name__,
@@ -325,41 +328,20 @@ def _describe_narrow_products(recipe: Recipe, name: str, module: nn.Module) -> t
     """Return which products of a module are narrow, and why not all."""
     if recipe.matmul:
         return describe_eight_bit_products(module)
-    operands = f"operands in {recipe.operand_format}" if rounds_operands(recipe, name, module) else None
-    lacks = ""
-    if recipe.operand_format and not operands:
-        lacks = "operands are rounded in linear layers and convolutions that are not exempt"
-        lacks += ", by torch's own forward" if recipe.operand_format in block_names() else ""
-    if recipe.gradient_format:
-        is_rounded = isinstance(module, _MULTIPLYING_LAYERS)
-        gets = f"gradients in {recipe.gradient_format}" if is_rounded else None
-        why = "" if is_rounded else _explain_no_product(module)
-        return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
-    return operands, lacks
+    narrow, why = [], ""
+    if has_rounded_operands(recipe, name, module):
+        narrow.append(f"operands in {recipe.operand_format}")
+    elif recipe.operand_format:
+        why = "operands are rounded in linear layers and convolutions that are not exempt"
+        why += ", by torch's own forward" if recipe.operand_format in block_names() else ""
+    if recipe.gradient_format and isinstance(module, _MULTIPLYING_LAYERS):
+        narrow.append(f"gradients in {recipe.gradient_format}")
+    elif recipe.gradient_format:
+        why = _explain_missing_product(module)
+    return ", ".join(narrow) or None, why
 
 
-def _explain_missing_updates(
-    own: dict[str, nn.Parameter], stays: list[str], tied: dict[str, str], asked: bool
-) -> list[str]:
-    """Return why some parameters have no weight update of the recipe's."""
-    said = [f"{key!r} is {first!r}" for key, first in tied.items()]
-    frozen = [key for key, p in own.items() if not p.requires_grad]
-    if frozen:
-        said.append("frozen" if len(frozen) == len(own) else f"{quote(frozen)} frozen")
-    if asked and any(own[key].requires_grad and key not in tied for key in stays):
-        said.append("float32 needs no weight update")
-    return said
-
-
-def _describe_storage(recipe: Recipe) -> str:
-    if recipe.components:
-        return f"{recipe.components} x {recipe.param_dtype}"
-    if recipe.payload:
-        return f"{recipe.payload} payload x scale"
-    return f"float32 with values of {recipe.format}" if recipe.format else recipe.param_dtype or "float32"
-
-
-def _make_table_rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
+def _make_plan_rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
     """Return a row for each module that gets something; those that differ in numbers alone share one."""
     grouped: dict[tuple[str, ...], list[ModulePlan]] = {}
     for plan in plans:

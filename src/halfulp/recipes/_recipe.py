@@ -9,17 +9,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .._names import describe_unknown_name, read_descriptions, register_entry
+from ..formats import block_names
+from ..formats import get as get_format
 
 # Pairs from glob to weight update.
 UpdateByGlob = tuple[tuple[str, str], ...]
 
-PARAM_DTYPES = ("bfloat16", "float16", "float32", "float64")
+PARAMETER_DTYPES = ("bfloat16", "float16", "float32", "float64")
 STATE_DTYPES = ("bfloat16", "bfloat16x2", "float16", "float32", "8bit", "4bit", "fp8")
-PAYLOADS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
-MATMULS = ("fp8",)
+PAYLOAD_DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
+MATMUL_FORMATS = ("fp8",)
 
 # BatchNorm, LayerNorm, GroupNorm, InstanceNorm, RMSNorm of torch, and what other libraries call so.
-NORMS = ("*Norm*",)
+NORM_GLOBS = ("*Norm*",)
 
 GRADIENT_ROUNDINGS = ("nearest", "stochastic")
 _FORMAT_FIELDS = ("format", "emulate", "operand_format", "gradient_format")
@@ -51,6 +53,8 @@ GRADIENT_SCALES = {
     "dynamic": "all have one scale, halved after an overflow and doubled after 2000 steps without",
     "rising-floor": "all have one scale, halved after an overflow, above a least one that rises by schedule",
 }
+# The fields of a recipe that are described by names: their registries and the library's own descriptions.
+_WORDS_BY_FIELD = {"weight_update": ("weight update", WEIGHT_UPDATES), "gradient_scale": ("policy", GRADIENT_SCALES)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +119,7 @@ class Recipe:
     state_dtype: str | None = None
     format: str | None = None
     emulate: str | None = None
-    float32: tuple[str, ...] = NORMS
+    float32: tuple[str, ...] = NORM_GLOBS
     perturb: float = 0.0
     operand_format: str | None = None
     gradient_format: str | None = None
@@ -127,19 +131,26 @@ class Recipe:
             raise ValueError(f"a recipe needs a name, got {self.name!r}")
         self._convert_fields()
         own_format = (self.format,) if self.format else ()
-        updates = _append_registered(WEIGHT_UPDATES, "weight update")
-        _check_among("param_dtype", PARAM_DTYPES, self.param_dtype)
-        _check_among("state_dtype", (*_append_registered(STATE_DTYPES, "state store"), *own_format), self.state_dtype)
-        _check_among("weight update", updates, *self.update_names())
-        _check_among("payload", PAYLOADS, self.payload)
-        _check_among("matmul", MATMULS, self.matmul)
-        _check_among("gradient rounding", GRADIENT_ROUNDINGS, self.gradient_rounding)
+        updates = _list_allowed_names(WEIGHT_UPDATES, "weight update")
+        _check_names("param_dtype", PARAMETER_DTYPES, self.param_dtype)
+        _check_names("state_dtype", (*_list_allowed_names(STATE_DTYPES, "state store"), *own_format), self.state_dtype)
+        _check_names("weight update", updates, *self.update_names())
+        _check_names("payload", PAYLOAD_DTYPES, self.payload)
+        _check_names("matmul", MATMUL_FORMATS, self.matmul)
+        _check_names("gradient rounding", GRADIENT_ROUNDINGS, self.gradient_rounding)
         for field in _FORMAT_FIELDS:
-            _check_format(getattr(self, field), blocks=field == "operand_format")
-        scale, policies = self.gradient_scale, _append_registered(GRADIENT_SCALES, "policy")
+            name = getattr(self, field)
+            if name not in (None, *block_names()):
+                get_format(name)
+            elif name is not None and field != "operand_format":
+                only = "whose scales products read: it goes with operand_format= alone"
+                raise ValueError(f"{name} is a block format, {only}")
+        scale, policies = self.gradient_scale, _list_allowed_names(GRADIENT_SCALES, "policy")
         if isinstance(scale, str):
-            _check_among("gradient scale", policies, scale)
-        elif scale is not None and not _is_power_of_two(scale):
+            _check_names("gradient scale", policies, scale)
+        elif scale is not None and not (
+            isinstance(scale, float) and math.frexp(scale)[0] == 0.5 and 2.0**-30 <= scale <= 2.0**60
+        ):
             raise ValueError(
                 f"gradient_scale={scale!r}: allowed are a power of two from 2^-30 to 2^60, or a policy: "
                 f"{', '.join(policies)}"
@@ -148,7 +159,7 @@ class Recipe:
             raise ValueError(f"components={self.components!r}: allowed are 1 to 4")
         if not isinstance(self.perturb, int | float) or not math.isfinite(self.perturb) or self.perturb < 0:
             raise ValueError(f"perturb is a finite number >= 0, got {self.perturb!r}")
-        for why in self._list_conflicts():
+        for why in self._describe_conflicts():
             raise ValueError(f"recipe {self.name!r} has {why}")
 
     def _convert_fields(self) -> None:
@@ -173,7 +184,7 @@ class Recipe:
                 ) from None
         vars(self).update(given)
 
-    def _list_conflicts(self) -> Iterator[str]:
+    def _describe_conflicts(self) -> Iterator[str]:
         """Yield which fields cannot be together, and what to do."""
         updates, rounds_randomly = self.update_names(), self.gradient_rounding != "nearest"
         wide = self.param_dtype or self.payload or self.emulate
@@ -206,7 +217,7 @@ class Recipe:
             yield f"{rounds}: {leave}"
         if self.gradient_format and wide:
             yield f"gradient_format={self.gradient_format!r}, which rounds gradients of float32 parameters: {leave}"
-        if self.gradient_format and _is_block_format(self.operand_format):
+        if self.gradient_format and self.operand_format in block_names():
             blocks = f"operand_format={self.operand_format!r}, whose blocks the backward products read too"
             yield f"{blocks}: leave out gradient_format"
 
@@ -224,13 +235,12 @@ class Recipe:
         """Return the weight updates that this recipe uses, in order, without repeats."""
         if self.weight_update is None:
             return ()
-        if isinstance(self.weight_update, str):
-            return (self.weight_update,)
-        return tuple(dict.fromkeys(name for _, name in self.weight_update))
+        pairs = (("*", self.weight_update),) if isinstance(self.weight_update, str) else self.weight_update
+        return tuple(dict.fromkeys(name for _, name in pairs))
 
     def replace(self, **changes: Any) -> Recipe:
         """Return a copy with some fields changed; an unknown field is a ValueError with near names."""
-        _check_fields(changes)
+        _check_field_names(changes)
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -248,7 +258,7 @@ class Recipe:
         Traceback (most recent call last):
         ValueError: unknown field of a recipe 'param_dtyp'; did you mean 'param_dtype'? Allowed: ...
         """
-        _check_fields(data)
+        _check_field_names(data)
         if "name" not in data:
             raise ValueError(f"a recipe needs a name, got the fields {', '.join(data) or 'none'}")
         return cls(**data)
@@ -289,88 +299,43 @@ class Recipe:
 
 def _describe_field(field: str, value: Any) -> list[str]:
     """Return a field's value in words; pairs of globs and weight updates one by one."""
-    registered = {"weight_update": "weight update", "gradient_scale": "policy"}.get(field, "")
-    words = {
-        **read_descriptions(registered),
-        **{"weight_update": WEIGHT_UPDATES, "gradient_scale": GRADIENT_SCALES}.get(field, {}),
-    }
-    pairs = value if field == "weight_update" and isinstance(value, tuple) else ((None, value),)
-    said = [", ".join(filter(None, (_write_value(name), words.get(name)))) for _, name in pairs]
-    return [one if glob is None else f"{glob!r} {one}" for one, (glob, _) in zip(said, pairs)]
-
-
-def _write_value(value: object) -> str:
+    if field == "weight_update" and isinstance(value, tuple):
+        return [f"{glob!r} {said}" for glob, name in value for said in _describe_field(field, name)]
+    registry, words = _WORDS_BY_FIELD.get(field, ("", {}))
     if isinstance(value, tuple):
-        return ", ".join(value) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        written = ", ".join(value) or "none"
+    else:
+        written = f"{value:g}" if isinstance(value, float) else str(value)
+    return [", ".join(filter(None, (written, {**read_descriptions(registry), **words}.get(value))))]
 
 
-def _append_registered(names: Iterable[str], kind: str) -> tuple[str, ...]:
+def _list_allowed_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
     """Return the library's names followed by those that were registered."""
     return (*names, *(name for name in read_descriptions(kind) if name not in names))
 
 
-def _check_among(kind: str, allowed: tuple[str, ...], *given: object) -> None:
+def _check_names(kind: str, allowed: tuple[str, ...], *given: object) -> None:
     for one in given:
         if one is not None and one not in allowed:
             raise ValueError(describe_unknown_name(kind, one, allowed))
 
 
-def _is_power_of_two(scale: object) -> bool:
-    """Return whether a number is a power of two that a scaler takes.
-
-    >>> [_is_power_of_two(scale) for scale in (1024.0, 0.5, 3.0, 0.0, 2.0**61, True, None)]
-    [True, True, False, False, False, False, False]
-    """
-    if not isinstance(scale, float) or not math.isfinite(scale):
-        return False
-    fraction, exponent = math.frexp(scale)
-    return fraction == 0.5 and -30 <= exponent - 1 <= 60
-
-
-def _is_block_format(name: str | None) -> bool:
-    from .. import formats
-
-    return name in formats.block_names()
-
-
-def _check_format(name: str | None, blocks: bool) -> None:
-    from .. import formats
-
-    is_block = _is_block_format(name)
-    if name is None or (blocks and is_block):
-        return
-    if is_block:
-        raise ValueError(f"{name} is a block format, whose scales products read: it goes with operand_format= alone")
-    formats.get(name)
-
-
-def _check_fields(data: Mapping[str, Any]) -> None:
+def _check_field_names(data: Mapping[str, Any]) -> None:
     allowed = [field.name for field in dataclasses.fields(Recipe)]
     for key in data:
         if key not in allowed:
             raise ValueError(describe_unknown_name("field of a recipe", key, allowed))
 
 
-def _make_gradient_recipe(
-    format: str, name: str, words: str, scale: str | float | None, rounding: str = "nearest"
-) -> Recipe:
-    """Return the recipe in float32 but for the gradients that products read and make."""
-    return Recipe(
-        name=f"{format}-{name}",
-        description=f"float32 weights, gradients rounded to {format}, {words}",
-        gradient_format=format,
-        gradient_scale=scale,
-        gradient_rounding=rounding,
-    )
-
-
-_GRADIENT_SCALE_CHOICES = (
+# Suffix of the name, words and policy of recipes whose gradients are rounded to a format.
+_GRADIENT_SCALE_CHOICES: tuple[tuple[str, str, str | float | None], ...] = (
     ("none", "no scale", None),
     ("dynamic", "one scale, halved by an overflow", "dynamic"),
     ("adaptive", "a scale per layer by its largest gradient", "amax"),
 )
-_GRADIENT_POLICY_CHOICES = (
+# Those of fp16 alone, which further policies and constants have.
+_FP16_GRADIENT_SCALE_CHOICES: tuple[tuple[str, str, str | float], ...] = (
+    *((f"constant-{scale}", f"one scale, {scale}", scale) for scale in (1, 16, 128, 1024, 4096, 16384)),
     ("measured", "one scale by the largest of all gradients", "measured"),
     ("underflow-bound", "a scale per layer by the papers' underflow bound", "underflow-bound"),
     ("element-wise", "a scale per layer by the products of elements", "element-wise"),
@@ -411,69 +376,57 @@ _NARROW_RECIPE_CHOICES: tuple[tuple[str, str, str | UpdateByGlob, str | None], .
     ("fp16-master", "float16 with a float32 master copy", "master", None),
 )
 # Name, words, dtype and number of components of recipes that torch.optim steps.
-_COMPONENT_RECIPE_CHOICES = (
+_COMPONENT_RECIPE_CHOICES: tuple[tuple[str, str, str, int | None], ...] = (
     ("fp16-mc2", "MCTensor: weights as two float16 components, computed with as such", "float16", 2),
     ("fp16-mc3", "MCTensor: weights as three float16 components, computed with as such", "float16", 3),
     ("fp64", "float64 everywhere, a wider reference", "float64", None),
     ("fp64-mc2", "MCTensor: weights as two float64 components", "float64", 2),
 )
 
-_RECIPES = (
-    Recipe(name="fp32", description="float32 everywhere, the reference"),
-    Recipe(name="fp32-twin", description="float32 from a start that differs by 1e-7, the control", perturb=1e-7),
-    *(
-        Recipe(
-            name=name,
-            description=words,
-            param_dtype="bfloat16" if name.startswith("bf16") else "float16",
-            weight_update=update,
-            state_dtype=states,
-            # A mix of updates has one for norms.
-            float32=NORMS if isinstance(update, str) else (),
-        )
-        for name, words, update, states in _NARROW_RECIPE_CHOICES
-    ),
-    *(
-        Recipe(name=name, description=words, param_dtype=dtype, components=components)
-        for name, words, dtype, components in _COMPONENT_RECIPE_CHOICES[:2]
-    ),
-    *(
-        Recipe(name=name, description=words, payload="float16", weight_update=update, state_dtype=states, matmul=matmul)
-        for name, words, update, states, matmul in _SCALED_RECIPE_CHOICES
-    ),
-    *(
-        Recipe(name=name, description=words, param_dtype=dtype, components=components)
-        for name, words, dtype, components in _COMPONENT_RECIPE_CHOICES[2:]
-    ),
-    *(
-        Recipe(
-            name=format if update == "nearest" else f"{format}-{update}",
-            description=f"{bits}-bit floats everywhere, {update} weight updates",
-            weight_update="kahan-literal" if update == "kahan" else update,
-            state_dtype=format,
-            format=format,
-            emulate=format,
-        )
-        for format, bits in (("e8m5", 14), ("e8m3", 12), ("e8m1", 10))
-        for update in ("nearest", "stochastic", "kahan", "kahan-stochastic")
-    ),
-    *(_make_gradient_recipe("fp16", *choice) for choice in _GRADIENT_SCALE_CHOICES),
-    *(
-        _make_gradient_recipe("fp16", f"constant-{scale}", f"one scale, {scale}", scale)
-        for scale in (1, 16, 128, 1024, 4096, 16384)
-    ),
-    *(_make_gradient_recipe("fp16", *choice) for choice in _GRADIENT_POLICY_CHOICES),
-    *(_make_gradient_recipe("e5m2", *choice) for choice in _GRADIENT_SCALE_CHOICES),
-    _make_gradient_recipe("e5m2", "adaptive-stochastic", "stochastically, a scale per layer", "amax", "stochastic"),
-    _make_gradient_recipe("e4m3fn", *_GRADIENT_SCALE_CHOICES[-1]),
-    Recipe(
+
+def _make_catalogue() -> Iterator[Recipe]:
+    """Yield the recipes of the catalogue, in its order."""
+    own: dict[str, Any]
+    yield Recipe(name="fp32", description="float32 everywhere, the reference")
+    yield Recipe(name="fp32-twin", description="float32 from a start that differs by 1e-7, the control", perturb=1e-7)
+    for name, words, update, states in _NARROW_RECIPE_CHOICES:
+        own = {"weight_update": update, "state_dtype": states}
+        own["param_dtype"] = "bfloat16" if name.startswith("bf16") else "float16"
+        if not isinstance(update, str):
+            own["float32"] = ()  # a mix of updates has one for norms
+        yield Recipe(name=name, description=words, **own)
+    for name, words, dtype, components in _COMPONENT_RECIPE_CHOICES[:2]:
+        yield Recipe(name=name, description=words, param_dtype=dtype, components=components)
+    for name, words, update, states, matmul in _SCALED_RECIPE_CHOICES:
+        own = {"payload": "float16", "weight_update": update, "state_dtype": states, "matmul": matmul}
+        yield Recipe(name=name, description=words, **own)
+    for name, words, dtype, components in _COMPONENT_RECIPE_CHOICES[2:]:
+        yield Recipe(name=name, description=words, param_dtype=dtype, components=components)
+    for format, bits in (("e8m5", 14), ("e8m3", 12), ("e8m1", 10)):
+        for update in ("nearest", "stochastic", "kahan", "kahan-stochastic"):
+            own = {"format": format, "emulate": format, "state_dtype": format}
+            own["weight_update"] = "kahan-literal" if update == "kahan" else update
+            name = format if update == "nearest" else f"{format}-{update}"
+            yield Recipe(name=name, description=f"{bits}-bit floats everywhere, {update} weight updates", **own)
+    for format, choices in (
+        ("fp16", (*_GRADIENT_SCALE_CHOICES, *_FP16_GRADIENT_SCALE_CHOICES)),
+        ("e5m2", _GRADIENT_SCALE_CHOICES),
+        ("e5m2", (("adaptive-stochastic", "stochastically, a scale per layer", "amax"),)),
+        ("e4m3fn", _GRADIENT_SCALE_CHOICES[-1:]),
+    ):
+        for name, words, scale in choices:
+            own = {"gradient_format": format, "gradient_scale": scale}
+            own["gradient_rounding"] = "stochastic" if name.endswith("stochastic") else "nearest"
+            words = f"float32 weights, gradients rounded to {format}, {words}"
+            yield Recipe(name=f"{format}-{name}", description=words, **own)
+    yield Recipe(
         name="mixed-precision",
         description="Micikevicius et al.: float16 operands and gradients, float32 masters, one loss scale",
         operand_format="fp16",
         gradient_format="fp16",
         gradient_scale="dynamic",
-    ),
-    Recipe(
+    )
+    yield Recipe(
         name="fp8-training",
         description="Mellempudi et al.: e5m2 operands and stochastic gradients, stochastic float16 masters, a floor",
         operand_format="e5m2",
@@ -482,20 +435,16 @@ _RECIPES = (
         gradient_scale="rising-floor",
         format="fp16",
         weight_update="stochastic",
-    ),
-    *(
-        Recipe(
-            name=name,
-            description=f"operands of all products in blocks of {words}, to nearest, float32 weights and sums",
-            operand_format=format,
-        )
-        for name, format, words in (
-            ("mxfp8", "mxfp8_e4m3", "32 e4m3 with a power of two"),
-            ("nvfp4", "nvfp4", "16 e2m1 with an e4m3 scale"),
-        )
-    ),
-)
-_CATALOG = {recipe.name: recipe for recipe in _RECIPES}
+    )
+    for name, format, blocks in (
+        ("mxfp8", "mxfp8_e4m3", "32 e4m3 with a power of two"),
+        ("nvfp4", "nvfp4", "16 e2m1 with an e4m3 scale"),
+    ):
+        words = f"operands of all products in blocks of {blocks}, to nearest, float32 weights and sums"
+        yield Recipe(name=name, description=words, operand_format=format)
+
+
+_RECIPES_BY_NAME = {recipe.name: recipe for recipe in _make_catalogue()}
 
 
 def names() -> list[str]:
@@ -504,7 +453,7 @@ def names() -> list[str]:
     >>> names()[:4]
     ['fp32', 'fp32-twin', 'bf16', 'bf16-stochastic']
     """
-    return list(_CATALOG)
+    return list(_RECIPES_BY_NAME)
 
 
 def get(name: str | Recipe) -> Recipe:
@@ -518,9 +467,9 @@ def get(name: str | Recipe) -> Recipe:
     """
     if isinstance(name, Recipe):
         return name
-    if name not in _CATALOG:
-        raise ValueError(describe_unknown_name("recipe", name, _CATALOG))
-    return _CATALOG[name]
+    if name not in _RECIPES_BY_NAME:
+        raise ValueError(describe_unknown_name("recipe", name, _RECIPES_BY_NAME))
+    return _RECIPES_BY_NAME[name]
 
 
 def register(recipe: Recipe) -> Recipe:
@@ -540,5 +489,5 @@ def register(recipe: Recipe) -> Recipe:
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"a recipe is a hu.Recipe, got {type(recipe).__name__}")
-    register_entry("recipe", _CATALOG, recipe.name, recipe, recipe.description)
+    register_entry("recipe", _RECIPES_BY_NAME, recipe.name, recipe, recipe.description)
     return recipe

@@ -22,28 +22,23 @@ from ..scaled import ScaledTensor
 # Two results agree if their bits do or, behind a sum in another order, their leading 20 bits.
 RELATIVE_TOLERANCE = 1e-6
 # An element may be off by this many times what float32 itself is off by among elements of its size.
-_ERROR_FACTOR = 32.0
+_FLOAT32_ERROR_FACTOR = 32.0
 # Elements up to this many binades larger count as of its size.
-_BINADES_ALIKE = 6
+_COMPARED_BINADES = 6
 # Beyond float32's binades, for 0.
 _EXPONENT_OF_ZERO = -1100
 
 
-def agrees_with_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor | None) -> bool:
+def is_close_to_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor | None) -> bool:
     """Return whether a result is plain float32's up to the order of sums, element by element.
 
     The error against float64 must be within 1e-6 of the norm, or within 32 times plain float32's own. That says nothing
     of elements far below the largest, so each one's error must be within 1e-6 of its value, or within 32 times the
-    largest that plain float32 makes among elements of up to 64 times its size. Without a result in float64, the norm
-    of the difference must be within 1e-6 of the norm, and elements may not become 0, nor cease to be.
-
-    Args:
-        wanted: of plain float32; None where there is none.
-        got: to be judged, of the same shape.
-        exact: of the same computation in float64; None where there is no such run.
+    largest that plain float32 makes among elements of up to 64 times its size. Without `exact`, the result in float64,
+    the norm of the difference must be within 1e-6 of the norm, and elements may not become 0, nor cease to be.
 
     >>> a = torch.tensor([1.0, 1e-7]).repeat(8)
-    >>> [agrees_with_float32(a, b, a.double()) for b in (a * (1 + 1e-7), torch.where(a < 1e-6, 0.0, a))]
+    >>> [is_close_to_float32(a, b, a.double()) for b in (a * (1 + 1e-7), torch.where(a < 1e-6, 0.0, a))]
     [True, False]
     """
     if wanted is None or got is None:
@@ -52,40 +47,36 @@ def agrees_with_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor
         return False
     if same_bits(wanted, got):
         return True
-    if _differs_in_nonfinite(wanted, got):
+    if _has_other_nonfinite(wanted, got):
         return False
     wanted, got = wanted.double().flatten(), got.double().flatten()
     finite = wanted.isfinite()
     wanted, got = wanted[finite], got[finite]
     if exact is None or exact.numel() != finite.numel():
-        return relative_difference(wanted, got) <= RELATIVE_TOLERANCE and not bool(((wanted == 0) != (got == 0)).any())
+        is_close = compute_relative_difference(wanted, got) <= RELATIVE_TOLERANCE
+        return is_close and not bool(((wanted == 0) != (got == 0)).any())
     exact = exact.double().flatten()[finite]
     if not exact.numel():
         return True
-    if (got - exact).norm() > max(RELATIVE_TOLERANCE * exact.norm(), _ERROR_FACTOR * (wanted - exact).norm()):
+    if (got - exact).norm() > max(RELATIVE_TOLERANCE * exact.norm(), _FLOAT32_ERROR_FACTOR * (wanted - exact).norm()):
         return False
-    allowed = torch.maximum(RELATIVE_TOLERANCE * exact.abs(), _ERROR_FACTOR * _find_error_of_size(wanted, exact))
+    binades = torch.where(exact == 0, _EXPONENT_OF_ZERO, torch.frexp(exact).exponent.long()) - _EXPONENT_OF_ZERO
+    largest = torch.zeros(int(binades.max()) + 1 + _COMPARED_BINADES, dtype=torch.float64, device=exact.device)
+    largest.scatter_reduce_(0, binades, (wanted - exact).abs(), "amax")
+    own_errors = torch.cummax(largest, 0).values[binades + _COMPARED_BINADES]
+    allowed = torch.maximum(RELATIVE_TOLERANCE * exact.abs(), _FLOAT32_ERROR_FACTOR * own_errors)
     return bool(((got - exact).abs() <= allowed).all())
 
 
-def _find_error_of_size(wanted: Tensor, exact: Tensor) -> Tensor:
-    """Return, for each element, the largest error of elements no more than 64 times as large."""
-    errors = (wanted - exact).abs()
-    binades = torch.where(exact == 0, _EXPONENT_OF_ZERO, torch.frexp(exact).exponent.long()) - _EXPONENT_OF_ZERO
-    largest = torch.zeros(int(binades.max()) + 1 + _BINADES_ALIKE, dtype=torch.float64, device=errors.device)
-    largest.scatter_reduce_(0, binades, errors, "amax")
-    return torch.cummax(largest, 0).values[binades + _BINADES_ALIKE]
-
-
-def relative_difference(wanted: Tensor, got: Tensor) -> float:
+def compute_relative_difference(wanted: Tensor, got: Tensor) -> float:
     """Return the norm of the difference over the norm of what was wanted; infinite where infinities or NaN differ.
 
     >>> inf = float("inf")
     >>> pairs = (([4.0, inf], [3.0, inf]), ([inf], [-inf]))
-    >>> [relative_difference(torch.tensor(wanted), torch.tensor(got)) for wanted, got in pairs]
+    >>> [compute_relative_difference(torch.tensor(wanted), torch.tensor(got)) for wanted, got in pairs]
     [0.25, inf]
     """
-    if _differs_in_nonfinite(wanted, got):
+    if _has_other_nonfinite(wanted, got):
         return float("inf")
     wanted, got = wanted.double(), got.double()
     finite = wanted.isfinite()
@@ -93,7 +84,7 @@ def relative_difference(wanted: Tensor, got: Tensor) -> float:
     return float(torch.where(finite, wanted - got, 0.0).norm() / norm)
 
 
-def _differs_in_nonfinite(wanted: Tensor, got: Tensor) -> bool:
+def _has_other_nonfinite(wanted: Tensor, got: Tensor) -> bool:
     """Return whether infinities or NaN differ."""
     finite = wanted.isfinite() & got.isfinite()
     return not bool((finite | (wanted == got) | (wanted.isnan() & got.isnan())).all())
@@ -158,7 +149,7 @@ def forbid_model_changes(model: nn.Module) -> Iterator[None]:
 
 
 # A payload that stands for more may saturate under another scale, or overflow; models take such numbers for "no value".
-_LARGEST = 2.0**96
+_LARGEST_VALUE = 2.0**96
 
 LossOfOutput = Callable[[Any], Tensor]
 # The decoded results of one step of a model, by what they are called in a report: "the loss", "output 0",
@@ -176,17 +167,11 @@ def select_gradients(results: StepResults) -> StepResults:
     return {name: value for name, value in results.items() if name.startswith(GRADIENT_PREFIX)}
 
 
-def get_loss(results: StepResults) -> Tensor:
-    """Return the loss of a run."""
-    loss = results["the loss"]
-    assert loss is not None
-    return loss
-
-
-def run_reference(model: nn.Module, batch: Any, loss_of: LossOfOutput) -> StepResults:
+def run_float32_step(model: nn.Module, batch: Any, loss_of: LossOfOutput) -> StepResults:
     """Run a step of a copy in plain float32, which must be finite, and the same when it is run again."""
     run = run_one_step(copy_model(model), batch, loss_of)
-    loss, gradients = get_loss(run), select_gradients(run)
+    loss, gradients = run["the loss"], select_gradients(run)
+    assert loss is not None
     if not bool(loss.isfinite().all()):
         raise ValueError(f"in plain float32 the loss is {loss.item()}: nothing to compare with; give another batch")
     if all(grad is None for grad in gradients.values()):
@@ -198,8 +183,8 @@ def run_reference(model: nn.Module, batch: Any, loss_of: LossOfOutput) -> StepRe
                 f"in plain float32 the gradient of {of} is not finite: nothing to compare with; give another batch"
             )
     again = run_one_step(copy_model(model), batch, loss_of)
-    for name, first, second in pair_results(run, again):
-        if measure_difference(first, second):
+    for name, first, second in pair_results_by_name(run, again):
+        if measure_result_difference(first, second):
             raise ValueError(
                 f"two runs of the plain model differ in {name}: it keeps a state that a copy does not (a closure's, a "
                 "global one, a random generator of its own), and nothing can be proved; make that state a buffer or an "
@@ -208,7 +193,7 @@ def run_reference(model: nn.Module, batch: Any, loss_of: LossOfOutput) -> StepRe
     return run
 
 
-def run_in_float64(
+def run_float64_step(
     model: nn.Module, batch: Any, loss_of: LossOfOutput, plain: StepResults, step: int = 1
 ) -> StepResults | None:
     """Run the step in float64, to estimate float32's own error; None where it raises or draws other random numbers."""
@@ -219,23 +204,20 @@ def run_in_float64(
             found = run_one_step(other, given, loss_of)
     except Exception:  # whatever a model of somebody else's raises in another dtype
         return None
-    return found if found is not None and _is_same_run(plain, found) else None
-
-
-def _is_same_run(plain: StepResults, other: StepResults) -> bool:
-    """Return whether a run has the shapes of the plain one, and its numbers as far as rounding errors let it."""
-    both = pair_results(plain, other)
-    if any((a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape) for _, a, b in both):
-        return False
+    if found is None or any(
+        (a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape)
+        for _, a, b in pair_results_by_name(plain, found)
+    ):
+        return None
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
-    ours, theirs = (
-        torch.cat([x.double().flatten() for x in select_gradients(run).values() if x is not None])
-        for run in (plain, other)
-    )
-    return (
-        relative_difference(get_loss(plain), get_loss(other)) < _SAME_RUN_TOLERANCE
-        and relative_difference(ours, theirs) < _SAME_RUN_TOLERANCE
-    )
+    for names in (["the loss"], [*select_gradients(plain)]):
+        ours, theirs = (
+            torch.cat([x.double().flatten() for name in names if (x := run[name]) is not None])
+            for run in (plain, found)
+        )
+        if not compute_relative_difference(ours, theirs) < _SAME_RUN_TOLERANCE:
+            return None
+    return found
 
 
 def run_one_step(
@@ -248,7 +230,7 @@ def run_one_step(
     """Run a model on a batch, and backward from what ``scaled`` makes of the loss, under ``watch``."""
     model.zero_grad()
     with seed_random_state(), watch or contextlib.nullcontext():
-        output = call_on_batch(model, batch)
+        output = call_model_on_batch(model, batch)
         loss = loss_of(output)
         check_loss(loss)
         if loss.requires_grad:
@@ -278,7 +260,7 @@ def list_named_gradients(model: nn.Module) -> StepResults:
     return {f"{GRADIENT_PREFIX}{name!r}": p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
-def pair_results(wanted: StepResults, got: StepResults) -> list[tuple[str, Tensor | None, Tensor | None]]:
+def pair_results_by_name(wanted: StepResults, got: StepResults) -> list[tuple[str, Tensor | None, Tensor | None]]:
     """Return the names of two runs' results, and both of each."""
     return [(name, wanted.get(name), got.get(name)) for name in {**wanted, **got}]
 
@@ -289,13 +271,13 @@ def copy_decoded_values(x: Tensor) -> Tensor:
     return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()
 
 
-def call_on_batch(model: nn.Module, batch: Any) -> Any:
+def call_model_on_batch(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def choose_loss(given: LossOfOutput | None, seed: int) -> LossOfOutput:
+def make_loss_function(given: LossOfOutput | None, seed: int) -> LossOfOutput:
     """Return the given loss; without one the output's own loss, or its elements under fixed random weights."""
     if given is not None and not callable(given):
         raise TypeError(f"the loss is {name_type(given)}: give a function, loss=lambda output: ...")
@@ -317,13 +299,13 @@ def choose_loss(given: LossOfOutput | None, seed: int) -> LossOfOutput:
     return loss_of
 
 
-def measure_difference(wanted: Tensor | None, got: Tensor | None) -> float:
+def measure_result_difference(wanted: Tensor | None, got: Tensor | None) -> float:
     """Return the relative norm of the difference, 0 where the bits are the same, infinite where one is missing."""
     if wanted is None or got is None:
         return 0.0 if wanted is got else float("inf")
     if wanted.shape != got.shape:
         return float("inf")
-    return 0.0 if same_bits(wanted, got) else relative_difference(wanted, got)
+    return 0.0 if same_bits(wanted, got) else compute_relative_difference(wanted, got)
 
 
 class OperatorDifference(NamedTuple):
@@ -337,8 +319,7 @@ class OperatorDifference(NamedTuple):
 class OperatorCheckMode(TorchDispatchMode):
     """Runs torch's operator on the decoded operands beside each operator of scaled tensors.
 
-    Since both have the same operands, what a wrong operator does to those behind it is not held against them, and the
-    order in which a backward pass runs does not matter. Views compute nothing and are passed over.
+    On the same operands, what a wrong operator does to those behind it is not held against them. Views are passed over.
 
     Attributes:
         unequal: the first operator whose bits differ, if any.
@@ -368,39 +349,38 @@ class OperatorCheckMode(TorchDispatchMode):
         if not scaled or operator.is_view or operator.namespace != "aten" or "empty" in operator.name():
             return operator(*arguments, **options)
         # Decoded before the call, which may write into its operands.
-        operands = [tree_map(lambda x, to=to: _decode_to_dtype(x, to), (arguments, options)) for to in _OPERAND_DTYPES]
-        with _rewind_random_draws(options.get("generator")) as again:
+        narrow, wide = (
+            tree_map(lambda x, to=to: _decode_to_dtype(x, to), (arguments, options))
+            for to in (torch.float32, torch.float64)
+        )
+        with _rewind_random_draws(options.get("generator")) as rewind:
             results = operator(*arguments, **options)
-            wanted = _run_plain_operator(operator, operands[0], again)
-            got = _list_floats(results)
-            if len(got) == len(wanted):
+            wanted, got = _run_plain_operator(operator, narrow, rewind), _list_floating_results(results)
+            # Where torch takes no such operands, the results count by what they lead to.
+            if [x.shape for x in wanted] == [x.shape for x in got]:
                 wanted, got = list(map(_clamp_huge_values, wanted, got)), list(map(_clamp_huge_values, got, wanted))
-            if len(got) != len(wanted) or not all(map(same_bits, wanted, got)):
-                exact = _run_plain_operator(operator, operands[1], again)
-                self._note_difference(operator, wanted, got, exact)
+                if not all(map(same_bits, wanted, got)):
+                    exact = _run_plain_operator(operator, wide, rewind)
+                    self._record_difference(operator, wanted, got, exact)
         return results
 
-    def _note_difference(self, operator: Any, wanted: list[Tensor], got: list[Tensor], exact: list[Tensor]) -> None:
-        if len(wanted) != len(got) or any(a.shape != b.shape for a, b in zip(wanted, got, strict=True)):
-            return  # torch takes no such operands; the results count by what they lead to
+    def _record_difference(self, operator: Any, wanted: list[Tensor], got: list[Tensor], exact: list[Tensor]) -> None:
         place = "the backward pass" if torch._C._current_graph_task_id() != -1 else self._module_paths[-1]
-        found = OperatorDifference(str(operator), place, max(map(relative_difference, wanted, got)))
+        found = OperatorDifference(str(operator), place, max(map(compute_relative_difference, wanted, got)))
         self.unequal = self.unequal or found
         best: list[Tensor | None] = [None] * len(wanted)
         if len(exact) == len(wanted):
             best[:] = map(_clamp_huge_values, exact, wanted)
-        if not all(map(agrees_with_float32, wanted, got, best)):
+        if not all(map(is_close_to_float32, wanted, got, best)):
             self.wrong.append(found)
-
-
-_OPERAND_DTYPES = (torch.float32, torch.float64)
 
 
 def _clamp_huge_values(x: Tensor, other: Tensor) -> Tensor:
     """Return the tensor, clamped to 2^96 where both are beyond: there equal signs count as equal."""
     if x.shape != other.shape:
         return x
-    return torch.where((x.abs() >= _LARGEST) & (other.abs() >= _LARGEST), x.clamp(-_LARGEST, _LARGEST), x)
+    are_huge = (x.abs() >= _LARGEST_VALUE) & (other.abs() >= _LARGEST_VALUE)
+    return torch.where(are_huge, x.clamp(-_LARGEST_VALUE, _LARGEST_VALUE), x)
 
 
 def _decode_to_dtype(x: Any, dtype: torch.dtype) -> Any:
@@ -411,22 +391,19 @@ def _decode_to_dtype(x: Any, dtype: torch.dtype) -> Any:
     return values.to(dtype) if values.dtype == torch.float32 else values
 
 
-def _run_plain_operator(operator: Any, operands: tuple, again: Any) -> list[Tensor]:
+def _run_plain_operator(operator: Any, operands: tuple, rewind: Any) -> list[Tensor]:
     """Return the floating results of torch's own operator; none where it does not take these operands."""
     arguments, options = operands
-    again()
+    rewind()
     try:
-        return _list_floats(operator(*arguments, **options))
+        return _list_floating_results(operator(*arguments, **options))
     except (RuntimeError, TypeError, NotImplementedError):
         return []
 
 
-def _list_floats(results: Any) -> list[Tensor]:
-    return [
-        _decode_to_dtype(x, torch.float32)
-        for x in tree_leaves(results)
-        if isinstance(x, Tensor) and x.is_floating_point()
-    ]
+def _list_floating_results(results: Any) -> list[Tensor]:
+    floats = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [_decode_to_dtype(x, torch.float32) for x in floats]
 
 
 @contextlib.contextmanager
@@ -436,10 +413,10 @@ def _rewind_random_draws(generator: torch.Generator | None) -> Iterator[Any]:
     before = source.get_state()
     after: list[Tensor] = []
 
-    def again() -> None:
+    def rewind() -> None:
         after.append(source.get_state())
         source.set_state(before)
 
-    yield again
+    yield rewind
     if after:
         source.set_state(after[0])

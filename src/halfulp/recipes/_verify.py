@@ -27,22 +27,22 @@ from ._training_step import (
     OperatorCheckMode,
     OperatorDifference,
     StepResults,
-    agrees_with_float32,
-    choose_loss,
     copy_model,
     forbid_model_changes,
-    measure_difference,
-    pair_results,
-    run_in_float64,
+    is_close_to_float32,
+    make_loss_function,
+    measure_result_difference,
+    pair_results_by_name,
+    run_float32_step,
+    run_float64_step,
     run_one_step,
-    run_reference,
     select_gradients,
 )
 
 # Scales between 2^-SPREAD and 2^SPREAD times the measured one.
 SCALE_EXPONENT_RANGE = 12
 # How many wrong results a report names.
-_MOST_SHOWN = 5
+_MOST_SHOWN_RESULTS = 5
 
 
 # Random exponents lie in this range; differences of two are far from float32's limits.
@@ -104,8 +104,8 @@ class Verification:
         """Return plain data that JSON can hold; a difference that is not finite is None."""
         data = {**dataclasses.asdict(self), "equal": self.equal, "passed": self.passed}
         for kind in ("gradients", "values"):
-            data[kind] = {name: _finite_or_none(difference) for name, difference in data[kind].items()}
-        data["first"] = [*self.first[:2], _finite_or_none(self.first[2])] if self.first else None
+            data[kind] = {name: _replace_nonfinite(difference) for name, difference in data[kind].items()}
+        data["first"] = [*self.first[:2], _replace_nonfinite(self.first[2])] if self.first else None
         return data
 
     def __str__(self) -> str:
@@ -115,8 +115,8 @@ class Verification:
         if worst is not None and self.gradients[worst]:
             said.append(f"the farthest is {worst}, by {self.gradients[worst]:.1e} of its norm")
         if self.wrong:
-            more = f" and {len(self.wrong) - _MOST_SHOWN} more" if len(self.wrong) > _MOST_SHOWN else ""
-            said.append(f"not float32's: {', '.join(self.wrong[:_MOST_SHOWN])}{more}")
+            more = f" and {len(self.wrong) - _MOST_SHOWN_RESULTS} more" if len(self.wrong) > _MOST_SHOWN_RESULTS else ""
+            said.append(f"not float32's: {', '.join(self.wrong[:_MOST_SHOWN_RESULTS])}{more}")
         if self.first:
             operator, place, difference = self.first
             said.append(f"the first operator that differs is {operator} in {place}, by {difference:.1e}")
@@ -137,64 +137,55 @@ class Verification:
 
 
 class Proof:
-    """Runs of copies of a model, compared with a plain one.
-
-    Attributes:
-        plain: the run in plain float32.
-        off: the largest relative difference from it of each result, over the runs that counted.
-        wrong: what differs by more than another order of sums explains, in words, each once.
-    """
+    """Runs of copies of a model, compared with a plain one: the largest relative differences, and what is wrong."""
 
     def __init__(self, model: nn.Module, batch: Any, loss: LossOfOutput, seed: int) -> None:
         self._model, self._batch, self._loss, self._seed = model, batch, loss, seed
         self._generator = torch.Generator().manual_seed(seed)
-        self.plain = run_reference(model, batch, loss)
-        self._exact = functools.cache(lambda: run_in_float64(model, batch, loss, self.plain))
+        self.plain = run_float32_step(model, batch, loss)
+        self._exact = functools.cache(lambda: run_float64_step(model, batch, loss, self.plain))
         self.off = {name: 0.0 for name, value in self.plain.items() if value is not None}
+        # What differs by more than another order of sums explains, in words, each once.
         self.wrong: dict[str, None] = {}
 
     def compare_with_float32(
         self, found: StepResults, where: str = "", plain: StepResults | None = None, step: int = 1
     ) -> None:
         """Compare a run with plain float32's: that of the first step, or one that is given."""
-        exact = self._exact
-        if plain is not None:
-            exact = functools.cache(lambda: run_in_float64(self._model, self._batch, self._loss, plain, step))
-        for name, wanted, got in pair_results(self.plain if plain is None else plain, found):
-            off = measure_difference(wanted, got)
+        plain, exact = plain or self.plain, self._exact
+        if plain is not self.plain:
+            exact = functools.cache(lambda: run_float64_step(self._model, self._batch, self._loss, plain, step))
+        for name, wanted, got in pair_results_by_name(plain, found):
+            off = measure_result_difference(wanted, got)
             if off or name in self.off:
                 self.off[name] = max(self.off.get(name, 0.0), off)
-            if off and not agrees_with_float32(wanted, got, (exact() or {}).get(name)):
+            if off and not is_close_to_float32(wanted, got, (exact() or {}).get(name)):
                 self.wrong[f"{name}{where}"] = None
 
-    def describe_result(self, technique: str, trials: int, **fields: Any) -> Verification:
+    def make_verification(self, technique: str, trials: int, **fields: Any) -> Verification:
         """Return a Verification of the runs, with given fields that the runs do not determine."""
+        own = {name: _read_parameter_name(name) for name in self.off if name.startswith(GRADIENT_PREFIX)}
         return Verification(
             technique=technique,
-            gradients={
-                _parameter_name(name): off for name, off in self.off.items() if name.startswith(GRADIENT_PREFIX)
-            },
-            values={name: off for name, off in self.off.items() if not name.startswith(GRADIENT_PREFIX)},
+            gradients={name: self.off[result] for result, name in own.items()},
+            values={name: off for name, off in self.off.items() if name not in own},
             wrong=list(self.wrong),
-            unused=[_parameter_name(name) for name, value in select_gradients(self.plain).items() if value is None],
+            unused=[
+                _read_parameter_name(name) for name, value in select_gradients(self.plain).items() if value is None
+            ],
             trials=trials,
             seed=self._seed,
             **fields,
         )
 
-    def draw_integers(self, low: int, high: int, count: int) -> list[int]:
+    def draw_random_integers(self, low: int, high: int, count: int) -> list[int]:
         """Draw random integers from low to high, both included."""
-        return torch.randint(
-            low, high + 1, (count,), generator=self._generator, dtype=torch.int64, device="cpu"
-        ).tolist()
-
-
-class ScaleProof(Proof):
-    """Copies of a model with scaled parameters, run under random scales."""
+        options: dict[str, Any] = {"generator": self._generator, "dtype": torch.int64, "device": "cpu"}
+        return torch.randint(low, high + 1, (count,), **options).tolist()
 
     def run_under_scales(self, recipe: Recipe, trials: int) -> Verification:
-        """Run so many draws of scales, each operator beside torch's own."""
-        first: OperatorDifference | None = None
+        """Run copies with scaled parameters under so many draws of scales, each operator beside torch's own."""
+        wrong: list[OperatorDifference] = []
         unequal: OperatorDifference | None = None
         counts: Counter[str] = Counter()
         left: list[str] = []
@@ -203,17 +194,17 @@ class ScaleProof(Proof):
             left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
             for parameter in other.parameters():
                 if isinstance(values := parameter.data, ScaledTensor):
-                    (power,) = self.draw_integers(-SCALE_EXPONENT_RANGE, SCALE_EXPONENT_RANGE, 1)
+                    (power,) = self.draw_random_integers(-SCALE_EXPONENT_RANGE, SCALE_EXPONENT_RANGE, 1)
                     scale = (values.scale * 2.0**power).clamp(2.0**-126, 2.0**127)
                     parameter.data = values.with_scale(scale).detach()
             check = OperatorCheckMode(other)
             self.compare_with_float32(run_one_step(other, self._batch, self._loss, watch=check))
             self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
-            first, unequal = first or next(iter(check.wrong), None), unequal or check.unequal
+            wrong, unequal = wrong + check.wrong, unequal or check.unequal
             counts.update(fallbacks(other))
-        left_out = "eight-bit products" if recipe.matmul else None
+        left_out, first = "eight-bit products" if recipe.matmul else None, wrong[0] if wrong else unequal
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
-        return self.describe_result("scaled", trials, first=first or unequal, **more)
+        return self.make_verification("scaled", trials, first=first, **more)
 
 
 class ExponentProof(Proof):
@@ -223,11 +214,9 @@ class ExponentProof(Proof):
     scaler changes is not taken for what an exponent does.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, loss: LossOfOutput, seed: int) -> None:
-        super().__init__(model, batch, loss, seed)
-        self._state: dict[str, Any] | None = None
+    _state: dict[str, Any] | None = None  # of the first run's scaler
 
-    def merge_sites(self, trials: int) -> list[str]:
+    def merge_inexact_sites(self, trials: int) -> list[str]:
         """Draw exponents and merge sites until all draws are exact, or every site is merged."""
         baseline = self._run_scaled_step({})
         assert self._state is not None  # the first run keeps its scaler's
@@ -235,9 +224,8 @@ class ExponentProof(Proof):
         keys = [key for key in self._state["sites"] if key != _GLOBAL_SITE]
         for exponent in (LOWEST_EXPONENT, HIGHEST_EXPONENT):
             # A model or a hook that bounds or rounds gradients by their size is right under no other loss scale.
-            self.compare_with_float32(
-                self._run_scaled_step({_GLOBAL_SITE: exponent}), f" under a loss scale of 2^{exponent} alone"
-            )
+            found = self._run_scaled_step({_GLOBAL_SITE: exponent})
+            self.compare_with_float32(found, f" under a loss scale of 2^{exponent} alone")
         merged: list[str] = []
         linear = not self.wrong
         for _ in range(trials):
@@ -253,40 +241,34 @@ class ExponentProof(Proof):
             self.compare_with_float32(found)
         return merged
 
-    def check_replays(self, merged: list[str]) -> int:
-        """Check replayed forward passes, which run without a region once their graph is known.
+    def check_replayed_passes(self, merged: list[str]) -> int:
+        """Check replayed forward passes, and return how many were not watched, as their graph was known.
 
         One copy runs several steps beside a plain one, each under other exponents, which follow the loss besides.
-        Returns how many of the forward passes were not watched; none where the graph is not the same each time.
         """
         ours, theirs = copy_model(self._model), copy_model(self._model)
         scaler = AdaptiveGradScaler(ours, init_scale=1.0, float32_outputs=False)
-        assert self._state is not None  # `merge_sites` ran
+        assert self._state is not None  # `merge_inexact_sites` ran
         scaler.load_state_dict(self._state)
-        (binade,) = self.draw_integers(LOWEST_EXPONENT, -LOWEST_EXPONENT - 1, 1)
+        (binade,) = self.draw_random_integers(LOWEST_EXPONENT, -LOWEST_EXPONENT - 1, 1)
         for step in range(1, _REPLAYED_STEPS + 1):
             scaler.set_exponents({})
-            # Of two steps one at least then has exponents that are not what they are meant for.
-            scaler.load_state_dict(self._make_random_state(scaler.state_dict(), merged, step, binade + step))
+            state = scaler.state_dict()
+            drawn = self._draw_exponents([key for key in dict(state["sites"]) if key not in merged])
+            drawn[_GLOBAL_SITE] = HIGHEST_EXPONENT if step % 2 else LOWEST_EXPONENT
+            state = self._set_exponents(state, drawn, merged)
+            # Meant for a loss that sends gradients of this binade into the model, the exponents follow the one that
+            # there is: of two steps one at least then has exponents that are not what they are meant for.
+            state["sites"][_GLOBAL_SITE]["reference"] = [binade + step, 0]
+            state["progress"] = [_UNMEASURED_ITERATION, 0, False, 0, 0, 0, state["progress"][-1]]
+            scaler.load_state_dict(state)
             wanted = run_one_step(theirs, self._batch, self._loss)
             found = self._unscale_gradients(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
             self.compare_with_float32(found, f" in step {step} of a copy", wanted, step)
         return count_replays(scaler)
 
-    def _make_random_state(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
-        """Return random exponents for an iteration without measurements, the global one an extreme by turns.
-
-        They are meant for a loss that sends gradients of this binade into the model, and follow the one that there is.
-        """
-        sites = dict(state["sites"])
-        drawn = self._draw_exponents([key for key in sites if key not in merged])
-        drawn[_GLOBAL_SITE] = HIGHEST_EXPONENT if step % 2 else LOWEST_EXPONENT
-        state = self._set_exponents(state, drawn, merged)
-        state["sites"][_GLOBAL_SITE]["reference"] = [binade, 0]
-        return {**state, "progress": [_UNMEASURED_ITERATION, 0, False, 0, 0, 0, state["progress"][-1]]}
-
     def _draw_exponents(self, keys: list[str]) -> dict[str, int]:
-        return dict(zip(keys, self.draw_integers(LOWEST_EXPONENT, HIGHEST_EXPONENT, len(keys))))
+        return dict(zip(keys, self.draw_random_integers(LOWEST_EXPONENT, HIGHEST_EXPONENT, len(keys))))
 
     def _run_scaled_step(self, exponents: dict[str, int], merged: list[str] | None = None) -> StepResults:
         """Return a copy's step under these exponents, 0 elsewhere, its gradients unscaled."""
@@ -313,13 +295,13 @@ class ExponentProof(Proof):
         return state
 
 
-def _parameter_name(name: str) -> str:
+def _read_parameter_name(name: str) -> str:
     """Return the name of the parameter whose gradient is called so."""
     return name.removeprefix(GRADIENT_PREFIX).strip("'")
 
 
 def has_different_results(baseline: StepResults, found: StepResults) -> bool:
-    return any(measure_difference(wanted, got) for _, wanted, got in pair_results(baseline, found))
+    return any(measure_result_difference(wanted, got) for _, wanted, got in pair_results_by_name(baseline, found))
 
 
 def verify(
@@ -366,23 +348,23 @@ def verify(
             f"recipe {recipe.name!r} rounds by design; verify takes recipes with a payload or a gradient scale, such "
             "as 'scaled-fp16' and 'fp16-adaptive'"
         )
-    _check_arguments(model, trials)
-    loss_of = choose_loss(loss, seed)
+    _check_model_and_trials(model, trials)
+    loss_of = make_loss_function(loss, seed)
     if scaler is not None and [one() for one in scaler._models] != [model]:
         raise ValueError("the scaler is not this model's alone: make one for the model, AdaptiveGradScaler(model)")
     with forbid_model_changes(model):
         if recipe.payload:
-            return ScaleProof(model, batch, loss_of, seed).run_under_scales(recipe, trials)
+            return Proof(model, batch, loss_of, seed).run_under_scales(recipe, trials)
         proof = ExponentProof(model, batch, loss_of, seed)
-        merged = proof.merge_sites(trials)
-        replays = 0 if proof.wrong else proof.check_replays(merged)
-    found = proof.describe_result("gradients", trials, merged=merged, replays=replays)
+        merged = proof.merge_inexact_sites(trials)
+        replays = 0 if proof.wrong else proof.check_replayed_passes(merged)
+    found = proof.make_verification("gradients", trials, merged=merged, replays=replays)
     if scaler is not None:
         scaler.merge(*found.merged, reason="not exact by itself")
     return found
 
 
-def _check_arguments(model: nn.Module, trials: int) -> None:
+def _check_model_and_trials(model: nn.Module, trials: int) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {name_type(model)}: give a torch.nn.Module")
     if trials < 1:
@@ -397,5 +379,5 @@ def _check_arguments(model: nn.Module, trials: int) -> None:
         raise ValueError("the model has no float32 parameters: nothing to verify")
 
 
-def _finite_or_none(difference: float) -> float | None:
+def _replace_nonfinite(difference: float) -> float | None:
     return difference if math.isfinite(difference) else None

@@ -23,14 +23,14 @@ from ..recipes._training_step import (
     GRADIENT_PREFIX,
     LossOfOutput,
     StepResults,
-    call_on_batch,
+    call_model_on_batch,
     check_loss,
-    choose_loss,
     copy_model,
     forbid_model_changes,
     list_named_gradients,
     list_named_outputs,
-    run_reference,
+    make_loss_function,
+    run_float32_step,
     seed_random_state,
 )
 from ..scaled import ScaledTensor
@@ -72,7 +72,7 @@ def run_short_training(
     with emulate_recipe(recipe, model) as under, seen:
         while len(losses) < steps and skipped < MAX_SKIPPED_STEPS:
             with seed_random_state():
-                output = call_on_batch(model, batch)
+                output = call_model_on_batch(model, batch)
                 loss = under(loss_of)(output)
                 check_loss(loss)
                 outputs = list_named_outputs(output)
@@ -278,10 +278,10 @@ def assert_precision_ok(
     for code in accepted:
         get_finding_kind(code)
     tolerance = compute_default_tolerance(recipe) if tolerance is None else float(tolerance)
-    loss_of = choose_loss(loss, seed)
+    loss_of = make_loss_function(loss, seed)
     hyper = {"lr": lr, **hyper}
     with torch.inference_mode(False), torch.enable_grad(), seed_random_state(), forbid_model_changes(model):
-        run_reference(model, batch, loss_of)
+        run_float32_step(model, batch, loss_of)
         plain, twin, narrow = (
             run_short_training(copy_model(model), batch, one, loss_of, rule, hyper, steps, seed)
             for one in (recipes.get("fp32"), recipes.get("fp32-twin"), recipe)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfulp import formats
-from halfulp.observation.auditing._tensors import ELEMENTS_AT_ONCE, TensorDifferences, add_differences
+from halfulp.observation.auditing._tensors import COMPARED_CHUNK_SIZE, TensorDifferences, count_differences
 
 DTYPES = [
     torch.float64,
@@ -67,7 +67,7 @@ def special_values(dtype: torch.dtype) -> torch.Tensor:
 
 def measured(a: torch.Tensor, b: torch.Tensor):
     found = TensorDifferences()
-    add_differences(found, a, b)
+    count_differences(found, a, b)
     return found
 
 
@@ -118,13 +118,13 @@ def test_every_pair_of_special_values_equals_exact_rationals(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parts_give_what_the_whole_gives(dtype):
-    count = 2 * ELEMENTS_AT_ONCE + 5
+    count = 2 * COMPARED_CHUNK_SIZE + 5
     a = torch.randn(count).to(dtype)
     b = torch.where(torch.rand(a.shape) < 0.5, a, (a.double() * 1.01).to(dtype))
     b[7], b[count - 1] = math.nan, math.inf
     whole, parts = measured(a, b), TensorDifferences()
     for x, y in zip(a.split(70_000), b.split(70_000), strict=True):
-        add_differences(parts, x, y)
+        count_differences(parts, x, y)
     assert (whole.a, whole.b, whole.same, whole.finite) == (parts.a, parts.b, parts.same, parts.finite)
     assert torch.equal(whole.table, parts.table)
     assert whole.largest == parts.largest

@@ -17,9 +17,9 @@ from halfulp.observation.page import render_forecast_page, render_observation_pa
 from halfulp.observation.page._findings import make_cause_cards
 from halfulp.observation.page._observation import (
     describe_history,
-    find_format_limits,
+    find_format_range,
     make_history_panels,
-    make_map_data,
+    make_magnitude_map,
 )
 
 
@@ -231,13 +231,13 @@ def test_float32_is_a_format_of_the_map_where_it_stores_numbers() -> None:
     with hu.observation.observe(model, torch.optim.SGD(model.parameters(), lr=0.1), interval=1) as seen:
         model(torch.tensor([[2.0**-130, 1, 1, 1]])).sum().backward()
         seen.optimizers[0].step()
-    found = make_map_data(seen.to_dict()["record"]["tensors"])
+    found = make_magnitude_map(seen.to_dict()["record"]["tensors"])
     assert found["stored"] == dict.fromkeys(found["roles"], "fp32")
 
 
 @pytest.mark.parametrize("name", hu.formats.names())
 def test_limits_of_formats_are_those_of_quantize(name: str) -> None:
-    format, limits = hu.formats.get(name), find_format_limits(name)
+    format, limits = hu.formats.get(name), find_format_range(name)
     if limits["zero"] > -1000:
         edge = torch.tensor([2.0 ** limits["zero"]], dtype=torch.float64)
         below, above = (hu.quantize(edge * factor, format).item() for factor in (0.999, 1.001))

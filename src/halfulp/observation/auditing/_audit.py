@@ -188,12 +188,12 @@ class Audit:
     def groups(self) -> list[LayerGroup]:
         """Return the tensors joined over layers of one kind, those with the worst findings first."""
         kinds: dict[tuple[object, ...], list[TensorAudit]] = {}
-        told = {name: finding for finding in reversed(self.findings) for name in finding.where}
+        worst = {name: finding for finding in reversed(self.findings) for name in finding.where}
         for name, row in self.tensors.items():
-            found = told.get(name)
+            found = worst.get(name)
             key = make_name_pattern(name), row.a.dtype, row.b.dtype, row.status, found.code if found else ""
             kinds.setdefault(key, []).append(row)
-        made = [_make_layer_group(rows, told.get(rows[0].name)) for rows in kinds.values()]
+        made = [_make_layer_group(rows, worst.get(rows[0].name)) for rows in kinds.values()]
         order = {"error": 0, "warning": 1, "note": 2, None: 3}
         return sorted(made, key=lambda group: order[group.severity])
 
@@ -230,17 +230,16 @@ def _make_layer_group(rows: list[TensorAudit], found: Finding | None) -> LayerGr
     medians = [row.median for row in rows if not math.isnan(row.median)]
     ends = (min(medians), max(medians)) if medians else (math.nan, math.nan)
     dtypes = " -> ".join(dict.fromkeys(to_plain_data([first.a.dtype, first.b.dtype])))
-    verdict = found.summary if found is not None else _describe_verdict(first, unchanged, ends)
+    if found is not None:
+        verdict = found.summary
+    elif not first.numel:
+        verdict = "empty"
+    elif first.status != "changed":
+        verdict = STATUS_WORDS[first.status]
+    elif not medians or first.role == "buffer":
+        verdict = f"moved in {1 - unchanged:.3g} of its elements"
+    else:
+        median = " to ".join(dict.fromkeys(f"{end:.3g}" for end in ends))
+        verdict = f"moved: {100 * unchanged:.3g}% unchanged, median {median} ulps"
     severity = found.severity if found is not None else None
     return LayerGroup(describe_names(names), names, dtypes, numel, unchanged, ends, verdict, severity)
-
-
-def _describe_verdict(row: TensorAudit, unchanged: float, median: tuple[float, float]) -> str:
-    if not row.numel:
-        return "empty"
-    if row.status != "changed":
-        return STATUS_WORDS[row.status]
-    if math.isnan(median[0]) or row.role == "buffer":
-        return f"moved in {1 - unchanged:.3g} of its elements"
-    ends = " to ".join(dict.fromkeys(f"{end:.3g}" for end in median))
-    return f"moved: {100 * unchanged:.3g}% unchanged, median {ends} ulps"

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..._messages import name_type
-from ..checkpoints._names import Checkpoint, name_optimizer_states, read_checkpoint_content
+from ..checkpoints._names import name_optimizer_states, read_checkpoint_content
 from ..checkpoints._open import open_checkpoint
 from ..findings import collect_findings
 from ._audit import Audit
-from ._states import compare_states
+from ._states import compare_optimizer_states
 from ._tensors import compare_tensors
 
 CheckpointOrPath = str | os.PathLike[str] | Mapping[str, Any]
@@ -50,6 +50,9 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) 
     known = isinstance(lr, int | float) and not isinstance(lr, bool)
     if lr is not None and not (known and 0 <= lr <= sys.float_info.max):
         raise ValueError(f"lr={lr!r}: give a number from 0 on")
+    for given, which in ((a, "A"), (b, "B")):
+        if not isinstance(given, str | os.PathLike | Mapping):
+            raise TypeError(f"checkpoint {which} is {name_type(given)}: give a path or a state_dict")
     is_same = a is b
     if isinstance(a, str | os.PathLike) and isinstance(b, str | os.PathLike):
         with contextlib.suppress(OSError, ValueError):  # what is not there is said when it is opened
@@ -57,22 +60,17 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) 
     if is_same:
         same = name_type(a) if isinstance(a, Mapping) else a
         raise ValueError(f"A and B are the same checkpoint, {same}: give an earlier and a later one of a run")
-    before, after = _open_checkpoint_or_dict(a, "A"), _open_checkpoint_or_dict(b, "B")
+    before, after = (
+        read_checkpoint_content(given, which) if isinstance(given, Mapping) else open_checkpoint(Path(given))
+        for given, which in ((a, "A"), (b, "B"))
+    )
     unseen = [*before.unseen, *after.unseen]
     earlier, later = name_optimizer_states(before, unseen), name_optimizer_states(after, unseen)
     after.unseen.clear()
     complete = len(later) >= after.stepped_count
     tensors = compare_tensors(before, after, set(earlier) | set(later))
-    states = compare_states(earlier, later, after, lr)
+    states = compare_optimizer_states(earlier, later, after, lr)
     unseen += [said for said in after.unseen if said not in unseen]
     said = tuple(dict.fromkeys(unseen))
     made = Audit(tensors, states, said, states_complete=complete)
     return dataclasses.replace(made, findings=collect_findings("audit", made))
-
-
-def _open_checkpoint_or_dict(given: CheckpointOrPath, which: str) -> Checkpoint:
-    if isinstance(given, Mapping):
-        return read_checkpoint_content(given, which)
-    if isinstance(given, str | os.PathLike):
-        return open_checkpoint(Path(given))
-    raise TypeError(f"checkpoint {which} is {name_type(given)}: give a path or a state_dict")

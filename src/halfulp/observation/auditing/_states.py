@@ -24,7 +24,7 @@ _SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
 _OPTION_NAMES = ("lr", "weight_decay", "betas", "eps", "momentum", "amsgrad", "maximize")
 
 
-def compare_states(
+def compare_optimizer_states(
     a: Mapping[str, NamedParameterState], b: Mapping[str, NamedParameterState], weights: Checkpoint, lr: float | None
 ) -> dict[str, StateAudit]:
     """Compare the optimizer states of two checkpoints, by parameter."""
@@ -49,32 +49,30 @@ def compare_states(
 def _compare_parameter_states(
     name: str, before: NamedParameterState | None, after: NamedParameterState, weight: Tensor, lr: float | None
 ) -> StateAudit:
-    options = _read_options(after.options)
+    found = {key: after.options[key] for key in _OPTION_NAMES if after.options.get(key) is not None}
+    options = {key: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for key, x in found.items()}
     if lr is not None:
         options["lr"] = lr
     ours = {} if before is None else _get_state_tensors(before)
     theirs = _get_state_tensors(after)
     steps = None if before is None else _read_step(before), _read_step(after)
     compensation = [key for key in _COMPENSATION_STATES if key in theirs]
-    weight_update = _name_weight_update(after.options, theirs)
+    weight_update = _read_weight_update(after.options, theirs)
     to_nearest = not compensation and weight_update in (None, "nearest")
     numbers = weight.dtype.is_floating_point and get_precision(weight.dtype) is not None
+    alike = {key: stored.dtype for key, stored in theirs.items() if stored.shape == weight.shape}
+    first = [theirs[key] for key in _FIRST_MOMENTS if key in theirs]
+    second = [theirs[key] for key in _SECOND_MOMENTS if key in theirs]
     return StateAudit(
         name,
         options,
         steps,
-        {
-            key: (ours[key].dtype if key in ours else None, stored.dtype)
-            for key, stored in theirs.items()
-            if stored.shape == weight.shape
-        },
+        {key: (ours[key].dtype if key in ours else None, dtype) for key, dtype in alike.items()},
         weight_update,
         bool(compensation),
-        any(
-            key not in ours or count_same_elements(ours[key], theirs[key]) < theirs[key].numel() for key in compensation
-        ),
-        all(theirs[key].shape == weight.shape for key in (*_FIRST_MOMENTS, *_SECOND_MOMENTS) if key in theirs),
-        any(not int(theirs[key].count_nonzero()) for key in _FIRST_MOMENTS if key in theirs),
+        any(x not in ours or count_same_elements(ours[x], theirs[x]) < theirs[x].numel() for x in compensation),
+        all(moment.shape == weight.shape for moment in (*first, *second)),
+        any(not int(moment.count_nonzero()) for moment in first),
         replay_last_update(weight, theirs, options, steps[1]) if to_nearest and numbers else None,
     )
 
@@ -91,14 +89,7 @@ def _read_step(state: NamedParameterState) -> int | None:
     return int(step) if isinstance(step, int | float) and math.isfinite(step) else None
 
 
-def _read_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: group[key] for key in _OPTION_NAMES if group.get(key) is not None}
-    return {
-        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in found.items()
-    }
-
-
-def _name_weight_update(group: Mapping[str, Any], states: Mapping[str, Tensor]) -> str | None:
+def _read_weight_update(group: Mapping[str, Any], states: Mapping[str, Tensor]) -> str | None:
     """Return the name of a weight update of halfulp's optimizers; None of others."""
     if "weight_update" not in group:
         return None
@@ -111,24 +102,22 @@ def _name_weight_update(group: Mapping[str, Any], states: Mapping[str, Tensor]) 
 def replay_last_update(
     weight: Tensor, states: Mapping[str, Tensor], options: Mapping[str, Any], step: int | None
 ) -> RealisedChanges | None:
-    """Return what nearest rounding left of the last update; None where the names of its states tell no known rule.
-
-    The weight is that after the step: an update that was lost left it as it was.
-    """
+    """Return what nearest rounding left of the last update; None where the names of its states tell no known rule."""
     rule = _find_update_rule(states, options, step)
     if rule is None or weight.numel() == 0:
         return None
-    parts, compute_update = rule
-    if any(part.shape != weight.shape or not part.dtype.is_floating_point for part in parts):
+    stored, compute_update = rule
+    if any(moment.shape != weight.shape or not moment.dtype.is_floating_point for moment in stored):
         return None
     seen, lost, squares, products = 0, 0, 0.0, 0.0
-    for elements in split_tensors(weight, *parts):
-        w, *moments = (part.double() for part in elements)
+    for parts in split_tensors(weight, *stored):
+        w, *moments = (part.double() for part in parts)
         u = -compute_update(*moments) if options.get("maximize") else compute_update(*moments)
         known = w.isfinite() & u.isfinite() & (u != 0)
         w, u = w[known], u[known]
         if not len(w):
             continue
+        # The weight is that after the step: an update that was lost left it as it was.
         rounded = quantize(w - u, formats.get(weight.dtype))
         largest = float(u.abs().max())
         scaled, moved = u / largest, (w - rounded) / largest
@@ -157,12 +146,8 @@ def _find_update_rule(
         second = "max_exp_avg_sq" if options.get("amsgrad") else "exp_avg_sq"
         if not step or second not in states:
             return None
-        (beta1, beta2), eps = map(float, pair), float(options.get("eps", 0.0))
-
-        def compute_adam_update(m: Tensor, v: Tensor) -> Tensor:
-            return lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
-
-        return [states["exp_avg"], states[second]], compute_adam_update
+        first, last, eps = 1 - float(pair[0]) ** step, 1 - float(pair[1]) ** step, float(options.get("eps", 0.0))
+        return [states["exp_avg"], states[second]], lambda m, v: lr * (m / first) / ((v / last).sqrt() + eps)
     if pair is not None and "exp_avg" in states:
         return [states["exp_avg"]], lambda m: lr * m.sign()
     return ([states["momentum_buffer"]], lambda m: lr * m) if "momentum_buffer" in states else None

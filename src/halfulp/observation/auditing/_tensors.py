@@ -17,10 +17,10 @@ from .._text import holds_signed_floats
 from ..checkpoints._names import RUNNING_STATISTICS, Checkpoint
 from ._audit import TensorAudit, TensorRole, TensorStatistics, TensorStatus
 
-# Changes in ulps by binade, from 2^LOWEST on, and by the first FINE bits of their fraction.
-FINE, LOWEST, BINADES = 5, -1023, 2112
+# Changes in ulps by binade, from 2^LOWEST_BINADE on, and by the first FRACTION_BITS bits of their fraction.
+FRACTION_BITS, LOWEST_BINADE, BINADE_COUNT = 5, -1023, 2112
 # Elements that are compared one after another, so that temporary numbers stay in the processor's caches.
-ELEMENTS_AT_ONCE = 1 << 16
+COMPARED_CHUNK_SIZE = 1 << 16
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class ValueCounts:
     varies: bool = False
     first: float | None = None
 
-    def add_values(self, values: Tensor) -> bool:
+    def count_values(self, values: Tensor) -> bool:
         """Count a part, and return whether it is finite."""
         least, largest = map(float, values.aminmax())  # NaN where one is NaN
         self.first = float(values[0]) if self.first is None else self.first
@@ -48,90 +48,79 @@ class ValueCounts:
 
 @dataclass(slots=True)
 class TensorDifferences:
-    """The differences of two floating-point tensors, summed over the parts that were compared.
-
-    Attributes:
-        a, b: counts of each.
-        same: elements of the same value, NaN being equal to NaN and -0 to +0.
-        finite: elements that are finite in both.
-        largest: of the changes in ulps.
-        table: finite elements by binade and first bits of the fraction of their change in ulps; unchanged ones first.
-    """
+    """The differences of two floating-point tensors, summed over the parts that were compared."""
 
     a: ValueCounts = field(default_factory=ValueCounts)
     b: ValueCounts = field(default_factory=ValueCounts)
-    same: int = 0
-    finite: int = 0
-    largest: float = 0.0
-    table: Tensor = field(default_factory=lambda: torch.zeros(BINADES << FINE, dtype=torch.int64, device="cpu"))
+    same: int = 0  # NaN being equal to NaN and -0 to +0
+    finite: int = 0  # in both
+    largest: float = 0.0  # change in ulps
+    # Finite elements by binade and first bits of the fraction of their change in ulps; unchanged ones first.
+    table: Tensor = field(
+        default_factory=lambda: torch.zeros(BINADE_COUNT << FRACTION_BITS, dtype=torch.int64, device="cpu")
+    )
 
     def compute_median(self) -> float:
         """Return the lower median of |change in ulps| over finite elements, unchanged ones as 0; NaN without any."""
         if not self.finite:
             return math.nan
         slot = int(torch.searchsorted(self.table.cumsum(0), (self.finite - 1) // 2, right=True))
-        binade = min((slot >> FINE) + LOWEST, 1023)
-        return math.ldexp(1 + (slot % (1 << FINE)) / (1 << FINE), binade) if slot else 0.0
+        binade = min((slot >> FRACTION_BITS) + LOWEST_BINADE, 1023)
+        return math.ldexp(1 + (slot % (1 << FRACTION_BITS)) / (1 << FRACTION_BITS), binade) if slot else 0.0
 
 
 def split_tensors(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the elements of tensors of one size in parts, side by side."""
-    yield from zip(*(one.reshape(-1).split(ELEMENTS_AT_ONCE) for one in tensors), strict=True)
+    yield from zip(*(one.reshape(-1).split(COMPARED_CHUNK_SIZE) for one in tensors), strict=True)
 
 
-def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
-    """Compare a part of A with the same part of B, both of one shape and floating-point.
-
-    A change is measured in the spacing, at the element of A, of that dtype of the two which is coarser there, in
-    float32 unless one of the two is float64.
-    """
-    forms = formats.get(a.dtype), formats.get(b.dtype)
+def count_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
+    """Count how two tensors of one shape differ, in float32 unless one of the two is float64."""
+    both = formats.get(a.dtype), formats.get(b.dtype)
     dtype = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
     for parts in split_tensors(a, b):
         if not parts[0].numel():
             return
         x, y = (part.to("cpu", dtype) for part in parts)
-        if not found.a.add_values(x) & found.b.add_values(y):
+        if not found.a.count_values(x) & found.b.count_values(y):
             finite = x.isfinite() & y.isfinite()
             found.same += int((x.isnan() & y.isnan() | (x == y) & ~finite).sum())
             x, y = x[finite], y[finite]
         if len(x):
             found.finite += len(x)
-            _add_finite_differences(found, x, y, forms)
+            _count_finite_differences(found, x, y, both)
 
 
-def _add_finite_differences(found: TensorDifferences, x: Tensor, y: Tensor, forms: tuple[Format, Format]) -> None:
+def _count_finite_differences(found: TensorDifferences, x: Tensor, y: Tensor, both: tuple[Format, Format]) -> None:
     """Count |y - x| by the spacings of the coarser of two formats at x, all float32 or float64.
 
     Comparisons of elements cost several times what arithmetic on them and on their words does.
     """
     words, bits, bias = (torch.int64, 52, 1023) if x.dtype == torch.float64 else (torch.int32, 23, 127)
-    precision = min(form.mantissa_bits for form in forms)
+    precision = min(format.mantissa_bits for format in both)
     # The binade of which a number has this spacing in the less precise format, where the exponent stands in a word.
     binades = x.view(words) & (2 * bias + 1 << bits)
-    binade = functools.reduce(
-        torch.maximum,
-        (
-            binades.clamp_min(form.emin + bias << bits).sub_(form.mantissa_bits - precision << bits)
-            for form in dict.fromkeys(forms)
-        ),
-    )
+    spaced = [
+        binades.clamp_min(format.emin + bias << bits).sub_(format.mantissa_bits - precision << bits)
+        for format in dict.fromkeys(both)
+    ]
+    binade = functools.reduce(torch.maximum, spaced)
     # |y - x| in units of 2^(precision - 1) ulps: the inverse of every binade of x is a normal number then.
     change = (y - x).abs_().mul_(binade.neg_().add_(2 * bias + 1 << bits).view(x.dtype))
     largest = float(change.amax())
     if largest == math.inf and x.dtype == torch.float32:
-        return _add_finite_differences(found, x.double(), y.double(), forms)
+        return _count_finite_differences(found, x.double(), y.double(), both)
     found.same += len(x) - int(change.count_nonzero())
     found.largest = max(found.largest, largest * 2.0 ** (precision - 1))
-    sizes = (change.view(words) >> (bits - FINE)).bincount(minlength=2 * bias + 2 << FINE)
+    sizes = (change.view(words) >> (bits - FRACTION_BITS)).bincount(minlength=2 * bias + 2 << FRACTION_BITS)
     found.table[0] += sizes[0]
-    first = -bias + precision - 1 - LOWEST << FINE
+    first = -bias + precision - 1 - LOWEST_BINADE << FRACTION_BITS
     found.table[first + 1 : first + len(sizes)] += sizes[1:]
 
 
 def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str]) -> dict[str, TensorAudit]:
     """Return how each tensor of A differs from that of its name in B."""
-    _check_names(a, b)
+    _check_same_model(a, b)
     return {
         name: _compare_tensor(name, (stored, b.tensors[name]), parameters)
         for name, stored in a.tensors.items()
@@ -139,7 +128,7 @@ def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str]) -> dict[
     }
 
 
-def _check_names(a: Checkpoint, b: Checkpoint) -> None:
+def _check_same_model(a: Checkpoint, b: Checkpoint) -> None:
     ours, theirs = a.tensors, b.tensors
     missing = [name for name in ours if name not in theirs]
     foreign = [name for name in theirs if name not in ours]
@@ -161,39 +150,27 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
     numbers = all(holds_signed_floats(one.dtype) for one in (a, b))
     found = TensorDifferences()
     if numbers:
-        add_differences(found, a, b)
+        count_differences(found, a, b)
     unchanged = found.same if numbers else count_same_elements(a, b)
-    before, after = (_make_statistics(one.dtype, counts) for one, counts in zip(pair, (found.a, found.b)))
+    before, after = (
+        TensorStatistics(one.dtype, x.nan, x.infinite, x.zeros, None if x.varies else x.first)
+        for one, x in zip(pair, (found.a, found.b), strict=True)
+    )
     is_average = name.rpartition(".")[2] in RUNNING_STATISTICS
     role: TensorRole = "buffer" if not numbers else "average" if is_average else "unknown"
     role = "parameter" if name in parameters else role
-    return TensorAudit(
-        name,
-        tuple(pair[0].shape),
-        a.numel(),
-        role,
-        before,
-        after,
-        unchanged,
-        found.compute_median(),
-        found.largest if found.finite else math.nan,
-        _choose_status(before, after, unchanged == a.numel()),
-    )
-
-
-def _choose_status(a: TensorStatistics, b: TensorStatistics, still: bool) -> TensorStatus:
-    if b.nonfinite > a.nonfinite:
-        return "nonfinite"
-    if a.dtype != b.dtype:
-        return "dtype-changed"
-    if still:
-        return "unchanged"
-    return "constant" if b.constant is not None and a.constant is None else "changed"
-
-
-def _make_statistics(dtype: torch.dtype, counts: ValueCounts) -> TensorStatistics:
-    constant = None if counts.varies else counts.first
-    return TensorStatistics(dtype, counts.nan, counts.infinite, counts.zeros, constant)
+    status: TensorStatus = "changed"
+    if after.nonfinite > before.nonfinite:
+        status = "nonfinite"
+    elif after.dtype != before.dtype:
+        status = "dtype-changed"
+    elif unchanged == a.numel():
+        status = "unchanged"
+    elif after.constant is not None and before.constant is None:
+        status = "constant"
+    shape, largest = tuple(pair[0].shape), found.largest if found.finite else math.nan
+    median = found.compute_median()
+    return TensorAudit(name, shape, a.numel(), role, before, after, unchanged, median, largest, status)
 
 
 def count_same_elements(a: Tensor, b: Tensor) -> int:

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,11 @@ from ...scaled import ScaledTensor
 
 @dataclass(slots=True)
 class OptimizerStates:
-    """An optimizer's saved options and states.
+    """An optimizer's saved options and states."""
 
-    Attributes:
-        state: by the parameter's number, or name: tensors and numbers by their name.
-        groups: options of each param group; "params" are numbers or names, "param_names" names if there are any.
-    """
-
+    # By the parameter's number, or name: tensors and numbers by their name.
     state: dict[Any, dict[str, Any]]
+    # Options of each param group; "params" are numbers or names, "param_names" names if there are any.
     groups: list[dict[str, Any]]
 
     @property
@@ -44,20 +41,14 @@ class OptimizerStates:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A checkpoint that is open for reading; tensors of files are mapped, so that they cost no memory before use.
-
-    Attributes:
-        ordered: whether the tensors' order is that of the model, and not an alphabet's.
-        unseen: sentences that say what could not be read, and why.
-        config: the model's config of transformers beside it, None without one.
-    """
+    """A checkpoint that is open for reading; tensors of files are mapped, so that they cost no memory before use."""
 
     path: str
     tensors: dict[str, Tensor]
-    ordered: bool = True
+    ordered: bool = True  # whether the tensors' order is that of the model, and not an alphabet's
     optimizers: list[OptimizerStates] = field(default_factory=list)
-    unseen: list[str] = field(default_factory=list)
-    config: Path | None = None
+    unseen: list[str] = field(default_factory=list)  # sentences that say what could not be read, and why
+    config: Path | None = None  # the model's config of transformers beside it
 
     @property
     def stepped_count(self) -> int:
@@ -65,30 +56,14 @@ class Checkpoint:
         return sum(len(keys) for optimizer in self.optimizers for keys in optimizer.keys_by_group)
 
 
-# Returns whether a parameter decays, given its name and itself.
-DecayRule = Callable[[str, Tensor], bool]
 # As `Trainer.get_decay_parameter_names` of transformers has them (transformers/trainer.py).
 _NO_DECAY_PATTERN = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-def list_decay_rules(tensors: Mapping[str, Tensor]) -> list[DecayRule]:
-    """Return the usual rules of weight decay: by names as transformers with norms told by shape, and matrices alone."""
-    vectors = {
-        name.rpartition(".")[0]
-        for name, stored in tensors.items()
-        if name.rpartition(".")[2] == "weight" and len(stored.shape) == 1
-    }
-    return [
-        lambda name, stored: not _NO_DECAY_PATTERN.search(name.lower()) and name.rpartition(".")[0] not in vectors,
-        lambda name, stored: len(stored.shape) >= 2,
-    ]
+def list_parameter_names_by_config(config: Path, tensors: Mapping[str, Tensor]) -> list[str] | None:
+    """Return the parameter names of a transformers model in its own order, made from its config on the meta device.
 
-
-def list_names_by_config(config: Path, tensors: Mapping[str, Tensor]) -> list[str] | None:
-    """Return the parameter names of a transformers model in its own order.
-
-    The model is made from its config on the meta device, by the class of the installed transformers that it names; code
-    beside the config is not run.
+    Its class is that of the installed transformers; code beside the config is not run.
     """
     if importlib.util.find_spec("transformers") is None:
         return None
@@ -112,17 +87,17 @@ def list_names_by_config(config: Path, tensors: Mapping[str, Tensor]) -> list[st
 
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
-_COMPANION_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
+_TENSOR_PART_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
 
 
 def refuse_tensor_parts(names: Collection[str]) -> None:
     """Raise NotImplementedError where parts of tensors of several components or with a scale are among tensors."""
-    parts = [name for name in names if (match := _COMPANION_PATTERN.search(name)) and name[: match.start()] in names]
+    parts = [name for name in names if (match := _TENSOR_PART_PATTERN.search(name)) and name[: match.start()] in names]
     if parts:
-        raise _make_parts_error(parts)
+        raise _make_tensor_parts_error(parts)
 
 
-def _make_parts_error(names: Sequence[str]) -> NotImplementedError:
+def _make_tensor_parts_error(names: Sequence[str]) -> NotImplementedError:
     return NotImplementedError(
         f"{quote(names)} are parts of tensors of several components or with a scale, whose updates are not those of "
         "plain floating-point numbers: forecast the model before it is converted, and audit decoded values, "
@@ -144,8 +119,7 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
     for optimizer in checkpoint.optimizers:
         groups = {key: group for keys, group in zip(optimizer.keys_by_group, optimizer.groups) for key in keys}
         names = _read_saved_names(optimizer, list(groups))
-        if names is None:
-            names = _name_by_model_order(checkpoint, optimizer, len(groups))
+        names = _name_states_in_order(checkpoint, optimizer, len(groups)) if names is None else names
         if names is None:
             order = ", or install the transformers that saved it, which has the model's order"
             unseen.append(
@@ -177,28 +151,34 @@ def _read_saved_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, 
     return dict(zip(keys, strip_wrapper_names(itertools.chain(*own)), strict=True))
 
 
-def _name_by_model_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: int) -> dict[Any, str] | None:
+def _name_states_in_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: int) -> dict[Any, str] | None:
     """Return names in the order of the model, where numbers and shapes of all parameters agree with it."""
     candidates = {
         name: tensor
         for name, tensor in checkpoint.tensors.items()
         if name.rpartition(".")[2] not in RUNNING_STATISTICS and (tensor.is_floating_point() or tensor.is_complex())
     }
-    order = None if checkpoint.config is None else list_names_by_config(checkpoint.config, candidates)
+    order = None if checkpoint.config is None else list_parameter_names_by_config(checkpoint.config, candidates)
     order = list(candidates) if checkpoint.ordered else order
     if order is None or not len(order) == len(candidates) == count:
         return None
     candidates = {name: candidates[name] for name in order}
+    # The usual rules of weight decay: by names as transformers with norms told by shape, and matrices alone.
+    matrices = {name for name, stored in candidates.items() if len(stored.shape) >= 2}
+    weights = [name for name in candidates if name.rpartition(".")[2] == "weight"]
+    vectors = {name.rpartition(".")[0] for name in weights if len(candidates[name].shape) == 1}
+    others = {name for name in candidates if name.rpartition(".")[0] not in vectors}
+    by_name = {name for name in others if not _NO_DECAY_PATTERN.search(name.lower())}
     found: list[dict[Any, str]] = []
-    for decays in list_decay_rules(candidates):
-        names = _assign_names(candidates, optimizer, decays)
+    for decaying in (by_name, matrices):
+        names = _assign_parameter_names(candidates, optimizer, decaying)
         if names is not None and names not in found:
             found.append(names)
     return found[0] if len(found) == 1 else None
 
 
-def _assign_names(
-    ordered: Mapping[str, Tensor], optimizer: OptimizerStates, decays: DecayRule
+def _assign_parameter_names(
+    ordered: Mapping[str, Tensor], optimizer: OptimizerStates, decaying: Collection[str]
 ) -> dict[Any, str] | None:
     """Return names in order, each given to the group whose next state fits, of several the one that decays or not."""
     waiting = optimizer.keys_by_group
@@ -212,8 +192,7 @@ def _assign_names(
             if keys and (not shapes or max(shapes, key=lambda one: (len(one), one)) == stored.shape):
                 fitting.append(number)
         if len(fitting) > 1:
-            decaying = decays(name, stored)
-            fitting = [n for n in fitting if bool(optimizer.groups[n].get("weight_decay")) == decaying]
+            fitting = [n for n in fitting if bool(optimizer.groups[n].get("weight_decay")) == (name in decaying)]
         if len(fitting) != 1:
             return None
         found[waiting[fitting[0]].pop(0)] = name
@@ -224,7 +203,7 @@ _MODEL_KEY_PATTERN = re.compile(
     r"^(model|net|network|module|weights|params|model_?state|(model_?)?state_?dict|model_state_dict)$", re.I
 )
 # What runs keep beside their weights: tensors here are a generator's state, a best score, a counter.
-_OTHER_KEY_PATTERN = re.compile(
+_AUXILIARY_KEY_PATTERN = re.compile(
     r"rng|random|callback|loop|schedul|scaler|metric|loss|history|sampler|hyper|config|args|step|epoch", re.I
 )
 _DEEPEST_NESTING = 64
@@ -237,17 +216,25 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
         raise ValueError(f"{path} holds {name_type(content)}: give a checkpoint with a model's state_dict")
     leaves: _TensorsByPath = {}
     found = Checkpoint(path, {})
-    for where, leaf in walk_leaves(content, ()):
+    for where, leaf in walk_checkpoint_leaves(content, ()):
         if isinstance(leaf, OptimizerStates):
             found.optimizers.append(leaf)
         elif isinstance(leaf, ValueError):
             found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf}")
         elif isinstance(leaf, Tensor):
             if isinstance(leaf, MCTensor | ScaledTensor):
-                raise _make_parts_error([".".join(map(str, where))])
+                raise _make_tensor_parts_error([".".join(map(str, where))])
             leaves[where] = _take_local_part(leaf)
     found.tensors = _name_model_tensors(leaves, found.unseen)
-    _leave_out_tied_names(found)
+    # Of several names of one memory, under which tied weights are saved, the first one stays.
+    first: dict[object, str] = {}
+    for name, tensor in found.tensors.items():
+        memory = plain_address(tensor) if tensor.numel() else 0
+        first.setdefault((memory, tensor.dtype, tensor.shape) if memory else name, name)
+    kept = set(first.values())
+    if tied := [name for name in found.tensors if name not in kept]:
+        found.unseen.append(f"{quote(tied)} are tied to tensors of other names, and stand under these")
+        found.tensors = {name: tensor for name, tensor in found.tensors.items() if name in kept}
     refuse_tensor_parts(found.tensors)
     if not found.tensors:
         rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {quote(content)}"
@@ -260,20 +247,7 @@ def _take_local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def _leave_out_tied_names(checkpoint: Checkpoint) -> None:
-    """Leave the first of several names of one memory, as which tied weights are saved."""
-    first: dict[object, str] = {}
-    for name, tensor in checkpoint.tensors.items():
-        memory = plain_address(tensor) if tensor.numel() else 0
-        first.setdefault((memory, tensor.dtype, tensor.shape) if memory else name, name)
-    kept = set(first.values())
-    tied = [name for name in checkpoint.tensors if name not in kept]
-    if tied:
-        checkpoint.unseen.append(f"{quote(tied)} are tied to tensors of other names, and stand under these")
-        checkpoint.tensors = {name: one for name, one in checkpoint.tensors.items() if name in kept}
-
-
-def walk_leaves(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
+def walk_checkpoint_leaves(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
     """Yield what nested data holds with its path: leaves, and the states of whole optimizers."""
     if len(where) > _DEEPEST_NESTING:
         raise ValueError(
@@ -284,10 +258,10 @@ def walk_leaves(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
         yield where, _read_optimizer_states(content)
     elif isinstance(content, Mapping):
         for key, value in content.items():
-            yield from walk_leaves(value, (*where, key))
+            yield from walk_checkpoint_leaves(value, (*where, key))
     elif isinstance(content, list | tuple):
         for number, value in enumerate(content):
-            yield from walk_leaves(value, (*where, number))
+            yield from walk_checkpoint_leaves(value, (*where, number))
     elif isinstance(content, Tensor) and (content.layout != torch.strided or content.is_meta):
         kind = "on the meta device, without numbers" if content.is_meta else f"a tensor of layout {content.layout}"
         yield where, ValueError(f"it is {kind}")
@@ -325,17 +299,13 @@ def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, 
         models = [key for key in models if key is not None or len(models) == 1]
     found: dict[str, Tensor] = {}
     for key in models:
-        prefix = f"{key}." if len(models) > 1 else ""
-        found |= _name_by_path(groups[key], prefix, 1 if key is not None else 0)
+        prefix, own = f"{key}." if len(models) > 1 else "", groups[key]
+        names = strip_wrapper_names(".".join(map(str, where if key is None else where[1:])) for where in own)
+        found |= {prefix + name: leaf for name, leaf in zip(names, own.values(), strict=True)}
     others = [key for key in groups if key not in models and key is not None and not _is_auxiliary_key(key)]
     unseen += [f"tensors under {key!r} were not read: they are not the model's" for key in others]
     return found
 
 
 def _is_auxiliary_key(key: object) -> bool:
-    return isinstance(key, int) or bool(_OTHER_KEY_PATTERN.search(str(key)))
-
-
-def _name_by_path(leaves: _TensorsByPath, prefix: str, skip: int) -> dict[str, Tensor]:
-    names = [".".join(map(str, where[skip:])) for where in leaves]
-    return {prefix + name: leaf for name, leaf in zip(strip_wrapper_names(names), leaves.values(), strict=True)}
+    return isinstance(key, int) or bool(_AUXILIARY_KEY_PATTERN.search(str(key)))

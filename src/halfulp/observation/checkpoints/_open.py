@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._messages import quote
 from ...optim.parameters._random_identity import strip_wrapper_names
-from ._names import Checkpoint, OptimizerStates, read_checkpoint_content, refuse_tensor_parts, walk_leaves
+from ._names import Checkpoint, OptimizerStates, read_checkpoint_content, refuse_tensor_parts, walk_checkpoint_leaves
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WEIGHT_FILE_STEMS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
@@ -78,7 +78,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     found = _open_weight_files(folder, files)
     for path in (folder / name for name in _OPTIMIZER_FILES):
         if path.is_file() and not found.optimizers:
-            leaves = walk_leaves(load_torch_file(path), ())
+            leaves = walk_checkpoint_leaves(load_torch_file(path), ())
             found.optimizers = [leaf for _, leaf in leaves if isinstance(leaf, OptimizerStates)]
             if not found.optimizers:
                 found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
@@ -114,10 +114,21 @@ def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
 
 
 def _open_sharded(index: Path) -> Checkpoint:
-    placed = _parse_json_object(index.read_text(encoding="utf-8", errors="replace"), index).get("weight_map")
+    try:
+        read = json.loads(index.read_text(encoding="utf-8", errors="replace"))
+    except ValueError:
+        read = None
+    if not isinstance(read, dict):
+        raise ValueError(f"{index} holds no JSON object: it is damaged; copy it again")
+    placed = read.get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ValueError(f"{index} has no weight_map: it is no index of shards; {CHECKPOINT_REMEDY}")
-    strange = [name for name in placed.values() if not is_inside_folder(name)]
+    # A link to elsewhere is a file of the folder all the same.
+    strange = [
+        name
+        for name in placed.values()
+        if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts
+    ]
     if strange:
         raise ValueError(
             f"{index} names {quote(strange)}, which are no files of its folder: not read; copy the index again"
@@ -142,30 +153,14 @@ def _open_safetensors(paths: list[Path]) -> Checkpoint:
     tensors: dict[str, Tensor] = {}
     for path in paths:
         tensors |= read_safetensors(path)
-    return Checkpoint(
-        str(paths[0]), dict(zip(strip_wrapper_names(tensors), tensors.values(), strict=True)), ordered=False
-    )
-
-
-def _parse_json_object(text: str, path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(text)
-    except ValueError:
-        read = None
-    if not isinstance(read, dict):
-        raise ValueError(f"{path} holds no JSON object: it is damaged; copy it again")
-    return read
-
-
-def is_inside_folder(name: object) -> bool:
-    """Return whether an index's name of a file stays in its folder, where it may be a link to elsewhere."""
-    return isinstance(name, str) and bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
+    named = dict(zip(strip_wrapper_names(tensors), tensors.values(), strict=True))
+    return Checkpoint(str(paths[0]), named, ordered=False)
 
 
 _REFUSED_GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
 _READING_ERRORS = (
     *(RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, MemoryError),
-    *(OverflowError, zipfile.BadZipFile, struct.error),
+    *(OverflowError, zipfile.BadZipFile, struct.error, pickle.UnpicklingError),
 )
 
 
@@ -175,24 +170,19 @@ def load_torch_file(path: Path) -> Any:
     try:
         if not is_zip or all(one.compress_type == zipfile.ZIP_STORED for one in zipfile.ZipFile(path).infolist()):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
-    except pickle.UnpicklingError as error:
-        found = _REFUSED_GLOBAL_PATTERN.search(str(error))
-        if found is not None:
-            said = f"{path} was not loaded: it holds {found[1]}, which weights_only refuses, since loading it would run"
-            said += " code from the file; save the state dicts alone, in torch.save or safetensors"
-            raise ValueError(said) from None
-        raise ValueError(_describe_damage(path, error)) from None
     except _READING_ERRORS as error:
-        raise ValueError(_describe_damage(path, error)) from None
+        found = isinstance(error, pickle.UnpicklingError) and _REFUSED_GLOBAL_PATTERN.search(str(error))
+        if found:
+            raise ValueError(
+                f"{path} was not loaded: it holds {found[1]}, which weights_only refuses, since loading it would run "
+                "code from the file; save the state dicts alone, in torch.save or safetensors"
+            ) from None
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {said}): it is damaged, or of "
+            "another kind; give a checkpoint in safetensors, torch.save, a sharded folder"
+        ) from None
     raise ValueError(f"{path} was zipped again with compression: unpack it, and give what `zip -0 -r` makes of it")
-
-
-def _describe_damage(path: Path, error: Exception) -> str:
-    said = " ".join(str(error).split())[:200]
-    return (
-        f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {said}): it is damaged, or of "
-        "another kind; give a checkpoint in safetensors, torch.save, a sharded folder"
-    )
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

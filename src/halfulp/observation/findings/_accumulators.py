@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ...optim import OPTIMIZERS
-from .._finding import Finding
+from .._finding import Finding, Severity
 from .._record import ParameterRecord, RealisedChanges, Record
-from .._text import (
-    compute_confidence,
-    format_percent,
-    get_precision,
-    is_wide_dtype,
-    name_dtype,
-    write_optimizer_code,
-)
+from .._text import compute_confidence, format_percent, get_precision, is_wide_dtype, name_dtype, write_optimizer_code
 from ._kind import FindingKind, register_finding
 from ._updates import is_explained_by_chance, make_change_evidence
 
@@ -42,17 +36,13 @@ class AccumulationSwamped(FindingKind):
             if realised is None or realised >= REALISED_SUMS_WARNING or sums.seen < FEWEST_ADDED_ELEMENTS:
                 continue
             held_in = parameter.gradient_dtype or parameter.dtype
-            yield self.found(
-                name,
-                "error" if realised < REALISED_SUMS_ERROR else "warning",
-                compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS),
-                f"{format_percent(1 - realised)} of what is added to .grad is lost in {name_dtype(held_in)}",
-                cure=self.choose_cure(held_in),
-                **make_change_evidence(sums, held_in),
-            )
+            severity: Severity = "error" if realised < REALISED_SUMS_ERROR else "warning"
+            sure, cure = compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS), self.choose_cure(held_in)
+            said = f"{format_percent(1 - realised)} of what is added to .grad is lost in {name_dtype(held_in)}"
+            yield self.found(name, severity, sure, said, cure=cure, **make_change_evidence(sums, held_in))
 
 
-FEWEST_CHANGES = 16
+FEWEST_AVERAGE_CHANGES = 16
 # An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
 REALISED_AVERAGE_WARNING = 0.5
 REALISED_AVERAGE_ERROR = 0.1
@@ -72,18 +62,13 @@ class AverageStuck(FindingKind):
         for name, average in record.averages.items():
             change = average.change
             realised = change.realised_share
-            if change.seen < FEWEST_CHANGES or realised is None or is_wide_dtype(average.dtype):
+            if change.seen < FEWEST_AVERAGE_CHANGES or realised is None or is_wide_dtype(average.dtype):
                 continue
-            if not realised < REALISED_AVERAGE_WARNING:
-                continue
-            yield self.found(
-                name,
-                "error" if realised < REALISED_AVERAGE_ERROR else "warning",
-                compute_confidence(change.seen, FEWEST_CHANGES),
-                f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}",
-                cure=self.choose_cure(average.dtype),
-                **make_change_evidence(change, average.dtype),
-            )
+            if realised < REALISED_AVERAGE_WARNING:
+                severity: Severity = "error" if realised < REALISED_AVERAGE_ERROR else "warning"
+                sure, cure = compute_confidence(change.seen, FEWEST_AVERAGE_CHANGES), self.choose_cure(average.dtype)
+                said = f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}"
+                yield self.found(name, severity, sure, said, cure=cure, **make_change_evidence(change, average.dtype))
 
 
 @register_finding
@@ -130,16 +115,12 @@ class ResidualSwamped(FindingKind):
             realised = change.realised_share
             if realised is None or change.seen < FEWEST_RESIDUAL_CHANGES or not realised < REALISED_RESIDUAL_WARNING:
                 continue
-            yield self.found(
-                name,
-                "error" if realised < REALISED_RESIDUAL_ERROR else "warning",
-                compute_confidence(change.seen, FEWEST_RESIDUAL_CHANGES),
-                f"{format_percent(min(1.0, 1 - realised))} of what it adds to the residual stream is lost in "
-                f"{name_dtype(residual.dtype)}: it adds {residual.added:.3g} to numbers of {residual.stream:.3g}",
-                added=residual.added,
-                stream=residual.stream,
-                **make_change_evidence(change, residual.dtype),
-            )
+            severity: Severity = "error" if realised < REALISED_RESIDUAL_ERROR else "warning"
+            said = f"{format_percent(min(1.0, 1 - realised))} of what it adds to the residual stream is lost in "
+            said += f"{name_dtype(residual.dtype)}: it adds {residual.added:.3g} to numbers of {residual.stream:.3g}"
+            evidence: dict[str, Any] = {"added": residual.added, "stream": residual.stream}
+            evidence |= make_change_evidence(change, residual.dtype)
+            yield self.found(name, severity, compute_confidence(change.seen, FEWEST_RESIDUAL_CHANGES), said, **evidence)
 
 
 # As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
@@ -172,25 +153,21 @@ class SecondMomentStuck(FindingKind):
                 dtype = parameter.state_dtypes.get(state)
                 if not is_moment or is_wide_dtype(dtype or parameter.dtype) or not _is_moment_stuck(parameter, change):
                     continue
-                # Nothing to write for an optimizer that is not here.
-                code = write_optimizer_code(parameter.optimizer, "state_dtype=torch.float32", parameter.is_of_halfulp)
-                yield self.found(
-                    name,
-                    "warning",
-                    compute_confidence(change.seen, FEWEST_DECREASES),
-                    f"{format_percent(change.lost_share)} of decreases of {state} lost in {name_dtype(dtype)}",
-                    write=code if parameter.optimizer in OPTIMIZERS else "",
-                    state=state,
-                    **make_change_evidence(change, dtype),
-                )
+                code = ""  # for an optimizer that is not here
+                if parameter.optimizer in OPTIMIZERS:
+                    argument = "state_dtype=torch.float32"
+                    code = write_optimizer_code(parameter.optimizer, argument, parameter.is_of_halfulp)
+                sure = compute_confidence(change.seen, FEWEST_DECREASES)
+                said = f"{format_percent(change.lost_share)} of decreases of {state} lost in {name_dtype(dtype)}"
+                evidence: dict[str, Any] = {"state": state, **make_change_evidence(change, dtype)}
+                yield self.found(name, "warning", sure, said, write=code, **evidence)
 
 
 def _is_moment_stuck(parameter: ParameterRecord, change: RealisedChanges) -> bool:
-    """Return whether an average stands still.
+    """Return whether an average stands still, by its decreases: gradients above it make changes that are large enough.
 
-    Only decreases are counted: gradients above the average make changes that are large enough. torch rounds to nearest,
-    and counts tell. What rounds a state stochastically loses most decreases too and is right on average: there the
-    movement tells.
+    torch rounds to nearest, and counts tell. What rounds a state stochastically loses most decreases too and is right
+    on average: there the movement tells.
     """
     if parameter.optimizer_module.startswith("torch.optim."):
         return change.known and change.lost_share >= STUCK_MOMENT_SHARE

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from ... import formats
 from .._finding import Finding
@@ -39,15 +40,10 @@ class CompiledDiffers(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for pair in record.compiled:
             if pair.differing and not is_explained_by_sum_order(pair):
-                yield self.found(
-                    pair.name,
-                    "warning",
-                    1.0,
-                    f"{format_percent(pair.differing)} of outputs in {pair.dtypes[1]} differ from eager, by "
-                    f"{format_percent(pair.relative)} of their size",
-                    differing=pair.differing,
-                    relative=pair.relative,
-                )
+                said = f"{format_percent(pair.differing)} of outputs in {pair.dtypes[1]} differ from eager, by "
+                said += f"{format_percent(pair.relative)} of their size"
+                evidence: dict[str, Any] = {"differing": pair.differing, "relative": pair.relative}
+                yield self.found(pair.name, "warning", 1.0, said, **evidence)
 
 
 # Where neighbouring numbers are as far apart as the loss changes from step to step, half of its changes are not seen.
@@ -97,17 +93,11 @@ class RecomputeDiffers(FindingKind):
             if first == second and (not pair.differing or is_explained_by_sum_order(pair)):
                 continue
             said = f"computed in {first}, recomputed in {second}" if first != second else f"recomputed in {second} too"
-            yield self.found(
-                pair.name,
-                "error",
-                1.0,
-                f"{said}; {format_percent(pair.differing)} of outputs differ, by {format_percent(pair.relative)} of "
-                "their size",
-                first=first,
-                second=second,
-                differing=pair.differing,
-                relative=pair.relative,
-            )
+            said += f"; {format_percent(pair.differing)} of outputs differ, by {format_percent(pair.relative)} of "
+            said += "their size"
+            evidence: dict[str, Any] = {"first": first, "second": second}
+            evidence |= {"differing": pair.differing, "relative": pair.relative}
+            yield self.found(pair.name, "error", 1.0, said, **evidence)
 
 
 @register_finding

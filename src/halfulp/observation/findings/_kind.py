@@ -86,19 +86,10 @@ class FindingKind:
         own = self.write if cure in (None, self.cure) else ""
         if cure and cure == self.wide_cure:  # these lines are for numbers of fewer digits
             own = write = ""
-        return Finding(
-            self.code,
-            names,
-            severity,
-            confidence,
-            evidence,
-            self.cure if cure is None else cure,
-            summary,
-            self.says if says is None else says,
-            own if write is None else write,
-            evidence.get("role") or self.role,
-            (*self.explained_by, *self.shares_cause_with),
-        )
+        cure, says = self.cure if cure is None else cure, self.says if says is None else says
+        code, role = own if write is None else write, evidence.get("role") or self.role
+        causes = (*self.explained_by, *self.shares_cause_with)
+        return Finding(self.code, names, severity, confidence, evidence, cure, summary, says, code, role, causes)
 
     def choose_cure(self, dtype: torch.dtype | None) -> str:
         """Return what to do about numbers of a dtype: float32 is no cure of what is float32."""
@@ -107,12 +98,8 @@ class FindingKind:
     @classmethod
     def instruments(cls) -> tuple[str, ...]:
         """Return the instruments that can show it."""
-        own = [
-            name
-            for name, method in _INSTRUMENT_METHODS.items()
-            if getattr(cls, method) is not getattr(FindingKind, method)
-        ]
-        return tuple(own)
+        methods = _INSTRUMENT_METHODS.items()
+        return tuple(name for name, method in methods if getattr(cls, method) is not getattr(FindingKind, method))
 
 
 def register_finding(kind: type[FindingKind]) -> type[FindingKind]:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
-from .._finding import Finding
-from .._record import Record, TensorRecord
+from .._finding import Finding, Severity
+from .._record import Record
 from .._text import compute_confidence, format_percent, name_dtype
 from ._kind import FindingKind, register_finding
-from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_float32_range, list_tensors
+from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_float32_range, list_tensors_of_roles
 
 FEWEST_BLOCK_ELEMENTS = 64
 # Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.
@@ -29,23 +30,17 @@ class BlockHidden(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
-            count = count_nonzero(tensor)
+            count, format = count_nonzero(tensor), tensor.asked_format
             if tensor.block_hidden is None or count < FEWEST_BLOCK_ELEMENTS:
                 continue
             share = min(1.0, tensor.block_hidden / count)
-            if share < HIDDEN_SHARE_WARNING:
-                continue
-            yield self.found(
-                tensor.name,
-                "error" if share >= HIDDEN_SHARE_ERROR else "warning",
-                compute_confidence(count, FEWEST_BLOCK_ELEMENTS),
-                f"{format_percent(share)} of nonzero elements of {tensor.role} become 0 beside their block's largest "
-                f"in {tensor.asked_format}",
-                hidden=share,
-                role=tensor.role,
-                format=tensor.asked_format,
-                seen=count,
-            )
+            if share >= HIDDEN_SHARE_WARNING:
+                severity: Severity = "error" if share >= HIDDEN_SHARE_ERROR else "warning"
+                said = f"{format_percent(share)} of nonzero elements of {tensor.role} become 0 beside their block's "
+                said += f"largest in {format}"
+                evidence: dict[str, Any] = {"hidden": share, "role": tensor.role, "format": format, "seen": count}
+                sure = compute_confidence(count, FEWEST_BLOCK_ELEMENTS)
+                yield self.found(tensor.name, severity, sure, said, **evidence)
 
 
 # "FP4 All the Way", arXiv 2505.19115, section 4: training with quantized gradients stalls where the gradient's norm
@@ -63,22 +58,15 @@ class GradientBelowNoise(FindingKind):
     explained_by = ("block-hidden", "gradient-underflow", "payload-saturated", "quantized-to-zero")
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in list_tensors(record, *GRADIENT_ROLES):
+        for tensor in list_tensors_of_roles(record, *GRADIENT_ROLES):
             noise = tensor.quantization_error
             if tensor.asked_format is None or not noise or not tensor.rms < STALLING_NOISE_RATIO * noise:
                 continue
-            yield self.found(
-                tensor.name,
-                "warning",
-                max(0.5, compute_confidence(tensor.steps, 4)),
-                f"{tensor.role} is {tensor.rms / noise:.2g} times the quantization noise of {tensor.asked_format}; "
-                f"training stalls below {STALLING_NOISE_RATIO:.2f}",
-                ratio=tensor.rms / noise,
-                rms=tensor.rms,
-                noise=noise,
-                role=tensor.role,
-                steps=tensor.steps,
-            )
+            said = f"{tensor.role} is {tensor.rms / noise:.2g} times the quantization noise of {tensor.asked_format}; "
+            said += f"training stalls below {STALLING_NOISE_RATIO:.2f}"
+            evidence: dict[str, Any] = {"ratio": tensor.rms / noise, "rms": tensor.rms, "noise": noise}
+            evidence |= {"role": tensor.role, "steps": tensor.steps}
+            yield self.found(tensor.name, "warning", max(0.5, compute_confidence(tensor.steps, 4)), said, **evidence)
 
 
 # A scale taken from the largest magnitude puts one element of each tensor there, and its near neighbours.
@@ -86,10 +74,10 @@ FEWEST_SATURATED_ELEMENTS = 8
 SATURATED_SHARE_WARNING = 0.001
 # The largest elements carry most of a product: with a hundredth of them cut off the layer computes something else.
 SATURATED_SHARE_ERROR = 0.01
-SCALE_FIRST_CURE = (
+SCALE_BEFORE_ROUNDING_CURE = (
     "scale this tensor before it is rounded (hu.scalify gives every tensor a scale), or round it to mxfp8_e4m3, "
+    "whose blocks have scales, or to e5m2"
 )
-SCALE_FIRST_CURE += "whose blocks have scales, or to e5m2"
 
 
 @register_finding
@@ -105,34 +93,25 @@ class PayloadSaturated(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
             held_in, asked = get_storage_format(tensor), tensor.asked_format
+            cases: list[tuple[int, int, str, str, str]] = []
             # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
             if asked is not None:
                 said = f"beyond {asked}'s largest number and reach {tensor.amax:.4g}"
-                yield from self._find_saturated_elements(
-                    tensor, tensor.asked_overflow, tensor.sampled, asked, said, SCALE_FIRST_CURE
-                )
+                cases.append((tensor.asked_overflow, tensor.sampled, asked, said, SCALE_BEFORE_ROUNDING_CURE))
             if held_in is not None and not has_float32_range(held_in):
                 said = f"at {held_in.name}'s largest number, {held_in.max:.6g}"
                 count = tensor.largest - tensor.steps  # a scale puts one there in each step
-                yield from self._find_saturated_elements(tensor, count, tensor.elements, held_in.name, said, self.cure)
-
-    def _find_saturated_elements(
-        self, tensor: TensorRecord, count: int, elements: int, format: str, said: str, cure: str
-    ) -> Iterator[Finding]:
-        share = count / max(1, elements)
-        if count >= FEWEST_SATURATED_ELEMENTS and share >= SATURATED_SHARE_WARNING:
-            yield self.found(
-                tensor.name,
-                "error" if share >= SATURATED_SHARE_ERROR else "warning",
-                compute_confidence(count, FEWEST_SATURATED_ELEMENTS),
-                f"{format_percent(share)} of {tensor.role} elements are {said}",
-                cure=cure,
-                saturated=share,
-                count=count,
-                role=tensor.role,
-                format=format,
-                scale=tensor.scale,
-            )
+                cases.append((count, tensor.elements, held_in.name, said, self.cure))
+            for count, elements, format, said, cure in cases:
+                share = count / max(1, elements)
+                if count < FEWEST_SATURATED_ELEMENTS or share < SATURATED_SHARE_WARNING:
+                    continue
+                sure = compute_confidence(count, FEWEST_SATURATED_ELEMENTS)
+                severity: Severity = "error" if share >= SATURATED_SHARE_ERROR else "warning"
+                evidence: dict[str, Any] = {"saturated": share, "count": count, "role": tensor.role}
+                evidence |= {"format": format, "scale": tensor.scale}
+                said = f"{format_percent(share)} of {tensor.role} elements are {said}"
+                yield self.found(tensor.name, severity, sure, said, cure=cure, **evidence)
 
 
 @register_finding
@@ -149,18 +128,12 @@ class QuantizedToZero(FindingKind):
     explained_by = ("activation-underflow", "dtype-not-asked")
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in list_tensors(record, "activation"):
+        for tensor in list_tensors_of_roles(record, "activation"):
             entered = tensor.input_amax
             # Zeros in 16 bits and more are those of a ReLU, a mask or a zero weight, unless a quantizer made them.
             quantizes = tensor.dtype.itemsize == 1 or "quant" in tensor.kind.lower()
             if not quantizes or not tensor.is_all_zero or not entered:
                 continue
-            yield self.found(
-                tensor.name,
-                "error",
-                compute_confidence(tensor.elements, 8),
-                f"all {tensor.elements} outputs in {name_dtype(tensor.dtype)} are 0, of inputs up to {entered:.3g}",
-                elements=tensor.elements,
-                input_amax=entered,
-                steps=tensor.steps,
-            )
+            said = f"all {tensor.elements} outputs in {name_dtype(tensor.dtype)} are 0, of inputs up to {entered:.3g}"
+            evidence: dict[str, Any] = {"elements": tensor.elements, "input_amax": entered, "steps": tensor.steps}
+            yield self.found(tensor.name, "error", compute_confidence(tensor.elements, 8), said, **evidence)

@@ -29,7 +29,7 @@ def get_storage_format(tensor: TensorRecord) -> Format | None:
         return None
 
 
-def list_tensors(record: Record, *roles: Role) -> list[TensorRecord]:
+def list_tensors_of_roles(record: Record, *roles: Role) -> list[TensorRecord]:
     """Return the tensors of some roles, in order of computation."""
     return sorted((tensor for (role, _), tensor in record.tensors.items() if role in roles), key=lambda t: t.order)
 
@@ -48,16 +48,15 @@ def measure_subnormal_share(tensor: TensorRecord, format: Format) -> float:
 def estimate_vanished_share(tensor: TensorRecord, format: Format) -> float:
     """Return an estimate of the share of elements that became zero when they were rounded to a format.
 
-    Zeros tell nothing, since dropout and ReLU make them. What is left at the smallest number does: rounding sends an
-    interval of its own width there, and half as much, next to zero, to zero. Numbers spread evenly around zero on so
-    small a scale, so half as many vanished.
+    Zeros tell nothing, since dropout and ReLU make them. Rounding sends an interval of the smallest number's width to
+    it, and half as much, next to zero, to zero. Numbers spread evenly on so small a scale: half as many vanished.
     """
     lowest = math.frexp(format.smallest_subnormal)[1] - 1
     vanished = 0.5 * sum(count for binade, count in tensor.histogram.items() if binade <= lowest)
     return vanished / max(1.0, count_nonzero(tensor) + vanished)
 
 
-def count_binades_left(tensor: TensorRecord, format: Format) -> float:
+def measure_overflow_margin(tensor: TensorRecord, format: Format) -> float:
     """Return how many binades lie between a tensor's largest magnitude and the format's."""
     return math.log2(format.max / tensor.amax) if tensor.amax > 0 else math.inf
 
@@ -96,7 +95,7 @@ class ActivationUnderflow(FindingKind):
     explained_by = ("dtype-not-asked",)
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in list_tensors(record, "activation"):
+        for tensor in list_tensors_of_roles(record, "activation"):
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
                 continue
@@ -106,32 +105,22 @@ class ActivationUnderflow(FindingKind):
                 weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
                 said = f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
                 said += f"{tensor.input_amax:.3g}{weights}"
-                yield self._make_underflow_finding(tensor, held_in, 1 - 0.5**tensor.steps, said, 0.0, math.inf)
+                sure, subnormal, noise = 1 - 0.5**tensor.steps, 0.0, math.inf
             elif count >= FEWEST_ACTIVATIONS and tensor.rms > 0 and tensor.amax < held_in.smallest_normal * 2:
                 # Rounding to multiples of q errs by q / sqrt(12) on average.
                 noise = held_in.smallest_subnormal / (math.sqrt(12) * tensor.rms)
                 subnormal = measure_subnormal_share(tensor, held_in)
                 said = f"{format_percent(subnormal)} of nonzero activations are subnormal in {held_in.name}, with a "
                 said += f"rounding error of {format_percent(min(1.0, noise))} of their size"
-                if noise >= ROUNDING_NOISE_WARNING:
-                    sure = compute_confidence(count, FEWEST_ACTIVATIONS)
-                    yield self._make_underflow_finding(tensor, held_in, sure, said, subnormal, noise)
-
-    def _make_underflow_finding(
-        self, tensor: TensorRecord, held_in: Format, confidence: float, said: str, subnormal: float, noise: float
-    ) -> Finding:
-        return self.found(
-            tensor.name,
-            "error" if noise >= ROUNDING_NOISE_ERROR else "warning",
-            confidence,
-            said,
-            cure=self.wide_cure if has_float32_range(held_in) else self.cure,
-            subnormal=subnormal,
-            noise=noise,
-            amax=tensor.amax,
-            rms=tensor.rms,
-            seen=count_nonzero(tensor),
-        )
+                sure = compute_confidence(count, FEWEST_ACTIVATIONS)
+            else:
+                continue
+            if noise >= ROUNDING_NOISE_WARNING:
+                severity: Severity = "error" if noise >= ROUNDING_NOISE_ERROR else "warning"
+                cure = self.wide_cure if has_float32_range(held_in) else self.cure
+                evidence: dict[str, Any] = {"subnormal": subnormal, "noise": noise, "amax": tensor.amax}
+                evidence |= {"rms": tensor.rms, "seen": count}
+                yield self.found(tensor.name, severity, sure, said, cure=cure, **evidence)
 
 
 def _is_rounded_to_zero(entered: float, weight: float | None, format: Format) -> bool:
@@ -178,16 +167,16 @@ class EpsZero(FindingKind):
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
 FEWEST_NONFINITE_STEPS = 3
-FORWARD_CURE = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
-FORWARD_CURE_IN_WIDE_RANGE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
-BACKWARD_CURE = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
-READER_CURE = (
-    "see what takes this output, the next layer or the loss: what its backward pass divides by (sqrt, norm or log at "
-    "0) needs an eps inside"
-)
+NONFINITE_CURES: dict[Role, str] = {
+    "activation": "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates",
+    "activation gradient": (
+        "see what takes this output, the next layer or the loss: what its backward pass divides by (sqrt, norm or log "
+        "at 0) needs an eps inside"
+    ),
+    "weight gradient": "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside",
+}
 LAST_CLEAN_CHECKPOINT_ADVICE = "load the last clean checkpoint, which `halfulp audit` finds"
-GO_BACK_ADVICE = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
-GO_FURTHER_BACK_ADVICE = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
+OBSERVE_ADVICE = "observe the steps after it (hu.observe)"
 OBSERVE_EVERY_STEP_ADVICE = (
     LAST_CLEAN_CHECKPOINT_ADVICE + ", and observe from there with interval=1 to see where the first one comes from"
 )
@@ -198,9 +187,9 @@ class FirstNonfinite(FindingKind):
     """NaN or infinity appeared; this is the first module or tensor that had it."""
 
     code = "first-nonfinite"
-    cure = FORWARD_CURE
+    cure = NONFINITE_CURES["activation"]
     says = "{place} [has|have] the first NaN or infinity: [its|their] {role}, in step {step}"
-    wide_cure = FORWARD_CURE_IN_WIDE_RANGE
+    wide_cure = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
     explained_by = ("eps-zero",)
     spreads = True
 
@@ -215,43 +204,42 @@ class FirstNonfinite(FindingKind):
             ]
         if not found:
             return
-        first = min(found, key=_get_first_nonfinite_place)
-        step, others = _get_first_nonfinite_place(first)[0], len(found) - 1
+        first = min(found, key=_get_first_nonfinite_step)
+        step, others = _get_first_nonfinite_step(first)[0], len(found) - 1
+        severity: Severity = "error"
         told: dict[str, Any] = {"tensors": len(found)}
-        broken = [one for one in found if one.role == "weight" and _get_first_nonfinite_place(one)[0] == step]
+        broken = [one for one in found if one.role == "weight" and _get_first_nonfinite_step(one)[0] == step]
         if broken:
             # A weight that was not finite before the first step in which it is looked at.
             own = [one for one in broken if one.name.rpartition(".")[0] == first.name]
-            weight = min(own or broken, key=_get_first_nonfinite_place)
+            first, told["weights"] = min(own or broken, key=_get_first_nonfinite_step), len(broken)
             before = max((one for one in record.sampled_steps if one < step), default=None)
             also = f", as {pluralize(len(broken) - 1, 'other weight')} did" if len(broken) > 1 else ""
             clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
-            said = f"held NaN or infinity before step {step} began{also}{clean}"
-            told |= {"weights": len(broken), **_make_nonfinite_evidence(weight)}
-            yield self.found(
-                weight.name, "error", 1 - 0.5 ** len(found), said, cure=OBSERVE_EVERY_STEP_ADVICE, step=step, **told
-            )
-            return
-        # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
-        finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
-        alone = outputs_alone and finite and (not others or any(role in GRADIENT_ROLES for role, _ in record.tensors))
-        counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
-        said = f"{first.role} has the first NaN or infinity, {counted}; {others} more tensors have some since"
-        where, sure = first.name, 1 - 0.5 ** (1 + others)
-        severity: Severity = "note" if alone else "error"
-        told |= _make_nonfinite_evidence(first)
-        yield self.found(where, severity, sure, said, cure=_choose_nonfinite_cure(first), step=step, **told)
+            said, cure = f"held NaN or infinity before step {step} began{also}{clean}", OBSERVE_EVERY_STEP_ADVICE
+        else:
+            # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
+            is_finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
+            has_gradients = any(role in GRADIENT_ROLES for role, _ in record.tensors)
+            severity = "note" if outputs_alone and is_finite and (not others or has_gradients) else "error"
+            counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
+            said = f"{first.role} has the first NaN or infinity, {counted}; {others} more tensors have some since"
+            cure = NONFINITE_CURES.get(first.role, LAST_CLEAN_CHECKPOINT_ADVICE)
+            if first.role == "activation" and has_float32_range(get_storage_format(first)):
+                cure = self.wide_cure
+        told |= {"nonfinite": first.nonfinite, "elements": first.elements, "role": first.role}
+        yield self.found(first.name, severity, 1 - 0.5 ** len(found), said, cure=cure, step=step, **told)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         new = [row for row in audit.tensors.values() if row.b.nonfinite > row.a.nonfinite]
         old = [row for row in audit.tensors.values() if 0 < row.b.nonfinite <= row.a.nonfinite]
         if new:
-            said = (
-                f"{_describe_nonfinite_counts(new)} in B, none of these in A: A is the last clean checkpoint of the two"
-            )
+            said = f"{_describe_nonfinite_counts(new)} in B, none of these in A: A is the last clean checkpoint"
+            said += " of the two"
             nan, infinite = sum(row.b.nan for row in new), sum(row.b.infinite for row in new)
             names = [row.name for row in new]
-            yield self.found(names, "error", 1.0, said, cure=GO_BACK_ADVICE, nan=nan, infinite=infinite, last_clean="A")
+            cure = f"go on from A, and {OBSERVE_ADVICE}: the first module with NaN is the cause"
+            yield self.found(names, "error", 1.0, said, cure=cure, nan=nan, infinite=infinite, last_clean="A")
         for row in old:
             told: dict[str, Any] = {"nan": row.b.nan, "infinite": row.b.infinite, "last_clean": None}
             # Attention masks are buffers of minus infinity.
@@ -260,29 +248,19 @@ class FirstNonfinite(FindingKind):
                 yield self.found(row.name, "note", 0.5, said, cure=cure, **told)
             else:
                 said = f"{_describe_nonfinite_counts([row])}, in A already"
-                yield self.found(row.name, "error", 1.0, said, cure=GO_FURTHER_BACK_ADVICE, **told)
+                cure = f"go on from a checkpoint before A, and {OBSERVE_ADVICE}"
+                yield self.found(row.name, "error", 1.0, said, cure=cure, **told)
 
 
-def _make_nonfinite_evidence(tensor: TensorRecord) -> dict[str, Any]:
-    return {"nonfinite": tensor.nonfinite, "elements": tensor.elements, "role": tensor.role}
+def _get_first_nonfinite_step(tensor: TensorRecord) -> tuple[int, int]:
+    """Return the step of a tensor's first NaN or infinity, and its turn within it."""
+    return tensor.first_nonfinite or (0, 0)
 
 
 def _describe_nonfinite_counts(rows: list[TensorAudit]) -> str:
     counts = {"NaN": sum(row.b.nan for row in rows), "infinite": sum(row.b.infinite for row in rows)}
     elements = sum(row.numel for row in rows)
     return " and ".join(f"{count} {word}" for word, count in counts.items() if count) + f" of {elements} elements"
-
-
-def _choose_nonfinite_cure(tensor: TensorRecord) -> str:
-    if tensor.role == "activation":
-        return FORWARD_CURE_IN_WIDE_RANGE if has_float32_range(get_storage_format(tensor)) else FORWARD_CURE
-    if tensor.role == "activation gradient":
-        return READER_CURE
-    return BACKWARD_CURE if tensor.role in GRADIENT_ROLES else LAST_CLEAN_CHECKPOINT_ADVICE
-
-
-def _get_first_nonfinite_place(tensor: TensorRecord) -> tuple[int, int]:
-    return tensor.first_nonfinite or (0, 0)
 
 
 FEWEST_GRADIENTS = 32
@@ -322,48 +300,35 @@ class GradientUnderflow(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         cure = SCALED_LOSS_REMEDY if has_scaled_loss(record) else UNSCALED_LOSS_REMEDY
-        found = [one for one in list_tensors(record, *GRADIENT_ROLES) if one.elements]
-        long_enough = min((one.steps for one in found), default=0) >= FEWEST_VANISHED_STEPS
-        if long_enough and all(one.is_all_zero for one in found):
-            # Of a loss whose first gradient is zero no later gradient tells.
-            for tensor in found:
-                held_in = get_storage_format(tensor)
-                if tensor.role != "activation gradient" or held_in is None or held_in.emin <= NARROW_RANGE_EMIN:
-                    continue
-                steps, name = min(one.steps for one in found), name_dtype(tensor.dtype)
-                said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
-                yield self._make_underflow_finding(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=name)
-                break
+        found = [one for one in list_tensors_of_roles(record, *GRADIENT_ROLES) if one.elements]
+        steps = min((one.steps for one in found), default=0)
+        nothing_arrives = steps >= FEWEST_VANISHED_STEPS and all(one.is_all_zero for one in found)
         for tensor in found:
-            held_in, count = get_storage_format(tensor), count_nonzero(tensor)
+            held_in, count, own, told = get_storage_format(tensor), count_nonzero(tensor), cure, {"write": self.write}
             if held_in is None:
                 continue
-            if count >= FEWEST_GRADIENTS:
+            if nothing_arrives:
+                # Of a loss whose first gradient is zero no later gradient tells.
+                if tensor.role != "activation gradient" or held_in.emin <= NARROW_RANGE_EMIN:
+                    continue
+                name, sure, subnormal, vanished = name_dtype(tensor.dtype), 1 - 0.5**steps, 0.0, 1.0
+                said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
+            elif count >= FEWEST_GRADIENTS:
+                name, sure = held_in.name, compute_confidence(count, FEWEST_GRADIENTS)
                 subnormal, vanished = measure_subnormal_share(tensor, held_in), estimate_vanished_share(tensor, held_in)
-                is_bad = vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING
-                said = f"{format_percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, about "
+                said = f"{format_percent(subnormal)} of nonzero {tensor.role}s are subnormal in {name}, about "
                 said += f"{format_percent(vanished)} became zero"
                 own = WIDE_RANGE_REMEDY if cure == SCALED_LOSS_REMEDY and has_float32_range(held_in) else cure
-                says = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_DIAGNOSIS
-                if is_bad:
-                    severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
-                    sure, told = compute_confidence(count, FEWEST_GRADIENTS), {"says": says, "format": held_in.name}
-                    yield self._make_underflow_finding(tensor, severity, sure, said, own, subnormal, vanished, **told)
-
-    def _make_underflow_finding(
-        self,
-        tensor: TensorRecord,
-        severity: Severity,
-        confidence: float,
-        said: str,
-        cure: str,
-        subnormal: float,
-        vanished: float,
-        **told: Any,
-    ) -> Finding:
-        told |= {"subnormal": subnormal, "vanished": vanished, "amax": tensor.amax, "seen": count_nonzero(tensor)}
-        told |= {"write": self.write, "role": tensor.role}
-        return self.found(tensor.name, severity, confidence, said, cure=cure, **told)
+                told["says"] = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_DIAGNOSIS
+            else:
+                continue
+            if vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING:
+                severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
+                evidence: dict[str, Any] = {"format": name, "subnormal": subnormal, "vanished": vanished}
+                evidence |= {"amax": tensor.amax, "seen": count, "role": tensor.role}
+                yield self.found(tensor.name, severity, sure, said, cure=own, **told, **evidence)
+                if nothing_arrives:
+                    return
 
 
 # From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.
@@ -386,7 +351,7 @@ class OverflowNear(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         gradients = () if has_scaled_loss(record) else ("activation gradient", "weight gradient")
-        for tensor in list_tensors(record, "activation", "weight", *gradients):
+        for tensor in list_tensors_of_roles(record, "activation", "weight", *gradients):
             held_in = get_storage_format(tensor)
             # What has a scale fills the range on purpose; what is stored in 8 bits has one that nothing tells.
             if held_in is None or tensor.dtype.itemsize < 2 or tensor.scale != 1.0:
@@ -394,19 +359,12 @@ class OverflowNear(FindingKind):
             # A mask is filled with the lowest number of such a range: torch.finfo(dtype).min.
             if has_float32_range(held_in) and tensor.amax == held_in.max:
                 continue
-            left = count_binades_left(tensor, held_in)
-            if not left < NEAR_OVERFLOW_BINADES:
-                continue
-            yield self.found(
-                tensor.name,
-                "warning",
-                max(0.5, compute_confidence(tensor.steps, 2)),
-                f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
-                "largest",
-                cure=self.wide_cure if has_float32_range(held_in) else self.cure,
-                role=tensor.role,
-                amax=tensor.amax,
-                margin=left,
-                format=held_in.name,
-                steps=tensor.steps,
-            )
+            left = measure_overflow_margin(tensor, held_in)
+            if left < NEAR_OVERFLOW_BINADES:
+                said = f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
+                said += "largest"
+                cure = self.wide_cure if has_float32_range(held_in) else self.cure
+                evidence: dict[str, Any] = {"role": tensor.role, "amax": tensor.amax, "margin": left}
+                evidence |= {"format": held_in.name, "steps": tensor.steps}
+                sure = max(0.5, compute_confidence(tensor.steps, 2))
+                yield self.found(tensor.name, "warning", sure, said, cure=cure, **evidence)

@@ -1,6 +1,7 @@
 """Findings about what was asked for and is not there: dtypes, patterns, states, a resumed run's precision."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -22,23 +23,22 @@ class DtypeChangedOnResume(FindingKind):
     )
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, row in audit.tensors.items():
-            if row.a.dtype != row.b.dtype:
-                yield self._make_dtype_finding(name, "", row.a.dtype, row.b.dtype)
+        changed: list[tuple[str, str, torch.dtype | None, torch.dtype | None]] = [
+            (name, "", row.a.dtype, row.b.dtype) for name, row in audit.tensors.items()
+        ]
         for name, state in audit.states.items():
-            for key, (before, after) in state.dtypes.items():
-                if before is not None and after is not None and before != after:
-                    yield self._make_dtype_finding(name, f"{key} ", before, after)
-
-    def _make_dtype_finding(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
-        digits = get_precision(before), get_precision(after)
-        said = f"{what}{name_dtype(before)} in A, {name_dtype(after)} in B"
-        fewer = digits[0] is not None and (digits[1] is None or digits[1] < digits[0])
-        if digits[0] is not None and digits[1] is not None and fewer:
-            said += f": {digits[0] - digits[1]} digits fewer"
-        state = what.strip() or None
-        severity: Severity = "error" if fewer else "warning"
-        return self.found(name, severity, 1.0, said, before=name_dtype(before), after=name_dtype(after), state=state)
+            changed += [(name, key, *pair) for key, pair in state.dtypes.items() if None not in pair]
+        for name, key, before, after in changed:
+            if before == after:
+                continue
+            said = f"{key} {name_dtype(before)} in A, {name_dtype(after)} in B".lstrip()
+            severity: Severity = "warning"
+            digits, left = get_precision(before), get_precision(after)
+            if digits is not None and (left is None or left < digits):
+                severity = "error"
+                said += "" if left is None else f": {digits - left} digits fewer"
+            evidence: dict[str, Any] = {"before": name_dtype(before), "after": name_dtype(after), "state": key or None}
+            yield self.found(name, severity, 1.0, said, **evidence)
 
 
 @register_finding
@@ -55,18 +55,11 @@ class DtypeNotAsked(FindingKind):
         for asked in record.expectations:
             if not asked.other:
                 continue
-            there = ", ".join(dict.fromkeys(asked.other.values()))
-            yield self.found(
-                tuple(asked.other),
-                "error",
-                1.0,
-                f"{asked.asked} was asked for; {len(asked.other)} have {there}",
-                asked=asked.asked,
-                there=there,
-                other=len(asked.other),
-                matched=len(asked.matched),
-                pattern=asked.pattern,
-            )
+            there, other = ", ".join(dict.fromkeys(asked.other.values())), len(asked.other)
+            evidence: dict[str, Any] = {"asked": asked.asked, "there": there, "other": other}
+            evidence |= {"matched": len(asked.matched), "pattern": asked.pattern}
+            said = f"{asked.asked} was asked for; {other} have {there}"
+            yield self.found(tuple(asked.other), "error", 1.0, said, **evidence)
 
 
 @register_finding

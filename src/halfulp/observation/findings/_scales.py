@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
-from .._finding import Finding
+from .._finding import Finding, Severity
 from .._record import Record
 from .._text import compute_confidence, format_percent
 from ._kind import FindingKind, register_finding
 from ._ranges import (
-    count_binades_left,
     count_nonzero,
     estimate_vanished_share,
     get_storage_format,
     has_scaled_loss,
-    list_tensors,
+    list_tensors_of_roles,
+    measure_overflow_margin,
     measure_subnormal_share,
 )
 
@@ -43,16 +44,16 @@ class ScaleCollapsed(FindingKind):
         lowest, steps = min(scales), len(record.history)
         share = record.skipped / max(1, steps + record.skipped)
         start = f"from {max(scales):.4g} " if max(scales) > lowest else ""
-        yield self.found(
-            (),
-            "error" if lowest < VANISHED_SCALE or scales[-1] < SMALLEST_USEFUL_SCALE else "warning",
-            max(0.5, compute_confidence(record.skipped, 4)),
-            f"the loss scale fell {start}to {lowest:.4g}, with {format_percent(share)} of steps skipped",
-            lowest=lowest,
-            last=scales[-1],
-            highest=max(scales),
-            skipped=record.skipped,
-        )
+        is_lasting = lowest < VANISHED_SCALE or scales[-1] < SMALLEST_USEFUL_SCALE
+        severity: Severity = "error" if is_lasting else "warning"
+        said = f"the loss scale fell {start}to {lowest:.4g}, with {format_percent(share)} of steps skipped"
+        evidence: dict[str, Any] = {
+            "lowest": lowest,
+            "last": scales[-1],
+            "highest": max(scales),
+            "skipped": record.skipped,
+        }
+        yield self.found((), severity, max(0.5, compute_confidence(record.skipped, 4)), said, **evidence)
 
 
 # Until its first scale fits, a scaler skips one to three steps of every run.
@@ -82,26 +83,22 @@ class SchedulerOnSkips(FindingKind):
         if ahead <= 1 or ahead < record.skipped - USUAL_SKIPPED_STEPS:
             return
         share = record.skipped / (taken + record.skipped)
-        yield self.found(
-            (),
-            "warning" if record.skipped > USUAL_SKIPPED_STEPS and share >= SKIPPED_SHARE_WARNING else "note",
-            compute_confidence(record.skipped, 1),
-            f"the scheduler made {scheduled} steps and the optimizer {taken}: {record.skipped} were skipped "
-            f"({format_percent(share)})",
-            scheduled=scheduled,
-            taken=taken,
-            skipped=record.skipped,
-        )
+        is_unusual = record.skipped > USUAL_SKIPPED_STEPS and share >= SKIPPED_SHARE_WARNING
+        severity: Severity = "warning" if is_unusual else "note"
+        said = f"the scheduler made {scheduled} steps and the optimizer {taken}: {record.skipped} were skipped "
+        said += f"({format_percent(share)})"
+        evidence: dict[str, Any] = {"scheduled": scheduled, "taken": taken, "skipped": record.skipped}
+        yield self.found((), severity, compute_confidence(record.skipped, 1), said, **evidence)
 
 
 # A dynamic scale is the largest at which nothing overflows. What is this near to the largest number stops it, by itself
 # or in a weight gradient, which is its sum over a batch.
-HOLDING_BINADES = 6.0
+OVERFLOW_MARGIN_BINADES = 6.0
 # Everything else could take a scale larger by as many powers of two.
-BINADES_APART = 6.0
+MARGIN_GAP_BINADES = 6.0
 # Harm done, which a larger scale would save of another tensor.
-VANISHED_SHARE = 0.05
-SUBNORMAL_SHARE = 0.5
+HARMFUL_VANISHED_SHARE = 0.05
+HARMFUL_SUBNORMAL_SHARE = 0.5
 
 
 @register_finding
@@ -119,33 +116,30 @@ class SiteHoldsScale(FindingKind):
             return
         room = [
             (tensor, held_in)
-            for tensor in list_tensors(record, "activation gradient")
+            for tensor in list_tensors_of_roles(record, "activation gradient")
             # A loss scale is there for formats without float32's range.
             if (held_in := get_storage_format(tensor)) is not None and held_in.emin > -100 and tensor.amax > 0
         ]
         if len(room) < 3:
             return
-        room.sort(key=lambda pair: count_binades_left(*pair))
+        room.sort(key=lambda pair: measure_overflow_margin(*pair))
         # The widest gap in the half that is nearer to overflow: a large gradient goes on to the layers before it until
         # one makes it small, so that several may be as large.
-        margins = [count_binades_left(*pair) for pair in room]
+        margins = [measure_overflow_margin(*pair) for pair in room]
         gap = max(range(1, len(room) // 2 + 1), key=lambda i: margins[i] - margins[i - 1])
-        holding, others = room[:gap], room[gap:]
-        if not holding or count_binades_left(*holding[0]) > HOLDING_BINADES:
-            return
-        vanished = max(estimate_vanished_share(*pair) for pair in others)
-        subnormal = max(measure_subnormal_share(*pair) for pair in others)
-        apart = count_binades_left(*others[0]) - count_binades_left(*holding[-1])
-        if apart < BINADES_APART or (vanished < VANISHED_SHARE and subnormal < SUBNORMAL_SHARE):
-            return
-        yield self.found(
-            [tensor.name for tensor, _ in holding],
-            "warning",
-            compute_confidence(min(count_nonzero(tensor) for tensor, _ in room), 32),
-            f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows {format_percent(subnormal)} "
-            "of another layer's are subnormal",
-            margin=count_binades_left(*holding[0]),
-            apart=apart,
-            vanished=vanished,
-            subnormal=subnormal,
-        )
+        apart = margins[gap] - margins[gap - 1]
+        vanished = max(estimate_vanished_share(*pair) for pair in room[gap:])
+        subnormal = max(measure_subnormal_share(*pair) for pair in room[gap:])
+        is_harmful = vanished >= HARMFUL_VANISHED_SHARE or subnormal >= HARMFUL_SUBNORMAL_SHARE
+        if margins[0] <= OVERFLOW_MARGIN_BINADES and apart >= MARGIN_GAP_BINADES and is_harmful:
+            names = [tensor.name for tensor, _ in room[:gap]]
+            sure = compute_confidence(min(count_nonzero(tensor) for tensor, _ in room), 32)
+            said = f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows "
+            said += f"{format_percent(subnormal)} of another layer's are subnormal"
+            evidence: dict[str, Any] = {
+                "margin": margins[0],
+                "apart": apart,
+                "vanished": vanished,
+                "subnormal": subnormal,
+            }
+            yield self.found(names, "warning", sure, said, **evidence)

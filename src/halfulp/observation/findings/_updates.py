@@ -9,7 +9,7 @@ import torch
 
 from ..._qualified_names import make_name_pattern
 from .._finding import Finding, Severity
-from .._record import ParameterRecord, RealisedChanges, Record, RoundingRecord
+from .._record import ParameterRecord, RealisedChanges, Record
 from .._text import (
     KAHAN_ARGUMENT,
     compute_confidence,
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 # Fewer elements say nothing of a share of 10%.
 FEWEST_UPDATES = 32
 # A tenth of the movement missing is a learning rate a tenth smaller, which no training shows; half is a different run.
-REALISED_WARNING = 0.9
-REALISED_ERROR = 0.5
+REALISED_UPDATES_WARNING = 0.9
+REALISED_UPDATES_ERROR = 0.5
 # Large updates are most of the movement and survive, so that nearly all of it may take place while most elements stand
 # still: a character GPT in bfloat16 that loses 51% of its updates and realises 99% ends with a validation loss of 2.16
 # instead of float32's 2.12 (docs/compare.md).
@@ -43,15 +43,13 @@ CANCELLED_SHARE_WARNING = 0.5
 def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: float) -> Severity | None:
     """Return how bad it is, where updates of weights of a dtype are rounded to nearest; None where few are lost.
 
-    Args:
-        dtype: of the stored weights, beside which nothing keeps what rounding takes away.
-        realised: share of the wanted movement that took place; None or NaN where it is not known.
-        cancelled: share of the updates that are not zero and left their element as it was.
+    `realised`, the share of the wanted movement that took place, is None or NaN where it is not known; `cancelled` is
+    the share of the updates that left their element as it was.
     """
     if realised is None or realised != realised or is_wide_dtype(dtype):
         return None
-    if realised < REALISED_WARNING:
-        return "error" if realised < REALISED_ERROR else "warning"
+    if realised < REALISED_UPDATES_WARNING:
+        return "error" if realised < REALISED_UPDATES_ERROR else "warning"
     return "warning" if cancelled >= CANCELLED_SHARE_WARNING else None
 
 
@@ -59,11 +57,8 @@ def is_explained_by_chance(change: RealisedChanges, realised: float, spread: flo
     """Return whether stochastic rounding, which is right on average, may have made a share of movement by chance.
 
     The mean of n changes that are each kept with probability p is off by about sqrt((1/p - 1) / n) of itself: within
-    four times that it may be chance.
-
-    Args:
-        spread: the mean of 1/p over 1 over the mean of p. Of weights it is up to 3: a layer's lie in several binades,
-            and p halves from one to the next.
+    four times that it may be chance. `spread` is the mean of 1/p over 1 over the mean of p: of weights up to 3, as a
+    layer's lie in several binades, and p halves from one to the next.
 
     >>> few, many = RealisedChanges(seen=250, cancelled=225), RealisedChanges(seen=25000, cancelled=22500)
     >>> is_explained_by_chance(few, 0.3), is_explained_by_chance(many, 0.3)
@@ -75,12 +70,8 @@ def is_explained_by_chance(change: RealisedChanges, realised: float, spread: flo
 
 def make_change_evidence(change: RealisedChanges, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return what a finding of changes that rounding loses has as evidence."""
-    return {
-        "lost": change.lost_share,
-        "realised": change.realised_share,
-        "seen": change.seen,
-        "dtype": name_dtype(dtype),
-    }
+    shares = {"lost": change.lost_share, "realised": change.realised_share}
+    return {**shares, "seen": change.seen, "dtype": name_dtype(dtype)}
 
 
 def is_update_kept_beside(parameter: ParameterRecord) -> bool:
@@ -117,34 +108,27 @@ class FreezeAhead(FindingKind):
                 frozen.setdefault((severity, name_dtype(layer.dtype)), []).append(layer)
         for (severity, dtype), layers in frozen.items():
             worst = max(layers, key=lambda layer: layer.after_freeze)
+            steps = sorted({layer.freeze_step for layer in layers if layer.freeze_step is not None})
+            first = "now" if steps[0] == forecast.start else f"step {steps[0]}"
+            said, lr = f"frozen in {dtype} from {first} on, ", f"at lr {worst.freeze_lr:.3g}"
+            if len(steps) > 1:
+                said = f"freezes in {dtype} from {first} to step {steps[-1]}, first "
+            said += f"{lr}: {format_percent(worst.after_freeze)} of the learning rate to come trains nothing"
+            evidence: dict[str, Any] = {"freeze_step": worst.freeze_step, "freeze_lr": worst.freeze_lr}
+            evidence |= {"after_freeze": worst.after_freeze, "dtype": dtype}
             yield self.found(
                 [layer.name for layer in layers],
                 severity,
                 1.0 if worst.updates == SIZES_FROM_STATE else 0.8,
-                _describe_freeze(layers, worst, dtype, forecast.start),
+                said,
                 says=FROZEN_FROM_START_DIAGNOSIS if worst.freeze_step == forecast.start else self.says,
                 write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
                 cure=self.choose_cure(worst.dtype),
-                freeze_step=worst.freeze_step,
-                freeze_lr=worst.freeze_lr,
-                after_freeze=worst.after_freeze,
-                dtype=dtype,
+                **evidence,
             )
 
 
-def _describe_freeze(layers: list[LayerForecast], worst: LayerForecast, dtype: str, start: int) -> str:
-    steps = sorted({layer.freeze_step for layer in layers if layer.freeze_step is not None})
-    said = "now" if steps[0] == start else f"step {steps[0]}"
-    lr = f"at lr {worst.freeze_lr:.3g}"
-    one, several = (
-        f"frozen in {dtype} from {said} on, {lr}",
-        f"freezes in {dtype} from {said} to step {steps[-1]}, first {lr}",
-    )
-    rest = f"{format_percent(worst.after_freeze)} of the learning rate to come trains nothing"
-    return f"{one if len(steps) == 1 else several}: {rest}"
-
-
-COPY_CURE = "set requires_grad=False if it is a copy of weights; else see whether the loss depends on it"
+UNTRAINED_COPY_CURE = "set requires_grad=False if it is a copy of weights; else see whether the loss depends on it"
 
 
 @register_finding
@@ -171,7 +155,7 @@ class NeverStepped(FindingKind):
                     said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a "
                     said += "target or average"
                     told: dict[str, Any] = {"numel": numel, "sampled_steps": steps}
-                    yield self.found(name, "note", 1 - 0.5**steps, said, cure=COPY_CURE, **told)
+                    yield self.found(name, "note", 1 - 0.5**steps, said, cure=UNTRAINED_COPY_CURE, **told)
             # Of a shard without elements the gradient goes to other ranks.
             elif steps and parameter.gradients == 0 and parameter.numel:
                 said = f"no gradient in any of {steps} sampled steps"
@@ -184,7 +168,7 @@ DEVIATION_LIMIT = 6.0
 CORRELATION_LIMIT = 0.1
 FEWEST_ROUNDED = 256
 # Of small updates few are rounded up, and each that is by chance in two steps looks like a large correlation.
-COINCIDENCES = 6
+FEWEST_EXPECTED_COINCIDENCES = 6
 
 
 @register_finding
@@ -200,31 +184,26 @@ class RandomBitsRepeat(FindingKind):
             rounding = parameter.rounding
             if rounding is None or rounding.seen < FEWEST_ROUNDED:
                 continue
-            steps = max(1, len(record.sampled_steps))
-            yield from self._find_repeated_bits(
-                name, rounding, steps, compute_confidence(rounding.seen, FEWEST_ROUNDED)
-            )
-
-    def _find_repeated_bits(
-        self, name: str, rounding: RoundingRecord, steps: int, confidence: float
-    ) -> Iterator[Finding]:
-        # A correlation is between two steps; of n decisions n times their mean variance are as good as open.
-        seen, opened = rounding.seen, rounding.variance / steps
-        # No decision's variance is over a quarter, so that chance correlates them by at most half of 1 over the root.
-        least = (
-            max(CORRELATION_LIMIT, DEVIATION_LIMIT / 2 / opened**0.5, COINCIDENCES / opened) if opened else float("inf")
-        )
-        correlation = rounding.repeated
-        if correlation is not None and correlation > least:
-            said = f"two steps round the same way, with a correlation of {correlation:.2g}"
-            yield self.found(name, "error", confidence, said, correlation=correlation, seen=seen)
-        deviations = rounding.excess / rounding.variance**0.5 if rounding.variance > 0 else 0.0
-        # A bias of a hundredth of a spacing per rounding is as small as the rounding of float32 arithmetic before it.
-        bias = rounding.excess / seen
-        if abs(deviations) > DEVIATION_LIMIT and abs(bias) > 0.01:
-            way = "up" if bias > 0 else "down"
-            said = f"rounds {way} too often by {abs(bias):.2g}, {abs(deviations):.3g} standard deviations"
-            yield self.found(name, "error", confidence, said, bias=bias, deviations=deviations, seen=seen)
+            seen, variance = rounding.seen, rounding.variance
+            sure = compute_confidence(seen, FEWEST_ROUNDED)
+            # A correlation is between two steps; of n decisions n times their mean variance are as good as open.
+            opened = variance / max(1, len(record.sampled_steps))
+            least = float("inf")
+            if opened:
+                # No decision's variance is over a quarter, so that chance correlates them by at most half of 1 over
+                # the root.
+                least = max(CORRELATION_LIMIT, DEVIATION_LIMIT / 2 / opened**0.5, FEWEST_EXPECTED_COINCIDENCES / opened)
+            correlation = rounding.repeated
+            if correlation is not None and correlation > least:
+                said = f"two steps round the same way, with a correlation of {correlation:.2g}"
+                yield self.found(name, "error", sure, said, correlation=correlation, seen=seen)
+            deviations = rounding.excess / variance**0.5 if variance > 0 else 0.0
+            # A bias of a hundredth of a spacing per rounding is as small as the rounding of float32 arithmetic before.
+            bias = rounding.excess / seen
+            if abs(deviations) > DEVIATION_LIMIT and abs(bias) > 0.01:
+                way = "up" if bias > 0 else "down"
+                said = f"rounds {way} too often by {abs(bias):.2g}, {abs(deviations):.3g} standard deviations"
+                yield self.found(name, "error", sure, said, bias=bias, deviations=deviations, seen=seen)
 
 
 # Without a computed update only the count of unchanged elements is left; half of them is more than a schedule explains.
@@ -251,47 +230,42 @@ class UpdatesLost(FindingKind):
             severity = _grade_lost_updates(parameter)
             if severity is None:
                 continue
-            said = _describe_lost_updates(update.lost_share, update.realised_share, parameter.dtype, parameter.options)
-            yield self.found(
-                name,
-                severity,
-                compute_confidence(update.seen, FEWEST_UPDATES) * (1.0 if update.known else 0.5),
-                said,
-                says=self.says if update.known else "",
-                write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp),
-                **make_change_evidence(update, parameter.dtype),
-                lr=read_option(parameter.options, "lr"),
-            )
+            sure = compute_confidence(update.seen, FEWEST_UPDATES) * (1.0 if update.known else 0.5)
+            said = _describe_lost_updates(update, parameter.dtype, parameter.options)
+            says = self.says if update.known else ""
+            code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
+            evidence = make_change_evidence(update, parameter.dtype)
+            evidence["lr"] = read_option(parameter.options, "lr")
+            yield self.found(name, severity, sure, said, says=says, write=code, **evidence)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state in audit.states.items():
             row, update = audit.tensors.get(name), state.update
             if row is None or update is None or update.seen < FEWEST_UPDATES:
                 continue
-            realised = update.realised_share
-            severity = grade_lost_movement(row.b.dtype, realised, update.lost_share)
+            severity = grade_lost_movement(row.b.dtype, update.realised_share, update.lost_share)
             if severity is None:
                 continue
-            said, confidence = _describe_lost_updates(update.lost_share, realised, row.b.dtype, state.options), 1.0
-            if _are_weights_kept_elsewhere(update, row, state):
-                severity, confidence = "warning", 0.5
+            said, sure = _describe_lost_updates(update, row.b.dtype, state.options), 1.0
+            # Weights that move although their format loses nearly every update are copies of wider ones, and so may be
+            # those whose states have more digits. An optimizer of halfulp holds the states that it was asked for.
+            digits = [get_precision(dtype) or 0 for _, dtype in state.dtypes.values()]
+            has_wider_states = bool(digits) and min(digits) > (get_precision(row.b.dtype) or 0)
+            is_copy = update.lost_share > 0.99 and row.share_unchanged < 0.5
+            if is_copy or (state.weight_update is None and has_wider_states):
+                severity, sure = "warning", 0.5
                 said += ", unless wider weights are kept elsewhere"
-            yield self.found(
-                name,
-                severity,
-                confidence,
-                said,
-                write=write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None),
-                **make_change_evidence(update, row.b.dtype),
-                lr=state.options.get("lr"),
-            )
+            code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
+            evidence: dict[str, Any] = {**make_change_evidence(update, row.b.dtype), "lr": state.options.get("lr")}
+            yield self.found(name, severity, sure, said, write=code, **evidence)
 
 
-def _describe_lost_updates(lost: float, realised: float | None, dtype: torch.dtype, options: Mapping[str, Any]) -> str:
+def _describe_lost_updates(update: RealisedChanges, dtype: torch.dtype, options: Mapping[str, Any]) -> str:
+    lost, realised = format_percent(update.lost_share), update.realised_share
     if realised is None:
-        return f"{format_percent(lost)} of elements with a gradient unchanged{describe_lr(options)}"
-    said = f"{format_percent(lost)} of updates lost in {name_dtype(dtype)}{describe_lr(options)}"
-    if realised < REALISED_WARNING:
+        return f"{lost} of elements with a gradient unchanged{describe_lr(options)}"
+    said = f"{lost} of updates lost in {name_dtype(dtype)}{describe_lr(options)}"
+    if realised < REALISED_UPDATES_WARNING:
         return said
     return f"{said}, the smaller ones, though {format_percent(min(1.0, realised))} of the movement took place"
 
@@ -340,19 +314,13 @@ class WeightDecayLost(FindingKind):
             realised = decay.realised_share
             if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED_WARNING:
                 lr, rate = (read_option(parameter.options, key) for key in ("lr", "weight_decay"))
-                yield self.found(
-                    name,
-                    "warning",
-                    compute_confidence(decay.seen, FEWEST_UPDATES),
-                    f"{format_percent(decay.lost_share)} of weight decay lost in {name_dtype(parameter.dtype)}"
-                    + ("" if lr is None or rate is None else f" (1 - {lr * rate:.3g} a step)"),
-                    write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp),
-                    realised=realised,
-                    seen=decay.seen,
-                    lost=decay.lost_share,
-                    lr=lr,
-                    weight_decay=rate,
-                )
+                said = f"{format_percent(decay.lost_share)} of weight decay lost in {name_dtype(parameter.dtype)}"
+                said += "" if lr is None or rate is None else f" (1 - {lr * rate:.3g} a step)"
+                code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
+                evidence: dict[str, Any] = {"realised": realised, "seen": decay.seen, "lost": decay.lost_share}
+                evidence |= {"lr": lr, "weight_decay": rate}
+                sure = compute_confidence(decay.seen, FEWEST_UPDATES)
+                yield self.found(name, "warning", sure, said, write=code, **evidence)
 
     def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
@@ -365,17 +333,12 @@ class WeightDecayLost(FindingKind):
         ]
         if losing:
             lost, worst = max(losing, key=lambda pair: pair[0])
-            yield self.found(
-                [layer.name for _, layer in losing],
-                "warning",
-                1.0,
-                f"{format_percent(lost)} of weight decay will be lost in {name_dtype(worst.dtype)} "
-                f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
-                write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
-                lost=lost,
-                lr=worst.lr,
-                weight_decay=worst.weight_decay,
-            )
+            said = f"{format_percent(lost)} of weight decay will be lost in {name_dtype(worst.dtype)} "
+            said += f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)"
+            code = write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp)
+            names = [layer.name for _, layer in losing]
+            evidence: dict[str, Any] = {"lr": worst.lr, "weight_decay": worst.weight_decay}
+            yield self.found(names, "warning", 1.0, said, write=code, lost=lost, **evidence)
 
 
 # A smaller sample, as of a scalar, may stand still by chance for some steps.
@@ -384,8 +347,8 @@ FEWEST_FROZEN_ELEMENTS = 8
 DENSE_GRADIENT_SHARE = 0.5
 # An element at a power of two may go down and come back: so rare, movement is no sign of somebody who writes.
 MOSTLY_LOST_SHARE = 0.9
-FEWEST_MOVES = 16
-ROUNDED_CURE = "keep it in float32, or step it with weight_update='kahan' of hu.optim"
+FEWEST_MOVED_ELEMENTS = 16
+FROZEN_BY_ROUNDING_CURE = "keep it in float32, or step it with weight_update='kahan' of hu.optim"
 WRITTEN_BACK_CURE = (
     "find what writes its old value back after each step (copy_, load_state_dict, a weight made anew in forward); "
     "hu.optim's weight updates need a parameter that stays"
@@ -397,7 +360,7 @@ class WeightFrozen(FindingKind):
     """A weight that the optimizer steps, with gradients that are not zero, still holds its first bits."""
 
     code = "weight-frozen"
-    cure = ROUNDED_CURE
+    cure = FROZEN_BY_ROUNDING_CURE
     says = "{place} [has|have] not moved in {sampled_steps} sampled steps: {dtype} weights{at_lr}"
     write = write_optimizer_code(None, KAHAN_ARGUMENT)
     role = "update"
@@ -408,40 +371,31 @@ class WeightFrozen(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         steps = len(record.sampled_steps)
         for name, parameter in record.parameters.items():
-            update = parameter.update
-            if parameter.optimizer is None or parameter.moved != 0 or steps < 2:
+            update, lr = parameter.update, read_option(parameter.options, "lr")
+            if parameter.optimizer is None or parameter.moved != 0 or steps < 2 or lr == 0:
                 continue
-            if (
-                read_option(parameter.options, "lr") == 0
-                or not parameter.nonzero_gradients
-                or update.seen < FEWEST_FROZEN_ELEMENTS
-            ):
+            if not parameter.nonzero_gradients or update.seen < FEWEST_FROZEN_ELEMENTS:
                 continue
             rounded, moves = update.lost_share >= MOSTLY_LOST_SHARE, update.seen - update.cancelled
             gradient = record.tensors.get(("weight gradient", name))
             nonzero = 0.0 if gradient is None else sum(gradient.histogram.values()) / max(1, gradient.sampled)
-            if not rounded and (moves < FEWEST_MOVES or nonzero <= DENSE_GRADIENT_SHARE):
+            if not rounded and (moves < FEWEST_MOVED_ELEMENTS or nonzero <= DENSE_GRADIENT_SHARE):
                 continue
             if is_update_kept_beside(parameter) and not _is_movement_due(record, parameter):
                 continue
-            code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
-            yield self.found(
-                name,
-                "note" if rounded and is_wide_dtype(parameter.dtype) else "error",
-                compute_confidence(update.seen, 32) * compute_confidence(steps, 1) * (1.0 if update.known else 0.5),
-                f"has not moved in {steps} sampled steps in {name_dtype(parameter.dtype)}"
-                + describe_lr(parameter.options)
-                + ("" if rounded else ", though updates changed it"),
-                cure=self.choose_cure(parameter.dtype) if rounded else WRITTEN_BACK_CURE,
-                says=self.says if rounded else "",
-                write=code if rounded else "",
-                moved=0.0,
-                sampled_steps=steps,
-                seen=update.seen,
-                lost=update.lost_share,
-                dtype=name_dtype(parameter.dtype),
-                lr=read_option(parameter.options, "lr"),
-            )
+            severity: Severity = "note" if rounded and is_wide_dtype(parameter.dtype) else "error"
+            sure = compute_confidence(update.seen, 32) * compute_confidence(steps, 1) * (1.0 if update.known else 0.5)
+            dtype = name_dtype(parameter.dtype)
+            said = f"has not moved in {steps} sampled steps in {dtype}{describe_lr(parameter.options)}"
+            told: dict[str, Any] = {"cure": self.choose_cure(parameter.dtype)}
+            if rounded:
+                told["write"] = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
+            else:
+                said += ", though updates changed it"
+                told = {"cure": WRITTEN_BACK_CURE, "says": "", "write": ""}
+            evidence: dict[str, Any] = {"moved": 0.0, "sampled_steps": steps, "seen": update.seen}
+            evidence |= {"lost": update.lost_share, "dtype": dtype, "lr": lr}
+            yield self.found(name, severity, sure, said, **told, **evidence)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         moving = {make_name_pattern(name) for name, row in audit.tensors.items() if row.status == "changed"}
@@ -488,29 +442,12 @@ class WeightFrozen(FindingKind):
         return self.found(row.name, "note", 0.3, said, cure=on_purpose, **evidence)
 
 
-def _are_weights_kept_elsewhere(update: RealisedChanges, row: TensorAudit, state: StateAudit) -> bool:
-    """Return whether the weights seem to be copies of wider ones, which a step changes first."""
-    if (
-        update.lost_share > 0.99 and row.share_unchanged < 0.5
-    ):  # they move although their format loses nearly every update
-        return True
-    if state.weight_update is not None:  # an optimizer of halfulp holds the states that it was asked for
-        return False
-    kept = [get_precision(dtype) or 0 for _, dtype in state.dtypes.values()]
-    return bool(kept) and min(kept) > (get_precision(row.b.dtype) or 0)
-
-
 def _is_movement_due(record: Record, parameter: ParameterRecord) -> bool:
     """Return whether updates that are kept until they show add up to more than the largest weight's spacing."""
     update, weight = record.tensors.get(("update", parameter.name)), record.tensors.get(("weight", parameter.name))
     digits = get_precision(parameter.dtype)
-    if (
-        not parameter.update.known
-        or update is None
-        or weight is None
-        or digits is None
-        or is_wide_dtype(parameter.dtype)
-    ):
+    if not parameter.update.known or update is None or weight is None or not is_narrow_dtype(parameter.dtype):
         return False
+    assert digits is not None  # of a narrow dtype
     steps = record.history[-1].step + 1 if record.history else 0
     return steps * update.amax > 2.0 ** (1 - digits) * weight.amax

@@ -36,7 +36,7 @@ def sample_output(recorder: Recorder, name: str, output: torch.Tensor) -> Output
     )
 
 
-def measure_difference(name: str, first: OutputSample, second: OutputSample) -> OutputDifference:
+def measure_result_difference(name: str, first: OutputSample, second: OutputSample) -> OutputDifference:
     """Return how samples of two outputs of a module differ; NaN where the other has NaN counts as equal."""
     dtypes = str(first[0]).removeprefix("torch."), str(second[0]).removeprefix("torch.")
     a, b = first[1], second[1]
@@ -82,7 +82,7 @@ class RecomputationCheck:
             self._first[name] = None if name in self._first else sample
         elif (first := self._first.get(name)) is not None:
             self._first[name] = None
-            keep_larger_difference(self.recorder.record.recomputed, measure_difference(name, first, sample))
+            keep_larger_difference(self.recorder.record.recomputed, measure_result_difference(name, first, sample))
 
 
 class CompiledModuleCheck:
@@ -160,7 +160,7 @@ def find_largest_difference(
 ) -> OutputDifference | None:
     """Return the difference of the outputs that differ most; None where none is floating-point."""
     pairs = ((a, b) for a, b in zip(first, second) if a is not None and b is not None)
-    return max((measure_difference(name, a, b) for a, b in pairs), key=_rank_difference, default=None)
+    return max((measure_result_difference(name, a, b) for a, b in pairs), key=_rank_difference, default=None)
 
 
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -24,40 +24,35 @@ def make_cause_cards(data: PlainData, forecast: bool = False) -> list[dict[str, 
         by_code: dict[str, list[PlainData]] = {cause["code"]: []}
         for k in cause["findings"]:
             by_code.setdefault(data["findings"][k]["code"], []).append(data["findings"][k])
-        own = by_code.pop(cause["code"])
+        own, following = by_code.pop(cause["code"]), []
+        for code, findings in by_code.items():  # the first in words, the others counted
+            names, there = ([name for one in some for name in one["where"]] for some in (findings, own))
+            following.append(
+                {
+                    "code": code,
+                    "where": "" if set(names) <= set(there) else describe_names(names),
+                    "summary": findings[0]["summary"],
+                    "more": len(findings) - 1 if len({one["summary"] for one in findings}) > 1 else 0,
+                    "lines": [_make_finding_line(one, forecast) for one in findings],
+                }
+            )
         few = min(one["confidence"] for one in own) < _SURE_CONFIDENCE
-        sure = "forecast" if forecast else "of few samples" if few else ""
-        following = [_summarize_consequences(code, found, own, forecast) for code, found in by_code.items()]
+        sure = "of few samples" if few else ""
         lines = [_make_finding_line(one, forecast) for one in own]
-        cards.append({**cause, "sure": sure, "lines": lines, "following": following})
+        cards.append({**cause, "sure": "forecast" if forecast else sure, "lines": lines, "following": following})
     return cards
-
-
-def _summarize_consequences(
-    code: str, findings: Sequence[PlainData], own: Sequence[PlainData], forecast: bool
-) -> dict[str, Any]:
-    """Summarize the findings of another code that follow from a cause: the first in words, the others counted."""
-    names, there = ([name for one in some for name in one["where"]] for some in (findings, own))
-    return {
-        "code": code,
-        "where": "" if set(names) <= set(there) else describe_names(names),
-        "summary": findings[0]["summary"],
-        "more": len(findings) - 1 if len({one["summary"] for one in findings}) > 1 else 0,
-        "lines": [_make_finding_line(one, forecast) for one in findings],
-    }
 
 
 def render_page(template: str, cards: Sequence[PlainData], charts: PlainData, **words: Any) -> str:
     """Return a page of what an instrument found, as text; it refers to nothing outside itself."""
     from ..findings._kind import FINDING_KINDS  # whose package makes pages by way of audits
 
-    made_by = f"halfulp {__version__}"
     # A code that a user registered has no page in the documentation.
     own = {code for code, kind in FINDING_KINDS.items() if kind.__module__.startswith("halfulp.")}
     meanings = read_descriptions("finding")
     named = [code for card in cards for code in (card["code"], *(one["code"] for one in card["following"]))]
     codes = [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(named)]
-    given = {"findings": cards, "codes": codes, "versions": made_by, "data": charts}
+    given = {"findings": cards, "codes": codes, "versions": f"halfulp {__version__}", "data": charts}
     return render_template(__package__, template, **given, **words)
 
 
@@ -121,38 +116,26 @@ def make_count_cell(value: int, title: str = "") -> Cell:
     return Cell(format_count(value), sort=value, title=title)
 
 
-def describe_shape(shape: Sequence[int]) -> str:
-    """Return a shape in words."""
-    return " × ".join(map(str, shape)) or "one number"
-
-
-def make_share_cell(part: float | None, bar: bool = False) -> Cell:
-    """Return the cell of a share, which may be negative."""
+def make_share_cell(part: float | None, bar: bool = False, lost: bool = False, title: str = "") -> Cell:
+    """Return the cell of a share, which may be negative; the bar of a lost one has the colour of how bad it is."""
     if part is None:
         return UNKNOWN_CELL
-    return Cell(
-        format_share(part) if part >= 0 else f"{100 * part:.3g}%", sort=part, bar=min(1, max(0, part)) if bar else None
-    )
+    said, tone = format_share(part) if part >= 0 else f"{100 * part:.3g}%", ""
+    if bar and lost and part >= 0.1:
+        tone = "bad" if part >= 0.5 else "open"
+    return Cell(said, sort=part, bar=min(1, max(0, part)) if bar else None, tone=tone, title=title)
 
 
-def make_lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
-    """Return the cell of a share that was lost, with a bar in the colour of how bad it is."""
-    if part is None:
-        return UNKNOWN_CELL
-    tone = "bad" if part >= 0.5 else "open" if part >= 0.1 else ""
-    return Cell(format_share(part), sort=part, bar=part if bar else None, tone=tone if bar else "", title=title)
-
-
-def make_change_cell(realised: PlainData | None, bar: bool = False) -> Cell:
+def make_changes_lost_cell(realised: PlainData | None, bar: bool = False) -> Cell:
     """Return the cell of the share that rounding lost of some changes, a `RealisedChanges` as plain data."""
     if realised is None or not realised["seen"]:
         return UNKNOWN_CELL
     said = f"{format_count(realised['cancelled'])} of {format_count(realised['seen'])} sampled"
     said += "" if realised["known"] else "; counted where the gradient is not zero"
-    return make_lost_cell(realised["lost_share"], bar, said)
+    return make_share_cell(realised["lost_share"], bar, lost=True, title=said)
 
 
-def make_kept_cell(realised: PlainData | None) -> Cell:
+def make_movement_kept_cell(realised: PlainData | None) -> Cell:
     """Return the cell of the share of a wanted movement that took place, of a `RealisedChanges` as plain data."""
     if realised is None:
         return UNKNOWN_CELL

@@ -16,11 +16,10 @@ from ._findings import (
     UNKNOWN_CELL,
     PlainData,
     TableColumns,
-    describe_shape,
     make_cause_cards,
-    make_change_cell,
+    make_changes_lost_cell,
     make_count_cell,
-    make_kept_cell,
+    make_movement_kept_cell,
     make_number_cell,
     make_share_cell,
     render_page,
@@ -39,17 +38,25 @@ def render_observation_page(data: PlainData) -> str:
     first = [data["findings"][k] for card in cards[:1] for k in card["findings"]]
     first = [one for one in first if one["code"] == cards[0]["code"]]
     role, where = first[0].get("role", "") if first else "", [name for one in first for name in one["where"]]
-    charts: dict[str, Any] = make_map_data(record.get("tensors", ()), parameters, role, where)
+    charts: dict[str, Any] = make_magnitude_map(record.get("tensors", ()), parameters, role, where)
     has_map, curves = bool(charts["tensors"]), make_history_panels(record.get("history", []))
     every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
     overhead = data.get("overhead")
     nothing = "Nothing was observed: no optimizer stepped"
+    elements = sum(one["numel"] for one in parameters)
+    optimizers = dict.fromkeys(one["optimizer"] for one in parameters if one["optimizer"])
+    said = [count_causes_in_words(cards, f"after {pluralize(data['steps'], 'step')}")] if cards else []
+    said.append(f"{pluralize(len(record.get('sampled_steps', ())), 'step')} sampled")
+    said.append(f"{pluralize(len(parameters), 'parameter tensor')} of {pluralize(elements, 'element')}")
+    said += [", ".join(optimizers)] if optimizers else ["no optimizer"]
+    rank, ranks = record.get("replica_of", (0, 1))
+    said += [f"rank {rank} of {ranks}"] if ranks > 1 else []
     return render_page(
         "observation.html.j2",
         cards,
         (charts if has_map else {}) | ({"history": curves} if curves else {}),
         headline=choose_headline(cards, pluralize(data["steps"], "step")) if cards or data["steps"] else nothing,
-        lead=_describe_observation(cards, data, record),
+        lead=" · ".join(said),
         has_map=has_map,
         updates=make_updates_table(parameters),
         updates_words=LOST_AND_KEPT_TEXT,
@@ -60,31 +67,22 @@ def render_observation_page(data: PlainData) -> str:
     )
 
 
-def _describe_observation(cards: Sequence[PlainData], data: PlainData, record: PlainData) -> str:
-    """Describe how many causes there are, and what was observed: sampled steps, parameters, optimizers."""
-    parameters = record.get("parameters", [])
-    elements = sum(one["numel"] for one in parameters)
-    optimizers = dict.fromkeys(one["optimizer"] for one in parameters if one["optimizer"])
-    said = [count_causes_in_words(cards, f"after {pluralize(data['steps'], 'step')}")] if cards else []
-    said.append(f"{pluralize(len(record.get('sampled_steps', ())), 'step')} sampled")
-    said.append(f"{pluralize(len(parameters), 'parameter tensor')} of {pluralize(elements, 'element')}")
-    said += [", ".join(optimizers)] if optimizers else ["no optimizer"]
-    rank, ranks = record.get("replica_of", (0, 1))
-    said += [f"rank {rank} of {ranks}"] if ranks > 1 else []
-    return " · ".join(said)
-
-
-def make_map_data(
+def make_magnitude_map(
     tensors: Iterable[PlainData], parameters: Iterable[PlainData] = (), role: str = "", where: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the data of the map's script: sampled tensors, formats, roles, and where it opens.
-
-    It opens on the tensors of the first cause, of a role, at names of their own or of modules around them, in the
-    format that stores them, the most lost first.
-    """
+    """Return the data of the map's script, which opens on tensors of a role at or below the names `where`."""
     sampled = [one for one in tensors if one["sampled"]]
-    held = {one["name"]: one for one in parameters}
-    rows = [_make_tensor_row(one, held.get(one["name"])) for one in sampled]
+    updates = {one["name"]: one["update"] for one in parameters}
+    keys = ("role", "name", "kind", "order", "sampled", "elements", "nonfinite", "amax")
+    rows = []
+    for one in sampled:
+        bins = sorted([int(bin), many] for bin, many in one["histogram"].items())
+        row = {key: one[key] for key in keys} | {"dtype": shorten_dtype(one["dtype"]), "bins": bins}
+        row |= {"amin": 2.0 ** bins[0][0] if bins else 0}
+        update = updates.get(one["name"]) if one["role"] == "update" else None
+        if update is not None and update["seen"]:
+            row["lost"] = [update["seen"], update["cancelled"]]
+        rows.append(row)
     named = dict.fromkeys([*PAGE_FORMATS, *(row["dtype"] for row in rows), *(one["asked_format"] for one in sampled)])
     order = {role: place for place, role in enumerate(get_args(Role))}
     roles = sorted({row["role"] for row in rows}, key=lambda role: order.get(role, len(order)))
@@ -97,7 +95,7 @@ def make_map_data(
         stored[each] = held_in.most_common(1)[0][0]
     return {
         "tensors": sorted(rows, key=lambda row: row["order"]),
-        "formats": [limits for name in named if (limits := find_format_limits(name)) is not None],
+        "formats": [limits for name in named if (limits := find_format_range(name)) is not None],
         "stored": stored,
         "roles": roles,
         "role": role if found else (roles[0] if roles else ""),
@@ -105,23 +103,13 @@ def make_map_data(
     }
 
 
-def _make_tensor_row(one: PlainData, parameter: PlainData | None) -> dict[str, Any]:
-    bins = sorted([int(bin), many] for bin, many in one["histogram"].items())
-    row = {key: one[key] for key in ("role", "name", "kind", "order", "sampled", "elements", "nonfinite", "amax")}
-    row |= {"dtype": shorten_dtype(one["dtype"]), "bins": bins, "amin": 2.0 ** bins[0][0] if bins else 0}
-    if one["role"] == "update" and parameter is not None and parameter["update"]["seen"]:
-        row["lost"] = [parameter["update"]["seen"], parameter["update"]["cancelled"]]
-    return row
-
-
-def find_format_limits(name: str | None) -> dict[str, Any] | None:
+def find_format_range(name: str | None) -> dict[str, Any] | None:
     """Return where a format's magnitudes begin and end, as powers of two under rounding to nearest.
 
     `zero` is the power below which all becomes zero, `normal` that from which numbers are normal, `over` the logarithm
-    of the smallest magnitude beyond the largest number. None of a format in blocks, whose limits move with its scales,
-    and of one that is not known here.
+    of the smallest magnitude beyond the largest number. None of an unknown format and of one in blocks.
 
-    >>> limits = find_format_limits("fp16")
+    >>> limits = find_format_range("fp16")
     >>> limits["zero"], limits["normal"], round(limits["over"], 4)
     (-25, -14, 15.9996)
     """
@@ -129,17 +117,17 @@ def find_format_limits(name: str | None) -> dict[str, Any] | None:
         found = formats.get(name or "")
     except ValueError:
         return None
-    half_ulp = math.ldexp(0.5, found.emax - found.mantissa_bits)
+    beyond = found.max + math.ldexp(0.5, found.emax - found.mantissa_bits)
     return {
         "name": name,
         "title": f"{name}: {found.smallest_subnormal:.3g} to {found.max:.6g}",
         "zero": math.frexp(found.smallest_subnormal)[1] - 2,
         "normal": found.emin,
-        "over": math.log2(found.max) if math.isinf(found.max + half_ulp) else math.log2(found.max + half_ulp),
+        "over": math.log2(found.max if math.isinf(beyond) else beyond),
     }
 
 
-NOT_FINITE_TEXT = "NaN or infinity"
+NONFINITE_TEXT = "NaN or infinity"
 CurvePoints = list[tuple[int, float | None]]
 
 
@@ -176,7 +164,7 @@ def describe_history(history: Sequence[PlainData]) -> str:
     for key, word in (("loss", "loss"), ("loss_scale", "loss scale"), ("lr", "learning rate")):
         points = [value for _, value in _list_curve_points(history, key)]
         if points:
-            first, last = (NOT_FINITE_TEXT if end is None else f"{end:.4g}" for end in (points[0], points[-1]))
+            first, last = (NONFINITE_TEXT if end is None else f"{end:.4g}" for end in (points[0], points[-1]))
             said.append(f"{word} from {first} to {last}")
     total = sum(one["skipped"] for one in history)
     return "; ".join([*said, f"{total} skipped by the scaler"] if total else said) + "."
@@ -200,9 +188,9 @@ def make_updates_table(parameters: Sequence[PlainData]) -> Table:
         ("stored in", "minor", lambda one: Cell(shorten_dtype(one["dtype"]))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
         ("lr", "number minor", lambda one: make_number_cell(one["options"].get("lr"))),
-        (LOST_TITLE, "number", lambda one: make_change_cell(one["update"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: make_kept_cell(one["update"])),
-        ("decay lost", "number", lambda one: make_change_cell(one["decay"])),
+        (LOST_TITLE, "number", lambda one: make_changes_lost_cell(one["update"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: make_movement_kept_cell(one["update"])),
+        ("decay lost", "number", lambda one: make_changes_lost_cell(one["decay"])),
         ("states lost", "number minor", lambda one: _make_states_lost_cell(one["states"])),
         ("moved", "number", lambda one: make_share_cell(one["moved"])),
     ]
@@ -215,9 +203,6 @@ def make_storage_table(data: PlainData) -> Table:
     asked = {name: one["asked"] for one in expected for name in one["matched"]}
     unmet = {name for one in expected for name in one["other"]}
 
-    def make_found_cell(one: PlainData) -> Cell:
-        return Cell(shorten_dtype(one["dtype"]), tone="bad" if one["name"] in unmet else "")
-
     def make_optimizer_cell(one: PlainData) -> Cell:
         if not one["requires_grad"]:
             return Cell("frozen", sort="", tone="quiet")
@@ -227,8 +212,12 @@ def make_storage_table(data: PlainData) -> Table:
         ("parameter", "", lambda one: Cell(one["name"])),
         ("class", "minor", lambda one: Cell(one["kind"])),
         ("asked", "", lambda one: Cell(shorten_dtype(asked.get(one["name"])))),
-        ("there", "", make_found_cell),
-        ("elements", "number minor", lambda one: make_count_cell(one["numel"], describe_shape(one["shape"]))),
+        ("there", "", lambda one: Cell(shorten_dtype(one["dtype"]), tone="bad" if one["name"] in unmet else "")),
+        (
+            "elements",
+            "number minor",
+            lambda one: make_count_cell(one["numel"], " × ".join(map(str, one["shape"])) or "one number"),
+        ),
         ("gradient", "minor", lambda one: Cell(shorten_dtype(one["gradient_dtype"]))),
         ("optimizer", "", make_optimizer_cell),
         ("weight update", "", lambda one: Cell(one["weight_update"]) if one["optimizer"] else UNKNOWN_CELL),

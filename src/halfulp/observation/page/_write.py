@@ -17,10 +17,9 @@ from ._findings import (
     PlainData,
     TableColumns,
     make_cause_cards,
-    make_change_cell,
+    make_changes_lost_cell,
     make_count_cell,
-    make_kept_cell,
-    make_lost_cell,
+    make_movement_kept_cell,
     make_number_cell,
     make_share_cell,
     render_page,
@@ -31,26 +30,22 @@ from ._observation import render_observation_page
 
 def render_audit_page(data: PlainData) -> str:
     """Return the page of what `Audit.to_dict` gives, as text."""
-    cards, tensors = make_cause_cards(data), data["tensors"]
+    cards, count = make_cause_cards(data), pluralize(len(data["tensors"]), "tensor")
+    still = Counter(one["status"] for one in data["tensors"])
+    said = [count_causes_in_words(cards, f"in {count}")] if cards else []
+    said += [pluralize(data["steps"], "optimizer step") + " from A to B"] if data["steps"] is not None else []
+    said.append(f"{still['changed']} of {count} moved")
+    said += [f"{still['unchanged']} did not move at all"] if still["unchanged"] else []
     return render_page(
         "audit.html.j2",
         cards,
         {},
-        headline=choose_headline(cards, pluralize(len(tensors), "tensor")),
-        lead=_describe_audit(cards, data),
+        headline=choose_headline(cards, count),
+        lead=" · ".join(said),
         groups=_make_groups_table(data["groups"]),
         states=_make_states_table(data["states"]),
         unseen=data["unseen"],
     )
-
-
-def _describe_audit(cards: Sequence[PlainData], data: PlainData) -> str:
-    still = Counter(one["status"] for one in data["tensors"])
-    said = [count_causes_in_words(cards, f"in {pluralize(len(data['tensors']), 'tensor')}")] if cards else []
-    said += [pluralize(data["steps"], "optimizer step") + " from A to B"] if data["steps"] is not None else []
-    said.append(f"{still['changed']} of {pluralize(len(data['tensors']), 'tensor')} moved")
-    said += [f"{still['unchanged']} did not move at all"] if still["unchanged"] else []
-    return " · ".join(said)
 
 
 def _make_groups_table(groups: Sequence[PlainData]) -> Table:
@@ -70,7 +65,7 @@ def _make_groups_table(groups: Sequence[PlainData]) -> Table:
 
 
 def _make_states_table(states: Sequence[PlainData]) -> Table:
-    def make_kinds_cell(one: PlainData) -> Cell:
+    def make_dtypes_cell(one: PlainData) -> Cell:
         found = dict.fromkeys(_join_dtypes(pair) for pair in one["dtypes"].values())
         return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else UNKNOWN_CELL
 
@@ -78,9 +73,9 @@ def _make_states_table(states: Sequence[PlainData]) -> Table:
         ("parameter", "", lambda one: Cell(one["name"])),
         ("lr", "number", lambda one: make_number_cell(one["options"].get("lr"))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"] or "–", sort=one["weight_update"] or "")),
-        ("states", "", make_kinds_cell),
-        (LOST_TITLE, "number", lambda one: make_change_cell(one["update"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: make_kept_cell(one["update"])),
+        ("states", "", make_dtypes_cell),
+        (LOST_TITLE, "number", lambda one: make_changes_lost_cell(one["update"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: make_movement_kept_cell(one["update"])),
     ]
     return make_table("states", "What the optimizer's state says", states, columns)
 
@@ -91,41 +86,37 @@ def _join_dtypes(dtypes: Sequence[str | None]) -> str:
 
 def render_forecast_page(data: PlainData) -> str:
     """Return the page of what `Forecast.to_dict` gives, as text."""
-    cards, shares = make_cause_cards(data, forecast=True), _make_lost_shares_chart(data)
+    cards, shares, layers = make_cause_cards(data, forecast=True), _make_lost_shares_chart(data), data["layers"]
+    extent = pluralize(data["steps"] - data["start"], "step") + " to come"
+    said = [count_causes_in_words(cards, f"in {extent}")] if cards else []
+    said += [f"{data['rule']}, {data['schedule']} schedule of {pluralize(data['steps'], 'step')}"]
+    said += [f"from step {format_count(data['start'])}"] if data["start"] else []
+    frozen = sum(one["freeze_step"] is not None for one in layers)
+    said.append(f"{frozen} of {pluralize(len(layers), 'layer')} will freeze")
     return render_page(
         "forecast.html.j2",
         cards,
         {"shares": shares} if shares else {},
-        headline=choose_headline(cards, _describe_extent(data)),
-        lead=_describe_forecast(cards, data),
-        layers=_make_layers_table(data["layers"]),
+        headline=choose_headline(cards, extent),
+        lead=" · ".join(said),
+        layers=_make_layers_table(layers),
         unseen=data["notes"],
     )
 
 
-def _describe_extent(data: PlainData) -> str:
-    return pluralize(data["steps"] - data["start"], "step") + " to come"
-
-
-def _describe_forecast(cards: Sequence[PlainData], data: PlainData) -> str:
-    layers = data["layers"]
-    frozen = sum(one["freeze_step"] is not None for one in layers)
-    said = [count_causes_in_words(cards, f"in {_describe_extent(data)}")] if cards else []
-    said += [f"{data['rule']}, {data['schedule']} schedule of {pluralize(data['steps'], 'step')}"]
-    said += [f"from step {format_count(data['start'])}"] if data["start"] else []
-    said.append(f"{frozen} of {pluralize(len(layers), 'layer')} will freeze")
-    return " · ".join(said)
-
-
 def _make_layers_table(layers: Sequence[PlainData]) -> Table:
+    def make_freeze_cell(one: PlainData) -> Cell:
+        step = one["freeze_step"]
+        return Cell("never", sort="") if step is None else make_count_cell(step)
+
     columns: TableColumns = [
         ("layer", "", lambda one: Cell(one["name"])),
         ("stored in", "", lambda one: Cell(shorten_dtype(one["dtype"]))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
         ("elements", "number minor", lambda one: make_count_cell(one["elements"])),
-        ("freezes at step", "number", _make_freeze_cell),
+        ("freezes at step", "number", make_freeze_cell),
         ("at lr", "number", lambda one: make_number_cell(one["freeze_lr"])),
-        (LOST_TITLE, "number", lambda one: make_lost_cell(one["lost_share"], bar=True)),
+        (LOST_TITLE, "number", lambda one: make_share_cell(one["lost_share"], bar=True, lost=True)),
         ("decay lost", "number", lambda one: make_share_cell(one["decay_lost"])),
         ("update size from", "minor", lambda one: Cell(one["updates"] or "not known", sort=one["updates"] or "")),
     ]
@@ -170,12 +161,6 @@ def _make_chart_row(one: PlainData, low: int, high: int) -> dict[str, Any]:
     }
 
 
-def _make_freeze_cell(one: PlainData) -> Cell:
-    if one["freeze_step"] is None:
-        return Cell("never", sort="")
-    return Cell(format_count(one["freeze_step"]), sort=one["freeze_step"])
-
-
 Instrument = Literal["observe", "audit", "forecast"]
 
 
@@ -185,7 +170,5 @@ def write_page(instrument: Instrument, data: Mapping[str, Any], path: str | os.P
     Raises:
         ValueError: jinja2 is missing, or the file cannot be written.
     """
-    make = {"observe": render_observation_page, "audit": render_audit_page, "forecast": render_forecast_page}[
-        instrument
-    ]
-    write_file_atomically(path, make(data))
+    pages = {"observe": render_observation_page, "audit": render_audit_page, "forecast": render_forecast_page}
+    write_file_atomically(path, pages[instrument](data))
