@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 
-def escape_missing_letters() -> None:
+def escape_unencodable_letters() -> None:
     """Make outputs write a letter that their encoding lacks as its number, in place of an error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure") and stream.errors == "strict":

@@ -179,13 +179,7 @@ class ParameterRecord:
 
 @dataclass(slots=True)
 class AverageRecord:
-    """An averaged parameter beside the weights.
-
-    Attributes:
-        name: qualified in its own module.
-        dtype: of its storage.
-        change: of its sampled elements.
-    """
+    """An averaged parameter beside the weights, named in its own module, and the changes of its sampled elements."""
 
     name: str
     dtype: torch.dtype
@@ -196,11 +190,7 @@ class AverageRecord:
 class ResidualRecord:
     """The rounding losses of a module's output added to a stream beside it, in the 16-bit type of both.
 
-    Attributes:
-        name: the module's.
-        dtype: of the sum.
-        stream, added: root mean squares of the last samples.
-        change: of the stream's sampled elements.
+    `stream` and `added` are root mean squares of the last samples, `change` is of the stream's sampled elements.
     """
 
     name: str
@@ -212,13 +202,7 @@ class ResidualRecord:
 
 @dataclass(slots=True)
 class PositionsRecord:
-    """A module's output in which neighbouring positions are one, as a format rounds whole numbers.
-
-    Attributes:
-        name: the module's.
-        dtype: the format that counts so.
-        length: how many positions there are.
-    """
+    """A module's output in which neighbouring positions are one, as `dtype` rounds whole numbers up to `length`."""
 
     name: str
     dtype: torch.dtype
@@ -252,14 +236,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class DtypeExpectation:
-    """The dtype that was asked for, and the one found.
-
-    Attributes:
-        pattern: a glob over qualified names.
-        asked: the dtype's name.
-        matched: names that match.
-        other: those of them that have something else, and what.
-    """
+    """The dtype asked for by a glob over qualified names, the names that match, and what `other` dtype some have."""
 
     pattern: str
     asked: str
@@ -271,11 +248,8 @@ class DtypeExpectation:
 class OutputDifference:
     """Two computations of one module's output on the same inputs.
 
-    Attributes:
-        name: the module's.
-        dtypes: of the first and the second.
-        differing: share of elements whose values differ.
-        relative: root mean square of the difference over that of the first.
+    `differing` is the share of elements whose values differ, `relative` the root mean square of the difference over
+    that of the first.
     """
 
     name: str
@@ -348,10 +322,7 @@ def to_plain_data(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         found = {field.name: to_plain_data(getattr(value, field.name)) for field in fields(value)}
         if isinstance(value, RealisedChanges):
-            found |= {
-                "lost_share": to_plain_data(value.lost_share),
-                "realised_share": to_plain_data(value.realised_share),
-            }
+            found |= {name: to_plain_data(getattr(value, name)) for name in ("lost_share", "realised_share")}
         return found
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

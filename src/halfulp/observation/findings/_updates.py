@@ -19,7 +19,7 @@ from .._text import (
     is_narrow_dtype,
     is_wide_dtype,
     name_dtype,
-    read_option,
+    read_option_number,
     write_optimizer_code,
 )
 from ..auditing._audit import Audit, StateAudit, TensorAudit
@@ -260,7 +260,7 @@ class UpdatesLost(FindingKind):
                 says=self.says if update.known else "",
                 write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp),
                 **make_change_evidence(update, parameter.dtype),
-                lr=read_option(parameter.options, "lr"),
+                lr=read_option_number(parameter.options, "lr"),
             )
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
@@ -339,7 +339,7 @@ class WeightDecayLost(FindingKind):
                 continue
             realised = decay.realised_share
             if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED_WARNING:
-                lr, rate = (read_option(parameter.options, key) for key in ("lr", "weight_decay"))
+                lr, rate = (read_option_number(parameter.options, key) for key in ("lr", "weight_decay"))
                 yield self.found(
                     name,
                     "warning",
@@ -412,7 +412,7 @@ class WeightFrozen(FindingKind):
             if parameter.optimizer is None or parameter.moved != 0 or steps < 2:
                 continue
             if (
-                read_option(parameter.options, "lr") == 0
+                read_option_number(parameter.options, "lr") == 0
                 or not parameter.nonzero_gradients
                 or update.seen < FEWEST_FROZEN_ELEMENTS
             ):
@@ -440,7 +440,7 @@ class WeightFrozen(FindingKind):
                 seen=update.seen,
                 lost=update.lost_share,
                 dtype=name_dtype(parameter.dtype),
-                lr=read_option(parameter.options, "lr"),
+                lr=read_option_number(parameter.options, "lr"),
             )
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:

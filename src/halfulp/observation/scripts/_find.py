@@ -16,7 +16,7 @@ from ...kernels import to_float64
 from ...optim.parameters._narrow_groups import walk_model_parameters
 from ._run import replace_function
 
-SCALER_TYPES = (torch.amp.GradScaler, AdaptiveGradScaler)
+_SCALER_TYPES = (torch.amp.GradScaler, AdaptiveGradScaler)
 
 
 class JointModel(nn.ModuleDict):
@@ -24,14 +24,13 @@ class JointModel(nn.ModuleDict):
 
 
 def find_trained_model(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module | None:
-    """Return the outermost module that holds the parameters which optimizers step, None where no module holds any.
+    """Return the outermost module, without wrappers, that holds the parameters which optimizers step; None without one.
 
-    It comes without wrappers that only distribute or compile it. Several models are one `JointModel`, in which each is
-    named by its class.
+    Several models are one `JointModel`, in which each is named by its class.
     """
     order = [id(parameter) for one in optimizers for _, _, parameter in walk_model_parameters(one)]
-    wanted = {key: place for place, key in reversed(list(enumerate(order)))}
-    modules = _find_modules()
+    wanted = {key: position for position, key in reversed(list(enumerate(order)))}
+    modules = _find_living_modules()
     children = {id(child) for module in modules for child in module.children()}
     found = {module: _collect_parameter_ids(module) & wanted.keys() for module in modules if id(module) not in children}
     # As few modules as together hold all parameters that any holds, those of most parameters first.
@@ -52,13 +51,13 @@ def find_trained_model(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module
 def find_model(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     """Return the outermost module that holds all of some parameters, None where none does."""
     wanted = {id(parameter) for parameter in parameters}
-    holding = [module for module in _find_modules() if wanted <= _collect_parameter_ids(module)]
+    holding = [module for module in _find_living_modules() if wanted <= _collect_parameter_ids(module)]
     return _unwrap_module(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
 
 
 def find_scaler() -> torch.amp.GradScaler | None:
     """Return the one gradient scaler that is alive; None without one, or of several."""
-    found = _find_living_objects(SCALER_TYPES)
+    found = _find_living_objects(_SCALER_TYPES)
     return found[0] if len(found) == 1 else None
 
 
@@ -67,7 +66,7 @@ def _find_living_objects(kind: Any) -> list[Any]:
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
-def _find_modules() -> list[nn.Module]:
+def _find_living_modules() -> list[nn.Module]:
     """Return the living modules whose construction is done, but those that hold models together for an observation."""
     ready = [one for one in _find_living_objects(nn.Module) if "_parameters" in vars(one) and "_modules" in vars(one)]
     return [module for module in ready if not isinstance(module, JointModel)]
@@ -98,33 +97,25 @@ def listen_to_backward_losses(listener: Callable[[torch.Tensor], None]) -> Itera
     # What the last scale was, until a backward pass has begun with the scaled loss.
     factors: list[torch.Tensor] = []
 
-    def undo_scale(tensor: torch.Tensor) -> torch.Tensor:
-        if not factors:
-            return tensor.detach()
-        factor, loss = factors.pop(), tensor.detach()
-        known = factor.isfinite() & (factor != 0)
-        return torch.where(known, (to_float64(loss) / factor).to(loss.dtype), loss)
+    def tell_loss_and_run_backward(backward: Any, tensors: Any, *args: Any, **options: Any) -> Any:
+        single = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
+        if isinstance(single, torch.Tensor) and single.numel() == 1:
+            loss = single.detach()
+            if factors:
+                factor = factors.pop()
+                known = factor.isfinite() & (factor != 0)
+                loss = torch.where(known, (to_float64(loss) / factor).to(loss.dtype), loss)
+            listener(loss)
+        return backward(tensors, *args, **options)
 
-    def wrap_backward(backward: Any) -> Any:
-        def tell_loss_and_run_backward(tensors: Any, *args: Any, **options: Any) -> Any:
-            single = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
-            if isinstance(single, torch.Tensor) and single.numel() == 1:
-                listener(undo_scale(single))
-            return backward(tensors, *args, **options)
-
-        return tell_loss_and_run_backward
-
-    def wrap_scale(scale: Any) -> Any:
-        def scale_and_note(scaler: Any, outputs: Any) -> Any:
-            result = scale(scaler, outputs)
-            if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
-                factors[:] = [to_float64(result.detach()) / to_float64(outputs.detach())]
-            return result
-
-        return scale_and_note
+    def scale_and_note_factor(scale: Any, scaler: Any, outputs: Any) -> Any:
+        result = scale(scaler, outputs)
+        if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
+            factors[:] = [to_float64(result.detach()) / to_float64(outputs.detach())]
+        return result
 
     with contextlib.ExitStack() as replaced:
-        replaced.enter_context(replace_function(torch.autograd, "backward", wrap_backward))
-        for kind in SCALER_TYPES:
-            replaced.enter_context(replace_function(kind, "scale", wrap_scale))
+        replaced.enter_context(replace_function(torch.autograd, "backward", tell_loss_and_run_backward))
+        for kind in _SCALER_TYPES:
+            replaced.enter_context(replace_function(kind, "scale", scale_and_note_factor))
         yield

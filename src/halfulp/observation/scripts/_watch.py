@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -17,32 +16,20 @@ from ..observing._observe import observe
 from ..page import write_page
 from ._find import find_scaler, find_trained_model, listen_to_backward_losses
 
-_TEXT_LOOSE_PARAMETERS = "an optimizer steps parameters that no module holds: they are not observed"
-_TEXT_LATE_OPTIMIZER = (
-    "{} made its first step when others had made two: what it steps is not observed; put `with hu.observe(model, "
-    "optimizer) as seen:` around that training in the script"
-)
-
 
 class ScriptWatch:
     """Observes what trains while the context is open, as one run.
 
     The models of all optimizers that make their first step before one of them makes its second are observed together,
-    from the second step on. They live until the end of the watch.
-
-    Args:
-        interval: one step in so many is sampled.
-        lines: a file that gets a line of JSON of each sampled step, while the script runs; a file that is there is
-            begun anew by the first one.
-
-    Attributes:
-        observation: the one that runs, or ran; None before the first step.
-        unseen: sentences that say what could not be observed.
+    from the second step on. They live until the end of the watch. A .jsonl file, begun anew, gets a line of JSON of
+    each sampled step.
     """
 
     def __init__(self, interval: int = 50, lines: str | os.PathLike[str] | None = None) -> None:
         self.interval = interval
+        # None before the first step.
         self.observation: Observation | None = None
+        # Sentences that say what could not be observed.
         self.unseen: list[str] = []
         self._lines = None if lines is None else RowFile(lines, anew=True)
         if self._lines is not None:
@@ -54,7 +41,7 @@ class ScriptWatch:
 
     def __enter__(self) -> ScriptWatch:
         self._open.enter_context(listen_to_backward_losses(self._log_loss))
-        self._open.callback(register_optimizer_step_post_hook(self.end_step).remove)
+        self._open.callback(register_optimizer_step_post_hook(self._end_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,22 +65,24 @@ class ScriptWatch:
         if self.observation is not None and self.observation.recorder.sampling:
             self.observation.log_loss(loss)
 
-    def end_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Observe an optimizer that has made its first step."""
+    def _end_step(self, optimizer: Optimizer, *_: object) -> None:
         if optimizer not in self._known:
             self._known.add(optimizer)
-            said = self._add_optimizer(optimizer)
-            if said is not None and said not in self.unseen:
-                self.unseen.append(said)
+            why_not = self._add_optimizer(optimizer)
+            if why_not is not None and why_not not in self.unseen:
+                self.unseen.append(why_not)
 
     @torch.compiler.disable
     def _add_optimizer(self, optimizer: Optimizer) -> str | None:
         """Begin the observation anew with one more optimizer; return why not, where it is too late or has no model."""
         if self.observation is not None and len(self.observation):
-            return _TEXT_LATE_OPTIMIZER.format(type(optimizer).__name__)
+            return (
+                f"{type(optimizer).__name__} made its first step when others had made two: what it steps is not "
+                "observed; put `with hu.observe(model, optimizer) as seen:` around that training in the script"
+            )
         model = find_trained_model([*self._observed, optimizer])
         if model is None:
-            return _TEXT_LOOSE_PARAMETERS
+            return "an optimizer steps parameters that no module holds: they are not observed"
         self._observed.append(optimizer)
         if self.observation is not None:
             self.observation.stop()
@@ -108,19 +97,12 @@ class ScriptWatch:
             self._lines.write(row)
 
 
-@dataclass
-class ScriptReport:
-    """The ended training of a script.
-
-    Attributes:
-        summary: what was observed.
-        unseen: sentences that say what could not be observed.
-        ended: how the script ended, if somebody has said so.
-    """
+class ScriptReport(NamedTuple):
+    """What was observed of a script's training, in sentences what was not, and how the script ended, if known."""
 
     summary: RunSummary
-    unseen: list[str] = field(default_factory=list)
-    ended: str | None = None
+    unseen: list[str]
+    ended: str | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold: that of an observation, and how the script ended."""
