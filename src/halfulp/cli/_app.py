@@ -31,10 +31,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def make_application() -> Any:
-    """Return the typer application, made when it is needed, so that this module imports without typer.
-
-    A command imports what is slow (torch, matplotlib) where it runs, so that its help does not.
-    """
+    """Return the typer application; a command imports what is slow where it runs, so that its help does not."""
     try:
         import rich  # noqa: F401
         import typer

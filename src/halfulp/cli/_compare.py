@@ -6,7 +6,6 @@ import json as encoder
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,15 +24,15 @@ from ._conventions import (
 from ._errors import exit_with_error, print_json
 
 
-def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
-    """Call `compare` or `tune` with a folder and progress bars; end the command where they end early."""
+def run_trials(train: Callable[..., Any], *arguments: Any, out: str, **options: Any) -> Any:
+    """Call `compare` or `tune` with progress bars; end the command where they end early."""
     from ..trials import TrialError
     from ..trials.running._progress import TrialProgress
 
     progress = TrialProgress()
     try:
         with progress:
-            return trained(out=out, listen=progress, **options)
+            return train(*arguments, out=out, listen=progress, **options)
     except KeyboardInterrupt as ending:
         why = str(ending) or "interrupted"
     except TrialError as error:
@@ -117,14 +116,8 @@ def compare(
         return
     from ..trials import compare as train
 
-    evidence = run_trials(
-        partial(train, split_names(task, DEFAULT_TASKS), recipes, steps=steps, data=data),
-        out,
-        seeds=seeds,
-        workers=workers,
-        resume=resume,
-        overwrite=overwrite,
-    )
+    where: dict[str, Any] = {"out": out, "data": data, "workers": workers, "resume": resume, "overwrite": overwrite}
+    evidence = run_trials(train, split_names(task, DEFAULT_TASKS), recipes, seeds=seeds, steps=steps, **where)
     if json:
         print_json(evidence.to_dict())
         return
@@ -175,17 +168,9 @@ def tune(
     from ..trials import tune as search
 
     refuse_torchrun("tune")
-    found = run_trials(
-        partial(search, task, tolerance),
-        out,
-        recipes=None if recipe is None else split_names(recipe, ()),
-        seeds=seeds,
-        steps=steps,
-        data=data,
-        workers=workers,
-        resume=resume,
-        overwrite=overwrite,
-    )
+    candidates = None if recipe is None else split_names(recipe, ())
+    where: dict[str, Any] = {"out": out, "data": data, "workers": workers, "resume": resume, "overwrite": overwrite}
+    found = run_trials(search, task, tolerance, recipes=candidates, seeds=seeds, steps=steps, **where)
     content = found.to_dict()
     write_whole(Path(out, "tune.json"), encoder.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
     if json:

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 # Options behind the script's name are the script's.
 OBSERVE_CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-_VERBS_OF_EARLY_ENDINGS = {
-    "crashed": "crashed",
-    "interrupted": "was interrupted",
-    "terminated": "was terminated",
-}
+_VERBS_OF_EARLY_ENDINGS = {"crashed": "crashed", "interrupted": "was interrupted", "terminated": "was terminated"}
 
 
 def observe(
@@ -156,20 +152,10 @@ def forecast(
     prepare_out_folder(out, "forecast")
     if (beta1 is None) != (beta2 is None):
         raise ValueError("give --beta1 and --beta2 together")
-    found = forecast(
-        checkpoint,
-        lr,
-        schedule,
-        steps=steps,
-        warmup=warmup,
-        decay=decay,
-        final_lr=final_lr,
-        start=start,
-        optimizer=optimizer,
-        dtype=dtype,
-        weight_decay=weight_decay,
-        betas=None if beta1 is None or beta2 is None else (beta1, beta2),
-    )
+    betas = None if beta1 is None or beta2 is None else (beta1, beta2)
+    length: dict[str, Any] = {"steps": steps, "warmup": warmup, "decay": decay, "final_lr": final_lr, "start": start}
+    training: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "weight_decay": weight_decay, "betas": betas}
+    found = forecast(checkpoint, lr, schedule, **length, **training)
     print_result(found, json)
     write_page_and_json(out, "forecast", found)
     return 0 if find_worst_severity(found.findings) in (None, "note") else 1

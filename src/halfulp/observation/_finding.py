@@ -116,13 +116,8 @@ def rank_findings(
     """
     merged: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
-        key = (
-            finding.code,
-            finding.severity,
-            finding.cure,
-            finding.kind,
-            frozenset(map(make_name_pattern, finding.where)),
-        )
+        patterns = frozenset(map(make_name_pattern, finding.where))
+        key = (finding.code, finding.severity, finding.cure, finding.kind, patterns)
         there, measure = merged.get(key, finding), (worst or {}).get(finding.code, "")
         most = max(there, finding, key=lambda one: (_measure_badness(one, measure), one.confidence))
         where = tuple(dict.fromkeys([*there.where, *finding.where]))

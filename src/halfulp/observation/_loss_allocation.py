@@ -65,6 +65,7 @@ class LossAllocation:
         self.shares = {name: ParameterShare(name, p.numel()) for name, p in self._trained.items()}
         self.first = self.last = math.nan
         self.steps = self.unsplit = 0
+        self._wanted: NamedTensors | None = None
         self._handles: list[Any] = []
 
     def __enter__(self) -> LossAllocation:
@@ -101,7 +102,19 @@ class LossAllocation:
 
     @torch.no_grad()
     def _note_wanted_changes(self, *_: Any) -> None:
-        self._before, self._wanted = self._copy_weights(), compute_wanted_changes(self._optimizer, self._names)
+        """Note the changes that a step would make without rounding the weights, by name; None where one is unknown."""
+        self._before, self._wanted = self._copy_weights(), None
+        wanted: NamedTensors = {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is None or parameter.grad is None:
+                    continue
+                change = _compute_wanted_change(self._optimizer, group, parameter, parameter.grad)
+                if change is None:
+                    return
+                wanted[name] = change.to("cpu", torch.float64).view(parameter.shape)
+        self._wanted = wanted
 
     def _allocate_step(self, *_: Any) -> None:
         """Allocate the change of the loss from the last point to the present weights."""
@@ -228,21 +241,6 @@ def allocate_loss(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss
         if type(parameter) not in (nn.Parameter, Tensor) or type(parameter.data) is not Tensor:
             raise TypeError(f"allocate_loss takes plain parameters, got {name_type(parameter.data)}")
     return LossAllocation(model, optimizer, loss)
-
-
-def compute_wanted_changes(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> NamedTensors | None:
-    """Return the changes that a step would make without rounding the weights, by name; None where one is unknown."""
-    found: NamedTensors = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None or parameter.grad is None:
-                continue
-            change = _compute_wanted_change(optimizer, group, parameter, parameter.grad)
-            if change is None:
-                return None
-            found[name] = change.to("cpu", torch.float64).view(parameter.shape)
-    return found
 
 
 def _compute_wanted_change(

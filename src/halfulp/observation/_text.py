@@ -72,8 +72,9 @@ def read_option_number(options: Mapping[str, Any], name: str) -> float | None:
     (0.5, None)
     """
     value = options.get(name)
-    is_number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    return float(value) if is_number else None
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return None
+    return float(value) if isinstance(value, int | float | torch.Tensor) else None
 
 
 def compute_confidence(count: int, half: int = 64) -> float:

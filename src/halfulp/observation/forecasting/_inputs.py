@@ -324,14 +324,10 @@ def _take_local_part(value: Any) -> Any:
 
 def _name_weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
     """Return the name of the weight update by which halfulp's optimizer steps a parameter of a dtype."""
-    if dtype.itemsize > 2:
-        return "exact"
-    chosen = group.get("weight_update")
-    if chosen is None:
-        return "split8"
-    if isinstance(chosen, Mapping):  # as state_dict() has it
-        return str(chosen.get("name"))
-    return chosen if isinstance(chosen, str) else str(chosen.name)
+    chosen = group.get("weight_update") or "split8"
+    # A mapping in state_dict().
+    name = chosen.get("name") if isinstance(chosen, Mapping) else getattr(chosen, "name", chosen)
+    return "exact" if dtype.itemsize > 2 else str(name)
 
 
 def read_number(value: Any) -> float:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ...kernels import to_float64
 from .._record import PositionsRecord, RealisedChanges, ResidualRecord
 from ._recorder import Recorder, find_float_tensors, make_safe_method
-from ._sampler import PLAIN_TENSOR_TYPES, read_numbers, take_sample
+from ._sampler import PLAIN_TENSOR_TYPES, SAMPLE_SIZE, SIXTEEN_BIT_DTYPES, read_numbers, take_sample
 from ._second_runs import CompiledModuleCheck, OutputSample, compare_recomputed_output
 from ._updates import count_changes
 
@@ -150,10 +150,8 @@ def _find_eager_modules(
         yield from _find_eager_modules(child, compiled, f"{prefix}.{name}" if prefix else name)
 
 
-_SIXTEEN_BIT_DTYPES = (torch.bfloat16, torch.float16)
 # A sum is measured when a module takes it: between a layer's input and that lie some outputs and inputs of its own.
 _MOST_HELD_OUTPUTS, _MOST_HELD_INPUTS = 3, 8
-_MOST_SAMPLED_ELEMENTS = 4096
 
 
 class _Addend(NamedTuple):
@@ -166,10 +164,7 @@ class _Addend(NamedTuple):
 
 
 class ResidualSums:
-    """Finds residual sums, of a module's output and a tensor that bypasses it, and counts what rounding loses of them.
-
-    Which tensors a sum adds is read from autograd's graph.
-    """
+    """Finds sums of a module's output and a tensor that bypasses it in autograd's graph, and what rounding loses."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -184,7 +179,7 @@ class ResidualSums:
     def note_module_run(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
         """Note that a module has run; modules inside it have been noted before."""
         for tensor, maker in ((inputs[0] if inputs else None, None), (output, name)):
-            if type(tensor) is not torch.Tensor or tensor.dtype not in _SIXTEEN_BIT_DTYPES or tensor.grad_fn is None:
+            if type(tensor) is not torch.Tensor or tensor.dtype not in SIXTEEN_BIT_DTYPES or tensor.grad_fn is None:
                 continue
             key = make_graph_output_key(tensor.grad_fn, tensor.output_nr)
             known = next((one for one in (*self._outputs, *self._inputs) if one.key == key), None)
@@ -229,8 +224,8 @@ def make_graph_output_key(node: Any, number: int) -> tuple[int, int]:
 def _sample_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return some rows of a tensor at even distances."""
     rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.detach().reshape(1, 1)
-    most = max(1, _MOST_SAMPLED_ELEMENTS // max(1, rows.shape[1]))
-    return to_float64(rows[:: max(1, -(-rows.shape[0] // most))][:most, :_MOST_SAMPLED_ELEMENTS].reshape(-1)).cpu()
+    most = max(1, SAMPLE_SIZE // max(1, rows.shape[1]))
+    return to_float64(rows[:: max(1, -(-rows.shape[0] // most))][:most, :SAMPLE_SIZE].reshape(-1)).cpu()
 
 
 # The whole numbers up to which each format has all.

@@ -472,10 +472,7 @@ _MOST_CALLER_FRAMES = 14
 
 
 class ScalerTracker:
-    """Follows a gradient scaler and a learning-rate scheduler; counts falls of the scale as skipped steps.
-
-    Without a scaler, one that calls an optimizer's step in the first steps is found there.
-    """
+    """Follows a gradient scaler and a learning-rate scheduler; counts falls of the scale as skipped steps."""
 
     def __init__(self, record: Record, scaler: torch.amp.GradScaler | None, scheduler: Any | None) -> None:
         self._record, self.scaler, self.scheduler = record, scaler, scheduler

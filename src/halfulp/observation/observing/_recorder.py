@@ -166,10 +166,7 @@ class RowWriter:
         self._outlets = [one for one in self._outlets if one.said is None]
 
     def _make_row(self, step: StepRecord) -> dict[str, Any]:
-        """Return the row of a sampled step: numbers of the run, then shares over all parameters since the row before.
-
-        Gradients of iterations that a scaler skipped before the step count in it.
-        """
+        """Return the row of a sampled step, whose counts and shares are of all since the row before."""
         sums = self._sum_record_counts()
         skipped, seen, lost, wanted, kept, nonzero, vanished = (b - a for a, b in zip(self._before, sums))
         self._before = sums

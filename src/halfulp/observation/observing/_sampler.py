@@ -54,7 +54,7 @@ def draw_sampled_runs(key: int, elements: int) -> torch.Tensor:
     return torch.tensor(drawn, dtype=torch.int64, device="cpu")
 
 
-_SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
+SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
 _PLAIN_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 PLAIN_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -85,7 +85,7 @@ def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
             return StoredNumbers(payload.contiguous(), payload.dtype, float(tensor.scale))
         if isinstance(tensor, MCTensor):
             dtype = tensor.components[0].dtype
-            decoded = tensor.detach().decode(torch.float32 if dtype in _SIXTEEN_BIT_DTYPES else torch.float64)
+            decoded = tensor.detach().decode(torch.float32 if dtype in SIXTEEN_BIT_DTYPES else torch.float64)
             return StoredNumbers(to_plain_memory(decoded).contiguous(), dtype)
         flat = to_plain_memory(tensor.detach())
     except TypeError:
@@ -157,8 +157,9 @@ def take_sample(flat: torch.Tensor, key: int) -> torch.Tensor:
         taken = given.cpu()
         return taken.clone() if taken.dtype == torch.float64 else taken.double()
     runs, rest = draw_sampled_runs(key, elements).to(given.device), elements % SAMPLED_RUN_LENGTH
-    # The last run may be shorter than 128.
-    short = runs[runs == elements // SAMPLED_RUN_LENGTH] if rest else ()
+    if not rest:
+        return given.view(-1, SAMPLED_RUN_LENGTH).index_select(0, runs).view(-1).cpu().double()
+    short = runs[runs == elements // SAMPLED_RUN_LENGTH]  # than 128
     whole = given[: elements - rest].view(-1, SAMPLED_RUN_LENGTH)
     taken = whole.index_select(0, runs[: RUNS_PER_SAMPLE - len(short)]).view(-1)
     return (torch.cat([taken, given[elements - rest :]]) if len(short) else taken).cpu().double()

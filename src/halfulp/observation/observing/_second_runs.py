@@ -78,10 +78,7 @@ def compare_recomputed_output(
 
 
 class CompiledModuleCheck:
-    """Runs copies of the eager originals of compiled modules on copies of their inputs, in sampled steps.
-
-    Where no verdict is possible, a sentence in the record says why.
-    """
+    """Runs copies of the eager originals of compiled modules on copies of their inputs; says where that cannot be."""
 
     def __init__(self, recorder: Recorder, modules: dict[str, nn.Module]) -> None:
         self.recorder, self._modules = recorder, modules

@@ -23,7 +23,7 @@ from ...optim.states._codec import PlainCodec
 from ...optim.step._kernel import change_by_rule
 from .._record import ParameterRecord, RealisedChanges, Role, RoundingRecord
 from ._recorder import Recorder
-from ._sampler import StoredNumbers, read_numbers, take_sample
+from ._sampler import SIXTEEN_BIT_DTYPES, StoredNumbers, read_numbers, take_sample
 
 OptimizerOptions = Mapping[str, Any]
 # Whether weight decay multiplies the weight by 1 - lr wd, rounded by itself, before the update is subtracted.
@@ -74,10 +74,7 @@ class ShadowOptimizer:
     def step(
         self, weights: torch.Tensor, gradients: torch.Tensor, states: dict[str, Any], options: OptimizerOptions
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return flat float64 weights and states after one step, which the next one overwrites.
-
-        No hooks of the user's are called. Call it where gradients are not recorded.
-        """
+        """Return flat float64 weights and states after one step without hooks, which the next one overwrites."""
         weight = self._weight
         if weight is None or weight.numel() != weights.numel():
             weight = self._weight = torch.nn.Parameter(weights.clone())
@@ -487,7 +484,6 @@ def _convert_tensor_option(value: Any) -> Any:
 
 
 _FEWEST_CORRELATED_ELEMENTS = 64
-_STOCHASTIC_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -496,8 +492,8 @@ def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch
         plan = optimizer._plans.get(parameter)
         if plan is None or plan.spec.scaled or plan.spec.in_parameter or plan.spec.auxiliary_names:
             return False
-        return plan.spec.store.dtype in _STOCHASTIC_DTYPES and bool(plan.spec.update.draws(plan.spec.store))
-    return parameter.dtype in _STOCHASTIC_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))
+        return plan.spec.store.dtype in SIXTEEN_BIT_DTYPES and bool(plan.spec.update.draws(plan.spec.store))
+    return parameter.dtype in SIXTEEN_BIT_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))
 
 
 def find_rounding_neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
