@@ -259,9 +259,9 @@ def test_names_of_the_library_exist(page):
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_commands_have_the_options_that_a_page_gives_them(page):
     typer = pytest.importorskip("typer")
-    from halfulp.cli import application
+    from halfulp.cli import make_application
 
-    root = typer.main.get_command(application())
+    root = typer.main.get_command(make_application())
     of_all = {option for parameter in root.params for option in parameter.opts}
     text = page.read_text()
     lines = [line for kind, code in FENCE.findall(text) if kind in ("sh", "console") for line in code.splitlines()]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfulp.observation.scripts._run import PROCESS_REMEDY
+from halfulp.observation.scripts._run import CHILD_PROCESS_REMEDY
 
 LOOP = """
 import sys
@@ -431,7 +431,7 @@ if __name__ == "__main__":
 
 def test_a_script_of_mp_spawn_is_told_what_to_write_instead_which_works(tmp_path, monkeypatch, forking):
     """The script is written as its own refusal says."""
-    watching, after = (said.strip("`") for said in re.findall("`[^`]*`", PROCESS_REMEDY))
+    watching, after = (said.strip("`") for said in re.findall("`[^`]*`", CHILD_PROCESS_REMEDY))
     (tmp_path / "script.py").write_text(SPAWNS.format(watching=watching, after=after))
     monkeypatch.chdir(tmp_path)
     # A spawned process takes over the options of this one, whose warnings are errors, and the folder it began in.
@@ -439,5 +439,5 @@ def test_a_script_of_mp_spawn_is_told_what_to_write_instead_which_works(tmp_path
     ended = forking(command, "observe", str(tmp_path / "script.py"))
     code, errors = ended.code(), ended.errors.read_text()
     assert code == 2, errors
-    assert PROCESS_REMEDY in errors
+    assert CHILD_PROCESS_REMEDY in errors
     assert "<h1>" in (tmp_path / "observe.html").read_text()

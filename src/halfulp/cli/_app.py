@@ -4,7 +4,7 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 from .._extensions import load_extensions, load_inherited_extensions
-from ._errors import escape_missing_letters, exit_with_error
+from ._errors import escape_unencodable_letters, exit_with_error
 
 # What typer makes of a KeyboardInterrupt; older ones raise Abort.
 _INTERRUPTED_EXIT_CODE = 130
@@ -12,43 +12,34 @@ _INTERRUPTED_EXIT_CODE = 130
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; a mistake of the user, or Ctrl-C, is one line on stderr and exit code 2."""
-    escape_missing_letters()
+    escape_unencodable_letters()
     try:
-        sys.exit(_run_application(arguments))
+        code = make_application()(arguments, prog_name="halfulp", standalone_mode=False)
     except KeyboardInterrupt:
+        code = _INTERRUPTED_EXIT_CODE
+    except (ValueError, NotImplementedError, ImportError) as error:
+        exit_with_error(error)
+    except Exception as error:
+        if type(error).__name__ == "Abort":
+            exit_with_error("interrupted")
+        if not hasattr(error, "format_message"):
+            raise
+        exit_with_error(f"{error.format_message().rstrip('.')}; see halfulp --help")
+    if code == _INTERRUPTED_EXIT_CODE:
         exit_with_error("interrupted")
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _run_application(arguments: list[str] | None) -> int:
+def make_application() -> Any:
+    """Return the typer application; a command imports what is slow where it runs, so that its help does not."""
     try:
         import rich  # noqa: F401
-        import typer  # noqa: F401
+        import typer
     except ImportError as error:
         exit_with_error(
             f"the command line needs {error.name}: pip install 'halfulp[cli]'; halfulp.environment."
             "describe_environment() tells without it what halfulp env prints"
         )
-    try:
-        code = application()(arguments, prog_name="halfulp", standalone_mode=False)
-    except (ValueError, NotImplementedError, ImportError) as error:
-        exit_with_error(error)
-    except Exception as error:
-        if type(error).__name__ == "Abort":
-            raise KeyboardInterrupt from None
-        if not hasattr(error, "format_message"):
-            raise
-        exit_with_error(f"{error.format_message().rstrip('.')}; see halfulp --help")
-    if code == _INTERRUPTED_EXIT_CODE:
-        raise KeyboardInterrupt
-    return code if isinstance(code, int) else 0
-
-
-def application() -> Any:
-    """Return the typer application, made when it is needed, so that this module imports without typer.
-
-    A command imports what is slow (torch, matplotlib) where it runs, so that its help does not.
-    """
-    import typer
 
     from ._compare import compare, tune
     from ._instruments import OBSERVE_CONTEXT_SETTINGS, audit, forecast, observe, verify

@@ -6,7 +6,6 @@ import json as encoder
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +15,8 @@ from ..pages import require_packages, write_file_atomically
 from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from ._conventions import (
     JsonOption,
-    describe_option,
-    make_console,
+    describe_names_option,
+    make_stdout_console,
     prepare_out_folder,
     print_table,
     split_names,
@@ -25,25 +24,28 @@ from ._conventions import (
 from ._errors import exit_with_error, print_json
 
 
-def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
-    """Call `compare` or `tune` with a folder and progress bars; end the command where they end early."""
+def run_trials(train: Callable[..., Any], *arguments: Any, out: str, **options: Any) -> Any:
+    """Call `compare` or `tune` with progress bars; end the command where they end early."""
     from ..trials import TrialError
     from ..trials.running._progress import TrialProgress
 
     progress = TrialProgress()
     try:
         with progress:
-            return trained(out=out, listen=progress, **options)
+            return train(*arguments, out=out, listen=progress, **options)
     except KeyboardInterrupt as ending:
-        exit_with_error(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out)}")
+        why = str(ending) or "interrupted"
     except TrialError as error:
-        more = ""
+        why = str(error)
         if error.details:
             Path(out, "error.log").write_text(error.details, encoding="utf-8")
-            more = f" (more in {Path(out, 'error.log')})"
-        exit_with_error(f"{error}{more}; {_describe_kept(progress, out)}")
+            why += f" (more in {Path(out, 'error.log')})"
     except ValueError as error:  # such as a disk that fills up
-        exit_with_error(f"{error}; {_describe_kept(progress, out)}" if progress.kept_count else error)
+        why = str(error)
+        if not progress.kept_count:
+            exit_with_error(why)
+    kept = f"{progress.kept_count} of {progress.trial_count} trials are kept in {out}"
+    exit_with_error(f"{why}; {kept}, --resume continues")
 
 
 def refuse_torchrun(command: str) -> None:
@@ -53,11 +55,6 @@ def refuse_torchrun(command: str) -> None:
             f"halfulp {command} does not run under torchrun, which says WORLD_SIZE={count}: start it without; "
             "--workers trains several trials at once"
         )
-
-
-def _describe_kept(progress: Any, out: str) -> str:
-    """Return how many trials are kept where."""
-    return f"{progress.kept_count} of {progress.trial_count} trials are kept in {out}, --resume continues"
 
 
 def compare_script(script: str, arguments: list[str], recipes: Sequence[str], out: str, as_json: bool) -> None:
@@ -78,7 +75,7 @@ def compare_script(script: str, arguments: list[str], recipes: Sequence[str], ou
     if as_json:
         print_json(found.to_dict())
     else:
-        _print_tables(found)
+        _print_task_tables(found)
         print(f"\n{page} shows the curves; {data} holds the numbers.")
     if refused := found.run["refused"]:
         exit_with_error("; ".join(f"{one['recipe']} {one['why']}" for one in refused))
@@ -89,8 +86,8 @@ def compare(
         str | None, typer.Argument(help="A training script to compare under recipes in place of tasks.")
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, behind --.")] = None,
-    task: Annotated[list[str] | None, typer.Option(help=describe_option("Tasks", DEFAULT_TASKS))] = None,
-    recipe: Annotated[list[str] | None, typer.Option(help=describe_option("Recipes", DEFAULT_RECIPES))] = None,
+    task: Annotated[list[str] | None, typer.Option(help=describe_names_option("Tasks", DEFAULT_TASKS))] = None,
+    recipe: Annotated[list[str] | None, typer.Option(help=describe_names_option("Recipes", DEFAULT_RECIPES))] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
@@ -119,44 +116,33 @@ def compare(
         return
     from ..trials import compare as train
 
-    evidence = run_trials(
-        partial(train, split_names(task, DEFAULT_TASKS), recipes, steps=steps, data=data),
-        out,
-        seeds=seeds,
-        workers=workers,
-        resume=resume,
-        overwrite=overwrite,
-    )
+    where: dict[str, Any] = {"out": out, "data": data, "workers": workers, "resume": resume, "overwrite": overwrite}
+    evidence = run_trials(train, split_names(task, DEFAULT_TASKS), recipes, seeds=seeds, steps=steps, **where)
     if json:
         print_json(evidence.to_dict())
         return
-    _print_tables(evidence)
-    print(f"\n{_describe_run(evidence.run)}")
+    _print_task_tables(evidence)
+    run = evidence.run
+    crew = f"{run['workers']} worker{'' if run['workers'] == 1 else 's'} of one thread"
+    cost = f"{run['trained']} trials in {run['seconds']:.0f} s, by {crew} on {run['processor']}."
+    print("\n" + (cost if run["trained"] else "All trials were kept from an earlier run."))
     print(f"{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
 
 
-def _describe_run(run: dict[str, Any]) -> str:
-    """Describe how many trials took how long, on what."""
-    if not run["trained"]:
-        return "All trials were kept from an earlier run."
-    workers = f"{run['workers']} worker{'' if run['workers'] == 1 else 's'} of one thread"
-    return f"{run['trained']} trials in {run['seconds']:.0f} s, by {workers} on {run['processor']}."
+_TABLE_STYLES_BY_VERDICT_TONE = {"good": "green", "bad": "red", "open": "yellow"}
 
 
-_STYLES_BY_TONE = {"good": "green", "bad": "red", "open": "yellow"}
-
-
-def _print_tables(evidence: Any) -> None:
+def _print_task_tables(evidence: Any) -> None:
     from ..trials._defaults import VERDICT_TONES
     from ..trials.evidence._table import format_cells, list_headers, write_table_notes
 
     for task in evidence.tasks():
         rows, headers = evidence.rows(task), list_headers(evidence, task)
         cells = [[format_cells(evidence, row)[header] for header in headers] for row in rows]
-        styles = [_STYLES_BY_TONE.get(VERDICT_TONES.get(row.verdict or "", ""), "") for row in rows]
+        styles = [_TABLE_STYLES_BY_VERDICT_TONE.get(VERDICT_TONES.get(row.verdict or "", ""), "") for row in rows]
         print(f"\n{task}")
         print_table(headers, cells, styles, cut=4)
-        make_console().print(*write_table_notes(evidence, task), sep="\n", style="dim")
+        make_stdout_console().print(*write_table_notes(evidence, task), sep="\n", style="dim")
 
 
 def tune(
@@ -182,17 +168,9 @@ def tune(
     from ..trials import tune as search
 
     refuse_torchrun("tune")
-    found = run_trials(
-        partial(search, task, tolerance),
-        out,
-        recipes=None if recipe is None else split_names(recipe, ()),
-        seeds=seeds,
-        steps=steps,
-        data=data,
-        workers=workers,
-        resume=resume,
-        overwrite=overwrite,
-    )
+    candidates = None if recipe is None else split_names(recipe, ())
+    where: dict[str, Any] = {"out": out, "data": data, "workers": workers, "resume": resume, "overwrite": overwrite}
+    found = run_trials(search, task, tolerance, recipes=candidates, seeds=seeds, steps=steps, **where)
     content = found.to_dict()
     write_file_atomically(Path(out, "tune.json"), encoder.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
     if json:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..pages import check_writable, require_packages, write_file_atomically
+from ._errors import print_json
 
 if TYPE_CHECKING:
     from ..observation.page._write import Instrument
 
 
-def describe_option(kind: str, default: Sequence[str]) -> str:
+def describe_names_option(kind: str, default: Sequence[str]) -> str:
     """Return the help text of an option that takes several names."""
     return f"{kind}, separated by commas or one option each. Default: {', '.join(default)}"
 
@@ -52,7 +53,7 @@ def redirect_stdout_to_stderr() -> Iterator[None]:
             os.close(kept)
 
 
-def make_console() -> Any:
+def make_stdout_console() -> Any:
     """Return rich's console of standard output, as wide as the terminal, and where there is none, as any table."""
     from rich.console import Console
 
@@ -63,17 +64,11 @@ def make_console() -> Any:
 def print_table(
     headers: Sequence[str], rows: Sequence[Sequence[Any]], styles: Sequence[str] = (), cut: int | None = None
 ) -> None:
-    """Print a table whose text fills several lines where a terminal is narrow, or that is cut there into two tables.
-
-    Args:
-        headers, rows: the cells; columns of numbers are aligned right.
-        styles: of the rows, in rich's words.
-        cut: how many columns the first of two tables has; both begin with the first column.
-    """
+    """Print a table of rows in rich's styles; where a terminal is too narrow, `cut` it after so many columns in two."""
     from rich.table import Table
 
     cells = [[_format_cell(cell) for cell in row] for row in rows]
-    console, table = make_console(), Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    console, table = make_stdout_console(), Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for header, column in zip(headers, zip(*cells)):
         is_number = all(cell[:1] in "0123456789+−(–" for cell in column)
         table.add_column(header, justify="right" if is_number else "left", no_wrap=is_number)
@@ -98,7 +93,7 @@ def _format_cell(cell: Any) -> str:
     return f"{cell:.4g}" if isinstance(cell, float) else f"{cell:,}" if isinstance(cell, int) else str(cell)
 
 
-OutOption = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
+OutFolderOption = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
 
 
 def prepare_out_folder(out: str | None, name: Instrument | Literal["compare-script"]) -> None:
@@ -112,8 +107,16 @@ def prepare_out_folder(out: str | None, name: Instrument | Literal["compare-scri
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write {out}: {error.strerror or error}; give another folder with --out") from None
-    for path in _name_out_files(out, name):
-        check_writable(path)
+    for ending in ("html", "json"):
+        check_writable(Path(out, f"{name}.{ending}"))
+
+
+def print_result(found: Any, as_json: bool) -> None:
+    """Print what a command found, for a person or as JSON."""
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print(found)
 
 
 def write_page_and_json(out: str | None, name: Instrument, found: Any) -> None:
@@ -122,11 +125,6 @@ def write_page_and_json(out: str | None, name: Instrument, found: Any) -> None:
         return
     from ..observation.page import write_page
 
-    page, data = _name_out_files(out, name)
     content = found.to_dict()
-    write_file_atomically(data, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
-    write_page(name, content, page)
-
-
-def _name_out_files(out: str, name: str) -> tuple[Path, Path]:
-    return Path(out) / f"{name}.html", Path(out) / f"{name}.json"
+    write_file_atomically(Path(out, f"{name}.json"), json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    write_page(name, content, Path(out, f"{name}.html"))

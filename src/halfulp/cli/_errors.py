@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 
-def escape_missing_letters() -> None:
+def escape_unencodable_letters() -> None:
     """Make outputs write a letter that their encoding lacks as its number, in place of an error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure") and stream.errors == "strict":
@@ -27,10 +27,7 @@ def exit_with_error(message: object) -> NoReturn:
 
 @contextlib.contextmanager
 def exit_on_exception(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Run a user's code in a block: any exception ends the command with exit code 2.
-
-    Exceptions that are ``telling`` speak for themselves; before others goes what was being done, and their name.
-    """
+    """End the command with exit code 2 on any exception in a block; all but the telling ones after what was done."""
     try:
         yield
     except telling as error:

@@ -12,19 +12,20 @@ import typer
 
 from ._conventions import (
     JsonOption,
-    OutOption,
+    OutFolderOption,
     prepare_out_folder,
+    print_result,
     redirect_stdout_to_stderr,
     write_page_and_json,
 )
-from ._errors import exit_on_exception, exit_with_error, print_json
+from ._errors import exit_on_exception, exit_with_error
 
 if TYPE_CHECKING:
     from ..observation.scripts import ScriptEnding, ScriptWatch
 
 # Options behind the script's name are the script's.
 OBSERVE_CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-_WORDS_OF_EARLY_ENDINGS = {"crashed": "crashed", "interrupted": "was interrupted", "terminated": "was terminated"}
+_VERBS_OF_EARLY_ENDINGS = {"crashed": "crashed", "interrupted": "was interrupted", "terminated": "was terminated"}
 
 
 def observe(
@@ -66,7 +67,7 @@ def observe(
             # Of several processes the first reports, also of those that torchrun did not start.
             if os.getpid() != own or not first or watch.rank != 0:
                 return ending.code
-            return _write_report(watch, ending, out, folder, json)
+            return _write_observation_report(watch, ending, out, folder, json)
 
         with report_termination(report) as report_undisturbed:
             with watch:
@@ -74,42 +75,35 @@ def observe(
             return report_undisturbed(ending)
 
 
-def _write_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: str, json: bool) -> int:
+def _write_observation_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: str, json: bool) -> int:
     """Print and write the report; return the exit code."""
-    from ..observation.scripts import PROCESS_REMEDY
+    from ..observation.scripts import CHILD_PROCESS_REMEDY
 
     report = watch.make_report(ending.reason)
-    how = _WORDS_OF_EARLY_ENDINGS.get(ending.reason)
+    how = _VERBS_OF_EARLY_ENDINGS.get(ending.reason)
     if report is None:
         if ending.code:
             said = f"the script {how or ending.reason} before a torch optimizer had stepped twice"
-            _print_to_stderr(f"{said}: nothing was observed, as a training is from its second step on")
+            print(f"halfulp: {said}: nothing was observed, as a training is from its second step on", file=sys.stderr)
             return ending.code
-        why = "; ".join([*watch.unseen, f"a training is observed from its second step on; {PROCESS_REMEDY}"])
+        why = "; ".join([*watch.unseen, f"a training is observed from its second step on; {CHILD_PROCESS_REMEDY}"])
         exit_with_error(f"the script never stepped a torch optimizer twice that can be observed: {why}")
     if how:
         said = f"the script {how} after {report.summary.steps} observed steps"
         report.unseen.insert(0, f"{said}: this is what was observed until then")
-        _print_to_stderr(f"{said}; what was observed until then:")
-    if json:
-        print_json(report.to_dict())
-    else:
-        print(report)
+        print(f"halfulp: {said}; what was observed until then:", file=sys.stderr)
+    print_result(report, json)
     write_page_and_json(folder, "observe", report)
     if not json:
         print(f"\n{Path(out, 'observe.html')} shows it; {Path(out, 'observe.json')} holds the numbers.")
     return ending.code
 
 
-def _print_to_stderr(words: str) -> None:
-    print(f"halfulp: {words}", file=sys.stderr)
-
-
 def audit(
     a: Annotated[str, typer.Argument(metavar="A", help="The earlier checkpoint: a file or a folder.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The later checkpoint of the same run.")],
     lr: Annotated[float | None, typer.Option(help="Learning rate in place of the one that B holds.")] = None,
-    out: OutOption = None,
+    out: OutFolderOption = None,
     json: JsonOption = False,
 ) -> int:
     """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
@@ -122,10 +116,7 @@ def audit(
 
     prepare_out_folder(out, "audit")
     found = compare_checkpoints(a, b, lr=lr)
-    if json:
-        print_json(found.to_dict())
-    else:
-        print(found)
+    print_result(found, json)
     write_page_and_json(out, "audit", found)
     return 0 if found.passed else 1
 
@@ -148,7 +139,7 @@ def forecast(
     weight_decay: Annotated[float | None, typer.Option(help="Default: as saved, else the optimizer's.")] = None,
     beta1: Annotated[float | None, typer.Option(help="Default: as saved, else the optimizer's.")] = None,
     beta2: Annotated[float | None, typer.Option(help="Default: as saved, else the optimizer's.")] = None,
-    out: OutOption = None,
+    out: OutFolderOption = None,
     json: JsonOption = False,
 ) -> int:
     """Say before a training which layers rounding to nearest will freeze, when, and what would keep them moving.
@@ -161,24 +152,11 @@ def forecast(
     prepare_out_folder(out, "forecast")
     if (beta1 is None) != (beta2 is None):
         raise ValueError("give --beta1 and --beta2 together")
-    found = forecast(
-        checkpoint,
-        lr,
-        schedule,
-        steps=steps,
-        warmup=warmup,
-        decay=decay,
-        final_lr=final_lr,
-        start=start,
-        optimizer=optimizer,
-        dtype=dtype,
-        weight_decay=weight_decay,
-        betas=None if beta1 is None or beta2 is None else (beta1, beta2),
-    )
-    if json:
-        print_json(found.to_dict())
-    else:
-        print(found)
+    betas = None if beta1 is None or beta2 is None else (beta1, beta2)
+    length: dict[str, Any] = {"steps": steps, "warmup": warmup, "decay": decay, "final_lr": final_lr, "start": start}
+    training: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "weight_decay": weight_decay, "betas": betas}
+    found = forecast(checkpoint, lr, schedule, **length, **training)
+    print_result(found, json)
     write_page_and_json(out, "forecast", found)
     return 0 if find_worst_severity(found.findings) in (None, "note") else 1
 
@@ -203,15 +181,11 @@ def verify(
 
     if (target is None) == (task is None):
         exit_with_error("give either a target, package.module:function, or --task with a task's name")
-    model, batch, loss = (
-        _load_target_to_verify(target) if target is not None else _load_task_to_verify(str(task), data, seed)
-    )
+    loaded = _load_target_to_verify(target) if target is not None else _load_task_to_verify(str(task), data, seed)
+    model, batch, loss = loaded
     with exit_on_exception(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
         found = verify(model, batch, recipe, loss=loss, trials=trials, seed=seed)
-    if json:
-        print_json(found.to_dict())
-    else:
-        print(found)
+    print_result(found, json)
     return 0 if found.passed else 1
 
 

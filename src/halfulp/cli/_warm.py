@@ -15,7 +15,7 @@ from ._errors import exit_with_error, print_json
 if TYPE_CHECKING:
     from ..recipes import Recipe
 
-_TENSOR_WIDTH = 256  # whole blocks of 8-bit states
+_MODEL_WIDTH = 256  # whole blocks of 8-bit states
 
 
 def warm(
@@ -94,7 +94,7 @@ def _train_small_model(recipe: Recipe, rule: str) -> None:
     from .. import recipes
     from ..recipes._optimizer import backpropagate_and_step
 
-    model = nn.Sequential(nn.Embedding(4, _TENSOR_WIDTH), nn.LayerNorm(_TENSOR_WIDTH), nn.Linear(_TENSOR_WIDTH, 2))
+    model = nn.Sequential(nn.Embedding(4, _MODEL_WIDTH), nn.LayerNorm(_MODEL_WIDTH), nn.Linear(_MODEL_WIDTH, 2))
     recipes.convert(model, recipe)
     scaler = recipes.scaler(recipe, model)
     options: dict[str, Any] = {"momentum": 0.9} if rule == "SGD" else {}

@@ -102,12 +102,10 @@ def rank_findings(
 ) -> list[Finding]:
     """Join findings of one code over layers of one kind, and return the worst first, each consequence after its cause.
 
-    What is joined says the numbers of the worst, and is as sure as the surest.
+    What is joined says the numbers of the worst, and is as sure as the surest. A cause is as bad as what follows.
 
     Args:
-        findings: in any order.
-        causes: code -> codes that explain it where both are found at one place. A cause is as bad as what follows
-            from it, and goes before it.
+        causes: code -> codes that explain it where both are found at one place.
         spreading: codes whose consequences show at other places too.
         worst: code -> the number among its evidence that is largest where it is worst, with "-" where it is smallest.
 
@@ -118,15 +116,10 @@ def rank_findings(
     """
     merged: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
-        key = (
-            finding.code,
-            finding.severity,
-            finding.cure,
-            finding.kind,
-            frozenset(map(make_name_pattern, finding.where)),
-        )
+        patterns = frozenset(map(make_name_pattern, finding.where))
+        key = (finding.code, finding.severity, finding.cure, finding.kind, patterns)
         there, measure = merged.get(key, finding), (worst or {}).get(finding.code, "")
-        most = max(there, finding, key=lambda one: (_read_measure(one, measure), one.confidence))
+        most = max(there, finding, key=lambda one: (_measure_badness(one, measure), one.confidence))
         where = tuple(dict.fromkeys([*there.where, *finding.where]))
         merged[key] = replace(most, where=where, confidence=max(there.confidence, finding.confidence))
     found = list(merged.values())
@@ -138,34 +131,31 @@ def rank_findings(
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
 
-    def measure_badness(i: int, *before: int) -> int:
-        consequences = [measure_badness(k, i, *before) for k in follows[i] if k not in before]
+    def find_severity_with_consequences(i: int, *before: int) -> int:
+        consequences = [find_severity_with_consequences(k, i, *before) for k in follows[i] if k not in before]
         return max([SEVERITIES.index(found[i].severity), *consequences])
 
-    def make_sort_key(i: int) -> tuple[object, ...]:
-        finding = found[i]
-        return -measure_badness(i), i in explained, -finding.confidence, -len(finding.where), finding.code
+    keys = [
+        (-find_severity_with_consequences(i), i in explained, -finding.confidence, -len(finding.where), finding.code)
+        for i, finding in enumerate(found)
+    ]
+    return [found[i] for i in sorted(follows, key=lambda i: keys[i])]
 
-    return [found[i] for i in sorted(follows, key=make_sort_key)]
 
-
-def have_related_names(names: Iterable[str], others: Iterable[str]) -> bool:
+def have_related_names(first: Iterable[str], second: Iterable[str]) -> bool:
     """Return whether two sets of names have a place in common: a name, or a module and what lies in it."""
-    mine, theirs = set(names), set(others)
+    mine, theirs = set(first), set(second)
     if not mine or not theirs or mine & theirs:
         return True
-    return any(_is_inside_listed_module(name, theirs) for name in mine) or any(
-        _is_inside_listed_module(name, mine) for name in theirs
+    return any(
+        ".".join(name.split(".")[:count]) in others  # "" is the whole model
+        for some, others in ((mine, theirs), (theirs, mine))
+        for name in some
+        for count in range(name.count(".") + 1)
     )
 
 
-def _is_inside_listed_module(name: str, others: set[str]) -> bool:
-    """Return whether a module around a name is among others; "" is the whole model."""
-    parts = name.split(".")
-    return any(".".join(parts[:count]) in others for count in range(len(parts)))
-
-
-def _read_measure(finding: Finding, measure: str) -> float:
+def _measure_badness(finding: Finding, measure: str) -> float:
     """Return how bad a finding is by a number among its evidence; minus infinity where it has none."""
     value = finding.evidence.get(measure.removeprefix("-"))
     if not isinstance(value, int | float) or math.isnan(value):
@@ -185,10 +175,8 @@ _SINGULAR_OR_PLURAL_PATTERN = re.compile(r"\[([^|\]]*)\|([^\]]*)\]")
 def group_by_cause(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Group findings by their cause: one code and cure at any place, and its consequences at its own place.
 
-    Notes of a code stay apart from its warnings and errors. The first of a group is the cause's own.
-
-    Args:
-        findings: as `rank_findings` orders them.
+    Notes of a code stay apart from its warnings and errors. The first of a group is the cause's own. Findings come as
+    `rank_findings` orders them.
 
     >>> lost = Finding("updates-lost", ("a.weight",), "error", 1.0, cure="float32")
     >>> decay = Finding("weight-decay-lost", ("a.weight",), "warning", 1.0, explained_by=("updates-lost",))
@@ -200,16 +188,15 @@ def group_by_cause(findings: Iterable[Finding]) -> list[list[Finding]]:
     at = 0
     while at < len(groups):
         group = groups[at]
-        other = next((one for one in groups[at + 1 :] if _belong_to_one_cause(group, one)), None)
+        other = next((k for k in range(at + 1, len(groups)) if _have_one_cause(group, groups[k])), None)
         if other is None:
             at += 1
         else:
-            group += other
-            groups = [one for one in groups if one is not other]
+            group += groups.pop(other)
     return groups
 
 
-def _belong_to_one_cause(group: Sequence[Finding], others: Sequence[Finding]) -> bool:
+def _have_one_cause(group: Sequence[Finding], others: Sequence[Finding]) -> bool:
     """Return whether others have the cure of a group, or one of them and one of the group have one cause."""
     head = group[0]
     for other in others:
@@ -276,10 +263,7 @@ def _read_number(value: Any) -> float:
 
 
 def describe_cause(group: Sequence[Finding]) -> dict[str, Any]:
-    """Return the diagnosis of findings of one cause as plain data that JSON can hold.
-
-    Its headline is of the findings that have the first one's code, cure and severity.
-    """
+    """Return the diagnosis of findings of one cause as plain data that JSON can hold."""
     head = group[0]
     alike = [one for one in group if (one.code, one.cure, one.severity) == (head.code, head.cure, head.severity)]
     return {
@@ -301,10 +285,6 @@ def group_causes_as_dicts(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 def choose_headline(causes: Sequence[Any], of: str) -> str:
     """Return the first diagnosis; where there are notes alone or nothing, that there is nothing to mend.
 
-    Args:
-        causes: as `group_causes_as_dicts` gives them.
-        of: how much was looked at.
-
     >>> choose_headline([{"severity": "error", "headline": "head loses 50% of its updates"}], "401 steps")
     'head loses 50% of its updates'
     >>> choose_headline([{"severity": "note", "headline": "a"}], "401 steps"), choose_headline([], "401 steps")
@@ -316,10 +296,6 @@ def choose_headline(causes: Sequence[Any], of: str) -> str:
 
 def count_causes_in_words(causes: Sequence[Any], of: str) -> str:
     """Return how many causes of each severity there are, in words.
-
-    Args:
-        causes: as `group_causes_as_dicts` gives them.
-        of: how much was looked at, with the word before it.
 
     >>> count_causes_in_words([{"severity": "error"}, {"severity": "note"}, {"severity": "note"}], "after 401 steps")
     '3 findings (1 error, 2 notes) after 401 steps'
@@ -333,17 +309,14 @@ def count_causes_in_words(causes: Sequence[Any], of: str) -> str:
     return f"{pluralize(len(causes), 'finding')} ({said}) {of}"
 
 
-_LINE_INDENT = " " * 9
-_MOST_FINDING_LINES = 3
-TEXT_WHERE_REST_STANDS = "in `findings`, on the page and in its JSON"
+_CAUSE_LINE_INDENT = " " * 9
+_MOST_LISTED_CAUSES = 10
+_MOST_FINDINGS_LISTED_PER_CAUSE = 3
+_WHERE_OTHER_FINDINGS_STAND = "in `findings`, on the page and in its JSON"
 
 
-def format_findings(findings: Sequence[Finding], most: int = 10) -> list[str]:
-    """Return lines of text that list findings, grouped by their cause.
-
-    Args:
-        findings: in the order of `rank_findings`.
-        most: how many causes are listed; what is left out is counted, with where it stands.
+def format_findings(findings: Sequence[Finding]) -> list[str]:
+    """Return lines of text that list findings, grouped by their cause; after some causes, the count of the rest.
 
     >>> says = "{place} [loses|lose] {lost:share} of [its|their] updates"
     >>> lost = [
@@ -364,25 +337,23 @@ def format_findings(findings: Sequence[Finding], most: int = 10) -> list[str]:
     causes = group_by_cause(findings)
     of = f", of {'one cause' if len(causes) == 1 else f'{len(causes)} causes'}" if len(findings) > 1 else ""
     lines = [f"{pluralize(len(findings), 'finding')}{of}:"]
-    for group in causes[:most]:
-        lines += _list_cause_lines(group)
-    left = sum(map(len, causes[most:]))
-    if left:
-        lines.append(f"{left} more: {TEXT_WHERE_REST_STANDS}")
+    for group in causes[:_MOST_LISTED_CAUSES]:
+        lines += _format_cause_lines(group)
+    if left := sum(map(len, causes[_MOST_LISTED_CAUSES:])):
+        lines.append(f"{left} more: {_WHERE_OTHER_FINDINGS_STAND}")
     return lines
 
 
-def _list_cause_lines(group: Sequence[Finding]) -> list[str]:
+def _format_cause_lines(group: Sequence[Finding]) -> list[str]:
     cause = describe_cause(group)
     own = [one for one in group if (one.code, one.cure) == (cause["code"], cause["cure"])]
     lines = [f"{cause['severity']:<8} {cause['code']}: {cause['headline']}"]
     said = [cause["meaning"], f"cure: {cause['cure']}" if cause["cure"] else ""]
-    first, *more = cause["write"].splitlines() or [""]
-    said += [f"write: {first}" if first else "", *(f"       {line}" for line in more)]
+    said += [f"{'       ' if k else 'write: '}{line}" for k, line in enumerate(cause["write"].splitlines())]
     if len(own) > 1 or not cause["headline"].lower().endswith(group[0].summary.lower()):
-        said += [f"{describe_names(one.where)}: {one.summary}" for one in own[:_MOST_FINDING_LINES]]
-        left = len(own) - _MOST_FINDING_LINES
-        said += [f"{left} more: {TEXT_WHERE_REST_STANDS}"] if left > 0 else []
+        said += [f"{describe_names(one.where)}: {one.summary}" for one in own[:_MOST_FINDINGS_LISTED_PER_CAUSE]]
+        left = len(own) - _MOST_FINDINGS_LISTED_PER_CAUSE
+        said += [f"{left} more: {_WHERE_OTHER_FINDINGS_STAND}"] if left > 0 else []
     following: dict[str, list[Finding]] = {}
     for one in group:
         if one not in own:
@@ -392,4 +363,4 @@ def _list_cause_lines(group: Sequence[Finding]) -> list[str]:
         numbers = len({one.summary for one in found})
         rest = f" (and {len(found) - 1} more, with other numbers)" if numbers > 1 else ""
         said.append(f"with it {code}: {names}: {found[0].summary}{rest}")
-    return lines + [_LINE_INDENT + line for line in said if line]
+    return lines + [_CAUSE_LINE_INDENT + line for line in said if line]

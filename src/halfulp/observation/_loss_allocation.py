@@ -19,9 +19,15 @@ from ..optim._float32 import read_float32_weights
 from ..optim.step._kernel import change_by_rule
 from ..recipes import revert
 from ..recipes._convert import is_converted
-from .observing._updates import ELEMENTWISE_OPTIMIZERS, WHOLE_TENSOR_STATES, ShadowOptimizer
+from .observing._updates import (
+    ELEMENTWISE_OPTIMIZERS,
+    WHOLE_TENSOR_STATES,
+    ShadowOptimizer,
+    has_elementwise_rule,
+    has_float32_weight,
+)
 
-_MOST_SEGMENT_PARTS = 32
+_MOST_SIMPSON_PARTS = 32
 _INTEGRATION_TOLERANCE = 0.25e-3
 
 LossFunction = Callable[[nn.Module], Tensor]
@@ -59,6 +65,7 @@ class LossAllocation:
         self.shares = {name: ParameterShare(name, p.numel()) for name, p in self._trained.items()}
         self.first = self.last = math.nan
         self.steps = self.unsplit = 0
+        self._wanted: NamedTensors | None = None
         self._handles: list[Any] = []
 
     def __enter__(self) -> LossAllocation:
@@ -95,7 +102,19 @@ class LossAllocation:
 
     @torch.no_grad()
     def _note_wanted_changes(self, *_: Any) -> None:
-        self._before, self._wanted = self._copy_weights(), compute_wanted_changes(self._optimizer, self._names)
+        """Note the changes that a step would make without rounding the weights, by name; None where one is unknown."""
+        self._before, self._wanted = self._copy_weights(), None
+        wanted: NamedTensors = {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is None or parameter.grad is None:
+                    continue
+                change = _compute_wanted_change(self._optimizer, group, parameter, parameter.grad)
+                if change is None:
+                    return
+                wanted[name] = change.to("cpu", torch.float64).view(parameter.shape)
+        self._wanted = wanted
 
     def _allocate_step(self, *_: Any) -> None:
         """Allocate the change of the loss from the last point to the present weights."""
@@ -108,7 +127,7 @@ class LossAllocation:
         odd: NamedTensors = {}
         even, parts = {name: torch.zeros_like(step) for name, step in moved.items()}, 1
         total, wanted = math.inf, loss - self.last
-        while parts < _MOST_SEGMENT_PARTS and abs(total - wanted) > _INTEGRATION_TOLERANCE * abs(wanted):
+        while parts < _MOST_SIMPSON_PARTS and abs(total - wanted) > _INTEGRATION_TOLERANCE * abs(wanted):
             parts *= 2
             even = {name: even[name] + odd[name] for name in odd} or even
             points = [{n: start[n] + moved[n] * (k / parts) for n in end} for k in range(1, parts, 2)]
@@ -224,46 +243,25 @@ def allocate_loss(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss
     return LossAllocation(model, optimizer, loss)
 
 
-def compute_wanted_changes(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> NamedTensors | None:
-    """Return the changes that a step would make without rounding the weights, by name; None where one is unknown."""
-    found: NamedTensors = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None or parameter.grad is None:
-                continue
-            change: Tensor | None = None
-            if isinstance(optimizer, Optimizer):
-                change = _compute_change_by_halfulp(optimizer, group, parameter)
-            elif type(optimizer) in ELEMENTWISE_OPTIMIZERS:
-                change = _compute_change_by_torch(optimizer, group, parameter)
-            if change is None:
-                return None
-            found[name] = change.to("cpu", torch.float64).view(parameter.shape)
-    return found
-
-
-def _compute_change_by_halfulp(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> Tensor | None:
-    plan, rule = optimizer._plans.get(parameter), optimizer.rule(group)
-    if plan is None or plan.spec.scaled or plan.spec.in_parameter or rule.assigns or rule.is_late:
+def _compute_wanted_change(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, gradient: Tensor
+) -> Tensor | None:
+    if isinstance(optimizer, Optimizer):
+        plan, rule = optimizer._plans.get(parameter), optimizer.rule(group)
+        if plan is None or plan.spec.in_parameter or not has_elementwise_rule(plan, rule):
+            return None
+        weight = read_float32_weights([plan])[0] if has_float32_weight(plan) else parameter.detach()
+        decoded = [codec.decode(tensors).view(weight.shape) for codec, tensors in zip(plan.spec.codecs, plan.states)]
+        values = rule.values(group, plan.state["step"] + 1)
+        return change_by_rule(rule, weight, gradient, decoded, values)[0]
+    if type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
         return None
-    gradient = parameter.grad
-    assert gradient is not None
-    weight = read_float32_weights([plan])[0] if plan.spec.auxiliary_names else parameter.detach()
-    states = [codec.decode(tensors) for codec, tensors in zip(plan.spec.codecs, plan.states)]
-    values = rule.values(group, plan.state["step"] + 1)
-    return change_by_rule(rule, weight, gradient, [s.view(weight.shape) for s in states], values)[0]
-
-
-def _compute_change_by_torch(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Tensor:
-    gradient, state = parameter.grad, optimizer.state.get(parameter, {})
-    assert gradient is not None
     weight = parameter.detach().double().reshape(-1)
     states = {
         key: value.detach().clone()
         if key in WHOLE_TENSOR_STATES or not isinstance(value, Tensor)
         else value.double().reshape(-1)
-        for key, value in state.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     after, _ = ShadowOptimizer(optimizer).step(weight, gradient.double().reshape(-1), states, options)

@@ -49,12 +49,10 @@ class TensorRecord:
     """One tensor role at one name over all sampled steps.
 
     Attributes:
-        role: what the tensor is.
         name: the parameter's, or the module's whose output or output's gradient it is ("" is the model itself).
         kind: class name of that module.
         dtype: of the stored tensor; a scaled or multi-component tensor's payload.
         order: position among the activations of the first sampled step, in order of computation.
-        steps: in how many sampled steps it was seen.
         elements, nonfinite, largest: exact counts over the whole tensors of all these steps: all elements; NaN and
             infinities; those at the largest finite magnitude of the storage format.
         amax: exact largest finite magnitude over all these steps; 0 without any.
@@ -64,7 +62,6 @@ class TensorRecord:
         weight_amax: of the same, where the module has parameters of its own: their largest magnitude; None else.
         first_nonfinite: the first sampled step with NaN or infinity, and its position in that step's order.
         nonfinite_steps: sampled steps with NaN or infinity.
-        sampled: sampled elements.
         histogram: sampled nonzero finite elements by floor(log2 |x|).
         scale: a scaled tensor's scale, or the power of two of the tensor's gradient exponent or loss scale; 1 else.
         asked_format: name of a format that its values are known to be quantized to, beyond its dtype; None else.
@@ -128,10 +125,8 @@ class ParameterRecord:
     """One parameter: how it is stored, who steps it, and what became of its updates.
 
     Attributes:
-        name: qualified.
         kind: class name of the module that holds it.
         dtype, shape, numel: of its storage.
-        requires_grad: whether it is trainable.
         optimizer: class name of the optimizer that holds it; None if none does.
         optimizer_module: name of the module that defines that class: what starts with "torch.optim." computes in the
             dtypes of parameter and states, what starts with "halfulp." in float32; empty where unknown.
@@ -139,14 +134,11 @@ class ParameterRecord:
         options: numbers of its group (lr, weight_decay, eps, betas, momentum) at the last step.
         gradients: sampled steps in which it had a gradient.
         nonzero_gradients: sampled elements with a nonzero gradient.
-        gradient_dtype: of its last gradient.
         moved: share of sampled elements that differ from the first sampled step; None before a second one.
-        update: of its elements.
         decay: of weight decay alone, where the optimizer decays the weight apart from the gradient; None elsewhere.
         accumulation: of gradients that were added to one that was there; None where none was.
         states: of each floating-point state tensor, by its name in the optimizer's state; of averages of squares their
             decreases alone.
-        state_dtypes: their dtypes.
         rounding: None unless its updates are rounded stochastically.
     """
 
@@ -179,13 +171,7 @@ class ParameterRecord:
 
 @dataclass(slots=True)
 class AverageRecord:
-    """An averaged parameter beside the weights.
-
-    Attributes:
-        name: qualified in its own module.
-        dtype: of its storage.
-        change: of its sampled elements.
-    """
+    """An averaged parameter beside the weights, named in its own module, and the changes of its sampled elements."""
 
     name: str
     dtype: torch.dtype
@@ -196,11 +182,7 @@ class AverageRecord:
 class ResidualRecord:
     """The rounding losses of a module's output added to a stream beside it, in the 16-bit type of both.
 
-    Attributes:
-        name: the module's.
-        dtype: of the sum.
-        stream, added: root mean squares of the last samples.
-        change: of the stream's sampled elements.
+    `stream` and `added` are root mean squares of the last samples, `change` is of the stream's sampled elements.
     """
 
     name: str
@@ -212,13 +194,7 @@ class ResidualRecord:
 
 @dataclass(slots=True)
 class PositionsRecord:
-    """A module's output in which neighbouring positions are one, as a format rounds whole numbers.
-
-    Attributes:
-        name: the module's.
-        dtype: the format that counts so.
-        length: how many positions there are.
-    """
+    """A module's output in which neighbouring positions are one, as `dtype` rounds whole numbers up to `length`."""
 
     name: str
     dtype: torch.dtype
@@ -231,7 +207,6 @@ class StepRecord:
 
     Attributes:
         step: its number since the observation began, from 0.
-        sampled: whether tensors were looked at.
         lr: of the first group.
         loss_scale: of the gradient scaler; None without one, and where reading it would wait for a device.
         skipped: steps that the scaler skipped since the scale was read before.
@@ -252,14 +227,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class DtypeExpectation:
-    """The dtype that was asked for, and the one found.
-
-    Attributes:
-        pattern: a glob over qualified names.
-        asked: the dtype's name.
-        matched: names that match.
-        other: those of them that have something else, and what.
-    """
+    """The dtype asked for by a glob over qualified names, the names that match, and what `other` dtype some have."""
 
     pattern: str
     asked: str
@@ -271,11 +239,8 @@ class DtypeExpectation:
 class OutputDifference:
     """Two computations of one module's output on the same inputs.
 
-    Attributes:
-        name: the module's.
-        dtypes: of the first and the second.
-        differing: share of elements whose values differ.
-        relative: root mean square of the difference over that of the first.
+    `differing` is the share of elements whose values differ, `relative` the root mean square of the difference over
+    that of the first.
     """
 
     name: str
@@ -348,10 +313,7 @@ def to_plain_data(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         found = {field.name: to_plain_data(getattr(value, field.name)) for field in fields(value)}
         if isinstance(value, RealisedChanges):
-            found |= {
-                "lost_share": to_plain_data(value.lost_share),
-                "realised_share": to_plain_data(value.realised_share),
-            }
+            found |= {name: to_plain_data(getattr(value, name)) for name in ("lost_share", "realised_share")}
         return found
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

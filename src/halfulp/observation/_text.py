@@ -13,9 +13,9 @@ from ..optim import OPTIMIZERS
 
 # The words for what rounding takes of updates, the same in tables, pages and docs. In code and JSON they are the lost
 # and the realised share of a `RealisedChanges`.
-LOST_TITLE = "share of updates lost"
-KEPT_TITLE = "movement kept"
-LOST_AND_KEPT_TEXT = (
+LOST_UPDATES_TITLE = "share of updates lost"
+KEPT_MOVEMENT_TITLE = "movement kept"
+LOST_AND_KEPT_EXPLANATION = (
     "Share of updates lost: wanted updates that rounding undid, so that the element stayed as it was. Movement kept: "
     "how much of the wanted movement took place all the same; the large updates are most of it, and stochastic "
     "rounding keeps it on average whatever single updates it undoes."
@@ -61,20 +61,20 @@ def describe_lr(options: Mapping[str, Any]) -> str:
     >>> describe_lr({"lr": 3e-5}), describe_lr({})
     (' at lr 3e-05', '')
     """
-    lr = read_option(options, "lr")
+    lr = read_option_number(options, "lr")
     return "" if lr is None else f" at lr {lr:.3g}"
 
 
-def read_option(options: Mapping[str, Any], name: str) -> float | None:
+def read_option_number(options: Mapping[str, Any], name: str) -> float | None:
     """Return a number among the options of a param group, None where there is none.
 
-    >>> read_option({"lr": torch.tensor(0.5)}, "lr"), read_option({"lr": None}, "lr")
+    >>> read_option_number({"lr": torch.tensor(0.5)}, "lr"), read_option_number({"lr": None}, "lr")
     (0.5, None)
     """
     value = options.get(name)
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value)
-    return float(value) if isinstance(value, int | float) else None
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return None
+    return float(value) if isinstance(value, int | float | torch.Tensor) else None
 
 
 def compute_confidence(count: int, half: int = 64) -> float:
@@ -136,20 +136,18 @@ def holds_signed_floats(dtype: torch.dtype) -> bool:
 
 def is_narrow_dtype(dtype: torch.dtype | None) -> bool:
     """Return whether it is a floating-point dtype with fewer digits than float32."""
-    bits = get_precision(dtype)
-    return bits is not None and bits < FLOAT32_PRECISION
+    return (get_precision(dtype) or FLOAT32_PRECISION) < FLOAT32_PRECISION
 
 
 def is_wide_dtype(dtype: torch.dtype) -> bool:
     """Return whether it is a floating-point dtype with float32's digits or more."""
-    bits = get_precision(dtype)
-    return bits is not None and bits >= FLOAT32_PRECISION
+    return (get_precision(dtype) or 0) >= FLOAT32_PRECISION
 
 
 IMPORT_LINE = "import halfulp as hu"
 KAHAN_ARGUMENT = 'weight_update="kahan"'
-_PLACE_COMMENT = "# behind the line that makes the optimizer: its groups keep their options"
-_GROUPS_COMMENT = "# behind the line that makes the optimizer, before its first step"
+_NEW_OPTIMIZER_COMMENT = "# behind the line that makes the optimizer: its groups keep their options"
+_CHANGED_GROUPS_COMMENT = "# behind the line that makes the optimizer, before its first step"
 
 
 def write_optimizer_code(name: str | None, argument: str, is_halfulp: bool = False) -> str:
@@ -172,9 +170,9 @@ def write_optimizer_code(name: str | None, argument: str, is_halfulp: bool = Fal
     """
     if is_halfulp:
         key, _, value = argument.partition("=")
-        return f'{_GROUPS_COMMENT}\nfor group in optimizer.param_groups:\n    group["{key}"] = {value}'
+        return f'{_CHANGED_GROUPS_COMMENT}\nfor group in optimizer.param_groups:\n    group["{key}"] = {value}'
     made = f"hu.optim.{name or 'AdamW'}("
     if name is not None and name not in OPTIMIZERS:
         made = f"hu.optim.wrap({f'torch.optim.{name}' if hasattr(torch.optim, name) else name}, "
     rest = "" if name else "  # or SGD, Adam, Lion, as it was"
-    return f"{IMPORT_LINE}\n{_PLACE_COMMENT}\noptimizer = {made}optimizer.param_groups, {argument}){rest}"
+    return f"{IMPORT_LINE}\n{_NEW_OPTIMIZER_COMMENT}\noptimizer = {made}optimizer.param_groups, {argument}){rest}"

@@ -4,4 +4,4 @@ from ._sink import Outlet as Outlet
 from ._sink import Row as Row
 from ._sink import RowFile as RowFile
 from ._sink import Sink as Sink
-from ._sink import outlet as outlet
+from ._sink import make_outlet as make_outlet

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -38,23 +37,16 @@ class Outlet:
     """
 
     def __init__(self, name: str, write: Callable[[Row], object]) -> None:
-        self.name = name
-        self._write: Callable[[Row], object] | None = write
+        self.name, self._write = name, write
         self.said: str | None = None
-
-    @property
-    def closed(self) -> bool:
-        """Whether it takes no more rows."""
-        return self._write is None
 
     def put(self, row: Row) -> None:
         """Write a row to the sink, unless closed; an error of the sink becomes a warning."""
-        if self._write is None:
+        if self.said is not None:
             return
         try:
             self._write(row)
         except Exception as error:
-            self._write = None
             reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
             at = f" at step {row['step']}" if "step" in row else ""
             self.said = f"{self.name} gets no more rows: it raised {type(error).__name__}{reason}{at}"
@@ -62,23 +54,12 @@ class Outlet:
             with contextlib.suppress(Warning):  # where warnings are errors the training goes on too
                 warnings.warn(f"halfulp: {self.said}{more}; the training goes on", RuntimeWarning, stacklevel=2)
 
-    def close(self) -> None:
-        """Accept no more rows."""
-        self._write = None
-
 
 class RowFile:
     """A file of rows, a JSON object per line.
 
     The file is open only while a row is written, so that a run that is killed keeps all rows of before. Rows go behind
-    those that are there.
-
-    Args:
-        path: ending in .jsonl.
-        anew: whether the first write begins the file anew.
-
-    Raises:
-        ValueError: another ending.
+    those that are there, unless the first write begins the file `anew`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -99,11 +80,7 @@ class RowFile:
         self._mode = "w" if anew else "a"
 
     def check(self) -> None:
-        """Check, before any work, that rows can be appended; nothing is written.
-
-        Raises:
-            ValueError: it is a folder, or the file or its folder is missing or not writable.
-        """
+        """Check, before any work, that rows can be appended; nothing is written."""
         try:
             if not self.path.exists():
                 with tempfile.TemporaryFile(dir=self.path.parent):
@@ -113,11 +90,7 @@ class RowFile:
             raise ValueError(f"cannot write {str(self.path)!r}: {error.strerror}; give another path") from None
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row.
-
-        Raises:
-            OSError: a full disk, a folder that is gone.
-        """
+        """Append a row; a full disk, or a folder that is gone, is an OSError."""
         text = json.dumps(replace_nonfinite_numbers(row), ensure_ascii=False, allow_nan=False)
         with open(self.path, self._mode, encoding="utf-8") as file:
             self._mode = "a"
@@ -133,25 +106,14 @@ def replace_nonfinite_numbers(value: Any) -> Any:
     return [replace_nonfinite_numbers(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-LOGGED_NAME_PREFIX = "halfulp/"
-
-
 # A path, a function of a dict, an Outlet, or a logger with `add_scalar`, `log` or `log_metrics`.
 Sink: TypeAlias = Any
 
 
-def outlet(sink: Sink, check: bool = True) -> Outlet:
-    """Return the outlet of a sink, whose rows have a "step".
+def make_outlet(sink: Sink, check: bool = True) -> Outlet:
+    """Return the outlet of a sink, whose rows have a "step"; check that a file can be written.
 
-    Args:
-        sink: a path, a logger, a function.
-        check: whether to check that a file can be written.
-
-    Raises:
-        TypeError: it can take no rows.
-        ValueError: a path with another ending, or one that cannot be written.
-
-    >>> outlet(print).put({"step": 3})
+    >>> make_outlet(print).put({"step": 3})
     {'step': 3}
     """
     if isinstance(sink, Outlet):
@@ -162,11 +124,17 @@ def outlet(sink: Sink, check: bool = True) -> Outlet:
             file.check()
         return Outlet("the file of JSON lines", file.write)
     name = f"the {type(sink).__name__}"
-    if callable(getattr(sink, "add_scalar", None)):  # before the others: a SummaryWriter may have more than one
-        return Outlet(name, functools.partial(_write_scalars, sink))
-    for method in ("log", "log_metrics"):
-        if callable(log := getattr(sink, method, None)):
-            return Outlet(name, functools.partial(_log_numbers, log))
+    if callable(add := getattr(sink, "add_scalar", None)):  # before the others: a SummaryWriter may have more than one
+
+        def add_scalars(row: Row) -> None:
+            for key, value in _name_logged_numbers(row).items():
+                if key != "halfulp/step":
+                    add(key, value, row["step"])
+
+        return Outlet(name, add_scalars)
+    log = next((log for log in (getattr(sink, "log", None), getattr(sink, "log_metrics", None)) if callable(log)), None)
+    if log is not None:
+        return Outlet(name, lambda row: log(_name_logged_numbers(row), step=row["step"]))
     if callable(sink):
         return Outlet("the function", lambda row: sink(dict(row)))
     raise TypeError(
@@ -175,16 +143,6 @@ def outlet(sink: Sink, check: bool = True) -> Outlet:
     )
 
 
-def _log_numbers(log: Callable[..., object], row: Row) -> None:
-    log(_name_numbers(row), step=row["step"])
-
-
-def _write_scalars(writer: Any, row: Row) -> None:
-    for key, value in _name_numbers(row).items():
-        if key != f"{LOGGED_NAME_PREFIX}step":
-            writer.add_scalar(key, value, row["step"])
-
-
-def _name_numbers(row: Row) -> dict[str, Any]:
+def _name_logged_numbers(row: Row) -> dict[str, Any]:
     """Return a row under the names for loggers, without the entries that are None."""
-    return {LOGGED_NAME_PREFIX + key: value for key, value in row.items() if value is not None}
+    return {f"halfulp/{key}": value for key, value in row.items() if value is not None}

@@ -14,7 +14,7 @@ from halfulp.observation.forecasting._layers import (
     compute_noise_size,
     find_freeze_step,
     find_neighbour_gaps,
-    simulate_walk,
+    simulate_weight_walk,
 )
 
 
@@ -42,7 +42,7 @@ def test_the_share_that_moves_is_that_of_real_additions(seed):
         sizes = normal_sizes(len(weights), 1.0, 1)
         rates = torch.tensor([rate], dtype=torch.float64)
         options = {"decay": 0.0, "apart": True, "leaps": 1, "generator": torch.Generator().manual_seed(0)}
-        moved = float(simulate_walk(weights.double(), sizes, rates, formats.bf16, **options)[0][0])
+        moved = float(simulate_weight_walk(weights.double(), sizes, rates, formats.bf16, **options)[0][0])
         share = float(changed.double().mean())
         # Five standard deviations of a mean over 200,000 elements.
         assert abs(moved - share) < 5 * (share * (1 - share) / len(weights)) ** 0.5
@@ -53,10 +53,10 @@ def test_decay_that_is_rounded_by_itself_is_lost_below_half_a_spacing(seed):
     sizes, options = normal_sizes(5000, 1e-30, 1), {"apart": True, "leaps": 1, "generator": torch.Generator()}
     for factor, lost in ((1e-4, 1.0), (2.0**-10, 1.0)):
         rates = torch.tensor([factor], dtype=torch.float64)
-        _, wanted, made = simulate_walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
+        _, wanted, made = simulate_weight_walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
         assert 1 - made / wanted == lost
     rates = torch.tensor([0.01], dtype=torch.float64)
-    _, _, made = simulate_walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
+    _, _, made = simulate_weight_walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
     after = (weights.float() * (1 - 0.01)).bfloat16().double()
     assert made == pytest.approx(float((weights.abs() - after.abs()).sum()), rel=1e-6)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import halfulp as hu
-from halfulp.observation.scripts._find import find_trained_model
+from halfulp.observation.scripts._watch import find_trained_model
 
 
 class Root(nn.Module):

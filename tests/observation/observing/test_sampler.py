@@ -9,12 +9,12 @@ import halfulp as hu
 from halfulp.observation._record import TensorRecord
 from halfulp.observation.findings._ranges import estimate_vanished_share
 from halfulp.observation.observing._sampler import (
-    RUN_LENGTH,
     RUNS_PER_SAMPLE,
     SAMPLE_SIZE,
+    SAMPLED_RUN_LENGTH,
     ObservedTensor,
     count_sample,
-    draw_runs,
+    draw_sampled_runs,
     make_sampling_key,
     measure_amax,
     read_numbers,
@@ -50,7 +50,9 @@ def find_sampled_places(key, elements):
     """Return the sampled positions of a tensor's elements in row-major order; the last run may be shorter than 128."""
     if elements <= SAMPLE_SIZE:
         return torch.arange(elements)
-    places = (draw_runs(key, elements)[:, None] * RUN_LENGTH + torch.arange(RUN_LENGTH)).flatten()
+    places = (
+        draw_sampled_runs(key, elements)[:, None] * SAMPLED_RUN_LENGTH + torch.arange(SAMPLED_RUN_LENGTH)
+    ).flatten()
     return places[places < elements]
 
 
@@ -137,15 +139,17 @@ def test_places_are_aligned_runs_and_depend_on_step_and_name():
     places = [find_sampled_places(key, 10**6) for key in keys]
     for k, one in enumerate(places):
         assert len(one) == SAMPLE_SIZE
-        assert (one.view(-1, RUN_LENGTH)[:, 0] % RUN_LENGTH == 0).all()
+        assert (one.view(-1, SAMPLED_RUN_LENGTH)[:, 0] % SAMPLED_RUN_LENGTH == 0).all()
         assert not any(torch.equal(one, other) for other in places[:k])
     assert torch.equal(places[0], find_sampled_places(keys[0], 10**6))
 
 
 @pytest.mark.parametrize("elements", [4097, 5000, 40_960])
 def test_every_run_has_the_same_chance(elements):
-    runs, trials = -(-elements // RUN_LENGTH), 3000
-    starts = [start for step in range(trials) for start in draw_runs(make_sampling_key(step, "w"), elements).tolist()]
+    runs, trials = -(-elements // SAMPLED_RUN_LENGTH), 3000
+    starts = [
+        start for step in range(trials) for start in draw_sampled_runs(make_sampling_key(step, "w"), elements).tolist()
+    ]
     counts = torch.bincount(torch.tensor(starts), minlength=runs)
     expected = trials * 32 / runs
     # Six standard deviations of a binomial count, at about one in a hundred million for each run.

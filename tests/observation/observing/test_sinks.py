@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.observation.observing._recorder import ROW_COLUMNS
+
+ROW_COLUMNS = (
+    *("step", "loss", "lr", "loss_scale", "skipped", "smallest_exponent", "largest_exponent", "nonfinite_tensors"),
+    *("updates_lost", "movement_kept", "gradient_underflow"),
+)
 
 
 def small(dtype=torch.bfloat16):

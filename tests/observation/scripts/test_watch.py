@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from halfulp.observation.scripts import ScriptWatch, listen_to_backward_losses
-from halfulp.observation.scripts._find import JointModel, find_trained_model
+from halfulp.observation.scripts._watch import JointModel, find_trained_model
 
 
 def net() -> nn.Sequential:

@@ -12,7 +12,7 @@ from ... import formats
 from ...formats import Format
 from .._finding import Finding, Severity
 from .._record import Record, Role, TensorRecord
-from .._text import compute_confidence, format_percent, name_dtype, pluralize, read_option
+from .._text import compute_confidence, format_percent, name_dtype, pluralize, read_option_number
 from ..auditing._audit import Audit, TensorAudit
 from ._kind import FindingKind, register_finding
 
@@ -153,7 +153,7 @@ class EpsZero(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
-            eps = read_option(parameter.options, "eps")
+            eps = read_option_number(parameter.options, "eps")
             # Others add eps in float32 whatever they store.
             if not parameter.optimizer_module.startswith("torch.optim.") or eps is None or not eps > 0:
                 continue

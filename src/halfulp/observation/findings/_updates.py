@@ -19,7 +19,7 @@ from .._text import (
     is_narrow_dtype,
     is_wide_dtype,
     name_dtype,
-    read_option,
+    read_option_number,
     write_optimizer_code,
 )
 from ..auditing._audit import Audit, StateAudit, TensorAudit
@@ -235,7 +235,7 @@ class UpdatesLost(FindingKind):
             says = self.says if update.known else ""
             code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
             evidence = make_change_evidence(update, parameter.dtype)
-            evidence["lr"] = read_option(parameter.options, "lr")
+            evidence["lr"] = read_option_number(parameter.options, "lr")
             yield self.found(name, severity, sure, said, says=says, write=code, **evidence)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
@@ -313,7 +313,7 @@ class WeightDecayLost(FindingKind):
                 continue
             realised = decay.realised_share
             if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED_WARNING:
-                lr, rate = (read_option(parameter.options, key) for key in ("lr", "weight_decay"))
+                lr, rate = (read_option_number(parameter.options, key) for key in ("lr", "weight_decay"))
                 said = f"{format_percent(decay.lost_share)} of weight decay lost in {name_dtype(parameter.dtype)}"
                 said += "" if lr is None or rate is None else f" (1 - {lr * rate:.3g} a step)"
                 code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
@@ -371,7 +371,7 @@ class WeightFrozen(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         steps = len(record.sampled_steps)
         for name, parameter in record.parameters.items():
-            update, lr = parameter.update, read_option(parameter.options, "lr")
+            update, lr = parameter.update, read_option_number(parameter.options, "lr")
             if parameter.optimizer is None or parameter.moved != 0 or steps < 2 or lr == 0:
                 continue
             if not parameter.nonzero_gradients or update.seen < FEWEST_FROZEN_ELEMENTS:

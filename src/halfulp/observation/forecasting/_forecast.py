@@ -11,6 +11,8 @@ from .._text import name_dtype
 from ..page import write_page
 from ._layers import LayerForecast
 
+_MOST_LAYER_LINES = 40
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -63,7 +65,14 @@ class Forecast:
     def __str__(self) -> str:
         lines = [f"{self.rule}, {self.schedule} schedule, steps {self.start} to {self.steps}"]
         lines += ["", *format_findings(self.findings)]
-        rows = [_TABLE_HEADERS, *map(_make_layer_row, self.layers[:_MOST_LAYER_LINES])]
+        rows = [("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost")]
+        for layer in self.layers[:_MOST_LAYER_LINES]:
+            frozen = "never" if layer.freeze_step is None else f"{layer.freeze_step}"
+            frozen = frozen if layer.weight_update == "nearest" else f"({frozen})"
+            numbers = ((layer.freeze_lr, ".2g"), (layer.lost_share, ".0%"), (layer.decay_lost, ".0%"))
+            lr, lost, decay = ("" if value is None else format(value, spec) for value, spec in numbers)
+            step = "not known" if layer.updates is None else frozen
+            rows.append((layer.name, name_dtype(layer.dtype), step, lr, lost, decay))
         first, *widths = (max(map(len, column)) for column in zip(*rows))
         lines.append("")
         for name, *cells in rows:
@@ -72,19 +81,3 @@ class Forecast:
         if len(self.layers) > _MOST_LAYER_LINES:
             lines.append(f"... and {len(self.layers) - _MOST_LAYER_LINES} more (.layers)")
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
-
-
-_TABLE_HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost")
-_MOST_LAYER_LINES = 40
-
-
-def _make_layer_row(layer: LayerForecast) -> tuple[str, ...]:
-    frozen = "not known" if layer.updates is None else "never" if layer.freeze_step is None else f"{layer.freeze_step}"
-    return (
-        layer.name,
-        name_dtype(layer.dtype),
-        frozen if layer.weight_update == "nearest" or layer.updates is None else f"({frozen})",
-        "" if layer.freeze_lr is None else f"{layer.freeze_lr:.2g}",
-        "" if layer.lost_share is None else f"{layer.lost_share:.0%}",
-        "" if layer.decay_lost is None else f"{layer.decay_lost:.0%}",
-    )

@@ -6,8 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +38,9 @@ def compute_learning_rates(
     decay: int | None = None,
     final: float = 0.0,
 ) -> Tensor:
-    """Return the learning rate of each group at each step from `start` to the end.
+    """Return the learning rate of each group at each step from `start` to the end: float64 (groups, steps - start).
 
-    Args:
-        top_rates: per group, the learning rate that a named schedule begins to fall from.
-        others: as of `forecast`.
-
-    Returns:
-        float64 (groups, steps - start).
+    `top_rates` are those that a named schedule begins to fall from, per group.
 
     >>> compute_learning_rates("linear", [1.0], steps=4, warmup=2).tolist()
     [[0.5, 1.0, 1.0, 0.5]]
@@ -59,28 +53,28 @@ def compute_learning_rates(
                 said = f"{name}={value} is for named schedules; {name_type(schedule)} has its own: leave it out"
                 raise ValueError(said)
         if isinstance(schedule, LRScheduler):
-            rates = _run_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
+            rates = _compute_rates_by_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
             if len(rates) != len(top_rates):
                 raise ValueError(
                     f"the scheduler is of {len(rates)} groups, {len(top_rates)} of which hold parameters of the model: "
                     "give a function step -> learning rate, or a list"
                 )
-        elif callable(schedule):
-            count = _count_steps_ahead(steps, "a function step -> learning rate", start)
-            rates = _expand_rates_to_groups(
-                [_read_scheduled_rate(schedule(step)) for step in range(start, start + count)], top_rates
-            )
-        elif isinstance(schedule, Iterable):
-            listed_rates = [_read_scheduled_rate(value) for value in schedule]
-            if steps is not None and steps != len(listed_rates):
-                raise ValueError(f"steps={steps} and a list of {len(listed_rates)} learning rates: leave steps out")
-            _count_steps_ahead(len(listed_rates), "a list", start)
-            rates = _expand_rates_to_groups(listed_rates[start:], top_rates)
         else:
-            raise TypeError(
-                f"schedule: give {', '.join(map(repr, SCHEDULE_NAMES))}, a scheduler of torch, a function step -> "
-                f"learning rate or a list of learning rates; got {name_type(schedule)}"
-            )
+            if callable(schedule):
+                count = _count_steps_ahead(steps, "a function step -> learning rate", start)
+                given = [_read_scheduled_rate(schedule(step)) for step in range(start, start + count)]
+            elif isinstance(schedule, Iterable):
+                listed = [_read_scheduled_rate(value) for value in schedule]
+                if steps is not None and steps != len(listed):
+                    raise ValueError(f"steps={steps} and a list of {len(listed)} learning rates: leave steps out")
+                _count_steps_ahead(len(listed), "a list", start)
+                given = listed[start:]
+            else:
+                raise TypeError(
+                    f"schedule: give {', '.join(map(repr, SCHEDULE_NAMES))}, a scheduler of torch, a function step -> "
+                    f"learning rate or a list of learning rates; got {name_type(schedule)}"
+                )
+            rates = torch.tensor(given, dtype=torch.float64, device="cpu").expand(len(top_rates), -1)
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
     return rates
@@ -133,82 +127,64 @@ def _read_scheduled_rate(value: Any) -> float:
         raise TypeError(f"a learning rate is a number, the schedule gave {name_type(value)}") from None
 
 
-def _expand_rates_to_groups(rates: list[float], top_rates: Sequence[float]) -> Tensor:
-    return torch.tensor(rates, dtype=torch.float64, device="cpu").expand(len(top_rates), -1)
-
-
-def _run_scheduler_copy(scheduler: LRScheduler, count: int) -> Tensor:
+def _compute_rates_by_scheduler_copy(scheduler: LRScheduler, count: int) -> Tensor:
     """Return the rates that a scheduler would give from now on, by a copy with one number per group."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise NotImplementedError(
             "ReduceLROnPlateau depends on losses to come: give a function step -> learning rate, or a list"
         )
     optimizer = scheduler.optimizer
-    stand_in = torch.optim.SGD(
+    small = torch.optim.SGD(
         [{"params": [torch.zeros((), dtype=torch.float32, device="cpu")]} for _ in optimizer.param_groups], lr=0.0
     )
-    for group, given in zip(stand_in.param_groups, optimizer.param_groups):
+    for group, given in zip(small.param_groups, optimizer.param_groups):
         group.update({key: copy.deepcopy(value) for key, value in given.items() if key != "params"})
-    copied = copy.deepcopy(scheduler, {id(optimizer): stand_in})
+    copied = copy.deepcopy(scheduler, {id(optimizer): small})
     rates = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # schedulers warn where no step of the optimizer went before
         for _ in range(count):
-            rates.append([float(group["lr"]) for group in stand_in.param_groups])
+            rates.append([float(group["lr"]) for group in small.param_groups])
             copied.step()
     return torch.tensor(rates, dtype=torch.float64, device="cpu").T
 
 
 # torch's defaults, and those of the paper for Lion (arXiv 2302.06675).
-DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
+DEFAULT_OPTIMIZER_OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
     "Adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     "SGD": {"momentum": 0.0, "weight_decay": 0.0},
     "Lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
 }
-RULE_NAMES = tuple(DEFAULT_OPTIONS)
+RULE_NAMES = tuple(DEFAULT_OPTIMIZER_OPTIONS)
 
 
-@dataclass(frozen=True)
-class TrainedTensor:
-    """One parameter that an optimizer steps.
-
-    Attributes:
-        value: its elements, of a floating-point dtype.
-        dtype: what it will be trained in.
-        state: the optimizer's tensors and numbers for it; empty without.
-        group: index of its group.
-        weight_update: "nearest" for every optimizer but halfulp's.
-    """
+class TrainedTensor(NamedTuple):
+    """One parameter that an optimizer steps, with its state, options, and index of its group."""
 
     name: str
     value: Tensor
+    # What it will be trained in.
     dtype: torch.dtype
-    state: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    group: int = 0
-    weight_update: str = "nearest"
+    state: Mapping[str, Any]
+    options: Mapping[str, Any]
+    group: int
+    # "nearest" for every optimizer but halfulp's.
+    weight_update: str
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """All parameters, and what they share.
-
-    Attributes:
-        parameters: in the model's order.
-        rule: "AdamW", "Adam", "SGD" or "Lion".
-        top_rates: per group, its learning rate before a schedule.
-        start: steps that were made so far.
-        is_halfulp: whether halfulp steps them, which rounds decay and update together, and moments at random.
-        notes: what could not be read.
-    """
+class Inputs(NamedTuple):
+    """All parameters in the model's order, their optimizer's rule, and what could not be read."""
 
     parameters: tuple[TrainedTensor, ...]
     rule: str
+    # Per group, its learning rate before a schedule.
     top_rates: tuple[float, ...]
+    # Steps that were made so far.
     start: int
-    is_halfulp: bool = False
-    notes: tuple[str, ...] = ()
+    # halfulp's optimizers round decay and update together, and moments at random.
+    is_halfulp: bool
+    notes: tuple[str, ...]
 
 
 def make_inputs_from_optimizer(
@@ -218,30 +194,33 @@ def make_inputs_from_optimizer(
     names = {id(tensor): name for name, tensor in weights}
     states: dict[str, Mapping[str, Any]] = {}
     saved: dict[str, Mapping[str, Any]] = {}
-    strangers = 0
+    others = 0
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None:
-                strangers += 1
+                others += 1
             else:
                 saved[name], states[name] = options, optimizer.state.get(parameter, {})
     if not saved:
         raise ValueError("the optimizer holds none of the model's parameters: give the one that trains this model")
-    notes = (f"{strangers} parameters of the optimizer are not the model's: left out",) if strangers else ()
+    notes = (f"{others} parameters of the optimizer are not the model's: left out",) if others else ()
     held = [(name, tensor) for name, tensor in weights if name in saved]
-    rule = rule or _find_optimizer_rule(optimizer)
+    rule = rule or next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in RULE_NAMES), None)
+    if rule is None:
+        raise NotImplementedError(
+            f"the size of {type(optimizer).__name__}'s updates is not known before they are made, that of "
+            f"{', '.join(RULE_NAMES)} is: watch a run of it by hu.observe, or say which of these comes near by "
+            "optimizer="
+        )
     return make_inputs_from_weights(held, states, None, rule, {}, dtype, saved, notes)
 
 
 def make_inputs_from_checkpoint(
     opened: Checkpoint, lr: float | None, rule: str | None, options: Mapping[str, Any], dtype: torch.dtype | None
 ) -> Inputs:
-    """Return the weights of a checkpoint that a training goes on with, with the states and options saved beside them.
-
-    What no optimizer of the checkpoint holds is left out, as nothing steps it.
-    """
+    """Return the weights of a checkpoint that its optimizer steps, with the states and options saved beside them."""
     notes = list(opened.unseen)
     states = name_optimizer_states(opened, notes)
     saved = {name: state.options for name, state in states.items()}
@@ -274,47 +253,39 @@ def make_inputs_from_weights(
     have the same dict of options in `saved`.
     """
     saved = saved or {}
-    own = (
-        None if rule else next((_guess_saved_rule(saved[n], states.get(n, {})) for n, _ in weights if n in saved), None)
-    )
-    if own is None and rule is None and saved:
+    given = rule or next((_guess_saved_rule(saved[n], states.get(n, {})) for n, _ in weights if n in saved), None)
+    if given is None and saved:
         keys = ", ".join(next(iter(saved.values())))
         notes = (*notes, f"whose options {keys} are is not known: AdamW's updates are taken; optimizer= names others")
-    given = rule or own or "AdamW"
+    given = given or "AdamW"
     rule = next((one for one in RULE_NAMES if isinstance(given, str) and one.lower() == given.lower()), None)
     if rule is None:
         raise ValueError(describe_unknown_name("optimizer", given, RULE_NAMES))
-    ours = any("weight_update" in one for one in saved.values())
+    is_halfulp = any("weight_update" in one for one in saved.values())
     groups = list({id(one): one for one in saved.values()}.values()) if lr is None else [{"lr": lr}]
     top_rates = tuple(read_number(one.get("initial_lr", one.get("lr", 0.0))) for one in groups)
-    places = {id(one): place for place, one in enumerate(groups)}
-
-    def make_tensor(name: str, tensor: Tensor) -> TrainedTensor:
-        before = saved.get(name, {})
-        group = places.get(id(before), 0)
-        merged = {**DEFAULT_OPTIONS[rule], **before, **options, "lr": top_rates[group]}
-        update = _name_weight_update(before, dtype or tensor.dtype) if "weight_update" in before else "nearest"
-        return _make_trained_tensor(name, tensor, states.get(name, {}), merged, group, dtype, update)
-
-    found = [
-        make_tensor(name, tensor)
-        for name, tensor in weights
-        if holds_signed_floats(tensor.dtype) and name.rpartition(".")[2] not in RUNNING_STATISTICS
-    ]
-    others = [
-        name
-        for name, tensor in weights
-        # Of other kinds of numbers: no counters, indices and masks.
-        if tensor.dim() > 0
-        and not holds_signed_floats(tensor.dtype)
-        and (tensor.dtype.is_complex or (tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool))
-    ]
+    numbers = {id(one): number for number, one in enumerate(groups)}
+    found: list[TrainedTensor] = []
+    others = []
+    for name, tensor in weights:
+        if not holds_signed_floats(tensor.dtype):
+            # Other kinds of numbers, but no counters, indices and masks.
+            is_code = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
+            others += [name] if tensor.dim() > 0 and (tensor.dtype.is_complex or is_code) else []
+        elif name.rpartition(".")[2] not in RUNNING_STATISTICS:
+            before, state = saved.get(name, {}), states.get(name, {})
+            group = numbers.get(id(before), 0)
+            merged = {**DEFAULT_OPTIMIZER_OPTIONS[rule], **before, **options, "lr": top_rates[group]}
+            value, trained = _take_plain_value(name, tensor, dtype), dtype or tensor.dtype
+            update = _name_weight_update(before, trained) if "weight_update" in before else "nearest"
+            state = {key: _take_local_part(one) for key, one in state.items()}
+            found.append(TrainedTensor(name, value, trained, state, merged, group, update))
     if others:
         notes = (*notes, f"{quote(others)} are complex, or codes of quantized weights: left out")
     if not found:
         raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
     start = max(int(read_number(one.state.get("step", 0))) for one in found)
-    return Inputs(tuple(found), rule, top_rates, start, ours, notes)
+    return Inputs(tuple(found), rule, top_rates, start, is_halfulp, notes)
 
 
 def _guess_saved_rule(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
@@ -330,19 +301,11 @@ def _guess_saved_rule(options: Mapping[str, Any], state: Mapping[str, Any]) -> s
     return "Adam" if options.get("decoupled_weight_decay") is False else "AdamW"
 
 
-def _make_trained_tensor(
-    name: str,
-    tensor: Tensor,
-    state: Mapping[str, Any],
-    options: Mapping[str, Any],
-    group: int,
-    dtype: torch.dtype | None,
-    update: str = "nearest",
-) -> TrainedTensor:
+def _take_plain_value(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the local part of a weight of plain floating-point numbers; refuse others by name."""
     if is_lazy(tensor):
         raise NotImplementedError(f"{name} is uninitialized: run the model once, which makes a lazy module's weights")
-    value = _take_local_part(tensor).detach()
-    state = {key: _take_local_part(one) for key, one in state.items()}
+    value: Tensor = _take_local_part(tensor).detach()
     if value.is_meta or value.layout != torch.strided:
         kind = "is on the meta device" if value.is_meta else f"is a tensor of layout {value.layout}"
         raise NotImplementedError(f"{name} {kind}: give a model with weights in plain memory (x.to_dense())")
@@ -352,33 +315,19 @@ def _make_trained_tensor(
             f"{name} is {kind}, whose updates are not those of plain floating-point numbers: forecast the model before "
             "it is converted"
         )
-    return TrainedTensor(name, value, dtype or value.dtype, state, options, group, update)
+    return value
 
 
 def _take_local_part(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _find_optimizer_rule(optimizer: torch.optim.Optimizer) -> str:
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in RULE_NAMES:
-            return kind.__name__
-    raise NotImplementedError(
-        f"the size of {type(optimizer).__name__}'s updates is not known before they are made, that of "
-        f"{', '.join(RULE_NAMES)} is: watch a run of it by hu.observe, or say which of these comes near by optimizer="
-    )
-
-
 def _name_weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
     """Return the name of the weight update by which halfulp's optimizer steps a parameter of a dtype."""
-    if dtype.itemsize > 2:
-        return "exact"
-    chosen = group.get("weight_update")
-    if chosen is None:
-        return "split8"
-    if isinstance(chosen, Mapping):  # as state_dict() has it
-        return str(chosen.get("name"))
-    return chosen if isinstance(chosen, str) else str(chosen.name)
+    chosen = group.get("weight_update") or "split8"
+    # A mapping in state_dict().
+    name = chosen.get("name") if isinstance(chosen, Mapping) else getattr(chosen, "name", chosen)
+    return "exact" if dtype.itemsize > 2 else str(name)
 
 
 def read_number(value: Any) -> float:

@@ -17,45 +17,33 @@ from .._record import to_plain_data
 from ._inputs import Inputs, TrainedTensor, read_number
 
 _SIMULATED_ELEMENTS = 2048
-_LONGEST_SIMULATION = 4000
-_SMOOTHING_STEPS = 31
+_MOST_SIMULATED_STEPS = 4000
+_NOISE_SMOOTHING_STEPS = 31
 # Elements whose mean square goes into that of each binade, so that a binade of few elements does not stand on chance.
-_PRIOR_ELEMENTS = 16
+_PRIOR_ELEMENTS_PER_BINADE = 16
 _LARGEST_SIGNAL_SHARE = 0.99
 # Weights next to each other whose updates are smoothed, and how many standard deviations of chance are a drift.
 _SMOOTHED_NEIGHBOURS = 24
-_CLEAR_DEVIATIONS = 4.0
+_DEVIATIONS_OF_CLEAR_DRIFT = 4.0
 _TINY_SQUARE = 1e-300
 
 
 @dataclass(frozen=True)
 class UpdateSizes:
-    """A model of the updates u(t) = lr(t) growth(t) (mean + deviation z(t)), z normal of variance 1, per element.
+    """A model of the updates u(t) = lr(t) growth(t) (mean + deviation z(t)), z normal of variance 1, per element."""
 
-    Attributes:
-        nonzero: which of the sampled elements have an update that is not 0.
-        mean: the part that keeps its sign from step to step, per sampled element.
-        deviation: the part that does not.
-        growth: factor per coming step, from now; how the optimizer's own averages go on.
-        run: steps over which z keeps its sign.
-        is_sign: whether every update has the size of the learning rate, as Lion's.
-        source: where the sizes are from, in words.
-    """
-
+    # Which of the sampled elements have an update that is not 0; mean and deviation are of them.
     nonzero: Tensor
     mean: Tensor
     deviation: Tensor
+    # Factor per coming step: how the optimizer's own averages go on.
     growth: Tensor
+    # Over which z keeps its sign.
     run_steps: float
+    # Whether every update has the size of the learning rate, as Lion's.
     is_sign_update: bool
+    # Where the sizes are from, in words.
     source: str
-
-    @property
-    def rms(self) -> float:
-        """Root mean square of the update over the learning rate, now."""
-        if self.is_sign_update:
-            return 1.0
-        return float((self.mean.square() + self.deviation.square()).mean().sqrt())
 
 
 def _model_adam_updates(
@@ -74,9 +62,8 @@ def _model_adam_updates(
     run = max(1.0, 0.5 / (1 - beta1)) if beta1 < 1 else 1.0
     step = int(read_number(trained.state.get("step", inputs.start))) if first is not None else 0
     own = trained.dtype if second is None else second.dtype
-    noise = compute_noise_size(
-        beta1, beta2, torch.float32 if inputs.is_halfulp or own.itemsize == 1 else own, step + steps
-    )
+    dtype = torch.float32 if inputs.is_halfulp or own.itemsize == 1 else own
+    noise = compute_noise_size(beta1, beta2, dtype, step + steps)
     nonzero = torch.ones_like(weights, dtype=torch.bool)
     if first is None or second is None or step < 1:
         deviation = torch.ones_like(weights)
@@ -86,8 +73,7 @@ def _model_adam_updates(
     nonzero = (m != 0) & size.isfinite()
     size, held = size[nonzero], weights[nonzero]
     if not len(size):
-        nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
-        return UpdateSizes(nonzero, nothing, nothing, noise[step:], run, False, "the optimizer's state")
+        return UpdateSizes(nonzero, size, size, noise[step:], run, False, "the optimizer's state")
     reference = float(noise[step - 1]) ** 2
     drift = _estimate_mean_updates(size, held).clamp(-1, 1)
     rest = size - drift
@@ -132,25 +118,24 @@ def _estimate_mean_updates(size: Tensor, weights: Tensor) -> Tensor:
     if count < _SMOOTHED_NEIGHBOURS:
         return torch.zeros_like(size)
     order = torch.argsort(weights)
-    common = _subtract_chance(size.mean(), size.square().mean(), count)
+    common = _subtract_chance_from_mean(size.mean(), size.square().mean(), count)
     rest = (size - common)[order]
-    begin = (torch.arange(count, dtype=torch.int64, device="cpu") - _SMOOTHED_NEIGHBOURS // 2).clamp(
-        0, count - _SMOOTHED_NEIGHBOURS
-    )
+    centered = torch.arange(count, dtype=torch.int64, device="cpu") - _SMOOTHED_NEIGHBOURS // 2
+    begin = centered.clamp(0, count - _SMOOTHED_NEIGHBOURS)
 
     def average_neighbours(values: Tensor) -> Tensor:
         total = torch.cat([values.new_zeros(1), values.cumsum(0)])
         return (total[begin + _SMOOTHED_NEIGHBOURS] - total[begin]) / _SMOOTHED_NEIGHBOURS
 
-    own = _subtract_chance(average_neighbours(rest), average_neighbours(rest.square()), _SMOOTHED_NEIGHBOURS)
+    own = _subtract_chance_from_mean(average_neighbours(rest), average_neighbours(rest.square()), _SMOOTHED_NEIGHBOURS)
     return torch.zeros_like(size).scatter(0, order, common + own)
 
 
-def _subtract_chance(mean: Tensor, square: Tensor, count: int) -> Tensor:
+def _subtract_chance_from_mean(mean: Tensor, square: Tensor, count: int) -> Tensor:
     """Return a mean of some numbers less the part that chance explains; 0 where chance may explain it all."""
     chance = (square - mean.square()).clamp_min(0) / count
     share = (1 - chance / mean.square().clamp_min(_TINY_SQUARE)).clamp_min(0)
-    return torch.where(mean.square() > _CLEAR_DEVIATIONS**2 * chance, mean * share, 0.0)
+    return torch.where(mean.square() > _DEVIATIONS_OF_CLEAR_DRIFT**2 * chance, mean * share, 0.0)
 
 
 def _compute_binade_mean_square(size: Tensor, weights: Tensor) -> Tensor:
@@ -160,7 +145,7 @@ def _compute_binade_mean_square(size: Tensor, weights: Tensor) -> Tensor:
     _, inverse = torch.unique(binade, return_inverse=True)
     count = torch.bincount(inverse).double()
     total = torch.bincount(inverse, weights=size.square())
-    return ((total + _PRIOR_ELEMENTS * overall) / (count + _PRIOR_ELEMENTS))[inverse]
+    return ((total + _PRIOR_ELEMENTS_PER_BINADE * overall) / (count + _PRIOR_ELEMENTS_PER_BINADE))[inverse]
 
 
 @functools.lru_cache(maxsize=8)
@@ -178,7 +163,7 @@ def compute_noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: in
     m = torch.zeros(_SIMULATED_ELEMENTS, dtype=dtype, device="cpu")
     v = torch.zeros_like(m)
     sizes = []
-    for step in range(1, min(steps, _LONGEST_SIMULATION) + 1):
+    for step in range(1, min(steps, _MOST_SIMULATED_STEPS) + 1):
         g = torch.randn(_SIMULATED_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
@@ -188,7 +173,7 @@ def compute_noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: in
     total = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
     at = torch.arange(steps, dtype=torch.int64, device="cpu").clamp_max(len(squares) - 1)
     # Steps at the start differ from each other: the window is no wider than what lies before it.
-    half = at.clamp_max(_SMOOTHING_STEPS // 2)
+    half = at.clamp_max(_NOISE_SMOOTHING_STEPS // 2)
     low, high = at - half, (at + half + 1).clamp_max(len(squares))
     return ((total[high] - total[low]) / (high - low)).sqrt()
 
@@ -269,7 +254,7 @@ FROZEN_SHARE = 0.01
 _LARGEST_POISSON_MEAN = 1e6
 
 
-def simulate_walk(
+def simulate_weight_walk(
     weights: Tensor,
     sizes: UpdateSizes,
     rates: Tensor,
@@ -288,13 +273,7 @@ def simulate_walk(
     Gillespie, J. Chem. Phys. 115, 1716, 2001); elements whose updates are larger than their spacing walk
     without rounding. So weights that leave for larger binades, where nothing moves them any more, are accounted for.
 
-    Args:
-        weights: float64 numbers of the format: the elements that have updates.
-        rates: learning rate per coming step.
-        format: what the weights are stored in.
-        decay: decoupled weight decay; 0 without.
-        apart: whether decay is rounded by itself before the update, as torch's loops do, or with it.
-        leaps: most leaps to make.
+    Decoupled weight decay is rounded by itself before the update, as torch's loops do, where it is `apart`.
 
     Returns:
         Per coming step the expected share of nonzero updates that change their element; then, of weight decay that is
@@ -314,7 +293,12 @@ def simulate_walk(
         mean = rate * growth * sizes.mean - (0.0 if apart else rate * decay) * weights
         up, down = find_neighbour_gaps(weights, format)
         deviation = rate * growth * sizes.deviation
-        rises, falls = _compute_move_chances(mean, deviation, up, down, sizes.is_sign_update)
+        if sizes.is_sign_update:
+            rises, falls = (mean + deviation > up / 2).double() / 2, (deviation - mean > down / 2).double() / 2
+        else:
+            spread = deviation.clamp_min(torch.finfo(torch.float64).tiny)
+            rises = torch.special.ndtr((mean - up / 2) / spread)
+            falls = torch.special.ndtr((-mean - down / 2) / spread)
         shares[begin:end] = (rises + falls).mean()
         count = end - begin
         if apart and decay:  # w (1 - lr weight_decay), rounded at each step
@@ -334,28 +318,14 @@ def simulate_walk(
     return shares, wanted, made
 
 
-def _compute_move_chances(
-    mean: Tensor, deviation: Tensor, up: Tensor, down: Tensor, is_sign: bool
-) -> tuple[Tensor, Tensor]:
-    """Return per element the probability that an update takes it up, and down."""
-    if is_sign:
-        return ((mean + deviation > up / 2).double() / 2, (deviation - mean > down / 2).double() / 2)
-    spread = deviation.clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.special.ndtr((mean - up / 2) / spread), torch.special.ndtr((-mean - down / 2) / spread)
-
-
 def find_freeze_step(moved: Tensor, count: int, run: float) -> int | None:
     """Return the first step from which on fewer than FROZEN_SHARE of the nonzero updates change their element.
 
+    `moved` is the expected share per step, 0 where nothing is updated.
     Of `count` elements a whole number k = ceil(FROZEN_SHARE count) has to move for the step to be above. Their number
     is Poisson's with mean moved * count, so that it is above with probability P(k, moved count), the regularized
     incomplete gamma function; updates keep their sign over `run` steps, in which a layer has one chance and not
     many. Returned is the first step from which on it is as likely as not that no step is above.
-
-    Args:
-        moved: expected share per step; 0 where nothing is updated.
-        count: elements with updates.
-        run: steps over which updates are alike.
 
     >>> find_freeze_step(torch.tensor([0.5, 0.1, 0.001, 0.0001], dtype=torch.float64), 10**6, 1.0)
     2
@@ -371,65 +341,72 @@ def find_freeze_step(moved: Tensor, count: int, run: float) -> int | None:
 
 # Elements of a run that is read together where not all are: a page of memory holds many of them.
 _SAMPLE_RUN_ELEMENTS = 64
-_SHOWN_STEPS = 12
+_MOST_SHOWN_STEPS = 12
 
 
 def forecast_layer(
     trained: TrainedTensor, inputs: Inputs, rates: Tensor, *, start: int, sample: int, leaps: int, seed: int
 ) -> LayerForecast:
-    """Return the forecast of one parameter."""
-    format = formats.get(trained.dtype)
+    """Return the forecast of one parameter, by a sample of its elements."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    index = choose_sample(trained.value.numel(), sample)
+    elements, options = trained.value.numel(), trained.options
+    index = sample_positions(elements, sample)
     weights = trained.value.flatten()[index].cpu().to(trained.dtype).double()
     finite = weights.isfinite()
     index, weights = index[finite], weights[finite]
-    options = trained.options
     decoupled = inputs.rule in ("AdamW", "Lion") or options.get("decoupled_weight_decay")
     decay = read_number(options.get("weight_decay", 0.0)) if decoupled else 0.0
-    apart = not inputs.is_halfulp and not options.get("fused")
-    layer = LayerForecast(
-        trained.name,
-        trained.dtype,
-        trained.value.numel(),
-        trained.weight_update,
-        lr=float(rates.max()),
-        weight_decay=decay,
-    )
-    sizes: UpdateSizes | None = None
-    if len(weights) and inputs.rule == "Lion":
+    lr = float(rates.max())
+    layer = LayerForecast(trained.name, trained.dtype, elements, trained.weight_update, lr=lr, weight_decay=decay)
+    if not len(weights):
+        return layer
+    sizes: UpdateSizes | None
+    if inputs.rule == "Lion":
         every, growth = torch.ones_like(weights), torch.ones(len(rates), dtype=torch.float64, device="cpu")
         sizes = UpdateSizes(every.bool(), every * 0, every, growth, 1.0, True, "Lion's are the learning rate")
-    elif len(weights) and inputs.rule == "SGD":
+    elif inputs.rule == "SGD":
         sizes = _model_sgd_updates(trained, index, weights, len(rates))
-    elif len(weights):
+    else:
         sizes = _model_adam_updates(trained, inputs, index, weights, len(rates), generator)
     if sizes is None:
         return layer
-    held = weights[sizes.nonzero]
-    if not len(held):
+    updated = weights[sizes.nonzero]
+    if not len(updated):
         return replace(layer, updates=sizes.source, update_size=0.0)
-    repeats = max(1, min(8, sample // len(held)))
-    moved, decay_wanted, decay_made = simulate_walk(
-        held.repeat(repeats),
+    repeats = max(1, min(8, sample // len(updated)))
+    moved, decay_wanted, decay_made = simulate_weight_walk(
+        updated.repeat(repeats),
         replace(sizes, mean=sizes.mean.repeat(repeats), deviation=sizes.deviation.repeat(repeats)),
         rates,
-        format,
+        formats.get(trained.dtype),
         decay=decay,
-        apart=apart,
+        apart=not inputs.is_halfulp and not options.get("fused"),
         leaps=leaps,
         generator=generator,
     )
-    count = max(1, round(len(held) / len(weights) * trained.value.numel()))
-    lost = 1 - decay_made / decay_wanted if decay_wanted else None
-    freezing = _compute_freezing(moved, rates, count, sizes.run_steps, start)
-    return replace(layer, updates=sizes.source, update_size=sizes.rms, decay_lost=lost, **freezing)
+    square = (sizes.mean.square() + sizes.deviation.square()).mean()
+    # Where the rate is 0 there is no update that could be lost.
+    active = int((rates > 0).nonzero().amax()) + 1 if lr > 0 else 0
+    count = max(1, round(len(updated) / len(weights) * elements))
+    step = find_freeze_step(moved[:active], count, sizes.run_steps)
+    shown = torch.linspace(0, active - 1, min(_MOST_SHOWN_STEPS, active), dtype=torch.float64, device="cpu")
+    return replace(
+        layer,
+        updates=sizes.source,
+        update_size=1.0 if sizes.is_sign_update else float(square.sqrt()),
+        decay_lost=1 - decay_made / decay_wanted if decay_wanted else None,
+        freeze_step=None if step is None else start + step,
+        freeze_lr=None if step is None else float(rates[step]),
+        after_freeze=0.0 if step is None else float(rates[step:].sum() / rates.sum()),
+        lost=tuple((start + at, 1 - float(moved[at])) for at in shown.long().unique().tolist()),
+        lost_share=1 - float((moved * rates).sum() / rates.sum()) if rates.sum() > 0 else 0.0,
+    )
 
 
-def choose_sample(elements: int, most: int) -> Tensor:
+def sample_positions(elements: int, most: int) -> Tensor:
     """Return the positions of a sample: all elements, or runs of neighbours at even distances.
 
-    >>> choose_sample(3, 10).tolist(), len(choose_sample(10**6, 1024)), int(choose_sample(10**6, 1024)[-1])
+    >>> sample_positions(3, 10).tolist(), len(sample_positions(10**6, 1024)), int(sample_positions(10**6, 1024)[-1])
     ([0, 1, 2], 1024, 999999)
     """
     if elements <= most:
@@ -437,21 +414,3 @@ def choose_sample(elements: int, most: int) -> Tensor:
     runs = max(1, most // _SAMPLE_RUN_ELEMENTS)
     begins = torch.linspace(0, elements - _SAMPLE_RUN_ELEMENTS, runs, dtype=torch.float64, device="cpu").long()
     return (begins[:, None] + torch.arange(_SAMPLE_RUN_ELEMENTS, dtype=torch.int64, device="cpu")).flatten()
-
-
-def _compute_freezing(moved: Tensor, rates: Tensor, count: int, run: float, start: int) -> dict[str, Any]:
-    """Return when a layer freezes, and which share of its updates is lost by then."""
-    after = (rates > 0).nonzero()
-    # Where the rate is 0 there is no update that could be lost.
-    active = int(after[-1]) + 1 if len(after) else 0
-    step = find_freeze_step(moved[:active], count, run)
-    places = torch.linspace(0, active - 1, min(_SHOWN_STEPS, active), dtype=torch.float64, device="cpu")
-    shown = places.long().unique().tolist()
-    weighed = float((moved * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
-    return {
-        "freeze_step": None if step is None else start + step,
-        "freeze_lr": None if step is None else float(rates[step]),
-        "after_freeze": 0.0 if step is None else float(rates[step:].sum() / rates.sum()),
-        "lost": tuple((start + at, 1 - float(moved[at])) for at in shown),
-        "lost_share": 1 - weighed,
-    }

@@ -27,12 +27,12 @@ from ._inputs import (
     make_inputs_from_optimizer,
     make_inputs_from_weights,
 )
-from ._layers import choose_sample, forecast_layer
+from ._layers import forecast_layer, sample_positions
 
 # Elements times leaps over all layers that are followed in some seconds.
 _ELEMENT_LEAPS_BUDGET = 2.4e7
-_LARGEST_SAMPLE = 2048
-_SMALLEST_SAMPLE = 256
+_MOST_SAMPLED_ELEMENTS = 2048
+_FEWEST_SAMPLED_ELEMENTS = 256
 _MOST_LEAPS = 400
 # Points of the learning-rate curve that a forecast keeps.
 _RATE_CURVE_POINTS = 240
@@ -148,14 +148,14 @@ def _forecast_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -
     """Follow every layer, each by as many elements and leaps as some seconds allow for all of them."""
     count = len(inputs.parameters)
     leaps = min(_MOST_LEAPS, rates.shape[1])
-    sample = int(max(_SMALLEST_SAMPLE, min(_LARGEST_SAMPLE, _ELEMENT_LEAPS_BUDGET / (leaps * count))))
+    sample = int(max(_FEWEST_SAMPLED_ELEMENTS, min(_MOST_SAMPLED_ELEMENTS, _ELEMENT_LEAPS_BUDGET / (leaps * count))))
     leaps = int(max(1, min(leaps, _ELEMENT_LEAPS_BUDGET / (sample * count))))
     layers = tuple(
         forecast_layer(trained, inputs, rates[trained.group], start=start, sample=sample, leaps=leaps, seed=position)
         for position, trained in enumerate(inputs.parameters)
     )
     notes = list(inputs.notes)
-    broken = [one.name for one in inputs.parameters if _has_nonfinite(one, sample)]
+    broken = [one.name for one in inputs.parameters if _has_nonfinite_elements(one, sample)]
     if broken:
         notes.append(f"{quote(broken)} hold NaN or infinity, in weights or states: these elements are left out")
     unknown = [layer for layer in layers if layer.updates is None and layer.elements and layer.name not in broken]
@@ -171,11 +171,11 @@ def _forecast_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -
     return replace(made, findings=collect_findings("forecast", made))
 
 
-def _has_nonfinite(trained: TrainedTensor, sample: int) -> bool:
+def _has_nonfinite_elements(trained: TrainedTensor, sample: int) -> bool:
     """Return whether the elements that are followed have NaN or infinity, or their states have."""
     count = trained.value.numel()
     states = [value for value in trained.state.values() if isinstance(value, Tensor) and value.numel() == count]
-    index = choose_sample(count, sample)
+    index = sample_positions(count, sample)
     return any(
         not bool(to_float64(one.detach().flatten()[index]).isfinite().all())
         for one in [trained.value, *states]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,29 +18,20 @@ from ._sampler import read_numbers, take_sample
 from ._updates import count_changes, has_float32_weight
 
 
-@dataclass(slots=True)
-class _AverageBeforeUpdate:
+class _AverageBeforeUpdate(NamedTuple):
     """One averaged tensor before its update: a sample of it, and the change that the update wants, if it is known."""
 
     name: str
     tensor: torch.Tensor
     version: int
     before: torch.Tensor
+    # The weights less the averages.
     gap: torch.Tensor
     wanted: torch.Tensor | None
 
 
 class WeightAverageWatcher:
-    """Watches an average of the weights, which is updated between two optimizer steps.
-
-    Args:
-        average: `hu.optim.EMA`, torch's AveragedModel, or a module that holds averaged parameters.
-        model: whose parameters are averaged, of the same names.
-
-    Raises:
-        TypeError: something else.
-        ValueError: no parameter of the average has the name of one of the model's.
-    """
+    """Watches an average of a model's weights, which is updated between two optimizer steps."""
 
     def __init__(self, recorder: Recorder, average: EMA | nn.Module, model: nn.Module) -> None:
         self.recorder, self.average = recorder, average
@@ -53,7 +43,11 @@ class WeightAverageWatcher:
                 f"parameters, got {name_type(average)}"
             )
         live = dict(model.named_parameters())
-        for name, tensor in list_averaged_parameters(average).items():
+        if isinstance(average, EMA):
+            averaged = average._averages
+        else:
+            averaged = dict((average.module if isinstance(average, AveragedModel) else average).named_parameters())
+        for name, tensor in averaged.items():
             if name in live and tensor.shape == live[name].shape and tensor.dtype.is_floating_point:
                 self._pairs.append((name, tensor, live[name]))
         if not self._pairs:
@@ -66,20 +60,18 @@ class WeightAverageWatcher:
             before, live = self._sample_tensor(name, tensor), self._sample_tensor(name, weight)
             if before is not None and live is not None:
                 wanted = _compute_wanted_change(self.average, before, live)
-                one = _AverageBeforeUpdate(name, tensor, tensor._version, before, live - before, wanted)
-                self._awaited.append(one)
+                self._awaited.append(_AverageBeforeUpdate(name, tensor, tensor._version, before, live - before, wanted))
 
     def compare_averages(self) -> None:
         """Compare the averages before the next step with the samples, where they were updated in between."""
-        held, self._awaited = self._awaited, []
-        for one in held:
-            after = self._sample_tensor(one.name, one.tensor)
-            if after is None or one.tensor._version == one.version:
+        awaited, self._awaited = self._awaited, []
+        for name, tensor, version, before, gap, wanted in awaited:
+            after = self._sample_tensor(name, tensor)
+            if after is None or tensor._version == version:
                 continue
-            name = f"average.{one.name}"
-            record = self.recorder.record.averages.setdefault(name, AverageRecord(name, one.tensor.dtype))
-            wanted = one.gap if one.wanted is None else one.wanted
-            count_changes(record.change, one.before, after, wanted, is_wanted_known=one.wanted is not None)
+            key, known = f"average.{name}", wanted is not None
+            record = self.recorder.record.averages.setdefault(key, AverageRecord(key, tensor.dtype))
+            count_changes(record.change, before, after, gap if wanted is None else wanted, is_wanted_known=known)
 
     def _sample_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         key = self.recorder.get_sampling_key(name)
@@ -89,13 +81,6 @@ class WeightAverageWatcher:
                 return take_sample(read_float32_weights([plan])[0], key)
         found = read_numbers(tensor)
         return None if found is None else take_sample(found.flat, key).mul_(found.scale)
-
-
-def list_averaged_parameters(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
-    """Return the averaged parameters by name."""
-    if isinstance(average, EMA):
-        return dict(average._averages)
-    return dict((average.module if isinstance(average, AveragedModel) else average).named_parameters())
 
 
 def _compute_wanted_change(average: EMA | nn.Module, before: torch.Tensor, live: torch.Tensor) -> torch.Tensor | None:

@@ -31,7 +31,13 @@ from .._text import format_multiple
 from ..findings import collect_findings
 from ..page import write_page
 from ._averages import WeightAverageWatcher
-from ._expectations import DtypeExpectations, ExpectedFormats, FormatsByPattern, QuantizedModules
+from ._expectations import (
+    ExpectedFormats,
+    FormatsByPattern,
+    compare_expected_dtypes,
+    match_quantized_modules,
+    read_expected_formats,
+)
 from ._hooks import GradientHooks, ModuleHooks
 from ._ranks import RankComparison
 from ._recorder import Recorder, RowWriter, make_safe_method, run_safely
@@ -39,7 +45,7 @@ from ._sampler import make_sampling_key, read_numbers, take_sample
 from ._updates import UpdateWatcher
 
 # Losses of sampled steps that tell how far neighbouring ones are apart.
-MOST_RECENT_LOSSES = 256
+MOST_COMPARED_LOSSES = 256
 
 
 class Observation:
@@ -66,14 +72,14 @@ class Observation:
         quantized: FormatsByPattern | None,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        self._steps = RunStepCounter(optimizers)
+        self._steps = RunStepTracker(optimizers)
         self.model: nn.Module = model
         self.optimizers: list[torch.optim.Optimizer] = self._steps.optimizers
         self.interval: int = interval
-        self.recorder: Recorder = Recorder(QuantizedModules(model, quantized))
+        self.recorder: Recorder = Recorder(match_quantized_modules(model, quantized))
         self._parameters = ObservedParameters(model, self.optimizers, self.recorder.record)
         self._scales = ScalerTracker(self.recorder.record, scaler, scheduler)
-        self._expectations = DtypeExpectations(model, expect)
+        self._expected = read_expected_formats(expect)
         self._modules = ModuleHooks(self.recorder, model, check)
         self._averages = None if average is None else WeightAverageWatcher(self.recorder, average, model)
         self._ranks = RankComparison(self.recorder, model, self._parameters.named)
@@ -82,7 +88,7 @@ class Observation:
         self._sinks = RowWriter(self.recorder, sinks) if sinks else None
         self._handles: list[RemovableHandle] = []
         self._logged: float | None = None
-        self._losses: deque[float] = deque(maxlen=MOST_RECENT_LOSSES)
+        self._losses: deque[float] = deque(maxlen=MOST_COMPARED_LOSSES)
         self._began: float | None = None
         self._wall: float = 0.0
 
@@ -101,7 +107,7 @@ class Observation:
             self._handles.append(optimizer.register_step_pre_hook(self._handle_step_begin))
             self._handles.append(optimizer.register_step_post_hook(self._handle_step_end))
         if not self.recorder.record.history:
-            run_safely(self.recorder, self._parameters.count_moved)
+            run_safely(self.recorder, self._parameters.record_moved_shares)
         run_safely(self.recorder, self._scales.begin_counting_skips)
         run_safely(self.recorder, self._ranks.begin_observing, len(self))
         run_safely(self.recorder, self._begin_run_step, len(self), True)
@@ -114,12 +120,10 @@ class Observation:
         """
         if self._began is None:
             return self
-        last = self._steps.end_first_run_step()
-        if last is not None:
+        if (last := self._steps.end_first_run_step()) is not None:
             self._end_run_step(last)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
         self._modules.detach()
         self._gradients.detach()
         run_safely(self.recorder, self._ranks.compare_ranks)
@@ -141,9 +145,9 @@ class Observation:
         """All that was counted so far."""
         if self._began is not None:
             self._update_record()
-        self._note_unseen()
+        self._note_missing_observations()
         record = self.recorder.record
-        record.expectations = self._expectations.compare_with_record(record)
+        record.expectations = compare_expected_dtypes(self.model, self._expected, record)
         return record
 
     @property
@@ -201,11 +205,10 @@ class Observation:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Sample before an optimizer's step; with a closure, behind that, which computes the gradients."""
-        ended = self._steps.note_step_begin(optimizer)
-        if ended is not None:
+        if (ended := self._steps.note_step_begin(optimizer)) is not None:
             self._end_run_step(ended)
         if self._scales.searches_left:
-            run_safely(self.recorder, self._scales.search_scaler)
+            run_safely(self.recorder, self._scales.search_callers_for_scaler)
         if not self.recorder.sampling:
             return None
         if self._averages is not None:
@@ -238,11 +241,12 @@ class Observation:
     @make_safe_method
     def _end_run_step(self, optimizer: torch.optim.Optimizer) -> None:
         recorder, record = self.recorder, self.recorder.record
-        scale, skipped = self._scales.read_at_step(recorder.sampling)
+        scale, skipped = self._scales.read_scale_at_step(recorder.sampling)
         loss = self._read_step_loss()
         lr = optimizer.param_groups[0].get("lr")
-        step = StepRecord(recorder.step, recorder.sampling, None if lr is None else float(lr), scale, skipped)
-        step.scheduled, step.loss = self._scales.count_scheduler_steps(), loss
+        scheduled = self._scales.count_scheduler_steps()
+        lr = None if lr is None else float(lr)
+        step = StepRecord(recorder.step, recorder.sampling, lr, scale, skipped, scheduled, loss)
         try:
             if recorder.sampling:
                 record.sampled_steps.append(recorder.step)
@@ -263,9 +267,10 @@ class Observation:
     def _begin_run_step(self, step: int, sampling: bool) -> None:
         self._modules.end_step()
         self._gradients.end_step()
-        self.recorder.begin_step(step, sampling)
+        recorder = self.recorder
+        recorder.step, recorder.sampling, recorder.position = step, sampling, 0
         if sampling:
-            self.recorder.scale = self._scales.get_loss_scale() or 1.0
+            recorder.scale = self._scales.get_loss_scale() or 1.0
             self._modules.attach()
             self._gradients.attach()
             if self._averages is not None:
@@ -283,7 +288,7 @@ class Observation:
             told = float(seen)
         if told is not None and self.recorder.sampling and math.isfinite(told):
             self._losses.append(told)
-            self.recorder.record.loss_gap = measure_loss_gap(self._losses, self.recorder.record.loss_dtype)
+            self.recorder.record.loss_gap = measure_loss_spacing_ratio(self._losses, self.recorder.record.loss_dtype)
         return told
 
     @make_safe_method
@@ -296,25 +301,25 @@ class Observation:
             last.skipped += skipped
             last.scheduled = last.scheduled if scheduled is None else (last.scheduled or 0) + scheduled
         if record.sampled_steps:
-            self._parameters.count_moved()
+            self._parameters.record_moved_shares()
 
-    def _note_unseen(self) -> None:
+    def _note_missing_observations(self) -> None:
         record = self.recorder.record
         if not self.optimizers:
             self.recorder.note_unseen(
                 "no optimizer was given: updates, moments, and which parameters are stepped, are not observed; give it "
                 "as hu.observe(model, optimizer)"
             )
-            return
-        if not record.history:
+        elif not record.history:
             if self._wall:
                 self.recorder.note_unseen(
                     "no optimizer step was seen: the run never stepped, or steps other optimizers"
                 )
-            return
-        ran = any(role == "activation" for role, _ in self.recorder.totals)
-        gradients = any(parameter.gradients for parameter in record.parameters.values())
-        if gradients and self._modules.expects_calls and not ran:
+        elif (
+            self._modules.expects_calls
+            and any(parameter.gradients for parameter in record.parameters.values())
+            and not any(role == "activation" for role, _ in self.recorder.totals)
+        ):
             self.recorder.note_unseen(
                 "no module of the model was seen to run: it runs compiled, or under another object; activations and "
                 "their gradients are not observed"
@@ -323,14 +328,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The record of a run with its steps and cost, apart from the run itself.
-
-    Attributes:
-        record: what was counted.
-        steps: how many optimizer steps were observed.
-        interval: one step in so many was sampled.
-        overhead: share of the run's time that was spent in watching; None where no time passed.
-    """
+    """The record of a run with its observed steps, and the share of its time that observing took, without the model."""
 
     record: Record
     steps: int
@@ -368,21 +366,15 @@ class RunSummary:
         return "\n".join([*format_findings(self.findings), "", *told])
 
 
-class RunStepCounter:
-    """Orders optimizers such that one which holds another counts once, and counts steps.
+class RunStepTracker:
+    """Finds with which optimizer's step a step of the run ends.
 
-    A container that holds several in a list named `optimizers` and steps nothing but their parameters, as torchtitan's,
-    is none of its own: those in it follow their parameters. Of any other pair the one outside follows all.
-
-    A step of the run ends with the step of one optimizer, which leads: the last one to step before another steps again.
-    Where one steps again while the lead does not, it leads from then on.
-
-    Args:
-        given: the optimizers, in any order, with or without those that they hold.
+    That one leads: the last one to step before another steps again. Where one steps again while the lead does not, it
+    leads from then on.
     """
 
     def __init__(self, given: Sequence[torch.optim.Optimizer]) -> None:
-        given = list({id(part): part for one in given for part in find_contained_optimizers(one)}.values())
+        given = list({id(part): part for one in given for part in list_contained_optimizers(one)}.values())
         held = {id(part) for one in given for part in vars(one).values() if isinstance(part, torch.optim.Optimizer)}
         self.optimizers: list[torch.optim.Optimizer] = [one for one in given if id(one) not in held]
         self._lead: torch.optim.Optimizer | None = self.optimizers[0] if len(self.optimizers) == 1 else None
@@ -393,8 +385,7 @@ class RunStepCounter:
         self._stepped.append(optimizer)
         if optimizer is self._lead:
             self._stepped.clear()
-            return True
-        return False
+        return not self._stepped
 
     def note_step_begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """Note that an optimizer begins to step; return the one that ended the step before, if it shows only now."""
@@ -414,8 +405,8 @@ class RunStepCounter:
         return self._lead
 
 
-def find_contained_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers in the attribute `optimizers` of a container, or the optimizer itself."""
+def list_contained_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in a container that steps nothing but their parameters, as torchtitan's, or itself."""
     parts = vars(optimizer).get("optimizers")
     if not isinstance(parts, list | tuple) or not all(isinstance(one, torch.optim.Optimizer) for one in parts):
         return [optimizer]
@@ -424,16 +415,12 @@ def find_contained_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.op
 
 
 class ObservedParameters:
-    """Names, records and first values of a model's and its optimizers' parameters.
-
-    Attributes:
-        named: every parameter once, by name.
-        names: the names by the parameter's id, and by that of the copy that an optimizer steps for it.
-    """
+    """Names, records and first values of a model's and its optimizers' parameters."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], record: Record) -> None:
         self._record = record
         self.named: dict[str, torch.Tensor] = {}
+        # By the parameter's id, and by that of the copy that an optimizer steps for it.
         self.names: dict[int, str] = {}
         self._first: dict[str, torch.Tensor] = {}
         kinds: dict[int, str] = {}
@@ -444,21 +431,20 @@ class ObservedParameters:
         for name, parameter in zip(strip_wrapper_names(named, parallel=False), named.values(), strict=True):
             self._add_parameter(name, parameter, kinds.get(id(parameter), ""))
         for number, optimizer in enumerate(optimizers):
-            self._add_stepped_parameters(number if len(optimizers) > 1 else None, optimizer)
+            self._add_stepped_parameters(f"optimizer.{number}" if len(optimizers) > 1 else "optimizer", optimizer)
 
     def _add_parameter(self, name: str, parameter: torch.Tensor, kind: str) -> None:
         self.named[name], self.names[id(parameter)] = parameter, name
-        dtype, shape = get_memory(parameter).dtype, tuple(get_local(parameter).shape)
-        count = get_local(parameter).numel()
-        self._record.parameters[name] = ParameterRecord(name, kind, dtype, shape, count, parameter.requires_grad)
+        local, dtype = get_local(parameter), get_memory(parameter).dtype
+        trains = parameter.requires_grad
+        self._record.parameters[name] = ParameterRecord(name, kind, dtype, tuple(local.shape), local.numel(), trains)
 
-    def _add_stepped_parameters(self, number: int | None, optimizer: torch.optim.Optimizer) -> None:
-        place = "optimizer" if number is None else f"optimizer.{number}"
-        places = {id(group): k for k, group in enumerate(optimizer.param_groups)}
+    def _add_stepped_parameters(self, prefix: str, optimizer: torch.optim.Optimizer) -> None:
+        numbers = {id(group): k for k, group in enumerate(optimizer.param_groups)}
         for group, position, parameter in walk_model_parameters(optimizer):
             name, given = self.names.get(id(parameter)), group.get("param_names")
             if name is None:
-                name = f"{place}.{given[position]}" if given else f"{place}.{places[id(group)]}.{position}"
+                name = f"{prefix}.{given[position]}" if given else f"{prefix}.{numbers[id(group)]}.{position}"
                 self._add_parameter(name, parameter, "")
             self.names[id(group["params"][position])] = name
             record = self._record.parameters[name]
@@ -467,50 +453,38 @@ class ObservedParameters:
             if isinstance(optimizer, Optimizer):
                 record.weight_update = "none"
 
-    def count_moved(self) -> None:
+    def record_moved_shares(self) -> None:
         """Record which share of each parameter's sample has changed since the first call, before the first step."""
-        samples = self._sample_parameters()
+        samples = {}
+        for name, parameter in self.named.items():
+            numbers = read_numbers(parameter)
+            if numbers is not None:
+                samples[name] = take_sample(numbers.flat, make_sampling_key(0, name)).mul_(numbers.scale)
         self._first = self._first or samples
         for name, now in samples.items():
             before = self._first.get(name)
             if before is not None and len(before) == len(now) and len(now):
                 self._record.parameters[name].moved = float((before != now).cpu().double().mean())
 
-    def _sample_parameters(self) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, parameter in self.named.items():
-            numbers = read_numbers(parameter)
-            if numbers is not None:
-                found[name] = take_sample(numbers.flat, make_sampling_key(0, name)).mul_(numbers.scale)
-        return found
 
-
-MOST_SCALER_SEARCHES = 3
-MOST_CALLER_FRAMES = 14
+_MOST_SCALER_SEARCHES = 3
+_MOST_CALLER_FRAMES = 14
 
 
 class ScalerTracker:
-    """Follows a gradient scaler and a learning-rate scheduler; counts falls of the scale as skipped steps.
-
-    Args:
-        scaler: the run's, or None: then one that calls an optimizer's step is found there, and its skips are counted
-            from that step on.
-
-    Attributes:
-        searches_left: how often the scaler is yet to be looked for, as in the first steps of a run without a given one.
-    """
+    """Follows a gradient scaler and a learning-rate scheduler; counts falls of the scale as skipped steps."""
 
     def __init__(self, record: Record, scaler: torch.amp.GradScaler | None, scheduler: Any | None) -> None:
         self._record, self.scaler, self.scheduler = record, scaler, scheduler
         self._before: float | None = None
-        self.searches_left: int = 0 if scaler is not None else MOST_SCALER_SEARCHES
+        self.searches_left: int = 0 if scaler is not None else _MOST_SCALER_SEARCHES
         self._epoch: int | None = None if scheduler is None else int(getattr(scheduler, "last_epoch", 0))
 
-    def search_scaler(self) -> None:
+    def search_callers_for_scaler(self) -> None:
         """Look for the scaler among the callers of an optimizer's step."""
         self.searches_left -= 1
         frame: FrameType | None = sys._getframe(1)
-        for _ in range(MOST_CALLER_FRAMES):
+        for _ in range(_MOST_CALLER_FRAMES):
             frame = frame.f_back if frame is not None else None
             if frame is None:
                 return
@@ -533,7 +507,7 @@ class ScalerTracker:
             return scaler._compute_global_scale()
         return float(scaler.get_scale())
 
-    def read_at_step(self, sampled: bool) -> tuple[float | None, int]:
+    def read_scale_at_step(self, sampled: bool) -> tuple[float | None, int]:
         """Return what `read_scale_and_skips` does, or (None, 0) where reading would wait for a device to no end."""
         return self.read_scale_and_skips() if sampled or self._is_scale_on_host() else (None, 0)
 
@@ -593,7 +567,7 @@ def thin_history(steps: list[StepRecord]) -> list[StepRecord]:
     return kept + (steps[-1:] if len(steps) % 2 else [])
 
 
-def measure_loss_gap(losses: Iterable[float], dtype: torch.dtype | None) -> float | None:
+def measure_loss_spacing_ratio(losses: Iterable[float], dtype: torch.dtype | None) -> float | None:
     """Return the median ratio, over successive losses, of a dtype's spacing there to their change."""
     losses = list(losses)
     if dtype is None or not dtype.is_floating_point or len(losses) < 2:

@@ -98,7 +98,7 @@ def observe(
         raise TypeError(f"scaler= takes a torch.amp.GradScaler or hu.AdaptiveGradScaler, got {name_type(scaler)}")
     if isinstance(sinks, str | os.PathLike) or not isinstance(sinks, Iterable):
         raise TypeError(f"sinks= takes a list of sinks, got {name_type(sinks)}: put it into a list, sinks=[...]")
-    optimizers = check_optimizers(optimizer)
+    optimizers = unwrap_optimizers(optimizer)
     if not any(True for _ in model.parameters()) and not any(
         group["params"] for one in optimizers for group in one.param_groups
     ):
@@ -111,12 +111,8 @@ def observe(
     return Observation(model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, list(sinks))
 
 
-def check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the torch optimizers among one or several, out of the wrappers of trainers.
-
-    Raises:
-        TypeError: something else, on which hooks are impossible.
-    """
+def unwrap_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return one or several torch optimizers out of the wrappers of trainers."""
     if optimizer is None:
         return []
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Mapping | str | torch.Tensor)
@@ -133,11 +129,8 @@ def check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def find_scheduler(optimizers: Sequence[torch.optim.Optimizer]) -> LRScheduler | None:
-    """Return the scheduler of optimizers, None without one.
-
-    torch's schedulers mark the `step` of their optimizer, but leave no way from there to themselves: only where the
-    mark stands all living objects are searched.
-    """
+    """Return the scheduler of optimizers, None without one."""
+    # torch's schedulers mark the `step` of their optimizer, but leave no way from there to themselves.
     if not any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers):
         return None
     living = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]

@@ -11,7 +11,7 @@ import datetime
 import pickle
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,38 +26,31 @@ from ._recorder import Recorder
 from ._sampler import hash_name, make_sampling_key, read_numbers, take_sample
 
 # Seconds that a rank waits, where it stops, for what the others have yet to say.
-SECONDS_TO_WAIT = 5.0
+RANK_WAIT_SECONDS = 5.0
 _observation_starts: Counter[str] = Counter()
 
 
 @dataclass(slots=True)
 class RankSummary:
-    """One rank's observations, to be compared with the others'.
+    """One rank's observations, to be compared with the others'."""
 
-    Attributes:
-        starts: how often each rank had begun to observe this model when this one had made its first step.
-        step: its last sampled step since it began.
-        hashes: uint32 hashes of the replicated parameters after that step, by name.
-    """
-
+    # How often each rank had begun to observe this model when this one had made its first step.
     starts: list[int]
+    # The last sampled one since it began.
     step: int
+    # Of the replicated parameters after that step, uint32 by name.
     hashes: dict[str, int]
 
 
 class RankComparison:
-    """Compares this rank with others that train the same model, where observing stops.
+    """Compares the bits of replicas on this rank with those on others, where observing stops; no step waits.
 
-    The lowest rank reads what all others saw, and they read that one: whether replicas hold the same bits after their
-    last sampled step. Ranks that began at another step, ended at another one or are late are named in the record's
-    `unseen`; nothing hangs, and no step waits.
-
-    Attributes:
-        other_ranks: ranks to compare with, none before `begin_observing` and behind `compare_ranks`.
+    The lowest rank reads what all others saw, and they read that one.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
         self.recorder, self._model, self._parameters = recorder, model, parameters
+        # None before `begin_observing` and behind `compare_ranks`.
         self.other_ranks: list[int] = []
 
     def begin_observing(self, step: int) -> None:
@@ -86,8 +79,8 @@ class RankComparison:
         # Ranks that train together have all begun when one has made its first step.
         if self._own.step < 0 and store.check(keys):
             self._own.starts = [int(count) for count in store.multi_get(keys)]
-        step = self._own.step = self.recorder.step - self._first
-        self._own.hashes = hash_parameters(self._replicated, lambda name: make_sampling_key(step, name))
+        self._own.step = self.recorder.step - self._first
+        self._own.hashes = hash_parameters(self._replicated, self._own.step)
 
     def compare_ranks(self) -> None:
         """Compare the summaries of other ranks with this one's, and note the missing ones."""
@@ -111,7 +104,7 @@ class RankComparison:
         keys = {rank: f"{key}/{count}" for (rank, key), count in zip(self._keys.items(), own.starts)}
         wanted = others if self.rank < others[0] else others[:1]
         with contextlib.suppress(RuntimeError):  # those that are late are named
-            store.wait([keys[rank] for rank in wanted], datetime.timedelta(seconds=SECONDS_TO_WAIT))
+            store.wait([keys[rank] for rank in wanted], datetime.timedelta(seconds=RANK_WAIT_SECONDS))
         missing = []
         for rank in wanted:
             theirs = pickle.loads(store.get(keys[rank])) if store.check([keys[rank]]) else None
@@ -135,11 +128,7 @@ def _get_default_store() -> Any:
 
 
 def find_replicated_parameters(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the parameters of which all ranks should hold the same bits.
-
-    Not shards of a DTensor, of FSDP1 or of Megatron's tensor parallelism, and not what DistributedDataParallel is told
-    to leave to each rank.
-    """
+    """Return the parameters of which all ranks should hold the same bits: no shards, and none that DDP ignores."""
     own: set[int] = set()
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -152,23 +141,21 @@ def find_replicated_parameters(model: nn.Module, parameters: Mapping[str, torch.
         if is_dtensor(parameter):
             is_sharded = not all(placement.is_replicate() for placement in parameter.placements)
         else:
-            is_sharded = bool(getattr(parameter, "tensor_model_parallel", False))
+            is_sharded = bool(getattr(parameter, "tensor_model_parallel", False))  # Megatron's
         if id(parameter) not in own and not is_sharded and read_numbers(parameter) is not None:
             found[name] = parameter
     return found
 
 
-def hash_parameters(parameters: Mapping[str, torch.Tensor], key: Callable[[str], int]) -> dict[str, int]:
-    """Return the CRC-32 of each parameter's size, scale and sampled elements.
+def hash_parameters(parameters: Mapping[str, torch.Tensor], step: int) -> dict[str, int]:
+    """Return the CRC-32 of each parameter's size, scale and elements that are sampled at a step.
 
     It differs wherever one element of at most 32 bits alone does, and but for a chance of 2^-32 wherever several do.
-
-    Args:
-        key: of the places where the tensors of a name are sampled.
     """
     hashes = {}
     for name, parameter in parameters.items():
         if (found := read_numbers(parameter)) is not None:
             size = zlib.crc32(f"{found.flat.numel()} {found.scale}".encode())
-            hashes[name] = zlib.crc32(take_sample(found.flat, key(name)).numpy().data, size)
+            sample = take_sample(found.flat, make_sampling_key(step, name))
+            hashes[name] = zlib.crc32(sample.numpy().data, size)
     return hashes

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import formats
-from ...sinks import Outlet, Sink, outlet
+from ...formats import BlockFormat, Format
+from ...sinks import Outlet, Sink, make_outlet
 from .._record import Record, Role, StepRecord, TensorRecord
-from ._expectations import QuantizedModules
+from ._expectations import QUANTIZED_ROLES, record_quantization_error
 from ._sampler import (
     ObservedTensor,
     StoredNumbers,
@@ -27,37 +28,27 @@ from ._sampler import (
     take_sample,
 )
 
-WatchedMethod = TypeVar("WatchedMethod", bound=Callable[..., None])
+HookMethod = TypeVar("HookMethod", bound=Callable[..., None])
 
 
 class Recorder:
-    """The state that all hooks of an observation share.
+    """The state that all hooks of an observation share."""
 
-    Attributes:
-        quantized: formats that tensors go through afterwards.
-        step: number of the running step, from 0.
-        sampling: whether tensors of the running step are looked at.
-        position: how many tensors were looked at in this step.
-        scale: the loss scale of the running backward pass.
-        seconds: time spent in watching.
-        fixed: names that are sampled at the same places in every step, so that directions of rounding can be compared.
-    """
-
-    def __init__(self, quantized: QuantizedModules) -> None:
+    def __init__(self, quantized: dict[str, Format | BlockFormat]) -> None:
         self.record: Record = Record()
-        self.quantized: QuantizedModules = quantized
+        self.quantized = quantized
         self.totals: dict[tuple[Role, str], ObservedTensor] = {}
         self.step: int = 0
+        # Whether tensors of the running step are observed, and how many were.
         self.sampling: bool = False
         self.position: int = 0
+        # Of the loss in the running backward pass.
         self.scale: float = 1.0
+        # Spent in observing.
         self.seconds: float = 0.0
         self._free: list[None] = [None]
+        # Names sampled at the same places in every step, so that directions of rounding can be compared.
         self.fixed: set[str] = set()
-
-    def begin_step(self, step: int, sampling: bool) -> None:
-        """Begin a step."""
-        self.step, self.sampling, self.position = step, sampling, 0
 
     def get_sampling_key(self, name: str) -> int:
         """Return the key of the places at which tensors of a name are sampled in this step."""
@@ -72,8 +63,7 @@ class Recorder:
         self, role: Role, name: str, kind: str, tensor: torch.Tensor, scale: float = 1.0
     ) -> TensorRecord | None:
         """Count a tensor under a role and a name; None where its numbers cannot be read."""
-        found = read_numbers(tensor)
-        if found is None:
+        if (found := read_numbers(tensor)) is None:
             return None
         if scale != 1.0:
             found = found._replace(scale=found.scale * scale)
@@ -97,18 +87,15 @@ class Recorder:
             record.nonfinite_steps += 1
         self.position += 1
         count_sample(sample, record)
-        if self.quantized.formats:
+        format = self.quantized.get(name) if role in QUANTIZED_ROLES else None
+        if format is not None and len(sample):
             wide = numbers.flat.dtype == torch.float64  # which block formats round in float64
-            self.quantized.note_quantization(record, sample if wide else sample.float())
+            record_quantization_error(record, format, sample if wide else sample.float())
         return record
 
 
-def make_safe_method(function: WatchedMethod) -> WatchedMethod:
-    """Make a method of an object with a `recorder` a hook that takes its time and never disturbs the run.
-
-    Modes that round or watch functions (`hu.emulate`, an AdaptiveGradScaler) do not see what it does, and an error is
-    noted in the record instead of ending the training.
-    """
+def make_safe_method(function: HookMethod) -> HookMethod:
+    """Make a method of an object with a `recorder` a hook that runs as by `run_safely`."""
 
     @functools.wraps(function)
     def hook(self: Any, *arguments: Any) -> None:
@@ -118,7 +105,11 @@ def make_safe_method(function: WatchedMethod) -> WatchedMethod:
 
 
 def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: Any) -> None:
-    """Call a function as a method of `make_safe_method` is called."""
+    """Call a function that never disturbs the run, and note its time.
+
+    Modes that round or watch functions (`hu.emulate`, an AdaptiveGradScaler) do not see what it does, and an error is
+    noted in the record instead of ending the training.
+    """
     if torch.compiler.is_compiling():
         return
     try:
@@ -154,39 +145,14 @@ def find_float_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from find_float_tensors(item)
 
 
-ROW_COLUMNS = (
-    "step",
-    "loss",
-    "lr",
-    "loss_scale",
-    "skipped",
-    "smallest_exponent",
-    "largest_exponent",
-    "nonfinite_tensors",
-    "updates_lost",
-    "movement_kept",
-    "gradient_underflow",
-)
-
-
 class RowWriter:
-    """Gives each sink a row of every sampled step.
-
-    A row holds `ROW_COLUMNS`: numbers of the run, then three shares over all parameters: of the changes wanted in this
-    step, those that left their element as it was; of the wanted movement, what took place; of the nonzero gradients,
-    about how many became zero in their dtype. None stands for what is not known. Gradients of iterations that a scaler
-    skipped before the step count in it.
-
-    Raises:
-        TypeError: a sink that can take no rows.
-        ValueError: a path that cannot be written.
-    """
+    """Gives each sink a row of every sampled step, in which None stands for what is not known."""
 
     def __init__(self, recorder: Recorder, sinks: Sequence[Sink]) -> None:
         self._recorder, self._record = recorder, recorder.record
-        self._before: list[float] = self._sum_counts()
+        self._before: list[float] = self._sum_record_counts()
         # Of several processes the others may see another disk.
-        self._outlets: list[Outlet] = [outlet(sink, check=is_first_process()) for sink in sinks]
+        self._outlets: list[Outlet] = [make_outlet(sink, check=is_first_process()) for sink in sinks]
 
     def write_row(self, step: StepRecord) -> None:
         """Give a sampled step that has ended to all sinks that still take rows."""
@@ -197,24 +163,31 @@ class RowWriter:
             one.put(row)
             if one.said is not None:
                 self._recorder.note_unseen(f"rows of the steps: {one.said}")
-        self._outlets = [one for one in self._outlets if not one.closed]
+        self._outlets = [one for one in self._outlets if one.said is None]
 
     def _make_row(self, step: StepRecord) -> dict[str, Any]:
-        """Return the row of a sampled step; counts are those since the row before."""
-        sums = self._sum_counts()
+        """Return the row of a sampled step, whose counts and shares are of all since the row before."""
+        sums = self._sum_record_counts()
         skipped, seen, lost, wanted, kept, nonzero, vanished = (b - a for a, b in zip(self._before, sums))
         self._before = sums
-        least, most = step.exponents or (None, None)
-        broken = sum(one.step == step.step and one.step_nonfinite > 0 for one in self._recorder.totals.values())
-        shares = (
-            lost / seen if seen else None,
-            kept / wanted if wanted else None,
-            vanished / (nonzero + vanished) if nonzero else None,
-        )
-        run = (step.step, step.loss, step.lr, step.loss_scale, int(skipped), least, most, broken)
-        return dict(zip(ROW_COLUMNS, (*run, *shares), strict=True))
+        smallest, largest = step.exponents or (None, None)
+        return {
+            "step": step.step,
+            "loss": step.loss,
+            "lr": step.lr,
+            "loss_scale": step.loss_scale,
+            "skipped": int(skipped),
+            "smallest_exponent": smallest,
+            "largest_exponent": largest,
+            "nonfinite_tensors": sum(
+                one.step == step.step and one.step_nonfinite > 0 for one in self._recorder.totals.values()
+            ),
+            "updates_lost": lost / seen if seen else None,
+            "movement_kept": kept / wanted if wanted else None,
+            "gradient_underflow": vanished / (nonzero + vanished) if nonzero else None,
+        }
 
-    def _sum_counts(self) -> list[float]:
+    def _sum_record_counts(self) -> list[float]:
         """Return the sums that a row tells the growth of, over all parameters and gradients."""
         updates = [parameter.update for parameter in self._record.parameters.values()]
         known = [update for update in updates if update.known]

@@ -25,9 +25,9 @@ from ...rounding import mix64
 from ...scaled import ScaledTensor
 from .._record import TensorRecord
 
-RUN_LENGTH = 128
+SAMPLED_RUN_LENGTH = 128
 RUNS_PER_SAMPLE = 32
-SAMPLE_SIZE = RUN_LENGTH * RUNS_PER_SAMPLE
+SAMPLE_SIZE = SAMPLED_RUN_LENGTH * RUNS_PER_SAMPLE
 
 
 def hash_name(name: str) -> int:
@@ -42,42 +42,37 @@ def make_sampling_key(step: int, name: str) -> int:
 
 
 @functools.lru_cache(4096)
-def draw_runs(key: int, elements: int) -> torch.Tensor:
+def draw_sampled_runs(key: int, elements: int) -> torch.Tensor:
     """Return the numbers, in ascending order, of the sampled runs of a tensor of more than 4096 elements.
 
-    >>> runs = draw_runs(7, 10_000)
+    >>> runs = draw_sampled_runs(7, 10_000)
     >>> len(runs), bool(((0 <= runs) & (runs < 79)).all())
     (32, True)
     """
-    draw, runs = random.Random(key).random, -(-elements // RUN_LENGTH)
+    draw, runs = random.Random(key).random, -(-elements // SAMPLED_RUN_LENGTH)
     drawn = [int((k + draw()) * runs / RUNS_PER_SAMPLE) for k in range(RUNS_PER_SAMPLE)]
     return torch.tensor(drawn, dtype=torch.int64, device="cpu")
 
 
-_SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
+SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
 _PLAIN_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 PLAIN_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class StoredNumbers(NamedTuple):
-    """A tensor's numbers.
+    """A tensor's numbers: contiguous, without history, of any shape, to be multiplied by `scale`."""
 
-    Attributes:
-        flat: contiguous, without history, of any shape; payload of a scaled tensor, values of an expansion.
-        dtype: of its storage: a payload's, a component's.
-        scale: its values are `flat` times this.
-    """
-
+    # The payload of a scaled tensor, the values of an expansion.
     flat: torch.Tensor
+    # Of the storage: a payload's, a component's.
     dtype: torch.dtype
     scale: float = 1.0
 
 
 def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
-    """Return a tensor's numbers in row-major order; None where it holds none that can be read.
+    """Return a tensor's numbers in row-major order, of a DTensor those of this process; None where none can be read.
 
-    Floating-point tensors only; of a DTensor the shard on this process. A sparse, quantized, nested, fake or meta
-    tensor, and one inside a transform of torch.func, has none.
+    A sparse, quantized, nested, fake or meta tensor, and one inside a transform of torch.func, has none.
     """
     if tensor.dtype in _PLAIN_DTYPES and plain_address(tensor):
         return StoredNumbers(tensor.detach(), tensor.dtype)
@@ -90,7 +85,7 @@ def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
             return StoredNumbers(payload.contiguous(), payload.dtype, float(tensor.scale))
         if isinstance(tensor, MCTensor):
             dtype = tensor.components[0].dtype
-            decoded = tensor.detach().decode(torch.float32 if dtype in _SIXTEEN_BIT_DTYPES else torch.float64)
+            decoded = tensor.detach().decode(torch.float32 if dtype in SIXTEEN_BIT_DTYPES else torch.float64)
             return StoredNumbers(to_plain_memory(decoded).contiguous(), dtype)
         flat = to_plain_memory(tensor.detach())
     except TypeError:
@@ -100,31 +95,21 @@ def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
 
 @dataclass(slots=True)
 class ObservedTensor:
-    """The record of a tensor role, and what its last sampled step has shown so far.
-
-    Attributes:
-        record: of all steps.
-        step: the last sampled step in which the tensor was seen; -1 before.
-        step_nonfinite: infinities and NaN in that step.
-    """
+    """The record of a tensor role, and the infinities and NaN in the last sampled step that it was seen in."""
 
     record: TensorRecord
     step: int = -1
     step_nonfinite: int = 0
 
-    def begin_step(self, step: int) -> None:
-        """Start a step at a tensor's first appearance in it."""
-        if self.step != step:
-            self.step, self.step_nonfinite = step, 0
-            self.record.steps += 1
-            self.record.last_amax = 0.0
-
 
 @keeping_subnormals()
 def measure_amax(numbers: StoredNumbers, totals: ObservedTensor, step: int) -> None:
     """Count all elements of a tensor, and note its largest, at a step."""
-    totals.begin_step(step)
     record, flat = totals.record, widen_eight_bit_floats(numbers.flat)
+    if totals.step != step:
+        totals.step, totals.step_nonfinite = step, 0
+        record.steps += 1
+        record.last_amax = 0.0
     record.elements += flat.numel()
     if not flat.numel():
         return
@@ -153,8 +138,8 @@ def count_sample(sample: torch.Tensor, record: TensorRecord) -> None:
         bins[0] -= len(values) - np.count_nonzero(values)  # without zeros
     with np.errstate(over="ignore"):
         record.rms = math.sqrt(values @ values / max(1, len(values)))
-    places = bins[:2047].nonzero()[0]
-    for power, count in zip((places - 1023).tolist(), bins[places].tolist()):
+    powers = bins[:2047].nonzero()[0]
+    for power, count in zip((powers - 1023).tolist(), bins[powers].tolist()):
         record.histogram[power] = record.histogram.get(power, 0) + count
 
 
@@ -166,23 +151,15 @@ def widen_eight_bit_floats(tensor: torch.Tensor) -> torch.Tensor:
 
 @keeping_subnormals()
 def take_sample(flat: torch.Tensor, key: int) -> torch.Tensor:
-    """Return a copy of a contiguous tensor's sampled elements, in float64 on the CPU.
-
-    The tensor has no history.
-    """
-    taken = _pick_elements(flat, key).cpu()
-    return taken.clone() if taken.dtype == torch.float64 and flat.numel() <= SAMPLE_SIZE else taken.double()
-
-
-def _pick_elements(flat: torch.Tensor, key: int) -> torch.Tensor:
-    """Return a tensor's sampled elements, flat; the last run may be shorter than 128."""
-    given, elements = widen_eight_bit_floats(flat), flat.numel()
+    """Return a copy of the sampled elements of a contiguous tensor without history, flat, in float64 on the CPU."""
+    given, elements = widen_eight_bit_floats(flat).view(-1), flat.numel()
     if elements <= SAMPLE_SIZE:
-        return given.view(-1)
-    runs, rest = draw_runs(key, elements).to(given.device), elements % RUN_LENGTH
+        taken = given.cpu()
+        return taken.clone() if taken.dtype == torch.float64 else taken.double()
+    runs, rest = draw_sampled_runs(key, elements).to(given.device), elements % SAMPLED_RUN_LENGTH
     if not rest:
-        return given.view(-1, RUN_LENGTH).index_select(0, runs).view(-1)
-    given = given.view(-1)
-    short = runs[runs == elements // RUN_LENGTH]
-    taken = given[: elements - rest].view(-1, RUN_LENGTH).index_select(0, runs[: RUNS_PER_SAMPLE - len(short)]).view(-1)
-    return torch.cat([taken, given[elements - rest :]]) if len(short) else taken
+        return given.view(-1, SAMPLED_RUN_LENGTH).index_select(0, runs).view(-1).cpu().double()
+    short = runs[runs == elements // SAMPLED_RUN_LENGTH]  # than 128
+    whole = given[: elements - rest].view(-1, SAMPLED_RUN_LENGTH)
+    taken = whole.index_select(0, runs[: RUNS_PER_SAMPLE - len(short)]).view(-1)
+    return (torch.cat([taken, given[elements - rest :]]) if len(short) else taken).cpu().double()

@@ -29,17 +29,15 @@ OutputSample = tuple[torch.dtype, torch.Tensor]
 def sample_output(recorder: Recorder, name: str, output: torch.Tensor) -> OutputSample | None:
     """Return a sample of a module's output, at the same places in all of one step; None without numbers."""
     found = read_numbers(output)
-    return (
-        None
-        if found is None
-        else (found.dtype, take_sample(found.flat, recorder.get_sampling_key(name)).mul_(found.scale))
-    )
+    if found is None:
+        return None
+    return found.dtype, take_sample(found.flat, recorder.get_sampling_key(name)).mul_(found.scale)
 
 
 def measure_result_difference(name: str, first: OutputSample, second: OutputSample) -> OutputDifference:
     """Return how samples of two outputs of a module differ; NaN where the other has NaN counts as equal."""
-    dtypes = str(first[0]).removeprefix("torch."), str(second[0]).removeprefix("torch.")
-    a, b = first[1], second[1]
+    (dtype, a), (other, b) = first, second
+    dtypes = str(dtype).removeprefix("torch."), str(other).removeprefix("torch.")
     if len(a) != len(b):
         return OutputDifference(name, dtypes, 1.0, float("inf"))
     differing = (a != b) & ~(a.isnan() & b.isnan())
@@ -49,52 +47,38 @@ def measure_result_difference(name: str, first: OutputSample, second: OutputSamp
     return OutputDifference(name, dtypes, int(differing.sum()) / max(1, len(a)), distance)
 
 
-def keep_larger_difference(records: list[OutputDifference], made: OutputDifference) -> None:
-    """Keep the larger difference of each module."""
+def record_larger_difference(records: list[OutputDifference], made: OutputDifference) -> None:
+    """Put a module's difference into records, in place of one that is smaller."""
     there = next((k for k, one in enumerate(records) if one.name == made.name), None)
     if there is None:
         records.append(made)
-    elif _rank_difference(made) > _rank_difference(records[there]):
-        records[there] = made
+    else:
+        records[there] = max(records[there], made, key=_make_difference_sort_key)
 
 
-def _rank_difference(one: OutputDifference) -> tuple[bool, float, float]:
+def _make_difference_sort_key(one: OutputDifference) -> tuple[bool, float, float]:
     return one.dtypes[0] != one.dtypes[1], one.relative, one.differing
 
 
-class RecomputationCheck:
-    """Compares the outputs of modules whose forward pass runs again in the backward pass, as under checkpointing."""
+def compare_recomputed_output(
+    recorder: Recorder, first: dict[str, OutputSample | None], name: str, output: torch.Tensor, in_backward: bool
+) -> None:
+    """Keep a sample of a module's first output, or compare the one that checkpointing computes in the backward pass.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self._first: dict[str, OutputSample | None] = {}
-
-    def end_step(self) -> None:
-        """Forget one step's outputs."""
-        self._first.clear()
-
-    def note_output(self, name: str, output: torch.Tensor, again: bool) -> None:
-        """Keep a sample of a first output, or compare a second one with it; modules called twice are left out."""
-        sample = sample_output(self.recorder, name, output)
-        if sample is None:
-            return
-        if not again:
-            self._first[name] = None if name in self._first else sample
-        elif (first := self._first.get(name)) is not None:
-            self._first[name] = None
-            keep_larger_difference(self.recorder.record.recomputed, measure_result_difference(name, first, sample))
+    Modules called twice are left out.
+    """
+    sample = sample_output(recorder, name, output)
+    if sample is None:
+        return
+    if not in_backward:
+        first[name] = None if name in first else sample
+    elif (before := first.get(name)) is not None:
+        first[name] = None
+        record_larger_difference(recorder.record.recomputed, measure_result_difference(name, before, sample))
 
 
 class CompiledModuleCheck:
-    """Runs copies of the eager originals of compiled modules on copies of their inputs, in sampled steps.
-
-    Where two such runs differ from each other, where they draw random numbers, which compiled code draws in another
-    order, where a module has hooks, which would run twice, and where something cannot be copied, there is no verdict,
-    but a sentence in the record.
-
-    Args:
-        modules: compiled modules that wrap an original, by name.
-    """
+    """Runs copies of the eager originals of compiled modules on copies of their inputs; says where that cannot be."""
 
     def __init__(self, recorder: Recorder, modules: dict[str, nn.Module]) -> None:
         self.recorder, self._modules = recorder, modules
@@ -105,16 +89,15 @@ class CompiledModuleCheck:
         """Attach the hooks around compiled modules, which run outside of what was compiled."""
         for name, module in self._modules.items() if not self._handles else ():
             before = functools.partial(self._prepare_comparison, name)
-            after = functools.partial(self._compare_with_eager, name)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             # Before hooks of the user's that change outputs.
+            after = functools.partial(self._compare_with_eager, name)
             self._handles.append(module.register_forward_hook(after, prepend=True))
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
         self._expected.clear()
 
     def _prepare_comparison(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -128,9 +111,9 @@ class CompiledModuleCheck:
         original = module._orig_mod
         # A copy of the wrapper would reduce its gradients by communication.
         original = original.module if isinstance(original, DistributedDataParallel) else original
-        reason = explain_incomparable(original)
+        reason = explain_incomparable_module(original)
         try:
-            runs = [] if reason else [run_copy_eagerly(original, args, kwargs) for _ in range(2)]
+            runs = [] if reason else [run_module_copy_eagerly(original, args, kwargs) for _ in range(2)]
         except Exception as error:
             runs, reason = [], f"it cannot be copied, or its copy cannot run ({type(error).__name__})"
         samples = [[sample_output(self.recorder, name, one) for one in find_float_tensors(run)] for run, _ in runs]
@@ -150,9 +133,8 @@ class CompiledModuleCheck:
         if expected is None:
             return
         found = [sample_output(self.recorder, name, one) for one in find_float_tensors(output)]
-        made = find_largest_difference(name, expected, found)
-        if made is not None:
-            keep_larger_difference(self.recorder.record.compiled, made)
+        if (made := find_largest_difference(name, expected, found)) is not None:
+            record_larger_difference(self.recorder.record.compiled, made)
 
 
 def find_largest_difference(
@@ -160,31 +142,31 @@ def find_largest_difference(
 ) -> OutputDifference | None:
     """Return the difference of the outputs that differ most; None where none is floating-point."""
     pairs = ((a, b) for a, b in zip(first, second) if a is not None and b is not None)
-    return max((measure_result_difference(name, a, b) for a, b in pairs), key=_rank_difference, default=None)
+    return max((measure_result_difference(name, a, b) for a, b in pairs), key=_make_difference_sort_key, default=None)
 
 
-_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MODULE_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def explain_incomparable(module: nn.Module) -> str | None:
+def explain_incomparable_module(module: nn.Module) -> str | None:
     """Return why a module is never run a second time; None where it may be."""
     if any(hasattr(parameter, "placements") for parameter in module.parameters()):
         return "its parameters are sharded, and another run would communicate"
     modes = torch.overrides._get_current_function_mode_stack()
     if torch._C._len_torch_dispatch_stack() or any(not isinstance(mode, DeviceContext) for mode in modes):
         return "it runs under a mode that changes or watches its functions"
-    own = any(getattr(one, table) for one in module.modules() for table in _HOOK_TABLES)
-    if own or any(getattr(_torch_module, f"_global{table}") for table in _HOOK_TABLES):
+    own = any(getattr(one, table) for one in module.modules() for table in _MODULE_HOOK_TABLES)
+    if own or any(getattr(_torch_module, f"_global{table}") for table in _MODULE_HOOK_TABLES):
         return "hooks on its modules would run a second time; remove them to compare"
     return None
 
 
-def run_copy_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+def run_module_copy_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
     """Return what a copy of a module makes of copies of inputs in eager mode, and whether it drew random numbers."""
-    twin = copy.deepcopy(module)
+    copied = copy.deepcopy(module)
     given = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x), (args, kwargs))
     drawn = random.getstate(), np.random.get_state()
-    cached, before = torch.is_autocast_cache_enabled(), _read_random_states()
+    cached, before = torch.is_autocast_cache_enabled(), _read_random_generator_states()
     # Weights that this run casts would be found by layers that follow.
     torch.set_autocast_cache_enabled(False)
     try:
@@ -195,15 +177,15 @@ def run_copy_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             torch.enable_grad(),  # as the compiled run, by which a module may choose what it computes
             saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),  # instead of the user's
         ):
-            output = twin(*given[0], **given[1])
-            return output, _read_random_states() != before
+            output = copied(*given[0], **given[1])
+            return output, _read_random_generator_states() != before
     finally:
         torch.set_autocast_cache_enabled(cached)
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
 
 
-def _read_random_states() -> tuple[Any, ...]:
+def _read_random_generator_states() -> tuple[Any, ...]:
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = [one.numpy().tobytes() for one in (torch.get_rng_state(), *devices)]
     numpy_state: Any = np.random.get_state()

@@ -18,18 +18,19 @@ from ...kernels import keeping_subnormals
 from ...optim import Optimizer
 from ...optim._float32 import read_float32_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
+from ...optim.rules._update_rule import UpdateRule
 from ...optim.states._codec import PlainCodec
 from ...optim.step._kernel import change_by_rule
 from .._record import ParameterRecord, RealisedChanges, Role, RoundingRecord
 from ._recorder import Recorder
-from ._sampler import StoredNumbers, read_numbers, take_sample
+from ._sampler import SIXTEEN_BIT_DTYPES, StoredNumbers, read_numbers, take_sample
 
 OptimizerOptions = Mapping[str, Any]
 # Whether weight decay multiplies the weight by 1 - lr wd, rounded by itself, before the update is subtracted.
 ELEMENTWISE_OPTIMIZERS: dict[type[torch.optim.Optimizer], Callable[[OptimizerOptions], bool]] = {}
 # State entries that belong to a whole tensor, whatever its shape.
 WHOLE_TENSOR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
-_TORCH_WRAPPERS = ("torch.optim.optimizer", "torch.utils._contextlib")
+_TORCH_WRAPPER_MODULES = ("torch.optim.optimizer", "torch.utils._contextlib")
 
 
 def register_elementwise(
@@ -73,15 +74,7 @@ class ShadowOptimizer:
     def step(
         self, weights: torch.Tensor, gradients: torch.Tensor, states: dict[str, Any], options: OptimizerOptions
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return weights and states after one step, which the next one overwrites; no hooks of the user's are called.
-
-        Call it where gradients are not recorded.
-
-        Args:
-            weights, gradients: flat float64.
-            states: of these elements, empty before the first step.
-            options: the group's.
-        """
+        """Return flat float64 weights and states after one step without hooks, which the next one overwrites."""
         weight = self._weight
         if weight is None or weight.numel() != weights.numel():
             weight = self._weight = torch.nn.Parameter(weights.clone())
@@ -104,31 +97,29 @@ class ShadowOptimizer:
         # Without torch's wrappers around it: hooks, a profiler's range, the mode of gradients.
         step: Any = type(one).step
         step = getattr(step, "__wrapped__", step)
-        while hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _TORCH_WRAPPERS:
+        while (
+            hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _TORCH_WRAPPER_MODULES
+        ):
             step = step.__wrapped__
         step(one)
         return weight.detach(), one.state[weight]
 
 
 class ParameterBeforeStep(NamedTuple):
-    """A parameter that is about to step, and its numbers: copies of them perhaps, held until they have been sampled.
-
-    Attributes:
-        states: what a step of torch's optimizers of known formula reads besides, tensors of its elements as their
-            numbers; None of others.
-    """
+    """A parameter that is about to step, and its numbers, held until they have been sampled."""
 
     record: ParameterRecord
     parameter: torch.Tensor
     weight: StoredNumbers
     gradient: StoredNumbers
+    # Of torch's optimizers of known formula, tensors of the parameter's elements as StoredNumbers; None of others.
     states: dict[str, Any] | None
 
 
 def sample_tensors(
     recorder: Recorder, records: Sequence[ParameterRecord], numbers: Sequence[StoredNumbers], role: Role | None = None
 ) -> list[torch.Tensor]:
-    """Return samples of one tensor per parameter in float64; under a role count the tensors too."""
+    """Return samples of one tensor per parameter in float64; under a role count the tensors, too."""
     samples = []
     for record, one in zip(records, numbers, strict=True):
         sample = take_sample(one.flat, recorder.get_sampling_key(record.name))
@@ -150,11 +141,7 @@ def count_changes(
 ) -> None:
     """Add to a record what of the wanted changes of a tensor's sample took place.
 
-    Args:
-        before, after: the sample around the change.
-        wanted: the changes that were wanted; where they are not known, the gradients, whose zeros want none.
-        is_wanted_known: whether `wanted` is what was wanted.
-        decreases_only: whether wanted decreases alone are counted.
+    Where these are not known, `wanted` is the gradients, whose zeros want none.
     """
     old, new, aim = (x.detach().to("cpu", torch.float64).contiguous().numpy() for x in (before, after, wanted))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -189,25 +176,20 @@ WantedUpdate = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 @dataclass(slots=True)
 class ParameterBatch:
-    """Parameters that step together, their samples one after another in float64.
-
-    Attributes:
-        sizes: elements of each parameter.
-        counts: sampled elements of each parameter.
-        weight, gradient: samples before the step.
-        states: samples of their states, and numbers of whole tensors, before the step.
-        compute_wanted: computes the wanted update; None where no formula is known.
-        is_unplanned: whether halfulp's optimizer has yet to lay out their states, so that nothing is known.
-    """
+    """Parameters that step together, their samples before the step one after another in float64."""
 
     records: list[ParameterRecord]
     parameters: list[torch.Tensor]
+    # Elements of each parameter, and sampled ones.
     sizes: list[int]
     counts: list[int]
     weight: torch.Tensor
     gradient: torch.Tensor
+    # Samples, and numbers of whole tensors.
     states: dict[str, Any] = field(default_factory=dict)
+    # None where no formula is known.
     compute_wanted: Callable[[ParameterBatch], WantedUpdate] | None = None
+    # Whether halfulp's optimizer has yet to lay out their states, so that nothing is known.
     is_unplanned: bool = False
 
     def split_samples(self, packed: torch.Tensor) -> list[torch.Tensor]:
@@ -221,11 +203,7 @@ class ParameterBatch:
 
 
 class UpdateWatcher:
-    """Watches the steps of one optimizer.
-
-    Args:
-        names: of its parameters, by id.
-    """
+    """Watches the steps of one optimizer, whose parameters have names by id."""
 
     def __init__(self, recorder: Recorder, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
         self.recorder, self.optimizer, self._names = recorder, optimizer, names
@@ -235,11 +213,7 @@ class UpdateWatcher:
         self._surprises: dict[str, torch.Tensor] = {}
 
     def sample_before_step(self, arrived: set[str]) -> None:
-        """Sample weights, gradients and states before a step.
-
-        Args:
-            arrived: names whose gradients were looked at when they arrived.
-        """
+        """Sample weights, gradients and states before a step; `arrived` names gradients that were counted already."""
         self._batches = []
         batches = self._group_parameters()
         for one in itertools.chain.from_iterable(members for _, members in batches):
@@ -252,38 +226,31 @@ class UpdateWatcher:
         batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[ParameterBeforeStep]]] = {}
         for group in self.optimizer.param_groups:
             options = {
-                key: _convert_option(value)
+                key: _convert_tensor_option(value)
                 for key, value in group.items()
                 if key not in _IGNORED_GROUP_KEYS
-                and (isinstance(value, _OPTION_TYPES) or (isinstance(value, torch.Tensor) and value.numel() == 1))
+                and (isinstance(value, _KNOWN_OPTION_TYPES) or (isinstance(value, torch.Tensor) and value.numel() == 1))
             }
             kind = tuple(options.items())
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None:
                     continue
-                one = self._read_parameter(
-                    self.recorder.record.parameters[name], parameter, parameter.grad, group, options
-                )
-                if one is not None:
+                record = self.recorder.record.parameters[name]
+                record.gradients += 1
+                record.gradient_dtype, record.options = parameter.grad.dtype, options
+                if isinstance(self.optimizer, Optimizer):
+                    chosen = group.get("weight_update")
+                    record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
+                if (one := self._read_parameter(record, parameter, parameter.grad)) is not None:
                     key = (kind, parameter.dtype, parameter.grad.dtype, *self._get_batch_key(one, group))
                     batches.setdefault(key, (group, []))[1].append(one)
         return list(batches.values())
 
     def _read_parameter(
-        self,
-        record: ParameterRecord,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        group: dict[str, Any],
-        options: dict[str, Any],
+        self, record: ParameterRecord, parameter: torch.Tensor, gradient: torch.Tensor
     ) -> ParameterBeforeStep | None:
         """Return a parameter that is about to step; None where it has no numbers that can be read."""
-        record.gradients += 1
-        record.gradient_dtype, record.options = gradient.dtype, options
-        if isinstance(self.optimizer, Optimizer):
-            chosen = group.get("weight_update")
-            record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
         weight, slope = read_numbers(parameter), read_numbers(gradient)
         if weight is None or slope is None or weight.flat.numel() != slope.flat.numel():
             self.recorder.note_unseen(f"{record.name}: a parameter or gradient whose numbers cannot be read")
@@ -303,64 +270,47 @@ class UpdateWatcher:
             if plan is None:
                 return (None,)
             names = [slot.name for slot in plan.spec.rule.states]
-            return (
-                id(group),
-                plan.state.get("step"),
-                has_float32_weight(plan),
-                self._has_elementwise_rule(plan, group),
-                *names,
-            )
+            elementwise = has_elementwise_rule(plan, self.optimizer.rule(group))
+            return (id(group), plan.state.get("step"), has_float32_weight(plan), elementwise, *names)
         if one.states is None:
             return (None,)
         return tuple(
-            (key, value.flat.dtype if isinstance(value, StoredNumbers) else _convert_to_float(value, 0.0))
+            (key, value.flat.dtype if isinstance(value, StoredNumbers) else _convert_number_to_float(value, 0.0))
             for key, value in one.states.items()
         )
 
-    def _has_elementwise_rule(self, plan: ParameterPlan, group: dict[str, Any]) -> bool:
-        """Return whether a parameter of halfulp's optimizers changes by a rule of its elements alone.
-
-        It does not under `wrap` or scaled parameters, and where the rule looks at whole tensors first.
-        """
-        assert isinstance(self.optimizer, Optimizer)
-        rule = self.optimizer.rule(group)
-        return not (plan.spec.scaled or rule.assigns or rule.is_late)
-
     def _sample_batch(self, group: dict[str, Any], members: list[ParameterBeforeStep]) -> ParameterBatch:
         """Sample weights, gradients and states of parameters that step together."""
-        records, sizes = [one.record for one in members], [one.weight.flat.numel() for one in members]
-        weights = sample_tensors(self.recorder, records, [one.weight for one in members], "weight")
-        weight = torch.cat(weights)
-        gradient = torch.cat(sample_tensors(self.recorder, records, [one.gradient for one in members]))
-        divisor = _convert_to_float(getattr(self.optimizer, "grad_scale", None), 1.0)
+        records, parameters, weights, gradients, all_states = map(list, zip(*members))
+        samples = sample_tensors(self.recorder, records, weights, "weight")
+        weight, gradient = torch.cat(samples), torch.cat(sample_tensors(self.recorder, records, gradients))
+        divisor = _convert_number_to_float(getattr(self.optimizer, "grad_scale", None), 1.0)
         if divisor != 1.0:
             gradient = gradient / divisor
-        counts = list(map(len, weights))
-        batch = ParameterBatch(records, [one.parameter for one in members], sizes, counts, weight, gradient)
+        sizes = [numbers.flat.numel() for numbers in weights]
+        batch = ParameterBatch(records, parameters, sizes, list(map(len, samples)), weight, gradient)
         for record, slope in zip(records, batch.split_samples(gradient)):
             record.nonzero_gradients += int(slope.count_nonzero())
-        first = members[0]
         if isinstance(self.optimizer, Optimizer):
-            plan = self.optimizer._plans.get(first.parameter)
+            plan = self.optimizer._plans.get(parameters[0])
             batch.is_unplanned = plan is None
             if plan is not None:
                 batch.weight = self._sample_float32_weights(batch, weight)
-                if self._has_elementwise_rule(plan, group):
+                rule = self.optimizer.rule(group)
+                if has_elementwise_rule(plan, rule):
                     batch.states = self._sample_decoded_states(batch)
-                    rule = self.optimizer.rule(group)
                     constants = rule.values(group, plan.state["step"] + 1)
 
                     def compute_by_rule(batch: ParameterBatch) -> WantedUpdate:
                         states = [state.float() for state in batch.states.values()]
                         change, new = change_by_rule(rule, batch.weight, batch.gradient, states, constants)
-                        change, found = change.double(), {key: one.double() for key, one in zip(batch.states, new)}
-                        return change, found
+                        return change.double(), {key: one.double() for key, one in zip(batch.states, new)}
 
                     batch.compute_wanted = compute_by_rule
-        elif first.states is not None:
-            for key, value in first.states.items():
+        elif all_states[0] is not None:
+            for key, value in all_states[0].items():
                 if isinstance(value, StoredNumbers):
-                    held = [one.states[key] for one in members if one.states is not None]
+                    held = [states[key] for states in all_states]
                     batch.states[key] = torch.cat(sample_tensors(self.recorder, records, held))
                 else:
                     batch.states[key] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -395,7 +345,7 @@ class UpdateWatcher:
     def compare_after_step(self) -> None:
         """Compare the changes and states that the step wanted with those that it made."""
         batches, self._batches = self._batches, []
-        if not batches or _convert_to_float(getattr(self.optimizer, "found_inf", None), 0.0):
+        if not batches or _convert_number_to_float(getattr(self.optimizer, "found_inf", None), 0.0):
             return
         for batch in batches:
             numbers = [one for parameter in batch.parameters if (one := read_numbers(parameter)) is not None]
@@ -407,11 +357,15 @@ class UpdateWatcher:
                 now = self._sample_float32_weights(batch, now)
                 states_now = self._sample_decoded_states(batch) if batch.states else {}
             if batch.compute_wanted is None:
+                change = now - batch.weight
                 updates = [record.update for record in batch.records]
                 batch.count_changes(updates, batch.weight, now, batch.gradient, is_wanted_known=False)
-                self._count_updates(batch, now - batch.weight)
             else:
-                self._compare_with_wanted(batch, batch.compute_wanted(batch), now, states_now)
+                change, states = batch.compute_wanted(batch)
+                self._compare_with_wanted(batch, (change, states), now, states_now)
+            for record, part in zip(batch.records, batch.split_samples(change)):
+                dtype = record.dtype if record.dtype.is_floating_point else torch.float32
+                self.recorder.count_numbers("update", record.name, record.kind, StoredNumbers(part, dtype), part)
 
     def _compare_with_wanted(
         self, batch: ParameterBatch, wanted: WantedUpdate, now: torch.Tensor, states_now: Mapping[str, torch.Tensor]
@@ -419,8 +373,7 @@ class UpdateWatcher:
         change, states = wanted
         for record, *pair in zip(batch.records, batch.split_samples(batch.weight + change), batch.split_samples(now)):
             if record.name in self.recorder.fixed:
-                self._count_directions(record, *pair)
-        self._count_updates(batch, change)
+                self._count_rounding_directions(record, *pair)
         batch.count_changes([one.update for one in batch.records], batch.weight, now, change)
         for key, state in states.items():
             if key in states_now:
@@ -442,22 +395,18 @@ class UpdateWatcher:
 
     def _compute_by_shadow(self, batch: ParameterBatch) -> WantedUpdate:
         """Return the update of samples by the optimizer's own class, in float64."""
-        options = batch.records[0].options
         states = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in batch.states.items()}
         assert self._shadow is not None, "known by its class"
-        values, found = self._shadow.step(batch.weight, batch.gradient, states, options)
-        shape = batch.weight.shape
+        values, found = self._shadow.step(batch.weight, batch.gradient, states, batch.records[0].options)
         own = {
-            key: x for key, x in found.items() if key not in WHOLE_TENSOR_STATES and getattr(x, "shape", None) == shape
+            key: value
+            for key, value in found.items()
+            if key not in WHOLE_TENSOR_STATES and getattr(value, "shape", None) == batch.weight.shape
         }
         return values - batch.weight, own
 
-    def _count_directions(self, record: ParameterRecord, wanted: torch.Tensor, after: torch.Tensor) -> None:
-        """Count the directions in which a parameter's samples were rounded, at the same places in each step.
-
-        Args:
-            wanted, after: float64 values before rounding, and what was stored.
-        """
+    def _count_rounding_directions(self, record: ParameterRecord, wanted: torch.Tensor, after: torch.Tensor) -> None:
+        """Count the directions in which float64 samples at the same places in each step were rounded to stored ones."""
         low, high = find_rounding_neighbours(wanted, record.dtype)
         up = after == high
         probability = (wanted - low) / (high - low)
@@ -472,15 +421,10 @@ class UpdateWatcher:
         if before is not None and len(before) == len(surprise):
             products = before * surprise
             products = products[products.isfinite()]
-            if len(products) >= FEWEST_CORRELATED:
+            if len(products) >= _FEWEST_CORRELATED_ELEMENTS:
                 correlation = float(products.mean())
                 rounding.repeated = correlation if rounding.repeated is None else max(rounding.repeated, correlation)
         self._surprises[record.name] = surprise
-
-    def _count_updates(self, batch: ParameterBatch, change: torch.Tensor) -> None:
-        for record, part in zip(batch.records, batch.split_samples(change)):
-            dtype = record.dtype if record.dtype.is_floating_point else torch.float32
-            self.recorder.count_numbers("update", record.name, record.kind, StoredNumbers(part, dtype), part)
 
     def _count_states(self, batch: ParameterBatch) -> dict[str, torch.Tensor]:
         """Count the states after the step, and return samples of those that all parameters of a batch have."""
@@ -516,31 +460,30 @@ def _read_states(given: Mapping[str, Any], size: int) -> dict[str, Any] | None:
 
 
 def has_float32_weight(plan: ParameterPlan) -> bool:
-    """Return whether a parameter and its auxiliary tensors stand for a float32 weight, which is sampled instead.
-
-    Not where the weight is a ScaledTensor's or an MCTensor's.
-    """
+    """Return whether a plain parameter and its auxiliary tensors stand for a float32 weight, which is sampled."""
     return not (plan.spec.scaled or plan.spec.in_parameter) and bool(plan.spec.auxiliary_names)
 
 
-def _convert_to_float(value: Any, otherwise: float) -> float:
-    if value is None:
-        return otherwise
+def has_elementwise_rule(plan: ParameterPlan, rule: UpdateRule) -> bool:
+    """Return whether a parameter changes by a rule of its elements alone: no rule of `wrap`, or of whole tensors."""
+    return not (plan.spec.scaled or rule.assigns or rule.is_late)
+
+
+def _convert_number_to_float(value: Any, otherwise: float) -> float:
     return float(value) if isinstance(value, int | float | torch.Tensor) else otherwise
 
 
-_OPTION_TYPES = (bool, int, float, str, tuple)
+_KNOWN_OPTION_TYPES = (bool, int, float, str, tuple)
 _IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "identities", "random_stream"})
 
 
-def _convert_option(value: Any) -> Any:
+def _convert_tensor_option(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_convert_option, value))
+        return tuple(map(_convert_tensor_option, value))
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-FEWEST_CORRELATED = 64
-_STOCHASTIC_DTYPES = (torch.bfloat16, torch.float16)
+_FEWEST_CORRELATED_ELEMENTS = 64
 
 
 def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -549,8 +492,8 @@ def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch
         plan = optimizer._plans.get(parameter)
         if plan is None or plan.spec.scaled or plan.spec.in_parameter or plan.spec.auxiliary_names:
             return False
-        return plan.spec.store.dtype in _STOCHASTIC_DTYPES and bool(plan.spec.update.draws(plan.spec.store))
-    return parameter.dtype in _STOCHASTIC_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))
+        return plan.spec.store.dtype in SIXTEEN_BIT_DTYPES and bool(plan.spec.update.draws(plan.spec.store))
+    return parameter.dtype in SIXTEEN_BIT_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))
 
 
 def find_rounding_neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from ... import formats
 from ...pages import Cell, Table, format_share, make_table
 from .._finding import choose_headline, count_causes_in_words
 from .._record import Role
-from .._text import KEPT_TITLE, LOST_AND_KEPT_TEXT, LOST_TITLE, format_multiple, pluralize
+from .._text import KEPT_MOVEMENT_TITLE, LOST_AND_KEPT_EXPLANATION, LOST_UPDATES_TITLE, format_multiple, pluralize
 from ._findings import (
     UNKNOWN_CELL,
     PlainData,
@@ -59,7 +59,7 @@ def render_observation_page(data: PlainData) -> str:
         lead=" · ".join(said),
         has_map=has_map,
         updates=make_updates_table(parameters),
-        updates_words=LOST_AND_KEPT_TEXT,
+        updates_words=LOST_AND_KEPT_EXPLANATION,
         history_words=curves["words"] if curves else "",
         storage=make_storage_table(record),
         unseen=record.get("unseen", []),
@@ -188,8 +188,8 @@ def make_updates_table(parameters: Sequence[PlainData]) -> Table:
         ("stored in", "minor", lambda one: Cell(shorten_dtype(one["dtype"]))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
         ("lr", "number minor", lambda one: make_number_cell(one["options"].get("lr"))),
-        (LOST_TITLE, "number", lambda one: make_changes_lost_cell(one["update"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: make_movement_kept_cell(one["update"])),
+        (LOST_UPDATES_TITLE, "number", lambda one: make_changes_lost_cell(one["update"], bar=True)),
+        (KEPT_MOVEMENT_TITLE, "number", lambda one: make_movement_kept_cell(one["update"])),
         ("decay lost", "number", lambda one: make_changes_lost_cell(one["decay"])),
         ("states lost", "number minor", lambda one: _make_states_lost_cell(one["states"])),
         ("moved", "number", lambda one: make_share_cell(one["moved"])),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ...pages import Cell, Table, format_count, format_share, make_table, write_file_atomically
 from .._finding import choose_headline, count_causes_in_words
-from .._text import KEPT_TITLE, LOST_TITLE, pluralize
+from .._text import KEPT_MOVEMENT_TITLE, LOST_UPDATES_TITLE, pluralize
 from ._findings import (
     SEVERITY_TONES,
     UNKNOWN_CELL,
@@ -74,8 +74,8 @@ def _make_states_table(states: Sequence[PlainData]) -> Table:
         ("lr", "number", lambda one: make_number_cell(one["options"].get("lr"))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"] or "–", sort=one["weight_update"] or "")),
         ("states", "", make_dtypes_cell),
-        (LOST_TITLE, "number", lambda one: make_changes_lost_cell(one["update"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: make_movement_kept_cell(one["update"])),
+        (LOST_UPDATES_TITLE, "number", lambda one: make_changes_lost_cell(one["update"], bar=True)),
+        (KEPT_MOVEMENT_TITLE, "number", lambda one: make_movement_kept_cell(one["update"])),
     ]
     return make_table("states", "What the optimizer's state says", states, columns)
 
@@ -116,7 +116,7 @@ def _make_layers_table(layers: Sequence[PlainData]) -> Table:
         ("elements", "number minor", lambda one: make_count_cell(one["elements"])),
         ("freezes at step", "number", make_freeze_cell),
         ("at lr", "number", lambda one: make_number_cell(one["freeze_lr"])),
-        (LOST_TITLE, "number", lambda one: make_share_cell(one["lost_share"], bar=True, lost=True)),
+        (LOST_UPDATES_TITLE, "number", lambda one: make_share_cell(one["lost_share"], bar=True, lost=True)),
         ("decay lost", "number", lambda one: make_share_cell(one["decay_lost"])),
         ("update size from", "minor", lambda one: Cell(one["updates"] or "not known", sort=one["updates"] or "")),
     ]

@@ -11,45 +11,43 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
+INTERRUPTED_EXIT_CODE = 130
+TERMINATED_EXIT_CODE = 143
 # What the script's names hold lives to the end of the process, as in Python: handlers at exit find it, and a process
 # group whose threads are still ending is not taken apart under their feet, which can wait for ever.
 _KEPT_SCRIPT_STATE: list[object] = []
 # What trains in processes that a script starts is not seen.
-PROCESS_REMEDY = (
+CHILD_PROCESS_REMEDY = (
     "where a script trains in processes that it starts, put `with hu.observe(model, optimizer, interval=50) as seen:` "
     "around the loop there, and `seen.to_html('observe.html')` after it: rank 0 writes the page"
 )
 
 
 @contextlib.contextmanager
-def replace_function(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Wrap a function of a module or a class, for a while."""
+def replace_function(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of a module or a class, for a while, by another that takes it as its first argument."""
     original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(wrap(original)))
+
+    @functools.wraps(original)
+    def call_replacement(*args: Any, **options: Any) -> Any:
+        return replacement(original, *args, **options)
+
+    setattr(owner, name, call_replacement)
     try:
         yield
     finally:
         setattr(owner, name, original)
 
 
-@dataclass(frozen=True)
-class ScriptEnding:
-    """The way in which a script ended.
-
-    Attributes:
-        code: the exit code that Python would have ended with.
-        reason: "finished", "exited", "crashed", "interrupted" or "terminated".
-    """
+class ScriptEnding(NamedTuple):
+    """The exit code that Python would have ended a script with, and why it ended."""
 
     code: int
-    reason: str
+    reason: Literal["finished", "exited", "crashed", "interrupted", "terminated"]
 
 
 def run_script(
@@ -58,24 +56,21 @@ def run_script(
     passing: type[BaseException] | tuple[type[BaseException], ...] = (),
     module: bool = False,
 ) -> ScriptEnding:
-    """Run a script to its end; the traceback of a crash is printed.
+    """Run a script, or a module as `python -m` does, to its end; the traceback of a crash is printed.
 
-    sys.argv, sys.path[0], __name__ and __file__ are what the script would find; they are put back afterwards.
-
-    Args:
-        path: of the script, or the dotted name of a module.
-        arguments: what follows it on the command line.
-        passing: exceptions that are the caller's and not the script's.
-        module: whether `path` names a module, as after `python -m`.
+    sys.argv, sys.path[0], __name__ and __file__ are what the script would find; they are put back afterwards. What is
+    `passing` are the caller's exceptions and not the script's.
     """
+    argv, search = sys.argv, list(sys.path)
+    sys.argv = [path, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0:1] = [os.getcwd() if module else str(Path(path).resolve().parent)]
     try:
-        with _run_as_main(path, arguments, module):
-            kept = (
-                runpy.run_module(path, run_name="__main__", alter_sys=True)
-                if module
-                else runpy.run_path(path, run_name="__main__")
-            )
-        _KEPT_SCRIPT_STATE[:] = [kept]
+        if module:
+            names = runpy.run_module(path, run_name="__main__", alter_sys=True)
+        else:
+            names = runpy.run_path(path, run_name="__main__")
+        _KEPT_SCRIPT_STATE[:] = [names]
     except passing:
         raise
     except SystemExit as ending:
@@ -86,41 +81,25 @@ def run_script(
         return ScriptEnding(1, "exited")
     except KeyboardInterrupt as interrupt:
         _KEPT_SCRIPT_STATE[:] = [interrupt]
-        return ScriptEnding(EXIT_INTERRUPTED, "interrupted")
+        return ScriptEnding(INTERRUPTED_EXIT_CODE, "interrupted")
     except BaseException as error:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         traceback.print_exception(error)
         _KEPT_SCRIPT_STATE[:] = [error]
         return ScriptEnding(1, "crashed")
+    finally:
+        sys.argv = argv
+        sys.path[:] = search
     return ScriptEnding(0, "finished")
 
 
 @contextlib.contextmanager
-def _run_as_main(path: str, arguments: Sequence[str], module: bool) -> Iterator[None]:
-    argv, search = sys.argv, list(sys.path)
-    sys.argv = [path, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0:1] = [os.getcwd() if module else str(Path(path).resolve().parent)]
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        sys.path[:] = search
-
-
-@contextlib.contextmanager
 def report_termination(report: Callable[[ScriptEnding], int]) -> Iterator[Callable[[ScriptEnding], int]]:
-    """Answer SIGTERM by a report and `os._exit`, so that no code of the script holds that up.
+    """Answer SIGTERM by a report and `os._exit` with its code, so that no code of the script holds that up.
 
-    A script that handles SIGTERM itself, and processes forked from it, are as they would be without. Only the main
-    thread can catch signals; elsewhere this does nothing.
-
-    Args:
-        report: called with the ending; returns the code to exit with.
-
-    Yields:
-        The report, during which SIGTERM is ignored, for other endings.
+    A script that handles SIGTERM itself, and processes forked from it, are as they would be without. Yielded is the
+    report for other endings, during which SIGTERM is ignored.
     """
     own, has_begun = os.getpid(), False
 
@@ -133,9 +112,9 @@ def report_termination(report: Callable[[ScriptEnding], int]) -> Iterator[Callab
         if has_begun:  # launchers and batch systems may both send one
             return
         if os.getpid() == own:
-            code = EXIT_TERMINATED
+            code = TERMINATED_EXIT_CODE
             try:
-                code = report_undisturbed(ScriptEnding(EXIT_TERMINATED, "terminated"))
+                code = report_undisturbed(ScriptEnding(TERMINATED_EXIT_CODE, "terminated"))
             except SystemExit:  # said already
                 code = 2
             except BaseException:
@@ -146,6 +125,7 @@ def report_termination(report: Callable[[ScriptEnding], int]) -> Iterator[Callab
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
+    # Only the main thread can catch signals.
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield report

@@ -1,48 +1,42 @@
-"""Watch the training of an unmodified script, and report what it shows."""
+"""Watch the training of an unmodified script, whose models, scaler and losses are found among all living objects."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import weakref
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from ...gradients import AdaptiveGradScaler
+from ...kernels import to_float64
+from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...sinks import Outlet, Row, RowFile
 from ..observing._observation import Observation, RunSummary
 from ..observing._observe import observe
 from ..page import write_page
-from ._find import find_scaler, find_trained_model, listen_to_backward_losses
-
-_TEXT_LOOSE_PARAMETERS = "an optimizer steps parameters that no module holds: they are not observed"
-_TEXT_LATE_OPTIMIZER = (
-    "{} made its first step when others had made two: what it steps is not observed; put `with hu.observe(model, "
-    "optimizer) as seen:` around that training in the script"
-)
+from ._run import replace_function
 
 
 class ScriptWatch:
     """Observes what trains while the context is open, as one run.
 
     The models of all optimizers that make their first step before one of them makes its second are observed together,
-    from the second step on. They live until the end of the watch.
-
-    Args:
-        interval: one step in so many is sampled.
-        lines: a file that gets a line of JSON of each sampled step, while the script runs; a file that is there is
-            begun anew by the first one.
-
-    Attributes:
-        observation: the one that runs, or ran; None before the first step.
-        unseen: sentences that say what could not be observed.
+    from the second step on. They live until the end of the watch. A .jsonl file, begun anew, gets a line of JSON of
+    each sampled step.
     """
 
     def __init__(self, interval: int = 50, lines: str | os.PathLike[str] | None = None) -> None:
         self.interval = interval
+        # None before the first step.
         self.observation: Observation | None = None
+        # Sentences that say what could not be observed.
         self.unseen: list[str] = []
         self._lines = None if lines is None else RowFile(lines, anew=True)
         if self._lines is not None:
@@ -54,7 +48,7 @@ class ScriptWatch:
 
     def __enter__(self) -> ScriptWatch:
         self._open.enter_context(listen_to_backward_losses(self._log_loss))
-        self._open.callback(register_optimizer_step_post_hook(self.end_step).remove)
+        self._open.callback(register_optimizer_step_post_hook(self._end_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,22 +72,24 @@ class ScriptWatch:
         if self.observation is not None and self.observation.recorder.sampling:
             self.observation.log_loss(loss)
 
-    def end_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Observe an optimizer that has made its first step."""
+    def _end_step(self, optimizer: Optimizer, *_: object) -> None:
         if optimizer not in self._known:
             self._known.add(optimizer)
-            said = self._add_optimizer(optimizer)
-            if said is not None and said not in self.unseen:
-                self.unseen.append(said)
+            why_not = self._add_optimizer(optimizer)
+            if why_not is not None and why_not not in self.unseen:
+                self.unseen.append(why_not)
 
     @torch.compiler.disable
     def _add_optimizer(self, optimizer: Optimizer) -> str | None:
         """Begin the observation anew with one more optimizer; return why not, where it is too late or has no model."""
         if self.observation is not None and len(self.observation):
-            return _TEXT_LATE_OPTIMIZER.format(type(optimizer).__name__)
+            return (
+                f"{type(optimizer).__name__} made its first step when others had made two: what it steps is not "
+                "observed; put `with hu.observe(model, optimizer) as seen:` around that training in the script"
+            )
         model = find_trained_model([*self._observed, optimizer])
         if model is None:
-            return _TEXT_LOOSE_PARAMETERS
+            return "an optimizer steps parameters that no module holds: they are not observed"
         self._observed.append(optimizer)
         if self.observation is not None:
             self.observation.stop()
@@ -108,19 +104,12 @@ class ScriptWatch:
             self._lines.write(row)
 
 
-@dataclass
-class ScriptReport:
-    """The ended training of a script.
-
-    Attributes:
-        summary: what was observed.
-        unseen: sentences that say what could not be observed.
-        ended: how the script ended, if somebody has said so.
-    """
+class ScriptReport(NamedTuple):
+    """What was observed of a script's training, in sentences what was not, and how the script ended, if known."""
 
     summary: RunSummary
-    unseen: list[str] = field(default_factory=list)
-    ended: str | None = None
+    unseen: list[str]
+    ended: str | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold: that of an observation, and how the script ended."""
@@ -134,3 +123,108 @@ class ScriptReport:
 
     def __str__(self) -> str:
         return "\n".join([str(self.summary), *(f"not observed: {said}" for said in self.unseen)])
+
+
+_SCALER_TYPES = (torch.amp.GradScaler, AdaptiveGradScaler)
+
+
+class JointModel(nn.ModuleDict):
+    """Several models that are trained together, as one to observe."""
+
+
+def find_trained_model(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module | None:
+    """Return the outermost module, without wrappers, that holds the parameters which optimizers step; None without one.
+
+    Several models are one `JointModel`, in which each is named by its class.
+    """
+    order = [id(parameter) for one in optimizers for _, _, parameter in walk_model_parameters(one)]
+    wanted = {key: position for position, key in reversed(list(enumerate(order)))}
+    modules = _find_living_modules()
+    children = {id(child) for module in modules for child in module.children()}
+    found = {module: _collect_parameter_ids(module) & wanted.keys() for module in modules if id(module) not in children}
+    # As few modules as together hold all parameters that any holds, those of most parameters first.
+    left, chosen = set[int]().union(*found.values()), []
+    for module, held in sorted(found.items(), key=lambda root: (-len(root[1]), sum(1 for _ in root[0].modules()))):
+        if held & left:
+            chosen.append((min(wanted[key] for key in held), _unwrap_module(module)))
+            left -= held
+    models = list(dict.fromkeys(model for _, model in sorted(chosen, key=lambda pair: pair[0])))
+    if len(models) < 2:
+        return models[0] if models else None
+    names = [type(model).__name__.replace(".", "_") for model in models]
+    numbers = [names[:k].count(name) for k, name in enumerate(names)]
+    named = (f"{name}_{number + 1}" if number else name for name, number in zip(names, numbers))
+    return JointModel(dict(zip(named, models)))
+
+
+def find_model(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
+    """Return the outermost module that holds all of some parameters, None where none does."""
+    wanted = {id(parameter) for parameter in parameters}
+    holding = [module for module in _find_living_modules() if wanted <= _collect_parameter_ids(module)]
+    return _unwrap_module(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
+
+
+def find_scaler() -> torch.amp.GradScaler | None:
+    """Return the one gradient scaler that is alive; None without one, or of several."""
+    found = _find_living_objects(_SCALER_TYPES)
+    return found[0] if len(found) == 1 else None
+
+
+def _find_living_objects(kind: Any) -> list[Any]:
+    # Proxies answer isinstance for what they stand for, and may raise when they are asked.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+
+
+def _find_living_modules() -> list[nn.Module]:
+    """Return the living modules whose construction is done, but those that hold models together for an observation."""
+    ready = [one for one in _find_living_objects(nn.Module) if "_parameters" in vars(one) and "_modules" in vars(one)]
+    return [module for module in ready if not isinstance(module, JointModel)]
+
+
+def _collect_parameter_ids(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
+
+
+def _unwrap_module(module: nn.Module) -> nn.Module:
+    while True:
+        if isinstance(module, DataParallel | DistributedDataParallel):
+            module = module.module
+        elif "_orig_mod" in module._modules:
+            module = module._orig_mod  # type: ignore[assignment]
+        elif "_forward_module" in module._modules:  # Fabric's
+            module = module._forward_module  # type: ignore[assignment]
+        else:
+            return module
+
+
+@contextlib.contextmanager
+def listen_to_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Tell a listener each loss of one element, detached, that a backward pass begins with, before it does.
+
+    `torch.autograd.backward` and the scalers' `scale` are wrapped for that time; a scaler's factor is taken off.
+    """
+    # What the last scale was, until a backward pass has begun with the scaled loss.
+    factors: list[torch.Tensor] = []
+
+    def tell_loss_and_run_backward(backward: Any, tensors: Any, *args: Any, **options: Any) -> Any:
+        single = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
+        if isinstance(single, torch.Tensor) and single.numel() == 1:
+            loss = single.detach()
+            if factors:
+                factor = factors.pop()
+                known = factor.isfinite() & (factor != 0)
+                loss = torch.where(known, (to_float64(loss) / factor).to(loss.dtype), loss)
+            listener(loss)
+        return backward(tensors, *args, **options)
+
+    def scale_and_note_factor(scale: Any, scaler: Any, outputs: Any) -> Any:
+        result = scale(scaler, outputs)
+        if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
+            factors[:] = [to_float64(result.detach()) / to_float64(outputs.detach())]
+        return result
+
+    with contextlib.ExitStack() as replaced:
+        replaced.enter_context(replace_function(torch.autograd, "backward", tell_loss_and_run_backward))
+        for kind in _SCALER_TYPES:
+            replaced.enter_context(replace_function(kind, "scale", scale_and_note_factor))
+        yield
