@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch._ops import OpOverload
@@ -17,6 +18,8 @@ from ..subclass._rule_table import Given, Rule
 STORAGE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
 LOGICAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+# With the range of float32, in which rules compute.
+FULL_RANGE_STORAGES = (torch.float32, torch.bfloat16)
 
 
 def check_storage(dtype: object) -> torch.dtype:
@@ -26,13 +29,10 @@ def check_storage(dtype: object) -> torch.dtype:
     return dtype
 
 
-def check_home(home: object) -> torch.dtype | None:
+def check_home(home: object) -> None:
     """Raise unless tensors can have this home."""
-    if home is None:
-        return None
-    if not isinstance(home, torch.dtype) or home not in (torch.float16, torch.bfloat16):
+    if home not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"home={home}: allowed are torch.float16, torch.bfloat16 and None")
-    return home
 
 
 def check_logical(dtype: object) -> None:
@@ -42,7 +42,7 @@ def check_logical(dtype: object) -> None:
 
 
 OperandStorage = Literal["float32", "home", "widest", "rule"]
-OPERAND_STORAGES = ("float32", "home", "widest", "rule")
+OPERAND_STORAGES = get_args(OperandStorage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,3 +211,15 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
         return register(rule)
 
     return register_in_family
+
+
+def implements_each(*operators: OpOverload, family: str) -> Callable[[Given], Given]:
+    """Register a function of an operator and of its arguments as the rule of several operators, as a decorator."""
+
+    def register(rule: Given) -> Given:
+        for operator in present_operators(operators):
+            rule_of_one: Any = functools.update_wrapper(functools.partial(rule, operator), rule)
+            implements(operator, family=family)(rule_of_one)
+        return rule
+
+    return register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,15 +25,16 @@ from .._operands import (
     promote_dtypes,
     saturate_stand_ins,
 )
-from .._registry import implements
+from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, decode_values, find_smallest, to_float32, to_plain, wrap
 from ._vocabulary import align_constants, align_operands, align_with_constants, scale_payloads
 
 aten = torch_operators("aten")
 # The largest eps: numbers added to keep a divisor from 0 are no larger.
 _LARGEST_EPS = 1e-3
-# Payload types whose smallest number is no larger, next to which it is as good as 0.
-_LARGEST_NEGLIGIBLE_NUMBER = 2.0**-16
+# Storages whose smallest number, at most 2^-16, is as good as 0 beside 1: sums of one sign become it instead of 0.
+# In wider ranges no such sum becomes 0.
+_STORAGES_WITH_NEGLIGIBLE_NUMBERS = (torch.float16, torch.float8_e5m2)
 
 
 def move_power_to_scale(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
@@ -68,11 +70,7 @@ def _add_by_fused_kernel(a: Any, b: Any, alpha: Any, sign: float) -> ScaledTenso
     if not _powers.is_fused(x) or not _powers.is_fused(y):
         return None
     storage = choose_storage((a, b))
-    keep = (
-        sign > 0
-        and find_smallest(storage) <= _LARGEST_NEGLIGIBLE_NUMBER
-        and storage not in (torch.bfloat16, torch.float32)
-    )
+    keep = sign > 0 and storage in _STORAGES_WITH_NEGLIGIBLE_NUMBERS
     if fused.is_elementwise_pair(x, y):
         payload, scale = fused.add_payloads(x, y, a._scale, b._scale, storage, sign, keep)
     elif sign > 0 and fused.is_elementwise_pair(y, x):
@@ -89,23 +87,16 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     if made is not None:
         return made
     x, y, total, scale, storage = _add_payloads(torch.add, a, b, alpha)
-    made_up = make_scaled_to_fit(total, scale, storage, promote_dtypes((a, b)))
+    rounded = make_scaled_to_fit(total, scale, storage, promote_dtypes((a, b)))
     # The eps of an optimizer or a normalisation must not vanish: it keeps a divisor from 0.
     if _is_vanishing_number(b, scale, storage):
-        return keep_nonzero(made_up, total)
-    return _keep_sum_of_one_sign(made_up, total, scale, x, y)
-
-
-def _keep_sum_of_one_sign(rounded: ScaledTensor, total: Tensor, scale: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Keep sums of numbers of one sign from rounding to 0: what is divided by a sum of positives is finite."""
-    if find_smallest(rounded._payload.dtype) > _LARGEST_NEGLIGIBLE_NUMBER or rounded._payload.dtype in (
-        torch.float32,
-        torch.bfloat16,
-    ):
+        return keep_nonzero(rounded, total)
+    # Sums of numbers of one sign are kept from rounding to 0: what is divided by a sum of positives is finite.
+    if storage not in _STORAGES_WITH_NEGLIGIBLE_NUMBERS:
         return rounded
     if _powers.is_concrete(total):
         # Whether rounding made an element 0, or may have, beside NaN: by two passes, as every sum asks.
-        least = find_smallest(rounded._payload.dtype) / 2
+        least = find_smallest(storage) / 2
         if rounded._scale is not scale:
             least *= rounded._scale.item() / scale.item()
         if torch.equal(torch.nn.functional.hardshrink(total, least), total):
@@ -115,13 +106,11 @@ def _keep_sum_of_one_sign(rounded: ScaledTensor, total: Tensor, scale: Tensor, x
 
 
 def _is_vanishing_number(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
-    """Return whether a positive number is below the payload's range under the scale; True if that is unknown.
-
-    Compiled optimizers divide by what has the other sign, and add a tensor of one number.
-    """
-    if storage in (torch.float32, torch.bfloat16):
+    """Return whether a positive number is below the payload's range under the scale; True if that is unknown."""
+    if storage in FULL_RANGE_STORAGES:
         return False
     if type(number) is not ScaledTensor and isinstance(number, Tensor) and not number.dim():
+        # Compiled optimizers add a tensor of one number, and divide by what has the other sign.
         if not _powers.is_concrete(number):
             return True
         number = abs(number.item())
@@ -144,18 +133,11 @@ def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
 implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")(lambda a, b, alpha=1: sub(b, a, alpha))
 
 
-def _register_choice(operator: OpOverload) -> None:
-    """Register an operator that selects one of two: constants do not decide the scale."""
-
-    def pick(a: Any, b: Any) -> Tensor:
-        (x, y), scale = align_with_constants([a, b])
-        return scale_payloads(operator(x, y), [scale], [a, b])
-
-    implements(operator, family="alignment")(pick)
-
-
-for _operator in (aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default):
-    _register_choice(_operator)
+@implements_each(aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default, family="alignment")
+def choose_elementwise(operator: OpOverload, a: Any, b: Any) -> Tensor:
+    """Return the larger or the smaller elements under the larger scale, which constants do not decide."""
+    (x, y), scale = align_with_constants([a, b])
+    return scale_payloads(operator(x, y), [scale], [a, b])
 
 
 @implements(aten.where.self, family="alignment")
@@ -176,30 +158,12 @@ def hypot(a: Any, b: Any) -> Tensor:
     return keep_nonzero(make_scaled_to_fit(total, scale, storage, dtype), total)
 
 
-def _register_concatenation(operator: OpOverload) -> None:
-    """Register an operator that joins tensors: under the largest scale."""
-
-    def join(tensors: Sequence[Any], dim: int = 0) -> Tensor:
-        dtype = tensors[0].dtype
-        for x in tensors[1:]:
-            dtype = torch.promote_types(dtype, x.dtype)
-        payloads, scale = align_with_constants(list(tensors))
-        return make_scaled(operator(payloads, dim), scale, choose_storage(tensors), dtype)
-
-    implements(operator, family="alignment")(join)
-
-
-_register_concatenation(aten.cat.default)
-_register_concatenation(aten.stack.default)
-
-
-def _lower_scale_to_bounds(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor:
-    """Return x under the power of two of its larger bound, if two numbers bound it and that is the smaller scale."""
-    bounds = [abs(float(b)) for b in (low, high) if isinstance(b, (int, float))]
-    if len(bounds) < 2 or not 0 < max(bounds) < float("inf"):
-        return x
-    limit = torch.full_like(x._scale, _powers.round_number(max(bounds)))
-    return wrap(x._payload, torch.minimum(x._scale, limit), x.dtype)
+@implements_each(aten.cat.default, aten.stack.default, family="alignment")
+def join(operator: OpOverload, tensors: Sequence[Any], dim: int = 0) -> Tensor:
+    """Join tensors under the largest scale, which constants do not decide."""
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in tensors])
+    payloads, scale = align_with_constants(list(tensors))
+    return make_scaled(operator(payloads, dim), scale, choose_storage(tensors), dtype)
 
 
 @implements(aten.clamp.default, aten.clamp.Tensor, family="alignment")
@@ -209,7 +173,12 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
     if not isinstance(x, ScaledTensor) or any(isinstance(b, Tensor) and b.dim() for b in given[1:]):
         payloads, scale = align_with_constants(given)
     else:
-        bounds, scale = align_constants(_lower_scale_to_bounds(x, low, high), *given[1:], room=False)
+        lowered = x
+        sizes = [abs(float(b)) for b in (low, high) if isinstance(b, (int, float))]
+        if len(sizes) == 2 and 0 < max(sizes) < float("inf"):  # no result needs more than the larger bound's power
+            limit = torch.full_like(x._scale, _powers.round_number(max(sizes)))
+            lowered = wrap(x._payload, torch.minimum(x._scale, limit), x.dtype)
+        bounds, scale = align_constants(lowered, *given[1:], room=False)
         bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]
         payloads = [_powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale)), *bounds]
     values = payloads.pop(0)
@@ -246,15 +215,13 @@ def constant_pad_nd(x: ScaledTensor, pad: Sequence[int], value: Any = 0) -> Tens
     if not value:
         return scale_payloads(aten.constant_pad_nd.default(to_float32(x), pad), [x._scale], [x])
 
-    def padded(payload: Tensor, constant: Any) -> Tensor:
+    def pad_payload(payload: Tensor, constant: Any) -> Tensor:
         if not isinstance(constant, Tensor):
             return aten.constant_pad_nd.default(payload, pad, constant)
-        inside = torch.ones_like(payload, dtype=torch.bool)
-        return torch.where(
-            aten.constant_pad_nd.default(inside, pad), aten.constant_pad_nd.default(payload, pad), constant
-        )
+        inside = aten.constant_pad_nd.default(torch.ones_like(payload, dtype=torch.bool), pad)
+        return torch.where(inside, aten.constant_pad_nd.default(payload, pad), constant)
 
-    return apply_with_constant(padded, x, value)
+    return apply_with_constant(pad_payload, x, value)
 
 
 @implements(aten.fill.Scalar, aten.fill.Tensor, family="alignment")

@@ -12,7 +12,7 @@ from ...kernels import torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
 from .._operands import choose_storage, encode_values, make_scaled, promote_dtypes
-from .._registry import implements
+from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
 from ._vocabulary import decode_value, make_result, make_unit_scale, overloads, raise_scale
@@ -22,46 +22,37 @@ aten = torch_operators("aten")
 
 def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """Return float32 values under a scale, or under the larger one that the largest finite value needs."""
-    if storage not in (torch.float32, torch.bfloat16) and values.numel():
+    if storage not in FULL_RANGE_STORAGES and values.numel():
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
         scale = _powers.take_largest_of_scales(scale, needed)
-    return make_scaled(
-        _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale)),
-        scale.clone(),
-        storage,
-        dtype,
-    )
+    payload = _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale))
+    return make_scaled(payload, scale.clone(), storage, dtype)
 
 
-def _register_on_values(operator: OpOverload, vanishes: bool) -> None:
-    """Register a function computed on values in float32, under the scale 1 or what the largest finite result needs.
-
-    One that vanishes at 0 and has a slope there, such as tanh, takes the scale s where that is below 1, as f(x) is
-    about x there.
-    """
-
-    def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-        values = operator(decode_value(x), *arguments, **options)
-        if not vanishes:
-            return encode_values_to_fit(values, make_unit_scale(values), x._payload.dtype, x.dtype)
-        own = _powers.read_concrete(x._scale)
-        least = None if own is None else torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
-        scale = torch.clamp(x._scale, max=1.0) if least is None else least
-        return encode_values_to_fit(values, scale, x._payload.dtype, x.dtype)
-
-    implements(operator, family="unit output")(compute)
+@implements_each(aten.exp.default, aten.exp2.default, aten.cosh.default, family="unit output")
+def compute_above_one(operator: OpOverload, x: ScaledTensor) -> Tensor:
+    """f(p s) in float32, under the scale 1 or what the largest finite result needs."""
+    values = operator(decode_value(x))
+    return encode_values_to_fit(values, make_unit_scale(values), x._payload.dtype, x.dtype)
 
 
-for _operator in (aten.exp.default, aten.exp2.default, aten.cosh.default):
-    _register_on_values(_operator, vanishes=False)
-for _operator in (
+@implements_each(
     *(aten.tanh.default, aten.sin.default, aten.asin.default, aten.atan.default, aten.asinh.default),
     *(aten.atanh.default, aten.erf.default, aten.log1p.default, aten.expm1.default, aten.sinh.default),
     *(aten.tan.default, aten.erfinv.default, aten.frac.default, aten.special_bessel_j1.default),
     *(aten.special_i1e.default, aten.special_i1.default, aten.special_modified_bessel_i1.default),
-):
-    _register_on_values(_operator, vanishes=True)
+    family="unit output",
+)
+def compute_linear_near_zero(operator: OpOverload, x: ScaledTensor) -> Tensor:
+    """f(p s) in float32, under min(s, 1), as f(x) is about x near 0, or what the largest finite result needs."""
+    values = operator(decode_value(x))
+    own = _powers.read_concrete(x._scale)
+    if own is None:
+        scale = torch.clamp(x._scale, max=1.0)
+    else:
+        scale = torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
+    return encode_values_to_fit(values, scale, x._payload.dtype, x.dtype)
 
 
 # Exponents whose torch kernels commute with powers of two bit for bit; others are computed by logarithms.
@@ -92,9 +83,8 @@ def sqrt(x: ScaledTensor) -> Tensor:
 def rsqrt(x: ScaledTensor) -> Tensor:
     """1 / sqrt(p) under 1 / sqrt(s), likewise."""
     scale, under = take_root_of_scale(x._scale)
-    return make_scaled(
-        torch.rsqrt(_powers.multiply_by_power(to_float32(x), under)), 1.0 / scale, x._payload.dtype, x.dtype
-    )
+    payload = torch.rsqrt(_powers.multiply_by_power(to_float32(x), under))
+    return make_scaled(payload, 1.0 / scale, x._payload.dtype, x.dtype)
 
 
 @implements(aten.pow.Tensor_Scalar, family="power law")

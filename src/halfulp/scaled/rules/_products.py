@@ -35,7 +35,7 @@ from .._operands import (
     saturate_stand_ins,
 )
 from .._powers_of_two import round_number
-from .._registry import EIGHT_BITS, RULES_OF_OPERATORS_TO_COME, ComplexOperand, implements
+from .._registry import EIGHT_BITS, RULES_OF_OPERATORS_TO_COME, ComplexOperand, implements, implements_each
 from .._scaled_tensor import ScaledTensor, to_float32, wrap
 from ._aligned import add
 from ._vocabulary import align_operands, decode_value, encode_measured, make_result, make_scaled_result, round_root
@@ -85,7 +85,7 @@ def invert_scale(scale: Tensor) -> Tensor | float:
 def divide_scale_product(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
     """Return the product of some scales divided by another: the factor that brings payloads under it.
 
-    It stays a normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
+    A normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
     """
     values: list[Any] = [_powers.read_concrete(factor) if isinstance(factor, Tensor) else factor for factor in factors]
     held = 1.0 if scale is None else _powers.read_concrete(scale)
@@ -104,10 +104,7 @@ def is_symbolic(value: Any) -> bool:
 
 
 def split_number(value: Any) -> tuple[Any, float]:
-    """Split a number into a mantissa and the power of two next to it in log2; zero has the smallest scale.
-
-    What has no such power is its own mantissa.
-    """
+    """Split a number into a mantissa and the power of two next to it; 1 where there is none, the smallest for 0."""
     if is_symbolic(value):
         return value, 1.0
     if isinstance(value, complex):
@@ -149,10 +146,7 @@ def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, f
 
 
 def make_product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
-    """Return an operand of a matrix product; beside bfloat16 a plain one is rounded to bfloat16.
-
-    Of the narrow types it alone has float32's range, so that nothing but digits is lost.
-    """
+    """Return an operand of a matrix product; beside bfloat16, of float32's range, a plain one is rounded to it."""
     wide = make_factor(x, like)
     if wide is x or like._payload.dtype != torch.bfloat16:
         return wide
@@ -162,31 +156,27 @@ def make_product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
 def _choose_product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
     """Return payloads for a matrix product: bfloat16, which torch sums in float32 and rounds once, or float32.
 
-    bfloat16 has float32's range; float16 would leave its own before the sum is brought back. Processors without
-    instructions for bfloat16 get float32 too.
+    float16 would leave its range before the sum is brought back.
     """
     payloads = [x._payload for x in tensors]
+    # Processors without instructions for bfloat16 get float32 too.
     native = tensors[0].device.type != "cpu" or torch.bfloat16 not in widened_dtypes()
     if native and all(payload.dtype == torch.bfloat16 for payload in payloads):
         return payloads
     return [to_float32(x) for x in tensors]
 
 
-def _register_product(operator: OpOverload) -> None:
-    def product(a: Any, b: Any) -> Tensor:
-        """op(pa, pb) / c under the scale sa sb c, with c the power of two below the square root of a sum's terms."""
-        like = find_scaled((a, b))
-        x, y = (make_product_operand(t, like) for t in (a, b))
-        sum_scale = round_root(a.shape[-1])
-        values, factor = _multiply_payloads(operator, x, y, 1.0 / sum_scale)
-        storage, dtype = choose_product_storage((a, b)), promote_dtypes((a, b))
-        return make_scaled_result(values, (x._scale, y._scale), storage, dtype, sum_scale, factor)
-
-    implements(operator, family="bilinear")(product)
-
-
-for _operator in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default):
-    _register_product(_operator)
+@implements_each(
+    *(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default), family="bilinear"
+)
+def multiply_matrices(operator: OpOverload, a: Any, b: Any) -> Tensor:
+    """op(pa, pb) / c under the scale sa sb c, with c the power of two below the square root of a sum's terms."""
+    like = find_scaled((a, b))
+    x, y = (make_product_operand(t, like) for t in (a, b))
+    sum_scale = round_root(a.shape[-1])
+    values, factor = _multiply_payloads(operator, x, y, 1.0 / sum_scale)
+    storage, dtype = choose_product_storage((a, b)), promote_dtypes((a, b))
+    return make_scaled_result(values, (x._scale, y._scale), storage, dtype, sum_scale, factor)
 
 
 @implements(aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype, aten.baddbmm.dtype, family="bilinear")
@@ -208,12 +198,9 @@ def mul(a: Any, b: Any) -> Tensor:
             return make_result(to_float32(a) * mantissa, make_zero_scale(a), 1.0, storage, dtype)
         if type(mantissa) is float and mantissa == 1.0:
             scale, rest = _powers.multiply_scales(a._scale, power)
-            is_exact = type(rest) is float and rest == 1.0
-            return (
-                wrap(a._payload.clone(), scale, dtype)
-                if is_exact
-                else make_result(to_float32(a), scale, rest, storage, dtype)
-            )
+            if type(rest) is float and rest == 1.0:
+                return wrap(a._payload.clone(), scale, dtype)
+            return make_result(to_float32(a), scale, rest, storage, dtype)
         return make_scaled_result(a._payload, (a._scale,), storage, dtype, power, mantissa)
     if type(a) is type(b) is ScaledTensor:
         # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
@@ -302,15 +289,11 @@ def add_scaled_product(
         own = make_zero_scale(base) if not is_symbolic(beta) and beta == 0 else own
         other = _powers.multiply_scales(*factors, powers[1])[0] if added is None else added._scale
         scale = _powers.take_largest_of_scales(own, other)
-        of_base, of_product = (
-            divide_scale_product(base._scale, scale=scale),
-            divide_scale_product(*factors, scale=scale),
-        )
+        of_base = divide_scale_product(base._scale, scale=scale)
+        of_product = divide_scale_product(*factors, scale=scale)
     if quotient:
         of_product = _restore_zero_scale(y._scale, of_product)
-    start, left, right = (
-        _choose_product_payloads(base, x, y) if separate else (to_float32(base), to_float32(x), to_float32(y))
-    )
+    start, left, right = _choose_product_payloads(base, x, y) if separate else map(to_float32, (base, x, y))
     if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
         y = compute(start, left, right, _clamp_to_float32(beta * of_base), _clamp_to_float32(alpha * of_product))
         return make_result(saturate_stand_ins(y, scale, storage, *large), scale, 1.0, storage, dtype)
@@ -359,24 +342,25 @@ def _clamp_to_float32(number: Any) -> Any:
     return number if is_symbolic(number) or not math.isfinite(number) else min(max(number, -largest), largest)
 
 
-def _register_added_product(operator: OpOverload, separate: OpOverload | None = None) -> None:
-    def compute(base: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor:
-        return operator(base, a, b, beta=beta, alpha=alpha)
-
-    def added(base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        batches = a.shape[0] if operator is aten.addbmm.default else 1
-        sum_scale = round_root(1 if operator is aten.addr.default else batches * a.shape[-1])
-        return add_scaled_product(
-            *(base, a, b, compute), sum_scale=sum_scale, beta=beta, alpha=alpha, of_matrices=True, separate=separate
-        )
-
-    implements(operator, family="bilinear")(added)
+# The product of matrices within an operator that adds one.
+_PRODUCTS_WITHIN_SUMS = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
 
 
-_register_added_product(aten.addmm.default, aten.mm.default)
-_register_added_product(aten.baddbmm.default, aten.bmm.default)
-for _operator in (aten.addmv.default, aten.addbmm.default, aten.addr.default):
-    _register_added_product(_operator)
+@implements_each(
+    *(*_PRODUCTS_WITHIN_SUMS, aten.addmv.default, aten.addbmm.default, aten.addr.default), family="bilinear"
+)
+def add_matrix_product(operator: OpOverload, base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """beta base + alpha a b, of matrices or vectors."""
+    batches = a.shape[0] if operator is aten.addbmm.default else 1
+    return add_scaled_product(
+        *(base, a, b),
+        lambda base, a, b, beta, alpha: operator(base, a, b, beta=beta, alpha=alpha),
+        sum_scale=round_root(1 if operator is aten.addr.default else batches * a.shape[-1]),
+        beta=beta,
+        alpha=alpha,
+        of_matrices=True,
+        separate=_PRODUCTS_WITHIN_SUMS.get(operator),
+    )
 
 
 @implements(aten.addcmul.default, family="bilinear")
@@ -488,22 +472,17 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
 RULES_OF_OPERATORS_TO_COME["prims::fma"] = fma
 
 
-def _register_factorization(operator: OpOverload) -> None:
-    """Register an operator that factors the transpose of a contiguous matrix, as its gradient then takes it to have."""
-
-    def rule(matrix: Tensor, *arguments: Any, **options: Any) -> tuple:
-        values = decode_value(matrix)
-        if values.is_contiguous() and not matrix.is_contiguous():
-            values = values.mT.contiguous().mT
-        holders = [x for x in (matrix, *arguments) if isinstance(x, Tensor)]
-        results = operator(values, *map(decode_value, arguments), **options)
-        return tuple(encode_measured(y, holders) for y in results)
-
-    implements(operator, family="linear algebra")(rule)
-
-
-for _operator in (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default):
-    _register_factorization(_operator)
+@implements_each(
+    *(aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default), family="linear algebra"
+)
+def factor_matrix(operator: OpOverload, matrix: Tensor, *arguments: Any, **options: Any) -> tuple:
+    """Factor the transpose of a contiguous matrix, as its gradient then takes it to have."""
+    values = decode_value(matrix)
+    if values.is_contiguous() and not matrix.is_contiguous():
+        values = values.mT.contiguous().mT
+    holders = [x for x in (matrix, *arguments) if isinstance(x, Tensor)]
+    results = operator(values, *map(decode_value, arguments), **options)
+    return tuple(encode_measured(y, holders) for y in results)
 
 
 def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
@@ -512,18 +491,13 @@ def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
         return False
     if eight_bit_engine(a.device) == "emulated":
         return False
-    return (
-        all(side % EIGHT_BIT_SIDE_MULTIPLE == 0 for side in (*a.shape, b.shape[1])) and a.numel() > 0 and b.numel() > 0
-    )
+    sides = *a.shape, b.shape[1]
+    return all(side % EIGHT_BIT_SIDE_MULTIPLE == 0 and side > 0 for side in sides)
 
 
 def multiply_eight_bits(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Return factor a b in float32 by torch._scaled_mm, which takes contiguous rows of a and columns of b."""
-    a = a if a.stride(1) == 1 else _copy_bytes(a, torch.contiguous_format)
-    b = b if b.stride(0) == 1 else _copy_bytes(b.t(), torch.contiguous_format).t()
+    a = a if a.stride(1) == 1 else a.view(torch.uint8).contiguous().view(a.dtype)
+    b = b if b.stride(0) == 1 else b.t().view(torch.uint8).contiguous().view(b.dtype).t()
     one, other = (torch.full((), x, dtype=torch.float32, device=a.device) for x in (1.0, factor))
     return torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=torch.float32)
-
-
-def _copy_bytes(x: Tensor, memory_format: torch.memory_format) -> Tensor:
-    return x.view(torch.uint8).clone(memory_format=memory_format).view(x.dtype)

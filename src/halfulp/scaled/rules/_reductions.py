@@ -13,16 +13,9 @@ from torch._ops import OpOverload
 
 from ...kernels import torch_operators
 from .._operands import encode_values, find_scaled, make_operand
-from .._registry import LOGICAL_DTYPES, implements
+from .._registry import LOGICAL_DTYPES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, decode_values, to_float32
-from ._vocabulary import (
-    align_operands,
-    decode_value,
-    encode_measured,
-    homogeneous,
-    round_root,
-    scale_payloads,
-)
+from ._vocabulary import align_operands, decode_value, encode_measured, homogeneous, round_root, scale_payloads
 
 aten = torch_operators("aten")
 
@@ -35,7 +28,7 @@ def count_terms(x: Tensor, dims: Sequence[int] | int | None) -> int:
     return math.prod(x.shape[dim] for dim in dims) if x.dim() else 1
 
 
-def choose_sum_scale(x: Tensor, dims: Sequence[int] | int | None = None, *_: Any, **__: Any) -> float:
+def choose_sum_scale(x: Tensor, dims: Sequence[int] | int | None = None) -> float:
     """Return the power of two below the square root of the number of terms."""
     return round_root(count_terms(x, dims))
 
@@ -48,33 +41,30 @@ def register_with_dtype(*operators: OpOverload) -> Callable[[Callable], Callable
     """
 
     def register(rule: Callable) -> Callable:
-        for operator in operators:
-            implements(operator, family="reduction")(_accept_dtype(operator, rule))
+        @implements_each(*operators, family="reduction")
+        @functools.wraps(rule)
+        def reduce(
+            operator: OpOverload, x: ScaledTensor, *arguments: Any, dtype: torch.dtype | None = None, **options: Any
+        ) -> Tensor:
+            if dtype is None or dtype == x.dtype != torch.float64:
+                return rule(x, *arguments, **options)
+            if dtype == torch.float64:
+                values = operator(decode_values(x, dtype), *arguments, dtype=dtype, **options)
+                return encode_values(values, x._payload.dtype)
+            if dtype not in LOGICAL_DTYPES:
+                return operator(decode_values(x), *arguments, dtype=dtype, **options)
+            return aten._to_copy.default(rule(x, *arguments, **options), dtype=dtype)
+
         return rule
 
     return register
 
 
-def _accept_dtype(operator: OpOverload, rule: Callable) -> Callable:
-    def computed(x: ScaledTensor, *arguments: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-        if dtype is None or dtype == x.dtype != torch.float64:
-            return rule(x, *arguments, **options)
-        if dtype == torch.float64:
-            values = operator(decode_values(x, dtype), *arguments, dtype=dtype, **options)
-            return encode_values(values, x._payload.dtype)
-        if dtype not in LOGICAL_DTYPES:
-            return operator(decode_values(x), *arguments, dtype=dtype, **options)
-        return aten._to_copy.default(rule(x, *arguments, **options), dtype=dtype)
-
-    return computed
-
-
 @register_with_dtype(aten.sum.default, aten.sum.dim_IntList)
 def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """sum(p) / c under the scale s c, with c the power of two below the root of the number of terms."""
-    return scale_payloads(
-        aten.sum.dim_IntList(to_float32(x), dims, keepdim), [x._scale], [x], choose_sum_scale(x, dims)
-    )
+    total = aten.sum.dim_IntList(to_float32(x), dims, keepdim)
+    return scale_payloads(total, [x._scale], [x], choose_sum_scale(x, dims))
 
 
 @register_with_dtype(aten.mean.default, aten.mean.dim)
@@ -114,10 +104,12 @@ def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False)
     return scale_payloads(values, [x._scale] if order else [], [x], sum_scale)
 
 
-_UPSAMPLE_MODES = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
-_UPSAMPLE_NEAREST_EXACT = ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
-_UPSAMPLE_SMOOTH_MODES = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa")
-for _name in (*(f"upsample_{kind}" for kind in _UPSAMPLE_MODES), *_UPSAMPLE_NEAREST_EXACT, *_UPSAMPLE_SMOOTH_MODES):
+_UPSAMPLE_NAMES = (
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d"),
+    *("upsample_bicubic2d", "upsample_trilinear3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d"),
+    *("_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+)
+for _name in _UPSAMPLE_NAMES:
     homogeneous(getattr(aten, _name).default, family="pass-through")
     homogeneous(getattr(aten, f"{_name}_backward").default, family="pooling", grad_output=1)
 
@@ -125,12 +117,12 @@ for _name in (*(f"upsample_{kind}" for kind in _UPSAMPLE_MODES), *_UPSAMPLE_NEAR
 MEAN_REDUCTION, SUM_REDUCTION = 1, 2
 
 
-def _find_mean_factor(place: int, *arguments: Any, **options: Any) -> float:
+def _find_mean_factor(position: int, *arguments: Any, **options: Any) -> float:
     """Return the power of two near 1 / n by which the backward of a mean multiplies gradients; 1 where there is none.
 
-    Its arguments are the gradient, the input, the target and others, among them the reduction at a place.
+    Its arguments are the gradient, the input, the target and others, among them the reduction at a position.
     """
-    reduction = arguments[place] if len(arguments) > place else options.get("reduction", MEAN_REDUCTION)
+    reduction = arguments[position] if len(arguments) > position else options.get("reduction", MEAN_REDUCTION)
     count = arguments[2].numel()
     return 1.0 / round_root(count * count) if reduction == MEAN_REDUCTION else 1.0
 
@@ -153,13 +145,11 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
     g = make_operand(gradient, like)
     (a, b), scale, *_ = align_operands(*(make_operand(t, like) for t in (x, target)))
     y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
-    return scale_payloads(
-        y, [g._scale, scale], [find_scaled((gradient, like))], _find_mean_factor(3, gradient, x, target, reduction)
-    )
+    return scale_payloads(y, [g._scale, scale], [like], _find_mean_factor(3, gradient, x, target, reduction))
 
 
 # By operator, the position of its argument `reduction`.
-for _operator, _place in {
+for _operator, _position in {
     aten.smooth_l1_loss_backward.default: 3,
     aten.huber_loss_backward.default: 3,
     aten.soft_margin_loss_backward.default: 3,
@@ -169,4 +159,4 @@ for _operator, _place in {
     aten.nll_loss_backward.default: 4,
     aten.nll_loss2d_backward.default: 4,
 }.items():
-    homogeneous(_operator, family="loss", terms=functools.partial(_find_mean_factor, _place), grad_output=1)
+    homogeneous(_operator, family="loss", terms=functools.partial(_find_mean_factor, _position), grad_output=1)
