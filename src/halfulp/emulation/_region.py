@@ -21,35 +21,19 @@ from ._rounder import Rounder
 
 # Outputs other than the first that only the backward pass reads: they are inside the operator, in float32.
 _BACKWARD_STATISTICS = {
-    "native_layer_norm": (1, 2),
-    "native_group_norm": (1, 2),
-    "native_batch_norm": (1, 2),
-    "_native_batch_norm_legit": (1, 2),
-    "_batch_norm_with_update": (1, 2),
-    "cudnn_batch_norm": (1, 2),
-    "miopen_batch_norm": (1, 2),
-    "_fused_rms_norm": (1,),
-    "_weight_norm_interface": (1,),
-    "nll_loss_forward": (1,),
-    "nll_loss2d_forward": (1,),
-    "_ctc_loss": (1,),
-    "_cudnn_ctc_loss": (1,),
-    "_thnn_fused_lstm_cell": (2,),
-    "_thnn_fused_gru_cell": (1,),
-    "_scaled_dot_product_flash_attention": (1, 8),
-    "_scaled_dot_product_flash_attention_for_cpu": (1,),
-    "_scaled_dot_product_efficient_attention": (1,),
-    "_scaled_dot_product_cudnn_attention": (1, 8),
-    "_scaled_dot_product_fused_attention_overrideable": (1, 8),
-    "_flash_attention_forward": (1, 4),
-    "_efficient_attention_forward": (1,),
-    "_cudnn_attention_forward": (1, 8),
+    **dict.fromkeys(("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm"), (1, 2)),
+    **dict.fromkeys(("_native_batch_norm_legit", "_batch_norm_with_update", "miopen_batch_norm"), (1, 2)),
+    **dict.fromkeys(("_fused_rms_norm", "_weight_norm_interface", "nll_loss_forward", "nll_loss2d_forward"), (1,)),
+    **dict.fromkeys(("_ctc_loss", "_cudnn_ctc_loss", "_thnn_fused_gru_cell", "_efficient_attention_forward"), (1,)),
+    **dict.fromkeys(("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention"), (1,)),
+    **dict.fromkeys(("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"), (1, 8)),
+    **dict.fromkeys(("_scaled_dot_product_fused_attention_overrideable", "_cudnn_attention_forward"), (1, 8)),
+    **{"_thnn_fused_lstm_cell": (2,), "_flash_attention_forward": (1, 4)},
 }
 # Arguments that are written although the schema does not say so.
 _RUNNING_STATISTICS = dict.fromkeys(
-    ("native_batch_norm", "miopen_batch_norm"), ((3, "running_mean"), (4, "running_var"))
+    ("native_batch_norm", "miopen_batch_norm", "cudnn_batch_norm"), ((3, "running_mean"), (4, "running_var"))
 )
-_RUNNING_STATISTICS["cudnn_batch_norm"] = _RUNNING_STATISTICS["native_batch_norm"]
 # A view although the schema does not say so, and memory without numbers.
 _OPERATORS_WITHOUT_NEW_NUMBERS = frozenset(
     ("_unsafe_view", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -167,8 +151,22 @@ class GradientRounding:
             return
         self._leaves[id(leaf)] = weakref.ref(leaf)
         me = weakref.ref(self)
-        self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_round_accumulated_gradient, me)))
-        self._handles.append(leaf.register_hook(partial(_round_gradient_sum, me)))
+
+        def get_owner() -> GradientRounding | None:
+            """Return the graph's roundings while a backward pass through it runs."""
+            owner = me()
+            return owner if owner is not None and owner.task == torch._C._current_graph_task_id() else None
+
+        def round_gradient_sum(gradient: Tensor) -> Tensor | None:
+            owner = get_owner()
+            return None if owner is None else owner.rounder.round_copy(gradient, "AccumulateGrad")
+
+        def round_accumulated_gradient(leaf: Tensor) -> None:
+            if (owner := get_owner()) is not None:
+                owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
+
+        self._handles.append(leaf.register_post_accumulate_grad_hook(round_accumulated_gradient))
+        self._handles.append(leaf.register_hook(round_gradient_sum))
 
     def _round_arriving(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple:
         """Round incoming gradients, which may be sums or come from outside (a node's pre-hook)."""
@@ -186,21 +184,6 @@ class GradientRounding:
     def _round_gradients(self, gradients: tuple[Tensor | None, ...], source: str) -> tuple:
         # A number of the format stays as it is, so that rounding twice changes nothing.
         return tuple(None if one is None else self.rounder.round_copy(one, source) for one in gradients)
-
-
-def _round_accumulated_gradient(graph: weakref.ref, leaf: Tensor) -> None:
-    """Round a leaf's accumulated sum, if this backward pass went through the graph (a hook)."""
-    owner = graph()
-    if owner is not None and owner.task == torch._C._current_graph_task_id():
-        owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
-
-
-def _round_gradient_sum(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
-    """Round the sum of a leaf's gradients from several uses (a pre-hook)."""
-    owner = graph()
-    if owner is None or owner.task != torch._C._current_graph_task_id():
-        return None
-    return owner.rounder.round_copy(gradient, "AccumulateGrad")
 
 
 class _RoundingMode(TorchDispatchMode):

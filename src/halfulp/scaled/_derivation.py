@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..kernels import torch_operators
+from ..kernels._plain_memory import is_floating
 from ..subclass import functional_form, is_written, note_fallback
 from ..subclass._collectives import is_collective, refuse_collective
 from ._operands import choose_storage, encode_values, keep_nonzero, make_scaled_to_fit, promote_dtypes
@@ -66,6 +66,7 @@ def _load_decompositions() -> dict[OpOverload, Callable]:
 
 
 def _run_formula(operator: OpOverload, formula: Callable, *arguments: Any, **options: Any) -> Any:
+    """Run torch's formula of an operator, or the operator on values where the formula declines."""
     results = formula(*arguments, **options)
     return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
 
@@ -73,8 +74,7 @@ def _run_formula(operator: OpOverload, formula: Callable, *arguments: Any, **opt
 def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run torch's own C++ formula of a composite operator, as above autograd: results must not depend on the mode.
 
-    Whole operators arrive here in inference mode alone, and some formulas ask a tensor whether it is of that mode: they
-    run outside of it, on tensors without it.
+    Whole operators arrive here in inference mode alone. Some formulas ask for a tensor's mode: they run outside of it.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     in_native_code = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
@@ -82,11 +82,10 @@ def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any
     if not torch.is_inference_mode_enabled():
         return _run_formula(operator, formula, *arguments, **options)
 
-    def leave_mode(x: Any) -> Any:
-        return wrap(x._payload, x._scale, x.dtype, x._home) if isinstance(x, ScaledTensor) else x
-
     with torch.inference_mode(False), torch.no_grad(), enable_lazy_conjugates():
-        arguments, options = tree_map(leave_mode, (arguments, options))
+        arguments, options = tree_map_only(
+            ScaledTensor, lambda x: wrap(x._payload, x._scale, x.dtype, x._home), (arguments, options)
+        )
         return _run_formula(operator, formula, *arguments, **options)
 
 
@@ -107,14 +106,10 @@ def run_on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     storage, dtype = choose_storage(leaves), promote_dtypes(leaves)
     # In a narrower dtype values would be rounded before the operator; the logical dtype does not ask for that.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    arguments, options = tree_map(
-        lambda x: decode_values(x, wide) if isinstance(x, ScaledTensor) else x, (arguments, options)
-    )
+    arguments, options = tree_map_only(ScaledTensor, lambda x: decode_values(x, wide), (arguments, options))
 
     def encode(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype)
+        return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype) if is_floating(x) else x
 
     return tree_map(encode, operator(*arguments, **options))
 
@@ -168,7 +163,5 @@ def _run_view_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTe
 
 
 def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
-    raise NotImplementedError(
-        f"{operator} {why} and has no rule for scaled tensors: register one by ScaledTensor.implements, or use "
-        "x.decode()"
-    )
+    remedy = "register one by ScaledTensor.implements, or use x.decode()"
+    raise NotImplementedError(f"{operator} {why} and has no rule for scaled tensors: {remedy}")

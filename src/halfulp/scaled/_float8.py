@@ -101,17 +101,16 @@ def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dt
     return move_level_to_scale(x._payload, x._scale, measure_rms_scale(x._payload, forward), forward, x.dtype)
 
 
-def _save_backward_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.dtype = inputs[2]
-
-
 @untraced
 def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     return gradient if context.dtype is None else _differentiable_cast(gradient, context.dtype, None), None, None
 
 
 _differentiable_cast = differentiable(
-    _cast_operator, _save_backward_dtype, _cast_backward, lambda context, tangent, *_: tangent.clone()
+    _cast_operator,
+    lambda context, inputs, output: setattr(context, "dtype", inputs[2]),
+    _cast_backward,
+    lambda context, tangent, *_: tangent.clone(),
 )
 
 

@@ -9,6 +9,7 @@ rules compute operator by operator.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -85,14 +86,9 @@ def clamp_scale(x):
     return take_smaller(take_larger(x, SMALLEST), LARGEST)
 
 
-def take_product(scales, number):
-    """Device function: the product of scales and a number."""
-    return functools.reduce(lambda total, scale: total * scale, scales, number)
-
-
 def split_scale_product(scales, number):
     """Device function: a product as a scale, and the factor by which it is beyond."""
-    total = take_product(scales, number)
+    total = math.prod(scales, start=number)
     return clamp_scale(total), total / clamp_scale(total)
 
 
@@ -105,7 +101,7 @@ def find_factor_under_scale(scale: Any, other: Any) -> Any:
 SCALE_FUNCTIONS_BY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
     "product": lambda s, number, factor: split_scale_product(s, number),
     "values": lambda s, number, factor: (s[0], take_larger(1.0 / s[0], SMALLEST)),
-    "factor": lambda s, number, factor: (clamp_scale(take_product(s, number)),),
+    "factor": lambda s, number, factor: (clamp_scale(math.prod(s, start=number)),),
     "levelled": lambda s, number, factor: (*split_scale_product(s, number), 1.0 / s[1]),
     "brought": lambda s, number, factor: (s[1], find_factor_under_scale(*s)),
 }
@@ -170,7 +166,7 @@ class FusedKernel(NamedTuple):
         name: for messages.
         scale_function: device function (scales, numbers) -> float64 results.
         element_function: device function (values, factors, numbers) -> float32, and whether it may not become 0.
-        operand_counts: how many scales and numbers there are, and results of scales that are kept; others are factors.
+        operand_counts: of scales and numbers, and of results of scales that are kept; others are factors.
         payload_dtypes, result_dtype: of the operands and the result.
         keeps_nonzero: whether elements that say so become the smallest number instead of 0.
     """
@@ -184,6 +180,9 @@ class FusedKernel(NamedTuple):
     keeps_nonzero: bool = False
 
 
+_BITS_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
 @functools.cache
 def record_kernel(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
     """Return the traces of a kernel's scales and elements, each with the instructions of its results."""
@@ -195,8 +194,7 @@ def record_kernel(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, t
     codes: tuple[int, ...] = ()
     if kernel.element_function is not None:
         words = [element.emit("input", (), k, "w32") for k in range(len(kernel.payload_dtypes))]
-        given = range(len(words), len(words) + len(found) - kept + numbers)
-        reals = [element.emit("input", (), k) for k in given]
+        reals = [element.emit("input", (), len(words) + k) for k in range(len(found) - kept + numbers)]
         values = [PAYLOAD_CODECS[dtype].decode(w) for dtype, w in zip(kernel.payload_dtypes, words)]
         made = kernel.element_function(values, reals[: len(found) - kept], *reals[len(found) - kept :])
         value, is_kept = made if isinstance(made, tuple) else (made, None)
@@ -224,7 +222,7 @@ def run_kernel_by_torch(
     words = [_view_as_words(x.expand(like.shape)) for x in payloads]
     given: dict[Any, torch.Tensor | float] = dict(enumerate([*words, *found[kept:], *numbers]))
     ((code,), _) = run_on_tensors(element_trace, [], given, element_results)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[kernel.result_dtype.itemsize]
+    bits = _BITS_BY_ITEMSIZE[kernel.result_dtype.itemsize]
     out = torch.empty_like(like, dtype=kernel.result_dtype)
     out.view(bits).copy_(code & 0xFF if bits == torch.uint8 else code)
     return [out, *found[:kept]]
@@ -232,7 +230,7 @@ def run_kernel_by_torch(
 
 def _view_as_words(x: Tensor) -> Tensor:
     """Return a payload's bits as words, in the signed integers that hold them."""
-    bits = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize]).to(torch.int32)
+    bits = x.view(_BITS_BY_ITEMSIZE[x.dtype.itemsize]).to(torch.int32)
     return bits & 0xFFFF if x.dtype.itemsize == 2 else bits
 
 
@@ -352,15 +350,10 @@ def finish_payload(
 ) -> tuple[Tensor, Any]:
     """Return a payload, y times two factors rounded once to a storage, and its scale.
 
-    Args:
-        y: a payload of any storage, or values in float32.
-        scales: at most three.
-        storage: of the result.
-        mode: "product": the scale is that of all scales and the number, within the range of scales, and the factor what
-            is beyond; "values": one scale, of values; "factor": no scale, the factor is the product; "levelled":
-            "product", divided by the second scale; "brought": the second of two scales, of a payload under the first.
-        number: a power of two.
-        factor: of the payload.
+    `number` is a power of two, `factor` one of the payload; there are at most three scales. The mode says the scale:
+    "product": of all scales and the number, within the range of scales; what is beyond multiplies the payload;
+    "values": one scale, of values; "factor": none, the product multiplies the payload; "levelled": as "product", the
+    payload divided by the second scale; "brought": the second of two scales, of a payload under the first.
     """
     kernel = _make_finish_kernel(mode, len(scales), y.dtype, storage)
     found = _run_kernel(kernel, (y,), tuple(scales), (number, factor))
@@ -380,8 +373,7 @@ def add_payloads(
 ) -> tuple[Tensor, Tensor]:
     """Return x + sign y of an elementwise pair of payloads, under the larger scale, rounded once, and the scale.
 
-    No stand-in for infinity decides the scale. With `keep`, for float16 and eight bits, sums of numbers of one sign
-    become the smallest number instead of 0.
+    No stand-in for infinity decides the scale. With `keep`, sums of numbers of one sign do not become 0.
     """
     kernel = FusedKernel("add", choose_sum_scale, add_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
     payload, scale = _run_kernel(kernel, (x, y), (sx, sy), (sign,))
@@ -421,11 +413,8 @@ def measure_level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
         whole += [torch.full((), x, dtype=torch.float64, device=y.device) for x in (limit, zero_scale)]
         return [run_on_tensors(wide, [], dict(enumerate(whole)), made)[0][0].to(torch.float32)]
 
-    key = ("level", y.dtype, storage)
-    found: Tensor = _launch_or_run_by_torch(
-        key, lambda: load_module(write_level_source(y.dtype)), launch, by_torch, (y,), ()
-    )[0]
-    return found
+    key = "level", y.dtype, storage
+    return _launch_or_run_by_torch(key, lambda: load_module(write_level_source(y.dtype)), launch, by_torch, (y,), ())[0]
 
 
 def is_elementwise_pair(x: Tensor, y: Tensor) -> bool:
@@ -479,7 +468,7 @@ def _launch_or_run_by_torch(
     scales: tuple[Tensor, ...],
 ) -> list[Tensor]:
     """Launch a kernel, compared with torch's form before its first use on a device; else run torch's form."""
-    device = scales[0].device if not payloads else payloads[0].device
+    device = (*payloads, *scales)[0].device
     if any(x.device != device for x in (*payloads, *scales)):
         return by_torch(*payloads, *scales)  # torch says which lies where
 
@@ -506,18 +495,15 @@ def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Te
     generator = torch.Generator().manual_seed(0)
     found: list[Tensor] = []
     for x in payloads:
-        shape = (
-            (SELF_TEST_ROWS, SELF_TEST_COLUMNS) if not found or x.shape == payloads[0].shape else (SELF_TEST_COLUMNS,)
-        )
+        is_repeated = bool(found) and x.shape != payloads[0].shape
+        shape = (SELF_TEST_COLUMNS,) if is_repeated else (SELF_TEST_ROWS, SELF_TEST_COLUMNS)
         values = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
         values *= torch.empty_like(values).uniform_(-24, 20, generator=generator).exp2()
         values.view(-1)[: len(SPECIAL_NUMBERS)] = torch.tensor(SPECIAL_NUMBERS, dtype=torch.float32, device="cpu")
-        finite = values.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
-        values = torch.where(values.isinf(), values, finite)
+        values = _powers.clamp_finite(values, torch.finfo(x.dtype).max)
         found.append((values.flip(-1) if found else values).to(x.dtype))
-    return found + [
-        torch.full((), power, dtype=torch.float32, device="cpu") for power in (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scales]
-    ]
+    powers = (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scales]
+    return found + [torch.full((), power, dtype=torch.float32, device="cpu") for power in powers]
 
 
 def _make_dense(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_version(metadata)
     names = {name.removesuffix(_SCALE_SUFFIX) for name in state_dict if name.endswith(_SCALE_SUFFIX)}
-    names = {name for name in names if _is_scaled_entry(state_dict, name)}
+    names = {name for name in names if _is_scaled_entry(state_dict.get(name), state_dict[name + _SCALE_SUFFIX])}
     plain = {}
     for name, value in state_dict.items():
         if isinstance(value, ScaledTensor):
@@ -59,10 +59,9 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     return plain
 
 
-def _is_scaled_entry(state_dict: Mapping[str, Any], name: str) -> bool:
+def _is_scaled_entry(value: Any, scale: Any) -> bool:
     """Return whether two entries are a tensor and its payload's scale, not other parameters with such names."""
-    value, scale = state_dict.get(name), state_dict[name + _SCALE_SUFFIX]
-    if value is None or not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in (value, scale)):
+    if not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in (value, scale)):
         return False
     if not value.is_floating_point() or scale.dim() or scale.dtype != torch.float32:
         return False
@@ -175,11 +174,11 @@ def payload_hook(
     gradients = bucket.gradients()
     mine = [encode_values(gradient, torch.float32, measure_rms_scale(gradient, kind)) for gradient in gradients]
 
-    def reduce_to_largest(x: Tensor) -> Tensor:
+    def find_largest(x: Tensor) -> Tensor:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
         return x
 
-    scales = agree_on_scales(mine, reduce_to_largest, size, kind)
+    scales = agree_on_scales(mine, find_largest, size, kind)
     payloads = [
         _powers.multiply_by_power(x._payload, _powers.divide_scales(x._scale, scale)) for x, scale in zip(mine, scales)
     ]
@@ -187,13 +186,13 @@ def payload_hook(
     finished = dist.all_reduce(message, group=group, async_op=True).get_future()
     counts = [gradient.numel() for gradient in gradients]
 
-    def averaged(future: torch.futures.Future[Any]) -> Tensor:
+    def average_payloads(future: torch.futures.Future[Any]) -> Tensor:
         received = future.value()[0] if isinstance(future.value(), list) else future.value()
         for gradient, piece, scale in zip(gradients, received.split(counts), scales):
             gradient.copy_((piece.to(torch.float32) / size * scale).view_as(gradient))
         return bucket.buffer()
 
-    result: torch.futures.Future[Tensor] = finished.then(averaged)
+    result: torch.futures.Future[Tensor] = finished.then(average_payloads)
     return result
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,15 +27,16 @@ from ._registry import (
     EIGHT_BITS,
     FAMILIES,
     FAMILY_BY_OPERATOR,
+    FULL_RANGE_STORAGES,
     STORAGE_DTYPES,
     ComplexOperand,
     find_rule,
     register_promotion_derivation,
 )
 from ._scaled_tensor import (
+    SMALLEST_NUMBERS,
     ScaledTensor,
     convert_dtypes,
-    find_smallest,
     join_storages,
     measure_rms_scale,
     to_float32,
@@ -57,12 +58,11 @@ _FITTING_MAGNITUDES = {
 
 
 def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """Make a scaled tensor, with its scale moved where the largest value needs more or less in the storage.
+    """Make a scaled tensor, its scale moved where the largest value overflows the storage or would lose digits in it.
 
-    Small is a largest value so low that those below it would lose digits. Where values cannot be looked at the scale
-    stays, and they saturate or vanish.
+    Where values cannot be looked at the scale stays, and they saturate or vanish.
     """
-    if storage in (torch.bfloat16, torch.float32) or not values.numel() or not _powers.is_concrete(values):
+    if storage in FULL_RANGE_STORAGES or not values.numel() or not _powers.is_concrete(values):
         return make_scaled(values, scale, storage, dtype)
     least, most = torch.aminmax(values)
     low, high, (lowest, largest) = least.item(), most.item(), _FITTING_MAGNITUDES[storage]
@@ -87,10 +87,15 @@ def move_level_to_scale(
 
 
 def bring_payload_under(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
-    """Return the payload under a deciding scale, rounded to a storage: see `bring_under_scale`."""
+    """Return the payload under a deciding scale, rounded to a storage, where stand-ins for infinity stay finite."""
     if _powers.is_fused(x._payload):
         return fused.finish_payload(x._payload, (x._scale, scale), storage, "brought")[0]
-    return to_storage(_powers.bring_under_scale(to_float32(x), x._scale, scale), storage)
+    over, under = _powers.read_concrete(x._scale), _powers.read_concrete(scale)
+    if over is not None and under is not None:
+        return to_storage(_powers.multiply_within_range(to_float32(x), over / under), storage)
+    # At most 2^100, so that nothing but a product is to be computed.
+    factor = (x._scale / scale).clamp(_powers.SMALLEST_SCALE, _powers.HUGE_SCALE)
+    return to_storage(to_float32(x) * factor, storage)
 
 
 def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
@@ -99,10 +104,10 @@ def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     Divisors need it: by 0 a quotient would be infinite or NaN, by a number that is somewhat large it is only small.
     """
     storage = x._payload.dtype
-    if storage in (torch.bfloat16, torch.float32):
+    if storage in FULL_RANGE_STORAGES:
         return x
     payload = to_float32(x)
-    least = torch.full_like(exact, find_smallest(storage)).copysign(exact)
+    least = torch.full_like(exact, SMALLEST_NUMBERS[storage]).copysign(exact)
     return wrap(torch.where((payload == 0) & (exact != 0), least, payload).to(storage), x._scale, x.dtype)
 
 
@@ -133,11 +138,9 @@ def make_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     if isinstance(x, complex):
         raise ComplexOperand
     value = float(x)
-    scale = (
-        _powers.round_number(abs(value))
-        if value and abs(value) < float("inf")
-        else (1.0 if value else _powers.ZERO_SCALE)
-    )
+    scale = 1.0 if value else _powers.ZERO_SCALE
+    if value and abs(value) < float("inf"):
+        scale = _powers.round_number(abs(value))
     payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
     return wrap(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
 
@@ -172,8 +175,8 @@ def measure_scale_beside_stand_ins(
         storage: of the payload that it meets.
         size: the magnitude from which on a number is large.
         least: to which at least it may saturate.
+        is_negative: only negative numbers are large, as masks write them.
         is_wide: whether the payload, and what results are written into, has float32's range.
-        is_negative: only negative numbers, as masks write them.
         among_zeros: whether numbers among zeros alone may stand for infinity.
     """
     if not x.dim() or not x.numel() or has_no_stand_in(x, size, is_negative):
@@ -239,20 +242,15 @@ def _is_plain_float_tensor(x: Any) -> bool:
 
 
 def make_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
-    """Return an operand as a ScaledTensor; the scale of a plain one is measured without what stands for infinity.
-
-    `like` is the scaled tensor that it meets, `factor` multiplies it (see `find_infinity_stand_ins`).
-    """
+    """Return an operand, which `factor` multiplies, as a ScaledTensor; stand-ins do not decide a plain one's scale."""
     if not _is_plain_float_tensor(x):
         return make_operand(x, like)
     # What a home of float16 keeps in float32 for now is to fit float16 in the end.
     storage = torch.float16 if like._home == torch.float16 else like._payload.dtype
     size = _find_size_under_factor(storage, factor)
     least = min(LEAST_SATURATED_STAND_IN * size / _STAND_IN_BY_STORAGE.get(storage, INFINITY_STAND_IN), size)
-    is_wide = storage in (torch.float32, torch.bfloat16)
-    scale = measure_scale_beside_stand_ins(
-        x, storage, size, least, is_negative=False, is_wide=is_wide, among_zeros=among_zeros
-    )
+    is_wide = storage in FULL_RANGE_STORAGES
+    scale = measure_scale_beside_stand_ins(x, storage, size, least, False, is_wide, among_zeros)
     made = encode_values(x, torch.float32, scale)
     if is_wide or has_no_stand_in(x, _powers.HUGE_SCALE, is_negative=False):
         return made
@@ -263,9 +261,9 @@ def make_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool
 def find_stand_ins(
     x: Any, like: ScaledTensor, factor: Any = 1.0, inverse: bool = False, among_zeros: bool = True
 ) -> Tensor | None:
-    """Return where a plain operand, or where it is a divisor its inverse, times a number stands for infinity.
+    """Return where a plain operand, or a divisor's inverse, times a number stands for infinity; None if nowhere.
 
-    None if nowhere; `like` is the scaled tensor that it meets.
+    `like` is the scaled tensor that it meets.
     """
     if not _is_plain_float_tensor(x):
         return None
@@ -290,26 +288,23 @@ def _find_size_under_factor(storage: torch.dtype, factor: Any) -> float:
 
 def saturate_stand_ins(values: Tensor, scale: Tensor, storage: torch.dtype, *large: Tensor | None) -> Tensor:
     """Return a result's float32 payload, clamped to the storage's range where operands hold infinity's stand-ins."""
-    places = [place for place in large if place is not None]
-    if storage == torch.float32 or not places:
+    masks = [mask for mask in large if mask is not None]
+    if storage == torch.float32 or not masks:
         return values
     limits = torch.finfo(storage)
     if _powers.is_concrete(values):
         top = values.abs().nan_to_num(0.0, 0.0, 0.0).amax().item() if values.numel() else 0.0
-        if top * scale.item() <= _powers.FLOAT32_MAX / 2 and top <= limits.max * _SCALE_ROOM_BY_STORAGE.get(
-            storage, 1.0
-        ):
+        room = limits.max * _SCALE_ROOM_BY_STORAGE.get(storage, 1.0)
+        if top * scale.item() <= _powers.FLOAT32_MAX / 2 and top <= room:
             return values
     # A number that is rounded up to the payload's next must not decode to infinity.
     held = (_powers.FLOAT32_MAX * (1 - limits.eps) / scale).clamp(max=limits.max)
-    is_large = places[0]
-    for place in places[1:]:
-        is_large = is_large | place
+    is_large = functools.reduce(torch.bitwise_or, masks)
     return torch.where(is_large, _powers.clamp_finite(values, held), values)
 
 
 WideMode = Literal["autocast", "none"]
-WIDE_MODES = ("autocast", "none")
+WIDE_MODES = get_args(WideMode)
 
 OperandPreparation = Callable[[tuple, dict], tuple[tuple, dict]]
 
@@ -350,10 +345,10 @@ def widen_payload(x: Any) -> Any:
 
 
 def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    def changed(x: Any) -> Any:
-        return tree_map(changed, x) if isinstance(x, (list, tuple)) else change(x)
+    def change_nested(x: Any) -> Any:
+        return tree_map(change, x) if isinstance(x, (list, tuple)) else change(x)
 
-    return tuple(map(changed, arguments)), {name: changed(x) for name, x in options.items()}
+    return tuple(map(change_nested, arguments)), {name: change_nested(x) for name, x in options.items()}
 
 
 widen_operands = functools.partial(_map_tensors, widen_payload)
@@ -361,9 +356,9 @@ round_operands_to_home = functools.partial(_map_tensors, lambda x: round_to_home
 
 
 def widen_operands_if_one_is_wide(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Widen every payload to float32 if one is, or a plain tensor is; lists are left to their rules.
+    """Widen every payload to float32 if one is, or a plain tensor is, as autocast; lists are left to their rules.
 
-    autocast promotes a narrow result that meets a plain float32 tensor: its range may be all that holds the result.
+    The range of the plain float32 tensor that a narrow one meets may be all that holds the result.
     """
     if any(map(_has_float32_values, arguments)) or any(map(_has_float32_values, options.values())):
         return tuple(map(widen_payload, arguments)), {name: widen_payload(x) for name, x in options.items()}
@@ -383,15 +378,14 @@ def prepare_sum_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     if not isinstance(b, Tensor):
         return arguments, options
     is_plain = any(type(x) is not ScaledTensor and x.dim() for x in (a, b))
-    return (widen_operands if is_plain or is_outer_broadcast(a, b) else widen_operands_if_one_is_wide)(
-        arguments, options
-    )
+    prepare = widen_operands if is_plain or is_outer_broadcast(a, b) else widen_operands_if_one_is_wide
+    return prepare(arguments, options)
 
 
 def is_outer_broadcast(a: Tensor, b: Tensor) -> bool:
     """Return whether broadcasting repeats both tensors, as in an outer sum.
 
-    Sizes are compared to 1 alone: a graph whose sizes vary would be compiled again where two of them become equal.
+    Sizes are compared to 1 alone: a graph of varying sizes would be compiled again where two become equal.
     """
     return all(
         x.dim() < y.dim() or any(one == 1 and other != 1 for one, other in zip(reversed(x.shape), reversed(y.shape)))
@@ -411,10 +405,8 @@ _PREPARATIONS_BY_FAMILY: dict[str, OperandPreparation | None] = {
 _PREPARATIONS_BY_OPERATOR: dict[str, OperandPreparation | None] = {
     **dict.fromkeys(("mul", "addcmul", "lerp", "sign", "sgn"), widen_operands_if_one_is_wide),
     **dict.fromkeys(("dot", "vdot", "addcdiv", "hypot", "softplus", "log_sigmoid_forward"), widen_operands),
-    **dict.fromkeys(("embedding", "embedding_dense_backward"), round_operands_to_home),
-    **dict.fromkeys(
-        ("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_dense_backward"), round_operands_to_home
-    ),
+    **dict.fromkeys(("embedding", "embedding_dense_backward", "_embedding_bag"), round_operands_to_home),
+    **dict.fromkeys(("_embedding_bag_forward_only", "_embedding_bag_dense_backward"), round_operands_to_home),
     # Differences too: after cancellation an earlier rounding error is most of what is left.
     **dict.fromkeys(("div", "floor_divide", "sub"), prepare_quotient_operands),
     "add": prepare_sum_operands,
@@ -424,16 +416,12 @@ _PREPARATIONS_BY_OPERATOR: dict[str, OperandPreparation | None] = {
 def find_operand_preparation(operator: OpOverload) -> OperandPreparation | None:
     """Return how an operator changes its operands' storage before its rule runs; None if it does not.
 
-    Nothing for one that writes into an argument, which stays the tensor it is, or runs by the steps it is made of.
+    An argument that is written stays the tensor it is; what has no family runs by the steps it is made of.
     """
     if operator not in FAMILY_BY_OPERATOR or operator._schema.is_mutable:
         return None
-    name = operator._schema.name.removeprefix("aten::")
-    return (
-        _PREPARATIONS_BY_OPERATOR[name]
-        if name in _PREPARATIONS_BY_OPERATOR
-        else _PREPARATIONS_BY_FAMILY[FAMILIES[FAMILY_BY_OPERATOR[operator]].operands]
-    )
+    of_family = _PREPARATIONS_BY_FAMILY[FAMILIES[FAMILY_BY_OPERATOR[operator]].operands]
+    return _PREPARATIONS_BY_OPERATOR.get(operator._schema.name.removeprefix("aten::"), of_family)
 
 
 @register_promotion_derivation
@@ -479,8 +467,7 @@ def _give_home(results: Any, home: torch.dtype, written: Container[int]) -> Any:
 def _run_formula_step(operator: OpOverload, arguments: tuple, options: dict) -> Any:
     """Run a step of a formula that divides by a sum, on float32 payloads, without a home.
 
-    What it makes of nothing but narrow values is a step in between, in float32; what such a step and others make is a
-    gradient, in the others' storage.
+    Of nothing but narrow values it makes a step in between, in float32; of others too a gradient, in their storage.
     """
     given = [x for x in tree_leaves((arguments, options)) if type(x) is ScaledTensor]
     narrow = [x._payload.dtype for x in given if x._payload.dtype != torch.float32]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -114,9 +116,7 @@ def multiply_scales(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
         value = math.prod(values)
         within = min(max(value, SMALLEST_SCALE), LARGEST_SCALE)
         return torch.tensor(within, dtype=torch.float32, device="cpu"), value / within
-    total = scales[0].double()
-    for scale in scales[1:]:
-        total = total * scale
+    total = functools.reduce(operator.mul, scales[1:], scales[0].double())
     number = math.prod(factor for factor in factors if not isinstance(factor, Tensor))
     total = total if number == 1.0 else total * number
     held = materialize_scale(total.clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float32))
@@ -133,9 +133,7 @@ def take_largest_of_scales(*scales: Tensor) -> Tensor:
     values: list[Any] = [read_concrete(scale) for scale in scales]
     if None not in values:
         return torch.tensor(max(values), dtype=torch.float32, device="cpu")
-    result = scales[0]
-    for scale in scales[1:]:
-        result = torch.maximum(result, scale)
+    result = functools.reduce(torch.maximum, scales)
     return result.clone() if len(scales) == 1 else materialize_scale(result)
 
 
@@ -168,17 +166,6 @@ def divide_scales(scale: Tensor, other: Tensor) -> Tensor | float:
         return over / under
     # At least the smallest normal number: an infinite payload times a factor of 0 would be NaN.
     return (scale / other).clamp(min=SMALLEST_SCALE)
-
-
-def bring_under_scale(payload: Tensor, scale: Tensor, other: Tensor) -> Tensor:
-    """Return a float32 payload under another, deciding scale, where stand-ins for infinity stay finite.
-
-    Traced, the factor is at most 2^100, so that nothing but a product is to be computed.
-    """
-    over, under = read_concrete(scale), read_concrete(other)
-    if over is None or under is None:
-        return multiply_by_power(payload, (scale / other).clamp(SMALLEST_SCALE, HUGE_SCALE))
-    return multiply_within_range(payload, over / under)
 
 
 def multiply_within_range(payload: Tensor, factor: float) -> Tensor:

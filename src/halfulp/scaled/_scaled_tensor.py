@@ -19,6 +19,7 @@ from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._registry import (
     EIGHT_BITS,
+    FULL_RANGE_STORAGES,
     LOGICAL_DTYPES,
     ComplexOperand,
     check_home,
@@ -30,7 +31,7 @@ from ._registry import (
 )
 
 # The logical dtype, the storage (None of plain tensors) and the home.
-TensorKind = tuple[torch.dtype, torch.dtype | None, Any]
+TensorKind = tuple[torch.dtype, Any, torch.dtype | None]
 
 _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # Of what pickle stores; a file of another layout is refused.
@@ -109,8 +110,13 @@ class ScaledTensor(CompositeTensor):
             with enable_lazy_conjugates():
                 return operator(*tree_map(to_plain, arguments), **tree_map(to_plain, options or {}))
         except (NotImplementedError, RuntimeError):
-            _refuse_sparse(operator, arguments, options or {})
-            raise
+            # In place of torch's error, if an operator takes or makes tensors that are not dense.
+            takes = any(isinstance(x, Tensor) and x.layout != torch.strided for x in tree_leaves((arguments, options)))
+            if not takes and "sparse" not in operator._schema.name:
+                raise
+            raise NotImplementedError(
+                f"{operator} with a sparse layout: scaled tensors are dense, use x.decode()"
+            ) from None
 
     @staticmethod
     def encode(
@@ -273,19 +279,17 @@ class ScaledTensor(CompositeTensor):
         self._payload, self._scale = held._payload, held._scale
 
     @untraced
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, torch.dtype, torch.dtype | None]]:
+    def __tensor_flatten__(self) -> tuple[list[str], TensorKind]:
         # The payload's dtype too: a compiled backward reads a gradient's memory as the dtype that it was traced with.
         return ["_payload", "_scale"], (self.dtype, self._payload.dtype, self._home)
 
     @staticmethod
     @untraced
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[torch.dtype, torch.dtype, torch.dtype | None], size: Any, stride: Any
-    ) -> ScaledTensor:
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: TensorKind, size: Any, stride: Any) -> ScaledTensor:
         return wrap(inner["_payload"], inner["_scale"], context[0], context[2])
 
     @staticmethod
-    def _from_plain_tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
+    def _from_plain_tangent(x: Tensor, context: TensorKind) -> ScaledTensor:
         dtype, storage, home = context
         made = ScaledTensor.encode(x, storage)
         return wrap(made._payload, made._scale, dtype, home)
@@ -345,24 +349,15 @@ def change_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
 
 
 def enable_lazy_conjugates() -> AbstractContextManager[Any]:
-    """Let torch see that a complex tensor is still to be conjugated or negated, inside a rule too.
+    """Let torch see, inside a rule too, that a complex tensor is still to be conjugated or negated.
 
-    Below autograd torch leaves out what does so, for its own kernels have no such operands any more; but formulas of
-    several operators make them, and their results would silently be wrong.
+    Below autograd torch leaves out what does so, as its own kernels have no such operands; formulas of several
+    operators make them, and their results would silently be wrong.
     """
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor):
         exclude = exclude.remove(key)
     return torch._C._ForceDispatchKeyGuard(include, exclude)
-
-
-def _refuse_sparse(operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise, in place of torch's error, if an operator takes or makes tensors that are not dense."""
-    takes = any(isinstance(x, Tensor) and x.layout != torch.strided for x in tree_leaves((arguments, options)))
-    if takes or "sparse" in operator._schema.name:
-        raise NotImplementedError(
-            f"{operator} with a sparse layout: scaled tensors are dense, use x.decode()"
-        ) from None
 
 
 def convert_dtypes(
@@ -380,8 +375,7 @@ def convert_dtypes(
 class _ConvertTensor(torch.autograd.Function):
     """The identity on values, from one kind of tensor to another, as gradients go back and tangents go on.
 
-    Its arguments: a tensor of any kind; a function of it and of what follows; the kind of the result if that is another
-    one, else None; what follows.
+    Its arguments: a tensor; a function of it and of the last ones; the result's kind if that is another; these others.
     """
 
     generate_vmap_rule = True
@@ -410,7 +404,7 @@ class _ConvertTensor(torch.autograd.Function):
 convert_tensor: Callable[..., Any] = _ConvertTensor.apply
 
 
-def _convert_to_kind(x: Tensor, dtype: torch.dtype, storage: torch.dtype | None, home: Any) -> Tensor:
+def _convert_to_kind(x: Tensor, dtype: torch.dtype, storage: Any, home: torch.dtype | None) -> Tensor:
     """Return values as a plain tensor, or where there is a storage as a scaled one; a scaled one as it is."""
     if storage is not None:
         return x if isinstance(x, ScaledTensor) else ScaledTensor.encode(x.to(dtype), storage, home=home)
@@ -469,6 +463,10 @@ torch.serialization.add_safe_globals([rebuild_scaled_tensor])
 
 
 _STORAGE_WIDTHS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
+# The smallest positive number of a payload type.
+SMALLEST_NUMBERS = {
+    storage: torch.finfo(storage).smallest_normal * torch.finfo(storage).eps for storage in _STORAGE_WIDTHS
+}
 # The largest of n numbers is at most sqrt(n) times their root mean square, and float16 ends at nearly 2^16.
 _MOST_QUICK_ELEMENTS = 2**30
 # Norms whose squares are normal float32 numbers, unless nearly all elements are far smaller.
@@ -487,16 +485,6 @@ def join_storages(storages: Iterable[torch.dtype]) -> torch.dtype:
     return torch.float16 if width == 0 else torch.float32
 
 
-_SMALLEST_NUMBERS = {
-    storage: torch.finfo(storage).smallest_normal * torch.finfo(storage).eps for storage in _STORAGE_WIDTHS
-}
-
-
-def find_smallest(storage: torch.dtype) -> float:
-    """Return the smallest positive number of a payload type."""
-    return _SMALLEST_NUMBERS[storage]
-
-
 def to_float32(x: ScaledTensor) -> Tensor:
     """Return the payload in float32, in which rules compute."""
     return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
@@ -508,7 +496,7 @@ def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
         return values
     if values.dtype == torch.float64 and storage != torch.float32:
         values = _round_to_odd(values)
-    if storage in (torch.bfloat16, torch.float32):
+    if storage in FULL_RANGE_STORAGES:
         return values.to(storage)
     largest = torch.finfo(storage).max
     if _powers.is_concrete(values) and values.numel():
@@ -524,8 +512,8 @@ def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
 def _round_to_odd(values: Tensor) -> Tensor:
     """Round float64 values to float32 with the last bit 1 where digits were cut off.
 
-    Of such a value, rounding to 22 bits or fewer makes what it makes of the float64 one (Boldo and Melquiond, IEEE
-    Transactions on Computers 57, 2008), where rounding to float32 first may meet a tie that is none.
+    Then rounding to 22 bits or fewer makes what it makes of the float64 value (Boldo and Melquiond, IEEE Transactions
+    on Computers 57, 2008), where rounding to float32 first may meet a tie that is none.
     """
     near = values.to(torch.float32)
     cut = torch.where(near.double().abs() > values.abs(), torch.nextafter(near, torch.zeros_like(near)), near)
@@ -555,7 +543,7 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
 def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _powers.ZERO_SCALE) -> Tensor:
     """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
 
-    Without such values `of_zeros`. Of values times a power of two it is that times it.
+    Without such values `of_zeros`.
     """
     if not values.numel():
         return torch.full((), of_zeros, dtype=torch.float32, device=values.device)
@@ -577,13 +565,10 @@ def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _p
 
 
 def _measure_rms_scale_quickly(values: Tensor) -> float | None:
-    """Return the scale of `measure_rms_scale` for ordinary concrete values, in two passes, not eight; else None.
-
-    No element of so few is beyond float16's range under it.
-    """
+    """Return the scale of `measure_rms_scale` for ordinary concrete values, in two passes, not eight; else None."""
     if not _powers.is_concrete(values) or values.dtype == torch.float64 or values.requires_grad:
         return None
-    if values.numel() > _MOST_QUICK_ELEMENTS:
+    if values.numel() > _MOST_QUICK_ELEMENTS:  # one may be beyond float16's range
         return None
     norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
     if not _ORDINARY_NORMS[0] < norm < _ORDINARY_NORMS[1]:  # squares that leave float32's range, infinities, NaN, zeros

@@ -32,7 +32,7 @@ from ..subclass.models._float32_products import get_original_class
 from ..subclass.models._parameter_holders import check_holders
 from ._float8 import linear_fp8
 from ._operands import WideMode, choose_home, encode_values, is_above_home, round_to_home
-from ._registry import LOGICAL_DTYPES, check_storage, implements
+from ._registry import FULL_RANGE_STORAGES, LOGICAL_DTYPES, check_storage, implements
 from ._rescale import RescalePlaces, find_rescaled_modules, rescale_input_gradient
 from ._scaled_tensor import ScaledTensor, convert_tensor
 
@@ -74,12 +74,12 @@ def _round_inputs_to_home(
         return None
     found: dict[int, Any] = {}  # attention asks whether query, key and value are the same
 
-    def entered(x: Any) -> Any:
+    def round_once(x: Any) -> Any:
         if id(x) not in found:
             found[id(x)] = convert_tensor(x, round_to_home, None) if is_above_home(x) else x
         return found[id(x)]
 
-    return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
+    return tuple(map(round_once, arguments)), {name: round_once(x) for name, x in options.items()}
 
 
 @untraced
@@ -105,8 +105,8 @@ def encode_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTe
     return made.clone() if made._payload is x else made
 
 
-def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.dtype = inputs[0].dtype
+def _save_input_dtype(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    context.dtype = inputs[0].dtype
 
 
 @untraced
@@ -115,21 +115,21 @@ def _decode_gradient(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     return plain, None, None
 
 
-torch.library.register_autograd("halfulp::scaled_like", _decode_gradient, setup_context=_save_dtype)
+torch.library.register_autograd("halfulp::scaled_like", _decode_gradient, setup_context=_save_input_dtype)
 
 
 def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -> Any:
     """Encode plain floating tensors, however nested; leave anything else unchanged."""
 
-    encode = functools.partial(ScaledTensor.encode, home=like.home)
-
     # Compilers do not trace autograd functions that make tensor subclasses; operators lack forward-mode derivatives.
-    def entered(x: Any) -> Any:
+    def encode(x: Any) -> Any:
         if not _is_plain_float(x):
             return x
-        return _encode_like_operator(x, like, storage) if torch.compiler.is_compiling() else encode(x, storage)
+        if torch.compiler.is_compiling():
+            return _encode_like_operator(x, like, storage)
+        return ScaledTensor.encode(x, storage, home=like.home)
 
-    return tree_map(entered, arguments)
+    return tree_map(encode, arguments)
 
 
 def _is_plain_float(x: Any) -> bool:
@@ -145,7 +145,9 @@ _plain_input_operator = define_operator(
     "plain_input(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x)
 )
 torch.library.register_autograd(
-    "halfulp::plain_input", lambda context, gradient: _decode_gradient(context, gradient)[0], setup_context=_save_dtype
+    "halfulp::plain_input",
+    lambda context, gradient: _decode_gradient(context, gradient)[0],
+    setup_context=_save_input_dtype,
 )
 
 
@@ -153,13 +155,13 @@ torch.library.register_autograd(
 def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Give plain inputs of a model that require gradients plain ones: a forward pre-hook."""
 
-    def entered(x: Any) -> Any:
+    def keep_plain(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
             # Compilers do not trace autograd functions whose gradients change class.
             return _plain_input_operator(x) if torch.compiler.is_compiling() else convert_tensor(x, torch.clone, None)
         return x
 
-    return tree_map(entered, (arguments, options))
+    return tree_map(keep_plain, (arguments, options))
 
 
 # A module, or a function.
@@ -221,8 +223,6 @@ def scalify_function(
 
 # What `scalify` installs at layers, and `unscalify` removes.
 _LAYER_HOOKS = (rescale_input_gradient, _round_inputs_to_home, _round_results_to_home)
-# Payload types with float32's range: gradients need no rescale to stay within it.
-_FULL_RANGE_STORAGES = (torch.float32, torch.bfloat16)
 
 
 def scalify(
@@ -295,7 +295,7 @@ def scalify(
             raise ValueError("matmul, where and rescale are for models: a function has no modules")
         return scalify_function(model, dtype, wide)
     if rescale == "auto":
-        rescale = None if dtype in _FULL_RANGE_STORAGES and matmul is None else "norms"
+        rescale = None if dtype in FULL_RANGE_STORAGES and matmul is None else "norms"
     rescaled = find_rescaled_modules(model, rescale)
     found = [place for place in list_matching_parameters(list_module_parameters(model), where) if _can_be_scaled(place)]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)

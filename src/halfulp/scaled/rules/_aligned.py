@@ -26,7 +26,7 @@ from .._operands import (
     saturate_stand_ins,
 )
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
-from .._scaled_tensor import ScaledTensor, decode_values, find_smallest, to_float32, to_plain, wrap
+from .._scaled_tensor import SMALLEST_NUMBERS, ScaledTensor, decode_values, to_float32, to_plain, wrap
 from ._vocabulary import align_constants, align_operands, align_with_constants, scale_payloads
 
 aten = torch_operators("aten")
@@ -96,7 +96,7 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
         return rounded
     if _powers.is_concrete(total):
         # Whether rounding made an element 0, or may have, beside NaN: by two passes, as every sum asks.
-        least = find_smallest(storage) / 2
+        least = SMALLEST_NUMBERS[storage] / 2
         if rounded._scale is not scale:
             least *= rounded._scale.item() / scale.item()
         if torch.equal(torch.nn.functional.hardshrink(total, least), total):
@@ -117,7 +117,7 @@ def _is_vanishing_number(number: Any, scale: Tensor, storage: torch.dtype) -> bo
     if not isinstance(number, (int, float)) or not number > 0:
         return False
     held = _powers.read_concrete(scale)
-    return number < (_LARGEST_EPS if held is None else find_smallest(storage) * held)
+    return number < (_LARGEST_EPS if held is None else SMALLEST_NUMBERS[storage] * held)
 
 
 @implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")
