@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._torch_versions import is_exporting, saved_tensor_hooks
 from ..formats import Format
 from ..rounding import Nearest, Rounding
+from ..subclass import is_written
 from ..subclass.models._conversion import Wrapper, capture_recomputation, capture_reentrant_recomputation
 from ._rounder import Rounder
 
@@ -72,18 +73,14 @@ def read_results(operator: torch._ops.OpOverload) -> OperatorResults:
     schema = operator._schema
     namespace, _, base = schema.name.partition("::")
     name = f"{namespace}.{base}"
-    if namespace == "aten" and base in _OPERATORS_WITHOUT_NEW_NUMBERS:
-        return OperatorResults(name, (), (), False)
     known = namespace == "aten"
+    if known and base in _OPERATORS_WITHOUT_NEW_NUMBERS:
+        return OperatorResults(name, (), (), False)
     kept = _BACKWARD_STATISTICS.get(base, ()) if known else ()
     fresh_positions = tuple(
         i for i, value in enumerate(schema.returns) if value.alias_info is None and "Tensor" in str(value.type)
     )
-    written = tuple(
-        (i, argument.name)
-        for i, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+    written = tuple((i, argument.name) for i, argument in enumerate(schema.arguments) if is_written(argument))
     aliases_caller = known and base == "lift_fresh"
     return OperatorResults(
         name,
@@ -163,7 +160,8 @@ class GradientRounding:
 
         def round_accumulated_gradient(leaf: Tensor) -> None:
             if (owner := get_owner()) is not None:
-                owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
+                assert leaf.grad is not None
+            owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
 
         self._handles.append(leaf.register_post_accumulate_grad_hook(round_accumulated_gradient))
         self._handles.append(leaf.register_hook(round_gradient_sum))
@@ -263,9 +261,9 @@ _thread_state = threading.local()
 
 
 def _get_modes() -> list[_RoundingMode]:
-    if not hasattr(_thread_state, "modes"):
-        _thread_state.modes = []
-    return _thread_state.modes
+    """Return the modes that are entered on this thread, the innermost last."""
+    modes: list[_RoundingMode] = _thread_state.__dict__.setdefault("modes", [])
+    return modes
 
 
 class Region:

@@ -15,10 +15,10 @@ from ..kernels import torch_operators
 from ..kernels._plain_memory import is_floating
 from ..subclass import functional_form, is_written, note_fallback
 from ..subclass._collectives import is_collective, refuse_collective
-from ._operands import choose_storage, encode_values, keep_nonzero, make_scaled_to_fit, promote_dtypes
+from ._operands import choose_storage, encode_values, make_second_moment, promote_dtypes
 from ._powers_of_two import is_concrete
 from ._registry import RULES_OF_OPERATORS_TO_COME, find_rule, register_rule_derivation
-from ._scaled_tensor import ScaledTensor, decode_values, enable_lazy_conjugates, to_float32, to_plain, wrap
+from ._scaled_tensor import ScaledTensor, decode_values, enable_lazy_conjugates, to_plain, wrap
 from ._write import check_indexed_write, write_values
 
 aten = torch_operators("aten")
@@ -145,13 +145,11 @@ def _keep_second_moment(x: Any, added: Any, total: Any) -> Any:
 
     Before torch 2.12, Dynamo makes x.add_(a * b * value) of x.addcmul_(a, b, value=value); squares come in float32.
     """
-    if not all(isinstance(one, ScaledTensor) for one in (x, added, total)) or is_concrete(total._payload):
+    if not all(isinstance(one, ScaledTensor) for one in (x, added, total)):
         return total
-    if added._payload.dtype != torch.float32:
+    if is_concrete(total._payload) or added._payload.dtype != torch.float32:
         return total
-    held = make_scaled_to_fit(to_float32(total), total._scale, x._payload.dtype, total.dtype)
-    before, squares = to_float32(x), to_float32(added)
-    return keep_nonzero(held, torch.where((before >= 0) & (squares >= 0), torch.maximum(before, squares), 0.0))
+    return make_second_moment(total, x, added)
 
 
 def _run_view_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:

@@ -108,7 +108,7 @@ def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 _differentiable_cast = differentiable(
     _cast_operator,
-    lambda context, inputs, output: setattr(context, "dtype", inputs[2]),
+    lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[2]),
     _cast_backward,
     lambda context, tangent, *_: tangent.clone(),
 )

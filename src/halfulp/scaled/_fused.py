@@ -394,15 +394,13 @@ def measure_level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
     limit = torch.finfo(storage).max
 
     def launch(kernels: dict[str, Any], y: Tensor) -> list[Tensor]:
-        y = _make_dense(y)
+        y = _view_dense_memory(y)
         blocks = -(-y.numel() // BLOCK_ELEMENTS)
         programs = min(blocks, MOST_PARTIAL_SUMS)
         parts = torch.empty(3 * programs, dtype=torch.float64, device=y.device)
         out = torch.empty((), dtype=torch.float32, device=y.device)
         loops = -(-blocks // programs)
-        kernels["measure"][(programs,)](
-            _view_as_bytes(y), parts, y.numel(), programs, loops, BLOCK_ELEMENTS, **COMPILE_OPTIONS
-        )
+        kernels["measure"][(programs,)](y, parts, y.numel(), programs, loops, BLOCK_ELEMENTS, **COMPILE_OPTIONS)
         kernels["level"][(1,)](parts, out, programs, limit, zero_scale, MOST_PARTIAL_SUMS, **COMPILE_OPTIONS)
         return [out]
 
@@ -432,31 +430,25 @@ def _run_kernel(
     same = len(payloads) < 2 or payloads[0].shape == payloads[1].shape
 
     def launch(module: dict[str, Any], *given: Tensor) -> list[Tensor]:
-        held, scales = [_make_dense(x) for x in given[: len(payloads)]], given[len(payloads) :]
+        dense = [_view_dense_memory(x) for x in given[: len(payloads)]]
         made = [torch.empty((), dtype=torch.float32, device=given[0].device) for _ in range(kernel.operand_counts[2])]
-        if not held:
-            module["kernel"][(1,)](*scales, *made, *numbers, **COMPILE_OPTIONS)
+        constants = *given[len(payloads) :], *made, *numbers
+        if not dense:
+            module["kernel"][(1,)](*constants, **COMPILE_OPTIONS)
             return made
-        out = torch.empty_like(held[0], dtype=kernel.result_dtype)
-        count, period = held[0].numel(), held[-1].numel()
+        out = torch.empty_like(dense[0], dtype=kernel.result_dtype)
+        count, period = dense[0].numel(), dense[-1].numel()
+        arrays = *dense, _view_dense_memory(out)
         grid = (max(1, -(-count // BLOCK_ELEMENTS)),)
-        arrays = map(_view_as_bytes, (*held, out))
-        module["kernel"][grid](
-            *arrays, count, period, *scales, *made, *numbers, same, BLOCK_ELEMENTS, **COMPILE_OPTIONS
-        )
+        module["kernel"][grid](*arrays, count, period, *constants, same, BLOCK_ELEMENTS, **COMPILE_OPTIONS)
         return [out, *made]
 
     def by_torch(*given: Tensor) -> list[Tensor]:
         return run_kernel_by_torch(kernel, given[: len(payloads)], given[len(payloads) :], numbers)
 
-    return _launch_or_run_by_torch(
-        (kernel.name, kernel, same),
-        lambda: load_module(write_kernel_source(kernel)),
-        launch,
-        by_torch,
-        payloads,
-        scales,
-    )
+    key = kernel.name, kernel, same
+    build = lambda: load_module(write_kernel_source(kernel))  # noqa: E731
+    return _launch_or_run_by_torch(key, build, launch, by_torch, payloads, scales)
 
 
 def _launch_or_run_by_torch(
@@ -506,9 +498,7 @@ def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Te
     return found + [torch.full((), power, dtype=torch.float32, device="cpu") for power in powers]
 
 
-def _make_dense(x: Tensor) -> Tensor:
-    return x if is_dense(x) else x.contiguous()
-
-
-def _view_as_bytes(x: Tensor) -> Tensor:
+def _view_dense_memory(x: Tensor) -> Tensor:
+    """Return a payload whose elements lie without gaps, those of eight bits as bytes."""
+    x = x if is_dense(x) else x.contiguous()
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -111,6 +111,13 @@ def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     return wrap(torch.where((payload == 0) & (exact != 0), least, payload).to(storage), x._scale, x.dtype)
 
 
+def make_second_moment(total: ScaledTensor, x: ScaledTensor, squares: ScaledTensor) -> ScaledTensor:
+    """Return total = x + squares in x's storage, without sums of positive numbers that become 0: divisors."""
+    rounded = make_scaled_to_fit(to_float32(total), total._scale, x._payload.dtype, total.dtype)
+    before, added = to_float32(x), to_float32(squares)
+    return keep_nonzero(rounded, torch.where((before >= 0) & (added >= 0), torch.maximum(before, added), 0.0))
+
+
 def encode_values(values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None):
     """Encode a plain tensor as payload x scale; the scale is measured unless given."""
     dtype = dtype or values.dtype
@@ -147,6 +154,8 @@ def make_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
 
 # Masks write numbers of at most -STAND_IN for minus infinity: -1e9, the smallest of the dtype.
 INFINITY_STAND_IN = 2.0**24
+# Narrower ranges hold less beside other numbers.
+STAND_IN_BY_STORAGE = dict.fromkeys(STORAGE_DTYPES, INFINITY_STAND_IN) | {torch.float8_e4m3fn: 2.0**12}
 # The least magnitude to which a stand-in for infinity may saturate: exp(-128) is 0 in float32.
 LEAST_SATURATED_STAND_IN = 128.0
 
@@ -231,8 +240,6 @@ def promote_dtypes(arguments: Iterable[Any]) -> torch.dtype:
     return result
 
 
-# Narrower ranges hold less beside other numbers.
-_STAND_IN_BY_STORAGE = {torch.float8_e4m3fn: 2.0**12}
 # So many times beyond its range a payload takes a larger scale, as others keep their digits under it.
 _SCALE_ROOM_BY_STORAGE = {torch.float16: 2.0**6, torch.float8_e5m2: 2.0**6}
 
@@ -248,7 +255,7 @@ def make_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool
     # What a home of float16 keeps in float32 for now is to fit float16 in the end.
     storage = torch.float16 if like._home == torch.float16 else like._payload.dtype
     size = _find_size_under_factor(storage, factor)
-    least = min(LEAST_SATURATED_STAND_IN * size / _STAND_IN_BY_STORAGE.get(storage, INFINITY_STAND_IN), size)
+    least = min(LEAST_SATURATED_STAND_IN * size / STAND_IN_BY_STORAGE[storage], size)
     is_wide = storage in FULL_RANGE_STORAGES
     scale = measure_scale_beside_stand_ins(x, storage, size, least, False, is_wide, among_zeros)
     made = encode_values(x, torch.float32, scale)
@@ -282,7 +289,7 @@ def find_stand_ins(
 def _find_size_under_factor(storage: torch.dtype, factor: Any) -> float:
     """Return from which magnitude on an element that a factor multiplies, among smaller ones, stands for infinity."""
     number = abs(float(factor)) if isinstance(factor, (int, float)) else 1.0
-    size = _STAND_IN_BY_STORAGE.get(storage, INFINITY_STAND_IN)
+    size = STAND_IN_BY_STORAGE[storage]
     return min(size / number, _powers.FLOAT32_MAX) if number else _powers.FLOAT32_MAX
 
 

@@ -56,10 +56,9 @@ def install_home_hooks(model: nn.Module) -> None:
     """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""
     for module in model.modules():
         # transformers' layer of GPT-2, known by name: the library is not imported for it.
-        is_product = isinstance(module, _PRODUCT_LAYER_CLASSES) or type(module).__name__ == "Conv1D"
-        if is_product and any(
-            isinstance(p, ScaledTensor) and p.home is not None for p in module.parameters(recurse=False)
-        ):
+        if not isinstance(module, _PRODUCT_LAYER_CLASSES) and type(module).__name__ != "Conv1D":
+            continue
+        if any(isinstance(p, ScaledTensor) and p.home is not None for p in module.parameters(recurse=False)):
             module.register_forward_pre_hook(_round_inputs_to_home, with_kwargs=True)
             if isinstance(module, _RECURRENT_CLASSES):
                 module.register_forward_hook(_round_results_to_home)
@@ -105,8 +104,8 @@ def encode_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTe
     return made.clone() if made._payload is x else made
 
 
-def _save_input_dtype(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    context.dtype = inputs[0].dtype
+def _save_input_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # torch passes them by these names
+    ctx.dtype = inputs[0].dtype
 
 
 @untraced
@@ -156,10 +155,10 @@ def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options
     """Give plain inputs of a model that require gradients plain ones: a forward pre-hook."""
 
     def keep_plain(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
-            # Compilers do not trace autograd functions whose gradients change class.
-            return _plain_input_operator(x) if torch.compiler.is_compiling() else convert_tensor(x, torch.clone, None)
-        return x
+        if not isinstance(x, Tensor) or not x.requires_grad or x.layout != torch.strided or not _is_plain_float(x):
+            return x
+        # Compilers do not trace autograd functions whose gradients change class.
+        return _plain_input_operator(x) if torch.compiler.is_compiling() else convert_tensor(x, torch.clone, None)
 
     return tree_map(keep_plain, (arguments, options))
 

@@ -6,7 +6,7 @@ Statistics are kept in the payloads' space: mean under the scale s, reciprocal d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -149,23 +149,31 @@ def _step_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
     return make_scaled(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
 
 
-def batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    variance: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    *,
-    reserve: bool = False,
-    in_place: bool = True,
-) -> tuple:
-    """Normalise over the batch in training, else by running statistics; these move in place, or follow the results.
+# By operator: whether it trains, where that is no argument; whether an empty tensor follows its results, as some
+# backends have it; and whether it writes the running statistics, or returns them.
+_BATCH_NORM_VARIANTS: dict[OpOverload, tuple[bool | None, bool, bool]] = {
+    aten.native_batch_norm.default: (None, False, True),
+    aten._native_batch_norm_legit.default: (None, False, True),
+    aten._native_batch_norm_legit_functional.default: (None, False, False),
+    aten._native_batch_norm_legit.no_stats: (None, False, True),
+    aten._native_batch_norm_legit_no_training.default: (False, False, True),
+    aten._batch_norm_no_update.default: (False, True, True),
+    aten._batch_norm_with_update.default: (True, True, True),
+    aten._batch_norm_with_update_functional.default: (True, True, False),
+    aten.miopen_batch_norm.default: (None, False, True),
+    aten.cudnn_batch_norm.default: (None, True, True),
+}
 
-    `reserve`: the empty tensor that follows the results of some backends' operators.
-    """
+
+@implements_each(*_BATCH_NORM_VARIANTS, family="norm")
+def batch_norm(operator: OpOverload, *given: Any) -> tuple:
+    """Normalise over the batch in training, else by running statistics; these move in place, or follow the results."""
+    training, reserve, in_place = _BATCH_NORM_VARIANTS[operator]
+    if operator is aten._native_batch_norm_legit.no_stats:
+        given = (*given[:3], None, None, True, *given[4:])
+    elif training is not None:
+        given = (*given[:5], training, *given[5:])
+    x, weight, bias, mean, variance, training, momentum, eps = given
     moved = [mean, variance]
     if not training:
         values = map(decode_value, (x, weight, bias, mean, variance))
@@ -188,25 +196,6 @@ def batch_norm(
         if training and running is not None:
             write_values(running, new)
     return tuple(results)
-
-
-_batch_norm_rules: dict[OpOverload, Callable[..., tuple]] = {
-    aten.native_batch_norm.default: batch_norm,
-    aten._native_batch_norm_legit.default: batch_norm,
-    aten._native_batch_norm_legit_functional.default: lambda *given: batch_norm(*given, in_place=False),
-    # Those of other backends, or without some of the arguments.
-    aten.miopen_batch_norm.default: batch_norm,
-    aten.cudnn_batch_norm.default: lambda *given: batch_norm(*given, reserve=True),
-    aten._native_batch_norm_legit.no_stats: lambda *given: batch_norm(*given[:3], None, None, True, *given[4:]),
-    aten._native_batch_norm_legit_no_training.default: lambda *given: batch_norm(*given[:5], False, *given[5:]),
-    aten._batch_norm_no_update.default: lambda *given: batch_norm(*given[:5], False, *given[5:], reserve=True),
-    aten._batch_norm_with_update.default: lambda *given: batch_norm(*given[:5], True, *given[5:], reserve=True),
-    aten._batch_norm_with_update_functional.default: lambda *given: batch_norm(
-        *given[:5], True, *given[5:], reserve=True, in_place=False
-    ),
-}
-for _operator, _rule in _batch_norm_rules.items():
-    implements(_operator, family="norm")(_rule)
 
 
 def batch_norm_backward(*given: Any) -> tuple:

@@ -31,6 +31,7 @@ from .._operands import (
     make_factor,
     make_operand,
     make_scaled_to_fit,
+    make_second_moment,
     promote_dtypes,
     saturate_stand_ins,
 )
@@ -255,14 +256,9 @@ def add_scaled_product(
 ) -> ScaledTensor:
     """beta base + alpha a b, computed and rounded once, under the larger of the two parts' scales.
 
-    Args:
-        base, a, b: scaled or plain tensors.
-        compute: gives the result for float32 payloads and the numbers beta and alpha: addmm's arithmetic.
-        sum_scale: what brings the product's payload back, a power of two.
-        beta, alpha: numbers.
-        quotient: a / b takes the place of a b.
-        of_matrices: a b is a product of matrices, whose elements all have a say in its scale.
-        separate: the product of matrices alone, where compute is one and a sum.
+    `compute` is addmm's arithmetic on float32 payloads and the numbers beta and alpha. With `quotient` a / b takes the
+    place of a b, whose payload `sum_scale` brings back, a power of two. `of_matrices`: all elements of a and b have a
+    say in the scale of a b; `separate` is the product of matrices alone, where compute is one and a sum.
     """
     like = find_scaled((base, a, b))
     storage, dtype = choose_product_storage((base, a, b)), promote_dtypes((base, a, b))
@@ -461,12 +457,9 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
     total: Any = add(c, mul(a, b)) if isinstance(b, Tensor) else add(c, a, alpha=b)
     if not isinstance(c, ScaledTensor):
         return total
-    held = make_scaled_to_fit(to_float32(total), total._scale, c._payload.dtype, total.dtype)
     if isinstance(b, Tensor) or is_symbolic(b) or not b > 0:
-        return held
-    # A second moment, as in `addcmul`.
-    product, before = to_float32(make_operand(a, c)), to_float32(c)
-    return keep_nonzero(held, torch.where((before >= 0) & (product >= 0), torch.maximum(product, before), 0.0))
+        return make_scaled_to_fit(to_float32(total), total._scale, c._payload.dtype, total.dtype)
+    return make_second_moment(total, c, make_operand(a, c))
 
 
 RULES_OF_OPERATORS_TO_COME["prims::fma"] = fma

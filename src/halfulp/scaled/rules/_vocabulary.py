@@ -33,6 +33,7 @@ from .. import _powers_of_two as _powers
 from .._operands import (
     INFINITY_STAND_IN,
     LEAST_SATURATED_STAND_IN,
+    STAND_IN_BY_STORAGE,
     bring_payload_under,
     choose_product_storage,
     choose_storage,
@@ -190,8 +191,6 @@ def round_root(count: int) -> float:
     return float(power)
 
 
-# From these magnitudes on a constant stands for infinity: a scale that holds it would flush other numbers to 0.
-_STAND_IN_BY_STORAGE = {torch.float16: 2.0**24, torch.float8_e5m2: 2.0**24, torch.float8_e4m3fn: 2.0**12}
 # Among zeros, larger constants are put at the top of the payload's range: numbers added later are mostly smaller.
 _LARGE_CONSTANT = 2.0**12
 
@@ -316,7 +315,8 @@ def _make_number_payload(constant: float, scale: float, storage: torch.dtype) ->
 
 
 def _find_stand_in(storage: torch.dtype) -> float:
-    return _STAND_IN_BY_STORAGE.get(storage, _powers.HUGE_SCALE)
+    """Return the magnitude from which on a constant stands for infinity: the scale for it would flush others to 0."""
+    return _powers.HUGE_SCALE if storage in FULL_RANGE_STORAGES else STAND_IN_BY_STORAGE[storage]
 
 
 aten = torch_operators("aten")
@@ -415,10 +415,7 @@ def unit_scale(*operators: OpOverload, family: str = "own") -> None:
 
     sigmoid, softmax, cos: computed on values; a larger scale where the largest finite result needs it.
     """
-
-    def encode(y: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-        return make_scaled_to_fit(y, make_unit_scale(y), storage, dtype)
-
+    encode = lambda y, storage, dtype: make_scaled_to_fit(y, make_unit_scale(y), storage, dtype)  # noqa: E731
     _register_on_values(operators, family, encode, choose_storage)
 
 
@@ -429,11 +426,10 @@ def measured_scale(*operators: OpOverload, family: str = "own", scaled: int = 0)
     plain, such as what a layer saves for its backward pass.
     """
 
-    def encode(y: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-        return encode_values(y, storage, dtype=dtype)
-
     is_product = family in FAMILIES and FAMILIES[family].operands == "home"
-    _register_on_values(operators, family, encode, choose_product_storage if is_product else choose_storage, scaled)
+    choose = choose_product_storage if is_product else choose_storage
+    encode = lambda y, storage, dtype: encode_values(y, storage, dtype=dtype)  # noqa: E731
+    _register_on_values(operators, family, encode, choose, scaled)
 
 
 def _register_on_values(
