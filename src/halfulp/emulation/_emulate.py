@@ -69,7 +69,7 @@ class Emulation:
         refuse_recording()
         if isinstance(self.target, nn.Module) and self.parameters == "round":
             for name, parameter in self.target.named_parameters():
-                if self.rounder.has_other_numbers(parameter):  # as one that an optimizer of others wrote does
+                if self.rounder.has_numbers_outside_format(parameter):  # as one that an optimizer of others wrote does
                     raise ValueError(
                         f"parameter {name!r} was given numbers that {self.rounder.format.name} does not have: update "
                         f"it with an optimizer of halfulp.optim and format={self.rounder.format.name!r}, or say "

@@ -21,7 +21,7 @@ from ..subclass.models._conversion import Wrapper, capture_recomputation, captur
 from ._rounder import Rounder
 
 # Outputs other than the first that only the backward pass reads: they are inside the operator, in float32.
-_BACKWARD_STATISTICS = {
+_BACKWARD_ONLY_OUTPUTS = {
     **dict.fromkeys(("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm"), (1, 2)),
     **dict.fromkeys(("_native_batch_norm_legit", "_batch_norm_with_update", "miopen_batch_norm"), (1, 2)),
     **dict.fromkeys(("_fused_rms_norm", "_weight_norm_interface", "nll_loss_forward", "nll_loss2d_forward"), (1,)),
@@ -32,7 +32,7 @@ _BACKWARD_STATISTICS = {
     **{"_thnn_fused_lstm_cell": (2,), "_flash_attention_forward": (1, 4)},
 }
 # Arguments that are written although the schema does not say so.
-_RUNNING_STATISTICS = dict.fromkeys(
+_RUNNING_STATISTICS_ARGUMENTS = dict.fromkeys(
     ("native_batch_norm", "miopen_batch_norm", "cudnn_batch_norm"), ((3, "running_mean"), (4, "running_var"))
 )
 # A view although the schema does not say so, and memory without numbers.
@@ -46,28 +46,28 @@ class OperatorResults(NamedTuple):
 
     Attributes:
         name: such as "aten.addmm".
-        fresh_positions: positions of returned tensors (or lists of tensors) in new memory that are to be rounded.
+        new_result_positions: positions of returned tensors (or lists of tensors) in new memory that are to be rounded.
         written_arguments: position and name of each argument that is written.
         aliases_caller: whether it hands out memory that Python's caller may own, which must not be written.
     """
 
     name: str
-    fresh_positions: tuple[int, ...]
+    new_result_positions: tuple[int, ...]
     written_arguments: tuple[tuple[int, str], ...]
     aliases_caller: bool
 
 
 @cache
-def read_results(operator: torch._ops.OpOverload) -> OperatorResults:
+def read_operator_results(operator: torch._ops.OpOverload) -> OperatorResults:
     """Return an operator's results by its schema, with exceptions that schemas do not tell.
 
-    >>> read_results(torch.ops.aten.addmm.default).fresh_positions
+    >>> read_operator_results(torch.ops.aten.addmm.default).new_result_positions
     (0,)
-    >>> read_results(torch.ops.aten.relu_.default).written_arguments
+    >>> read_operator_results(torch.ops.aten.relu_.default).written_arguments
     ((0, 'self'),)
-    >>> read_results(torch.ops.aten.transpose.int).fresh_positions
+    >>> read_operator_results(torch.ops.aten.transpose.int).new_result_positions
     ()
-    >>> read_results(torch.ops.aten.native_layer_norm.default).fresh_positions
+    >>> read_operator_results(torch.ops.aten.native_layer_norm.default).new_result_positions
     (0,)
     """
     schema = operator._schema
@@ -76,16 +76,16 @@ def read_results(operator: torch._ops.OpOverload) -> OperatorResults:
     known = namespace == "aten"
     if known and base in _OPERATORS_WITHOUT_NEW_NUMBERS:
         return OperatorResults(name, (), (), False)
-    kept = _BACKWARD_STATISTICS.get(base, ()) if known else ()
-    fresh_positions = tuple(
+    kept = _BACKWARD_ONLY_OUTPUTS.get(base, ()) if known else ()
+    new_result_positions = tuple(
         i for i, value in enumerate(schema.returns) if value.alias_info is None and "Tensor" in str(value.type)
     )
     written = tuple((i, argument.name) for i, argument in enumerate(schema.arguments) if is_written(argument))
     aliases_caller = known and base == "lift_fresh"
     return OperatorResults(
         name,
-        (0,) if aliases_caller else tuple(i for i in fresh_positions if i not in kept),
-        written or (_RUNNING_STATISTICS.get(base, ()) if known else ()),
+        (0,) if aliases_caller else tuple(i for i in new_result_positions if i not in kept),
+        written or (_RUNNING_STATISTICS_ARGUMENTS.get(base, ()) if known else ()),
         aliases_caller,
     )
 
@@ -113,7 +113,7 @@ class GradientRounding:
         for handle in self._handles:
             handle.remove()
 
-    def hook_nodes_before(self, tensor: Tensor) -> None:
+    def hook_graph_of(self, tensor: Tensor) -> None:
         """Hook the node that made a tensor, and all nodes before it without hooks."""
         node = tensor.grad_fn
         todo = [] if node is None else [(node, node._sequence_nr())]
@@ -138,8 +138,8 @@ class GradientRounding:
                 self._hook_leaf(child.variable)
             elif before not in self._seen:
                 todo.append((child, before))
-        node.register_prehook(partial(self._round_arriving, name))
-        node.register_hook(partial(self._round_leaving, name))
+        node.register_prehook(partial(self._round_incoming_gradients, name))
+        node.register_hook(partial(self._round_node_results, name))
 
     def _hook_leaf(self, leaf: Tensor) -> None:
         """Hook a leaf so that the sums of its gradients are rounded, over its uses and over backward passes."""
@@ -159,14 +159,14 @@ class GradientRounding:
             return None if owner is None else owner.rounder.round_copy(gradient, "AccumulateGrad")
 
         def round_accumulated_gradient(leaf: Tensor) -> None:
-            if (owner := get_owner()) is not None:
-                assert leaf.grad is not None
-            owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
+            owner = get_owner()
+            if owner is not None and leaf.grad is not None:
+                owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
 
         self._handles.append(leaf.register_post_accumulate_grad_hook(round_accumulated_gradient))
         self._handles.append(leaf.register_hook(round_gradient_sum))
 
-    def _round_arriving(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple:
+    def _round_incoming_gradients(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple:
         """Round incoming gradients, which may be sums or come from outside (a node's pre-hook)."""
         self.task = torch._C._current_graph_task_id()
         if torch.is_grad_enabled():
@@ -175,7 +175,7 @@ class GradientRounding:
             )
         return self._round_gradients(gradients, f"the gradient for {name}")
 
-    def _round_leaving(self, name: str, gradients: tuple[Tensor | None, ...], arrived: tuple) -> tuple:
+    def _round_node_results(self, name: str, gradients: tuple[Tensor | None, ...], arrived: tuple) -> tuple:
         """Round each result of a node (its post-hook), before the results of several are summed."""
         return self._round_gradients(gradients, name)
 
@@ -191,7 +191,7 @@ class _RoundingMode(TorchDispatchMode):
         super().__init__()
         self.rounder = rounder
         self.task = torch._C._current_graph_task_id()
-        self._emulated = partial(_emulate_function, rounder)
+        self._emulated = partial(_emulate_recomputation, rounder)
         self._gradients = GradientRounding(rounder, self._emulated)
         self._pending: list = []
         self._promised: list[weakref.ref] = []
@@ -204,7 +204,7 @@ class _RoundingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         self.hook_last_outputs()
         out = func(*args, **kwargs)
-        out = self._round_results(read_results(func), out, args, kwargs)
+        out = self._round_results(read_operator_results(func), out, args, kwargs)
         if torch.is_grad_enabled():
             self._pending.append(out)
         elif self._with_gradients:
@@ -221,7 +221,7 @@ class _RoundingMode(TorchDispatchMode):
         promised = (promise() for promise in self._promised)
         for value in (*self._pending, *promised):
             for tensor in _list_tensors(value):
-                self._gradients.hook_nodes_before(tensor)
+                self._gradients.hook_graph_of(tensor)
         self._pending.clear()
         self._promised.clear()
         hooks = saved_tensor_hooks()
@@ -236,7 +236,7 @@ class _RoundingMode(TorchDispatchMode):
             out = self.rounder.round_copy(out, name)
         else:
             values = out if isinstance(out, tuple) else (out,)
-            for i in results.fresh_positions:
+            for i in results.new_result_positions:
                 self._round_value(values[i], name)
         for position, key in results.written_arguments:
             value = args[position] if position < len(args) else kwargs.get(key)
@@ -334,7 +334,7 @@ def refuse_recording() -> None:
         raise NotImplementedError(describe_refusal("make_fx"))
 
 
-def _emulate_function(rounder: Rounder, function: Callable) -> Callable:
+def _emulate_recomputation(rounder: Rounder, function: Callable) -> Callable:
     """Return a function that runs under emulation, for what checkpointing computes again."""
 
     @wraps(function)

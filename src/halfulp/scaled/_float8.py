@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from ..kernels import define_operator, untraced
 from ..subclass._in_backward import differentiable
-from ._operands import move_level_to_scale
+from ._operands import move_power_to_scale
 from ._registry import check_storage, implements
-from ._scaled_tensor import ScaledTensor, measure_rms_scale, to_storage
+from ._scaled_tensor import ScaledTensor, measure_rms_scale, round_to_storage
 
 
 def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype | None = None) -> Tensor:
@@ -83,7 +83,7 @@ def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | 
         return x.clone()
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
     scale = measure_rms_scale(x.to(torch.float32), forward)
-    return (to_storage(wide / scale, forward).to(wide.dtype) * scale).to(x.dtype)
+    return (round_to_storage(wide / scale, forward).to(wide.dtype) * scale).to(x.dtype)
 
 
 _cast_operator = define_operator(
@@ -98,7 +98,7 @@ def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dt
     """Bring a payload to a root mean square of about 1 and round it; the scale takes the factor."""
     if forward is None:
         return x.clone()
-    return move_level_to_scale(x._payload, x._scale, measure_rms_scale(x._payload, forward), forward, x.dtype)
+    return move_power_to_scale(x._payload, x._scale, measure_rms_scale(x._payload, forward), forward, x.dtype)
 
 
 @untraced

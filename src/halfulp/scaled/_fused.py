@@ -2,8 +2,8 @@
 
 A kernel is two device functions: one of scales in float64, in which no product of them leaves the range, and one of an
 element in float32, which takes the first one's results as factors. Triton's form of them is compared with torch's
-before its first use. Without Triton, or for tensors that are no plain memory on a device, `is_fused` is False, and
-rules compute operator by operator.
+before its first use. Without Triton, or for tensors that are no plain memory on a device, `has_fused_kernels` is False,
+and rules compute operator by operator.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from . import _powers_of_two as _powers
 SMALLEST, LARGEST, HUGE = _powers.SMALLEST_SCALE, _powers.LARGEST_SCALE, _powers.HUGE_SCALE
 INFINITY = float("inf")
 # Where rounding to a power of two goes up, as a mantissa in float32: next to sqrt(2).
-ROUND_UP_FROM_SQRT2 = float(np.uint32(0x3F800000 | _powers.SQRT2_MANTISSA_BITS).view(np.float32))
+LEAST_MANTISSA_ROUNDED_UP = float(np.uint32(0x3F800000 | _powers.SQRT2_MANTISSA_BITS).view(np.float32))
 BLOCK_ELEMENTS = 1024
 # Blocks of which a measurement has parts at most.
-MOST_PARTIAL_SUMS = 1024
+MAX_PARTIAL_SUMS = 1024
 # Elements on which kernels are compared.
 SELF_TEST_ROWS, SELF_TEST_COLUMNS = 8, 515
-SPECIAL_NUMBERS = (
+SELF_TEST_NUMBERS = (
     *(0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, -1e9, 57344.0, 448.0, 464.0, 2.0**-25, 1e-30),
 )
 ONE_WORD, MAGNITUDE_MASKS = np.uint32(1), {1: np.uint32(0x7F), 2: np.uint32(0x7FFF)}
@@ -55,14 +55,14 @@ PAYLOAD_CODECS = {
     torch.float32: PayloadCodec(real, word),
     torch.bfloat16: PayloadCodec(lambda w: real(widen_bfloat16(w)), lambda x: encode_bfloat16(word(x))),
     torch.float16: PayloadCodec(
-        lambda w: real(widen_float16(w)), lambda x: encode_float16(word(clamp_finite(x, 65504.0)))
+        lambda w: real(widen_float16(w)), lambda x: encode_float16(word(clamp_finite_values(x, 65504.0)))
     ),
-    torch.float8_e5m2: PayloadCodec(E5M2.decode, lambda x: E5M2.nearest(clamp_finite(x, 57344.0), None)),
+    torch.float8_e5m2: PayloadCodec(E5M2.decode, lambda x: E5M2.nearest(clamp_finite_values(x, 57344.0), None)),
     torch.float8_e4m3fn: PayloadCodec(E4M3FN.decode, lambda x: E4M3FN.nearest(x, None)),
 }
 
 
-def clamp_finite(x, largest):
+def clamp_finite_values(x, largest):
     """Device function: a finite number within a range; infinities and NaN as they are."""
     inside = select(x > largest, largest, select(x < -largest, -largest, x))
     return select(abs(x) == INFINITY, x, inside)
@@ -71,66 +71,66 @@ def clamp_finite(x, largest):
 # scales, in float64 ----------------------------------------------------------------------------------------------
 
 
-def take_smaller(a, b):
+def take_smaller_number(a, b):
     """Device function: the smaller of two numbers."""
     return select(a < b, a, b)
 
 
-def take_larger(a, b):
+def take_larger_number(a, b):
     """Device function: the larger of two numbers."""
     return select(a > b, a, b)
 
 
 def clamp_scale(x):
     """Device function: a number brought into the range of scales, 2^-126 to 2^127."""
-    return take_smaller(take_larger(x, SMALLEST), LARGEST)
+    return take_smaller_number(take_larger_number(x, SMALLEST), LARGEST)
 
 
-def split_scale_product(scales, number):
+def split_product_into_scale(scales, number):
     """Device function: a product as a scale, and the factor by which it is beyond."""
     total = math.prod(scales, start=number)
     return clamp_scale(total), total / clamp_scale(total)
 
 
-def find_factor_under_scale(scale: Any, other: Any) -> Any:
+def compute_rescaling_factor(scale: Any, other: Any) -> Any:
     """Device function: the factor of a payload that is brought from one scale under another, at most 2^100."""
-    return take_smaller(take_larger(scale / other, SMALLEST), HUGE)
+    return take_smaller_number(take_larger_number(scale / other, SMALLEST), HUGE)
 
 
 # By mode: the scale, if there is one, and the factors of the payload.
 SCALE_FUNCTIONS_BY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "product": lambda s, number, factor: split_scale_product(s, number),
-    "values": lambda s, number, factor: (s[0], take_larger(1.0 / s[0], SMALLEST)),
+    "product": lambda s, number, factor: split_product_into_scale(s, number),
+    "values": lambda s, number, factor: (s[0], take_larger_number(1.0 / s[0], SMALLEST)),
     "factor": lambda s, number, factor: (clamp_scale(math.prod(s, start=number)),),
-    "levelled": lambda s, number, factor: (*split_scale_product(s, number), 1.0 / s[1]),
-    "brought": lambda s, number, factor: (s[1], find_factor_under_scale(*s)),
+    "levelled": lambda s, number, factor: (*split_product_into_scale(s, number), 1.0 / s[1]),
+    "brought": lambda s, number, factor: (s[1], compute_rescaling_factor(*s)),
 }
 
 
 def choose_sum_scale(scales, sign):
     """Device function: the larger of two scales, which no stand-in for infinity decides, and both factors."""
     a, b = scales
-    usual = take_larger(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
-    scale = select(usual == SMALLEST, take_larger(a, b), usual)
-    return scale, find_factor_under_scale(a, scale), find_factor_under_scale(b, scale)
+    usual = take_larger_number(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
+    scale = select(usual == SMALLEST, take_larger_number(a, b), usual)
+    return scale, compute_rescaling_factor(a, scale), compute_rescaling_factor(b, scale)
 
 
 def choose_affine_scale(scales, beta_power, power):
     """Device function: the scale of beta base + alpha a b, and the factors of base and of a b."""
     base, s, t = scales
     both = s * t
-    scale = take_larger(clamp_scale(base * beta_power), clamp_scale(both * power))
+    scale = take_larger_number(clamp_scale(base * beta_power), clamp_scale(both * power))
     return scale, clamp_scale(base / scale), clamp_scale(both / scale)
 
 
-def choose_level(largest, squares, count, limit, zero_scale):
+def choose_rms_scale(largest, squares, count, limit, zero_scale):
     """Device function: the power of two next to the root mean square, or what the largest needs."""
-    rms = round_to_float32(clamp_scale(sqrt(squares / take_larger(count, 1.0))))
+    rms = round_to_float32(clamp_scale(sqrt(squares / take_larger_number(count, 1.0))))
     needed = round_to_float32(clamp_scale(largest / limit))
     below, beneath = power_below(rms), power_below(needed)
-    nearest = select(rms < below * ROUND_UP_FROM_SQRT2, below, take_smaller(below + below, LARGEST))
+    nearest = select(rms < below * LEAST_MANTISSA_ROUNDED_UP, below, take_smaller_number(below + below, LARGEST))
     above = select(needed > beneath, beneath + beneath, beneath)
-    return (select(largest > 0.0, take_larger(nearest, above), zero_scale),)
+    return (select(largest > 0.0, take_larger_number(nearest, above), zero_scale),)
 
 
 # elements, in float32 --------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def multiply_by_factors(values, factors, number, factor):
     return made
 
 
-def add_elements(values, factors, sign):
+def add_rescaled_elements(values, factors, sign):
     """Device function: a sum under a common scale, and whether both numbers have one sign."""
     u, v = values[0] * factors[0], values[1] * factors[1] * sign
     total = u + v
@@ -152,7 +152,7 @@ def add_elements(values, factors, sign):
     return total, is_one_sign & (total != 0.0) & (total == total)
 
 
-def measure_element(x):
+def measure_element_magnitude(x):
     """Device function: a finite element's size, its square in float64, and whether it is not zero."""
     size = select(abs(x) < INFINITY, abs(x), 0.0)
     wide = size.trace.emit("to_float64", (size,), None, "f64")
@@ -184,7 +184,7 @@ _BITS_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @functools.cache
-def record_kernel(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
+def record_kernel_traces(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
     """Return the traces of a kernel's scales and elements, each with the instructions of its results."""
     scales, numbers, kept = kernel.operand_counts
     wide, found = record_function(
@@ -210,7 +210,7 @@ def run_kernel_by_torch(
     kernel: FusedKernel, payloads: Sequence[Tensor], scales: Sequence[Tensor], numbers: Sequence[float]
 ) -> list[Tensor]:
     """Return the results of a kernel's traces on tensors: its payload if it has one, and the scales that it keeps."""
-    scale_trace, scale_results, element_trace, element_results = record_kernel(kernel)
+    scale_trace, scale_results, element_trace, element_results = record_kernel_traces(kernel)
     kept = kernel.operand_counts[2]
     device = (*payloads, *scales)[0].device
     wide = [torch.full((), x, dtype=torch.float64, device=device) for x in numbers]
@@ -219,7 +219,7 @@ def run_kernel_by_torch(
     if kernel.element_function is None:
         return found
     like = payloads[0]
-    words = [_view_as_words(x.expand(like.shape)) for x in payloads]
+    words = [_view_payload_as_words(x.expand(like.shape)) for x in payloads]
     given: dict[Any, torch.Tensor | float] = dict(enumerate([*words, *found[kept:], *numbers]))
     ((code,), _) = run_on_tensors(element_trace, [], given, element_results)
     bits = _BITS_BY_ITEMSIZE[kernel.result_dtype.itemsize]
@@ -228,7 +228,7 @@ def run_kernel_by_torch(
     return [out, *found[:kept]]
 
 
-def _view_as_words(x: Tensor) -> Tensor:
+def _view_payload_as_words(x: Tensor) -> Tensor:
     """Return a payload's bits as words, in the signed integers that hold them."""
     bits = x.view(_BITS_BY_ITEMSIZE[x.dtype.itemsize]).to(torch.int32)
     return bits & 0xFFFF if x.dtype.itemsize == 2 else bits
@@ -260,7 +260,7 @@ _TRITON_STORE_CASTS = {
 
 def write_kernel_source(kernel: FusedKernel) -> str:
     """Return the source of a Triton module, whose `kernel` takes payloads, scales, results, sizes and numbers."""
-    scale_trace, scale_results, element_trace, element_results = record_kernel(kernel)
+    scale_trace, scale_results, element_trace, element_results = record_kernel_traces(kernel)
     scales, numbers, kept = kernel.operand_counts
     made = [f"y{k}" for k in range(len(scale_results))]
     given = [f"tl.load(s{k}).to(tl.float64)" for k in range(scales)]
@@ -291,22 +291,22 @@ def write_kernel_source(kernel: FusedKernel) -> str:
 
 
 @functools.cache
-def record_level_kernel(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
+def record_rms_scale_kernel(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
     """Return the traces that measure an element of a payload, and that turn the whole into a scale."""
     element = Trace(torch.float32)
-    measured = measure_element(PAYLOAD_CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
-    wide, made = record_function(choose_level, torch.float64, 5)
+    measured = measure_element_magnitude(PAYLOAD_CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
+    wide, made = record_function(choose_rms_scale, torch.float64, 5)
     return element, tuple(x.number for x in measured), wide, tuple(x.number for x in made)
 
 
-def write_level_source(dtype: torch.dtype) -> str:
+def write_rms_scale_source(dtype: torch.dtype) -> str:
     """Return the source of a Triton module: `measure` makes parts of a payload, and `level` a scale of these."""
-    element, measured, wide, made = record_level_kernel(dtype)
+    element, measured, wide, made = record_rms_scale_kernel(dtype)
     functions = [*write_functions("element", element, measured), *write_functions("level_of", wide, made)]
-    return write_module(functions, _TRITON_LEVEL.replace("READ", _TRITON_LOAD_CASTS[dtype.itemsize]))
+    return write_module(functions, _TRITON_RMS_SCALE_TEMPLATE.replace("READ", _TRITON_LOAD_CASTS[dtype.itemsize]))
 
 
-_TRITON_LEVEL = """@triton.jit
+_TRITON_RMS_SCALE_TEMPLATE = """@triton.jit
 def measure(y, parts, n, programs, loops, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     largest = tl.zeros([BLOCK], tl.float32)
@@ -340,7 +340,7 @@ def level(parts, out, programs, limit, zero_scale, BLOCK: tl.constexpr):
 # what rules call -------------------------------------------------------------------------------------------------
 
 
-def finish_payload(
+def multiply_payload(
     y: Tensor,
     scales: Sequence[Tensor],
     storage: torch.dtype,
@@ -355,13 +355,13 @@ def finish_payload(
     "values": one scale, of values; "factor": none, the product multiplies the payload; "levelled": as "product", the
     payload divided by the second scale; "brought": the second of two scales, of a payload under the first.
     """
-    kernel = _make_finish_kernel(mode, len(scales), y.dtype, storage)
-    found = _run_kernel(kernel, (y,), tuple(scales), (number, factor))
+    kernel = _make_multiplying_kernel(mode, len(scales), y.dtype, storage)
+    found = _run_fused_kernel(kernel, (y,), tuple(scales), (number, factor))
     return found[0], found[1] if kernel.operand_counts[2] else None
 
 
 @functools.cache
-def _make_finish_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> FusedKernel:
+def _make_multiplying_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> FusedKernel:
     kept = int(mode != "factor")
     return FusedKernel(
         "finish", SCALE_FUNCTIONS_BY_MODE[mode], multiply_by_factors, (scales, 2, kept), (stored,), written
@@ -375,18 +375,18 @@ def add_payloads(
 
     No stand-in for infinity decides the scale. With `keep`, sums of numbers of one sign do not become 0.
     """
-    kernel = FusedKernel("add", choose_sum_scale, add_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
-    payload, scale = _run_kernel(kernel, (x, y), (sx, sy), (sign,))
+    kernel = FusedKernel("add", choose_sum_scale, add_rescaled_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
+    payload, scale = _run_fused_kernel(kernel, (x, y), (sx, sy), (sign,))
     return payload, scale
 
 
 def compute_affine_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, power: float) -> Any:
     """Return the scale of beta base + alpha a b, and the factors that bring the payloads of base and a b under it."""
     kernel = FusedKernel("affine_factors", choose_affine_scale, None, (3, 2, 3))
-    return _run_kernel(kernel, (), (s_base, sa, sb), (beta_power, power))
+    return _run_fused_kernel(kernel, (), (s_base, sa, sb), (beta_power, power))
 
 
-def measure_level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
+def measure_rms_scale(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
     """Return the power of two next to the root mean square of a payload's finite non-zero elements, else `zero_scale`.
 
     It is larger where the largest element needs it in a storage.
@@ -396,23 +396,23 @@ def measure_level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
     def launch(kernels: dict[str, Any], y: Tensor) -> list[Tensor]:
         y = _view_dense_memory(y)
         blocks = -(-y.numel() // BLOCK_ELEMENTS)
-        programs = min(blocks, MOST_PARTIAL_SUMS)
+        programs = min(blocks, MAX_PARTIAL_SUMS)
         parts = torch.empty(3 * programs, dtype=torch.float64, device=y.device)
         out = torch.empty((), dtype=torch.float32, device=y.device)
         loops = -(-blocks // programs)
         kernels["measure"][(programs,)](y, parts, y.numel(), programs, loops, BLOCK_ELEMENTS, **COMPILE_OPTIONS)
-        kernels["level"][(1,)](parts, out, programs, limit, zero_scale, MOST_PARTIAL_SUMS, **COMPILE_OPTIONS)
+        kernels["level"][(1,)](parts, out, programs, limit, zero_scale, MAX_PARTIAL_SUMS, **COMPILE_OPTIONS)
         return [out]
 
     def by_torch(y: Tensor) -> list[Tensor]:
-        element, measured, wide, made = record_level_kernel(y.dtype)
-        (size, square, one), _ = run_on_tensors(element, [], {0: _view_as_words(y)}, measured)
+        element, measured, wide, made = record_rms_scale_kernel(y.dtype)
+        (size, square, one), _ = run_on_tensors(element, [], {0: _view_payload_as_words(y)}, measured)
         whole = [size.amax().double(), square.sum(), one.sum(dtype=torch.float64)]
         whole += [torch.full((), x, dtype=torch.float64, device=y.device) for x in (limit, zero_scale)]
         return [run_on_tensors(wide, [], dict(enumerate(whole)), made)[0][0].to(torch.float32)]
 
-    key = "level", y.dtype, storage
-    return _launch_or_run_by_torch(key, lambda: load_module(write_level_source(y.dtype)), launch, by_torch, (y,), ())[0]
+    build = lambda: load_module(write_rms_scale_source(y.dtype))  # noqa: E731
+    return _launch_or_run_by_torch(("level", y.dtype, storage), build, launch, by_torch, (y,), ())[0]
 
 
 def is_elementwise_pair(x: Tensor, y: Tensor) -> bool:
@@ -423,7 +423,7 @@ def is_elementwise_pair(x: Tensor, y: Tensor) -> bool:
     return is_suffix and x.is_contiguous() and y.is_contiguous()
 
 
-def _run_kernel(
+def _run_fused_kernel(
     kernel: FusedKernel, payloads: tuple[Tensor, ...], scales: tuple[Tensor, ...], numbers: tuple[float, ...]
 ) -> list[Tensor]:
     """Return a kernel's payload, if it has one, and the scales that it keeps."""
@@ -464,7 +464,7 @@ def _launch_or_run_by_torch(
     if any(x.device != device for x in (*payloads, *scales)):
         return by_torch(*payloads, *scales)  # torch says which lies where
 
-    def trial(run: Callable[..., list[Tensor]], device: torch.device) -> list[Tensor]:
+    def run_self_test(run: Callable[..., list[Tensor]], device: torch.device) -> list[Tensor]:
         with on_device(device):
             return [x.cpu() for x in run(*(x.to(device) for x in _make_self_test_inputs(payloads, len(scales))))]
 
@@ -473,8 +473,8 @@ def _launch_or_run_by_torch(
         f"{key[0]} of scaled tensors",
         device,
         build,
-        lambda module, device: trial(functools.partial(launch, module), device),
-        lambda: trial(by_torch, torch.device("cpu")),
+        lambda module, device: run_self_test(functools.partial(launch, module), device),
+        lambda: run_self_test(by_torch, torch.device("cpu")),
     )
     if module is None:
         return by_torch(*payloads, *scales)
@@ -491,8 +491,8 @@ def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Te
         shape = (SELF_TEST_COLUMNS,) if is_repeated else (SELF_TEST_ROWS, SELF_TEST_COLUMNS)
         values = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
         values *= torch.empty_like(values).uniform_(-24, 20, generator=generator).exp2()
-        values.view(-1)[: len(SPECIAL_NUMBERS)] = torch.tensor(SPECIAL_NUMBERS, dtype=torch.float32, device="cpu")
-        values = _powers.clamp_finite(values, torch.finfo(x.dtype).max)
+        values.view(-1)[: len(SELF_TEST_NUMBERS)] = torch.tensor(SELF_TEST_NUMBERS, dtype=torch.float32, device="cpu")
+        values = _powers.clamp_finite_values(values, torch.finfo(x.dtype).max)
         found.append((values.flip(-1) if found else values).to(x.dtype))
     powers = (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scales]
     return found + [torch.full((), power, dtype=torch.float32, device="cpu") for power in powers]

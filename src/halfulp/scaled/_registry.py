@@ -159,21 +159,21 @@ for _family in (
 
 
 # Rules of operators that torch defines after this package is imported, by the operators' names.
-RULES_OF_OPERATORS_TO_COME: dict[str, Rule] = {}
+RULES_OF_OPERATORS_DEFINED_LATER: dict[str, Rule] = {}
 
 _rule_table = RuleTable()
 RULES = _rule_table.rules
 find_rule = _rule_table.of
 register_rule_derivation = _rule_table.derives
 # For tensors with a home: a rule is a function of the home, the arguments and the options.
-_promoted_rule_table = RuleTable()
-find_promoted_rule = _promoted_rule_table.of
-register_promotion_derivation = _promoted_rule_table.derives
+_rule_table_with_home = RuleTable()
+find_rule_with_home = _rule_table_with_home.of
+register_derivation_with_home = _rule_table_with_home.derives
 # The family of every registered operator.
 FAMILY_BY_OPERATOR: dict[OpOverload, str] = {}
 
 
-class ComplexOperand(Exception):
+class ComplexOperandError(Exception):
     """Raised for a complex operand: the operator runs on plain values, and the result is plain."""
 
 
@@ -207,7 +207,7 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     def register_in_family(rule: Given) -> Given:
         FAMILY_BY_OPERATOR.update(dict.fromkeys(present_operators(operators), family))
         for operator in present_operators(operators):
-            _promoted_rule_table.forget(operator)
+            _rule_table_with_home.forget(operator)
         return register(rule)
 
     return register_in_family

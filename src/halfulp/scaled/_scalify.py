@@ -33,7 +33,7 @@ from ..subclass.models._parameter_holders import check_holders
 from ._float8 import linear_fp8
 from ._operands import WideMode, choose_home, encode_values, is_above_home, round_to_home
 from ._registry import FULL_RANGE_STORAGES, LOGICAL_DTYPES, check_storage, implements
-from ._rescale import RescalePlaces, find_rescaled_modules, rescale_input_gradient
+from ._rescale import RescaledLayers, find_rescaled_modules, rescale_input_gradient
 from ._scaled_tensor import ScaledTensor, convert_tensor
 
 _RECURRENT_CLASSES = (nn.RNNBase, nn.RNNCellBase)
@@ -229,7 +229,7 @@ def scalify(
     dtype: torch.dtype = torch.float16,
     matmul: str | None = None,
     where: Where = None,
-    rescale: RescalePlaces = "auto",
+    rescale: RescaledLayers = "auto",
     wide: WideMode = "autocast",
 ) -> ModuleOrFunction:
     """Hold a model's parameters as payload x scale, in place, so that all tensors of its passes carry scales.
@@ -306,7 +306,7 @@ def scalify(
     for module in rescaled:
         module.register_forward_pre_hook(rescale_input_gradient, with_kwargs=True)
     install_home_hooks(model)
-    _set_product_forwards(model, matmul)
+    _set_eight_bit_forwards(model, matmul)
     return model
 
 
@@ -336,7 +336,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
     put_plain(model, found, convert_each(found, lambda place: decode_parameter(place, dtype)))
     remove_hooks(model.modules(), lambda hook: hook in (*_LAYER_HOOKS, _keep_gradients_plain))
-    _set_product_forwards(model, None)
+    _set_eight_bit_forwards(model, None)
     return model
 
 
@@ -372,7 +372,7 @@ def _encode_detached(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) ->
     return ScaledTensor.encode(x.detach(), dtype, home=home).detach()
 
 
-def _set_product_forwards(model: nn.Module, matmul: str | None) -> None:
+def _set_eight_bit_forwards(model: nn.Module, matmul: str | None) -> None:
     """Give linear layers with a scaled weight the forward of a kind of products, or restore their own."""
     for module in model.modules():
         given = module.__dict__.get("forward")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..kernels import torch_operators
 from . import _powers_of_two as _powers
-from ._operands import make_operand
+from ._operands import encode_operand
 from ._registry import FULL_RANGE_STORAGES, implements
-from ._scaled_tensor import SMALLEST_NUMBERS, ScaledTensor, to_float32, to_plain, to_storage
+from ._scaled_tensor import SMALLEST_PAYLOAD_NUMBERS, ScaledTensor, decode_if_scaled, round_to_storage, to_float32
 
 
 @implements(torch_operators("aten").copy_.default, family="writing")
@@ -33,8 +33,8 @@ def write_values(x: Tensor, value: Any) -> Tensor:
             under it and they are not (where values can be looked at); x is as it was.
     """
     if not isinstance(x, ScaledTensor):
-        return x.copy_(to_plain(value))
-    value = make_operand(value, x)
+        return x.copy_(decode_if_scaled(value))
+    value = encode_operand(value, x)
     if value.shape != x.shape and torch.broadcast_shapes(value.shape, x.shape) != x.shape:
         raise RuntimeError(f"a value of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")
     if owns_all_memory(x):
@@ -49,8 +49,8 @@ def write_values(x: Tensor, value: Any) -> Tensor:
         # Finite numbers that bfloat16 would round to infinity, as float32's largest, saturate.
         held = (torch.finfo(torch.bfloat16).max / scale).clamp(max=torch.finfo(torch.bfloat16).max)
         fits = not payload.numel() or (_powers.is_concrete(payload) and payload.abs().amax().item() <= held.item())
-        payload = payload if fits else _powers.clamp_finite(payload, held)
-    x._payload.copy_(payload if payload.dtype == x._payload.dtype else to_storage(payload, x._payload.dtype))
+        payload = payload if fits else _powers.clamp_finite_values(payload, held)
+    x._payload.copy_(payload if payload.dtype == x._payload.dtype else round_to_storage(payload, x._payload.dtype))
     x._scale.copy_(scale)
     return x
 
@@ -75,7 +75,7 @@ def _check_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> 
             )
         return
     top = payload.abs().amax().item() if payload.numel() else 1.0
-    if top <= SMALLEST_NUMBERS[storage] / 2 and (amax := to_float32(value).abs().amax().item()):
+    if top <= SMALLEST_PAYLOAD_NUMBERS[storage] / 2 and (amax := to_float32(value).abs().amax().item()):
         reason, wanted = f"a value of magnitude {amax * value._scale.item():g} is 0 in {storage}", "smaller"
     elif not top <= largest and bool(_has_overflow(payload, value, largest)):
         reason, wanted = f"a value is out of {storage}'s range", "larger"
@@ -88,7 +88,7 @@ def _check_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> 
 
 
 # The argument that operators write at indices or under a mask, by the operator's name.
-_WRITTEN_ARGUMENTS = {
+_WRITTEN_ARGUMENT_BY_OPERATOR = {
     **dict.fromkeys(("masked_fill_", "index_fill_"), "value"),
     **dict.fromkeys(("masked_scatter_", "index_copy_", "put_"), "source"),
     **dict.fromkeys(("index_put_", "_index_put_impl_"), "values"),
@@ -101,19 +101,19 @@ def check_indexed_write(name: str, given: Mapping[str, Any], x: Any, result: Any
 
     Constants have no say in a scale: large ones saturate, but those that vanish leave zeros that nobody asked for.
     """
-    written = given.get(_WRITTEN_ARGUMENTS.get(name, ""), given.get("value") if name == "scatter_" else None)
+    written = given.get(_WRITTEN_ARGUMENT_BY_OPERATOR.get(name, ""), given.get("value") if name == "scatter_" else None)
     if written is None or given.get("accumulate") or given.get("reduce"):
         return
     if not isinstance(x, ScaledTensor) or not isinstance(result, ScaledTensor):
         return
-    value = make_operand(written, x)
+    value = encode_operand(written, x)
     if not value.numel() or not all(map(_powers.is_concrete, (value._payload, value._scale, result._scale))):
         return
     targets = [one for one in (given.get("mask"), given.get("index"), *given.get("indices", ())) if one is not None]
     if any(not (one.any() if one.dtype in (torch.bool, torch.uint8) else one.numel()) for one in targets):
         return  # nothing is written
     largest, scale = to_float32(value).abs().amax().item() * value._scale.item(), result._scale.item()
-    if largest and largest <= scale * (SMALLEST_NUMBERS[x._payload.dtype] / 2):
+    if largest and largest <= scale * (SMALLEST_PAYLOAD_NUMBERS[x._payload.dtype] / 2):
         raise ValueError(
             f"a value of magnitude {largest:g} is 0 in {x._payload.dtype} under the scale {scale:g} of the tensor that "
             f"{name} writes it into: it is as it was. Give the tensor a smaller scale first, x.copy_(x.with_scale(...))"

@@ -10,12 +10,12 @@ from torch._ops import OpOverload
 
 from ...kernels import torch_operators
 from .. import _powers_of_two as _powers
-from .._derivation import run_on_values
-from .._operands import choose_storage, encode_values, make_scaled, promote_dtypes
+from .._derivation import run_on_decoded_values
+from .._operands import choose_storage, encode_values, make_scaled_tensor, promote_dtypes
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
-from ._vocabulary import decode_value, make_result, make_unit_scale, overloads, raise_scale
+from ._vocabulary import decode_value, make_rule_result, make_unit_scale, overloads, raise_scale_to_degree
 
 aten = torch_operators("aten")
 
@@ -25,13 +25,13 @@ def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dt
     if storage not in FULL_RANGE_STORAGES and values.numel():
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
-        scale = _powers.take_largest_of_scales(scale, needed)
+        scale = _powers.take_largest_scale(scale, needed)
     payload = _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale))
-    return make_scaled(payload, scale.clone(), storage, dtype)
+    return make_scaled_tensor(payload, scale.clone(), storage, dtype)
 
 
 @implements_each(aten.exp.default, aten.exp2.default, aten.cosh.default, family="unit output")
-def compute_above_one(operator: OpOverload, x: ScaledTensor) -> Tensor:
+def compute_under_unit_scale(operator: OpOverload, x: ScaledTensor) -> Tensor:
     """f(p s) in float32, under the scale 1 or what the largest finite result needs."""
     values = operator(decode_value(x))
     return encode_values_to_fit(values, make_unit_scale(values), x._payload.dtype, x.dtype)
@@ -47,7 +47,7 @@ def compute_above_one(operator: OpOverload, x: ScaledTensor) -> Tensor:
 def compute_linear_near_zero(operator: OpOverload, x: ScaledTensor) -> Tensor:
     """f(p s) in float32, under min(s, 1), as f(x) is about x near 0, or what the largest finite result needs."""
     values = operator(decode_value(x))
-    own = _powers.read_concrete(x._scale)
+    own = _powers.read_scale(x._scale)
     if own is None:
         scale = torch.clamp(x._scale, max=1.0)
     else:
@@ -56,7 +56,7 @@ def compute_linear_near_zero(operator: OpOverload, x: ScaledTensor) -> Tensor:
 
 
 # Exponents whose torch kernels commute with powers of two bit for bit; others are computed by logarithms.
-_EXACT_DEGREES = (1, 2, 3, -1, -2)
+_EXACT_POWERS = (1, 2, 3, -1, -2)
 
 
 def take_root_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -68,7 +68,7 @@ def take_root_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
     exponent = (bits >> 23) - 127
     half = exponent >> 1
     under = (exponent - 2 * half + 1).to(torch.float32)
-    value = _powers.read_concrete(under)
+    value = _powers.read_scale(under)
     return ((half + 127) << 23).view(torch.float32), under if value is None else value
 
 
@@ -76,7 +76,8 @@ def take_root_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
 def sqrt(x: ScaledTensor) -> Tensor:
     """sqrt(p) sqrt(s), for an odd power of two sqrt(2 p) sqrt(s / 2)."""
     scale, under = take_root_of_scale(x._scale)
-    return make_scaled(torch.sqrt(_powers.multiply_by_power(to_float32(x), under)), scale, x._payload.dtype, x.dtype)
+    payload = torch.sqrt(_powers.multiply_by_power(to_float32(x), under))
+    return make_scaled_tensor(payload, scale, x._payload.dtype, x.dtype)
 
 
 @implements(aten.rsqrt.default, family="power law")
@@ -84,7 +85,7 @@ def rsqrt(x: ScaledTensor) -> Tensor:
     """1 / sqrt(p) under 1 / sqrt(s), likewise."""
     scale, under = take_root_of_scale(x._scale)
     payload = torch.rsqrt(_powers.multiply_by_power(to_float32(x), under))
-    return make_scaled(payload, 1.0 / scale, x._payload.dtype, x.dtype)
+    return make_scaled_tensor(payload, 1.0 / scale, x._payload.dtype, x.dtype)
 
 
 @implements(aten.pow.Tensor_Scalar, family="power law")
@@ -92,10 +93,10 @@ def pow_tensor_scalar(x: ScaledTensor, exponent: Any) -> Tensor:
     """p^n s^n for the exponents that torch computes without logarithms, roots included; else on values."""
     if exponent in (0.5, -0.5):
         return sqrt(x) if exponent > 0 else rsqrt(x)
-    if exponent not in _EXACT_DEGREES:
-        return run_on_values(aten.pow.Tensor_Scalar, x, exponent)
-    scale, rest = raise_scale(x._scale, int(exponent))
-    return make_result(torch.pow(to_float32(x), exponent), scale, rest, x._payload.dtype, x.dtype)
+    if exponent not in _EXACT_POWERS:
+        return run_on_decoded_values(aten.pow.Tensor_Scalar, x, exponent)
+    scale, rest = raise_scale_to_degree(x._scale, int(exponent))
+    return make_rule_result(torch.pow(to_float32(x), exponent), scale, rest, x._payload.dtype, x.dtype)
 
 
 @implements(aten.rrelu_with_noise.default, family="gated")

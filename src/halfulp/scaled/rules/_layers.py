@@ -19,25 +19,25 @@ from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._float8 import has_capability
 from .._operands import (
-    bring_payload_under,
     choose_product_storage,
     choose_storage,
-    find_scaled,
-    make_operand,
-    make_scaled,
-    make_scaled_to_fit,
-    move_level_to_scale,
+    encode_operand,
+    find_scaled_tensor,
+    fit_scaled_tensor,
+    make_scaled_tensor,
+    move_payload_to_scale,
+    move_power_to_scale,
     promote_dtypes,
 )
 from .._registry import implements, implements_each
-from .._scaled_tensor import ScaledTensor, to_float32, to_storage, wrap
+from .._scaled_tensor import ScaledTensor, round_to_storage, to_float32, wrap_payload
 from .._write import write_values
 from ._vocabulary import (
     decode_value,
     make_scaled_result,
     make_unit_scale,
     map_tree,
-    round_root,
+    round_root_to_power,
     scale_payloads,
     scale_values,
 )
@@ -56,18 +56,18 @@ def _scale_statistics(x: ScaledTensor, eps: float, mean: Tensor | None, deviatio
     return held, scale_values(deviation, scale, torch.float32, torch.float32)
 
 
-def _make_normalised(y: Tensor, *operands: Any) -> ScaledTensor:
+def _make_normalised_result(y: Tensor, *operands: Any) -> ScaledTensor:
     given = [x for x in operands if isinstance(x, Tensor)]
-    return make_scaled_to_fit(y, make_unit_scale(y), choose_storage(given), promote_dtypes(given))
+    return fit_scaled_tensor(y, make_unit_scale(y), choose_storage(given), promote_dtypes(given))
 
 
 @implements_each(aten.native_layer_norm.default, aten.native_group_norm.default, family="norm")
-def normalize(operator: OpOverload, x: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def normalize_layer_or_groups(operator: OpOverload, x: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(var + eps) weight + bias under the scale 1, over layers or groups of channels."""
-    p = make_operand(x, find_scaled((x, *arguments)))
+    p = encode_operand(x, find_scaled_tensor((x, *arguments)))
     y, *statistics = operator(*map(decode_value, (p, *arguments)))
     eps = arguments[-1]
-    return _make_normalised(y, x, *arguments), *_scale_statistics(p, eps, *statistics)
+    return _make_normalised_result(y, x, *arguments), *_scale_statistics(p, eps, *statistics)
 
 
 @implements(aten._fused_rms_norm.default, family="norm")
@@ -75,12 +75,12 @@ def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor
     """x / sqrt(mean(x^2) + eps) weight under the scale 1."""
     # torch's default is that of the type in which it computes.
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
-    p = make_operand(x, find_scaled((x, weight)))
+    p = encode_operand(x, find_scaled_tensor((x, weight)))
     values = decode_value(p)
     deviation = (values.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
     y = values * deviation
     y = y if weight is None else y * decode_value(weight)
-    return _make_normalised(y, x, weight), _scale_statistics(p, eps, None, deviation)[1]
+    return _make_normalised_result(y, x, weight), _scale_statistics(p, eps, None, deviation)[1]
 
 
 def _scale_norm_gradients(
@@ -92,15 +92,15 @@ def _scale_norm_gradients(
     """
     to_x, *others = (y if wanted else None for y, wanted in zip(results, mask))
     if to_x is not None:
-        level = make_operand(deviation, like)._scale
-        to_x = move_level_to_scale(to_x, g._scale, level, like._payload.dtype, like.dtype)
-    sum_scale = round_root(rows)
+        level = encode_operand(deviation, like)._scale
+        to_x = move_power_to_scale(to_x, g._scale, level, like._payload.dtype, like.dtype)
+    sum_scale = round_root_to_power(rows)
     return to_x, *(y if y is None else scale_payloads(y, [g._scale], [like], sum_scale) for y in others)
 
 
 def _run_norm_backward(operator: OpOverload, given: tuple, like: ScaledTensor, deviation: Any, rows: int) -> tuple:
     """Run a normalisation's backward kernel on the gradient's payload and other values, and scale its results."""
-    g = make_operand(given[0], like)
+    g = encode_operand(given[0], like)
     results = operator(to_float32(g), *map(decode_value, given[1:]))
     return _scale_norm_gradients(g, results, given[-1], rows, deviation, like)
 
@@ -110,7 +110,7 @@ def layer_norm_backward(*given: Any) -> tuple:
     """Return the gradients: to x under gs / xs."""
     gradient, x, shape, _, deviation, weight, _, _ = given
     rows = math.prod(x.shape[: x.dim() - len(shape)])
-    like = find_scaled((gradient, x, weight))
+    like = find_scaled_tensor((gradient, x, weight))
     return _run_norm_backward(aten.native_layer_norm_backward.default, given, like, deviation, rows)
 
 
@@ -118,15 +118,15 @@ def layer_norm_backward(*given: Any) -> tuple:
 def group_norm_backward(*given: Any) -> tuple:
     """Return the gradients of group normalisation with respect to its input, weight and bias."""
     gradient, x, _, deviation, weight, n, _, hw, _, _ = given
-    like = find_scaled((gradient, x, weight))
+    like = find_scaled_tensor((gradient, x, weight))
     return _run_norm_backward(aten.native_group_norm_backward.default, given, like, deviation, n * hw)
 
 
 @implements(aten._fused_rms_norm_backward.default, family="norm")
 def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight: Any, mask: Any) -> tuple:
     """d (g w - xhat mean(g w xhat)) with xhat = x d: to x under gs / xs."""
-    like = find_scaled((gradient, x, weight))
-    g, inverse = make_operand(gradient, like), decode_value(deviation)
+    like = find_scaled_tensor((gradient, x, weight))
+    g, inverse = encode_operand(gradient, like), decode_value(deviation)
     xhat = decode_value(x) * inverse
     weighted = to_float32(g) if weight is None else to_float32(g) * decode_value(weight)
     to_x = inverse * (weighted - xhat * (weighted * xhat).mean(list(range(-len(shape), 0)), keepdim=True))
@@ -144,9 +144,9 @@ def _step_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
         return None
     if not isinstance(running, ScaledTensor):
         return running * (1 - momentum) + batch.to(running.dtype) * momentum
-    wide = wrap(to_float32(running), running._scale, running.dtype)
+    wide = wrap_payload(to_float32(running), running._scale, running.dtype)
     mean: Any = wide * (1 - momentum) + batch * momentum
-    return make_scaled(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
+    return make_scaled_tensor(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
 
 
 # By operator: whether it trains, where that is no argument; whether an empty tensor follows its results, as some
@@ -179,15 +179,15 @@ def batch_norm(operator: OpOverload, *given: Any) -> tuple:
         values = map(decode_value, (x, weight, bias, mean, variance))
         y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
         empty = torch.empty(0, dtype=torch.float32, device=y.device)
-        results = [_make_normalised(y, x, weight, bias, mean, variance), empty, empty.clone()]
+        results = [_make_normalised_result(y, x, weight, bias, mean, variance), empty, empty.clone()]
     else:
-        p = make_operand(x, find_scaled((x, weight, bias)))
+        p = encode_operand(x, find_scaled_tensor((x, weight, bias)))
         zeros = torch.zeros(x.shape[1], dtype=torch.float32, device=p.device)
         y, *statistics, batch_mean, batch_variance = aten._native_batch_norm_legit_functional.default(
             *map(decode_value, (p, weight, bias)), zeros, zeros.clone(), True, 1.0, eps
         )
         moved = [_step_running_average(*one, momentum) for one in ((mean, batch_mean), (variance, batch_variance))]
-        results = [_make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)]
+        results = [_make_normalised_result(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)]
     if reserve:
         results.append(torch.empty(0, dtype=torch.uint8, device=x.device))
     if not in_place:
@@ -201,7 +201,7 @@ def batch_norm(operator: OpOverload, *given: Any) -> tuple:
 def batch_norm_backward(*given: Any) -> tuple:
     """Return the gradients: to x under gs / xs, to weight and bias under gs c."""
     gradient, x, weight, mean, variance, _, deviation, train, eps, _ = given
-    like = find_scaled((gradient, x, weight, mean, variance))
+    like = find_scaled_tensor((gradient, x, weight, mean, variance))
     used = deviation if train else (decode_value(variance) + eps).rsqrt()
     rows = x.numel() // max(x.shape[1], 1)
     return _run_norm_backward(aten.native_batch_norm_backward.default, given, like, used, rows)
@@ -230,11 +230,11 @@ _SIXTEEN_BIT_ATTENTION = _list_attention_operators("flash_attention", "cudnn_att
 # Kernels of either: torch chooses them by the logical dtype. With bfloat16 they are several times as fast, and it has
 # float32's range; float16 would flush gradients of small logits.
 _EFFICIENT_ATTENTION = _list_attention_operators("efficient_attention")
-_ROW_ALIGNMENT = 8  # elements of 16 bits that the kernels' rows are a multiple of
+_ATTENTION_ROW_ALIGNMENT = 8  # elements of 16 bits that the kernels' rows are a multiple of
 
 
 @implements_each(*_list_attention_operators(*_ATTENTION_KERNELS, suffixes=("",)), family="attention")
-def attend(operator: OpOverload, *arguments: Any, **options: Any) -> tuple:
+def compute_attention(operator: OpOverload, *arguments: Any, **options: Any) -> tuple:
     """kernel(pq (sq sk), pk, pv) under the scale sv: logits are values, so the query takes its scale and the key's.
 
     The log-sum-exp that the backward kernel wants is plain.
@@ -250,7 +250,7 @@ def attend(operator: OpOverload, *arguments: Any, **options: Any) -> tuple:
 
 
 @implements_each(*_list_attention_operators(*_ATTENTION_KERNELS, suffixes=("_backward",)), family="attention")
-def attend_backward(operator: OpOverload, *arguments: Any, **options: Any) -> tuple:
+def differentiate_attention(operator: OpOverload, *arguments: Any, **options: Any) -> tuple:
     """Return the gradients of fused attention.
 
     With kernel(pg, pq (sq sk), pk, pv) = dq, dk, dv, db the gradients are sg sv sk dq, sg sv / sk dk, which is
@@ -264,13 +264,13 @@ def attend_backward(operator: OpOverload, *arguments: Any, **options: Any) -> tu
     kernel = _choose_kernel_dtype(operator, storage, query.dtype, query, value)
     bias = _decode_attention_bias(given, kernel)
     payloads = _make_attention_payloads(query, key, value, kernel) | {
-        of_output: _round_payload(gradient, kernel),
-        "out": bring_payload_under(output, value._scale, kernel),
+        of_output: _round_payload_to_dtype(gradient, kernel),
+        "out": move_payload_to_scale(output, value._scale, kernel),
         "logsumexp": decode_value(given["logsumexp"]),
     }
     to_query, to_key, to_value, *others = call_with_named_arguments(operator, given | payloads | bias)
     sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
-    sum_scale = round_root(key.shape[-2])
+    sum_scale = round_root_to_power(key.shape[-2])
     factors = {"number": 1.0 / sum_scale, "factor": sum_scale}
     to_key = to_key.to(torch.float32) / _powers.multiply_scales(sq, sk)[0]
     if bias and others and isinstance(others[0], Tensor):
@@ -286,9 +286,9 @@ def attend_backward(operator: OpOverload, *arguments: Any, **options: Any) -> tu
 
 def _scale_attention_operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
     """Return tensors as payload x scale, then the storage of their result."""
-    like = find_scaled([*tensors, *given.values()])
+    like = find_scaled_tensor([*tensors, *given.values()])
     holders = tensors if any(isinstance(x, ScaledTensor) for x in tensors) else [like]
-    return *(make_operand(x, like) for x in tensors), choose_product_storage(holders)
+    return *(encode_operand(x, like) for x in tensors), choose_product_storage(holders)
 
 
 def call_with_named_arguments(operator: OpOverload, given: dict[str, Any]) -> Any:
@@ -302,7 +302,7 @@ def _choose_kernel_dtype(
     operator: OpOverload, storage: torch.dtype, dtype: torch.dtype, query: Tensor, value: Tensor
 ) -> torch.dtype:
     if operator in _EFFICIENT_ATTENTION and storage == torch.bfloat16 and query.device.type == "cuda":
-        is_aligned = all(x.shape[-1] % _ROW_ALIGNMENT == 0 for x in (query, value))
+        is_aligned = all(x.shape[-1] % _ATTENTION_ROW_ALIGNMENT == 0 for x in (query, value))
         if is_aligned and has_capability(query.device, 8, 0):  # which multiplies bfloat16 matrices
             return storage
     if operator not in _SIXTEEN_BIT_ATTENTION:
@@ -313,16 +313,16 @@ def _choose_kernel_dtype(
 def _make_attention_payloads(
     query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype
 ) -> dict[str, Tensor]:
-    others = {"key": _round_payload(key, kernel), "value": _round_payload(value, kernel)}
-    if _powers.is_fused(query._payload):
-        own = fused.finish_payload(query._payload, (query._scale, key._scale), kernel, "factor")[0]
+    others = {"key": _round_payload_to_dtype(key, kernel), "value": _round_payload_to_dtype(value, kernel)}
+    if _powers.has_fused_kernels(query._payload):
+        own = fused.multiply_payload(query._payload, (query._scale, key._scale), kernel, "factor")[0]
     else:
-        own = to_storage(to_float32(query) * _powers.multiply_scales(query._scale, key._scale)[0], kernel)
+        own = round_to_storage(to_float32(query) * _powers.multiply_scales(query._scale, key._scale)[0], kernel)
     return {"query": own, **others}
 
 
-def _round_payload(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
-    return x._payload if x._payload.dtype == kernel else to_storage(to_float32(x), kernel)
+def _round_payload_to_dtype(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
+    return x._payload if x._payload.dtype == kernel else round_to_storage(to_float32(x), kernel)
 
 
 def _decode_attention_bias(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
@@ -350,13 +350,13 @@ def pack_padded_sequence(x: ScaledTensor, lengths: Tensor, batch_first: bool) ->
     return ScaledTensor(payload, x._scale.clone(), x.dtype), sizes
 
 
-_SPLITS = {
+_SPLIT_BY_UNSAFE_SPLIT = {
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
 }
 
 
-@implements_each(*_SPLITS, family="pass-through")
+@implements_each(*_SPLIT_BY_UNSAFE_SPLIT, family="pass-through")
 def split_into_copies(operator: OpOverload, x: ScaledTensor, *arguments: Any) -> list[Tensor]:
     """Split into parts that are written in place, as gates are: each owns its memory and its scale."""
-    return [part.clone() for part in _SPLITS[operator](x, *arguments)]
+    return [part.clone() for part in _SPLIT_BY_UNSAFE_SPLIT[operator](x, *arguments)]
