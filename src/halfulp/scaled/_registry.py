@@ -86,76 +86,51 @@ def register_family(family: Family) -> Family:
     return family
 
 
-for _family in (
-    Family("pass-through", "op(p)", "s"),
-    Family(
-        "bilinear",
-        "product: p₁ p₂; sum of K products: (Σ p₁ p₂) / c",
-        "s₁ s₂; s₁ s₂ c with c = p2(√K)",
-        operands="home",
-    ),
-    Family(
+# Name, storage of operands, payload and scale of the result.
+_FAMILIES: tuple[tuple[str, OperandStorage, str, str], ...] = (
+    ("pass-through", "widest", "op(p)", "s"),
+    ("bilinear", "home", "product: p₁ p₂; sum of K products: (Σ p₁ p₂) / c", "s₁ s₂; s₁ s₂ c with c = p2(√K)"),
+    (
         "attention",
+        "home",
         "torch's fused kernel of p_q s_q s_k, p_k, p_v",
         "s_v; gradients s_g s_v s_k/c, s_g s_v s_q/c, s_g",
-        operands="home",
     ),
-    Family("alignment", "op(p₁ s₁/s, p₂ s₂/s)", "s = max(s₁, s₂); constants have no say"),
-    Family(
+    ("alignment", "widest", "op(p₁ s₁/s, p₂ s₂/s)", "s = max(s₁, s₂); constants have no say"),
+    (
         "reduction",
+        "float32",
         "sum of n, norm: op(p) / c; mean, deviation: op(p)",
         "s c with c = p2(√n); s; products: measured",
-        operands="float32",
     ),
-    Family("gated", "f(p s) / s", "s; max(s, 1) where f(0) is not 0; gradients s_g"),
-    Family(
+    ("gated", "widest", "f(p s) / s", "s; max(s, 1) where f(0) is not 0; gradients s_g"),
+    (
         "unit output",
+        "float32",
         "f(p s)",
         "1; min(s, 1) where f(x) is about x near 0; more where the largest result needs it",
-        operands="float32",
     ),
-    Family(
-        "power law",
-        "pⁿ, √p, √(2 p) for an odd power of two",
-        "sⁿ, √s, √(s/2); measured for other exponents",
-        operands="float32",
-    ),
-    Family("norm", "(p − mean) / √(var + eps/s²)", "1; gradients s_g/s, of weights s_g c", operands="rule"),
-    Family("loss", "by loss", "s or measured; gradients of a mean over n: about s_g/n", operands="float32"),
-    Family("recurrent", "torch's fused layer on values", "measured", operands="home"),
-    Family("indexing", "op(p₁ s₁/s, p₂ s₂/s)", "s = max(s₁, s₂); constants have no say"),
-    Family("pooling", "op(p)", "s"),
-    Family("order", "to whole numbers: op(p s) / scale; histograms: on values", "max(s, 1); measured"),
-    Family(
-        "random",
-        "on values, by torch's generator",
-        "measured; draws of 0 and 1: 1; dropout's gradient: s_g",
-        operands="rule",
-    ),
-    Family("linear algebra", "on values", "measured", operands="float32"),
-    Family("special", "on values", "measured", operands="float32"),
-    Family("complex", "on values", "none: plain complex tensors"),
-    Family("comparison", "on values", "none: plain truth values and indices"),
-    Family(
-        "creation",
-        "the constant over its power of two",
-        "the power of two next to it; 2⁻¹²⁶ for zeros",
-        operands="rule",
-    ),
-    Family(
-        "writing", "p s/s′", "s′ = s where all memory is written; else the scale that stands there", operands="rule"
-    ),
-    Family("rescaling", "p / 2ᵏ, rounded by a cast", "s 2ᵏ, 2ᵏ next to the payload's rms", operands="rule"),
-    Family("foreach", "the operator's own rule on each tensor", "by tensor", operands="rule"),
-    Family(
-        "collectives",
-        "p s/s′, then the collective",
-        "s′ = the largest of the ranks', times p2(√ranks) for sums",
-        operands="rule",
-    ),
-    Family("own", "by its rule", "by its rule"),
-):
-    register_family(_family)
+    ("power law", "float32", "pⁿ, √p, √(2 p) for an odd power of two", "sⁿ, √s, √(s/2); measured for other exponents"),
+    ("norm", "rule", "(p − mean) / √(var + eps/s²)", "1; gradients s_g/s, of weights s_g c"),
+    ("loss", "float32", "by loss", "s or measured; gradients of a mean over n: about s_g/n"),
+    ("recurrent", "home", "torch's fused layer on values", "measured"),
+    ("indexing", "widest", "op(p₁ s₁/s, p₂ s₂/s)", "s = max(s₁, s₂); constants have no say"),
+    ("pooling", "widest", "op(p)", "s"),
+    ("order", "widest", "to whole numbers: op(p s) / scale; histograms: on values", "max(s, 1); measured"),
+    ("random", "rule", "on values, by torch's generator", "measured; draws of 0 and 1: 1; dropout's gradient: s_g"),
+    ("linear algebra", "float32", "on values", "measured"),
+    ("special", "float32", "on values", "measured"),
+    ("complex", "widest", "on values", "none: plain complex tensors"),
+    ("comparison", "widest", "on values", "none: plain truth values and indices"),
+    ("creation", "rule", "the constant over its power of two", "the power of two next to it; 2⁻¹²⁶ for zeros"),
+    ("writing", "rule", "p s/s′", "s′ = s where all memory is written; else the scale that stands there"),
+    ("rescaling", "rule", "p / 2ᵏ, rounded by a cast", "s 2ᵏ, 2ᵏ next to the payload's rms"),
+    ("foreach", "rule", "the operator's own rule on each tensor", "by tensor"),
+    ("collectives", "rule", "p s/s′, then the collective", "s′ = the largest of the ranks', times p2(√ranks) for sums"),
+    ("own", "widest", "by its rule", "by its rule"),
+)
+for _name, _operands, _payload, _scale in _FAMILIES:
+    register_family(Family(_name, _payload, _scale, _operands))
 
 
 # Rules of operators that torch defines after this package is imported, by the operators' names.
