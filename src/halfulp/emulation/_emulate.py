@@ -75,12 +75,12 @@ class Emulation:
                         f"it with an optimizer of halfulp.optim and format={self.rounder.format.name!r}, or say "
                         "emulate(..., parameters='keep') to let operators read float32 parameters"
                     )
-        args, kwargs = _map_arguments(
+        args, kwargs = _map_tensors_in_arguments(
             lambda x: x if _needs_gradient(x) else self.rounder.round_copy(x, "an argument"), (args, kwargs)
         )
         with Region(self.rounder):
             # A clone is an operator, so that an argument with a gradient is rounded, and its gradient as well.
-            args, kwargs = _map_arguments(lambda x: x.clone() if _needs_gradient(x) else x, (args, kwargs))
+            args, kwargs = _map_tensors_in_arguments(lambda x: x.clone() if _needs_gradient(x) else x, (args, kwargs))
             return self._original_forward(*args, **kwargs)
 
     def region(self) -> Region:
@@ -191,7 +191,7 @@ def emulate(
 emulate.region = region  # type: ignore[attr-defined]  # hu.emulate is this function and hides the package that holds region
 
 
-def _map_arguments(change: Callable[[Tensor], Tensor], arguments: tuple[Any, ...]) -> Any:
+def _map_tensors_in_arguments(change: Callable[[Tensor], Tensor], arguments: tuple[Any, ...]) -> Any:
     """Change the tensors among arguments, also in lists, tuples and dicts; other objects, such as a cache, are kept."""
     return tree_map_only(Tensor, change, arguments, is_leaf=lambda x: not isinstance(x, list | tuple | dict))
 

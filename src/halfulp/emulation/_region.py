@@ -113,7 +113,7 @@ class GradientRounding:
         for handle in self._handles:
             handle.remove()
 
-    def hook_graph_of(self, tensor: Tensor) -> None:
+    def hook_backward_graph(self, tensor: Tensor) -> None:
         """Hook the node that made a tensor, and all nodes before it without hooks."""
         node = tensor.grad_fn
         todo = [] if node is None else [(node, node._sequence_nr())]
@@ -221,7 +221,7 @@ class _RoundingMode(TorchDispatchMode):
         promised = (promise() for promise in self._promised)
         for value in (*self._pending, *promised):
             for tensor in _list_tensors(value):
-                self._gradients.hook_graph_of(tensor)
+                self._gradients.hook_backward_graph(tensor)
         self._pending.clear()
         self._promised.clear()
         hooks = saved_tensor_hooks()
@@ -237,16 +237,16 @@ class _RoundingMode(TorchDispatchMode):
         else:
             values = out if isinstance(out, tuple) else (out,)
             for i in results.new_result_positions:
-                self._round_value(values[i], name)
+                self._round_tensors(values[i], name)
         for position, key in results.written_arguments:
             value = args[position] if position < len(args) else kwargs.get(key)
-            self._round_value(value, name)
+            self._round_tensors(value, name)
             if torch.is_grad_enabled():
                 # A write through a view gives the tensor that is viewed a new node.
                 self._pending += [tensor._base for tensor in _list_tensors(value) if tensor._base is not None]
         return out
 
-    def _round_value(self, value, name: str) -> None:
+    def _round_tensors(self, value, name: str) -> None:
         for tensor in _list_tensors(value):
             self.rounder.round_in_place(tensor, name)
 
@@ -260,7 +260,7 @@ def _list_tensors(value) -> Iterable[Tensor]:
 _thread_state = threading.local()
 
 
-def _get_modes() -> list[_RoundingMode]:
+def _get_entered_modes() -> list[_RoundingMode]:
     """Return the modes that are entered on this thread, the innermost last."""
     modes: list[_RoundingMode] = _thread_state.__dict__.setdefault("modes", [])
     return modes
@@ -279,7 +279,7 @@ class Region:
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     def __enter__(self) -> Region:
-        modes = _get_modes()
+        modes = _get_entered_modes()
         if modes and modes[-1].task == torch._C._current_graph_task_id():
             rounder, around = self.rounder, modes[-1].rounder
             if around.settings != rounder.settings:
@@ -310,7 +310,7 @@ class Region:
             return
         mode, fast = entered
         mode.__exit__(kind, error, trace)
-        _get_modes().pop()
+        _get_entered_modes().pop()
         torch.backends.mha.set_fastpath_enabled(fast)
         if kind is None:
             mode.hook_last_outputs()

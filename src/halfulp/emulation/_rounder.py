@@ -53,7 +53,7 @@ class Rounder:
         real = self._view_as_real(x, source)
         target = self._find_target(real.dtype, source)
         if target is not None:
-            self._round(real, target, real)
+            self._round_into(real, target, real)
 
     def round_copy(self, x: Tensor, source: str) -> Tensor:
         """Return a rounded copy of x; x itself where it holds no floating numbers."""
@@ -64,7 +64,7 @@ class Rounder:
         if target is None:
             return x
         out = torch.empty_like(real)
-        self._round(real, target, out)
+        self._round_into(real, target, out)
         return torch.view_as_complex(out) if x.is_complex() else out
 
     def has_numbers_outside_format(self, x: Tensor) -> bool:
@@ -74,7 +74,7 @@ class Rounder:
         exact = Rounder(self.format, Nearest(), self.overflow).round_copy(x, "a parameter")
         return bool(((exact != x) & ~(exact.isnan() & x.isnan())).any())
 
-    def _round(self, x: Tensor, target: Target, out: Tensor) -> None:
+    def _round_into(self, x: Tensor, target: Target, out: Tensor) -> None:
         """Round x into out, which may be x, by the kernel itself: callers are below autograd or without gradients."""
         if x.is_contiguous() and out.is_contiguous():
             run_kernel(x, target, self._draw_random_key(), out)

@@ -78,7 +78,7 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
+def _cast_plain_tensor(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
     if forward is None:
         return x.clone()
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
@@ -88,13 +88,13 @@ def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | 
 
 _cast_operator = define_operator(
     "cast(Tensor x, ScalarType? forward, ScalarType? backward) -> Tensor",
-    _cast_plain,
+    _cast_plain_tensor,
     lambda x, forward, backward: torch.empty_like(x),
 )
 
 
 @implements(_cast_operator, family="rescaling")
-def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dtype | None) -> ScaledTensor:
+def cast_scaled_tensor(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dtype | None) -> ScaledTensor:
     """Bring a payload to a root mean square of about 1 and round it; the scale takes the factor."""
     if forward is None:
         return x.clone()
@@ -126,11 +126,11 @@ def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulat
     """
     device = torch.device(device)
     # On CPUs _scaled_mm gives the same sums no faster: they have no eight-bit units.
-    return "scaled_mm" if device.type == "cuda" and has_capability(device, 8, 9) else "emulated"
+    return "scaled_mm" if device.type == "cuda" and has_cuda_capability(device, 8, 9) else "emulated"
 
 
 @functools.cache
-def has_capability(device: torch.device, major: int, minor: int) -> bool:
+def has_cuda_capability(device: torch.device, major: int, minor: int) -> bool:
     """Return whether a CUDA device has at least a compute capability; False under ROCm, whose formats may be others."""
     if not torch.cuda.is_available() or torch.version.hip:
         return False

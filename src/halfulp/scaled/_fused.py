@@ -180,7 +180,7 @@ class FusedKernel(NamedTuple):
     keeps_nonzero: bool = False
 
 
-_BITS_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_INTEGER_DTYPE_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @functools.cache
@@ -222,7 +222,7 @@ def run_kernel_by_torch(
     words = [_view_payload_as_words(x.expand(like.shape)) for x in payloads]
     given: dict[Any, torch.Tensor | float] = dict(enumerate([*words, *found[kept:], *numbers]))
     ((code,), _) = run_on_tensors(element_trace, [], given, element_results)
-    bits = _BITS_BY_ITEMSIZE[kernel.result_dtype.itemsize]
+    bits = _INTEGER_DTYPE_BY_ITEMSIZE[kernel.result_dtype.itemsize]
     out = torch.empty_like(like, dtype=kernel.result_dtype)
     out.view(bits).copy_(code & 0xFF if bits == torch.uint8 else code)
     return [out, *found[:kept]]
@@ -230,7 +230,7 @@ def run_kernel_by_torch(
 
 def _view_payload_as_words(x: Tensor) -> Tensor:
     """Return a payload's bits as words, in the signed integers that hold them."""
-    bits = x.view(_BITS_BY_ITEMSIZE[x.dtype.itemsize]).to(torch.int32)
+    bits = x.view(_INTEGER_DTYPE_BY_ITEMSIZE[x.dtype.itemsize]).to(torch.int32)
     return bits & 0xFFFF if x.dtype.itemsize == 2 else bits
 
 
@@ -393,7 +393,7 @@ def measure_rms_scale(y: Tensor, storage: torch.dtype, zero_scale: float) -> Ten
     """
     limit = torch.finfo(storage).max
 
-    def launch(kernels: dict[str, Any], y: Tensor) -> list[Tensor]:
+    def launch_kernels(kernels: dict[str, Any], y: Tensor) -> list[Tensor]:
         y = _view_dense_memory(y)
         blocks = -(-y.numel() // BLOCK_ELEMENTS)
         programs = min(blocks, MAX_PARTIAL_SUMS)
@@ -404,7 +404,7 @@ def measure_rms_scale(y: Tensor, storage: torch.dtype, zero_scale: float) -> Ten
         kernels["level"][(1,)](parts, out, programs, limit, zero_scale, MAX_PARTIAL_SUMS, **COMPILE_OPTIONS)
         return [out]
 
-    def by_torch(y: Tensor) -> list[Tensor]:
+    def compute_by_torch(y: Tensor) -> list[Tensor]:
         element, measured, wide, made = record_rms_scale_kernel(y.dtype)
         (size, square, one), _ = run_on_tensors(element, [], {0: _view_payload_as_words(y)}, measured)
         whole = [size.amax().double(), square.sum(), one.sum(dtype=torch.float64)]
@@ -412,7 +412,7 @@ def measure_rms_scale(y: Tensor, storage: torch.dtype, zero_scale: float) -> Ten
         return [run_on_tensors(wide, [], dict(enumerate(whole)), made)[0][0].to(torch.float32)]
 
     build = lambda: load_module(write_rms_scale_source(y.dtype))  # noqa: E731
-    return _launch_or_run_by_torch(("level", y.dtype, storage), build, launch, by_torch, (y,), ())[0]
+    return _launch_or_run_by_torch(("level", y.dtype, storage), build, launch_kernels, compute_by_torch, (y,), ())[0]
 
 
 def is_elementwise_pair(x: Tensor, y: Tensor) -> bool:
@@ -429,7 +429,7 @@ def _run_fused_kernel(
     """Return a kernel's payload, if it has one, and the scales that it keeps."""
     same = len(payloads) < 2 or payloads[0].shape == payloads[1].shape
 
-    def launch(module: dict[str, Any], *given: Tensor) -> list[Tensor]:
+    def launch_kernels(module: dict[str, Any], *given: Tensor) -> list[Tensor]:
         dense = [_view_dense_memory(x) for x in given[: len(payloads)]]
         made = [torch.empty((), dtype=torch.float32, device=given[0].device) for _ in range(kernel.operand_counts[2])]
         constants = *given[len(payloads) :], *made, *numbers
@@ -443,26 +443,26 @@ def _run_fused_kernel(
         module["kernel"][grid](*arrays, count, period, *constants, same, BLOCK_ELEMENTS, **COMPILE_OPTIONS)
         return [out, *made]
 
-    def by_torch(*given: Tensor) -> list[Tensor]:
+    def compute_by_torch(*given: Tensor) -> list[Tensor]:
         return run_kernel_by_torch(kernel, given[: len(payloads)], given[len(payloads) :], numbers)
 
     key = kernel.name, kernel, same
     build = lambda: load_module(write_kernel_source(kernel))  # noqa: E731
-    return _launch_or_run_by_torch(key, build, launch, by_torch, payloads, scales)
+    return _launch_or_run_by_torch(key, build, launch_kernels, compute_by_torch, payloads, scales)
 
 
 def _launch_or_run_by_torch(
     key: tuple[Any, ...],
     build: Callable[[], Any],
-    launch: Callable[..., list[Tensor]],
-    by_torch: Callable[..., list[Tensor]],
+    launch_kernels: Callable[..., list[Tensor]],
+    compute_by_torch: Callable[..., list[Tensor]],
     payloads: tuple[Tensor, ...],
     scales: tuple[Tensor, ...],
 ) -> list[Tensor]:
     """Launch a kernel, compared with torch's form before its first use on a device; else run torch's form."""
     device = (*payloads, *scales)[0].device
     if any(x.device != device for x in (*payloads, *scales)):
-        return by_torch(*payloads, *scales)  # torch says which lies where
+        return compute_by_torch(*payloads, *scales)  # torch says which lies where
 
     def run_self_test(run: Callable[..., list[Tensor]], device: torch.device) -> list[Tensor]:
         with on_device(device):
@@ -473,13 +473,13 @@ def _launch_or_run_by_torch(
         f"{key[0]} of scaled tensors",
         device,
         build,
-        lambda module, device: run_self_test(functools.partial(launch, module), device),
-        lambda: run_self_test(by_torch, torch.device("cpu")),
+        lambda module, device: run_self_test(functools.partial(launch_kernels, module), device),
+        lambda: run_self_test(compute_by_torch, torch.device("cpu")),
     )
     if module is None:
-        return by_torch(*payloads, *scales)
+        return compute_by_torch(*payloads, *scales)
     with on_device(device):
-        return launch(module, *payloads, *scales)
+        return launch_kernels(module, *payloads, *scales)
 
 
 def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:

@@ -52,7 +52,7 @@ def round_copy_to_home(x: ScaledTensor) -> ScaledTensor:
     return round_to_home(x) if is_above_home(x) else x.clone()
 
 
-def install_home_hooks(model: nn.Module) -> None:
+def install_home_rounding_hooks(model: nn.Module) -> None:
     """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""
     for module in model.modules():
         # transformers' layer of GPT-2, known by name: the library is not imported for it.
@@ -205,7 +205,7 @@ def scalify_function(
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     @functools.wraps(function)
-    def scaled(*arguments: Any, **options: Any) -> Any:
+    def run_scaled(*arguments: Any, **options: Any) -> Any:
         stays = any(isinstance(x, ScaledTensor) for x in tree_leaves((arguments, options)))
         arguments = tuple(
             x if "mask" in name else encode_arguments(x, dtype, like)
@@ -217,7 +217,7 @@ def scalify_function(
             return results
         return tree_map(lambda x: x.decode() if isinstance(x, ScaledTensor) else x, results)
 
-    return cast(ModuleOrFunction, scaled)
+    return cast(ModuleOrFunction, run_scaled)
 
 
 # What `scalify` installs at layers, and `unscalify` removes.
@@ -305,7 +305,7 @@ def scalify(
     remove_hooks(model.modules(), lambda hook: hook in _LAYER_HOOKS)
     for module in rescaled:
         module.register_forward_pre_hook(rescale_input_gradient, with_kwargs=True)
-    install_home_hooks(model)
+    install_home_rounding_hooks(model)
     _set_eight_bit_forwards(model, matmul)
     return model
 

@@ -17,7 +17,7 @@ from ...kernels import torch_operators
 from ...subclass._rule_table import map_arguments_by_name
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
-from .._float8 import has_capability
+from .._float8 import has_cuda_capability
 from .._operands import (
     choose_product_storage,
     choose_storage,
@@ -303,7 +303,7 @@ def _choose_kernel_dtype(
 ) -> torch.dtype:
     if operator in _EFFICIENT_ATTENTION and storage == torch.bfloat16 and query.device.type == "cuda":
         is_aligned = all(x.shape[-1] % _ATTENTION_ROW_ALIGNMENT == 0 for x in (query, value))
-        if is_aligned and has_capability(query.device, 8, 0):  # which multiplies bfloat16 matrices
+        if is_aligned and has_cuda_capability(query.device, 8, 0):  # which multiplies bfloat16 matrices
             return storage
     if operator not in _SIXTEEN_BIT_ATTENTION:
         return torch.float32

@@ -52,7 +52,7 @@ aten = torch_operators("aten")
 EIGHT_BIT_SIDE_MULTIPLE = 16  # torch._scaled_mm takes multiples of this
 
 
-def _compute_wide_product(a: Tensor, b: Tensor) -> Tensor:
+def _multiply_into_float32(a: Tensor, b: Tensor) -> Tensor:
     packet = aten.mm if a.dim() == 2 else aten.bmm
     if hasattr(packet, "dtype") and has_wide_products(a.device):
         return packet.dtype(a, b, torch.float32)
@@ -63,7 +63,7 @@ def _compute_wide_product(a: Tensor, b: Tensor) -> Tensor:
 # compilers cannot ask the device while they trace, and not all of them know torch's products with another dtype.
 wide_product = define_operator(
     "wide_product(Tensor a, Tensor b) -> Tensor",
-    _compute_wide_product,
+    _multiply_into_float32,
     lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32),
 )
 
@@ -133,7 +133,7 @@ def make_zero_scale(x: ScaledTensor) -> Tensor:
 _PRODUCTS_WITH_FACTOR = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
 
 
-def _is_wide_product(a: Tensor, b: Tensor) -> bool:
+def _is_float16_product_on_cuda(a: Tensor, b: Tensor) -> bool:
     """Return whether payloads are float16 on CUDA, where products in float32 take several times longer."""
     return a.dtype == b.dtype == torch.float16 and (a.device.type == "cuda" or _powers.has_fused_kernels(a))
 
@@ -145,7 +145,7 @@ def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, f
         return multiply_eight_bits(left, right, factor), 1.0
     if operator not in _PRODUCTS_WITH_FACTOR:
         return operator(to_float32(x), to_float32(y)), factor
-    if _is_wide_product(left, right):
+    if _is_float16_product_on_cuda(left, right):
         return wide_product(left, right), factor
     left, right = _choose_product_payloads(x, y)
     if type(left) is not Tensor or factor == 1.0:
@@ -302,7 +302,7 @@ def add_scaled_product(
         return make_rule_result(saturate_outliers(y, scale, storage, *large), scale, 1.0, storage, dtype)
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
         # Factors after the product fuse with what follows; before it they would cost a pass over a matrix.
-        is_wide = _is_wide_product(x._payload, y._payload)
+        is_wide = _is_float16_product_on_cuda(x._payload, y._payload)
         product = wide_product(x._payload, y._payload) if is_wide else separate(left, right)
         y = product * _multiply_unless_one(of_product, alpha) + start * _multiply_unless_one(of_base, beta)
         return fit_scaled_tensor(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
