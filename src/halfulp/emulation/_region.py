@@ -48,13 +48,11 @@ class OperatorResults(NamedTuple):
         name: such as "aten.addmm".
         new_result_positions: positions of returned tensors (or lists of tensors) in new memory that are to be rounded.
         written_arguments: position and name of each argument that is written.
-        aliases_caller: whether it hands out memory that Python's caller may own, which must not be written.
     """
 
     name: str
     new_result_positions: tuple[int, ...]
     written_arguments: tuple[tuple[int, str], ...]
-    aliases_caller: bool
 
 
 @cache
@@ -75,19 +73,12 @@ def read_operator_results(operator: torch._ops.OpOverload) -> OperatorResults:
     name = f"{namespace}.{base}"
     known = namespace == "aten"
     if known and base in _OPERATORS_WITHOUT_NEW_NUMBERS:
-        return OperatorResults(name, (), (), False)
-    kept = _BACKWARD_ONLY_OUTPUTS.get(base, ()) if known else ()
-    new_result_positions = tuple(
-        i for i, value in enumerate(schema.returns) if value.alias_info is None and "Tensor" in str(value.type)
-    )
+        return OperatorResults(name, (), ())
+    statistics = _BACKWARD_ONLY_OUTPUTS.get(base, ()) if known else ()
+    fresh = (i for i, value in enumerate(schema.returns) if value.alias_info is None and "Tensor" in str(value.type))
     written = tuple((i, argument.name) for i, argument in enumerate(schema.arguments) if is_written(argument))
-    aliases_caller = known and base == "lift_fresh"
-    return OperatorResults(
-        name,
-        (0,) if aliases_caller else tuple(i for i in new_result_positions if i not in kept),
-        written or (_RUNNING_STATISTICS_ARGUMENTS.get(base, ()) if known else ()),
-        aliases_caller,
-    )
+    written = written or (_RUNNING_STATISTICS_ARGUMENTS.get(base, ()) if known else ())
+    return OperatorResults(name, tuple(i for i in fresh if i not in statistics), written)
 
 
 _LEAF_SEQUENCE_NUMBER = 2**64 - 1
@@ -232,7 +223,7 @@ class _RoundingMode(TorchDispatchMode):
     def _round_results(self, results: OperatorResults, out, args: tuple, kwargs: dict):
         """Round an operator's results, and return its output."""
         name = results.name
-        if results.aliases_caller:
+        if name == "aten.lift_fresh":  # hands out memory that Python's caller may own, which must not be written
             out = self.rounder.round_copy(out, name)
         else:
             values = out if isinstance(out, tuple) else (out,)

@@ -108,7 +108,7 @@ SCALE_FUNCTIONS_BY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 def choose_sum_scale(scales, sign):
-    """Device function: the larger of two scales, which no stand-in for infinity decides, and both factors."""
+    """Device function: the larger of two scales, which no outlier decides, and both factors."""
     a, b = scales
     usual = take_larger_number(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
     scale = select(usual == SMALLEST, take_larger_number(a, b), usual)
@@ -373,7 +373,7 @@ def add_payloads(
 ) -> tuple[Tensor, Tensor]:
     """Return x + sign y of an elementwise pair of payloads, under the larger scale, rounded once, and the scale.
 
-    No stand-in for infinity decides the scale. With `keep`, sums of numbers of one sign do not become 0.
+    No outlier, which stands for infinity, decides the scale. With `keep`, sums of numbers of one sign do not become 0.
     """
     kernel = FusedKernel("add", choose_sum_scale, add_rescaled_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
     payload, scale = _run_fused_kernel(kernel, (x, y), (sx, sy), (sign,))

@@ -1,8 +1,8 @@
 """Operands of rules as scaled tensors, the storage of operands and results, and results under a scale that holds them.
 
-A mask of -1e9, a penalty of 1 + 1e8 m or a last distance of 1e10 stands for infinity. Under a scale that holds it, a
-narrow payload would have no digits left for all other elements. So the scale of a plain operand is measured without
-such elements, and where they lead beyond the payload's range, results saturate.
+An outlier, as a mask of -1e9, a penalty of 1 + 1e8 m or a last distance of 1e10, stands for infinity. Under a scale
+that holds it, a narrow payload would have no digits left for all other elements. So the scale of a plain operand is
+measured without outliers, and where they lead beyond the payload's range, results saturate.
 
 As torch.autocast casts operands before an operator runs, so payloads change storage before a rule does. Operators that
 autocast computes in float32 take float32 payloads, and so results have one; products take payloads of the home; all
@@ -87,7 +87,7 @@ def move_power_to_scale(
 
 
 def move_payload_to_scale(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
-    """Return the payload under a deciding scale, rounded to a storage, where stand-ins for infinity stay finite."""
+    """Return the payload under a deciding scale, rounded to a storage, where outliers stay finite."""
     if _powers.has_fused_kernels(x._payload):
         return fused.multiply_payload(x._payload, (x._scale, scale), storage, "brought")[0]
     over, under = _powers.read_scale(x._scale), _powers.read_scale(scale)
@@ -132,7 +132,7 @@ def encode_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """Return a tensor or number as a ScaledTensor with a float32 payload; scaled tensors unchanged.
 
     Numbers are split at the nearest power of two in log2, so that a factor of 0.95 leaves a scale alone; plain tensors
-    take a measured scale, which stand-ins for infinity among them do not decide.
+    take a measured scale, which outliers among them do not decide.
     """
     if isinstance(x, ScaledTensor):
         return x
@@ -156,7 +156,7 @@ def encode_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
 LEAST_OUTLIER = 2.0**24
 # Narrower ranges hold less beside other numbers.
 LEAST_OUTLIER_BY_STORAGE = dict.fromkeys(STORAGE_DTYPES, LEAST_OUTLIER) | {torch.float8_e4m3fn: 2.0**12}
-# The least magnitude to which a stand-in for infinity may saturate: exp(-128) is 0 in float32.
+# The least magnitude to which an outlier may saturate: exp(-128) is 0 in float32.
 LEAST_SATURATED_OUTLIER = 128.0
 
 
@@ -249,7 +249,7 @@ def _is_plain_float_tensor(x: Any) -> bool:
 
 
 def encode_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
-    """Return an operand, which `factor` multiplies, as a ScaledTensor; stand-ins do not decide a plain one's scale."""
+    """Return an operand, which `factor` multiplies, as a ScaledTensor; outliers do not decide a plain one's scale."""
     if not _is_plain_float_tensor(x):
         return encode_operand(x, like)
     # What a home of float16 keeps in float32 for now is to fit float16 in the end.
@@ -294,7 +294,7 @@ def _find_least_outlier(storage: torch.dtype, factor: Any) -> float:
 
 
 def saturate_outliers(values: Tensor, scale: Tensor, storage: torch.dtype, *large: Tensor | None) -> Tensor:
-    """Return a result's float32 payload, clamped to the storage's range where operands hold infinity's stand-ins."""
+    """Return a result's float32 payload, clamped to the storage's range where operands hold outliers."""
     masks = [mask for mask in large if mask is not None]
     if storage == torch.float32 or not masks:
         return values

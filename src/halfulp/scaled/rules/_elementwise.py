@@ -72,27 +72,20 @@ def take_root_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
     return ((half + 127) << 23).view(torch.float32), under if value is None else value
 
 
-@implements(aten.sqrt.default, family="power law")
-def sqrt(x: ScaledTensor) -> Tensor:
-    """sqrt(p) sqrt(s), for an odd power of two sqrt(2 p) sqrt(s / 2)."""
+@implements_each(aten.sqrt.default, aten.rsqrt.default, family="power law")
+def take_root(operator: OpOverload, x: ScaledTensor) -> Tensor:
+    """sqrt(p) sqrt(s), for an odd power of two sqrt(2 p) sqrt(s / 2); likewise 1 / sqrt(p) under 1 / sqrt(s)."""
     scale, under = take_root_of_scale(x._scale)
-    payload = torch.sqrt(_powers.multiply_by_power(to_float32(x), under))
+    payload = operator(_powers.multiply_by_power(to_float32(x), under))
+    scale = scale if operator is aten.sqrt.default else 1.0 / scale
     return make_scaled_tensor(payload, scale, x._payload.dtype, x.dtype)
-
-
-@implements(aten.rsqrt.default, family="power law")
-def rsqrt(x: ScaledTensor) -> Tensor:
-    """1 / sqrt(p) under 1 / sqrt(s), likewise."""
-    scale, under = take_root_of_scale(x._scale)
-    payload = torch.rsqrt(_powers.multiply_by_power(to_float32(x), under))
-    return make_scaled_tensor(payload, 1.0 / scale, x._payload.dtype, x.dtype)
 
 
 @implements(aten.pow.Tensor_Scalar, family="power law")
 def pow_tensor_scalar(x: ScaledTensor, exponent: Any) -> Tensor:
     """p^n s^n for the exponents that torch computes without logarithms, roots included; else on values."""
     if exponent in (0.5, -0.5):
-        return sqrt(x) if exponent > 0 else rsqrt(x)
+        return take_root(aten.sqrt.default if exponent > 0 else aten.rsqrt.default, x)
     if exponent not in _EXACT_POWERS:
         return run_on_decoded_values(aten.pow.Tensor_Scalar, x, exponent)
     scale, rest = raise_scale_to_degree(x._scale, int(exponent))

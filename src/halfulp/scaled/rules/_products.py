@@ -366,25 +366,18 @@ def add_matrix_product(operator: OpOverload, base: Any, a: Any, b: Any, *, beta:
     )
 
 
-@implements(aten.addcmul.default, family="bilinear")
-def addcmul(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
-    """base + value a b."""
-    compute = lambda z, x, y, one, v: aten.addcmul.default(_multiply_unless_one(z, one), x, y, value=v)  # noqa: E731
-    total = add_scaled_product(base, a, b, compute, alpha=value)
-    if not (isinstance(base, ScaledTensor) and isinstance(a, ScaledTensor) and a is b):
-        return total
-    if is_symbolic(value) or not value > 0:
+@implements_each(aten.addcmul.default, aten.addcdiv.default, family="bilinear")
+def add_product_or_quotient(operator: OpOverload, base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
+    """base + value a b, or base + value a / b."""
+    compute = lambda z, x, y, one, v: operator(_multiply_unless_one(z, one), x, y, value=v)  # noqa: E731
+    is_quotient = operator is aten.addcdiv.default
+    total = add_scaled_product(base, a, b, compute, alpha=value, quotient=is_quotient)
+    is_square = not is_quotient and isinstance(base, ScaledTensor) and isinstance(a, ScaledTensor) and a is b
+    if not is_square or is_symbolic(value) or not value > 0:
         return total
     # A second moment: squares need twice the range of what is squared, and an optimizer divides by their roots.
     before = to_float32(base)
     return replace_underflows(total, torch.where(before >= 0, torch.maximum(to_float32(a).abs(), before), 0.0))
-
-
-@implements(aten.addcdiv.default, family="bilinear")
-def addcdiv(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
-    """base + value a / b."""
-    compute = lambda z, x, y, one, v: aten.addcdiv.default(_multiply_unless_one(z, one), x, y, value=v)  # noqa: E731
-    return add_scaled_product(base, a, b, compute, alpha=value, quotient=True)
 
 
 def _multiply_unless_one(payload: Tensor, factor: Any) -> Tensor:

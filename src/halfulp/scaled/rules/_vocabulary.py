@@ -164,7 +164,7 @@ def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, t
 
 
 def _clamp_outliers(payload: Tensor, given: Any, scale: float | None, storage: torch.dtype) -> Tensor:
-    """Clamp an operand's stand-ins for infinity to the storage's range."""
+    """Clamp an operand's outliers, which stand for infinity, to the storage's range."""
     if isinstance(given, ScaledTensor):
         if scale is None or scale < _powers.HUGE_SCALE:
             return payload
@@ -173,8 +173,8 @@ def _clamp_outliers(payload: Tensor, given: Any, scale: float | None, storage: t
     largest = torch.finfo(storage).max
     if storage in FULL_RANGE_STORAGES or (_powers.is_concrete(payload) and not (payload.abs() > largest).any()):
         return payload
-    stands_in = (decode_value(given) <= -LEAST_OUTLIER) & (payload.abs() > largest) & payload.isfinite()
-    return torch.where(stands_in, payload.sign() * largest, payload)
+    is_outlier = (decode_value(given) <= -LEAST_OUTLIER) & (payload.abs() > largest) & payload.isfinite()
+    return torch.where(is_outlier, payload.sign() * largest, payload)
 
 
 def round_root_to_power(count: int) -> float:
@@ -264,9 +264,9 @@ def make_constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.
     if storage == torch.bfloat16:  # to which float32's largest number would be rounded as infinity
         held = (largest / scale).clamp(max=largest)
         moved = torch.minimum(torch.maximum(moved, -held), held)
-    stands_in = (moved.abs() > largest) & (payload.abs() * constant._scale >= _find_least_outlier_constant(storage))
+    is_outlier = (moved.abs() > largest) & (payload.abs() * constant._scale >= _find_least_outlier_constant(storage))
     enough = _powers.take_largest_scale(torch.full_like(scale, largest), LEAST_SATURATED_OUTLIER / scale)
-    return torch.where(payload.isinf(), payload, torch.where(stands_in, moved.sign() * enough, moved))
+    return torch.where(payload.isinf(), payload, torch.where(is_outlier, moved.sign() * enough, moved))
 
 
 def align_constants(x: ScaledTensor, *constants: Any, room: bool = True) -> tuple[list[Any], Tensor]:
