@@ -42,17 +42,11 @@ _OPERATORS_WITHOUT_NEW_NUMBERS = frozenset(
 
 
 class OperatorResults(NamedTuple):
-    """Which results of an operator are new, or written into an argument.
+    """Which results of an operator are new, or written into an argument."""
 
-    Attributes:
-        name: such as "aten.addmm".
-        new_result_positions: positions of returned tensors (or lists of tensors) in new memory that are to be rounded.
-        written_arguments: position and name of each argument that is written.
-    """
-
-    name: str
-    new_result_positions: tuple[int, ...]
-    written_arguments: tuple[tuple[int, str], ...]
+    name: str  # such as "aten.addmm"
+    new_result_positions: tuple[int, ...]  # of tensors, or lists of tensors, in new memory that are to be rounded
+    written_arguments: tuple[tuple[int, str], ...]  # position and name
 
 
 @cache
@@ -205,7 +199,7 @@ class _RoundingMode(TorchDispatchMode):
     def hook_last_outputs(self) -> None:
         """Hook the nodes of the last outputs, which autograd has created by now.
 
-        What is made without gradients inside a custom Function may get the Function's node when that returns.
+        What a custom Function makes without gradients may get the Function's node when that returns.
         """
         if not torch.is_grad_enabled():
             return

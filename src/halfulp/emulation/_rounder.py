@@ -19,11 +19,7 @@ _PLAIN_TENSOR_CLASSES = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
 
 
 class Rounder:
-    """Rounds tensors of float32 and float64 to a format.
-
-    Attributes:
-        format, rounding, overflow: as `emulate` was given them.
-    """
+    """Rounds tensors of float32 and float64 to a format, by the settings that `emulate` was given."""
 
     def __init__(self, format: Format | str | torch.dtype, rounding: Rounding | str, overflow: str | None) -> None:
         self.format: Format = get_signed(format)

@@ -160,24 +160,17 @@ def measure_element_magnitude(x):
 
 
 class FusedKernel(NamedTuple):
-    """A kernel's device functions, its operands and its result.
+    """A kernel's device functions, its operands and its result."""
 
-    Attributes:
-        name: for messages.
-        scale_function: device function (scales, numbers) -> float64 results.
-        element_function: device function (values, factors, numbers) -> float32, and whether it may not become 0.
-        operand_counts: of scales and numbers, and of results of scales that are kept; others are factors.
-        payload_dtypes, result_dtype: of the operands and the result.
-        keeps_nonzero: whether elements that say so become the smallest number instead of 0.
-    """
-
-    name: str
-    scale_function: Callable[..., tuple[Any, ...]]
+    name: str  # for messages
+    scale_function: Callable[..., tuple[Any, ...]]  # of scales and numbers, in float64
+    # Of values, factors and numbers, in float32: an element, and whether it may not become 0.
     element_function: Callable[..., Any] | None
+    # Of scales, of numbers, and of results of scales that are kept; the other results are factors.
     operand_counts: tuple[int, int, int]
     payload_dtypes: tuple[torch.dtype, ...] = ()
     result_dtype: torch.dtype = torch.float32
-    keeps_nonzero: bool = False
+    keeps_nonzero: bool = False  # whether elements that say so become the smallest number instead of 0
 
 
 _INTEGER_DTYPE_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -206,22 +199,20 @@ def record_kernel_traces(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], T
     return wide, tuple(x.number for x in found), element, codes
 
 
-def run_kernel_by_torch(
-    kernel: FusedKernel, payloads: Sequence[Tensor], scales: Sequence[Tensor], numbers: Sequence[float]
-) -> list[Tensor]:
-    """Return the results of a kernel's traces on tensors: its payload if it has one, and the scales that it keeps."""
+def run_kernel_by_torch(kernel: FusedKernel, numbers: Sequence[float], *given: Tensor) -> list[Tensor]:
+    """Return the results of a kernel's traces on payloads and scales: its payload, if any, and the kept scales."""
     scale_trace, scale_results, element_trace, element_results = record_kernel_traces(kernel)
-    kept = kernel.operand_counts[2]
-    device = (*payloads, *scales)[0].device
-    wide = [torch.full((), x, dtype=torch.float64, device=device) for x in numbers]
+    kept, count = kernel.operand_counts[2], len(kernel.payload_dtypes)
+    payloads, scales = given[:count], given[count:]
+    wide = [torch.full((), x, dtype=torch.float64, device=given[0].device) for x in numbers]
     made, _ = run_on_tensors(scale_trace, [], dict(enumerate([*(s.double() for s in scales), *wide])), scale_results)
     found = [x.to(torch.float32) for x in made]
     if kernel.element_function is None:
         return found
     like = payloads[0]
     words = [_view_payload_as_words(x.expand(like.shape)) for x in payloads]
-    given: dict[Any, torch.Tensor | float] = dict(enumerate([*words, *found[kept:], *numbers]))
-    ((code,), _) = run_on_tensors(element_trace, [], given, element_results)
+    inputs: dict[Any, torch.Tensor | float] = dict(enumerate([*words, *found[kept:], *numbers]))
+    ((code,), _) = run_on_tensors(element_trace, [], inputs, element_results)
     bits = _INTEGER_DTYPE_BY_ITEMSIZE[kernel.result_dtype.itemsize]
     out = torch.empty_like(like, dtype=kernel.result_dtype)
     out.view(bits).copy_(code & 0xFF if bits == torch.uint8 else code)
@@ -387,10 +378,7 @@ def compute_affine_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: f
 
 
 def measure_rms_scale(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
-    """Return the power of two next to the root mean square of a payload's finite non-zero elements, else `zero_scale`.
-
-    It is larger where the largest element needs it in a storage.
-    """
+    """Return the scale next to a payload's root mean square, or what its largest element needs; of zeros another."""
     limit = torch.finfo(storage).max
 
     def launch_kernels(kernels: dict[str, Any], y: Tensor) -> list[Tensor]:
@@ -443,11 +431,9 @@ def _run_fused_kernel(
         module["kernel"][grid](*arrays, count, period, *constants, same, BLOCK_ELEMENTS, **COMPILE_OPTIONS)
         return [out, *made]
 
-    def compute_by_torch(*given: Tensor) -> list[Tensor]:
-        return run_kernel_by_torch(kernel, given[: len(payloads)], given[len(payloads) :], numbers)
-
     key = kernel.name, kernel, same
     build = lambda: load_module(write_kernel_source(kernel))  # noqa: E731
+    compute_by_torch = functools.partial(run_kernel_by_torch, kernel, numbers)
     return _launch_or_run_by_torch(key, build, launch_kernels, compute_by_torch, payloads, scales)
 
 

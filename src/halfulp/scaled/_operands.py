@@ -131,8 +131,8 @@ def encode_values(values: Tensor, storage: torch.dtype, scale: Tensor | None = N
 def encode_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """Return a tensor or number as a ScaledTensor with a float32 payload; scaled tensors unchanged.
 
-    Numbers are split at the nearest power of two in log2, so that a factor of 0.95 leaves a scale alone; plain tensors
-    take a measured scale, which outliers among them do not decide.
+    A number is split at the nearest power of two in log2, so that a factor of 0.95 leaves a scale alone; the scale of a
+    plain tensor is measured without outliers.
     """
     if isinstance(x, ScaledTensor):
         return x
@@ -179,14 +179,9 @@ def measure_scale_without_outliers(
 ) -> Tensor:
     """Return the scale of a plain operand, measured without large numbers that stand for infinity.
 
-    Args:
-        x: the operand.
-        storage: of the payload that it meets.
-        size: the magnitude from which on a number is large.
-        least: to which at least it may saturate.
-        is_negative: only negative numbers are large, as masks write them.
-        is_wide: whether the payload, and what results are written into, has float32's range.
-        among_zeros: whether numbers among zeros alone may stand for infinity.
+    Numbers of `size` and more, `is_negative` ones alone as masks write them, are large; they may saturate to `least` in
+    the `storage` that they meet. `is_wide`: that and what results are written into have float32's range. `among_zeros`:
+    numbers among zeros alone may be outliers.
     """
     if not x.dim() or not x.numel() or has_no_outlier(x, size, is_negative):
         return measure_rms_scale(x, torch.float32)

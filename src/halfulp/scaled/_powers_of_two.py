@@ -63,11 +63,7 @@ def round_number(value: float, rounding: PowerRounding = "nearest") -> float:
 
 
 def make_scale(scale: Tensor | float, device: torch.device | str | None = None) -> Tensor:
-    """Return a scale as a float32 tensor without dimensions.
-
-    Raises:
-        ValueError: it is no power of two from 2^-126 to 2^127, or has dimensions.
-    """
+    """Return a scale as a float32 tensor without dimensions, checked to be one power of two from 2^-126 to 2^127."""
     if isinstance(scale, Tensor):
         if scale.dim():
             raise ValueError(f"a scale of shape {list(scale.shape)}: allowed is one power of two without dimensions")
@@ -105,11 +101,7 @@ def has_fused_kernels(x: Any) -> bool:
 
 
 def multiply_scales(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
-    """Return the product of scales and powers of two as a scale, and the factor beyond its range, mostly 1.
-
-    Raises:
-        ValueError: there is no scale among the factors.
-    """
+    """Return the product of scales and powers of two as a scale, and the factor beyond its range, mostly 1."""
     scales = [factor for factor in factors if isinstance(factor, Tensor)]
     values: list[Any] = [read_scale(factor) if isinstance(factor, Tensor) else factor for factor in factors]
     if None not in values:
@@ -138,10 +130,7 @@ def take_largest_scale(*scales: Tensor) -> Tensor:
 
 
 def choose_common_scale_value(values: Sequence[float]) -> float:
-    """Return the largest of several scales' values, without those of numbers that stand for infinity if others exist.
-
-    Under the scale of a 1e38 that some step has written instead of infinity, nothing else would be left.
-    """
+    """Return the largest of scales' values, but not those of outliers, such as a mask's 1e38, if there are others."""
     others = [value for value in values if ZERO_SCALE < value < HUGE_SCALE]
     return max(others or values)
 

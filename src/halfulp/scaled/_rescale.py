@@ -107,11 +107,7 @@ _NORM_CLASS_PATTERN = re.compile("Norm(?![a-z])")
 
 
 def find_rescaled_modules(model: nn.Module, rescale: RescaledLayers) -> list[nn.Module]:
-    """Return the normalisation layers for "norms", by the names of their classes; modules that hold others are none.
-
-    Raises:
-        ValueError: another word.
-    """
+    """Return the normalisation layers for "norms", by the names of their classes; modules that hold others are none."""
     if rescale not in (None, "norms"):
         raise ValueError(
             f"rescale={rescale!r}: allowed are 'auto', 'norms' and None; elsewhere call hu.rescale(x, 'gradient') or "

@@ -450,11 +450,7 @@ def rebuild_scaled_tensor(
     is_parameter: bool,
     home: torch.dtype | None = None,
 ) -> ScaledTensor:
-    """Return the tensor of which `__reduce_ex__` stored the parts; files of torch.save hold this function's name.
-
-    Raises:
-        ValueError: the file was written by a version of another layout.
-    """
+    """Return the tensor of which `__reduce_ex__` stored the parts; files of torch.save hold this function's name."""
     check_layout(version, PICKLE_LAYOUT_VERSION, "ScaledTensor", "x.payload and x.scale")
     return restore_saved_marks(wrap_payload(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
 

@@ -25,12 +25,8 @@ def write_values(x: Tensor, value: Any) -> Tensor:
     """Copy a tensor of any kind or a number into x; its views see it.
 
     A scaled tensor that owns all of its memory takes the value's scale. One that is a part of other memory keeps the
-    scale, unless there are only zeros of any scale.
-
-    Raises:
-        RuntimeError: the value's shape does not broadcast to x's.
-        ValueError: a finite value is out of the payload's range under the scale that must be kept, or all would be 0
-            under it and they are not (where values can be looked at); x is as it was.
+    scale, unless there are only zeros of any scale: it stays as it was and ValueError is raised if the value does not
+    fit, or would be 0, where values can be looked at.
     """
     if not isinstance(x, ScaledTensor):
         return x.copy_(decode_if_scaled(value))

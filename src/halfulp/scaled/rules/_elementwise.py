@@ -60,10 +60,7 @@ _EXACT_POWERS = (1, 2, 3, -1, -2)
 
 
 def take_root_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Return the square root of a scale as a power of two, and the factor, 1 or 2, for the payload under its root.
-
-    sqrt(p 2^(2k + 1)) = sqrt(2 p) 2^k.
-    """
+    """Return a power of two and a factor, 1 or 2, of the payload under the root: sqrt(p 2^(2k + 1)) = sqrt(2 p) 2^k."""
     bits = scale.view(torch.int32)
     exponent = (bits >> 23) - 127
     half = exponent >> 1

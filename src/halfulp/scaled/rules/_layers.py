@@ -46,10 +46,7 @@ aten = torch_operators("aten")
 
 
 def _scale_statistics(x: ScaledTensor, eps: float, mean: Tensor | None, deviation: Tensor) -> tuple[Any, ScaledTensor]:
-    """Return a mean under x's scale s, and a reciprocal deviation under 1 / s, or under the root of 1 / eps if smaller.
-
-    The gradient of x takes the deviation's scale.
-    """
+    """Return a mean under x's scale s, and a reciprocal deviation under 1 / s or the smaller root of 1 / eps."""
     largest = _powers.round_number(eps**-0.5, "down") if eps > 0 else _powers.LARGEST_SCALE
     scale = x._scale.reciprocal().clamp(_powers.SMALLEST_SCALE, largest)
     held = None if mean is None else scale_values(mean, x._scale, torch.float32, torch.float32)
@@ -86,10 +83,7 @@ def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor
 def _scale_norm_gradients(
     g: ScaledTensor, results: Any, mask: Any, rows: int, deviation: Any, like: ScaledTensor
 ) -> tuple:
-    """Put x's gradient under gs times the deviation's scale, and the summed gradients of weight and bias under gs c.
-
-    Those that are not asked for are None.
-    """
+    """Put x's gradient under gs times the deviation's scale, weight's and bias's under gs c; None if not asked for."""
     to_x, *others = (y if wanted else None for y, wanted in zip(results, mask))
     if to_x is not None:
         level = encode_operand(deviation, like)._scale

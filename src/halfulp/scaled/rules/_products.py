@@ -398,10 +398,7 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
 def convolution(
     x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
 ) -> Tensor:
-    """conv(px, pw) / c under the scale sx sw c with c next below the root of the terms of a sum; a bias joins it.
-
-    All powers of two go into the weight and the bias, so that the result is written once.
-    """
+    """conv(px, pw) / c under the scale sx sw c with c next below the root of the terms of a sum; a bias joins it."""
     given = (x, weight) if bias is None else (x, weight, bias)
     like = find_scaled_tensor(given)
     x, weight = encode_factor(x, like), encode_factor(weight, like)
@@ -414,6 +411,7 @@ def convolution(
         bias = encode_addend(bias, like)
         scale = _powers.take_largest_scale(scale, bias._scale)
         start = _powers.multiply_by_power(to_float32(bias), divide_scale_product(bias._scale, scale=scale))
+    # All powers of two go into the weight and the bias, so that the result is written once.
     kernel = _powers.multiply_by_power(to_float32(weight), divide_scale_product(x._scale, weight._scale, scale=scale))
     values = aten.convolution.default(to_float32(x), kernel, start, stride, padding, dilation, transposed, *rest)
     storage = choose_product_storage(given)
