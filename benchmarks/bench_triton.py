@@ -191,11 +191,11 @@ def scaled_results() -> Launches:
     forms = itertools.cycle(FORMS)
     for of, to in itertools.product(STORAGES, STORAGES):
         y, (mode, count) = numbers(of), next(forms)
-        yield f"finish {mode}", (of.itemsize, to.itemsize), lambda: fused.finish_payload(y, scales[:count], to, mode)
+        yield f"finish {mode}", (of.itemsize, to.itemsize), lambda: fused.multiply_payload(y, scales[:count], to, mode)
         keep, size = to in (FP16, torch.float8_e5m2), x.itemsize + y.itemsize
         yield "add", (size, to.itemsize), lambda: fused.add_payloads(x, y, *scales[:2], to, 1.0, keep)
         if to is FP16:
-            yield "level", (of.itemsize, 0), lambda: fused.measure_level(y, to, 1.0)
+            yield "level", (of.itemsize, 0), lambda: fused.measure_rms_scale(y, to, 1.0)
     yield "factors", None, lambda: fused.compute_affine_factors(*scales[:3], 1.0, 2.0)
 
 

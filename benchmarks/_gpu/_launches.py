@@ -102,7 +102,7 @@ def fused_kernels(counts: Counts | None = None) -> Iterator[None]:
             return by_torch(*payloads, *scales)
 
     with (
-        mock.patch.object(_powers, "is_fused", lambda x: type(x) is torch.Tensor),
+        mock.patch.object(_powers, "has_fused_kernels", lambda x: type(x) is torch.Tensor),
         mock.patch.object(fused, "_launch_or_run_by_torch", run),
     ):
         yield

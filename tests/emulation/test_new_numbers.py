@@ -3,51 +3,54 @@
 import pytest
 import torch
 
-from halfulp.emulation._region import _BACKWARD_STATISTICS, _RUNNING_STATISTICS, read_results
+from halfulp.emulation._region import _BACKWARD_ONLY_OUTPUTS, _RUNNING_STATISTICS_ARGUMENTS, read_operator_results
 
 aten = torch.ops.aten
 
 
 def test_fresh_written_and_views():
-    assert read_results(aten.add.Tensor).fresh_positions == (0,)
-    assert read_results(aten.add_.Tensor)[1:3] == ((), ((0, "self"),))
-    assert read_results(aten.add.out)[1:3] == ((), ((3, "out"),))
-    assert read_results(aten.split.Tensor).fresh_positions == ()
-    assert read_results(aten.unsafe_split.Tensor).fresh_positions == (0,)
-    assert read_results(aten.max_pool2d_with_indices.default).fresh_positions == (0, 1)
-    assert read_results(aten._foreach_add_.Scalar).written_arguments == ((0, "self"),)
-    assert read_results(aten._local_scalar_dense.default).fresh_positions == ()
+    assert read_operator_results(aten.add.Tensor).new_result_positions == (0,)
+    assert read_operator_results(aten.add_.Tensor)[1:3] == ((), ((0, "self"),))
+    assert read_operator_results(aten.add.out)[1:3] == ((), ((3, "out"),))
+    assert read_operator_results(aten.split.Tensor).new_result_positions == ()
+    assert read_operator_results(aten.unsafe_split.Tensor).new_result_positions == (0,)
+    assert read_operator_results(aten.max_pool2d_with_indices.default).new_result_positions == (0, 1)
+    assert read_operator_results(aten._foreach_add_.Scalar).written_arguments == ((0, "self"),)
+    assert read_operator_results(aten._local_scalar_dense.default).new_result_positions == ()
 
 
 def test_statistics_stay():
-    assert read_results(aten.native_layer_norm.default)[1:3] == ((0,), ())
-    assert read_results(aten.native_batch_norm.default).written_arguments == ((3, "running_mean"), (4, "running_var"))
-    assert read_results(aten._native_batch_norm_legit.default).written_arguments == (
+    assert read_operator_results(aten.native_layer_norm.default)[1:3] == ((0,), ())
+    assert read_operator_results(aten.native_batch_norm.default).written_arguments == (
+        (3, "running_mean"),
+        (4, "running_var"),
+    )
+    assert read_operator_results(aten._native_batch_norm_legit.default).written_arguments == (
         (3, "running_mean"),
         (4, "running_var"),
     )
 
 
-@pytest.mark.parametrize("base", _BACKWARD_STATISTICS)
+@pytest.mark.parametrize("base", _BACKWARD_ONLY_OUTPUTS)
 def test_known_operators_exist(base, needs_torch):
     """The table names operators of this torch, and outputs that they have."""
     if base == "_fused_rms_norm":
         needs_torch("_fused_rms_norm with its statistics")
     packet = getattr(aten, base)
     returns = [len(getattr(packet, overload)._schema.returns) for overload in packet.overloads()]
-    assert max(returns) > max(_BACKWARD_STATISTICS[base])
+    assert max(returns) > max(_BACKWARD_ONLY_OUTPUTS[base])
 
 
 def test_known_operators_have_running_statistics():
-    for base, arguments in _RUNNING_STATISTICS.items():
+    for base, arguments in _RUNNING_STATISTICS_ARGUMENTS.items():
         schema = getattr(aten, base).default._schema
         for position, name in arguments:
             assert schema.arguments[position].name == name
 
 
 def test_operators_of_other_libraries_are_taken_by_their_schema():
-    results = read_results(torch.ops.halfulp.quantize_into.default)
-    assert (results.name, results.fresh_positions, results.written_arguments) == (
+    results = read_operator_results(torch.ops.halfulp.quantize_into.default)
+    assert (results.name, results.new_result_positions, results.written_arguments) == (
         "halfulp.quantize_into",
         (),
         ((4, "out"),),

@@ -34,12 +34,12 @@ def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
     y = torch.randn(3, 5).to(of)
     x = torch.randn(3, 5).to(torch.float16)
     for k, (mode, count) in enumerate(FORMS):  # every mode and storage of y, and in turn of the result
-        fused.finish_payload(y, scales[:count], KINDS[(k + KINDS.index(of)) % len(KINDS)], mode)
+        fused.multiply_payload(y, scales[:count], KINDS[(k + KINDS.index(of)) % len(KINDS)], mode)
     for to in KINDS:
         for sign, keep in ((1.0, to in (torch.float16, torch.float8_e5m2)), (-1.0, False)):
             fused.add_payloads(x, y, *scales[:2], to, sign, keep)
             fused.add_payloads(x, y[0], *scales[:2], to, sign, keep)
-        fused.measure_level(y, to, 1.0)
+        fused.measure_rms_scale(y, to, 1.0)
     fused.compute_affine_factors(*scales[:3], 1.0, 2.0)
     assert _launch._checked_kernels
     assert None not in _launch._checked_kernels.values()
@@ -68,7 +68,9 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypa
     monkeypatch.setattr(fused, "load_module", refuse)
     monkeypatch.setattr(_launch, "_checked_kernels", {})
     with pytest.warns(RuntimeWarning, match="no Triton kernel for finish .* no compiler here"):
-        payload, scale = fused.finish_payload(torch.tensor([3.0, -1e9]), [torch.tensor(2.0)], torch.float16, factor=0.5)
+        payload, scale = fused.multiply_payload(
+            torch.tensor([3.0, -1e9]), [torch.tensor(2.0)], torch.float16, factor=0.5
+        )
     assert payload.tolist() == [1.5, -65504.0]
     assert scale.item() == 2.0
 
@@ -77,9 +79,11 @@ def _kernels() -> list[fused.FusedKernel]:
     """A choice of kernels: every pair of storages, every mode."""
     found = [fused.FusedKernel("affine_factors", fused.choose_affine_scale, None, (3, 2, 3))]
     for k, (of, to) in enumerate(itertools.product(KINDS, KINDS)):
-        found.append(fused._make_finish_kernel(*FORMS[(3 * k) % len(FORMS)], of, to))
+        found.append(fused._make_multiplying_kernel(*FORMS[(3 * k) % len(FORMS)], of, to))
         keep, both = to in (torch.float16, torch.float8_e5m2), (torch.float16, of)
-        found.append(fused.FusedKernel("add", fused.choose_sum_scale, fused.add_elements, (2, 1, 1), both, to, keep))
+        found.append(
+            fused.FusedKernel("add", fused.choose_sum_scale, fused.add_rescaled_elements, (2, 1, 1), both, to, keep)
+        )
     return found
 
 
@@ -109,10 +113,10 @@ def _sources() -> list[tuple[str, str, dict[str, str], dict[str, object]]]:
         found.append((fused.write_kernel_source(kernel), "kernel", payloads, constants))
     for dtype in KINDS:
         parts = {"y": POINTERS[dtype], "parts": "*fp64"}
-        found.append((fused.write_level_source(dtype), "measure", parts, {"BLOCK": fused.BLOCK_ELEMENTS}))
+        found.append((fused.write_rms_scale_source(dtype), "measure", parts, {"BLOCK": fused.BLOCK_ELEMENTS}))
     return [
         *found,
-        (fused.write_level_source(KINDS[0]), "level", {"parts": "*fp64"}, {"BLOCK": fused.MOST_PARTIAL_SUMS}),
+        (fused.write_rms_scale_source(KINDS[0]), "level", {"parts": "*fp64"}, {"BLOCK": fused.MAX_PARTIAL_SUMS}),
     ]
 
 

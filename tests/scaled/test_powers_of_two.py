@@ -50,7 +50,7 @@ def test_other_ways_of_rounding_are_refused():
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_product_out_of_range_leaves_the_rest_to_the_payload(traced, monkeypatch):
     if traced:
-        monkeypatch.setattr(_powers, "read_concrete", lambda scale: None)
+        monkeypatch.setattr(_powers, "read_scale", lambda scale: None)
     for powers in [(-100, -100), (100, 100), (3, -5), (-126, -126), (127, 127), (-126, 127)]:
         scale, rest = _powers.multiply_scales(*(torch.tensor(2.0**power) for power in powers))
         assert scale.dtype == torch.float32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -67,14 +67,20 @@ class Emulation:
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     def _call_emulated(self, *args: Any, **kwargs: Any) -> Any:
         refuse_recording()
-        if isinstance(self.target, nn.Module):
-            self._check_parameters(self.target)
-        args, kwargs = _map_arguments(
+        if isinstance(self.target, nn.Module) and self.parameters == "round":
+            for name, parameter in self.target.named_parameters():
+                if self.rounder.has_numbers_outside_format(parameter):  # as one that an optimizer of others wrote does
+                    raise ValueError(
+                        f"parameter {name!r} was given numbers that {self.rounder.format.name} does not have: update "
+                        f"it with an optimizer of halfulp.optim and format={self.rounder.format.name!r}, or say "
+                        "emulate(..., parameters='keep') to let operators read float32 parameters"
+                    )
+        args, kwargs = _map_tensors_in_arguments(
             lambda x: x if _needs_gradient(x) else self.rounder.round_copy(x, "an argument"), (args, kwargs)
         )
         with Region(self.rounder):
             # A clone is an operator, so that an argument with a gradient is rounded, and its gradient as well.
-            args, kwargs = _map_arguments(lambda x: x.clone() if _needs_gradient(x) else x, (args, kwargs))
+            args, kwargs = _map_tensors_in_arguments(lambda x: x.clone() if _needs_gradient(x) else x, (args, kwargs))
             return self._original_forward(*args, **kwargs)
 
     def region(self) -> Region:
@@ -102,18 +108,6 @@ class Emulation:
     def __repr__(self) -> str:
         name = getattr(self.target, "__name__", type(self.target).__name__)
         return f"Emulation({name}, {self.rounder.format.name}, {self.rounder.rounding})"
-
-    def _check_parameters(self, model: nn.Module) -> None:
-        """Raise if a parameter holds numbers that the format lacks, as one that an optimizer of others wrote does."""
-        if self.parameters == "keep":
-            return
-        for name, parameter in model.named_parameters():
-            if self.rounder.has_other_numbers(parameter):
-                raise ValueError(
-                    f"parameter {name!r} was given numbers that {self.rounder.format.name} does not have: update "
-                    f"it with an optimizer of halfulp.optim and format={self.rounder.format.name!r}, or say "
-                    "emulate(..., parameters='keep') to let operators read float32 parameters"
-                )
 
 
 def emulate(
@@ -183,8 +177,10 @@ def emulate(
     _check_model(model)
     if parameters == "round":
         with torch.no_grad():
-            for name, value in _list_named_tensors(model):
-                rounder.round_in_place(value, name)
+            for name, value in model.named_parameters():
+                rounder.round_in_place(value, f"parameter {name}")
+            for name, value in model.named_buffers():
+                rounder.round_in_place(value, f"buffer {name}")
         for parameter in model.parameters():
             setattr(parameter, EMULATED, rounder.format.name)
     emulation = Emulation(model, rounder, parameters)
@@ -195,7 +191,7 @@ def emulate(
 emulate.region = region  # type: ignore[attr-defined]  # hu.emulate is this function and hides the package that holds region
 
 
-def _map_arguments(change: Callable[[Tensor], Tensor], arguments: tuple[Any, ...]) -> Any:
+def _map_tensors_in_arguments(change: Callable[[Tensor], Tensor], arguments: tuple[Any, ...]) -> Any:
     """Change the tensors among arguments, also in lists, tuples and dicts; other objects, such as a cache, are kept."""
     return tree_map_only(Tensor, change, arguments, is_leaf=lambda x: not isinstance(x, list | tuple | dict))
 
@@ -219,8 +215,3 @@ def _check_model(model: nn.Module) -> None:
                 f"emulate needs float32 or float64 parameters, because an operator on {parameter.dtype} has rounded "
                 f"once already; {name!r} is {parameter.dtype}: call model.float() first"
             )
-
-
-def _list_named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((f"parameter {name}", value) for name, value in model.named_parameters())
-    yield from ((f"buffer {name}", value) for name, value in model.named_buffers())

@@ -16,40 +16,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._torch_versions import is_exporting, saved_tensor_hooks
 from ..formats import Format
 from ..rounding import Nearest, Rounding
+from ..subclass import is_written
 from ..subclass.models._conversion import Wrapper, capture_recomputation, capture_reentrant_recomputation
 from ._rounder import Rounder
 
 # Outputs other than the first that only the backward pass reads: they are inside the operator, in float32.
-_BACKWARD_STATISTICS = {
-    "native_layer_norm": (1, 2),
-    "native_group_norm": (1, 2),
-    "native_batch_norm": (1, 2),
-    "_native_batch_norm_legit": (1, 2),
-    "_batch_norm_with_update": (1, 2),
-    "cudnn_batch_norm": (1, 2),
-    "miopen_batch_norm": (1, 2),
-    "_fused_rms_norm": (1,),
-    "_weight_norm_interface": (1,),
-    "nll_loss_forward": (1,),
-    "nll_loss2d_forward": (1,),
-    "_ctc_loss": (1,),
-    "_cudnn_ctc_loss": (1,),
-    "_thnn_fused_lstm_cell": (2,),
-    "_thnn_fused_gru_cell": (1,),
-    "_scaled_dot_product_flash_attention": (1, 8),
-    "_scaled_dot_product_flash_attention_for_cpu": (1,),
-    "_scaled_dot_product_efficient_attention": (1,),
-    "_scaled_dot_product_cudnn_attention": (1, 8),
-    "_scaled_dot_product_fused_attention_overrideable": (1, 8),
-    "_flash_attention_forward": (1, 4),
-    "_efficient_attention_forward": (1,),
-    "_cudnn_attention_forward": (1, 8),
+_BACKWARD_ONLY_OUTPUTS = {
+    **dict.fromkeys(("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm"), (1, 2)),
+    **dict.fromkeys(("_native_batch_norm_legit", "_batch_norm_with_update", "miopen_batch_norm"), (1, 2)),
+    **dict.fromkeys(("_fused_rms_norm", "_weight_norm_interface", "nll_loss_forward", "nll_loss2d_forward"), (1,)),
+    **dict.fromkeys(("_ctc_loss", "_cudnn_ctc_loss", "_thnn_fused_gru_cell", "_efficient_attention_forward"), (1,)),
+    **dict.fromkeys(("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention"), (1,)),
+    **dict.fromkeys(("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"), (1, 8)),
+    **dict.fromkeys(("_scaled_dot_product_fused_attention_overrideable", "_cudnn_attention_forward"), (1, 8)),
+    **{"_thnn_fused_lstm_cell": (2,), "_flash_attention_forward": (1, 4)},
 }
 # Arguments that are written although the schema does not say so.
-_RUNNING_STATISTICS = dict.fromkeys(
-    ("native_batch_norm", "miopen_batch_norm"), ((3, "running_mean"), (4, "running_var"))
+_RUNNING_STATISTICS_ARGUMENTS = dict.fromkeys(
+    ("native_batch_norm", "miopen_batch_norm", "cudnn_batch_norm"), ((3, "running_mean"), (4, "running_var"))
 )
-_RUNNING_STATISTICS["cudnn_batch_norm"] = _RUNNING_STATISTICS["native_batch_norm"]
 # A view although the schema does not say so, and memory without numbers.
 _OPERATORS_WITHOUT_NEW_NUMBERS = frozenset(
     ("_unsafe_view", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -57,56 +42,37 @@ _OPERATORS_WITHOUT_NEW_NUMBERS = frozenset(
 
 
 class OperatorResults(NamedTuple):
-    """Which results of an operator are new, or written into an argument.
+    """Which results of an operator are new, or written into an argument."""
 
-    Attributes:
-        name: such as "aten.addmm".
-        fresh_positions: positions of returned tensors (or lists of tensors) in new memory that are to be rounded.
-        written_arguments: position and name of each argument that is written.
-        aliases_caller: whether it hands out memory that Python's caller may own, which must not be written.
-    """
-
-    name: str
-    fresh_positions: tuple[int, ...]
-    written_arguments: tuple[tuple[int, str], ...]
-    aliases_caller: bool
+    name: str  # such as "aten.addmm"
+    new_result_positions: tuple[int, ...]  # of tensors, or lists of tensors, in new memory that are to be rounded
+    written_arguments: tuple[tuple[int, str], ...]  # position and name
 
 
 @cache
-def read_results(operator: torch._ops.OpOverload) -> OperatorResults:
+def read_operator_results(operator: torch._ops.OpOverload) -> OperatorResults:
     """Return an operator's results by its schema, with exceptions that schemas do not tell.
 
-    >>> read_results(torch.ops.aten.addmm.default).fresh_positions
+    >>> read_operator_results(torch.ops.aten.addmm.default).new_result_positions
     (0,)
-    >>> read_results(torch.ops.aten.relu_.default).written_arguments
+    >>> read_operator_results(torch.ops.aten.relu_.default).written_arguments
     ((0, 'self'),)
-    >>> read_results(torch.ops.aten.transpose.int).fresh_positions
+    >>> read_operator_results(torch.ops.aten.transpose.int).new_result_positions
     ()
-    >>> read_results(torch.ops.aten.native_layer_norm.default).fresh_positions
+    >>> read_operator_results(torch.ops.aten.native_layer_norm.default).new_result_positions
     (0,)
     """
     schema = operator._schema
     namespace, _, base = schema.name.partition("::")
     name = f"{namespace}.{base}"
-    if namespace == "aten" and base in _OPERATORS_WITHOUT_NEW_NUMBERS:
-        return OperatorResults(name, (), (), False)
     known = namespace == "aten"
-    kept = _BACKWARD_STATISTICS.get(base, ()) if known else ()
-    fresh_positions = tuple(
-        i for i, value in enumerate(schema.returns) if value.alias_info is None and "Tensor" in str(value.type)
-    )
-    written = tuple(
-        (i, argument.name)
-        for i, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    aliases_caller = known and base == "lift_fresh"
-    return OperatorResults(
-        name,
-        (0,) if aliases_caller else tuple(i for i in fresh_positions if i not in kept),
-        written or (_RUNNING_STATISTICS.get(base, ()) if known else ()),
-        aliases_caller,
-    )
+    if known and base in _OPERATORS_WITHOUT_NEW_NUMBERS:
+        return OperatorResults(name, (), ())
+    statistics = _BACKWARD_ONLY_OUTPUTS.get(base, ()) if known else ()
+    fresh = (i for i, value in enumerate(schema.returns) if value.alias_info is None and "Tensor" in str(value.type))
+    written = tuple((i, argument.name) for i, argument in enumerate(schema.arguments) if is_written(argument))
+    written = written or (_RUNNING_STATISTICS_ARGUMENTS.get(base, ()) if known else ())
+    return OperatorResults(name, tuple(i for i in fresh if i not in statistics), written)
 
 
 _LEAF_SEQUENCE_NUMBER = 2**64 - 1
@@ -132,7 +98,7 @@ class GradientRounding:
         for handle in self._handles:
             handle.remove()
 
-    def hook_nodes_before(self, tensor: Tensor) -> None:
+    def hook_backward_graph(self, tensor: Tensor) -> None:
         """Hook the node that made a tensor, and all nodes before it without hooks."""
         node = tensor.grad_fn
         todo = [] if node is None else [(node, node._sequence_nr())]
@@ -157,8 +123,8 @@ class GradientRounding:
                 self._hook_leaf(child.variable)
             elif before not in self._seen:
                 todo.append((child, before))
-        node.register_prehook(partial(self._round_arriving, name))
-        node.register_hook(partial(self._round_leaving, name))
+        node.register_prehook(partial(self._round_incoming_gradients, name))
+        node.register_hook(partial(self._round_node_results, name))
 
     def _hook_leaf(self, leaf: Tensor) -> None:
         """Hook a leaf so that the sums of its gradients are rounded, over its uses and over backward passes."""
@@ -167,10 +133,25 @@ class GradientRounding:
             return
         self._leaves[id(leaf)] = weakref.ref(leaf)
         me = weakref.ref(self)
-        self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_round_accumulated_gradient, me)))
-        self._handles.append(leaf.register_hook(partial(_round_gradient_sum, me)))
 
-    def _round_arriving(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple:
+        def get_owner() -> GradientRounding | None:
+            """Return the graph's roundings while a backward pass through it runs."""
+            owner = me()
+            return owner if owner is not None and owner.task == torch._C._current_graph_task_id() else None
+
+        def round_gradient_sum(gradient: Tensor) -> Tensor | None:
+            owner = get_owner()
+            return None if owner is None else owner.rounder.round_copy(gradient, "AccumulateGrad")
+
+        def round_accumulated_gradient(leaf: Tensor) -> None:
+            owner = get_owner()
+            if owner is not None and leaf.grad is not None:
+                owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
+
+        self._handles.append(leaf.register_post_accumulate_grad_hook(round_accumulated_gradient))
+        self._handles.append(leaf.register_hook(round_gradient_sum))
+
+    def _round_incoming_gradients(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple:
         """Round incoming gradients, which may be sums or come from outside (a node's pre-hook)."""
         self.task = torch._C._current_graph_task_id()
         if torch.is_grad_enabled():
@@ -179,28 +160,13 @@ class GradientRounding:
             )
         return self._round_gradients(gradients, f"the gradient for {name}")
 
-    def _round_leaving(self, name: str, gradients: tuple[Tensor | None, ...], arrived: tuple) -> tuple:
+    def _round_node_results(self, name: str, gradients: tuple[Tensor | None, ...], arrived: tuple) -> tuple:
         """Round each result of a node (its post-hook), before the results of several are summed."""
         return self._round_gradients(gradients, name)
 
     def _round_gradients(self, gradients: tuple[Tensor | None, ...], source: str) -> tuple:
         # A number of the format stays as it is, so that rounding twice changes nothing.
         return tuple(None if one is None else self.rounder.round_copy(one, source) for one in gradients)
-
-
-def _round_accumulated_gradient(graph: weakref.ref, leaf: Tensor) -> None:
-    """Round a leaf's accumulated sum, if this backward pass went through the graph (a hook)."""
-    owner = graph()
-    if owner is not None and owner.task == torch._C._current_graph_task_id():
-        owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
-
-
-def _round_gradient_sum(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
-    """Round the sum of a leaf's gradients from several uses (a pre-hook)."""
-    owner = graph()
-    if owner is None or owner.task != torch._C._current_graph_task_id():
-        return None
-    return owner.rounder.round_copy(gradient, "AccumulateGrad")
 
 
 class _RoundingMode(TorchDispatchMode):
@@ -210,7 +176,7 @@ class _RoundingMode(TorchDispatchMode):
         super().__init__()
         self.rounder = rounder
         self.task = torch._C._current_graph_task_id()
-        self._emulated = partial(_emulate_function, rounder)
+        self._emulated = partial(_emulate_recomputation, rounder)
         self._gradients = GradientRounding(rounder, self._emulated)
         self._pending: list = []
         self._promised: list[weakref.ref] = []
@@ -223,7 +189,7 @@ class _RoundingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         self.hook_last_outputs()
         out = func(*args, **kwargs)
-        out = self._round_results(read_results(func), out, args, kwargs)
+        out = self._round_results(read_operator_results(func), out, args, kwargs)
         if torch.is_grad_enabled():
             self._pending.append(out)
         elif self._with_gradients:
@@ -233,14 +199,14 @@ class _RoundingMode(TorchDispatchMode):
     def hook_last_outputs(self) -> None:
         """Hook the nodes of the last outputs, which autograd has created by now.
 
-        What is made without gradients inside a custom Function may get the Function's node when that returns.
+        What a custom Function makes without gradients may get the Function's node when that returns.
         """
         if not torch.is_grad_enabled():
             return
         promised = (promise() for promise in self._promised)
         for value in (*self._pending, *promised):
             for tensor in _list_tensors(value):
-                self._gradients.hook_nodes_before(tensor)
+                self._gradients.hook_backward_graph(tensor)
         self._pending.clear()
         self._promised.clear()
         hooks = saved_tensor_hooks()
@@ -251,21 +217,21 @@ class _RoundingMode(TorchDispatchMode):
     def _round_results(self, results: OperatorResults, out, args: tuple, kwargs: dict):
         """Round an operator's results, and return its output."""
         name = results.name
-        if results.aliases_caller:
+        if name == "aten.lift_fresh":  # hands out memory that Python's caller may own, which must not be written
             out = self.rounder.round_copy(out, name)
         else:
             values = out if isinstance(out, tuple) else (out,)
-            for i in results.fresh_positions:
-                self._round_value(values[i], name)
+            for i in results.new_result_positions:
+                self._round_tensors(values[i], name)
         for position, key in results.written_arguments:
             value = args[position] if position < len(args) else kwargs.get(key)
-            self._round_value(value, name)
+            self._round_tensors(value, name)
             if torch.is_grad_enabled():
                 # A write through a view gives the tensor that is viewed a new node.
                 self._pending += [tensor._base for tensor in _list_tensors(value) if tensor._base is not None]
         return out
 
-    def _round_value(self, value, name: str) -> None:
+    def _round_tensors(self, value, name: str) -> None:
         for tensor in _list_tensors(value):
             self.rounder.round_in_place(tensor, name)
 
@@ -279,10 +245,10 @@ def _list_tensors(value) -> Iterable[Tensor]:
 _thread_state = threading.local()
 
 
-def _get_modes() -> list[_RoundingMode]:
-    if not hasattr(_thread_state, "modes"):
-        _thread_state.modes = []
-    return _thread_state.modes
+def _get_entered_modes() -> list[_RoundingMode]:
+    """Return the modes that are entered on this thread, the innermost last."""
+    modes: list[_RoundingMode] = _thread_state.__dict__.setdefault("modes", [])
+    return modes
 
 
 class Region:
@@ -298,7 +264,7 @@ class Region:
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     def __enter__(self) -> Region:
-        modes = _get_modes()
+        modes = _get_entered_modes()
         if modes and modes[-1].task == torch._C._current_graph_task_id():
             rounder, around = self.rounder, modes[-1].rounder
             if around.settings != rounder.settings:
@@ -329,7 +295,7 @@ class Region:
             return
         mode, fast = entered
         mode.__exit__(kind, error, trace)
-        _get_modes().pop()
+        _get_entered_modes().pop()
         torch.backends.mha.set_fastpath_enabled(fast)
         if kind is None:
             mode.hook_last_outputs()
@@ -353,7 +319,7 @@ def refuse_recording() -> None:
         raise NotImplementedError(describe_refusal("make_fx"))
 
 
-def _emulate_function(rounder: Rounder, function: Callable) -> Callable:
+def _emulate_recomputation(rounder: Rounder, function: Callable) -> Callable:
     """Return a function that runs under emulation, for what checkpointing computes again."""
 
     @wraps(function)

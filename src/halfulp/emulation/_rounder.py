@@ -19,11 +19,7 @@ _PLAIN_TENSOR_CLASSES = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
 
 
 class Rounder:
-    """Rounds tensors of float32 and float64 to a format.
-
-    Attributes:
-        format, rounding, overflow: as `emulate` was given them.
-    """
+    """Rounds tensors of float32 and float64 to a format, by the settings that `emulate` was given."""
 
     def __init__(self, format: Format | str | torch.dtype, rounding: Rounding | str, overflow: str | None) -> None:
         self.format: Format = get_signed(format)
@@ -50,44 +46,44 @@ class Rounder:
         if x.is_neg() or x.is_conj():  # its memory holds other numbers: torch writes through the bit
             x.detach().copy_(self.round_copy(x, source))
             return
-        real = self._view_real(x, source)
+        real = self._view_as_real(x, source)
         target = self._find_target(real.dtype, source)
         if target is not None:
-            self._round(real, target, real)
+            self._round_into(real, target, real)
 
     def round_copy(self, x: Tensor, source: str) -> Tensor:
         """Return a rounded copy of x; x itself where it holds no floating numbers."""
         if not (x.is_floating_point() or x.is_complex()) or x.is_meta:
             return x
-        real = self._view_real(x.detach(), source)
+        real = self._view_as_real(x.detach(), source)
         target = self._find_target(real.dtype, source)
         if target is None:
             return x
         out = torch.empty_like(real)
-        self._round(real, target, out)
+        self._round_into(real, target, out)
         return torch.view_as_complex(out) if x.is_complex() else out
 
-    def has_other_numbers(self, x: Tensor) -> bool:
+    def has_numbers_outside_format(self, x: Tensor) -> bool:
         """Return whether a tensor holds numbers that the format lacks."""
         if not x.is_floating_point() or x.is_meta:
             return False
         exact = Rounder(self.format, Nearest(), self.overflow).round_copy(x, "a parameter")
         return bool(((exact != x) & ~(exact.isnan() & x.isnan())).any())
 
-    def _round(self, x: Tensor, target: Target, out: Tensor) -> None:
+    def _round_into(self, x: Tensor, target: Target, out: Tensor) -> None:
         """Round x into out, which may be x, by the kernel itself: callers are below autograd or without gradients."""
         if x.is_contiguous() and out.is_contiguous():
-            run_kernel(x, target, self._make_key(), out)
+            run_kernel(x, target, self._draw_random_key(), out)
             return
         ordered = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
-        run_kernel(ordered, target, self._make_key(), ordered)
+        run_kernel(ordered, target, self._draw_random_key(), ordered)
         out.copy_(ordered)
 
-    def _make_key(self) -> int:
+    def _draw_random_key(self) -> int:
         """Return the key of the next rounding's random bits."""
         return mix64(draw_key(), 0) if isinstance(self.rounding, Stochastic) else 0
 
-    def _view_real(self, x: Tensor, source: str) -> Tensor:
+    def _view_as_real(self, x: Tensor, source: str) -> Tensor:
         """Return x as a plain tensor of real numbers, in x's memory unless its conjugate or negative bit is set."""
         if type(x) not in _PLAIN_TENSOR_CLASSES or x.layout is not torch.strided:
             kind = type(x).__name__ if type(x) not in _PLAIN_TENSOR_CLASSES else f"{x.layout} tensor"

@@ -20,7 +20,7 @@ from ..subclass._in_backward import (
     refuse_jit_trace,
     refuse_make_fx,
 )
-from ..subclass._rule_table import find_infinity_stand_ins, is_in_quotient_formula
+from ..subclass._rule_table import is_in_quotient_formula, mark_outliers
 from ._encode import (
     choose_scale,
     convert_to_float64,
@@ -281,7 +281,7 @@ def _clamp_at_places(parts: Parts, places: Tensor) -> Parts:
 
 def _find_stand_ins(x: Tensor, among_zeros: bool = True) -> Tensor:
     large = (x.abs() >= _LEAST_STAND_IN) & x.isfinite()
-    return find_infinity_stand_ins(x, _LEAST_STAND_IN, among_zeros) if _may_hold_any(large) else large
+    return mark_outliers(x, _LEAST_STAND_IN, among_zeros) if _may_hold_any(large) else large
 
 
 def _may_hold_any(places: Tensor) -> bool:

@@ -7,24 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..kernels import torch_operators
+from ..kernels._plain_memory import is_floating
 from ..subclass import functional_form, is_written, note_fallback
 from ..subclass._collectives import is_collective, refuse_collective
-from ._operands import choose_storage, encode_values, keep_nonzero, make_scaled_to_fit, promote_dtypes
+from ._operands import choose_storage, encode_values, make_second_moment, promote_dtypes
 from ._powers_of_two import is_concrete
-from ._registry import RULES_OF_OPERATORS_TO_COME, find_rule, register_rule_derivation
-from ._scaled_tensor import ScaledTensor, decode_values, enable_lazy_conjugates, to_float32, to_plain, wrap
+from ._registry import RULES_OF_OPERATORS_DEFINED_LATER, find_rule, register_rule_derivation
+from ._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, enable_lazy_conjugates, wrap_payload
 from ._write import check_indexed_write, write_values
 
 aten = torch_operators("aten")
-_REFUSED_WRITES = ("resize_", "resize_as_", "set_")
+_REFUSED_WRITING_OPERATORS = ("resize_", "resize_as_", "set_")
 # Primitives that torch's Python formulas call, such as those of forward-mode derivatives.
-_PRIMITIVE_OPERATORS = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
+_ATEN_OPERATOR_BY_PRIMITIVE = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 # Not decomposed: their own backward needs other results, or the decomposition draws other random numbers.
 _UNDECOMPOSED_PREFIXES = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu", "uniform", "normal", "rand")
 
@@ -36,13 +36,13 @@ def derive_rule(operator: OpOverload) -> Callable:
         text = "of scaled tensors: send x.payload and x.scale, or x.decode()"
         return functools.partial(refuse_collective, operator, text)
     name = operator._schema.name.removeprefix("aten::")
-    if name in _PRIMITIVE_OPERATORS:
-        return find_rule(_PRIMITIVE_OPERATORS[name])
-    if name in RULES_OF_OPERATORS_TO_COME:
-        return RULES_OF_OPERATORS_TO_COME[name]
+    if name in _ATEN_OPERATOR_BY_PRIMITIVE:
+        return find_rule(_ATEN_OPERATOR_BY_PRIMITIVE[name])
+    if name in RULES_OF_OPERATORS_DEFINED_LATER:
+        return RULES_OF_OPERATORS_DEFINED_LATER[name]
     if operator._schema.is_mutable:
         functional = functional_form(operator)
-        if functional is None or name in _REFUSED_WRITES:
+        if functional is None or name in _REFUSED_WRITING_OPERATORS:
             return functools.partial(_refuse_operator, operator, "writes into its argument")
         if torch.Tag.inplace_view in operator.tags:
             return functools.partial(_run_view_in_place, operator, functional)
@@ -51,7 +51,7 @@ def derive_rule(operator: OpOverload) -> Callable:
         return functools.partial(_run_composite, operator)
     decomposition = None if name.startswith(_UNDECOMPOSED_PREFIXES) else _load_decompositions().get(operator)
     if decomposition is not None:
-        return functools.partial(_run_formula, operator, decomposition)
+        return functools.partial(_run_decomposition, operator, decomposition)
     if operator.is_view:
         return functools.partial(_refuse_operator, operator, "is a view")
     return functools.partial(run_fallback, operator)
@@ -65,7 +65,8 @@ def _load_decompositions() -> dict[OpOverload, Callable]:
     return dict(core_aten_decompositions())
 
 
-def _run_formula(operator: OpOverload, formula: Callable, *arguments: Any, **options: Any) -> Any:
+def _run_decomposition(operator: OpOverload, formula: Callable, *arguments: Any, **options: Any) -> Any:
+    """Run torch's formula of an operator, or the operator on values where the formula declines."""
     results = formula(*arguments, **options)
     return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
 
@@ -73,21 +74,19 @@ def _run_formula(operator: OpOverload, formula: Callable, *arguments: Any, **opt
 def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run torch's own C++ formula of a composite operator, as above autograd: results must not depend on the mode.
 
-    Whole operators arrive here in inference mode alone, and some formulas ask a tensor whether it is of that mode: they
-    run outside of it, on tensors without it.
+    Whole operators arrive here in inference mode alone. Some formulas ask for a tensor's mode: they run outside of it.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     in_native_code = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
     formula = functools.partial(operator._op_dk, key) if in_native_code else operator.decompose
     if not torch.is_inference_mode_enabled():
-        return _run_formula(operator, formula, *arguments, **options)
-
-    def leave_mode(x: Any) -> Any:
-        return wrap(x._payload, x._scale, x.dtype, x._home) if isinstance(x, ScaledTensor) else x
+        return _run_decomposition(operator, formula, *arguments, **options)
 
     with torch.inference_mode(False), torch.no_grad(), enable_lazy_conjugates():
-        arguments, options = tree_map(leave_mode, (arguments, options))
-        return _run_formula(operator, formula, *arguments, **options)
+        arguments, options = tree_map_only(
+            ScaledTensor, lambda x: wrap_payload(x._payload, x._scale, x.dtype, x._home), (arguments, options)
+        )
+        return _run_decomposition(operator, formula, *arguments, **options)
 
 
 def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
@@ -98,23 +97,19 @@ def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
         "register one by ScaledTensor.implements",
         "It ran in the logical dtype, and the scales of its results were measured",
     )
-    return run_on_values(operator, *arguments, **options)
+    return run_on_decoded_values(operator, *arguments, **options)
 
 
-def run_on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def run_on_decoded_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run an operator on decoded values and encode its floating results under measured scales."""
     leaves = tree_leaves((arguments, options))
     storage, dtype = choose_storage(leaves), promote_dtypes(leaves)
     # In a narrower dtype values would be rounded before the operator; the logical dtype does not ask for that.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    arguments, options = tree_map(
-        lambda x: decode_values(x, wide) if isinstance(x, ScaledTensor) else x, (arguments, options)
-    )
+    arguments, options = tree_map_only(ScaledTensor, lambda x: decode_values(x, wide), (arguments, options))
 
     def encode(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype)
+        return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype) if is_floating(x) else x
 
     return tree_map(encode, operator(*arguments, **options))
 
@@ -127,13 +122,13 @@ def _run_in_place(operator: OpOverload, functional: OpOverload, name: str, *argu
     targets = tree_leaves(written)
     if not any(isinstance(target, ScaledTensor) for target in targets):
         # A plain target stays plain and keeps its digits: a running sum of losses, a parameter without a scale.
-        arguments, options = tree_map(to_plain, (arguments, options))
+        arguments, options = tree_map(decode_if_scaled, (arguments, options))
         return operator(*arguments, **options)
     taken = {argument.name for argument in functional._schema.arguments}
     given = {name: value for name, value in given.items() if name in taken}
     results = tree_leaves(functional(**given))
     if name == "add_":
-        results = [_keep_second_moment(targets[0], given["other"], results[0])]
+        results = [_keep_second_moment_nonzero(targets[0], given["other"], results[0])]
     for target, result in zip(targets, results, strict=True):
         if result.shape != target.shape:
             raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
@@ -145,18 +140,16 @@ def _run_in_place(operator: OpOverload, functional: OpOverload, name: str, *argu
     return written[0] if len(written) == 1 else tuple(written)
 
 
-def _keep_second_moment(x: Any, added: Any, total: Any) -> Any:
+def _keep_second_moment_nonzero(x: Any, added: Any, total: Any) -> Any:
     """Keep a compiled sum of positive numbers from rounding to 0, as the rule of addcmul does.
 
     Before torch 2.12, Dynamo makes x.add_(a * b * value) of x.addcmul_(a, b, value=value); squares come in float32.
     """
-    if not all(isinstance(one, ScaledTensor) for one in (x, added, total)) or is_concrete(total._payload):
+    if not all(isinstance(one, ScaledTensor) for one in (x, added, total)):
         return total
-    if added._payload.dtype != torch.float32:
+    if is_concrete(total._payload) or added._payload.dtype != torch.float32:
         return total
-    held = make_scaled_to_fit(to_float32(total), total._scale, x._payload.dtype, total.dtype)
-    before, squares = to_float32(x), to_float32(added)
-    return keep_nonzero(held, torch.where((before >= 0) & (squares >= 0), torch.maximum(before, squares), 0.0))
+    return make_second_moment(total, x, added)
 
 
 def _run_view_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:
@@ -168,7 +161,5 @@ def _run_view_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTe
 
 
 def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
-    raise NotImplementedError(
-        f"{operator} {why} and has no rule for scaled tensors: register one by ScaledTensor.implements, or use "
-        "x.decode()"
-    )
+    remedy = "register one by ScaledTensor.implements, or use x.decode()"
+    raise NotImplementedError(f"{operator} {why} and has no rule for scaled tensors: {remedy}")

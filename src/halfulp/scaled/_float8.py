@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from ..kernels import define_operator, untraced
 from ..subclass._in_backward import differentiable
-from ._operands import move_level_to_scale
+from ._operands import move_power_to_scale
 from ._registry import check_storage, implements
-from ._scaled_tensor import ScaledTensor, measure_rms_scale, to_storage
+from ._scaled_tensor import ScaledTensor, measure_rms_scale, round_to_storage
 
 
 def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype | None = None) -> Tensor:
@@ -78,31 +78,27 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
+def _cast_plain_tensor(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
     if forward is None:
         return x.clone()
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
     scale = measure_rms_scale(x.to(torch.float32), forward)
-    return (to_storage(wide / scale, forward).to(wide.dtype) * scale).to(x.dtype)
+    return (round_to_storage(wide / scale, forward).to(wide.dtype) * scale).to(x.dtype)
 
 
 _cast_operator = define_operator(
     "cast(Tensor x, ScalarType? forward, ScalarType? backward) -> Tensor",
-    _cast_plain,
+    _cast_plain_tensor,
     lambda x, forward, backward: torch.empty_like(x),
 )
 
 
 @implements(_cast_operator, family="rescaling")
-def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dtype | None) -> ScaledTensor:
+def cast_scaled_tensor(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dtype | None) -> ScaledTensor:
     """Bring a payload to a root mean square of about 1 and round it; the scale takes the factor."""
     if forward is None:
         return x.clone()
-    return move_level_to_scale(x._payload, x._scale, measure_rms_scale(x._payload, forward), forward, x.dtype)
-
-
-def _save_backward_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.dtype = inputs[2]
+    return move_power_to_scale(x._payload, x._scale, measure_rms_scale(x._payload, forward), forward, x.dtype)
 
 
 @untraced
@@ -111,7 +107,10 @@ def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 _differentiable_cast = differentiable(
-    _cast_operator, _save_backward_dtype, _cast_backward, lambda context, tangent, *_: tangent.clone()
+    _cast_operator,
+    lambda ctx, inputs, output: setattr(ctx, "dtype", inputs[2]),
+    _cast_backward,
+    lambda context, tangent, *_: tangent.clone(),
 )
 
 
@@ -127,11 +126,11 @@ def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulat
     """
     device = torch.device(device)
     # On CPUs _scaled_mm gives the same sums no faster: they have no eight-bit units.
-    return "scaled_mm" if device.type == "cuda" and has_capability(device, 8, 9) else "emulated"
+    return "scaled_mm" if device.type == "cuda" and has_cuda_capability(device, 8, 9) else "emulated"
 
 
 @functools.cache
-def has_capability(device: torch.device, major: int, minor: int) -> bool:
+def has_cuda_capability(device: torch.device, major: int, minor: int) -> bool:
     """Return whether a CUDA device has at least a compute capability; False under ROCm, whose formats may be others."""
     if not torch.cuda.is_available() or torch.version.hip:
         return False

@@ -2,13 +2,14 @@
 
 A kernel is two device functions: one of scales in float64, in which no product of them leaves the range, and one of an
 element in float32, which takes the first one's results as factors. Triton's form of them is compared with torch's
-before its first use. Without Triton, or for tensors that are no plain memory on a device, `is_fused` is False, and
-rules compute operator by operator.
+before its first use. Without Triton, or for tensors that are no plain memory on a device, `has_fused_kernels` is False,
+and rules compute operator by operator.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,13 +29,13 @@ from . import _powers_of_two as _powers
 SMALLEST, LARGEST, HUGE = _powers.SMALLEST_SCALE, _powers.LARGEST_SCALE, _powers.HUGE_SCALE
 INFINITY = float("inf")
 # Where rounding to a power of two goes up, as a mantissa in float32: next to sqrt(2).
-ROUND_UP_FROM_SQRT2 = float(np.uint32(0x3F800000 | _powers.SQRT2_MANTISSA_BITS).view(np.float32))
+LEAST_MANTISSA_ROUNDED_UP = float(np.uint32(0x3F800000 | _powers.SQRT2_MANTISSA_BITS).view(np.float32))
 BLOCK_ELEMENTS = 1024
 # Blocks of which a measurement has parts at most.
-MOST_PARTIAL_SUMS = 1024
+MAX_PARTIAL_SUMS = 1024
 # Elements on which kernels are compared.
 SELF_TEST_ROWS, SELF_TEST_COLUMNS = 8, 515
-SPECIAL_NUMBERS = (
+SELF_TEST_NUMBERS = (
     *(0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, -1e9, 57344.0, 448.0, 464.0, 2.0**-25, 1e-30),
 )
 ONE_WORD, MAGNITUDE_MASKS = np.uint32(1), {1: np.uint32(0x7F), 2: np.uint32(0x7FFF)}
@@ -54,14 +55,14 @@ PAYLOAD_CODECS = {
     torch.float32: PayloadCodec(real, word),
     torch.bfloat16: PayloadCodec(lambda w: real(widen_bfloat16(w)), lambda x: encode_bfloat16(word(x))),
     torch.float16: PayloadCodec(
-        lambda w: real(widen_float16(w)), lambda x: encode_float16(word(clamp_finite(x, 65504.0)))
+        lambda w: real(widen_float16(w)), lambda x: encode_float16(word(clamp_finite_values(x, 65504.0)))
     ),
-    torch.float8_e5m2: PayloadCodec(E5M2.decode, lambda x: E5M2.nearest(clamp_finite(x, 57344.0), None)),
+    torch.float8_e5m2: PayloadCodec(E5M2.decode, lambda x: E5M2.nearest(clamp_finite_values(x, 57344.0), None)),
     torch.float8_e4m3fn: PayloadCodec(E4M3FN.decode, lambda x: E4M3FN.nearest(x, None)),
 }
 
 
-def clamp_finite(x, largest):
+def clamp_finite_values(x, largest):
     """Device function: a finite number within a range; infinities and NaN as they are."""
     inside = select(x > largest, largest, select(x < -largest, -largest, x))
     return select(abs(x) == INFINITY, x, inside)
@@ -70,71 +71,66 @@ def clamp_finite(x, largest):
 # scales, in float64 ----------------------------------------------------------------------------------------------
 
 
-def take_smaller(a, b):
+def take_smaller_number(a, b):
     """Device function: the smaller of two numbers."""
     return select(a < b, a, b)
 
 
-def take_larger(a, b):
+def take_larger_number(a, b):
     """Device function: the larger of two numbers."""
     return select(a > b, a, b)
 
 
 def clamp_scale(x):
     """Device function: a number brought into the range of scales, 2^-126 to 2^127."""
-    return take_smaller(take_larger(x, SMALLEST), LARGEST)
+    return take_smaller_number(take_larger_number(x, SMALLEST), LARGEST)
 
 
-def take_product(scales, number):
-    """Device function: the product of scales and a number."""
-    return functools.reduce(lambda total, scale: total * scale, scales, number)
-
-
-def split_scale_product(scales, number):
+def split_product_into_scale(scales, number):
     """Device function: a product as a scale, and the factor by which it is beyond."""
-    total = take_product(scales, number)
+    total = math.prod(scales, start=number)
     return clamp_scale(total), total / clamp_scale(total)
 
 
-def find_factor_under_scale(scale: Any, other: Any) -> Any:
+def compute_rescaling_factor(scale: Any, other: Any) -> Any:
     """Device function: the factor of a payload that is brought from one scale under another, at most 2^100."""
-    return take_smaller(take_larger(scale / other, SMALLEST), HUGE)
+    return take_smaller_number(take_larger_number(scale / other, SMALLEST), HUGE)
 
 
 # By mode: the scale, if there is one, and the factors of the payload.
 SCALE_FUNCTIONS_BY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "product": lambda s, number, factor: split_scale_product(s, number),
-    "values": lambda s, number, factor: (s[0], take_larger(1.0 / s[0], SMALLEST)),
-    "factor": lambda s, number, factor: (clamp_scale(take_product(s, number)),),
-    "levelled": lambda s, number, factor: (*split_scale_product(s, number), 1.0 / s[1]),
-    "brought": lambda s, number, factor: (s[1], find_factor_under_scale(*s)),
+    "product": lambda s, number, factor: split_product_into_scale(s, number),
+    "values": lambda s, number, factor: (s[0], take_larger_number(1.0 / s[0], SMALLEST)),
+    "factor": lambda s, number, factor: (clamp_scale(math.prod(s, start=number)),),
+    "levelled": lambda s, number, factor: (*split_product_into_scale(s, number), 1.0 / s[1]),
+    "brought": lambda s, number, factor: (s[1], compute_rescaling_factor(*s)),
 }
 
 
 def choose_sum_scale(scales, sign):
-    """Device function: the larger of two scales, which no stand-in for infinity decides, and both factors."""
+    """Device function: the larger of two scales, which no outlier decides, and both factors."""
     a, b = scales
-    usual = take_larger(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
-    scale = select(usual == SMALLEST, take_larger(a, b), usual)
-    return scale, find_factor_under_scale(a, scale), find_factor_under_scale(b, scale)
+    usual = take_larger_number(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
+    scale = select(usual == SMALLEST, take_larger_number(a, b), usual)
+    return scale, compute_rescaling_factor(a, scale), compute_rescaling_factor(b, scale)
 
 
 def choose_affine_scale(scales, beta_power, power):
     """Device function: the scale of beta base + alpha a b, and the factors of base and of a b."""
     base, s, t = scales
     both = s * t
-    scale = take_larger(clamp_scale(base * beta_power), clamp_scale(both * power))
+    scale = take_larger_number(clamp_scale(base * beta_power), clamp_scale(both * power))
     return scale, clamp_scale(base / scale), clamp_scale(both / scale)
 
 
-def choose_level(largest, squares, count, limit, zero_scale):
+def choose_rms_scale(largest, squares, count, limit, zero_scale):
     """Device function: the power of two next to the root mean square, or what the largest needs."""
-    rms = round_to_float32(clamp_scale(sqrt(squares / take_larger(count, 1.0))))
+    rms = round_to_float32(clamp_scale(sqrt(squares / take_larger_number(count, 1.0))))
     needed = round_to_float32(clamp_scale(largest / limit))
     below, beneath = power_below(rms), power_below(needed)
-    nearest = select(rms < below * ROUND_UP_FROM_SQRT2, below, take_smaller(below + below, LARGEST))
+    nearest = select(rms < below * LEAST_MANTISSA_ROUNDED_UP, below, take_smaller_number(below + below, LARGEST))
     above = select(needed > beneath, beneath + beneath, beneath)
-    return (select(largest > 0.0, take_larger(nearest, above), zero_scale),)
+    return (select(largest > 0.0, take_larger_number(nearest, above), zero_scale),)
 
 
 # elements, in float32 --------------------------------------------------------------------------------------------
@@ -148,7 +144,7 @@ def multiply_by_factors(values, factors, number, factor):
     return made
 
 
-def add_elements(values, factors, sign):
+def add_rescaled_elements(values, factors, sign):
     """Device function: a sum under a common scale, and whether both numbers have one sign."""
     u, v = values[0] * factors[0], values[1] * factors[1] * sign
     total = u + v
@@ -156,7 +152,7 @@ def add_elements(values, factors, sign):
     return total, is_one_sign & (total != 0.0) & (total == total)
 
 
-def measure_element(x):
+def measure_element_magnitude(x):
     """Device function: a finite element's size, its square in float64, and whether it is not zero."""
     size = select(abs(x) < INFINITY, abs(x), 0.0)
     wide = size.trace.emit("to_float64", (size,), None, "f64")
@@ -164,28 +160,24 @@ def measure_element(x):
 
 
 class FusedKernel(NamedTuple):
-    """A kernel's device functions, its operands and its result.
+    """A kernel's device functions, its operands and its result."""
 
-    Attributes:
-        name: for messages.
-        scale_function: device function (scales, numbers) -> float64 results.
-        element_function: device function (values, factors, numbers) -> float32, and whether it may not become 0.
-        operand_counts: how many scales and numbers there are, and results of scales that are kept; others are factors.
-        payload_dtypes, result_dtype: of the operands and the result.
-        keeps_nonzero: whether elements that say so become the smallest number instead of 0.
-    """
-
-    name: str
-    scale_function: Callable[..., tuple[Any, ...]]
+    name: str  # for messages
+    scale_function: Callable[..., tuple[Any, ...]]  # of scales and numbers, in float64
+    # Of values, factors and numbers, in float32: an element, and whether it may not become 0.
     element_function: Callable[..., Any] | None
+    # Of scales, of numbers, and of results of scales that are kept; the other results are factors.
     operand_counts: tuple[int, int, int]
     payload_dtypes: tuple[torch.dtype, ...] = ()
     result_dtype: torch.dtype = torch.float32
-    keeps_nonzero: bool = False
+    keeps_nonzero: bool = False  # whether elements that say so become the smallest number instead of 0
+
+
+_INTEGER_DTYPE_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @functools.cache
-def record_kernel(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
+def record_kernel_traces(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
     """Return the traces of a kernel's scales and elements, each with the instructions of its results."""
     scales, numbers, kept = kernel.operand_counts
     wide, found = record_function(
@@ -195,8 +187,7 @@ def record_kernel(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, t
     codes: tuple[int, ...] = ()
     if kernel.element_function is not None:
         words = [element.emit("input", (), k, "w32") for k in range(len(kernel.payload_dtypes))]
-        given = range(len(words), len(words) + len(found) - kept + numbers)
-        reals = [element.emit("input", (), k) for k in given]
+        reals = [element.emit("input", (), len(words) + k) for k in range(len(found) - kept + numbers)]
         values = [PAYLOAD_CODECS[dtype].decode(w) for dtype, w in zip(kernel.payload_dtypes, words)]
         made = kernel.element_function(values, reals[: len(found) - kept], *reals[len(found) - kept :])
         value, is_kept = made if isinstance(made, tuple) else (made, None)
@@ -208,31 +199,29 @@ def record_kernel(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, t
     return wide, tuple(x.number for x in found), element, codes
 
 
-def run_kernel_by_torch(
-    kernel: FusedKernel, payloads: Sequence[Tensor], scales: Sequence[Tensor], numbers: Sequence[float]
-) -> list[Tensor]:
-    """Return the results of a kernel's traces on tensors: its payload if it has one, and the scales that it keeps."""
-    scale_trace, scale_results, element_trace, element_results = record_kernel(kernel)
-    kept = kernel.operand_counts[2]
-    device = (*payloads, *scales)[0].device
-    wide = [torch.full((), x, dtype=torch.float64, device=device) for x in numbers]
+def run_kernel_by_torch(kernel: FusedKernel, numbers: Sequence[float], *given: Tensor) -> list[Tensor]:
+    """Return the results of a kernel's traces on payloads and scales: its payload, if any, and the kept scales."""
+    scale_trace, scale_results, element_trace, element_results = record_kernel_traces(kernel)
+    kept, count = kernel.operand_counts[2], len(kernel.payload_dtypes)
+    payloads, scales = given[:count], given[count:]
+    wide = [torch.full((), x, dtype=torch.float64, device=given[0].device) for x in numbers]
     made, _ = run_on_tensors(scale_trace, [], dict(enumerate([*(s.double() for s in scales), *wide])), scale_results)
     found = [x.to(torch.float32) for x in made]
     if kernel.element_function is None:
         return found
     like = payloads[0]
-    words = [_view_as_words(x.expand(like.shape)) for x in payloads]
-    given: dict[Any, torch.Tensor | float] = dict(enumerate([*words, *found[kept:], *numbers]))
-    ((code,), _) = run_on_tensors(element_trace, [], given, element_results)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[kernel.result_dtype.itemsize]
+    words = [_view_payload_as_words(x.expand(like.shape)) for x in payloads]
+    inputs: dict[Any, torch.Tensor | float] = dict(enumerate([*words, *found[kept:], *numbers]))
+    ((code,), _) = run_on_tensors(element_trace, [], inputs, element_results)
+    bits = _INTEGER_DTYPE_BY_ITEMSIZE[kernel.result_dtype.itemsize]
     out = torch.empty_like(like, dtype=kernel.result_dtype)
     out.view(bits).copy_(code & 0xFF if bits == torch.uint8 else code)
     return [out, *found[:kept]]
 
 
-def _view_as_words(x: Tensor) -> Tensor:
+def _view_payload_as_words(x: Tensor) -> Tensor:
     """Return a payload's bits as words, in the signed integers that hold them."""
-    bits = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize]).to(torch.int32)
+    bits = x.view(_INTEGER_DTYPE_BY_ITEMSIZE[x.dtype.itemsize]).to(torch.int32)
     return bits & 0xFFFF if x.dtype.itemsize == 2 else bits
 
 
@@ -262,7 +251,7 @@ _TRITON_STORE_CASTS = {
 
 def write_kernel_source(kernel: FusedKernel) -> str:
     """Return the source of a Triton module, whose `kernel` takes payloads, scales, results, sizes and numbers."""
-    scale_trace, scale_results, element_trace, element_results = record_kernel(kernel)
+    scale_trace, scale_results, element_trace, element_results = record_kernel_traces(kernel)
     scales, numbers, kept = kernel.operand_counts
     made = [f"y{k}" for k in range(len(scale_results))]
     given = [f"tl.load(s{k}).to(tl.float64)" for k in range(scales)]
@@ -293,22 +282,22 @@ def write_kernel_source(kernel: FusedKernel) -> str:
 
 
 @functools.cache
-def record_level_kernel(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
+def record_rms_scale_kernel(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
     """Return the traces that measure an element of a payload, and that turn the whole into a scale."""
     element = Trace(torch.float32)
-    measured = measure_element(PAYLOAD_CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
-    wide, made = record_function(choose_level, torch.float64, 5)
+    measured = measure_element_magnitude(PAYLOAD_CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
+    wide, made = record_function(choose_rms_scale, torch.float64, 5)
     return element, tuple(x.number for x in measured), wide, tuple(x.number for x in made)
 
 
-def write_level_source(dtype: torch.dtype) -> str:
+def write_rms_scale_source(dtype: torch.dtype) -> str:
     """Return the source of a Triton module: `measure` makes parts of a payload, and `level` a scale of these."""
-    element, measured, wide, made = record_level_kernel(dtype)
+    element, measured, wide, made = record_rms_scale_kernel(dtype)
     functions = [*write_functions("element", element, measured), *write_functions("level_of", wide, made)]
-    return write_module(functions, _TRITON_LEVEL.replace("READ", _TRITON_LOAD_CASTS[dtype.itemsize]))
+    return write_module(functions, _TRITON_RMS_SCALE_TEMPLATE.replace("READ", _TRITON_LOAD_CASTS[dtype.itemsize]))
 
 
-_TRITON_LEVEL = """@triton.jit
+_TRITON_RMS_SCALE_TEMPLATE = """@triton.jit
 def measure(y, parts, n, programs, loops, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     largest = tl.zeros([BLOCK], tl.float32)
@@ -342,7 +331,7 @@ def level(parts, out, programs, limit, zero_scale, BLOCK: tl.constexpr):
 # what rules call -------------------------------------------------------------------------------------------------
 
 
-def finish_payload(
+def multiply_payload(
     y: Tensor,
     scales: Sequence[Tensor],
     storage: torch.dtype,
@@ -352,23 +341,18 @@ def finish_payload(
 ) -> tuple[Tensor, Any]:
     """Return a payload, y times two factors rounded once to a storage, and its scale.
 
-    Args:
-        y: a payload of any storage, or values in float32.
-        scales: at most three.
-        storage: of the result.
-        mode: "product": the scale is that of all scales and the number, within the range of scales, and the factor what
-            is beyond; "values": one scale, of values; "factor": no scale, the factor is the product; "levelled":
-            "product", divided by the second scale; "brought": the second of two scales, of a payload under the first.
-        number: a power of two.
-        factor: of the payload.
+    `number` is a power of two, `factor` one of the payload; there are at most three scales. The mode says the scale:
+    "product": of all scales and the number, within the range of scales; what is beyond multiplies the payload;
+    "values": one scale, of values; "factor": none, the product multiplies the payload; "levelled": as "product", the
+    payload divided by the second scale; "brought": the second of two scales, of a payload under the first.
     """
-    kernel = _make_finish_kernel(mode, len(scales), y.dtype, storage)
-    found = _run_kernel(kernel, (y,), tuple(scales), (number, factor))
+    kernel = _make_multiplying_kernel(mode, len(scales), y.dtype, storage)
+    found = _run_fused_kernel(kernel, (y,), tuple(scales), (number, factor))
     return found[0], found[1] if kernel.operand_counts[2] else None
 
 
 @functools.cache
-def _make_finish_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> FusedKernel:
+def _make_multiplying_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> FusedKernel:
     kept = int(mode != "factor")
     return FusedKernel(
         "finish", SCALE_FUNCTIONS_BY_MODE[mode], multiply_by_factors, (scales, 2, kept), (stored,), written
@@ -380,52 +364,43 @@ def add_payloads(
 ) -> tuple[Tensor, Tensor]:
     """Return x + sign y of an elementwise pair of payloads, under the larger scale, rounded once, and the scale.
 
-    No stand-in for infinity decides the scale. With `keep`, for float16 and eight bits, sums of numbers of one sign
-    become the smallest number instead of 0.
+    No outlier, which stands for infinity, decides the scale. With `keep`, sums of numbers of one sign do not become 0.
     """
-    kernel = FusedKernel("add", choose_sum_scale, add_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
-    payload, scale = _run_kernel(kernel, (x, y), (sx, sy), (sign,))
+    kernel = FusedKernel("add", choose_sum_scale, add_rescaled_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
+    payload, scale = _run_fused_kernel(kernel, (x, y), (sx, sy), (sign,))
     return payload, scale
 
 
 def compute_affine_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, power: float) -> Any:
     """Return the scale of beta base + alpha a b, and the factors that bring the payloads of base and a b under it."""
     kernel = FusedKernel("affine_factors", choose_affine_scale, None, (3, 2, 3))
-    return _run_kernel(kernel, (), (s_base, sa, sb), (beta_power, power))
+    return _run_fused_kernel(kernel, (), (s_base, sa, sb), (beta_power, power))
 
 
-def measure_level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
-    """Return the power of two next to the root mean square of a payload's finite non-zero elements, else `zero_scale`.
-
-    It is larger where the largest element needs it in a storage.
-    """
+def measure_rms_scale(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
+    """Return the scale next to a payload's root mean square, or what its largest element needs; of zeros another."""
     limit = torch.finfo(storage).max
 
-    def launch(kernels: dict[str, Any], y: Tensor) -> list[Tensor]:
-        y = _make_dense(y)
+    def launch_kernels(kernels: dict[str, Any], y: Tensor) -> list[Tensor]:
+        y = _view_dense_memory(y)
         blocks = -(-y.numel() // BLOCK_ELEMENTS)
-        programs = min(blocks, MOST_PARTIAL_SUMS)
+        programs = min(blocks, MAX_PARTIAL_SUMS)
         parts = torch.empty(3 * programs, dtype=torch.float64, device=y.device)
         out = torch.empty((), dtype=torch.float32, device=y.device)
         loops = -(-blocks // programs)
-        kernels["measure"][(programs,)](
-            _view_as_bytes(y), parts, y.numel(), programs, loops, BLOCK_ELEMENTS, **COMPILE_OPTIONS
-        )
-        kernels["level"][(1,)](parts, out, programs, limit, zero_scale, MOST_PARTIAL_SUMS, **COMPILE_OPTIONS)
+        kernels["measure"][(programs,)](y, parts, y.numel(), programs, loops, BLOCK_ELEMENTS, **COMPILE_OPTIONS)
+        kernels["level"][(1,)](parts, out, programs, limit, zero_scale, MAX_PARTIAL_SUMS, **COMPILE_OPTIONS)
         return [out]
 
-    def by_torch(y: Tensor) -> list[Tensor]:
-        element, measured, wide, made = record_level_kernel(y.dtype)
-        (size, square, one), _ = run_on_tensors(element, [], {0: _view_as_words(y)}, measured)
+    def compute_by_torch(y: Tensor) -> list[Tensor]:
+        element, measured, wide, made = record_rms_scale_kernel(y.dtype)
+        (size, square, one), _ = run_on_tensors(element, [], {0: _view_payload_as_words(y)}, measured)
         whole = [size.amax().double(), square.sum(), one.sum(dtype=torch.float64)]
         whole += [torch.full((), x, dtype=torch.float64, device=y.device) for x in (limit, zero_scale)]
         return [run_on_tensors(wide, [], dict(enumerate(whole)), made)[0][0].to(torch.float32)]
 
-    key = ("level", y.dtype, storage)
-    found: Tensor = _launch_or_run_by_torch(
-        key, lambda: load_module(write_level_source(y.dtype)), launch, by_torch, (y,), ()
-    )[0]
-    return found
+    build = lambda: load_module(write_rms_scale_source(y.dtype))  # noqa: E731
+    return _launch_or_run_by_torch(("level", y.dtype, storage), build, launch_kernels, compute_by_torch, (y,), ())[0]
 
 
 def is_elementwise_pair(x: Tensor, y: Tensor) -> bool:
@@ -436,54 +411,46 @@ def is_elementwise_pair(x: Tensor, y: Tensor) -> bool:
     return is_suffix and x.is_contiguous() and y.is_contiguous()
 
 
-def _run_kernel(
+def _run_fused_kernel(
     kernel: FusedKernel, payloads: tuple[Tensor, ...], scales: tuple[Tensor, ...], numbers: tuple[float, ...]
 ) -> list[Tensor]:
     """Return a kernel's payload, if it has one, and the scales that it keeps."""
     same = len(payloads) < 2 or payloads[0].shape == payloads[1].shape
 
-    def launch(module: dict[str, Any], *given: Tensor) -> list[Tensor]:
-        held, scales = [_make_dense(x) for x in given[: len(payloads)]], given[len(payloads) :]
+    def launch_kernels(module: dict[str, Any], *given: Tensor) -> list[Tensor]:
+        dense = [_view_dense_memory(x) for x in given[: len(payloads)]]
         made = [torch.empty((), dtype=torch.float32, device=given[0].device) for _ in range(kernel.operand_counts[2])]
-        if not held:
-            module["kernel"][(1,)](*scales, *made, *numbers, **COMPILE_OPTIONS)
+        constants = *given[len(payloads) :], *made, *numbers
+        if not dense:
+            module["kernel"][(1,)](*constants, **COMPILE_OPTIONS)
             return made
-        out = torch.empty_like(held[0], dtype=kernel.result_dtype)
-        count, period = held[0].numel(), held[-1].numel()
+        out = torch.empty_like(dense[0], dtype=kernel.result_dtype)
+        count, period = dense[0].numel(), dense[-1].numel()
+        arrays = *dense, _view_dense_memory(out)
         grid = (max(1, -(-count // BLOCK_ELEMENTS)),)
-        arrays = map(_view_as_bytes, (*held, out))
-        module["kernel"][grid](
-            *arrays, count, period, *scales, *made, *numbers, same, BLOCK_ELEMENTS, **COMPILE_OPTIONS
-        )
+        module["kernel"][grid](*arrays, count, period, *constants, same, BLOCK_ELEMENTS, **COMPILE_OPTIONS)
         return [out, *made]
 
-    def by_torch(*given: Tensor) -> list[Tensor]:
-        return run_kernel_by_torch(kernel, given[: len(payloads)], given[len(payloads) :], numbers)
-
-    return _launch_or_run_by_torch(
-        (kernel.name, kernel, same),
-        lambda: load_module(write_kernel_source(kernel)),
-        launch,
-        by_torch,
-        payloads,
-        scales,
-    )
+    key = kernel.name, kernel, same
+    build = lambda: load_module(write_kernel_source(kernel))  # noqa: E731
+    compute_by_torch = functools.partial(run_kernel_by_torch, kernel, numbers)
+    return _launch_or_run_by_torch(key, build, launch_kernels, compute_by_torch, payloads, scales)
 
 
 def _launch_or_run_by_torch(
     key: tuple[Any, ...],
     build: Callable[[], Any],
-    launch: Callable[..., list[Tensor]],
-    by_torch: Callable[..., list[Tensor]],
+    launch_kernels: Callable[..., list[Tensor]],
+    compute_by_torch: Callable[..., list[Tensor]],
     payloads: tuple[Tensor, ...],
     scales: tuple[Tensor, ...],
 ) -> list[Tensor]:
     """Launch a kernel, compared with torch's form before its first use on a device; else run torch's form."""
-    device = scales[0].device if not payloads else payloads[0].device
+    device = (*payloads, *scales)[0].device
     if any(x.device != device for x in (*payloads, *scales)):
-        return by_torch(*payloads, *scales)  # torch says which lies where
+        return compute_by_torch(*payloads, *scales)  # torch says which lies where
 
-    def trial(run: Callable[..., list[Tensor]], device: torch.device) -> list[Tensor]:
+    def run_self_test(run: Callable[..., list[Tensor]], device: torch.device) -> list[Tensor]:
         with on_device(device):
             return [x.cpu() for x in run(*(x.to(device) for x in _make_self_test_inputs(payloads, len(scales))))]
 
@@ -492,13 +459,13 @@ def _launch_or_run_by_torch(
         f"{key[0]} of scaled tensors",
         device,
         build,
-        lambda module, device: trial(functools.partial(launch, module), device),
-        lambda: trial(by_torch, torch.device("cpu")),
+        lambda module, device: run_self_test(functools.partial(launch_kernels, module), device),
+        lambda: run_self_test(compute_by_torch, torch.device("cpu")),
     )
     if module is None:
-        return by_torch(*payloads, *scales)
+        return compute_by_torch(*payloads, *scales)
     with on_device(device):
-        return launch(module, *payloads, *scales)
+        return launch_kernels(module, *payloads, *scales)
 
 
 def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
@@ -506,23 +473,18 @@ def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Te
     generator = torch.Generator().manual_seed(0)
     found: list[Tensor] = []
     for x in payloads:
-        shape = (
-            (SELF_TEST_ROWS, SELF_TEST_COLUMNS) if not found or x.shape == payloads[0].shape else (SELF_TEST_COLUMNS,)
-        )
+        is_repeated = bool(found) and x.shape != payloads[0].shape
+        shape = (SELF_TEST_COLUMNS,) if is_repeated else (SELF_TEST_ROWS, SELF_TEST_COLUMNS)
         values = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
         values *= torch.empty_like(values).uniform_(-24, 20, generator=generator).exp2()
-        values.view(-1)[: len(SPECIAL_NUMBERS)] = torch.tensor(SPECIAL_NUMBERS, dtype=torch.float32, device="cpu")
-        finite = values.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
-        values = torch.where(values.isinf(), values, finite)
+        values.view(-1)[: len(SELF_TEST_NUMBERS)] = torch.tensor(SELF_TEST_NUMBERS, dtype=torch.float32, device="cpu")
+        values = _powers.clamp_finite_values(values, torch.finfo(x.dtype).max)
         found.append((values.flip(-1) if found else values).to(x.dtype))
-    return found + [
-        torch.full((), power, dtype=torch.float32, device="cpu") for power in (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scales]
-    ]
+    powers = (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scales]
+    return found + [torch.full((), power, dtype=torch.float32, device="cpu") for power in powers]
 
 
-def _make_dense(x: Tensor) -> Tensor:
-    return x if is_dense(x) else x.contiguous()
-
-
-def _view_as_bytes(x: Tensor) -> Tensor:
+def _view_dense_memory(x: Tensor) -> Tensor:
+    """Return a payload whose elements lie without gaps, those of eight bits as bytes."""
+    x = x if is_dense(x) else x.contiguous()
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -16,11 +16,11 @@ from ..subclass.models._state_dict import StateDictLayout, check_state_dict, che
 from . import _powers_of_two as _powers
 from ._operands import encode_values
 from ._registry import LOGICAL_DTYPES, check_storage
-from ._scaled_tensor import ScaledTensor, decode_values, measure_rms_scale, to_storage, wrap
+from ._scaled_tensor import ScaledTensor, decode_values, measure_rms_scale, round_to_storage, wrap_payload
 from .rules._collectives import agree_on_scales
 
 # Layout of the entries below; a file of another layout is refused.
-LAYOUT_VERSION = 2
+STATE_DICT_LAYOUT_VERSION = 2
 _SCALE_SUFFIX = ".payload_scale"
 
 
@@ -47,7 +47,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_version(metadata)
     names = {name.removesuffix(_SCALE_SUFFIX) for name in state_dict if name.endswith(_SCALE_SUFFIX)}
-    names = {name for name in names if _is_scaled_entry(state_dict, name)}
+    names = {name for name in names if _is_scaled_entry(state_dict.get(name), state_dict[name + _SCALE_SUFFIX])}
     plain = {}
     for name, value in state_dict.items():
         if isinstance(value, ScaledTensor):
@@ -59,10 +59,9 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     return plain
 
 
-def _is_scaled_entry(state_dict: Mapping[str, Any], name: str) -> bool:
+def _is_scaled_entry(value: Any, scale: Any) -> bool:
     """Return whether two entries are a tensor and its payload's scale, not other parameters with such names."""
-    value, scale = state_dict.get(name), state_dict[name + _SCALE_SUFFIX]
-    if value is None or not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in (value, scale)):
+    if not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in (value, scale)):
         return False
     if not value.is_floating_point() or scale.dim() or scale.dtype != torch.float32:
         return False
@@ -82,17 +81,17 @@ def _decode_exactly(x: ScaledTensor) -> Tensor:
     return wide if bool(lost.any()) else values
 
 
-def _read_entries(state_dict: Mapping[str, Any], name: str, parameter: ScaledTensor) -> ScaledTensor | None:
+def _read_parameter_entries(state_dict: Mapping[str, Any], name: str, parameter: ScaledTensor) -> ScaledTensor | None:
     """Return a parameter's entries in its own storage and home; None where the file has none."""
     storage, dtype, home = parameter._payload.dtype, parameter.dtype, parameter._home
     value = state_dict.get(name)
     try:
         if name + _SCALE_SUFFIX in state_dict:
-            value = _join_entries(state_dict, name, dtype, storage)
+            value = _join_values_and_scale(state_dict, name, dtype, storage)
         if not isinstance(value, Tensor):
             return None
         if isinstance(value, ScaledTensor) and value._payload.dtype == storage:
-            return wrap(value._payload, value._scale, value.dtype, home)
+            return wrap_payload(value._payload, value._scale, value.dtype, home)
         plain = decode_values(value, torch.float32) if isinstance(value, ScaledTensor) else value
         if plain.dtype not in LOGICAL_DTYPES:
             raise ValueError(f"it is {plain.dtype} in the file, and payloads are encoded from floating tensors")
@@ -103,7 +102,7 @@ def _read_entries(state_dict: Mapping[str, Any], name: str, parameter: ScaledTen
         raise ValueError(f"{name!r}: {error}") from None
 
 
-def _join_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, storage: torch.dtype) -> Any:
+def _join_values_and_scale(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, storage: torch.dtype) -> Any:
     """Return a parameter's values and scale as a tensor; the values if they are no such payload under the scale."""
     entry = name + _SCALE_SUFFIX
     values, scale = state_dict.get(name), state_dict[entry]
@@ -120,11 +119,11 @@ def _join_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, 
     payload = (values.detach().double() / scale.double()).to(storage)
     back = payload.double() * scale.double()
     if values.is_meta or bool(((back == values) | (back.isnan() & values.isnan())).all()):
-        return wrap(payload, scale, dtype)
+        return wrap_payload(payload, scale, dtype)
     return values
 
 
-def _copy_parts(parameter: ScaledTensor, value: ScaledTensor) -> None:
+def _copy_payload_and_scale(parameter: ScaledTensor, value: ScaledTensor) -> None:
     """Copy a payload and its scale, bit for bit."""
     with torch.no_grad():
         parameter._payload.copy_(value._payload)
@@ -135,14 +134,14 @@ register(
     StateDictLayout(
         ScaledTensor,
         key="halfulp_scaled",
-        version=LAYOUT_VERSION,
+        version=STATE_DICT_LAYOUT_VERSION,
         what="scaled tensors",
         plain="plain_state_dict",
         suffix=re.compile(r"\.payload_scale$"),
         # The values under the parameter's own name, for every loader, and the scale of their payload.
         entries=lambda name, value: {name: _decode_exactly(value), name + _SCALE_SUFFIX: value._scale},
-        fitting=_read_entries,
-        copy=_copy_parts,
+        fitting=_read_parameter_entries,
+        copy=_copy_payload_and_scale,
     )
 )
 
@@ -175,25 +174,25 @@ def payload_hook(
     gradients = bucket.gradients()
     mine = [encode_values(gradient, torch.float32, measure_rms_scale(gradient, kind)) for gradient in gradients]
 
-    def reduce_to_largest(x: Tensor) -> Tensor:
+    def find_largest(x: Tensor) -> Tensor:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
         return x
 
-    scales = agree_on_scales(mine, reduce_to_largest, size, kind)
+    scales = agree_on_scales(mine, find_largest, size, kind)
     payloads = [
         _powers.multiply_by_power(x._payload, _powers.divide_scales(x._scale, scale)) for x, scale in zip(mine, scales)
     ]
-    message = torch.cat([to_storage(payload.reshape(-1), kind) for payload in payloads])
+    message = torch.cat([round_to_storage(payload.reshape(-1), kind) for payload in payloads])
     finished = dist.all_reduce(message, group=group, async_op=True).get_future()
     counts = [gradient.numel() for gradient in gradients]
 
-    def averaged(future: torch.futures.Future[Any]) -> Tensor:
+    def average_payloads(future: torch.futures.Future[Any]) -> Tensor:
         received = future.value()[0] if isinstance(future.value(), list) else future.value()
         for gradient, piece, scale in zip(gradients, received.split(counts), scales):
             gradient.copy_((piece.to(torch.float32) / size * scale).view_as(gradient))
         return bucket.buffer()
 
-    result: torch.futures.Future[Tensor] = finished.then(averaged)
+    result: torch.futures.Future[Tensor] = finished.then(average_payloads)
     return result
 
 

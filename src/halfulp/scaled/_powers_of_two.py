@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -61,15 +63,11 @@ def round_number(value: float, rounding: PowerRounding = "nearest") -> float:
 
 
 def make_scale(scale: Tensor | float, device: torch.device | str | None = None) -> Tensor:
-    """Return a scale as a float32 tensor without dimensions.
-
-    Raises:
-        ValueError: it is no power of two from 2^-126 to 2^127, or has dimensions.
-    """
+    """Return a scale as a float32 tensor without dimensions, checked to be one power of two from 2^-126 to 2^127."""
     if isinstance(scale, Tensor):
         if scale.dim():
             raise ValueError(f"a scale of shape {list(scale.shape)}: allowed is one power of two without dimensions")
-        if read_concrete(scale) is None:  # on an accelerator or being traced: its value is not looked at
+        if read_scale(scale) is None:  # on an accelerator or being traced: its value is not looked at
             return scale.to(torch.float32)
     value = float(scale)
     if not SMALLEST_SCALE <= value <= LARGEST_SCALE or math.frexp(value)[0] != 0.5:
@@ -77,7 +75,7 @@ def make_scale(scale: Tensor | float, device: torch.device | str | None = None) 
     return torch.full((), value, dtype=torch.float32, device=device)  # torch.tensor would copy it to the device
 
 
-def read_concrete(scale: Tensor) -> float | None:
+def read_scale(scale: Tensor) -> float | None:
     """Return a scale's value if it can be read for free, eagerly on the CPU; else None."""
     return scale.item() if is_concrete(scale) else None
 
@@ -92,7 +90,7 @@ def is_untraced(x: Tensor) -> bool:
     return type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
 
 
-def is_fused(x: Any) -> bool:
+def has_fused_kernels(x: Any) -> bool:
     """Return whether what is computed of x now runs as Triton kernels: eagerly on CUDA, or interpreted if asked for."""
     if type(x) is not Tensor or is_concrete(x) or torch.compiler.is_dynamo_compiling():
         return False
@@ -103,20 +101,14 @@ def is_fused(x: Any) -> bool:
 
 
 def multiply_scales(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
-    """Return the product of scales and powers of two as a scale, and the factor beyond its range, mostly 1.
-
-    Raises:
-        ValueError: there is no scale among the factors.
-    """
+    """Return the product of scales and powers of two as a scale, and the factor beyond its range, mostly 1."""
     scales = [factor for factor in factors if isinstance(factor, Tensor)]
-    values: list[Any] = [read_concrete(factor) if isinstance(factor, Tensor) else factor for factor in factors]
+    values: list[Any] = [read_scale(factor) if isinstance(factor, Tensor) else factor for factor in factors]
     if None not in values:
         value = math.prod(values)
         within = min(max(value, SMALLEST_SCALE), LARGEST_SCALE)
         return torch.tensor(within, dtype=torch.float32, device="cpu"), value / within
-    total = scales[0].double()
-    for scale in scales[1:]:
-        total = total * scale
+    total = functools.reduce(operator.mul, scales[1:], scales[0].double())
     number = math.prod(factor for factor in factors if not isinstance(factor, Tensor))
     total = total if number == 1.0 else total * number
     held = materialize_scale(total.clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float32))
@@ -128,66 +120,50 @@ def materialize_scale(scale: Tensor) -> Tensor:
     return scale if is_untraced(scale) else torch.as_strided_copy(scale, (), ())
 
 
-def take_largest_of_scales(*scales: Tensor) -> Tensor:
+def take_largest_scale(*scales: Tensor) -> Tensor:
     """Return the largest of several scales, as a tensor of its own."""
-    values: list[Any] = [read_concrete(scale) for scale in scales]
+    values: list[Any] = [read_scale(scale) for scale in scales]
     if None not in values:
         return torch.tensor(max(values), dtype=torch.float32, device="cpu")
-    result = scales[0]
-    for scale in scales[1:]:
-        result = torch.maximum(result, scale)
+    result = functools.reduce(torch.maximum, scales)
     return result.clone() if len(scales) == 1 else materialize_scale(result)
 
 
-def find_deciding_value(values: Sequence[float]) -> float:
-    """Return the largest of several scales' values, without those of numbers that stand for infinity if others exist.
-
-    Under the scale of a 1e38 that some step has written instead of infinity, nothing else would be left.
-    """
+def choose_common_scale_value(values: Sequence[float]) -> float:
+    """Return the largest of scales' values, but not those of outliers, such as a mask's 1e38, if there are others."""
     others = [value for value in values if ZERO_SCALE < value < HUGE_SCALE]
     return max(others or values)
 
 
-def find_deciding_scale(*scales: Tensor) -> Tensor:
-    """Return the scale of `find_deciding_value`, computed on tensors where values cannot be read for free."""
-    values: list[Any] = [read_concrete(scale) for scale in scales]
+def choose_common_scale(*scales: Tensor) -> Tensor:
+    """Return the scale of `choose_common_scale_value`, computed on tensors where values cannot be read for free."""
+    values: list[Any] = [read_scale(scale) for scale in scales]
     if None not in values:
-        return torch.tensor(find_deciding_value(values), dtype=torch.float32, device="cpu")
+        return torch.tensor(choose_common_scale_value(values), dtype=torch.float32, device="cpu")
     if len(scales) > 1 and is_untraced(scales[0]) and len({scale.device for scale in scales}) == 1:
         held = torch.stack(scales)
         usual = torch.where(held < HUGE_SCALE, held, ZERO_SCALE).amax()
         return torch.where(usual == ZERO_SCALE, held.amax(), usual)
-    scale = take_largest_of_scales(*(torch.where(scale < HUGE_SCALE, scale, ZERO_SCALE) for scale in scales))
-    return materialize_scale(torch.where(scale == ZERO_SCALE, take_largest_of_scales(*scales), scale))
+    scale = take_largest_scale(*(torch.where(scale < HUGE_SCALE, scale, ZERO_SCALE) for scale in scales))
+    return materialize_scale(torch.where(scale == ZERO_SCALE, take_largest_scale(*scales), scale))
 
 
 def divide_scales(scale: Tensor, other: Tensor) -> Tensor | float:
     """Return scale / other as a factor for a payload; a float where both are concrete."""
-    over, under = read_concrete(scale), read_concrete(other)
+    over, under = read_scale(scale), read_scale(other)
     if over is not None and under is not None:
         return over / under
     # At least the smallest normal number: an infinite payload times a factor of 0 would be NaN.
     return (scale / other).clamp(min=SMALLEST_SCALE)
 
 
-def bring_under_scale(payload: Tensor, scale: Tensor, other: Tensor) -> Tensor:
-    """Return a float32 payload under another, deciding scale, where stand-ins for infinity stay finite.
-
-    Traced, the factor is at most 2^100, so that nothing but a product is to be computed.
-    """
-    over, under = read_concrete(scale), read_concrete(other)
-    if over is None or under is None:
-        return multiply_by_power(payload, (scale / other).clamp(SMALLEST_SCALE, HUGE_SCALE))
-    return multiply_within_range(payload, over / under)
-
-
 def multiply_within_range(payload: Tensor, factor: float) -> Tensor:
     """Return a float32 payload times a power of two, where products of finite elements stay finite."""
     moved = multiply_by_power(payload, factor)
-    return moved if factor <= HUGE_SCALE else clamp_finite(moved, FLOAT32_MAX, payload)
+    return moved if factor <= HUGE_SCALE else clamp_finite_values(moved, FLOAT32_MAX, payload)
 
 
-def clamp_finite(values: Tensor, largest: Any, origin: Tensor | None = None) -> Tensor:
+def clamp_finite_values(values: Tensor, largest: Any, origin: Tensor | None = None) -> Tensor:
     """Return values clamped to +-largest (a tensor or number), but for infinities, theirs or those of `origin`."""
     return torch.where((values if origin is None else origin).isinf(), values, values.clamp(-largest, largest))
 

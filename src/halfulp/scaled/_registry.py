@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch._ops import OpOverload
@@ -17,6 +18,8 @@ from ..subclass._rule_table import Given, Rule
 STORAGE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
 LOGICAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+# With the range of float32, in which rules compute.
+FULL_RANGE_STORAGES = (torch.float32, torch.bfloat16)
 
 
 def check_storage(dtype: object) -> torch.dtype:
@@ -26,13 +29,10 @@ def check_storage(dtype: object) -> torch.dtype:
     return dtype
 
 
-def check_home(home: object) -> torch.dtype | None:
+def check_home(home: object) -> None:
     """Raise unless tensors can have this home."""
-    if home is None:
-        return None
-    if not isinstance(home, torch.dtype) or home not in (torch.float16, torch.bfloat16):
+    if home not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"home={home}: allowed are torch.float16, torch.bfloat16 and None")
-    return home
 
 
 def check_logical(dtype: object) -> None:
@@ -42,7 +42,7 @@ def check_logical(dtype: object) -> None:
 
 
 OperandStorage = Literal["float32", "home", "widest", "rule"]
-OPERAND_STORAGES = ("float32", "home", "widest", "rule")
+OPERAND_STORAGES = get_args(OperandStorage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,94 +86,69 @@ def register_family(family: Family) -> Family:
     return family
 
 
-for _family in (
-    Family("pass-through", "op(p)", "s"),
-    Family(
-        "bilinear",
-        "product: p₁ p₂; sum of K products: (Σ p₁ p₂) / c",
-        "s₁ s₂; s₁ s₂ c with c = p2(√K)",
-        operands="home",
-    ),
-    Family(
+# Name, storage of operands, payload and scale of the result.
+_FAMILIES: tuple[tuple[str, OperandStorage, str, str], ...] = (
+    ("pass-through", "widest", "op(p)", "s"),
+    ("bilinear", "home", "product: p₁ p₂; sum of K products: (Σ p₁ p₂) / c", "s₁ s₂; s₁ s₂ c with c = p2(√K)"),
+    (
         "attention",
+        "home",
         "torch's fused kernel of p_q s_q s_k, p_k, p_v",
         "s_v; gradients s_g s_v s_k/c, s_g s_v s_q/c, s_g",
-        operands="home",
     ),
-    Family("alignment", "op(p₁ s₁/s, p₂ s₂/s)", "s = max(s₁, s₂); constants have no say"),
-    Family(
+    ("alignment", "widest", "op(p₁ s₁/s, p₂ s₂/s)", "s = max(s₁, s₂); constants have no say"),
+    (
         "reduction",
+        "float32",
         "sum of n, norm: op(p) / c; mean, deviation: op(p)",
         "s c with c = p2(√n); s; products: measured",
-        operands="float32",
     ),
-    Family("gated", "f(p s) / s", "s; max(s, 1) where f(0) is not 0; gradients s_g"),
-    Family(
+    ("gated", "widest", "f(p s) / s", "s; max(s, 1) where f(0) is not 0; gradients s_g"),
+    (
         "unit output",
+        "float32",
         "f(p s)",
         "1; min(s, 1) where f(x) is about x near 0; more where the largest result needs it",
-        operands="float32",
     ),
-    Family(
-        "power law",
-        "pⁿ, √p, √(2 p) for an odd power of two",
-        "sⁿ, √s, √(s/2); measured for other exponents",
-        operands="float32",
-    ),
-    Family("norm", "(p − mean) / √(var + eps/s²)", "1; gradients s_g/s, of weights s_g c", operands="rule"),
-    Family("loss", "by loss", "s or measured; gradients of a mean over n: about s_g/n", operands="float32"),
-    Family("recurrent", "torch's fused layer on values", "measured", operands="home"),
-    Family("indexing", "op(p₁ s₁/s, p₂ s₂/s)", "s = max(s₁, s₂); constants have no say"),
-    Family("pooling", "op(p)", "s"),
-    Family("order", "to whole numbers: op(p s) / scale; histograms: on values", "max(s, 1); measured"),
-    Family(
-        "random",
-        "on values, by torch's generator",
-        "measured; draws of 0 and 1: 1; dropout's gradient: s_g",
-        operands="rule",
-    ),
-    Family("linear algebra", "on values", "measured", operands="float32"),
-    Family("special", "on values", "measured", operands="float32"),
-    Family("complex", "on values", "none: plain complex tensors"),
-    Family("comparison", "on values", "none: plain truth values and indices"),
-    Family(
-        "creation",
-        "the constant over its power of two",
-        "the power of two next to it; 2⁻¹²⁶ for zeros",
-        operands="rule",
-    ),
-    Family(
-        "writing", "p s/s′", "s′ = s where all memory is written; else the scale that stands there", operands="rule"
-    ),
-    Family("rescaling", "p / 2ᵏ, rounded by a cast", "s 2ᵏ, 2ᵏ next to the payload's rms", operands="rule"),
-    Family("foreach", "the operator's own rule on each tensor", "by tensor", operands="rule"),
-    Family(
-        "collectives",
-        "p s/s′, then the collective",
-        "s′ = the largest of the ranks', times p2(√ranks) for sums",
-        operands="rule",
-    ),
-    Family("own", "by its rule", "by its rule"),
-):
-    register_family(_family)
+    ("power law", "float32", "pⁿ, √p, √(2 p) for an odd power of two", "sⁿ, √s, √(s/2); measured for other exponents"),
+    ("norm", "rule", "(p − mean) / √(var + eps/s²)", "1; gradients s_g/s, of weights s_g c"),
+    ("loss", "float32", "by loss", "s or measured; gradients of a mean over n: about s_g/n"),
+    ("recurrent", "home", "torch's fused layer on values", "measured"),
+    ("indexing", "widest", "op(p₁ s₁/s, p₂ s₂/s)", "s = max(s₁, s₂); constants have no say"),
+    ("pooling", "widest", "op(p)", "s"),
+    ("order", "widest", "to whole numbers: op(p s) / scale; histograms: on values", "max(s, 1); measured"),
+    ("random", "rule", "on values, by torch's generator", "measured; draws of 0 and 1: 1; dropout's gradient: s_g"),
+    ("linear algebra", "float32", "on values", "measured"),
+    ("special", "float32", "on values", "measured"),
+    ("complex", "widest", "on values", "none: plain complex tensors"),
+    ("comparison", "widest", "on values", "none: plain truth values and indices"),
+    ("creation", "rule", "the constant over its power of two", "the power of two next to it; 2⁻¹²⁶ for zeros"),
+    ("writing", "rule", "p s/s′", "s′ = s where all memory is written; else the scale that stands there"),
+    ("rescaling", "rule", "p / 2ᵏ, rounded by a cast", "s 2ᵏ, 2ᵏ next to the payload's rms"),
+    ("foreach", "rule", "the operator's own rule on each tensor", "by tensor"),
+    ("collectives", "rule", "p s/s′, then the collective", "s′ = the largest of the ranks', times p2(√ranks) for sums"),
+    ("own", "widest", "by its rule", "by its rule"),
+)
+for _name, _operands, _payload, _scale in _FAMILIES:
+    register_family(Family(_name, _payload, _scale, _operands))
 
 
 # Rules of operators that torch defines after this package is imported, by the operators' names.
-RULES_OF_OPERATORS_TO_COME: dict[str, Rule] = {}
+RULES_OF_OPERATORS_DEFINED_LATER: dict[str, Rule] = {}
 
 _rule_table = RuleTable()
 RULES = _rule_table.rules
 find_rule = _rule_table.of
 register_rule_derivation = _rule_table.derives
 # For tensors with a home: a rule is a function of the home, the arguments and the options.
-_promoted_rule_table = RuleTable()
-find_promoted_rule = _promoted_rule_table.of
-register_promotion_derivation = _promoted_rule_table.derives
+_rule_table_with_home = RuleTable()
+find_rule_with_home = _rule_table_with_home.of
+register_derivation_with_home = _rule_table_with_home.derives
 # The family of every registered operator.
 FAMILY_BY_OPERATOR: dict[OpOverload, str] = {}
 
 
-class ComplexOperand(Exception):
+class ComplexOperandError(Exception):
     """Raised for a complex operand: the operator runs on plain values, and the result is plain."""
 
 
@@ -207,7 +182,19 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     def register_in_family(rule: Given) -> Given:
         FAMILY_BY_OPERATOR.update(dict.fromkeys(present_operators(operators), family))
         for operator in present_operators(operators):
-            _promoted_rule_table.forget(operator)
+            _rule_table_with_home.forget(operator)
         return register(rule)
 
     return register_in_family
+
+
+def implements_each(*operators: OpOverload, family: str) -> Callable[[Given], Given]:
+    """Register a function of an operator and of its arguments as the rule of several operators, as a decorator."""
+
+    def register(rule: Given) -> Given:
+        for operator in present_operators(operators):
+            rule_of_one: Any = functools.update_wrapper(functools.partial(rule, operator), rule)
+            implements(operator, family=family)(rule_of_one)
+        return rule
+
+    return register

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ..kernels import define_operator, is_under_transform, untraced
 from ..subclass._in_backward import differentiable
-from ._operands import move_level_to_scale
+from ._operands import move_power_to_scale
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, measure_rms_scale
 
-Side = Literal["forward", "gradient"]
+RescaleSide = Literal["forward", "gradient"]
 
 
-def rescale(x: Tensor, side: Side = "forward") -> Tensor:
+def rescale(x: Tensor, side: RescaleSide = "forward") -> Tensor:
     """Return the values under a scale that brings the payload to a magnitude of about 1.
 
     The same values but for the smallest: what falls below the storage's smallest normal number under the new scale
@@ -62,12 +62,12 @@ _rescale_operator = define_operator(
 
 
 @implements(_rescale_operator, family="rescaling")
-def bring_payload_to_one(x: ScaledTensor) -> ScaledTensor:
+def normalize_payload(x: ScaledTensor) -> ScaledTensor:
     """Return the values under the scale that brings the payload's root mean square next to 1."""
     if not x.numel():
         return x.clone()
     level = measure_rms_scale(x._payload, x._payload.dtype, of_zeros=1.0)
-    return move_level_to_scale(x._payload, x._scale, level, x._payload.dtype, x.dtype)
+    return move_power_to_scale(x._payload, x._scale, level, x._payload.dtype, x.dtype)
 
 
 # The identity on values, in derivatives too.
@@ -101,17 +101,13 @@ class _RescaleGradientUnderTransform(_RescaleGradient):
         return tangent.view_as(tangent)
 
 
-RescalePlaces = Literal["auto", "norms"] | None
+RescaledLayers = Literal["auto", "norms"] | None
 
 _NORM_CLASS_PATTERN = re.compile("Norm(?![a-z])")
 
 
-def find_rescaled_modules(model: nn.Module, rescale: RescalePlaces) -> list[nn.Module]:
-    """Return the normalisation layers for "norms", by the names of their classes; modules that hold others are none.
-
-    Raises:
-        ValueError: another word.
-    """
+def find_rescaled_modules(model: nn.Module, rescale: RescaledLayers) -> list[nn.Module]:
+    """Return the normalisation layers for "norms", by the names of their classes; modules that hold others are none."""
     if rescale not in (None, "norms"):
         raise ValueError(
             f"rescale={rescale!r}: allowed are 'auto', 'norms' and None; elsewhere call hu.rescale(x, 'gradient') or "

@@ -19,18 +19,19 @@ from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._registry import (
     EIGHT_BITS,
+    FULL_RANGE_STORAGES,
     LOGICAL_DTYPES,
-    ComplexOperand,
+    ComplexOperandError,
     check_home,
     check_logical,
     check_storage,
-    find_promoted_rule,
     find_rule,
+    find_rule_with_home,
     implements,
 )
 
 # The logical dtype, the storage (None of plain tensors) and the home.
-TensorKind = tuple[torch.dtype, torch.dtype | None, Any]
+TensorKind = tuple[torch.dtype, Any, torch.dtype | None]
 
 _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # Of what pickle stores; a file of another layout is refused.
@@ -88,7 +89,7 @@ class ScaledTensor(CompositeTensor):
         require_float64(payload.device, "ScaledTensors")
         check_logical(dtype)
         check_home(home)
-        return wrap(
+        return wrap_payload(
             resolve_plain_memory(payload.detach(), "a payload"), _powers.make_scale(scale, payload.device), dtype, home
         )
 
@@ -102,15 +103,20 @@ class ScaledTensor(CompositeTensor):
         try:
             home = find_home(arguments, options)
             if home is not None or is_in_quotient_formula():
-                return find_promoted_rule(operator)(home, arguments, options or {})
+                return find_rule_with_home(operator)(home, arguments, options or {})
             return find_rule(operator)(*arguments, **(options or {}))
-        except ComplexOperand:
+        except ComplexOperandError:
             # On values, with plain results: complex numbers carry no scale.
             with enable_lazy_conjugates():
-                return operator(*tree_map(to_plain, arguments), **tree_map(to_plain, options or {}))
+                return operator(*tree_map(decode_if_scaled, arguments), **tree_map(decode_if_scaled, options or {}))
         except (NotImplementedError, RuntimeError):
-            _refuse_sparse(operator, arguments, options or {})
-            raise
+            # In place of torch's error, if an operator takes or makes tensors that are not dense.
+            takes = any(isinstance(x, Tensor) and x.layout != torch.strided for x in tree_leaves((arguments, options)))
+            if not takes and "sparse" not in operator._schema.name:
+                raise
+            raise NotImplementedError(
+                f"{operator} with a sparse layout: scaled tensors are dense, use x.decode()"
+            ) from None
 
     @staticmethod
     def encode(
@@ -213,7 +219,7 @@ class ScaledTensor(CompositeTensor):
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
         """Change the payload's dtype in place: round the values once, keep the scale."""
         check_storage(dtype)
-        self._payload = to_storage(to_float32(self), dtype)
+        self._payload = round_to_storage(to_float32(self), dtype)
         return self
 
     def _list_plain_tensors(self) -> list[Tensor]:
@@ -221,7 +227,7 @@ class ScaledTensor(CompositeTensor):
 
     def _make_like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
         payload, scale = inner
-        return wrap(payload, scale, self.dtype, self._home, requires_grad)
+        return wrap_payload(payload, scale, self.dtype, self._home, requires_grad)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         payload, scale = self._payload, self._scale
@@ -266,29 +272,27 @@ class ScaledTensor(CompositeTensor):
             held = value
         elif isinstance(value, Tensor) and type(value.data) is Tensor:
             made = ScaledTensor.encode(value.detach(), self._payload.dtype)
-            held = wrap(made._payload, made._scale, self.dtype, self._home)
+            held = wrap_payload(made._payload, made._scale, self.dtype, self._home)
         else:
             raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
         _DATA_DESCRIPTOR.__set__(self, held)
         self._payload, self._scale = held._payload, held._scale
 
     @untraced
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, torch.dtype, torch.dtype | None]]:
+    def __tensor_flatten__(self) -> tuple[list[str], TensorKind]:
         # The payload's dtype too: a compiled backward reads a gradient's memory as the dtype that it was traced with.
         return ["_payload", "_scale"], (self.dtype, self._payload.dtype, self._home)
 
     @staticmethod
     @untraced
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[torch.dtype, torch.dtype, torch.dtype | None], size: Any, stride: Any
-    ) -> ScaledTensor:
-        return wrap(inner["_payload"], inner["_scale"], context[0], context[2])
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: TensorKind, size: Any, stride: Any) -> ScaledTensor:
+        return wrap_payload(inner["_payload"], inner["_scale"], context[0], context[2])
 
     @staticmethod
-    def _from_plain_tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
+    def _from_plain_tangent(x: Tensor, context: TensorKind) -> ScaledTensor:
         dtype, storage, home = context
         made = ScaledTensor.encode(x, storage)
-        return wrap(made._payload, made._scale, dtype, home)
+        return wrap_payload(made._payload, made._scale, dtype, home)
 
     @untraced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
@@ -296,11 +300,11 @@ class ScaledTensor(CompositeTensor):
             return self.detach().decode()
         if expected not in (None, ScaledTensor):
             return None
-        return convert_dtypes(self.detach(), *context)
+        return convert_storage_and_dtype(self.detach(), *context)
 
 
 @untraced
-def wrap(
+def wrap_payload(
     payload: Tensor, scale: Tensor, dtype: torch.dtype, home: torch.dtype | None = None, requires_grad: bool = False
 ) -> ScaledTensor:
     """Return payload x scale as a ScaledTensor, unchecked. Rules leave the home to their caller."""
@@ -333,7 +337,7 @@ def find_home(arguments: Iterable[Any], options: dict[str, Any] | None) -> torch
     return find_home(options.values(), None) if options else None
 
 
-def to_plain(x: Any) -> Any:
+def decode_if_scaled(x: Any) -> Any:
     """Return a scaled tensor's values in its logical dtype, and anything else unchanged."""
     return decode_values(x) if isinstance(x, ScaledTensor) else x
 
@@ -341,14 +345,14 @@ def to_plain(x: Any) -> Any:
 def change_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     """Return the same values under another scale, in the same storage."""
     payload = _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale))
-    return wrap(to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
+    return wrap_payload(round_to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
 def enable_lazy_conjugates() -> AbstractContextManager[Any]:
-    """Let torch see that a complex tensor is still to be conjugated or negated, inside a rule too.
+    """Let torch see, inside a rule too, that a complex tensor is still to be conjugated or negated.
 
-    Below autograd torch leaves out what does so, for its own kernels have no such operands any more; but formulas of
-    several operators make them, and their results would silently be wrong.
+    Below autograd torch leaves out what does so, as its own kernels have no such operands; formulas of several
+    operators make them, and their results would silently be wrong.
     """
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor):
@@ -356,32 +360,22 @@ def enable_lazy_conjugates() -> AbstractContextManager[Any]:
     return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
-def _refuse_sparse(operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise, in place of torch's error, if an operator takes or makes tensors that are not dense."""
-    takes = any(isinstance(x, Tensor) and x.layout != torch.strided for x in tree_leaves((arguments, options)))
-    if takes or "sparse" in operator._schema.name:
-        raise NotImplementedError(
-            f"{operator} with a sparse layout: scaled tensors are dense, use x.decode()"
-        ) from None
-
-
-def convert_dtypes(
+def convert_storage_and_dtype(
     x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype, home: torch.dtype | None = None
 ) -> ScaledTensor:
     """Return the values in another logical dtype and storage, under a measured scale if the storage is narrower."""
-    if join_storages((x._payload.dtype, storage)) == storage:
-        return wrap(to_storage(to_float32(x), storage), x._scale, dtype, home)
+    if choose_widest_storage((x._payload.dtype, storage)) == storage:
+        return wrap_payload(round_to_storage(to_float32(x), storage), x._scale, dtype, home)
     payload = to_float32(x)
     level = measure_rms_scale(payload, storage)
     scale, rest = _powers.multiply_scales(x._scale, level)
-    return wrap(to_storage(_powers.multiply_by_power(payload / level, rest), storage), scale, dtype, home)
+    return wrap_payload(round_to_storage(_powers.multiply_by_power(payload / level, rest), storage), scale, dtype, home)
 
 
 class _ConvertTensor(torch.autograd.Function):
     """The identity on values, from one kind of tensor to another, as gradients go back and tangents go on.
 
-    Its arguments: a tensor of any kind; a function of it and of what follows; the kind of the result if that is another
-    one, else None; what follows.
+    Its arguments: a tensor; a function of it and of the last ones; the result's kind if that is another; these others.
     """
 
     generate_vmap_rule = True
@@ -410,7 +404,7 @@ class _ConvertTensor(torch.autograd.Function):
 convert_tensor: Callable[..., Any] = _ConvertTensor.apply
 
 
-def _convert_to_kind(x: Tensor, dtype: torch.dtype, storage: torch.dtype | None, home: Any) -> Tensor:
+def _convert_to_kind(x: Tensor, dtype: torch.dtype, storage: Any, home: torch.dtype | None) -> Tensor:
     """Return values as a plain tensor, or where there is a storage as a scaled one; a scaled one as it is."""
     if storage is not None:
         return x if isinstance(x, ScaledTensor) else ScaledTensor.encode(x.to(dtype), storage, home=home)
@@ -423,7 +417,7 @@ def _encode_tensor(x: Tensor, storage: torch.dtype, scale: Tensor | None, home: 
         scale = measure_rms_scale(x, storage)
     payload = wide / scale.to(wide.dtype)
     _check_payload_fits(wide, payload.to(torch.float32), storage, scale)
-    return wrap(to_storage(payload, storage), scale, x.dtype, home)
+    return wrap_payload(round_to_storage(payload, storage), scale, x.dtype, home)
 
 
 def _decode_tensor(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
@@ -456,26 +450,26 @@ def rebuild_scaled_tensor(
     is_parameter: bool,
     home: torch.dtype | None = None,
 ) -> ScaledTensor:
-    """Return the tensor of which `__reduce_ex__` stored the parts; files of torch.save hold this function's name.
-
-    Raises:
-        ValueError: the file was written by a version of another layout.
-    """
+    """Return the tensor of which `__reduce_ex__` stored the parts; files of torch.save hold this function's name."""
     check_layout(version, PICKLE_LAYOUT_VERSION, "ScaledTensor", "x.payload and x.scale")
-    return restore_saved_marks(wrap(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
+    return restore_saved_marks(wrap_payload(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
 
 
 torch.serialization.add_safe_globals([rebuild_scaled_tensor])
 
 
 _STORAGE_WIDTHS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
+# The smallest positive number of a payload type.
+SMALLEST_PAYLOAD_NUMBERS = {
+    storage: torch.finfo(storage).smallest_normal * torch.finfo(storage).eps for storage in _STORAGE_WIDTHS
+}
 # The largest of n numbers is at most sqrt(n) times their root mean square, and float16 ends at nearly 2^16.
-_MOST_QUICK_ELEMENTS = 2**30
+_MAX_ELEMENTS_OF_QUICK_SCALE = 2**30
 # Norms whose squares are normal float32 numbers, unless nearly all elements are far smaller.
-_ORDINARY_NORMS = (2.0**-40, 2.0**40)
+_ORDINARY_NORM_RANGE = (2.0**-40, 2.0**40)
 
 
-def join_storages(storages: Iterable[torch.dtype]) -> torch.dtype:
+def choose_widest_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
     """Return the payload type of a result: the wider one, or of two types of one width the next wider one."""
     found = set(storages)
     if len(found) == 1:
@@ -487,36 +481,26 @@ def join_storages(storages: Iterable[torch.dtype]) -> torch.dtype:
     return torch.float16 if width == 0 else torch.float32
 
 
-_SMALLEST_NUMBERS = {
-    storage: torch.finfo(storage).smallest_normal * torch.finfo(storage).eps for storage in _STORAGE_WIDTHS
-}
-
-
-def find_smallest(storage: torch.dtype) -> float:
-    """Return the smallest positive number of a payload type."""
-    return _SMALLEST_NUMBERS[storage]
-
-
 def to_float32(x: ScaledTensor) -> Tensor:
     """Return the payload in float32, in which rules compute."""
     return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
 
 
-def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
+def round_to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
     """Round values once to a payload type; finite ones beyond its range saturate, infinities stay (or become NaN)."""
     if storage == values.dtype:
         return values
     if values.dtype == torch.float64 and storage != torch.float32:
         values = _round_to_odd(values)
-    if storage in (torch.bfloat16, torch.float32):
+    if storage in FULL_RANGE_STORAGES:
         return values.to(storage)
     largest = torch.finfo(storage).max
     if _powers.is_concrete(values) and values.numel():
         low, high = torch.aminmax(values)
         if -largest <= low.item() and high.item() <= largest:
             return values.to(storage)
-    if _powers.is_fused(values):
-        return fused.finish_payload(values, (), storage, "factor")[0]
+    if _powers.has_fused_kernels(values):
+        return fused.multiply_payload(values, (), storage, "factor")[0]
     kept = torch.nan if storage == torch.float8_e4m3fn else values  # which has no infinity
     return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
 
@@ -524,8 +508,8 @@ def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
 def _round_to_odd(values: Tensor) -> Tensor:
     """Round float64 values to float32 with the last bit 1 where digits were cut off.
 
-    Of such a value, rounding to 22 bits or fewer makes what it makes of the float64 one (Boldo and Melquiond, IEEE
-    Transactions on Computers 57, 2008), where rounding to float32 first may meet a tie that is none.
+    Then rounding to 22 bits or fewer makes what it makes of the float64 value (Boldo and Melquiond, IEEE Transactions
+    on Computers 57, 2008), where rounding to float32 first may meet a tie that is none.
     """
     near = values.to(torch.float32)
     cut = torch.where(near.double().abs() > values.abs(), torch.nextafter(near, torch.zeros_like(near)), near)
@@ -537,9 +521,9 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return payload x scale, computed in float32 (float64 for that dtype) and rounded once, by default to x.dtype."""
     dtype = dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    value = _powers.read_concrete(x._scale)
-    if wide == torch.float32 and x._payload.dtype != wide and _powers.is_fused(x._payload):
-        scaled = fused.finish_payload(x._payload, (x._scale,), wide, "factor")[0]
+    value = _powers.read_scale(x._scale)
+    if wide == torch.float32 and x._payload.dtype != wide and _powers.has_fused_kernels(x._payload):
+        scaled = fused.multiply_payload(x._payload, (x._scale,), wide, "factor")[0]
         return scaled if dtype == wide else scaled.to(dtype)
     if value is not None and type(x._payload) is Tensor and x._payload.dtype != wide:
         scaled = x._payload.to(wide)  # memory of its own: no second pass for the scale 1, no third tensor for others
@@ -548,22 +532,22 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
         scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
     if value is not None and value >= _powers.HUGE_SCALE and wide == torch.float32:
         # A payload may have been rounded up to 2: float32's largest number then decodes to itself, not to infinity.
-        scaled = _powers.clamp_finite(scaled, _powers.FLOAT32_MAX, x._payload.to(wide))
+        scaled = _powers.clamp_finite_values(scaled, _powers.FLOAT32_MAX, x._payload.to(wide))
     return scaled if dtype == wide else scaled.to(dtype)
 
 
 def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _powers.ZERO_SCALE) -> Tensor:
     """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
 
-    Without such values `of_zeros`. Of values times a power of two it is that times it.
+    Without such values `of_zeros`.
     """
     if not values.numel():
         return torch.full((), of_zeros, dtype=torch.float32, device=values.device)
     quick = None if storage in EIGHT_BITS or values.dtype in EIGHT_BITS else _measure_rms_scale_quickly(values)
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
-    if values.dtype in fused.PAYLOAD_CODECS and _powers.is_fused(values):
-        return fused.measure_level(values, storage, of_zeros)
+    if values.dtype in fused.PAYLOAD_CODECS and _powers.has_fused_kernels(values):
+        return fused.measure_rms_scale(values, storage, of_zeros)
     wide = values.detach().to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     finite = torch.nan_to_num(wide, 0.0, 0.0, 0.0)
     amax = finite.abs().amax()
@@ -577,15 +561,12 @@ def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _p
 
 
 def _measure_rms_scale_quickly(values: Tensor) -> float | None:
-    """Return the scale of `measure_rms_scale` for ordinary concrete values, in two passes, not eight; else None.
-
-    No element of so few is beyond float16's range under it.
-    """
+    """Return the scale of `measure_rms_scale` for ordinary concrete values, in two passes, not eight; else None."""
     if not _powers.is_concrete(values) or values.dtype == torch.float64 or values.requires_grad:
         return None
-    if values.numel() > _MOST_QUICK_ELEMENTS:
+    if values.numel() > _MAX_ELEMENTS_OF_QUICK_SCALE:  # one may be beyond float16's range
         return None
     norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
-    if not _ORDINARY_NORMS[0] < norm < _ORDINARY_NORMS[1]:  # squares that leave float32's range, infinities, NaN, zeros
+    if not _ORDINARY_NORM_RANGE[0] < norm < _ORDINARY_NORM_RANGE[1]:  # zeros, infinities, NaN, squares out of range
         return None
     return _powers.round_number(norm / max(int(values.count_nonzero()), 1) ** 0.5)

@@ -32,8 +32,8 @@ from ..subclass.models._float32_products import get_original_class
 from ..subclass.models._parameter_holders import check_holders
 from ._float8 import linear_fp8
 from ._operands import WideMode, choose_home, encode_values, is_above_home, round_to_home
-from ._registry import LOGICAL_DTYPES, check_storage, implements
-from ._rescale import RescalePlaces, find_rescaled_modules, rescale_input_gradient
+from ._registry import FULL_RANGE_STORAGES, LOGICAL_DTYPES, check_storage, implements
+from ._rescale import RescaledLayers, find_rescaled_modules, rescale_input_gradient
 from ._scaled_tensor import ScaledTensor, convert_tensor
 
 _RECURRENT_CLASSES = (nn.RNNBase, nn.RNNCellBase)
@@ -52,14 +52,13 @@ def round_copy_to_home(x: ScaledTensor) -> ScaledTensor:
     return round_to_home(x) if is_above_home(x) else x.clone()
 
 
-def install_home_hooks(model: nn.Module) -> None:
+def install_home_rounding_hooks(model: nn.Module) -> None:
     """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""
     for module in model.modules():
         # transformers' layer of GPT-2, known by name: the library is not imported for it.
-        is_product = isinstance(module, _PRODUCT_LAYER_CLASSES) or type(module).__name__ == "Conv1D"
-        if is_product and any(
-            isinstance(p, ScaledTensor) and p.home is not None for p in module.parameters(recurse=False)
-        ):
+        if not isinstance(module, _PRODUCT_LAYER_CLASSES) and type(module).__name__ != "Conv1D":
+            continue
+        if any(isinstance(p, ScaledTensor) and p.home is not None for p in module.parameters(recurse=False)):
             module.register_forward_pre_hook(_round_inputs_to_home, with_kwargs=True)
             if isinstance(module, _RECURRENT_CLASSES):
                 module.register_forward_hook(_round_results_to_home)
@@ -74,12 +73,12 @@ def _round_inputs_to_home(
         return None
     found: dict[int, Any] = {}  # attention asks whether query, key and value are the same
 
-    def entered(x: Any) -> Any:
+    def round_once(x: Any) -> Any:
         if id(x) not in found:
             found[id(x)] = convert_tensor(x, round_to_home, None) if is_above_home(x) else x
         return found[id(x)]
 
-    return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
+    return tuple(map(round_once, arguments)), {name: round_once(x) for name, x in options.items()}
 
 
 @untraced
@@ -105,7 +104,7 @@ def encode_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTe
     return made.clone() if made._payload is x else made
 
 
-def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_input_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # torch passes them by these names
     ctx.dtype = inputs[0].dtype
 
 
@@ -115,21 +114,21 @@ def _decode_gradient(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     return plain, None, None
 
 
-torch.library.register_autograd("halfulp::scaled_like", _decode_gradient, setup_context=_save_dtype)
+torch.library.register_autograd("halfulp::scaled_like", _decode_gradient, setup_context=_save_input_dtype)
 
 
 def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -> Any:
     """Encode plain floating tensors, however nested; leave anything else unchanged."""
 
-    encode = functools.partial(ScaledTensor.encode, home=like.home)
-
     # Compilers do not trace autograd functions that make tensor subclasses; operators lack forward-mode derivatives.
-    def entered(x: Any) -> Any:
+    def encode(x: Any) -> Any:
         if not _is_plain_float(x):
             return x
-        return _encode_like_operator(x, like, storage) if torch.compiler.is_compiling() else encode(x, storage)
+        if torch.compiler.is_compiling():
+            return _encode_like_operator(x, like, storage)
+        return ScaledTensor.encode(x, storage, home=like.home)
 
-    return tree_map(entered, arguments)
+    return tree_map(encode, arguments)
 
 
 def _is_plain_float(x: Any) -> bool:
@@ -145,7 +144,9 @@ _plain_input_operator = define_operator(
     "plain_input(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x)
 )
 torch.library.register_autograd(
-    "halfulp::plain_input", lambda context, gradient: _decode_gradient(context, gradient)[0], setup_context=_save_dtype
+    "halfulp::plain_input",
+    lambda context, gradient: _decode_gradient(context, gradient)[0],
+    setup_context=_save_input_dtype,
 )
 
 
@@ -153,13 +154,13 @@ torch.library.register_autograd(
 def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Give plain inputs of a model that require gradients plain ones: a forward pre-hook."""
 
-    def entered(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
-            # Compilers do not trace autograd functions whose gradients change class.
-            return _plain_input_operator(x) if torch.compiler.is_compiling() else convert_tensor(x, torch.clone, None)
-        return x
+    def keep_plain(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.requires_grad or x.layout != torch.strided or not _is_plain_float(x):
+            return x
+        # Compilers do not trace autograd functions whose gradients change class.
+        return _plain_input_operator(x) if torch.compiler.is_compiling() else convert_tensor(x, torch.clone, None)
 
-    return tree_map(entered, (arguments, options))
+    return tree_map(keep_plain, (arguments, options))
 
 
 # A module, or a function.
@@ -204,7 +205,7 @@ def scalify_function(
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     @functools.wraps(function)
-    def scaled(*arguments: Any, **options: Any) -> Any:
+    def run_scaled(*arguments: Any, **options: Any) -> Any:
         stays = any(isinstance(x, ScaledTensor) for x in tree_leaves((arguments, options)))
         arguments = tuple(
             x if "mask" in name else encode_arguments(x, dtype, like)
@@ -216,13 +217,11 @@ def scalify_function(
             return results
         return tree_map(lambda x: x.decode() if isinstance(x, ScaledTensor) else x, results)
 
-    return cast(ModuleOrFunction, scaled)
+    return cast(ModuleOrFunction, run_scaled)
 
 
 # What `scalify` installs at layers, and `unscalify` removes.
 _LAYER_HOOKS = (rescale_input_gradient, _round_inputs_to_home, _round_results_to_home)
-# Payload types with float32's range: gradients need no rescale to stay within it.
-_FULL_RANGE_STORAGES = (torch.float32, torch.bfloat16)
 
 
 def scalify(
@@ -230,7 +229,7 @@ def scalify(
     dtype: torch.dtype = torch.float16,
     matmul: str | None = None,
     where: Where = None,
-    rescale: RescalePlaces = "auto",
+    rescale: RescaledLayers = "auto",
     wide: WideMode = "autocast",
 ) -> ModuleOrFunction:
     """Hold a model's parameters as payload x scale, in place, so that all tensors of its passes carry scales.
@@ -295,7 +294,7 @@ def scalify(
             raise ValueError("matmul, where and rescale are for models: a function has no modules")
         return scalify_function(model, dtype, wide)
     if rescale == "auto":
-        rescale = None if dtype in _FULL_RANGE_STORAGES and matmul is None else "norms"
+        rescale = None if dtype in FULL_RANGE_STORAGES and matmul is None else "norms"
     rescaled = find_rescaled_modules(model, rescale)
     found = [place for place in list_matching_parameters(list_module_parameters(model), where) if _can_be_scaled(place)]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
@@ -306,8 +305,8 @@ def scalify(
     remove_hooks(model.modules(), lambda hook: hook in _LAYER_HOOKS)
     for module in rescaled:
         module.register_forward_pre_hook(rescale_input_gradient, with_kwargs=True)
-    install_home_hooks(model)
-    _set_product_forwards(model, matmul)
+    install_home_rounding_hooks(model)
+    _set_eight_bit_forwards(model, matmul)
     return model
 
 
@@ -337,7 +336,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
     put_plain(model, found, convert_each(found, lambda place: decode_parameter(place, dtype)))
     remove_hooks(model.modules(), lambda hook: hook in (*_LAYER_HOOKS, _keep_gradients_plain))
-    _set_product_forwards(model, None)
+    _set_eight_bit_forwards(model, None)
     return model
 
 
@@ -373,7 +372,7 @@ def _encode_detached(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) ->
     return ScaledTensor.encode(x.detach(), dtype, home=home).detach()
 
 
-def _set_product_forwards(model: nn.Module, matmul: str | None) -> None:
+def _set_eight_bit_forwards(model: nn.Module, matmul: str | None) -> None:
     """Give linear layers with a scaled weight the forward of a kind of products, or restore their own."""
     for module in model.modules():
         given = module.__dict__.get("forward")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..kernels import torch_operators
 from . import _powers_of_two as _powers
-from ._operands import make_operand
-from ._registry import implements
-from ._scaled_tensor import ScaledTensor, find_smallest, to_float32, to_plain, to_storage
+from ._operands import encode_operand
+from ._registry import FULL_RANGE_STORAGES, implements
+from ._scaled_tensor import SMALLEST_PAYLOAD_NUMBERS, ScaledTensor, decode_if_scaled, round_to_storage, to_float32
 
 
 @implements(torch_operators("aten").copy_.default, family="writing")
@@ -25,16 +25,12 @@ def write_values(x: Tensor, value: Any) -> Tensor:
     """Copy a tensor of any kind or a number into x; its views see it.
 
     A scaled tensor that owns all of its memory takes the value's scale. One that is a part of other memory keeps the
-    scale, unless there are only zeros of any scale.
-
-    Raises:
-        RuntimeError: the value's shape does not broadcast to x's.
-        ValueError: a finite value is out of the payload's range under the scale that must be kept, or all would be 0
-            under it and they are not (where values can be looked at); x is as it was.
+    scale, unless there are only zeros of any scale: it stays as it was and ValueError is raised if the value does not
+    fit, or would be 0, where values can be looked at.
     """
     if not isinstance(x, ScaledTensor):
-        return x.copy_(to_plain(value))
-    value = make_operand(value, x)
+        return x.copy_(decode_if_scaled(value))
+    value = encode_operand(value, x)
     if value.shape != x.shape and torch.broadcast_shapes(value.shape, x.shape) != x.shape:
         raise RuntimeError(f"a value of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")
     if owns_all_memory(x):
@@ -46,19 +42,13 @@ def write_values(x: Tensor, value: Any) -> Tensor:
         payload = _powers.multiply_by_power(to_float32(value), _powers.divide_scales(value._scale, scale))
         _check_value_fits(x, payload, value)
     if x._payload.dtype == torch.bfloat16 and payload.dtype == torch.float32:
-        payload = _clamp_to_bfloat16(payload, scale)
-    x._payload.copy_(payload if payload.dtype == x._payload.dtype else to_storage(payload, x._payload.dtype))
+        # Finite numbers that bfloat16 would round to infinity, as float32's largest, saturate.
+        held = (torch.finfo(torch.bfloat16).max / scale).clamp(max=torch.finfo(torch.bfloat16).max)
+        fits = not payload.numel() or (_powers.is_concrete(payload) and payload.abs().amax().item() <= held.item())
+        payload = payload if fits else _powers.clamp_finite_values(payload, held)
+    x._payload.copy_(payload if payload.dtype == x._payload.dtype else round_to_storage(payload, x._payload.dtype))
     x._scale.copy_(scale)
     return x
-
-
-def _clamp_to_bfloat16(payload: Tensor, scale: Tensor) -> Tensor:
-    """Keep finite numbers that bfloat16 would round to infinity, as float32's largest: they saturate."""
-    largest = torch.finfo(torch.bfloat16).max
-    held = (largest / scale).clamp(max=largest)
-    if _powers.is_concrete(payload) and (not payload.numel() or payload.abs().amax().item() <= held.item()):
-        return payload
-    return _powers.clamp_finite(payload, held)
 
 
 def owns_all_memory(x: ScaledTensor) -> bool:
@@ -73,7 +63,7 @@ def _check_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> 
     storage = x._payload.dtype
     largest = torch.finfo(storage).max
     if not _powers.is_concrete(payload):
-        if storage not in (torch.float32, torch.bfloat16):
+        if storage not in FULL_RANGE_STORAGES:
             torch._assert_async(
                 ~_has_overflow(payload, value, largest),
                 f"a value is out of {storage}'s range under the scale of the memory it is written into: write into "
@@ -81,7 +71,7 @@ def _check_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> 
             )
         return
     top = payload.abs().amax().item() if payload.numel() else 1.0
-    if top <= find_smallest(storage) / 2 and (amax := to_float32(value).abs().amax().item()):
+    if top <= SMALLEST_PAYLOAD_NUMBERS[storage] / 2 and (amax := to_float32(value).abs().amax().item()):
         reason, wanted = f"a value of magnitude {amax * value._scale.item():g} is 0 in {storage}", "smaller"
     elif not top <= largest and bool(_has_overflow(payload, value, largest)):
         reason, wanted = f"a value is out of {storage}'s range", "larger"
@@ -94,7 +84,7 @@ def _check_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> 
 
 
 # The argument that operators write at indices or under a mask, by the operator's name.
-_WRITTEN_ARGUMENTS = {
+_WRITTEN_ARGUMENT_BY_OPERATOR = {
     **dict.fromkeys(("masked_fill_", "index_fill_"), "value"),
     **dict.fromkeys(("masked_scatter_", "index_copy_", "put_"), "source"),
     **dict.fromkeys(("index_put_", "_index_put_impl_"), "values"),
@@ -107,19 +97,19 @@ def check_indexed_write(name: str, given: Mapping[str, Any], x: Any, result: Any
 
     Constants have no say in a scale: large ones saturate, but those that vanish leave zeros that nobody asked for.
     """
-    written = given.get(_WRITTEN_ARGUMENTS.get(name, ""), given.get("value") if name == "scatter_" else None)
+    written = given.get(_WRITTEN_ARGUMENT_BY_OPERATOR.get(name, ""), given.get("value") if name == "scatter_" else None)
     if written is None or given.get("accumulate") or given.get("reduce"):
         return
     if not isinstance(x, ScaledTensor) or not isinstance(result, ScaledTensor):
         return
-    value = make_operand(written, x)
+    value = encode_operand(written, x)
     if not value.numel() or not all(map(_powers.is_concrete, (value._payload, value._scale, result._scale))):
         return
-    places = [one for one in (given.get("mask"), given.get("index"), *given.get("indices", ())) if one is not None]
-    if any(not (one.any() if one.dtype in (torch.bool, torch.uint8) else one.numel()) for one in places):
+    targets = [one for one in (given.get("mask"), given.get("index"), *given.get("indices", ())) if one is not None]
+    if any(not (one.any() if one.dtype in (torch.bool, torch.uint8) else one.numel()) for one in targets):
         return  # nothing is written
     largest, scale = to_float32(value).abs().amax().item() * value._scale.item(), result._scale.item()
-    if largest and largest <= scale * (find_smallest(x._payload.dtype) / 2):
+    if largest and largest <= scale * (SMALLEST_PAYLOAD_NUMBERS[x._payload.dtype] / 2):
         raise ValueError(
             f"a value of magnitude {largest:g} is 0 in {x._payload.dtype} under the scale {scale:g} of the tensor that "
             f"{name} writes it into: it is as it was. Give the tensor a smaller scale first, x.copy_(x.with_scale(...))"

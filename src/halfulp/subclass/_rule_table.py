@@ -194,10 +194,10 @@ def is_in_quotient_formula() -> bool:
 
 
 # So many times the largest of the others the least stand-in is: data of a wide range have no such gap.
-_STAND_IN_GAP = 2.0**10
+_OUTLIER_GAP = 2.0**10
 
 
-def find_infinity_stand_ins(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
+def mark_outliers(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
     """Return where elements from a size on stand for infinity; nowhere if they are data.
 
     Stand-ins lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
@@ -211,5 +211,5 @@ def find_infinity_stand_ins(x: Tensor, size: float, among_zeros: bool = True) ->
     others = torch.where(large, 0.0, magnitudes).amax()
     least, largest = torch.where(large, magnitudes, torch.inf).amin(), magnitudes.amax()
     are_few = 2 * large.count_nonzero() <= x.numel()
-    decided = (least >= others * _STAND_IN_GAP) & ((least == largest) | are_few)
+    decided = (least >= others * _OUTLIER_GAP) & ((least == largest) | are_few)
     return large & (decided if among_zeros else decided & (others > 0))

@@ -152,7 +152,7 @@ def test_scales_are_powers_of_two():
 def test_roots_of_the_ends_of_the_range(exponent, monkeypatch):
     for traced in (False, True):
         if traced:
-            monkeypatch.setattr(rules._powers, "read_concrete", lambda scale: None)
+            monkeypatch.setattr(rules._powers, "read_scale", lambda scale: None)
         root, under = rules.take_root_of_scale(torch.tensor(2.0**exponent))
         assert float(root) ** 2 * float(under) == 2.0**exponent
         assert under in (1, 2)

@@ -126,11 +126,11 @@ def test_attention_of_bfloat16_multiplies_in_bfloat16_on_cuda(monkeypatch):
         x = types.SimpleNamespace(shape=(2, 3, 5, width), device=torch.device(device))
         return _networks._choose_kernel_dtype(operator, storage, torch.float32, x, x)
 
-    monkeypatch.setattr(_networks, "has_capability", lambda device, *least: True)
+    monkeypatch.setattr(_networks, "has_cuda_capability", lambda device, *least: True)
     assert chosen(torch.bfloat16) == torch.bfloat16
     for wide in (chosen(torch.float16), chosen(torch.bfloat16, width=12), chosen(torch.bfloat16, device="cpu")):
         assert wide == torch.float32
-    monkeypatch.setattr(_networks, "has_capability", lambda device, *least: False)
+    monkeypatch.setattr(_networks, "has_cuda_capability", lambda device, *least: False)
     assert chosen(torch.bfloat16) == torch.float32
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...subclass._collectives import get_group_size, register_collectives, run_and_wait
 from .. import _powers_of_two as _powers
-from .._operands import make_scaled
+from .._operands import make_scaled_tensor
 from .._registry import EIGHT_BITS, implements
-from .._scaled_tensor import ScaledTensor, to_float32, to_storage, wrap
+from .._scaled_tensor import ScaledTensor, round_to_storage, to_float32, wrap_payload
 from .._write import write_values
-from ._vocabulary import round_root
+from ._vocabulary import round_root_to_power
 
 
 def choose_wire_storage(x: ScaledTensor) -> torch.dtype:
@@ -24,42 +24,37 @@ def choose_wire_storage(x: ScaledTensor) -> torch.dtype:
 
 def agree_on_scales(
     tensors: Sequence[ScaledTensor],
-    largest: Callable[[Tensor], Tensor],
+    find_largest: Callable[[Tensor], Tensor],
     terms: int = 1,
     storage: torch.dtype | None = None,
 ) -> list[Tensor]:
     """Return scales that all ranks agree on, in one message: the largest of each, with room for a sum over ranks.
 
-    `largest` gives the elementwise maximum over all ranks; `terms` ranks are added, 1 for what is no sum; payloads
+    `find_largest` gives the elementwise maximum over all ranks; `terms` ranks are added, 1 for what is no sum; payloads
     travel in `storage`, each in its own by default.
     """
-    scales = torch.stack([x._scale for x in tensors])
-    amaxes = torch.stack([_measure_amax(x) for x in tensors])
-    scales, amaxes = largest(torch.cat([scales, amaxes])).chunk(2)
+
+    def measure_amax(x: ScaledTensor) -> Tensor:
+        if not x.numel():
+            return x._scale.new_zeros(())
+        return torch.nan_to_num(to_float32(x), 0.0, 0.0, 0.0).abs().amax() * x._scale
+
+    sent = torch.stack([*(x._scale for x in tensors), *map(measure_amax, tensors)])
+    scales, amaxes = find_largest(sent).chunk(2)
     limits = [terms / torch.finfo(storage or choose_wire_storage(x)).max for x in tensors]
     needed = torch.stack([amax * limit for amax, limit in zip(amaxes.unbind(), limits)])
     needed = _powers.round_to_power(needed, "up")
-    return list(torch.maximum(scales * round_root(terms), needed).clamp(max=_powers.LARGEST_SCALE).unbind())
+    return list(torch.maximum(scales * round_root_to_power(terms), needed).clamp(max=_powers.LARGEST_SCALE).unbind())
 
 
-def _measure_amax(x: ScaledTensor) -> Tensor:
-    if not x.numel():
-        return x._scale.new_zeros(())
-    return torch.nan_to_num(to_float32(x), 0.0, 0.0, 0.0).abs().amax() * x._scale
-
-
-def make_payload_to_send(x: ScaledTensor, scale: Tensor) -> Tensor:
-    """Return the payload to send, under an agreed scale."""
-    return to_storage(
-        _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale)), choose_wire_storage(x)
-    ).contiguous()
+def _agree_on_payload(x: ScaledTensor, group: str, terms: int = 1) -> tuple[Tensor, Tensor]:
+    """Return a scale that all ranks agree on, and the payload to send under it."""
+    scale = agree_on_scales([x], lambda numbers: run_and_wait("all_reduce", numbers, "max", group), terms)[0]
+    payload = _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale))
+    return scale, round_to_storage(payload, choose_wire_storage(x)).contiguous()
 
 
 _SUPPORTED_REDUCTIONS = ("sum", "avg", "max", "min")
-
-
-def _agree_on_scale(x: ScaledTensor, group: str, terms: int = 1) -> Tensor:
-    return agree_on_scales([x], lambda numbers: run_and_wait("all_reduce", numbers, "max", group), terms)[0]
 
 
 def reduce(x: ScaledTensor, reduction: str, group: str) -> ScaledTensor:
@@ -70,24 +65,23 @@ def reduce(x: ScaledTensor, reduction: str, group: str) -> ScaledTensor:
         )
     adds = reduction in ("sum", "avg")
     size = get_group_size(group) if adds else 1
-    scale = _agree_on_scale(x, group, size)
-    values = run_and_wait("all_reduce", make_payload_to_send(x, scale), "sum" if adds else reduction, group)
+    scale, payload = _agree_on_payload(x, group, size)
+    values = run_and_wait("all_reduce", payload, "sum" if adds else reduction, group)
     values = values.to(torch.float32) / (size if reduction == "avg" else 1)
-    return make_scaled(values, scale, choose_wire_storage(x), x.dtype)
+    return make_scaled_tensor(values, scale, choose_wire_storage(x), x.dtype)
 
 
 def gather(x: ScaledTensor, group: str) -> ScaledTensor:
     """Return every rank's payload under the largest scale, one after another."""
-    agreed = _agree_on_scale(x, group)
-    payload = make_payload_to_send(x, agreed)
-    return wrap(run_and_wait("all_gather_into_tensor", payload, get_group_size(group), group), agreed, x.dtype)
+    scale, payload = _agree_on_payload(x, group)
+    return wrap_payload(run_and_wait("all_gather_into_tensor", payload, get_group_size(group), group), scale, x.dtype)
 
 
 def broadcast(x: ScaledTensor, source: int, group: str) -> ScaledTensor:
     """Return one rank's payload and scale."""
     bits = run_and_wait("broadcast", x._payload.contiguous().reshape(-1).view(torch.uint8).clone(), source, group)
     scale = run_and_wait("broadcast", x._scale.reshape(1).clone(), source, group).reshape(())
-    return wrap(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype)
+    return wrap_payload(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype)
 
 
 register_collectives(functools.partial(implements, family="collectives"), write_values, broadcast, reduce, gather)

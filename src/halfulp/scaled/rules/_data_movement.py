@@ -17,17 +17,17 @@ from torch._ops import OpOverload
 from ...kernels import present_operators, require_float64, torch_operators
 from ...subclass._foreach import make_foreach_rule
 from .. import _powers_of_two as _powers
-from .._operands import encode_values, find_scaled, make_operand
-from .._registry import EIGHT_BITS, LOGICAL_DTYPES, implements
-from .._scaled_tensor import ScaledTensor, decode_values, to_plain, wrap
+from .._operands import encode_operand, encode_values, find_scaled_tensor
+from .._registry import EIGHT_BITS, LOGICAL_DTYPES, implements, implements_each
+from .._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, wrap_payload
 from .._write import check_indexed_write, write_values
-from ._aligned import move_power_to_scale
-from ._vocabulary import align_with_constants, decode_value, encode_measured, is_constant, scale_payloads
+from ._aligned import move_number_to_scale
+from ._vocabulary import align_with_constants, decode_value, encode_results, is_constant, scale_payloads
 
 aten = torch_operators("aten")
 
 
-def make_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
+def encode_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
     """Return a plain tensor of one number as it is, or of x's storage, or another, where its dtype is a logical one."""
     if plain.dtype not in LOGICAL_DTYPES:
         return plain.fill_(value)
@@ -40,33 +40,28 @@ def make_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.d
         mantissa = math.copysign(min(abs(mantissa), 2 - torch.finfo(storage).eps), mantissa)
     payload = torch.empty_like(plain, dtype=storage).fill_(mantissa)
     scale = torch.full((), power, dtype=torch.float32, device=plain.device)
-    return wrap(payload, scale, plain.dtype)
-
-
-def _register_filling(operator: OpOverload, value: float | None, is_like: bool) -> None:
-    """Register an operator that makes a tensor with x's dtype and device: of its shape and memory format, or another.
-
-    value: of all elements; the operator's argument by default.
-    """
-
-    def fill(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-        number = float(arguments[-1] if value is None else value)
-        options["dtype"] = options.get("dtype") or x.dtype
-        if not is_like:
-            return make_constant(x, x._payload.new_empty(arguments[0], **options), number)
-        # Tensors made like a parameter are mostly moments of torch.optim, which divides by their roots: eight bits
-        # cannot hold squares.
-        is_narrow = x._payload.dtype in EIGHT_BITS and getattr(x, "_is_param", False)
-        storage = torch.float16 if is_narrow else x._payload.dtype
-        return make_constant(x, torch.empty_like(x._payload, **options), number, storage)
-
-    implements(operator, family="creation")(fill)
+    return wrap_payload(payload, scale, plain.dtype)
 
 
 # Empty tensors hold zeros of any scale: elements that are never written must not be read.
-for _name, _value in (("zeros", 0.0), ("ones", 1.0), ("full", None), ("empty", 0.0)):
-    _register_filling(getattr(aten, f"{_name}_like").default, _value, is_like=True)
-    _register_filling(getattr(aten, f"new_{_name}").default, _value, is_like=False)
+_FILL_VALUES = {
+    **dict.fromkeys((aten.zeros_like.default, aten.empty_like.default, aten.new_zeros.default), 0.0),
+    **{aten.new_empty.default: 0.0, aten.ones_like.default: 1.0, aten.new_ones.default: 1.0},
+}
+
+
+@implements_each(*_FILL_VALUES, aten.full_like.default, aten.new_full.default, family="creation")
+def make_filled_tensor(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
+    """Make a tensor of one number with x's dtype and device: of its shape and memory format, or of another shape."""
+    number = float(arguments[-1]) if operator not in _FILL_VALUES else _FILL_VALUES[operator]
+    options["dtype"] = options.get("dtype") or x.dtype
+    if operator._opname.startswith("new_"):
+        return encode_constant(x, x._payload.new_empty(arguments[0], **options), number)
+    # Tensors made like a parameter are mostly moments of torch.optim, which divides by their roots: eight bits cannot
+    # hold squares.
+    is_narrow = x._payload.dtype in EIGHT_BITS and getattr(x, "_is_param", False)
+    storage = torch.float16 if is_narrow else x._payload.dtype
+    return encode_constant(x, torch.empty_like(x._payload, **options), number, storage)
 
 
 @implements(aten.eye.out, aten.eye.m_out, family="creation")
@@ -83,29 +78,23 @@ def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -
     if plain.dtype not in LOGICAL_DTYPES:
         return plain.zero_()
     payload = x._payload.new_empty_strided(size, stride, **(options | {"dtype": x._payload.dtype})).zero_()
-    return wrap(payload, torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=plain.device), plain.dtype)
+    scale = torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=plain.device)
+    return wrap_payload(payload, scale, plain.dtype)
 
 
-def _register_drawing(operator: OpOverload) -> None:
-    """Register an operator that uses only the shape of its tensor."""
-
-    def draw(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-        return encode_measured(operator(torch.empty_like(x._payload, dtype=torch.float32), *arguments, **options), [x])
-
-    implements(operator, family="random")(draw)
-
-
-for _operator in (
+@implements_each(
     *(aten.uniform.default, aten.normal_functional.default, aten.exponential.default, aten.log_normal.default),
     *(aten.cauchy.default, aten.geometric.default, aten.random.default, aten.random.to, getattr(aten.random, "from")),
-):
-    _register_drawing(_operator)
+    family="random",
+)
+def draw_numbers(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
+    """Return random numbers in x's shape, under a measured scale."""
+    return encode_results(operator(torch.empty_like(x._payload, dtype=torch.float32), *arguments, **options), [x])
 
 
 @implements(aten.normal_.default, family="random")
 def normal_(x: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
     """Write normal numbers in place."""
-
     return write_values(x, aten.normal_functional.default(x, mean, std, generator=generator))
 
 
@@ -116,22 +105,23 @@ def bernoulli_(x: Any, p: float = 0.5, *, generator: Any = None) -> Tensor:
     return write_values(x, like.bernoulli_(p, generator=generator))
 
 
-def _register_drawing_like(operator: OpOverload) -> None:
-    def like(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-        dtype = options.get("dtype") or x.dtype
-        if dtype not in LOGICAL_DTYPES:
-            return operator(torch.empty_like(x._payload, dtype=dtype), *arguments, **options)
-        options["dtype"] = torch.float32
-        values = operator(torch.empty_like(x._payload, dtype=torch.float32), *arguments, **options)
-        return encode_values(values, x._payload.dtype, dtype=dtype)
-
-    implements(operator, family="random")(like)
-
-
-for _packet in (aten.rand_like, aten.randn_like, aten.randint_like):
-    for _name in _packet.overloads():
-        if not _name.endswith("out") and "Tensor" not in _name:
-            _register_drawing_like(getattr(_packet, _name))
+@implements_each(
+    *(
+        getattr(packet, name)
+        for packet in (aten.rand_like, aten.randn_like, aten.randint_like)
+        for name in packet.overloads()
+        if not name.endswith("out") and "Tensor" not in name
+    ),
+    family="random",
+)
+def draw_numbers_like(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
+    """Return random numbers in x's shape and dtype, or in another dtype."""
+    dtype = options.get("dtype") or x.dtype
+    if dtype not in LOGICAL_DTYPES:
+        return operator(torch.empty_like(x._payload, dtype=dtype), *arguments, **options)
+    options["dtype"] = torch.float32
+    values = operator(torch.empty_like(x._payload, dtype=torch.float32), *arguments, **options)
+    return encode_values(values, x._payload.dtype, dtype=dtype)
 
 
 @implements(aten._to_copy.default, family="pass-through")
@@ -145,7 +135,7 @@ def to_copy(
         require_float64(torch.device(device), "ScaledTensors")
     payload = aten._to_copy.default(x._payload, device=device, memory_format=memory_format)
     scale = aten._to_copy.default(x._scale, device=device)
-    return wrap(payload, scale, dtype or x.dtype)
+    return wrap_payload(payload, scale, dtype or x.dtype)
 
 
 @implements(aten._local_scalar_dense.default, family="pass-through")
@@ -154,33 +144,27 @@ def local_scalar_dense(x: ScaledTensor) -> float:
     return aten._local_scalar_dense.default(decode_values(x, torch.float64))
 
 
-def _register_payload_query(operator: OpOverload) -> None:
-    """Register what asks of a tensor's memory, or of its and its tangent's shapes, and not of values."""
-    implements(operator, family="pass-through")(
-        lambda *given, **options: operator(
-            *(x._payload if isinstance(x, ScaledTensor) else x for x in given), **options
-        )
-    )
-
-
-for _operator in (aten.is_same_size.default, aten._has_same_storage_numel.default, aten.is_pinned.default):
-    _register_payload_query(_operator)
+@implements_each(
+    aten.is_same_size.default, aten._has_same_storage_numel.default, aten.is_pinned.default, family="pass-through"
+)
+def query_payload_memory(operator: OpOverload, *given: Any, **options: Any) -> bool:
+    """Answer what is asked of a tensor's memory, or of its and its tangent's shapes, and not of values."""
+    return operator(*(x._payload if isinstance(x, ScaledTensor) else x for x in given), **options)
 
 
 def compute_aligned_write(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
     """Return compute(payload, source's payload) under the larger scale, which constants do not decide."""
-    like = find_scaled((x, source))
+    like = find_scaled_tensor((x, source))
     if is_constant(source) and not isinstance(x, ScaledTensor):
-        x = make_operand(x, like)
-    (base, values), scale = align_with_constants([make_operand(x, like) if is_constant(x) else x, source])
+        x = encode_operand(x, like)
+    (base, values), scale = align_with_constants([encode_operand(x, like) if is_constant(x) else x, source])
     return scale_payloads(compute(base, values), [scale], [x, source])
 
 
 @implements(aten.index_put.default, aten._unsafe_index_put.default, family="indexing")
 def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Tensor:
     """Write values at indices, or add them there."""
-    operator = aten.index_put.default
-    return compute_aligned_write(x, values, lambda p, v: operator(p, indices, v, accumulate))
+    return compute_aligned_write(x, values, lambda p, v: aten.index_put.default(p, indices, v, accumulate))
 
 
 @implements(aten._index_put_impl_.default, family="indexing")
@@ -192,17 +176,10 @@ def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False,
     return write_values(x, result)
 
 
-def _register_indexed_writing(operator: OpOverload) -> None:
-    """Register an operator that writes, or adds, a source at indices of a dimension."""
-
-    def rule(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-        return compute_aligned_write(x, source, lambda p, v: operator(p, dim, index, v))
-
-    implements(operator, family="indexing")(rule)
-
-
-for _operator in (aten.scatter.src, aten.scatter_add.default, aten.index_copy.default):
-    _register_indexed_writing(_operator)
+@implements_each(aten.scatter.src, aten.scatter_add.default, aten.index_copy.default, family="indexing")
+def write_at_indices(operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
+    """Return x with a source written, or added, at indices of a dimension."""
+    return compute_aligned_write(x, source, lambda p, v: operator(p, dim, index, v))
 
 
 @implements(aten.scatter.value, family="indexing")
@@ -218,8 +195,10 @@ def scatter_value(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
 @implements(aten.index_add.default, family="indexing")
 def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -> Tensor:
     """Return a source, alpha times, added at indices of a dimension."""
-    moved, factor = (source, 1.0) if alpha == 1 else move_power_to_scale(source, alpha, find_scaled((x, source)))
-    return compute_aligned_write(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
+    factor = 1.0
+    if alpha != 1:
+        source, factor = move_number_to_scale(source, alpha, find_scaled_tensor((x, source)))
+    return compute_aligned_write(x, source, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
 
 
 @implements(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, family="indexing")
@@ -233,11 +212,11 @@ def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
     constant = value if is_tensor else torch.full((), value, dtype=torch.float32, device=x.device)
 
     def fill_at_indices(payload: Tensor, v: Tensor) -> Tensor:  # index_fill would read it, and wait for its device
-        if not payload.dim():
-            return aten.index_copy.default(payload, dim, index, v.expand(index.numel()).reshape(index.shape))
         size = list(payload.shape)
-        size[dim] = index.numel()
-        return aten.index_copy.default(payload, dim, index, v.expand(size))
+        if size:
+            size[dim] = index.numel()
+        values = v.expand(size) if size else v.expand(index.numel()).reshape(index.shape)
+        return aten.index_copy.default(payload, dim, index, values)
 
     return compute_aligned_write(x, constant, fill_at_indices)
 
@@ -263,7 +242,7 @@ for _operator in present_operators(getattr(getattr(aten, name), kind or "default
     if (_rule := make_foreach_rule(_operator)) is not None:
         implements(_operator, family="foreach")(_rule)
 
-_FUSED_STEPS = [
+_FUSED_OPTIMIZER_OPERATORS = [
     getattr(packet, overload)
     for name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
     for packet in (getattr(aten, name), getattr(aten, f"{name}_"))
@@ -272,7 +251,7 @@ _FUSED_STEPS = [
 ]
 
 
-@implements(*_FUSED_STEPS, family="foreach")
+@implements(*_FUSED_OPTIMIZER_OPERATORS, family="foreach")
 def refuse_fused_step(*arguments: Any, **options: Any) -> None:
     """Refuse torch's fused optimizers."""
     raise NotImplementedError(
@@ -284,7 +263,7 @@ def refuse_fused_step(*arguments: Any, **options: Any) -> None:
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default, family="foreach")
 def unscale_(gradients: Any, found: Tensor, inverse: Tensor) -> None:
     """Multiply gradients by a number, in place, and record whether one is infinite or NaN."""
-    factor = to_plain(inverse)
+    factor = decode_if_scaled(inverse)
     for gradient in gradients:
         payload = gradient._payload if isinstance(gradient, ScaledTensor) else gradient
         found.copy_(torch.maximum(found, (~payload.to(torch.float32).isfinite()).any().to(found.dtype)))

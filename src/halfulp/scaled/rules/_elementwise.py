@@ -10,102 +10,83 @@ from torch._ops import OpOverload
 
 from ...kernels import torch_operators
 from .. import _powers_of_two as _powers
-from .._derivation import run_on_values
-from .._operands import choose_storage, encode_values, make_scaled, promote_dtypes
-from .._registry import implements
+from .._derivation import run_on_decoded_values
+from .._operands import choose_storage, encode_values, make_scaled_tensor, promote_dtypes
+from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
-from ._vocabulary import decode_value, make_result, make_unit_scale, overloads, raise_scale
+from ._vocabulary import decode_value, make_rule_result, make_unit_scale, overloads, raise_scale_to_degree
 
 aten = torch_operators("aten")
 
 
 def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """Return float32 values under a scale, or under the larger one that the largest finite value needs."""
-    if storage not in (torch.float32, torch.bfloat16) and values.numel():
+    if storage not in FULL_RANGE_STORAGES and values.numel():
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
-        scale = _powers.take_largest_of_scales(scale, needed)
-    return make_scaled(
-        _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale)),
-        scale.clone(),
-        storage,
-        dtype,
-    )
+        scale = _powers.take_largest_scale(scale, needed)
+    payload = _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale))
+    return make_scaled_tensor(payload, scale.clone(), storage, dtype)
 
 
-def _register_on_values(operator: OpOverload, vanishes: bool) -> None:
-    """Register a function computed on values in float32, under the scale 1 or what the largest finite result needs.
-
-    One that vanishes at 0 and has a slope there, such as tanh, takes the scale s where that is below 1, as f(x) is
-    about x there.
-    """
-
-    def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-        values = operator(decode_value(x), *arguments, **options)
-        if not vanishes:
-            return encode_values_to_fit(values, make_unit_scale(values), x._payload.dtype, x.dtype)
-        own = _powers.read_concrete(x._scale)
-        least = None if own is None else torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
-        scale = torch.clamp(x._scale, max=1.0) if least is None else least
-        return encode_values_to_fit(values, scale, x._payload.dtype, x.dtype)
-
-    implements(operator, family="unit output")(compute)
+@implements_each(aten.exp.default, aten.exp2.default, aten.cosh.default, family="unit output")
+def compute_under_unit_scale(operator: OpOverload, x: ScaledTensor) -> Tensor:
+    """f(p s) in float32, under the scale 1 or what the largest finite result needs."""
+    values = operator(decode_value(x))
+    return encode_values_to_fit(values, make_unit_scale(values), x._payload.dtype, x.dtype)
 
 
-for _operator in (aten.exp.default, aten.exp2.default, aten.cosh.default):
-    _register_on_values(_operator, vanishes=False)
-for _operator in (
+@implements_each(
     *(aten.tanh.default, aten.sin.default, aten.asin.default, aten.atan.default, aten.asinh.default),
     *(aten.atanh.default, aten.erf.default, aten.log1p.default, aten.expm1.default, aten.sinh.default),
     *(aten.tan.default, aten.erfinv.default, aten.frac.default, aten.special_bessel_j1.default),
     *(aten.special_i1e.default, aten.special_i1.default, aten.special_modified_bessel_i1.default),
-):
-    _register_on_values(_operator, vanishes=True)
+    family="unit output",
+)
+def compute_linear_near_zero(operator: OpOverload, x: ScaledTensor) -> Tensor:
+    """f(p s) in float32, under min(s, 1), as f(x) is about x near 0, or what the largest finite result needs."""
+    values = operator(decode_value(x))
+    own = _powers.read_scale(x._scale)
+    if own is None:
+        scale = torch.clamp(x._scale, max=1.0)
+    else:
+        scale = torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
+    return encode_values_to_fit(values, scale, x._payload.dtype, x.dtype)
 
 
 # Exponents whose torch kernels commute with powers of two bit for bit; others are computed by logarithms.
-_EXACT_DEGREES = (1, 2, 3, -1, -2)
+_EXACT_POWERS = (1, 2, 3, -1, -2)
 
 
 def take_root_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Return the square root of a scale as a power of two, and the factor, 1 or 2, for the payload under its root.
-
-    sqrt(p 2^(2k + 1)) = sqrt(2 p) 2^k.
-    """
+    """Return a power of two and a factor, 1 or 2, of the payload under the root: sqrt(p 2^(2k + 1)) = sqrt(2 p) 2^k."""
     bits = scale.view(torch.int32)
     exponent = (bits >> 23) - 127
     half = exponent >> 1
     under = (exponent - 2 * half + 1).to(torch.float32)
-    value = _powers.read_concrete(under)
+    value = _powers.read_scale(under)
     return ((half + 127) << 23).view(torch.float32), under if value is None else value
 
 
-@implements(aten.sqrt.default, family="power law")
-def sqrt(x: ScaledTensor) -> Tensor:
-    """sqrt(p) sqrt(s), for an odd power of two sqrt(2 p) sqrt(s / 2)."""
+@implements_each(aten.sqrt.default, aten.rsqrt.default, family="power law")
+def take_root(operator: OpOverload, x: ScaledTensor) -> Tensor:
+    """sqrt(p) sqrt(s), for an odd power of two sqrt(2 p) sqrt(s / 2); likewise 1 / sqrt(p) under 1 / sqrt(s)."""
     scale, under = take_root_of_scale(x._scale)
-    return make_scaled(torch.sqrt(_powers.multiply_by_power(to_float32(x), under)), scale, x._payload.dtype, x.dtype)
-
-
-@implements(aten.rsqrt.default, family="power law")
-def rsqrt(x: ScaledTensor) -> Tensor:
-    """1 / sqrt(p) under 1 / sqrt(s), likewise."""
-    scale, under = take_root_of_scale(x._scale)
-    return make_scaled(
-        torch.rsqrt(_powers.multiply_by_power(to_float32(x), under)), 1.0 / scale, x._payload.dtype, x.dtype
-    )
+    payload = operator(_powers.multiply_by_power(to_float32(x), under))
+    scale = scale if operator is aten.sqrt.default else 1.0 / scale
+    return make_scaled_tensor(payload, scale, x._payload.dtype, x.dtype)
 
 
 @implements(aten.pow.Tensor_Scalar, family="power law")
 def pow_tensor_scalar(x: ScaledTensor, exponent: Any) -> Tensor:
     """p^n s^n for the exponents that torch computes without logarithms, roots included; else on values."""
     if exponent in (0.5, -0.5):
-        return sqrt(x) if exponent > 0 else rsqrt(x)
-    if exponent not in _EXACT_DEGREES:
-        return run_on_values(aten.pow.Tensor_Scalar, x, exponent)
-    scale, rest = raise_scale(x._scale, int(exponent))
-    return make_result(torch.pow(to_float32(x), exponent), scale, rest, x._payload.dtype, x.dtype)
+        return take_root(aten.sqrt.default if exponent > 0 else aten.rsqrt.default, x)
+    if exponent not in _EXACT_POWERS:
+        return run_on_decoded_values(aten.pow.Tensor_Scalar, x, exponent)
+    scale, rest = raise_scale_to_degree(x._scale, int(exponent))
+    return make_rule_result(torch.pow(to_float32(x), exponent), scale, rest, x._payload.dtype, x.dtype)
 
 
 @implements(aten.rrelu_with_noise.default, family="gated")

@@ -24,27 +24,35 @@ from .._float8 import eight_bit_engine
 from .._operands import (
     choose_product_storage,
     choose_storage,
-    find_scaled,
-    find_stand_ins,
-    keep_nonzero,
-    make_addend,
-    make_factor,
-    make_operand,
-    make_scaled_to_fit,
+    encode_addend,
+    encode_factor,
+    encode_operand,
+    find_outliers,
+    find_scaled_tensor,
+    fit_scaled_tensor,
+    make_second_moment,
     promote_dtypes,
-    saturate_stand_ins,
+    replace_underflows,
+    saturate_outliers,
 )
 from .._powers_of_two import round_number
-from .._registry import EIGHT_BITS, RULES_OF_OPERATORS_TO_COME, ComplexOperand, implements
-from .._scaled_tensor import ScaledTensor, to_float32, wrap
+from .._registry import EIGHT_BITS, RULES_OF_OPERATORS_DEFINED_LATER, ComplexOperandError, implements, implements_each
+from .._scaled_tensor import ScaledTensor, to_float32, wrap_payload
 from ._aligned import add
-from ._vocabulary import align_operands, decode_value, encode_measured, make_result, make_scaled_result, round_root
+from ._vocabulary import (
+    align_operands,
+    decode_value,
+    encode_results,
+    make_rule_result,
+    make_scaled_result,
+    round_root_to_power,
+)
 
 aten = torch_operators("aten")
 EIGHT_BIT_SIDE_MULTIPLE = 16  # torch._scaled_mm takes multiples of this
 
 
-def _compute_wide_product(a: Tensor, b: Tensor) -> Tensor:
+def _multiply_into_float32(a: Tensor, b: Tensor) -> Tensor:
     packet = aten.mm if a.dim() == 2 else aten.bmm
     if hasattr(packet, "dtype") and has_wide_products(a.device):
         return packet.dtype(a, b, torch.float32)
@@ -55,7 +63,7 @@ def _compute_wide_product(a: Tensor, b: Tensor) -> Tensor:
 # compilers cannot ask the device while they trace, and not all of them know torch's products with another dtype.
 wide_product = define_operator(
     "wide_product(Tensor a, Tensor b) -> Tensor",
-    _compute_wide_product,
+    _multiply_into_float32,
     lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32),
 )
 
@@ -76,7 +84,7 @@ def has_wide_products(device: torch.device) -> bool:
 
 def invert_scale(scale: Tensor) -> Tensor | float:
     """Return 1 / scale as a factor; 1 for zeros of any scale, whose quotients would decide alignments."""
-    value = _powers.read_concrete(scale)
+    value = _powers.read_scale(scale)
     if value is not None:
         return 1.0 if value == _powers.ZERO_SCALE else 1.0 / value
     return torch.where(scale == _powers.ZERO_SCALE, torch.ones_like(scale), scale).double().reciprocal()
@@ -85,10 +93,10 @@ def invert_scale(scale: Tensor) -> Tensor | float:
 def divide_scale_product(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
     """Return the product of some scales divided by another: the factor that brings payloads under it.
 
-    It stays a normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
+    A normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
     """
-    values: list[Any] = [_powers.read_concrete(factor) if isinstance(factor, Tensor) else factor for factor in factors]
-    held = 1.0 if scale is None else _powers.read_concrete(scale)
+    values: list[Any] = [_powers.read_scale(factor) if isinstance(factor, Tensor) else factor for factor in factors]
+    held = 1.0 if scale is None else _powers.read_scale(scale)
     if held is not None and None not in values:
         return min(max(math.prod(values) / held, _powers.SMALLEST_SCALE), _powers.LARGEST_SCALE)
     first: Any = factors[0]
@@ -103,15 +111,12 @@ def is_symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
-def split_number(value: Any) -> tuple[Any, float]:
-    """Split a number into a mantissa and the power of two next to it in log2; zero has the smallest scale.
-
-    What has no such power is its own mantissa.
-    """
+def split_off_power(value: Any) -> tuple[Any, float]:
+    """Split a number into a mantissa and the power of two next to it; 1 where there is none, the smallest for 0."""
     if is_symbolic(value):
         return value, 1.0
     if isinstance(value, complex):
-        raise ComplexOperand
+        raise ComplexOperandError
     value = float(value)
     if not math.isfinite(value):
         return value, 1.0
@@ -128,9 +133,9 @@ def make_zero_scale(x: ScaledTensor) -> Tensor:
 _PRODUCTS_WITH_FACTOR = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
 
 
-def _is_wide_product(a: Tensor, b: Tensor) -> bool:
+def _is_float16_product_on_cuda(a: Tensor, b: Tensor) -> bool:
     """Return whether payloads are float16 on CUDA, where products in float32 take several times longer."""
-    return a.dtype == b.dtype == torch.float16 and (a.device.type == "cuda" or _powers.is_fused(a))
+    return a.dtype == b.dtype == torch.float16 and (a.device.type == "cuda" or _powers.has_fused_kernels(a))
 
 
 def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, factor: float) -> tuple[Tensor, float]:
@@ -140,7 +145,7 @@ def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, f
         return multiply_eight_bits(left, right, factor), 1.0
     if operator not in _PRODUCTS_WITH_FACTOR:
         return operator(to_float32(x), to_float32(y)), factor
-    if _is_wide_product(left, right):
+    if _is_float16_product_on_cuda(left, right):
         return wide_product(left, right), factor
     left, right = _choose_product_payloads(x, y)
     if type(left) is not Tensor or factor == 1.0:
@@ -148,45 +153,38 @@ def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, f
     return _PRODUCTS_WITH_FACTOR[operator](left.new_empty(()), left, right, beta=0, alpha=factor), 1.0
 
 
-def make_product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
-    """Return an operand of a matrix product; beside bfloat16 a plain one is rounded to bfloat16.
-
-    Of the narrow types it alone has float32's range, so that nothing but digits is lost.
-    """
-    wide = make_factor(x, like)
+def encode_matrix_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
+    """Return an operand of a matrix product; beside bfloat16, of float32's range, a plain one is rounded to it."""
+    wide = encode_factor(x, like)
     if wide is x or like._payload.dtype != torch.bfloat16:
         return wide
-    return wrap(wide._payload.to(torch.bfloat16), wide._scale, wide.dtype)
+    return wrap_payload(wide._payload.to(torch.bfloat16), wide._scale, wide.dtype)
 
 
 def _choose_product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
     """Return payloads for a matrix product: bfloat16, which torch sums in float32 and rounds once, or float32.
 
-    bfloat16 has float32's range; float16 would leave its own before the sum is brought back. Processors without
-    instructions for bfloat16 get float32 too.
+    float16 would leave its range before the sum is brought back.
     """
     payloads = [x._payload for x in tensors]
+    # Processors without instructions for bfloat16 get float32 too.
     native = tensors[0].device.type != "cpu" or torch.bfloat16 not in widened_dtypes()
     if native and all(payload.dtype == torch.bfloat16 for payload in payloads):
         return payloads
     return [to_float32(x) for x in tensors]
 
 
-def _register_product(operator: OpOverload) -> None:
-    def product(a: Any, b: Any) -> Tensor:
-        """op(pa, pb) / c under the scale sa sb c, with c the power of two below the square root of a sum's terms."""
-        like = find_scaled((a, b))
-        x, y = (make_product_operand(t, like) for t in (a, b))
-        sum_scale = round_root(a.shape[-1])
-        values, factor = _multiply_payloads(operator, x, y, 1.0 / sum_scale)
-        storage, dtype = choose_product_storage((a, b)), promote_dtypes((a, b))
-        return make_scaled_result(values, (x._scale, y._scale), storage, dtype, sum_scale, factor)
-
-    implements(operator, family="bilinear")(product)
-
-
-for _operator in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default):
-    _register_product(_operator)
+@implements_each(
+    *(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default), family="bilinear"
+)
+def multiply_matrices(operator: OpOverload, a: Any, b: Any) -> Tensor:
+    """op(pa, pb) / c under the scale sa sb c, with c the power of two below the square root of a sum's terms."""
+    like = find_scaled_tensor((a, b))
+    x, y = (encode_matrix_operand(t, like) for t in (a, b))
+    sum_scale = round_root_to_power(a.shape[-1])
+    values, factor = _multiply_payloads(operator, x, y, 1.0 / sum_scale)
+    storage, dtype = choose_product_storage((a, b)), promote_dtypes((a, b))
+    return make_scaled_result(values, (x._scale, y._scale), storage, dtype, sum_scale, factor)
 
 
 @implements(aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype, aten.baddbmm.dtype, family="bilinear")
@@ -202,30 +200,27 @@ def mul(a: Any, b: Any) -> Tensor:
         a, b = b, a
     dtype = promote_dtypes((a, b))
     if not isinstance(b, Tensor):
-        mantissa, power = split_number(b)
+        mantissa, power = split_off_power(b)
         storage = a._payload.dtype
         if power == _powers.ZERO_SCALE:
-            return make_result(to_float32(a) * mantissa, make_zero_scale(a), 1.0, storage, dtype)
+            return make_rule_result(to_float32(a) * mantissa, make_zero_scale(a), 1.0, storage, dtype)
         if type(mantissa) is float and mantissa == 1.0:
             scale, rest = _powers.multiply_scales(a._scale, power)
-            is_exact = type(rest) is float and rest == 1.0
-            return (
-                wrap(a._payload.clone(), scale, dtype)
-                if is_exact
-                else make_result(to_float32(a), scale, rest, storage, dtype)
-            )
+            if type(rest) is float and rest == 1.0:
+                return wrap_payload(a._payload.clone(), scale, dtype)
+            return make_rule_result(to_float32(a), scale, rest, storage, dtype)
         return make_scaled_result(a._payload, (a._scale,), storage, dtype, power, mantissa)
     if type(a) is type(b) is ScaledTensor:
         # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
         is_square = a is b and not _powers.is_concrete(a._payload)
         storage = torch.float32 if is_square else choose_storage((a, b))
         return make_scaled_result(to_float32(a) * to_float32(b), (a._scale, b._scale), storage, dtype)
-    like, storage = find_scaled((a, b)), choose_storage((a, b))
-    x, y = make_addend(a, like, among_zeros=False), make_addend(b, like, among_zeros=False)
+    like, storage = find_scaled_tensor((a, b)), choose_storage((a, b))
+    x, y = encode_addend(a, like, among_zeros=False), encode_addend(b, like, among_zeros=False)
     scale, rest = _powers.multiply_scales(x._scale, y._scale)
-    large = [find_stand_ins(factor, like, among_zeros=False) for factor in (a, b)]
-    values = saturate_stand_ins(to_float32(x) * to_float32(y), scale, storage, *large)
-    return make_result(values, scale, rest, storage, dtype)
+    large = [find_outliers(factor, like, among_zeros=False) for factor in (a, b)]
+    values = saturate_outliers(to_float32(x) * to_float32(y), scale, storage, *large)
+    return make_rule_result(values, scale, rest, storage, dtype)
 
 
 @implements(aten.div.Tensor, aten.div.Scalar, family="bilinear")
@@ -233,21 +228,21 @@ def div(a: Any, b: Any) -> Tensor:
     """pa / pb under the scale sa / sb."""
     dtype = promote_dtypes((a, b))
     if not isinstance(b, Tensor):
-        mantissa, power = (0.0, 1.0) if not is_symbolic(b) and b == 0 else split_number(b)
+        mantissa, power = (0.0, 1.0) if not is_symbolic(b) and b == 0 else split_off_power(b)
         scale, rest = _powers.multiply_scales(a._scale, 1.0 / power)
-        return make_result(to_float32(a) / mantissa, scale, rest, a._payload.dtype, dtype)
-    like = find_scaled((a, b))
-    x, y = make_addend(a, like, among_zeros=False), make_addend(b, like, among_zeros=False)
+        return make_rule_result(to_float32(a) / mantissa, scale, rest, a._payload.dtype, dtype)
+    like = find_scaled_tensor((a, b))
+    x, y = encode_addend(a, like, among_zeros=False), encode_addend(b, like, among_zeros=False)
     scale, rest = _powers.multiply_scales(x._scale, invert_scale(y._scale))
     rest = _restore_zero_scale(y._scale, rest)
     values, storage = to_float32(x) / to_float32(y), choose_storage((a, b))
-    values = saturate_stand_ins(values, scale, storage, find_stand_ins(a, like), find_stand_ins(b, like, inverse=True))
-    return make_result(values, scale, rest, storage, dtype)
+    values = saturate_outliers(values, scale, storage, find_outliers(a, like), find_outliers(b, like, inverse=True))
+    return make_rule_result(values, scale, rest, storage, dtype)
 
 
 def _restore_zero_scale(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
     """Put back what `invert_scale` left out for a divisor under the smallest scale."""
-    value = _powers.read_concrete(divisor)
+    value = _powers.read_scale(divisor)
     if value is not None:
         return rest / _powers.ZERO_SCALE if value == _powers.ZERO_SCALE else rest
     return torch.where(divisor == _powers.ZERO_SCALE, 1.0 / _powers.ZERO_SCALE, 1.0) * rest
@@ -268,70 +263,61 @@ def add_scaled_product(
 ) -> ScaledTensor:
     """beta base + alpha a b, computed and rounded once, under the larger of the two parts' scales.
 
-    Args:
-        base, a, b: scaled or plain tensors.
-        compute: gives the result for float32 payloads and the numbers beta and alpha: addmm's arithmetic.
-        sum_scale: what brings the product's payload back, a power of two.
-        beta, alpha: numbers.
-        quotient: a / b takes the place of a b.
-        of_matrices: a b is a product of matrices, whose elements all have a say in its scale.
-        separate: the product of matrices alone, where compute is one and a sum.
+    `compute` is addmm's arithmetic on float32 payloads and the numbers beta and alpha. With `quotient` a / b takes the
+    place of a b, whose payload `sum_scale` brings back, a power of two. `of_matrices`: all elements of a and b have a
+    say in the scale of a b; `separate` is the product of matrices alone, where compute is one and a sum.
     """
-    like = find_scaled((base, a, b))
+    like = find_scaled_tensor((base, a, b))
     storage, dtype = choose_product_storage((base, a, b)), promote_dtypes((base, a, b))
-    make_factor = make_product_operand if separate else make_operand if of_matrices else make_addend
-    large = [find_stand_ins(base, like, beta)]
-    base, x, y = make_addend(base, like, beta), make_factor(a, like), make_factor(b, like)
-    if separate is not None and large == [None] and _is_fused_addend(base, x, y, beta, alpha):
+    encode_factor = encode_matrix_operand if separate else encode_operand if of_matrices else encode_addend
+    large = [find_outliers(base, like, beta)]
+    base, x, y = encode_addend(base, like, beta), encode_factor(a, like), encode_factor(b, like)
+    if separate is not None and large == [None] and _is_added_by_fused_kernel(base, x, y, beta, alpha):
         values, factor = _multiply_payloads(separate, x, y, 1.0 / sum_scale)
         product = make_scaled_result(values, (x._scale, y._scale), torch.float32, dtype, sum_scale, factor)
         if fused.is_elementwise_pair(product._payload, base._payload):
             scales = product._scale, base._scale
-            return wrap(*fused.add_payloads(product._payload, base._payload, *scales, storage), dtype)
+            return wrap_payload(*fused.add_payloads(product._payload, base._payload, *scales, storage), dtype)
     factors = (x._scale, invert_scale(y._scale) if quotient else y._scale)
     added = None
     if not of_matrices:
         added, places = _multiply_plain_operands(a, b, like, alpha, quotient)
         large += places
-    powers = split_number(beta)[1], split_number(alpha)[1] * sum_scale
+    powers = split_off_power(beta)[1], split_off_power(alpha)[1] * sum_scale
     is_ordinary = all(_powers.SMALLEST_SCALE < power <= _powers.LARGEST_SCALE for power in powers)
-    if _powers.is_fused(base._payload) and is_ordinary and added is None and not quotient:
+    if _powers.has_fused_kernels(base._payload) and is_ordinary and added is None and not quotient:
         scale, of_base, of_product = fused.compute_affine_factors(base._scale, x._scale, y._scale, *powers)
     else:
         own, _ = _powers.multiply_scales(base._scale, powers[0])
         own = make_zero_scale(base) if not is_symbolic(beta) and beta == 0 else own
         other = _powers.multiply_scales(*factors, powers[1])[0] if added is None else added._scale
-        scale = _powers.take_largest_of_scales(own, other)
-        of_base, of_product = (
-            divide_scale_product(base._scale, scale=scale),
-            divide_scale_product(*factors, scale=scale),
-        )
+        scale = _powers.take_largest_scale(own, other)
+        of_base = divide_scale_product(base._scale, scale=scale)
+        of_product = divide_scale_product(*factors, scale=scale)
     if quotient:
         of_product = _restore_zero_scale(y._scale, of_product)
-    start, left, right = (
-        _choose_product_payloads(base, x, y) if separate else (to_float32(base), to_float32(x), to_float32(y))
-    )
+    start, left, right = _choose_product_payloads(base, x, y) if separate else map(to_float32, (base, x, y))
     if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
         y = compute(start, left, right, _clamp_to_float32(beta * of_base), _clamp_to_float32(alpha * of_product))
-        return make_result(saturate_stand_ins(y, scale, storage, *large), scale, 1.0, storage, dtype)
+        return make_rule_result(saturate_outliers(y, scale, storage, *large), scale, 1.0, storage, dtype)
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
         # Factors after the product fuse with what follows; before it they would cost a pass over a matrix.
-        is_wide = _is_wide_product(x._payload, y._payload)
+        is_wide = _is_float16_product_on_cuda(x._payload, y._payload)
         product = wide_product(x._payload, y._payload) if is_wide else separate(left, right)
         y = product * _multiply_unless_one(of_product, alpha) + start * _multiply_unless_one(of_base, beta)
-        return make_scaled_to_fit(saturate_stand_ins(y, scale, storage, *large), scale, storage, dtype)
+        return fit_scaled_tensor(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
     # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
     left, right = (left * of_product, right) if quotient else (left, right * of_product)
     y = compute(start * of_base, left, right, beta, alpha)
-    return make_scaled_to_fit(saturate_stand_ins(y, scale, storage, *large), scale, storage, dtype)
+    return fit_scaled_tensor(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
 
 
-def _is_fused_addend(base: ScaledTensor, x: ScaledTensor, y: ScaledTensor, beta: Any, alpha: Any) -> bool:
+def _is_added_by_fused_kernel(base: ScaledTensor, x: ScaledTensor, y: ScaledTensor, beta: Any, alpha: Any) -> bool:
     """Return whether one kernel adds a tensor to a product: not where the product itself adds in bfloat16."""
     if type(beta) not in (int, float) or type(alpha) not in (int, float) or not beta == alpha == 1:
         return False
     is_bfloat16 = all(one._payload.dtype == torch.bfloat16 for one in (base, x, y))
-    return not is_bfloat16 and _powers.is_fused(base._payload) and _powers.is_fused(x._payload)
+    return not is_bfloat16 and _powers.has_fused_kernels(base._payload) and _powers.has_fused_kernels(x._payload)
 
 
 def _multiply_plain_operands(
@@ -339,7 +325,7 @@ def _multiply_plain_operands(
 ) -> tuple[ScaledTensor | None, list[Tensor | None]]:
     """Return alpha a b (a / b) of two plain operands, None of others, and where it stands for infinity."""
     if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor) or is_symbolic(alpha):
-        return None, [find_stand_ins(a, like, alpha), find_stand_ins(b, like, alpha, inverse=quotient)]
+        return None, [find_outliers(a, like, alpha), find_outliers(b, like, alpha, inverse=quotient)]
     product = (a / b if quotient else a * b).to(torch.float32)
     if isinstance(product, Tensor):
         # Finite numbers whose product float32 does not hold stand for infinity, as the largest that it holds does.
@@ -348,7 +334,7 @@ def _multiply_plain_operands(
             is_beyond = is_beyond & (factor.isfinite() if isinstance(factor, Tensor) else math.isfinite(factor))
         is_beyond = is_beyond & (b != 0) if quotient else is_beyond
         product = torch.where(is_beyond, _clamp_to_float32(product), product)
-    return make_addend(product * alpha, like), [find_stand_ins(product, like, alpha)]
+    return encode_addend(product * alpha, like), [find_outliers(product, like, alpha)]
 
 
 def _clamp_to_float32(number: Any) -> Any:
@@ -359,45 +345,39 @@ def _clamp_to_float32(number: Any) -> Any:
     return number if is_symbolic(number) or not math.isfinite(number) else min(max(number, -largest), largest)
 
 
-def _register_added_product(operator: OpOverload, separate: OpOverload | None = None) -> None:
-    def compute(base: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor:
-        return operator(base, a, b, beta=beta, alpha=alpha)
-
-    def added(base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        batches = a.shape[0] if operator is aten.addbmm.default else 1
-        sum_scale = round_root(1 if operator is aten.addr.default else batches * a.shape[-1])
-        return add_scaled_product(
-            *(base, a, b, compute), sum_scale=sum_scale, beta=beta, alpha=alpha, of_matrices=True, separate=separate
-        )
-
-    implements(operator, family="bilinear")(added)
+# The product of matrices within an operator that adds one.
+_PRODUCTS_WITHIN_SUMS = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
 
 
-_register_added_product(aten.addmm.default, aten.mm.default)
-_register_added_product(aten.baddbmm.default, aten.bmm.default)
-for _operator in (aten.addmv.default, aten.addbmm.default, aten.addr.default):
-    _register_added_product(_operator)
+@implements_each(
+    *(*_PRODUCTS_WITHIN_SUMS, aten.addmv.default, aten.addbmm.default, aten.addr.default), family="bilinear"
+)
+def add_matrix_product(operator: OpOverload, base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """beta base + alpha a b, of matrices or vectors."""
+    batches = a.shape[0] if operator is aten.addbmm.default else 1
+    return add_scaled_product(
+        *(base, a, b),
+        lambda base, a, b, beta, alpha: operator(base, a, b, beta=beta, alpha=alpha),
+        sum_scale=round_root_to_power(1 if operator is aten.addr.default else batches * a.shape[-1]),
+        beta=beta,
+        alpha=alpha,
+        of_matrices=True,
+        separate=_PRODUCTS_WITHIN_SUMS.get(operator),
+    )
 
 
-@implements(aten.addcmul.default, family="bilinear")
-def addcmul(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
-    """base + value a b."""
-    compute = lambda z, x, y, one, v: aten.addcmul.default(_multiply_unless_one(z, one), x, y, value=v)  # noqa: E731
-    total = add_scaled_product(base, a, b, compute, alpha=value)
-    if not (isinstance(base, ScaledTensor) and isinstance(a, ScaledTensor) and a is b):
-        return total
-    if is_symbolic(value) or not value > 0:
+@implements_each(aten.addcmul.default, aten.addcdiv.default, family="bilinear")
+def add_product_or_quotient(operator: OpOverload, base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
+    """base + value a b, or base + value a / b."""
+    compute = lambda z, x, y, one, v: operator(_multiply_unless_one(z, one), x, y, value=v)  # noqa: E731
+    is_quotient = operator is aten.addcdiv.default
+    total = add_scaled_product(base, a, b, compute, alpha=value, quotient=is_quotient)
+    is_square = not is_quotient and isinstance(base, ScaledTensor) and isinstance(a, ScaledTensor) and a is b
+    if not is_square or is_symbolic(value) or not value > 0:
         return total
     # A second moment: squares need twice the range of what is squared, and an optimizer divides by their roots.
     before = to_float32(base)
-    return keep_nonzero(total, torch.where(before >= 0, torch.maximum(to_float32(a).abs(), before), 0.0))
-
-
-@implements(aten.addcdiv.default, family="bilinear")
-def addcdiv(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
-    """base + value a / b."""
-    compute = lambda z, x, y, one, v: aten.addcdiv.default(_multiply_unless_one(z, one), x, y, value=v)  # noqa: E731
-    return add_scaled_product(base, a, b, compute, alpha=value, quotient=True)
+    return replace_underflows(total, torch.where(before >= 0, torch.maximum(to_float32(a).abs(), before), 0.0))
 
 
 def _multiply_unless_one(payload: Tensor, factor: Any) -> Tensor:
@@ -408,59 +388,56 @@ def _multiply_unless_one(payload: Tensor, factor: Any) -> Tensor:
 def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     """a + weight (b - a) on payloads under the larger scale: weights are values."""
     if not isinstance(a, ScaledTensor) and not isinstance(b, ScaledTensor):
-        a, b = make_operand(a, weight), make_operand(b, weight)
+        a, b = encode_operand(a, weight), encode_operand(b, weight)
     (x, y), scale, storage, dtype = align_operands(a, b)
     operator = aten.lerp.Tensor if isinstance(weight, Tensor) else aten.lerp.Scalar
-    return make_scaled_to_fit(operator(x, y, decode_value(weight)), scale, storage, dtype)
+    return fit_scaled_tensor(operator(x, y, decode_value(weight)), scale, storage, dtype)
 
 
 @implements(aten.convolution.default, family="bilinear")
 def convolution(
     x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
 ) -> Tensor:
-    """conv(px, pw) / c under the scale sx sw c with c next below the root of the terms of a sum; a bias joins it.
-
-    All powers of two go into the weight and the bias, so that the result is written once.
-    """
+    """conv(px, pw) / c under the scale sx sw c with c next below the root of the terms of a sum; a bias joins it."""
     given = (x, weight) if bias is None else (x, weight, bias)
-    like = find_scaled(given)
-    x, weight = make_factor(x, like), make_factor(weight, like)
-    sum_scale = round_root(_count_convolution_terms(weight, transposed, groups=rest[-1], of_output=True))
+    like = find_scaled_tensor(given)
+    x, weight = encode_factor(x, like), encode_factor(weight, like)
+    sum_scale = round_root_to_power(_count_convolution_terms(weight, transposed, groups=rest[-1], of_output=True))
     scale, _ = _powers.multiply_scales(x._scale, weight._scale, sum_scale)
     start, large = None, None
     if bias is not None:
-        large = find_stand_ins(bias, like)
+        large = find_outliers(bias, like)
         large = large if large is None else large.reshape(-1, *[1] * (weight.dim() - 2))
-        bias = make_addend(bias, like)
-        scale = _powers.take_largest_of_scales(scale, bias._scale)
+        bias = encode_addend(bias, like)
+        scale = _powers.take_largest_scale(scale, bias._scale)
         start = _powers.multiply_by_power(to_float32(bias), divide_scale_product(bias._scale, scale=scale))
+    # All powers of two go into the weight and the bias, so that the result is written once.
     kernel = _powers.multiply_by_power(to_float32(weight), divide_scale_product(x._scale, weight._scale, scale=scale))
     values = aten.convolution.default(to_float32(x), kernel, start, stride, padding, dilation, transposed, *rest)
     storage = choose_product_storage(given)
-    return make_scaled_to_fit(saturate_stand_ins(values, scale, storage, large), scale, storage, promote_dtypes(given))
+    return fit_scaled_tensor(saturate_outliers(values, scale, storage, large), scale, storage, promote_dtypes(given))
 
 
 @implements(aten.convolution_backward.default, family="bilinear")
 def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tuple[Tensor | None, ...]:
     """Return the gradients of the input, the weight and the bias, those that are asked for."""
     given = (gradient, x, weight)
-    like = find_scaled(given)
-    gradient, x, weight = (make_factor(tensor, like) for tensor in given)
+    like = find_scaled_tensor(given)
+    gradient, x, weight = (encode_factor(tensor, like) for tensor in given)
     payloads = [to_float32(tensor) for tensor in (gradient, x, weight)]
     *_, transposed, _, groups, wanted = rest
     values = aten.convolution_backward.default(*payloads, *rest)
     places = gradient.shape[0] * math.prod(gradient.shape[2:])
     inputs = x.shape[0] * math.prod(x.shape[2:]) if transposed else places
     counts = (_count_convolution_terms(weight, transposed, groups, of_output=False), inputs, places)
-    others = ((weight._scale,), (x._scale,), ())
-    dtypes = (x.dtype, weight.dtype, gradient.dtype)
     storage = choose_product_storage(given)
-    return tuple(
-        make_scaled_result(y, (gradient._scale, *other), storage, dtype, round_root(count), 1 / round_root(count))
-        if ask
-        else None
-        for y, other, count, dtype, ask in zip(values, others, counts, dtypes, wanted)
-    )
+    others = ((weight._scale,), (x._scale,), ())
+    gradients: list[Tensor | None] = [None, None, None]
+    for i, source in enumerate((x, weight, gradient)):
+        if wanted[i]:
+            sum_scale, scales = round_root_to_power(counts[i]), (gradient._scale, *others[i])
+            gradients[i] = make_scaled_result(values[i], scales, storage, source.dtype, sum_scale, 1 / sum_scale)
+    return tuple(gradients)
 
 
 def _count_convolution_terms(weight: Tensor, transposed: bool, groups: int, of_output: bool) -> int:
@@ -477,33 +454,25 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
     total: Any = add(c, mul(a, b)) if isinstance(b, Tensor) else add(c, a, alpha=b)
     if not isinstance(c, ScaledTensor):
         return total
-    held = make_scaled_to_fit(to_float32(total), total._scale, c._payload.dtype, total.dtype)
     if isinstance(b, Tensor) or is_symbolic(b) or not b > 0:
-        return held
-    # A second moment, as in `addcmul`.
-    product, before = to_float32(make_operand(a, c)), to_float32(c)
-    return keep_nonzero(held, torch.where((before >= 0) & (product >= 0), torch.maximum(product, before), 0.0))
+        return fit_scaled_tensor(to_float32(total), total._scale, c._payload.dtype, total.dtype)
+    return make_second_moment(total, c, encode_operand(a, c))
 
 
-RULES_OF_OPERATORS_TO_COME["prims::fma"] = fma
+RULES_OF_OPERATORS_DEFINED_LATER["prims::fma"] = fma
 
 
-def _register_factorization(operator: OpOverload) -> None:
-    """Register an operator that factors the transpose of a contiguous matrix, as its gradient then takes it to have."""
-
-    def rule(matrix: Tensor, *arguments: Any, **options: Any) -> tuple:
-        values = decode_value(matrix)
-        if values.is_contiguous() and not matrix.is_contiguous():
-            values = values.mT.contiguous().mT
-        holders = [x for x in (matrix, *arguments) if isinstance(x, Tensor)]
-        results = operator(values, *map(decode_value, arguments), **options)
-        return tuple(encode_measured(y, holders) for y in results)
-
-    implements(operator, family="linear algebra")(rule)
-
-
-for _operator in (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default):
-    _register_factorization(_operator)
+@implements_each(
+    *(aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default), family="linear algebra"
+)
+def factor_matrix(operator: OpOverload, matrix: Tensor, *arguments: Any, **options: Any) -> tuple:
+    """Factor the transpose of a contiguous matrix, as its gradient then takes it to have."""
+    values = decode_value(matrix)
+    if values.is_contiguous() and not matrix.is_contiguous():
+        values = values.mT.contiguous().mT
+    holders = [x for x in (matrix, *arguments) if isinstance(x, Tensor)]
+    results = operator(values, *map(decode_value, arguments), **options)
+    return tuple(encode_results(y, holders) for y in results)
 
 
 def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
@@ -512,18 +481,13 @@ def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
         return False
     if eight_bit_engine(a.device) == "emulated":
         return False
-    return (
-        all(side % EIGHT_BIT_SIDE_MULTIPLE == 0 for side in (*a.shape, b.shape[1])) and a.numel() > 0 and b.numel() > 0
-    )
+    sides = *a.shape, b.shape[1]
+    return all(side % EIGHT_BIT_SIDE_MULTIPLE == 0 and side > 0 for side in sides)
 
 
 def multiply_eight_bits(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Return factor a b in float32 by torch._scaled_mm, which takes contiguous rows of a and columns of b."""
-    a = a if a.stride(1) == 1 else _copy_bytes(a, torch.contiguous_format)
-    b = b if b.stride(0) == 1 else _copy_bytes(b.t(), torch.contiguous_format).t()
+    a = a if a.stride(1) == 1 else a.view(torch.uint8).contiguous().view(a.dtype)
+    b = b if b.stride(0) == 1 else b.t().view(torch.uint8).contiguous().view(b.dtype).t()
     one, other = (torch.full((), x, dtype=torch.float32, device=a.device) for x in (1.0, factor))
     return torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=torch.float32)
-
-
-def _copy_bytes(x: Tensor, memory_format: torch.memory_format) -> Tensor:
-    return x.view(torch.uint8).clone(memory_format=memory_format).view(x.dtype)
