@@ -85,7 +85,7 @@ def finish_zero_signs(plain, terms: Terms) -> Terms:
     return [head, *(select(sound, t, 0.0) for t in terms[1:])]
 
 
-def gather_terms(x: Terms, keep: int) -> Terms:
+def sum_terms(x: Terms, keep: int) -> Terms:
     """Return the sum of any terms as `keep` components: infinities and NaN as the plain sum, a zero head's sign."""
     plain = x[0]
     for t in x[1:]:
@@ -112,7 +112,7 @@ def add(x: Terms, y: Terms, n: int) -> Terms:
     if n == 1 and len(x) == 1:
         return [x[0] + y[0]]
     if len(x) == 1:
-        return fit_term_count(list(two_sum(x[0], y[0])), n)
+        return pad_or_cut_terms(list(two_sum(x[0], y[0])), n)
     if n <= 2 and len(x) == 2:
         high, low = two_sum(x[0], y[0])
         if len(y) == 1:
@@ -132,7 +132,7 @@ def multiply(x: Terms, y: Terms, n: int) -> Terms:
     if n == 1:
         return [x[0] * y[0]] if len(x) == 1 else multiply(x, y, 2)[:1]
     if len(x) == 1:
-        return fit_term_count(list(two_product(x[0], y[0])), n)
+        return pad_or_cut_terms(list(two_product(x[0], y[0])), n)
     if n == 2:
         high, low = two_product(x[0], y[0])
         if len(y) > 1:
@@ -220,7 +220,7 @@ def center_exponents(x: Terms) -> tuple[Terms, Value]:
     return scale_terms(x, power(-k)), k
 
 
-def fit_term_count(terms: Terms, n: int) -> Terms:
+def pad_or_cut_terms(terms: Terms, n: int) -> Terms:
     """Return the first n terms, padded with zeros."""
     return list(terms[:n]) + [select(is_finite(terms[0]), terms[0], 0.0) * 0.0] * (n - len(terms))
 
@@ -270,7 +270,7 @@ def _round_to_head(rest: Terms, dtype: torch.dtype):
 
 def to_float64_terms(parts: Terms) -> Terms:
     """Return a narrower type's components, converted to float64, as a canonical float64 expansion."""
-    return list(parts) if len(parts) == 1 else gather_terms(list(parts), len(parts))
+    return list(parts) if len(parts) == 1 else sum_terms(list(parts), len(parts))
 
 
 def float16_to_float64(parts: Terms) -> Terms:

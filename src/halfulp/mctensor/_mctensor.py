@@ -12,12 +12,7 @@ from torch._ops import OpOverload
 
 from ..arithmetic import PRECISION, Parts, merge
 from ..kernels import define_operator, is_under_transform, present_operators, untraced
-from ..subclass._identity import (
-    CompositeTensor,
-    check_layout,
-    get_pickled_marks,
-    restore_saved_marks,
-)
+from ..subclass._identity import CompositeTensor, check_layout, get_pickled_marks, restore_saved_marks
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
@@ -110,15 +105,14 @@ class _ForwardModeEncodeFunction(_EncodeFunction):
         return made
 
 
-def save_for_decoding_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save what the gradient of a decoding needs."""
+def _save_for_decoding_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.target = inputs
     ctx.kind, ctx.decoded = x.dtype, type(x)
     ctx.count = len(x._parts) if hasattr(x, "_parts") and x._gradients == COMPONENTS else 0
 
 
 @untraced
-def compute_decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+def _compute_decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
     """Return the gradient of a decoded tensor, with components where it keeps such gradients."""
     if not context.count or isinstance(gradient, context.decoded):
         return gradient.to(context.kind), None
@@ -425,11 +419,7 @@ def wrap_parts(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
 def rebuild_mctensor(
     layout: int, parts: Parts, scale: Tensor | None, gradients: str, requires_grad: bool, is_parameter: bool
 ) -> MCTensor:
-    """Make the tensor that `__reduce_ex__` stored; files of torch.save hold this function's name.
-
-    Raises:
-        ValueError: the file was written by a version of another layout.
-    """
+    """Make the tensor that `__reduce_ex__` stored; files of torch.save hold this function's name."""
     check_layout(layout, PICKLED_LAYOUT_VERSION, "MCTensor", "x.components and x.scale")
     return restore_saved_marks(wrap_parts(tuple(parts), scale, gradients), requires_grad, is_parameter)
 
@@ -450,17 +440,14 @@ def round_to_plain(x: MCTensor) -> Tensor:
 torch.serialization.add_safe_globals([rebuild_mctensor])
 
 
-decode_operator = define_operator(
+_decode_operator = define_operator(
     "decode(Tensor x, ScalarType dtype) -> Tensor",
     lambda x, dtype: x.to(dtype, copy=True),
     lambda x, dtype: torch.empty_like(x, dtype=dtype),
 )
 
 
-@implements(decode_operator)
-def decode_components(x: MCTensor, dtype: torch.dtype) -> Tensor:
-    """Return the value as a plain tensor of a dtype, rounded once."""
-    return decode_to_plain(x, dtype)
+implements(_decode_operator)(decode_to_plain)
 
 
 def _decode_tangent(context: Any, tangent: Tensor, *_: object) -> Tensor:
@@ -468,5 +455,5 @@ def _decode_tangent(context: Any, tangent: Tensor, *_: object) -> Tensor:
 
 
 _differentiable_decode = differentiable(
-    decode_operator, save_for_decoding_gradient, compute_decoding_gradient, _decode_tangent
+    _decode_operator, _save_for_decoding_gradient, _compute_decoding_gradient, _decode_tangent
 )
