@@ -521,7 +521,7 @@ _round_operator = define_operator(
 
 
 def _save_for_gradient(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *operands, ctx.dims, ctx.keepdim, ctx.result_dtype = inputs
+    *operands, ctx.dims, ctx.keepdim, _ = inputs
     ctx.shape, ctx.dtype, ctx.is_dot = operands[0].shape, operands[0].dtype, len(operands) > 1
     if ctx.is_dot:
         ctx.save_for_backward(*operands)

@@ -59,11 +59,6 @@ def make_constants(like, values) -> Terms:
     return [torch.tensor(value, dtype=like.dtype, device=like.device) for value in values]
 
 
-def make_constant(like, value: float):
-    """Return one number as a value of the kind of another."""
-    return make_constants(like, [value])[0]
-
-
 def look_up_terms(tables: list[tuple[float, ...]], index, n: int) -> Terms:
     """n components of a table's entry."""
     return [gather(tables[i], index) for i in range(n)]
@@ -114,11 +109,11 @@ def _interleave_terms(a: Terms, b: Terms) -> Terms:
     return [t for pair in zip(a, b) for t in pair] + list(a[short:]) + list(b[short:])
 
 
-def evaluate_exp(x: Terms, n: int, less: float = 0.0) -> Terms:
-    """2^-less e^x."""
+def evaluate_exp(x: Terms, n: int) -> Terms:
+    """Return e^x, of finite x."""
     q, y = split_exp(x, n)
     one = add(make_constants(x[0], [1.0]), y, n)
-    return [times_power(t, q - less) for t in one]
+    return [times_power(t, q) for t in one]
 
 
 def exp(x: Terms, n: int) -> Terms:
@@ -178,7 +173,8 @@ def _evaluate_small_log1p(r: Terms, n: int) -> Terms:
 
 def finish_logarithm(x, made: Terms) -> Terms:
     """Return a logarithm's terms with the special values of log x."""
-    beyond = select(x < 0.0, make_constant(x, math.nan), select(x == 0.0, make_constant(x, -math.inf), x))
+    nan, lowest = make_constants(x, [math.nan, -math.inf])
+    beyond = select(x < 0.0, nan, select(x == 0.0, lowest, x))
     return finish_special_values(select((x > 0.0) & is_finite(x), made[0], beyond), made)
 
 
@@ -212,7 +208,7 @@ def _limit_terms(far, limit, x: Terms) -> Terms:
 
 def tanh(x: Terms, n: int) -> Terms:
     """-e / (e + 2) with e = expm1(-2 |x|), and the sign of x."""
-    size, one = _take_absolute(x), make_constant(x[0], 1.0)
+    size, (one,) = _take_absolute(x), make_constants(x[0], [1.0])
     far = size[0] > 400.0
     near = _limit_terms(far, one, size)
     e = evaluate_expm1(scale_terms(near, -2.0), n)

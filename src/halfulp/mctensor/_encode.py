@@ -299,11 +299,6 @@ def make_scale(scale: Tensor | float, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 
-def count_held_digits(parts: Parts) -> int:
-    """Return how many decimal digits the components hold."""
-    return int(len(parts) * PRECISION[parts[0].dtype] * math.log10(2))
-
-
 def compute_exact_values(parts: Parts, scale: Tensor | None) -> list[Fraction | float]:
     """Return every element's exact value, flattened; infinities and NaN as floats."""
     columns = [part.detach().double().reshape(-1).tolist() for part in parts]
@@ -318,7 +313,8 @@ def format_values(parts: Parts, scale: Tensor | None, digits: int | None = None)
     """Return the values as nested lists of decimal strings."""
     if digits is not None and digits < 1:
         raise ValueError(f"digits={digits}: allowed are 1 and more")
-    flat = [format_decimal(value, digits or count_held_digits(parts)) for value in compute_exact_values(parts, scale)]
+    digits = digits or int(len(parts) * PRECISION[parts[0].dtype] * math.log10(2))  # that components hold
+    flat = [format_decimal(value, digits) for value in compute_exact_values(parts, scale)]
     nested: str | list[Any] = np.array(flat, dtype=object).reshape(parts[0].shape).tolist()
     return nested
 

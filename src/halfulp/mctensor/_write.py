@@ -116,11 +116,8 @@ def check_takes_fractions(x: Tensor) -> None:
 
 def check_shape(x: Tensor, shape: torch.Size) -> None:
     """Raise unless a result of this shape can be written into x."""
-    if shape != x.shape and torch.broadcast_shapes(shape, x.shape) != x.shape:
-        raise RuntimeError(
-            f"output with shape {list(x.shape)} doesn't match the broadcast shape "
-            f"{list(torch.broadcast_shapes(shape, x.shape))}"
-        )
+    if shape != x.shape and (wide := torch.broadcast_shapes(shape, x.shape)) != x.shape:
+        raise RuntimeError(f"output with shape {list(x.shape)} doesn't match the broadcast shape {list(wide)}")
 
 
 def refuse_overflow_in_place(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | None) -> None:

@@ -22,7 +22,8 @@ from ._comparison import copy_elements, map_components
 
 aten = torch_operators("aten")
 
-# From this magnitude on a value becomes infinite in float16 components under a scale; it does not choose that scale.
+# From this magnitude on a value becomes infinite in float16 components, as in conversions of torch's; it does not
+# choose their scale.
 _LEAST_OVERFLOW = 2.0**132
 
 
@@ -37,10 +38,7 @@ def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
 
 @implements(aten._to_copy.default)
 def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **options: Any) -> Any:
-    """Convert to another device or to components of another dtype, as many as before; to integers as a plain tensor.
-
-    What is out of the new dtype's range becomes infinite, as in every conversion of torch's.
-    """
+    """Convert to another device or to components of another dtype, as many as before; to integers as a plain tensor."""
     if dtype is not None and dtype not in PRECISION:
         return truncate_to_integers(x, dtype).to(device=device)
     if gives_plain_gradient_of(x):
