@@ -53,12 +53,12 @@ _AUTOCAST_PRODUCT_NAMES = {
     "scaled_dot_product_attention",
 }
 # Of one operand they are views of it, or the operand itself.
-_NAMES_OF_SEVERAL_OPERANDS = ("einsum", "chain_matmul", "multi_dot")
+_NAMES_NEEDING_SEVERAL_OPERANDS = ("einsum", "chain_matmul", "multi_dot")
 # By function and not by name: dynamo looks functions up as it traces, and cannot read their names.
-_NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg, torch._VF, torch.functional)
+_TORCH_NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg, torch._VF, torch.functional)
 NAMES_BY_PRODUCT_FUNCTION: dict[Any, str] = {
     getattr(holder, name): name
-    for holder in _NAMESPACES
+    for holder in _TORCH_NAMESPACES
     for name in sorted((PRODUCT_NAMES | RECURRENT_CELL_NAMES) - _UNWIDENED_PRODUCT_NAMES)
     if callable(getattr(holder, name, None))
 }
@@ -111,7 +111,7 @@ def _find_dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torc
         count += 1
         if x is not mask and (x.is_floating_point() or x.is_complex()):
             found.add(x.dtype)
-    if count < 2 and name in _NAMES_OF_SEVERAL_OPERANDS:
+    if count < 2 and name in _NAMES_NEEDING_SEVERAL_OPERANDS:
         return None
     if torch.is_autocast_enabled("cpu") and name in _AUTOCAST_PRODUCT_NAMES:
         dtype = torch.get_autocast_dtype("cpu")

@@ -201,7 +201,7 @@ def _take_absolute(x: Terms) -> Terms:
     return _copy_sign(x[0], x)
 
 
-def _limit_terms(far, limit, x: Terms) -> Terms:
+def _replace_far_terms(far, limit, x: Terms) -> Terms:
     """Return x, or a limit where it is far."""
     return [select(far, limit, x[0]), *(select(far, 0.0, t) for t in x[1:])]
 
@@ -210,10 +210,10 @@ def tanh(x: Terms, n: int) -> Terms:
     """-e / (e + 2) with e = expm1(-2 |x|), and the sign of x."""
     size, (one,) = _take_absolute(x), make_constants(x[0], [1.0])
     far = size[0] > 400.0
-    near = _limit_terms(far, one, size)
+    near = _replace_far_terms(far, one, size)
     e = evaluate_expm1(scale_terms(near, -2.0), n)
     made = divide(negate(e), add(e, [one + one], n), n)
-    made = _limit_terms(far, one, made)
+    made = _replace_far_terms(far, one, made)
     return keep_sign_of_zero(x, _copy_sign(x[0], made))
 
 

@@ -404,7 +404,8 @@ def _multiply_block(block: _InnerBlock, known: Parts, last: bool) -> tuple[Parts
     # They suffice where |A||B| is not much below its largest possible.
     most = block.a[0].shape[-1] / 64
     slices = next((n for n in range(1, MOST_SLICES) if block.find_least_covered_sum(n) <= most), MOST_SLICES)
-    wanted, missed = 0, None
+    wanted = 0
+    missed: torch.Tensor | None = None
     while True:
         with _borrow_workspace(_plan_workspace(block, slices), block.a[0].device) as (cut, sizes, results):
             left, right = _cut_slices(block, slices, cut, sizes)

@@ -229,7 +229,7 @@ def pad_or_cut_terms(terms: Terms, n: int) -> Terms:
 SIXTEEN_BIT_LIMITS = {torch.float16: (11, -14, 65504.0), torch.bfloat16: (8, -126, (2.0 - 2.0**-7) * 2.0**127)}
 
 
-def round_to_narrow(x, dtype: torch.dtype):
+def round_to_narrow_dtype(x, dtype: torch.dtype):
     """Return a float64 rounded to a narrower type's numbers, ties to even, still as float64."""
     if dtype == torch.float32:
         return round_to_float32(x)
@@ -250,22 +250,22 @@ def round_to_components(terms: Terms, dtype: torch.dtype, n: int) -> Terms:
     """n components of a narrower type, largest first; behind an infinity or NaN follow zeros."""
     rest, out = list(terms), []
     for _ in range(n):
-        out.append(_round_to_head(rest, dtype))
+        out.append(_round_sum_once(rest, dtype))
         rest = [rest[0] - out[-1], *rest[1:]]
         if len(rest) > 1:
             rest = sweep_terms(rest)
     return [out[0], *(select(is_finite(out[0]), part, 0.0) for part in out[1:])]
 
 
-def _round_to_head(rest: Terms, dtype: torch.dtype):
+def _round_sum_once(rest: Terms, dtype: torch.dtype):
     """Return the sum rounded once: a tie of the first term is broken by the second."""
-    part = round_to_narrow(rest[0], dtype)
+    part = round_to_narrow_dtype(rest[0], dtype)
     if len(rest) == 1:
         return part
     left = rest[0] - part
     other = part + (left + left)
     same_side = (rest[1] > 0.0) & (left > 0.0) | (rest[1] < 0.0) & (left < 0.0)
-    return select(same_side & (round_to_narrow(other, dtype) == other), other, part)
+    return select(same_side & (round_to_narrow_dtype(other, dtype) == other), other, part)
 
 
 def to_float64_terms(parts: Terms) -> Terms:

@@ -92,7 +92,7 @@ def _add_components(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _round_without_overflow(x, dtype: torch.dtype):
-    """Round a float64 that no rounding makes infinite: see `round_to_narrow`."""
+    """Round a float64 that no rounding makes infinite: see `round_to_narrow_dtype`."""
     precision, lowest, _ = SIXTEEN_BIT_LIMITS[dtype]
     magic, least = power_below(x) * (1.5 * 2.0 ** (53 - precision)), 1.5 * 2.0 ** (lowest + 53 - precision)
     magic = select(magic > least, magic, least)

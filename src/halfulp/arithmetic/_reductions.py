@@ -128,7 +128,8 @@ def _view_as_matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[i
         return tuple([part.contiguous() for part in parts]), (1, parts[0].numel(), 1)
     before = [d for d in range(dims[0]) if d not in dims]
     behind = [d for d in range(dims[0], len(shape)) if d not in dims]
-    many, rows, columns = sizes = tuple(math.prod([shape[d] for d in some]) for some in (before, dims, behind))
+    many, rows, columns = (math.prod([shape[d] for d in some]) for some in (before, dims, behind))
+    sizes = (many, rows, columns)
     order = [*before, *dims, *behind]
     if order != sorted(order):
         parts = tuple([part.permute(order) for part in parts])
@@ -269,7 +270,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, sh
     """Reduce every segment; return the results in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
     engine = select_engine(parts[0].device.type)
-    if engine == "triton" and (on_device := _ready_triton_kernel(reduction, parts[0].device)) is not None:
+    if engine == "triton" and (on_device := _find_triton_kernel(reduction, parts[0].device)) is not None:
         return tuple([part.reshape(shape) for part in _run_on_triton(reduction, on_device, parts, cut)])
     if engine != "llvm":
         return tuple([part.reshape(shape) for part in _reduce_by_reference(reduction, parts, cut)])
@@ -293,7 +294,7 @@ def _compile_kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
     return compile_reduction(f"reduce_{reduction.kind}", reduction.device_functions, stored, written, shape)
 
 
-def _ready_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
+def _find_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
     """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
     stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
     name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"

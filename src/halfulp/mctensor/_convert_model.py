@@ -28,7 +28,7 @@ from ..subclass.models._conversion import (
 from ..subclass.models._parameter_holders import check_holders
 from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
 from ._encode import check_component_count, check_dtype
-from ._mctensor import MCTensor, decode_to_plain, wrap_parts
+from ._mctensor import MCTensor, decode_to_plain, wrap_components
 
 # Layout of the entries below; a file of another layout is refused.
 STATE_DICT_VERSION = 2
@@ -108,7 +108,7 @@ def _read_fitting_tensor(state_dict: Mapping[str, Any], name: str, parameter: MC
     if (count, value.dtype, value._scale is not None) == (own, parameter.dtype, scaled):
         # In memory of its own: a change of scale rewrites all of a component's memory.
         parts = tuple(p.clone() if scaled and p.untyped_storage().nbytes() != p.nbytes else p for p in value._parts)
-        return wrap_parts(parts, value._scale, parameter._gradients)
+        return wrap_components(parts, value._scale, parameter._gradients)
     scale = "auto" if scaled else "none"
     return MCTensor.encode(value, own, parameter.dtype, scale, gradients=parameter._gradients)
 
@@ -133,7 +133,7 @@ def _read_tensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | 
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")
     if parts[0].dtype not in PRECISION:
         raise ValueError(f"{name!r} is {parts[0].dtype} in the file: components are floating point")
-    return wrap_parts(tuple(part.detach() for part in parts), scale, "first")
+    return wrap_components(tuple(part.detach() for part in parts), scale, "first")
 
 
 def _divide_entry_by_scale(

@@ -19,7 +19,7 @@ from ..subclass._collectives import is_collective, refuse_collective
 from ..subclass._foreach import make_foreach_rule
 from ..subclass._in_backward import disable_result_rounding, gives_plain_gradient
 from ..subclass._rule_table import functional_form, is_written
-from ._mctensor import MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
+from ._mctensor import MCTensor, decode_to_plain, implements, register_derivation, wrap_components
 from ._result_type import (
     ResultType,
     encode_plain_operands,
@@ -210,7 +210,7 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
         if isinstance(target, MCTensor) and target._scale is not None and isinstance(result, Tensor):
             wide = tuple(part.double() for part in to_components(result, target.device))
             parts = limit_written_elements(wide, tree_leaves(given))
-            write_value(target, result if parts is wide else wrap_parts(parts, None, target._gradients))
+            write_value(target, result if parts is wide else wrap_components(parts, None, target._gradients))
         elif isinstance(target, MCTensor) or isinstance(result, MCTensor):
             write_value(target, result)
         else:

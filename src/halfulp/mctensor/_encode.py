@@ -28,7 +28,7 @@ def encode_components(
     check_component_count(components)
     if device is not None or isinstance(x, Tensor):
         require_float64(torch.device(x.device if device is None else device), "MCTensors")
-    wide, own = _convert_to_parts(x, device)
+    wide, own = _convert_to_components(x, device)
     dtype = check_dtype(dtype or own)
     held = _make_requested_scale(scale, wide[0], dtype)
     if held is None:
@@ -141,14 +141,14 @@ def _make_requested_scale(scale: Any, value: Tensor, dtype: torch.dtype) -> Tens
     return choose_scale(find_magnitude(value), dtype) if scale == "auto" else None
 
 
-def _convert_to_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
+def _convert_to_components(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
     """Return any input as components of some dtype, and the default dtype of its encoding."""
     if isinstance(x, np.ndarray):
         if x.dtype.kind == "O":
-            return _convert_numbers_to_parts(x.tolist(), device)
+            return _convert_numbers_to_components(x.tolist(), device)
         x = torch.from_numpy(x) if x.flags.writeable else torch.from_numpy(x.copy())
     if not isinstance(x, Tensor):
-        return _convert_numbers_to_parts(x, device)
+        return _convert_numbers_to_components(x, device)
     x = x if device is None else x.to(device)
     if hasattr(x, "_parts"):
         return (x._parts if x._scale is None else convert_to_float64(x._parts, x._scale)), x.dtype
@@ -157,7 +157,7 @@ def _convert_to_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
     return (resolve_plain_memory(x.detach(), "x"),), check_dtype(x.dtype)
 
 
-def _convert_numbers_to_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
+def _convert_numbers_to_components(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
     flat: list = []
     shape = _flatten_lists(x, flat)
     rows = [_split_exact_value(_find_exact_value(value)) for value in flat]
@@ -187,7 +187,7 @@ def _find_exact_value(value: Any) -> Fraction | float:
             return float(value)
         return (-1 if sign else 1) * Fraction(int(mantissa)) * Fraction(2) ** int(exponent)
     if isinstance(value, Tensor) and value.dim() == 0:
-        parts, _ = _convert_to_parts(value.detach(), None)
+        parts, _ = _convert_to_components(value.detach(), None)
         first = float(parts[0])
         return sum((Fraction(float(part)) for part in parts[1:]), Fraction(first)) if math.isfinite(first) else first
     if isinstance(value, (complex, np.complexfloating)):

@@ -225,7 +225,7 @@ class MCTensor(CompositeTensor):
             refuse_jit_trace("MCTensor")
         source = x.detach() if isinstance(x, Tensor) else x
         parts, held = encode_components(source, components, dtype, scale, device)
-        made = wrap_parts(parts, held, gradients)
+        made = wrap_components(parts, held, gradients)
         connected: MCTensor = attach_history(x, made) if isinstance(x, Tensor) else made
         return connected
 
@@ -249,7 +249,7 @@ class MCTensor(CompositeTensor):
         """
         check_gradients_mode(gradients)
         parts, held = canonicalize_components(components, scale)
-        return wrap_parts(parts, held, gradients)
+        return wrap_components(parts, held, gradients)
 
     @staticmethod
     def implements(*operators: Any) -> Callable[[Given], Given]:
@@ -290,7 +290,7 @@ class MCTensor(CompositeTensor):
     def with_gradients(self, gradients: str) -> MCTensor:
         """Return a leaf of the same components, sharing memory, that keeps gradients of another kind."""
         check_gradients_mode(gradients)
-        made = wrap_parts(self._parts, self._scale, gradients)
+        made = wrap_components(self._parts, self._scale, gradients)
         made.requires_grad_(self.requires_grad)
         return made
 
@@ -323,7 +323,7 @@ class MCTensor(CompositeTensor):
         if isinstance(data, Tensor):
             data = data.detach() if data.is_floating_point() else data.double()
         scale = "none" if self._scale is None else "auto"
-        made = wrap_parts(*encode_components(data, len(self._parts), kind, scale, place), self._gradients)
+        made = wrap_components(*encode_components(data, len(self._parts), kind, scale, place), self._gradients)
         return made.requires_grad_(requires_grad)
 
     def new(self, *arguments: Any, **options: Any) -> NoReturn:
@@ -359,7 +359,7 @@ class MCTensor(CompositeTensor):
 
     def _make_like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
         count = len(self._parts)
-        made = wrap_parts(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
+        made = wrap_components(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
         made.requires_grad_(requires_grad)
         return made
 
@@ -383,7 +383,7 @@ class MCTensor(CompositeTensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[str, int, bool], size: Any, stride: Any
     ) -> MCTensor:
-        return wrap_parts(tuple(inner[f"_part_{i}"] for i in range(context[1])), inner.get("_scale"), context[0])
+        return wrap_components(tuple(inner[f"_part_{i}"] for i in range(context[1])), inner.get("_scale"), context[0])
 
     @staticmethod
     def _from_plain_tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
@@ -392,7 +392,7 @@ class MCTensor(CompositeTensor):
 
     @untraced
     def __coerce_tangent_metadata__(self) -> MCTensor:
-        return wrap_parts((round_to_plain(self),), None, FIRST) if self._gradients == FIRST else self
+        return wrap_components((round_to_plain(self),), None, FIRST) if self._gradients == FIRST else self
 
     @untraced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: Any = None) -> Tensor | None:
@@ -402,7 +402,7 @@ class MCTensor(CompositeTensor):
 
 
 @untraced
-def wrap_parts(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
+def wrap_components(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
     """Make an MCTensor over components of equal shape and strides, without copying or checking."""
     first = parts[0]
     shape, strides, offset = first.shape, first.stride(), first.storage_offset()
@@ -421,7 +421,7 @@ def rebuild_mctensor(
 ) -> MCTensor:
     """Make the tensor that `__reduce_ex__` stored; files of torch.save hold this function's name."""
     check_layout(layout, PICKLED_LAYOUT_VERSION, "MCTensor", "x.components and x.scale")
-    return restore_saved_marks(wrap_parts(tuple(parts), scale, gradients), requires_grad, is_parameter)
+    return restore_saved_marks(wrap_components(tuple(parts), scale, gradients), requires_grad, is_parameter)
 
 
 def decode_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:

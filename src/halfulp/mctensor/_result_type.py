@@ -30,7 +30,7 @@ from ._encode import (
     split_number,
     split_number_in_float32,
 )
-from ._mctensor import MCTensor, attach_history, wrap_parts
+from ._mctensor import MCTensor, attach_history, wrap_components
 
 # A sum of positive numbers is not to become 0 beside large ones: it may be divided by.
 SUM_FUNCTION_NAMES = ("add", "sub", "addcmul", "hypot")
@@ -111,9 +111,9 @@ def run_function(name: str, *operands: Any, form: ResultType | None = None) -> T
     if form is None and len(operands) == 2 and are_operands_alike(*operands):
         x, y = operands
         if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():
-            return wrap_parts(evaluate_alike(name, x._parts, y._parts), None, x._gradients)
+            return wrap_components(evaluate_alike(name, x._parts, y._parts), None, x._gradients)
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
-        return wrap_parts(parts, None, x._gradients)
+        return wrap_components(parts, None, x._gradients)
     form = form or result_type(operands)
     if form.scaled and not gives_plain_gradient(form.gradients, form.has_gradient):
         given = [
@@ -129,7 +129,8 @@ def run_function(name: str, *operands: Any, form: ResultType | None = None) -> T
     if form.scaled:
         wide = pointwise(name, *converted, components=count_float64_components(form), dtype=torch.float64)
         return _scale_result(wide, find_magnitude(wide[0]), form, name in SUM_FUNCTION_NAMES)
-    return wrap_parts(pointwise(name, *converted, components=form.components, dtype=form.dtype), None, form.gradients)
+    parts = pointwise(name, *converted, components=form.components, dtype=form.dtype)
+    return wrap_components(parts, None, form.gradients)
 
 
 def are_operands_alike(a: Any, b: Any) -> bool:
@@ -177,7 +178,7 @@ def make_result(parts: Parts, form: ResultType) -> Tensor:
         return _round_to_components(parts, 1, form.dtype)[0]
     if form.scaled:
         return _make_scaled_result(parts, form)
-    return wrap_parts(_round_to_components(parts, form.components, form.dtype), None, form.gradients)
+    return wrap_components(_round_to_components(parts, form.components, form.dtype), None, form.gradients)
 
 
 def _make_scaled_result(parts: Parts, form: ResultType) -> MCTensor:
@@ -187,7 +188,7 @@ def _make_scaled_result(parts: Parts, form: ResultType) -> MCTensor:
 
 def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps: bool = False) -> MCTensor:
     scale = choose_scale(largest, form.dtype)
-    return wrap_parts(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
+    return wrap_components(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
 
 
 def align_operands(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
@@ -210,7 +211,7 @@ def align_operands(operands: Iterable[Any], form: ResultType) -> tuple[list[Part
 
 def keep_component_gradients(x: MCTensor) -> MCTensor:
     """Return x with gradients="components", so that an operator's inner steps are not rounded in a backward pass."""
-    return wrap_parts(x._parts, x._scale, COMPONENTS)
+    return wrap_components(x._parts, x._scale, COMPONENTS)
 
 
 def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -293,11 +294,11 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
             return x
         parts = to_components(x.detach(), form.device)
         if ranked and not x.dim():  # promotes nothing, and keeps all the digits of a float64
-            made = wrap_parts(renormalize(parts, form.components, torch.float64), None, form.gradients)
+            made = wrap_components(renormalize(parts, form.components, torch.float64), None, form.gradients)
         elif form.scaled:
             made = _make_scaled_result(parts, form)
         else:
-            made = wrap_parts(renormalize(parts, form.components, form.dtype), None, form.gradients)
+            made = wrap_components(renormalize(parts, form.components, form.dtype), None, form.gradients)
         return attach_history(x, made) if with_gradients else made
 
     return tree_map(encode_operand, operands)

@@ -13,7 +13,7 @@ from ...arithmetic import Parts, compare, pointwise
 from ...arithmetic._exact_sums import normalize_dims
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
-from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
+from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, align_operands, make_result, result_type, run_function, to_components
 
 aten = torch_operators("aten")
@@ -46,7 +46,7 @@ def copy_elements(function: Callable, operands: Sequence[Any], form: ResultType)
     if gives_plain_gradient(form.gradients, form.has_gradient):
         return function(*(_round_operand(x, form) for x in operands))
     parts, scale = align_operands(operands, form)
-    return wrap_parts(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
+    return wrap_components(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
 
 
 def select_elements(mask: Tensor, a: Any, b: Any, form: ResultType | None = None) -> Tensor:
@@ -132,7 +132,7 @@ def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     if gives_plain_gradient_of(x):
         return function(round_to_plain(x))
     scale = None if x._scale is None else x._scale.clone()
-    return wrap_parts(tuple(map(function, x._parts)), scale, x._gradients)
+    return wrap_components(tuple(map(function, x._parts)), scale, x._gradients)
 
 
 implements(aten.neg.default)(lambda x: map_components(x, torch.neg))
@@ -187,7 +187,7 @@ def _truncate_components(x: MCTensor) -> Parts:
 implements(aten.ceil.default)(lambda x: -floor(-x))
 implements(aten.trunc.default)(lambda x: make_result(_truncate_components(x), result_type((x,))))
 implements(aten.frac.default)(
-    lambda x: run_function("sub", x, wrap_parts(_truncate_components(x), None, COMPONENTS), form=result_type((x,)))
+    lambda x: run_function("sub", x, wrap_components(_truncate_components(x), None, COMPONENTS), form=result_type((x,)))
 )
 
 
@@ -256,7 +256,8 @@ def _flatten_nonempty(x: MCTensor) -> Any:
 def _reduce_to_extreme(x: MCTensor, dim: Any, keepdim: bool, sign: int) -> Tensor:
     if not x.dim():
         return x.clone()
-    values, dims = x, normalize_dims(x.dim(), dim)
+    dims = normalize_dims(x.dim(), dim)
+    values: Any = x
     for reduced in dims:
         values = _find_extreme(values, reduced, True, sign)[0]
     return values if keepdim else values.squeeze(dims)

@@ -15,7 +15,7 @@ from ...kernels import require_float64, torch_operators
 from ...subclass._collectives import register_collectives, run_and_wait
 from ...subclass._in_backward import gives_plain_gradient_of, is_storing_plain_gradient
 from .._encode import choose_scale, divide_by_scale, find_magnitude
-from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
+from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, make_result, result_type, to_components
 from .._write import copy_received_value, list_inner_tensors, truncate_to_integers, write_value
 from ._comparison import copy_elements, map_components
@@ -33,7 +33,7 @@ def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
     if gives_plain_gradient_of(x) or is_storing_plain_gradient(x._gradients):
         return round_to_plain(x).clone(memory_format=memory_format)
     scale = None if x._scale is None else x._scale.clone()
-    return wrap_parts(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
+    return wrap_components(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
 
 
 @implements(aten._to_copy.default)
@@ -47,14 +47,14 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
         require_float64(torch.device(device), "MCTensors")
         move = {"device": device, "non_blocking": options.get("non_blocking", False)}
         scale = None if x._scale is None else x._scale.to(**move)
-        x = wrap_parts(tuple(part.to(**move) for part in x._parts), scale, x._gradients)
+        x = wrap_components(tuple(part.to(**move) for part in x._parts), scale, x._gradients)
     if dtype is None or dtype == x.dtype:
         return clone(x, memory_format=memory_format)
     parts = to_components(x, x.device)
     if dtype == torch.float16:
         wide = tuple(part.double() for part in parts)
         scale = choose_scale(find_magnitude(wide[0].where(wide[0].abs() < _LEAST_OVERFLOW, 0.0)), dtype)
-        return wrap_parts(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
+        return wrap_components(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
     return make_result(parts, ResultType(dtype, len(x._parts), x._gradients, False, x.device))
 
 
@@ -106,7 +106,7 @@ def make_like(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any
         return make_result((first,), form)
     rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
     scale = torch.ones((), dtype=torch.float32, device=first.device) if form.scaled else None
-    filled = wrap_parts((first, *rest), scale, x._gradients)
+    filled = wrap_components((first, *rest), scale, x._gradients)
     # One component holds them: where a backward pass begins with these, its gradients are plain from there on.
     filled._seeds_backward = operator is aten.ones_like.default
     return filled
@@ -229,8 +229,8 @@ def view(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> 
         return operator(round_to_plain(x), *arguments, **options)
     parts = tuple(operator(part, *arguments, **options) for part in x._parts)
     if isinstance(parts[0], Tensor):
-        return wrap_parts(parts, x._scale, x._gradients)
-    return [wrap_parts(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
+        return wrap_components(parts, x._scale, x._gradients)
+    return [wrap_components(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
 
 
 @implements(aten.detach.default)
@@ -238,7 +238,7 @@ def detach(x: MCTensor) -> Tensor:
     """Return the same components; a gradient that is being stored in a leaf becomes the kind that the leaf keeps."""
     if is_storing_plain_gradient(x._gradients):
         return round_to_plain(x).detach()
-    return wrap_parts(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
+    return wrap_components(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
 
 
 @implements_each(aten.is_same_size.default, aten._has_same_storage_numel.default)

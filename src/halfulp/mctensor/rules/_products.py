@@ -17,7 +17,7 @@ from ...arithmetic._matmul import find_largest_magnitude, multiply_float16_in_fl
 from ...kernels import define_operator, torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
 from .._encode import HEADROOM_BINADES, TOP_EXPONENTS, choose_scale, divide_by_scale, find_magnitude
-from .._mctensor import MCTensor, implements, wrap_parts
+from .._mctensor import MCTensor, implements, wrap_components
 from .._result_type import (
     ResultType,
     are_operands_alike,
@@ -46,20 +46,20 @@ def _has_scale(x: Any) -> bool:
 
 def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
     """Multiply payloads, and the result by both scales."""
-    payloads = tuple(x._parts if isinstance(x, MCTensor) else to_components(x, form.device) for x in (a, b))
+    left, right = (x._parts if isinstance(x, MCTensor) else to_components(x, form.device) for x in (a, b))
     scales = [x._scale for x in (a, b) if _has_scale(x)]
     # float32 carries a product to two float16 components; more need float64.
     is_short = form.scaled and form.components <= 2 and not gives_plain_gradient(form.gradients, form.has_gradient)
-    if is_short and _are_float16_matrices(payloads[0][0], payloads[1][0]):
-        flat = [*payloads[0], *payloads[1]]
+    if is_short and _are_float16_matrices(left[0], right[0]):
+        flat = [*left, *right]
         call = _multiply_float16 if all(type(part) is Tensor for part in flat) else _float16_operator
-        *parts, scale = call(flat, len(payloads[0]), scales, form.components)
-        return wrap_parts(tuple(parts), scale, form.gradients)
-    return make_result(_multiply_in_float64(payloads, scales, 1 if form.fits_float64 else form.components), form)
+        *parts, scale = call(flat, len(left), scales, form.components)
+        return wrap_components(tuple(parts), scale, form.gradients)
+    return make_result(_multiply_in_float64(left, right, scales, 1 if form.fits_float64 else form.components), form)
 
 
-def _multiply_in_float64(payloads: tuple[Parts, Parts], scales: list[Tensor], count: int) -> Parts:
-    wide = arithmetic.matmul(*payloads, count, torch.float64)
+def _multiply_in_float64(left: Parts, right: Parts, scales: list[Tensor], count: int) -> Parts:
+    wide = arithmetic.matmul(left, right, count, torch.float64)
     for scale in scales:
         wide = tuple(part * scale for part in wide)
     return wide
@@ -83,7 +83,7 @@ def _multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], compo
             if power <= 2.0**127:
                 parts = split_into_float16(product, factor / power, components)
                 return [*parts, torch.tensor(power, dtype=torch.float32, device="cpu")]
-    wide = _multiply_in_float64(payloads, scales, 1)
+    wide = _multiply_in_float64(*payloads, scales, 1)
     scale = choose_scale(find_magnitude(wide[0]), torch.float16)
     return [*divide_by_scale(wide, scale, components, torch.float16), scale]
 
@@ -123,7 +123,8 @@ def mm(a: Any, b: Any) -> Tensor:
     if left[-1] != right[-2] or left[:-2] != right[:-2]:
         raise RuntimeError(f"shapes {tuple(left)} and {tuple(right)} cannot be multiplied")
     if are_operands_alike(a, b):
-        return wrap_parts(arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype), None, a._gradients)
+        parts = arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype)
+        return wrap_components(parts, None, a._gradients)
     return multiply_matrices(a, b, result_type((a, b)))
 
 
