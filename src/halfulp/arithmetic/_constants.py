@@ -10,12 +10,12 @@ PRECISE_BITS = 420
 FloatTable = tuple[float, ...]
 
 
-def make_precise_context(bits: int = PRECISE_BITS) -> Any:
+def make_precise_context() -> Any:
     """Return a context of mpmath of its own, as the precision of `mpmath.mp` is the user's."""
     from mpmath import MPContext  # a twentieth of a second, which few calls need
 
     context = MPContext()
-    context.prec = bits
+    context.prec = PRECISE_BITS
     return context
 
 
@@ -48,7 +48,7 @@ def compute_log(base: int) -> Any:
 
 @functools.cache
 def compute_pi() -> Any:
-    """pi."""
+    """Return pi."""
     return +make_precise_context().pi
 
 
@@ -66,14 +66,14 @@ def make_reciprocal_tables() -> tuple[FloatTable, list[FloatTable]]:
 
 @functools.cache
 def make_fractional_power_tables() -> list[FloatTable]:
-    """2^(j/128) - 1 for j = -64 to 64."""
+    """Return 2^(j/128) - 1 for j = -64 to 64."""
     mp = make_precise_context()
     return _split_into_tables(mp.expm1(mp.ln2 * j / 128) for j in range(-64, 65))
 
 
 @functools.cache
 def make_sine_cosine_tables() -> tuple[list[FloatTable], list[FloatTable]]:
-    """sin and cos of j pi / 32 for j = 0 to 63."""
+    """Return sin and cos of j pi / 32 for j = 0 to 63."""
     mp = make_precise_context()
     points = [mp.mpf(j) / 32 for j in range(64)]
     return _split_into_tables(map(mp.sinpi, points)), _split_into_tables(map(mp.cospi, points))

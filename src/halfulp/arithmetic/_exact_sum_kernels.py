@@ -6,7 +6,6 @@ A window holds 16 bits of the accumulator as an int64, so that many words are ad
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ WORD_COUNT = LIMB_COUNT + 4
 ELEMENT_FORMATS = {dtype: formats.get(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 WORD_TYPES = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 WINDOW_BITS = 16
-BLOCK_LENGTH = 2048  # neighbours that become float64 parts together
 _HEAD_BITS = 62  # bits of the leading part that is rounded
 _EXPONENT_OFFSET = 4096  # added to exponents, so that they are words
 _LOADS_BY_BITS: dict[int, Any] = {16: o.load16, 32: o.load32, 64: o.load64}
@@ -44,24 +42,18 @@ def _find_top_field(layout: Format) -> int:
     return 2 * layout.bias + 1
 
 
-def _find_least_exponent(layout: Format) -> int:
-    """Return the exponent of the smallest subnormal number."""
-    return layout.emin - layout.mantissa_bits
+def _find_least_exponent(dtype: torch.dtype, product: bool) -> int:
+    """Return the exponent of the smallest subnormal number, or of its square."""
+    return (1 + product) * (ELEMENT_FORMATS[dtype].emin - ELEMENT_FORMATS[dtype].mantissa_bits)
 
 
 @dataclass(frozen=True)
 class LimbRange:
-    """The limbs that sums of some terms need.
+    """The limbs that sums of some terms need."""
 
-    Attributes:
-        first: the lowest, counted from the accumulator's.
-        limbs: how many; the highest has the sign.
-        windows: whether there are two windows for each limb, rather than the limb itself.
-    """
-
-    first: int = 0
-    limbs: int = LIMB_COUNT
-    windows: bool = False
+    first: int = 0  # the lowest, counted from the accumulator's
+    limbs: int = LIMB_COUNT  # how many; the highest has the sign
+    windows: bool = False  # whether there are two windows for each limb, rather than the limb itself
 
     @property
     def counter_count(self) -> int:
@@ -77,10 +69,9 @@ class LimbRange:
     @functools.cache
     def for_terms(cls, dtype: torch.dtype, product: bool) -> LimbRange:
         """Return the limbs of terms of a dtype, or of their products, and the float64 parts of blocks of them."""
-        layout, factors = ELEMENT_FORMATS[dtype], 1 + product
-        least = factors * _find_least_exponent(layout)
+        least = _find_least_exponent(dtype, product)
         first = (min(least, max(least, -1074) - 53) - LOWEST_EXPONENT) // LIMB_BITS
-        top = (factors * (layout.bias + 1) + 64 - LOWEST_EXPONENT) // LIMB_BITS
+        top = ((1 + product) * (ELEMENT_FORMATS[dtype].bias + 1) + 64 - LOWEST_EXPONENT) // LIMB_BITS
         return cls(first, min(LIMB_COUNT, top + 1) - first, windows=True)
 
 
@@ -153,7 +144,7 @@ def make_term_adding_table(dtype: torch.dtype, product: bool, reach: LimbRange, 
     if other:
         term, parts = _multiply_terms(layout, term, other[0])
     special, minus_zero = term.infinite | term.nan, (term.integer == 0) & term.negative
-    least = (1 + product) * _find_least_exponent(layout) - reach.lowest_exponent
+    least = _find_least_exponent(dtype, product) - reach.lowest_exponent
     coded = o.bit_or(
         select(term.nan | (term.infinite & ~term.negative), _WORD_ONE, _WORD_ZERO),
         select(term.nan | (term.infinite & term.negative), np.uint64(1 << 32), _WORD_ZERO),
@@ -177,21 +168,18 @@ def make_term_adding_table(dtype: torch.dtype, product: bool, reach: LimbRange, 
 
 
 def count_block_elements(dtype: torch.dtype, product: bool) -> int:
-    """Return the number of elements of a block; products of float64 have 106 bits and leave fewer for carries."""
-    return BLOCK_LENGTH // 4 if product and dtype == torch.float64 else BLOCK_LENGTH
+    """Return the number of neighbours that become float64 parts together; of products with 106 bits fewer."""
+    return 512 if product and dtype == torch.float64 else 2048
 
 
-def count_cuts(dtype: torch.dtype, product: bool) -> tuple[int, int]:
+def list_cut_counts(dtype: torch.dtype, product: bool) -> tuple[int, int]:
     """Return how often terms are cut that are near each other, and how often those that are not."""
     return (2, 5) if product and dtype == torch.float64 else (1, 4)
 
 
 @functools.cache
 def make_block_summing_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> Table:
-    """Return the kernel that sums a block into `cuts` + 1 float64 with its exact sum, or NaN where they cannot hold it.
-
-    The last number counts the terms that are -0.
-    """
+    """Return the kernel that sums a block into `cuts` + 1 float64 (or NaN), and counts its terms that are -0."""
     element = Recording(1 + product)
     words = [_LOADS_BY_BITS[ELEMENT_FORMATS[dtype].bits](array, element.index) for array in element.arrays]
     carries = count_block_elements(dtype, product).bit_length() - 1
@@ -251,9 +239,9 @@ def _split_term(dtype: torch.dtype, product: bool, cuts: int, carries: int, word
     sums = []
     for k, start in enumerate(starts):
         parts = [(start + rest) - start for rest in (rests if k else rests[:1])]
-        sums.append(_add_up(parts))
+        sums.append(sum(parts[1:], parts[0]))
         rests = [rest - part for rest, part in zip(rests, parts)] + rests[len(parts) :]
-    return [*sums, _add_up(rests), bits == 1 << (63 if not own else layout.bits - 1)]
+    return [*sums, sum(rests[1:], rests[0]), bits == 1 << (63 if not own else layout.bits - 1)]
 
 
 def _convert_to_float64(dtype: torch.dtype, word: Any) -> Any:
@@ -264,16 +252,12 @@ def _convert_to_float64(dtype: torch.dtype, word: Any) -> Any:
     return word.trace.emit("to_float64", (o.real(single),), None, "f64")
 
 
-def _add_up(values: Sequence[Any]) -> Any:
-    return functools.reduce(lambda x, y: x + y, values)
-
-
 # rounding ----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def make_accumulator_rounding_table(reach: LimbRange, dtype: torch.dtype | None) -> Table:
-    """Return the kernel that carries within an accumulator and rounds its value to a dtype, ties to even.
+    """Return the kernel that passes carries on within an accumulator, and with a dtype rounds its value, ties to even.
 
     Columns: int64 of each counter; with a dtype how many terms there are, then the floats; without one int64 of each
     limb, of which all but the last are in [0, 2^32).
@@ -334,7 +318,7 @@ def _round_accumulator(reach: LimbRange, layout: Format, digits: list, specials:
     spread, beyond = o.shl(second, _HEAD_BITS - LIMB_BITS), o.add(length, 2)
     head = o.shl(first, o.sub(np.uint64(_HEAD_BITS), length))
     head = o.add(head, o.add(o.shr(spread, length), o.shr(third, beyond)))
-    lost = o.bit_or(o.bit_and(spread, _mask_low_bits(length)), o.bit_or(o.bit_and(third, _mask_low_bits(beyond)), rest))
+    lost = o.bit_or(o.bit_and(spread, _make_low_mask(length)), o.bit_or(o.bit_and(third, _make_low_mask(beyond)), rest))
     # Below 62 bits it matters only whether there is anything.
     head = o.bit_or(head, select(lost != 0, _WORD_ONE, _WORD_ZERO))
     exponent = o.add(o.add(o.shl(top, 5), length), reach.lowest_exponent - 1 + _EXPONENT_OFFSET)
@@ -350,12 +334,12 @@ def _round_accumulator(reach: LimbRange, layout: Format, digits: list, specials:
 
 
 def _round_head(layout: Format, head: Any, exponent: Any) -> Any:
-    """Return the bits of the number nearest to head * 2^(exponent - _FAR - 61); the head has 62 bits."""
+    """Return the bits of the number nearest to head * 2^(exponent - _EXPONENT_OFFSET - 61); the head has 62 bits."""
     lowest = np.uint64(layout.emin + _EXPONENT_OFFSET)
     under_normal = select(exponent < lowest, o.sub(lowest, exponent), _WORD_ZERO)
     under_normal = select(under_normal > layout.precision + 1, np.uint64(layout.precision + 1), under_normal)
     drop = o.add(under_normal, _HEAD_BITS - layout.precision)
-    kept, cut, half = o.shr(head, drop), o.bit_and(head, _mask_low_bits(drop)), o.shl(_WORD_ONE, o.sub(drop, 1))
+    kept, cut, half = o.shr(head, drop), o.bit_and(head, _make_low_mask(drop)), o.shl(_WORD_ONE, o.sub(drop, 1))
     up = (cut > half) | ((cut == half) & (o.bit_and(kept, 1) == 1))
     kept = o.add(kept, select(up, _WORD_ONE, _WORD_ZERO))
     # A mantissa's leading bit, or one that a carry made, adds 1 to the exponent field.
@@ -364,6 +348,6 @@ def _round_head(layout: Format, head: Any, exponent: Any) -> Any:
     return select(field > _find_top_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits)))
 
 
-def _mask_low_bits(count: Any) -> Any:
+def _make_low_mask(count: Any) -> Any:
     """Return a word whose lowest bits, so many, are ones."""
     return o.sub(o.shl(_WORD_ONE, count), 1)

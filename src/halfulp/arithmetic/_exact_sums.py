@@ -35,31 +35,28 @@ from ._exact_sum_kernels import (
     WORD_TYPES,
     LimbRange,
     count_block_elements,
-    count_cuts,
+    list_cut_counts,
     make_accumulator_rounding_table,
     make_block_summing_table,
     make_term_adding_table,
 )
 
 # Elements whose windows are in memory at a time: of 2^18 of them none overflows, and blocks have fewer parts.
-_ELEMENTS_AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
-_ROWS_AT_ONCE = 4096  # of which windows are in memory at a time
+_MOST_ELEMENTS_AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
+_MOST_ROWS_AT_ONCE = 4096  # of which windows are in memory at a time
 _PIECE_LENGTH = 1 << 16  # neighbours that are added up by themselves, for a thread
-_FEWEST_FOR_BLOCKS = 1 << 15  # elements that are not worth blocks
-_SHORTEST_BLOCK = 256  # elements of a row that is worth a block
-_LONGEST_WITHOUT_COPIES = 128  # elements of a piece up to which there are no copies of counters
-_MOST_COPIED_WORDS = 1 << 20  # words of counters up to which there are copies
+_MOST_ELEMENTS_WITHOUT_BLOCKS = 1 << 15  # elements that are not worth blocks
+_SHORTEST_ROW_WITH_BLOCKS = 256  # elements of a row that is worth a block
+_LONGEST_UNCOPIED_PIECE = 128  # elements of a piece up to which there are no copies of counters
+_MOST_COPIED_COUNTER_WORDS = 1 << 20  # words of counters up to which there are copies
 _COUNTERS_PER_ROW = 32  # counters of a row of many tiles on an accelerator, for which programs do not queue
 
 Operands = Sequence[torch.Tensor]
-Windows = Any  # int64, of NumPy or torch
+WindowCounters = Any  # int64, of NumPy or torch
 
 
 def sum_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1.
-
-    Without a dtype the sums are unrounded accumulators: int64 (rows, WORD_COUNT).
-    """
+    """Return each row's sum of a or of a * b, whose last stride is 1; without a dtype accumulators, (rows, words)."""
     operands, product = [a] if b is None else [a, b], b is not None
     reach = LimbRange.for_terms(a.dtype, product)
     return _sum_on_engine(_choose_engine(a, a.dtype, product), operands, reach, dtype)
@@ -72,7 +69,7 @@ def round_accumulators(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _sum_on_engine(engine: str, operands: Operands, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
     rows, columns = operands[0].shape
-    step = min(_ROWS_AT_ONCE, max(1, _ELEMENTS_AT_ONCE[engine] // max(1, columns)))
+    step = min(_MOST_ROWS_AT_ONCE, max(1, _MOST_ELEMENTS_AT_ONCE[engine] // max(1, columns)))
     parts = [[x[top : top + step] for x in operands] for top in range(0, max(1, rows), step)]
     made = [_round_windows(engine, _fill_windows(engine, part, reach), reach, dtype) for part in parts]
     return made[0] if len(made) == 1 else torch.cat(made)
@@ -86,8 +83,8 @@ def _choose_engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
     if engine == "llvm":
         _check_kernels(dtype, product)
     elif engine == "triton":
-        run, reference = _make_canary(dtype, product)
-        kind, name = ("exact sums", dtype, product), _make_canary_name(dtype, product)
+        kind = ("exact sums", dtype, product)
+        name, run, reference = _make_canary(dtype, product)
         return find_checked_kernel(kind, name, x.device, lambda: engine, run, reference) or "reference"
     return engine
 
@@ -95,21 +92,24 @@ def _choose_engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
 # terms into windows ------------------------------------------------------------------------------------------
 
 
-def _fill_windows(engine: str, operands: Operands, reach: LimbRange) -> Windows:
+def _fill_windows(engine: str, operands: Operands, reach: LimbRange) -> WindowCounters:
     """Return the counters of every row, and how many terms it has: (rows, counters + 1)."""
-    columns, step = operands[0].shape[1], _ELEMENTS_AT_ONCE[engine]
-    compiled = {"llvm": _fill_windows_by_blocks, "triton": _fill_windows_by_triton}
-    add: Callable[..., Windows] = compiled.get(engine, _fill_windows_by_torch)
-    found = add([x[:, :step] for x in operands], reach)
+    columns, step = operands[0].shape[1], _MOST_ELEMENTS_AT_ONCE[engine]
+    fill: Callable[..., WindowCounters] = {
+        "llvm": _fill_windows_by_blocks,
+        "triton": _fill_windows_by_triton,
+        "reference": _fill_windows_by_torch,
+    }[engine]
+    found = fill([x[:, :step] for x in operands], reach)
     if columns > step:
         found = _pass_carries(found)
         for left in range(step, columns, step):
-            found += _pass_carries(add([x[:, left : left + step] for x in operands], reach))
+            found += _pass_carries(fill([x[:, left : left + step] for x in operands], reach))
     found[:, -1] = columns
     return found
 
 
-def _pass_carries(windows: Windows) -> Windows:
+def _pass_carries(windows: WindowCounters) -> WindowCounters:
     """Carry what exceeds 32 bits to the window after the next, in place, so that any number of sums add up."""
     inner = windows[..., :-3]
     high = inner[..., :-2] >> LIMB_BITS
@@ -151,7 +151,7 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     whole = count_block_elements(dtype, product)
     size = min(whole, max(columns, 1))
     found: np.ndarray = np.zeros((rows, reach.counter_count + 1), np.int64)
-    has_few = rows * columns <= _FEWEST_FOR_BLOCKS or columns < _SHORTEST_BLOCK
+    has_few = rows * columns <= _MOST_ELEMENTS_WITHOUT_BLOCKS or columns < _SHORTEST_ROW_WITH_BLOCKS
     rest = columns if has_few else columns % size
     begin = np.arange(0, columns - rest, size)
     if rest:
@@ -163,7 +163,7 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     cut[:, :, 0], cut[:, :, 1], cut[:, :, 2] = row[:, None], begin, size
     pointers = np.stack([_find_row_addresses(x, row) for x in operands], 1)
     lost = np.ones((rows, len(begin)), bool)
-    for cuts in count_cuts(dtype, product):
+    for cuts in list_cut_counts(dtype, product):
         table, left = make_block_summing_table(dtype, product, cuts, size < whole), cut[lost]
         sums = np.empty((len(left), table.sums))
         given = address_of(left), address_of(pointers), 0, 0, 0, address_of(sums)
@@ -193,7 +193,7 @@ def _fill_windows_of_pieces(
 ) -> np.ndarray:
     """Return the counters of some pieces of rows, each by itself."""
     first, words = operands[0], reach.counter_count + 1
-    is_copied = len(row) * words <= _MOST_COPIED_WORDS and length.max(initial=0) > _LONGEST_WITHOUT_COPIES
+    is_copied = len(row) * words <= _MOST_COPIED_COUNTER_WORDS and length.max(initial=0) > _LONGEST_UNCOPIED_PIECE
     copies = COUNTER_COPIES if is_copied else 1
     counters = np.zeros((len(row), copies, words), np.int64)
     pointers = np.empty((len(row), len(operands) + 1), np.int64)
@@ -216,7 +216,6 @@ def _find_row_addresses(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(64)
 def _cut_line_into_chunks(count: int) -> np.ndarray:
-    """Return the chunks of so many elements in a line."""
     begin = np.arange(0, count, CHUNK_ELEMENTS)
     return np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK_ELEMENTS), begin], 1)
 
@@ -224,7 +223,7 @@ def _cut_line_into_chunks(count: int) -> np.ndarray:
 # windows into words or a float -------------------------------------------------------------------------------
 
 
-def _round_windows(engine: str, words: Windows, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
+def _round_windows(engine: str, words: WindowCounters, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
     """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORD_COUNT)."""
     words = words if isinstance(words, torch.Tensor) else torch.from_numpy(words)
     rows, table, columns = len(words), make_accumulator_rounding_table(reach, dtype), words.t().contiguous()
@@ -268,36 +267,27 @@ def _compile_table_kernel(engine: str, table: Table) -> Any:
 @functools.cache
 def _check_kernels(dtype: torch.dtype, product: bool) -> None:
     """Compare the kernels' bits on fixed rows with the reference's, once per process, dtype and kind (a canary)."""
-    run, reference = _make_canary(dtype, product)
-    check_bits(_make_canary_name(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
+    name, run, reference = _make_canary(dtype, product)
+    check_bits(name, lambda: run("llvm", torch.device("cpu")), reference)
 
 
-def _make_canary_name(dtype: torch.dtype, product: bool) -> str:
-    return f"{'exact_dot' if product else 'exact_sum'} ({dtype})"
-
-
-def _make_canary(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[torch.Tensor]], Callable[..., Any]]:
-    """Return functions that sum fixed rows: by an engine on a device, and by the reference."""
+def _make_canary(dtype: torch.dtype, product: bool) -> tuple[str, Callable[..., Any], Callable[..., Any]]:
+    """Return a name, and functions that sum fixed rows: by an engine on a device, and by the reference."""
 
     def run(engine: str, device: torch.device) -> list[torch.Tensor]:
-        a = _make_canary_rows(dtype).to(device)
+        # Rows that exercise every code path: near one size, far apart, everywhere, with special values.
+        grid = torch.arange(6000, dtype=torch.float64, device="cpu")
+        mixed, powers = (grid * 0.6180339887498949).frac() - 0.5, (grid % 61 - 30).exp2()
+        special = mixed.clone()
+        special[::97] = float("inf")
+        rows = torch.stack([mixed, mixed * powers.sqrt(), mixed * powers, special, mixed * 2.0**-120, -0.0 * grid])
+        a = rows.to(dtype).to(device)
         operands = [a, a.flip(1).contiguous()] if product else [a]
-        return [
-            _sum_on_engine(engine, operands, LimbRange.for_terms(dtype, product), kind).cpu() for kind in (None, dtype)
-        ]
+        reach = LimbRange.for_terms(dtype, product)
+        return [_sum_on_engine(engine, operands, reach, kind).cpu() for kind in (None, dtype)]
 
-    return run, lambda: run("reference", torch.device("cpu"))
-
-
-def _make_canary_rows(dtype: torch.dtype) -> torch.Tensor:
-    """Return rows that exercise every code path: near one size, far apart, everywhere, with special values."""
-    grid = torch.arange(6000, dtype=torch.float64, device="cpu")
-    mixed = (grid * 0.6180339887498949).frac() - 0.5
-    powers = (grid % 61 - 30).exp2()
-    special = mixed.clone()
-    special[::97] = float("inf")
-    rows = torch.stack([mixed, mixed * powers.sqrt(), mixed * powers, special, mixed * 2.0**-120, -0.0 * grid])
-    return rows.to(dtype)
+    name = f"{'exact_dot' if product else 'exact_sum'} ({dtype})"
+    return name, run, lambda: run("reference", torch.device("cpu"))
 
 
 Dim = int | Sequence[int] | None
@@ -426,7 +416,7 @@ def exact_round(partial: torch.Tensor, dtype: torch.dtype = torch.float64) -> to
     0.30000000000000004
     """
     if not isinstance(partial, torch.Tensor) or partial.dtype != torch.int64:
-        raise TypeError(f"exact_round takes the int64 tensor that exact_partial returns, got {_describe_kind(partial)}")
+        raise TypeError(f"exact_round takes the int64 tensor that exact_partial returns, got {_describe_type(partial)}")
     if partial.dim() == 0 or partial.shape[-1] != WORD_COUNT:
         raise ValueError(
             f"exact_round takes partials of {WORD_COUNT} words along the last dimension, got shape "
@@ -436,14 +426,14 @@ def exact_round(partial: torch.Tensor, dtype: torch.dtype = torch.float64) -> to
     return rounded
 
 
-def _describe_kind(x: object) -> str:
+def _describe_type(x: object) -> str:
     return f"a {x.dtype} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
 def _check_operand(x: torch.Tensor, name: str) -> None:
     if not isinstance(x, torch.Tensor) or x.dtype not in ELEMENT_FORMATS:
         raise TypeError(
-            f"{name} takes float16, bfloat16, float32 and float64 tensors, got {_describe_kind(x)}: integers need no "
+            f"{name} takes float16, bfloat16, float32 and float64 tensors, got {_describe_type(x)}: integers need no "
             "rounding (torch.sum), complex numbers are summed as view_as_real(x)"
         )
     if hasattr(type(x), "decode"):
@@ -497,34 +487,30 @@ def find_result_shape(shape: torch.Size, dims: Sequence[int], keepdim: bool = Fa
     return [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
 
 
-def _run_partial(a: torch.Tensor, b: torch.Tensor | None, dim: list[int]) -> torch.Tensor:
-    words = sum_rows(_view_as_rows(a, dim), None if b is None else _view_as_rows(b, dim), None)
-    return words.view([*find_result_shape(a.shape, dim), WORD_COUNT])
+def _run_sum(
+    a: torch.Tensor, b: torch.Tensor | None, dim: list[int], keepdim: bool, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Sum one operand, or the products of two, to a dtype or to words of an accumulator."""
+    sums = sum_rows(_view_as_rows(a, dim), None if b is None else _view_as_rows(b, dim), dtype)
+    return sums.view([*find_result_shape(a.shape, dim, keepdim), *sums.shape[1:]])
 
 
-def _run_sum(*given: Any) -> torch.Tensor:
-    """Sum one operand, or the products of two; behind them dims, keepdim and the dtype."""
-    *operands, dim, keepdim, dtype = given
-    other = _view_as_rows(operands[1], dim) if len(operands) > 1 else None
-    return sum_rows(_view_as_rows(operands[0], dim), other, dtype).view(
-        find_result_shape(operands[0].shape, dim, keepdim)
-    )
-
-
-def _fake_sum(x: torch.Tensor, *given: Any) -> torch.Tensor:
+def _make_empty_sums(x: torch.Tensor, *given: Any) -> torch.Tensor:
     dim, keepdim, dtype = given[-3:]
     return x.new_empty(find_result_shape(x.shape, dim, keepdim), dtype=dtype)
 
 
 _sum_operator: Callable[..., torch.Tensor] = define_operator(
-    "exact_sum(Tensor x, int[] dim, bool keepdim, ScalarType dtype) -> Tensor", _run_sum, _fake_sum
+    "exact_sum(Tensor x, int[] dim, bool keepdim, ScalarType dtype) -> Tensor",
+    lambda x, *given: _run_sum(x, None, *given),
+    _make_empty_sums,
 )
 _dot_operator: Callable[..., torch.Tensor] = define_operator(
-    "exact_dot(Tensor a, Tensor b, int[] dim, bool keepdim, ScalarType dtype) -> Tensor", _run_sum, _fake_sum
+    "exact_dot(Tensor a, Tensor b, int[] dim, bool keepdim, ScalarType dtype) -> Tensor", _run_sum, _make_empty_sums
 )
 _partial_operator = define_operator(
     "exact_partial(Tensor a, Tensor? b, int[] dim) -> Tensor",
-    _run_partial,
+    lambda a, b, dim: _run_sum(a, b, dim, False, None),
     lambda a, b, dim: a.new_empty([*find_result_shape(a.shape, dim), WORD_COUNT], dtype=torch.int64),
 )
 _round_operator = define_operator(
@@ -535,7 +521,7 @@ _round_operator = define_operator(
 
 
 def _save_for_gradient(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    *operands, ctx.dims, ctx.keepdim, ctx.result_dtype = inputs
+    *operands, ctx.dims, ctx.keepdim, _ = inputs
     ctx.shape, ctx.dtype, ctx.is_dot = operands[0].shape, operands[0].dtype, len(operands) > 1
     if ctx.is_dot:
         ctx.save_for_backward(*operands)

@@ -53,12 +53,12 @@ _AUTOCAST_PRODUCT_NAMES = {
     "scaled_dot_product_attention",
 }
 # Of one operand they are views of it, or the operand itself.
-_NAMES_OF_SEVERAL_OPERANDS = ("einsum", "chain_matmul", "multi_dot")
+_NAMES_NEEDING_SEVERAL_OPERANDS = ("einsum", "chain_matmul", "multi_dot")
 # By function and not by name: dynamo looks functions up as it traces, and cannot read their names.
-_NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg, torch._VF, torch.functional)
+_TORCH_NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg, torch._VF, torch.functional)
 NAMES_BY_PRODUCT_FUNCTION: dict[Any, str] = {
     getattr(holder, name): name
-    for holder in _NAMESPACES
+    for holder in _TORCH_NAMESPACES
     for name in sorted((PRODUCT_NAMES | RECURRENT_CELL_NAMES) - _UNWIDENED_PRODUCT_NAMES)
     if callable(getattr(holder, name, None))
 }
@@ -66,10 +66,6 @@ _autograd: Any = torch._C._autograd
 _PLAIN_TENSOR_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _WIDENED_DTYPES = (torch.float32, *SIXTEEN_BIT_DTYPES)
 _SEQUENCE_CLASSES = (list, tuple)  # Dynamo of torch 2.6 cannot trace `list | tuple`
-_TEXT_OPERAND_CHANGED = (
-    "a tensor of a product that was computed in float32 (hu.float32_products) has been modified by an inplace "
-    "operation before its gradient was computed: it is at version {found}; expected version {saved} instead"
-)
 
 
 def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -78,15 +74,8 @@ def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[
     Products of two bfloat16 or two float16 numbers are exact in float32 (except beyond its range), and float32 sums
     are what instructions for 16-bit operands form too, so the result differs from theirs by the order of summation
     alone. The result is rounded once, and so is each gradient, which is a product itself. For the backward pass the
-    narrow operands are kept, not their float32 copies.
-
-    Args:
-        function: one of `NAMES_BY_PRODUCT_FUNCTION`.
-        args, kwargs: its own. Operands that are not plain narrow tensors of one dtype on the CPU, and `out=`, leave it
-            as it is.
-
-    Returns:
-        What the function returns, of its operands' dtype.
+    narrow operands are kept, not their float32 copies. Operands that are not plain narrow tensors of one dtype on the
+    CPU, and `out=`, leave the function, one of `NAMES_BY_PRODUCT_FUNCTION`, as it is.
     """
     name = NAMES_BY_PRODUCT_FUNCTION[function]
     dtype = _find_dtype_to_widen(name, args, kwargs)
@@ -122,7 +111,7 @@ def _find_dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torc
         count += 1
         if x is not mask and (x.is_floating_point() or x.is_complex()):
             found.add(x.dtype)
-    if count < 2 and name in _NAMES_OF_SEVERAL_OPERANDS:
+    if count < 2 and name in _NAMES_NEEDING_SEVERAL_OPERANDS:
         return None
     if torch.is_autocast_enabled("cpu") and name in _AUTOCAST_PRODUCT_NAMES:
         dtype = torch.get_autocast_dtype("cpu")
@@ -138,10 +127,7 @@ def _call_in_float32(
     dtype: torch.dtype,
     given: tuple[torch.dtype, ...],
 ) -> Any:
-    """Call a function on float32 copies of its operands, as numbers of a narrow dtype, and round what it returns.
-
-    `given` are the operands' dtypes; what has another, as a mask may, stays.
-    """
+    """Call a function on float32 copies of operands of the given dtypes, rounded to one dtype as its result is."""
     # Whether a backward pass will need the operands, and autograd lets hooks say how they are kept.
     is_saved = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.jit.is_tracing()
     is_saved = is_saved and not torch._C._are_functorch_transforms_active()
@@ -196,16 +182,16 @@ class _SavedOperands:
         return _SavedTensor(held, view, None if view is None or held.is_inference() else held._version)
 
     def unpack_tensor(self, kept: _SavedTensor) -> Tensor:
-        """Return the tensor that was packed.
-
-        Raises:
-            RuntimeError: an operand was written into since.
-        """
+        """Return the tensor that was packed, unless an operand was written into since."""
         held = kept.tensor if self._outer is None else self._outer[1](kept.tensor)
         if kept.view is None:
             return held
         if kept.version is not None and held._version != kept.version:
-            raise RuntimeError(_TEXT_OPERAND_CHANGED.format(found=held._version, saved=kept.version))
+            raise RuntimeError(
+                "a tensor of a product that was computed in float32 (hu.float32_products) has been modified by an "
+                f"inplace operation before its gradient was computed: it is at version {held._version}; expected "
+                f"version {kept.version} instead"
+            )
         stride, *view = kept.view
         wide = held.to(self._dtype).float()
         if wide.stride() != stride:  # hooks keep values, not the order in which they lie

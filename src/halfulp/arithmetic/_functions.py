@@ -38,11 +38,11 @@ from ._operators import (
     fast_two_sum,
     finish_special_values,
     finish_zero_signs,
-    fit_term_count,
-    gather_terms,
     multiply,
     negate,
+    pad_or_cut_terms,
     scale_terms,
+    sum_terms,
     take_root,
     take_root_in_range,
     two_product,
@@ -59,11 +59,6 @@ def make_constants(like, values) -> Terms:
     return [torch.tensor(value, dtype=like.dtype, device=like.device) for value in values]
 
 
-def make_constant(like, value: float):
-    """Return one number as a value of the kind of another."""
-    return make_constants(like, [value])[0]
-
-
 def look_up_terms(tables: list[tuple[float, ...]], index, n: int) -> Terms:
     """n components of a table's entry."""
     return [gather(tables[i], index) for i in range(n)]
@@ -75,16 +70,12 @@ def evaluate_series(x: Terms, coefficients: list[Fraction], n: int, bits: float)
     def width(k: int) -> int:
         return max(1, min(n, math.ceil((53 * n + _GUARD_BITS - bits * k) / 53)))
 
-    last = len(coefficients) - 1
-    total = _make_rational_constant(x[0], coefficients[last], width(last))
-    for k in range(last - 1, -1, -1):
+    total: Terms = []
+    for k in range(len(coefficients) - 1, -1, -1):
         w = width(k)
-        total = add(multiply(total, x[: width(k + 1)], w), _make_rational_constant(x[0], coefficients[k], w), w)
+        coefficient = make_constants(x[0], constants.split_into_floats(coefficients[k], w))
+        total = add(multiply(total, x[: width(k + 1)], w), coefficient, w) if total else coefficient
     return total
-
-
-def _make_rational_constant(like, value: Fraction, n: int) -> Terms:
-    return make_constants(like, constants.split_into_floats(value, n))
 
 
 def count_series_terms(n: int, bits: float, growth=lambda k: 1.0) -> int:
@@ -118,11 +109,11 @@ def _interleave_terms(a: Terms, b: Terms) -> Terms:
     return [t for pair in zip(a, b) for t in pair] + list(a[short:]) + list(b[short:])
 
 
-def evaluate_exp(x: Terms, n: int, less: float = 0.0) -> Terms:
-    """2^-less e^x."""
+def evaluate_exp(x: Terms, n: int) -> Terms:
+    """Return e^x, of finite x."""
     q, y = split_exp(x, n)
     one = add(make_constants(x[0], [1.0]), y, n)
-    return [times_power(t, q - less) for t in one]
+    return [times_power(t, q) for t in one]
 
 
 def exp(x: Terms, n: int) -> Terms:
@@ -180,24 +171,22 @@ def _evaluate_small_log1p(r: Terms, n: int) -> Terms:
     return add(scale_terms(s, 2.0), rest, n)
 
 
-def finish_log(x, made: Terms) -> Terms:
+def finish_logarithm(x, made: Terms) -> Terms:
     """Return a logarithm's terms with the special values of log x."""
-    beyond = select(x < 0.0, make_constant(x, math.nan), select(x == 0.0, make_constant(x, -math.inf), x))
+    nan, lowest = make_constants(x, [math.nan, -math.inf])
+    beyond = select(x < 0.0, nan, select(x == 0.0, lowest, x))
     return finish_special_values(select((x > 0.0) & is_finite(x), made[0], beyond), made)
 
 
 def log(x: Terms, n: int) -> Terms:
     """Return the natural logarithm."""
-    return finish_log(x[0], evaluate_log(x, n))
+    return finish_logarithm(x[0], evaluate_log(x, n))
 
 
 def log1p(x: Terms, n: int) -> Terms:
     """log(1 + x), relatively accurate near zero."""
     total = distill_terms([*make_constants(x[0], [1.0]), *x], n + 1)
-    return keep_sign_of_zero(x, finish_log(select(is_finite(x[0]), total[0], x[0]), evaluate_log(total, n)))
-
-
-_LEAST_LARGE_ARGUMENT = 2.0**120  # from here on sqrt(x^2 + 1) is |x| to all components
+    return keep_sign_of_zero(x, finish_logarithm(select(is_finite(x[0]), total[0], x[0]), evaluate_log(total, n)))
 
 
 def _select_terms(condition, a: Terms, b: Terms) -> Terms:
@@ -212,40 +201,33 @@ def _take_absolute(x: Terms) -> Terms:
     return _copy_sign(x[0], x)
 
 
-def _limit_terms(far, limit, x: Terms) -> Terms:
+def _replace_far_terms(far, limit, x: Terms) -> Terms:
     """Return x, or a limit where it is far."""
     return [select(far, limit, x[0]), *(select(far, 0.0, t) for t in x[1:])]
 
 
 def tanh(x: Terms, n: int) -> Terms:
     """-e / (e + 2) with e = expm1(-2 |x|), and the sign of x."""
-    size, one = _take_absolute(x), make_constant(x[0], 1.0)
+    size, (one,) = _take_absolute(x), make_constants(x[0], [1.0])
     far = size[0] > 400.0
-    near = _limit_terms(far, one, size)
+    near = _replace_far_terms(far, one, size)
     e = evaluate_expm1(scale_terms(near, -2.0), n)
     made = divide(negate(e), add(e, [one + one], n), n)
-    made = _limit_terms(far, one, made)
+    made = _replace_far_terms(far, one, made)
     return keep_sign_of_zero(x, _copy_sign(x[0], made))
 
 
-def _evaluate_log_of_sum(x: Terms, rest: Terms, n: int) -> Terms:
-    """log(1 + rest), and log(2 x) where x is large; x >= 0."""
-    one, zero = make_constants(x[0], [1.0, 0.0])
-    large = x[0] > _LEAST_LARGE_ARGUMENT
-    total = distill_terms([one, *rest], n + 1)
-    padded = list(x[: n + 1]) + [zero] * (n + 1 - len(x))
-    return evaluate_log(_select_terms(large, padded, total), n, more=select(large, one, zero))
-
-
 def asinh(x: Terms, n: int) -> Terms:
-    """log1p(a + a^2 / (1 + sqrt(1 + a^2))) for a = |x|, and the sign of x."""
+    """log1p(a + a^2 / (1 + sqrt(1 + a^2))) for a = |x|, log(2 a) where a is large, and the sign of x."""
     size = _take_absolute(x)
-    zero = make_constant(x[0], 0.0)
-    near = [select(size[0] > _LEAST_LARGE_ARGUMENT, zero, t) for t in size]
+    one, zero = make_constants(x[0], [1.0, 0.0])
+    large = size[0] > 2.0**120  # from here on sqrt(a^2 + 1) is a to all components
+    near = [select(large, zero, t) for t in size]
     square = multiply(near, near, n)
-    one = make_constants(x[0], [1.0])
-    below = add(take_root(add(square, one, n), n), one, n)
-    made = _evaluate_log_of_sum(size, add(near, divide(square, below, n), n), n)
+    below = add(take_root(add(square, [one], n), n), [one], n)
+    total = distill_terms([one, *add(near, divide(square, below, n), n)], n + 1)
+    padded = list(size[: n + 1]) + [zero] * (n + 1 - len(size))
+    made = evaluate_log(_select_terms(large, padded, total), n, more=select(large, one, zero))
     made = finish_special_values(select(is_finite(x[0]), made[0], size[0]), made)
     return keep_sign_of_zero(x, _copy_sign(x[0], made))
 
@@ -304,19 +286,14 @@ def raise_to_power(x: Terms, y: Terms, n: int) -> Terms:
 LARGEST_ANGLE = 2.0**20  # of the kernels' reduction
 
 
-def _reduce_angle(x: Terms, n: int) -> tuple[Value, Terms]:
-    """k and x - k pi / 32, relatively accurate however close x is to a multiple of pi / 2."""
+def _find_sine_and_versine(x: Terms, n: int) -> tuple[Value, Terms, Terms]:
+    """Return the table's index k, sin r and cos r - 1 for r = x - k pi / 32, |r| <= pi / 64."""
     head = select(abs(x[0]) > 2.0 * LARGEST_ANGLE, 0.0, x[0])
     k = nearest_integer(head * (32.0 / math.pi))
     # Cancellation may take 53 bits per component and the size of k; what is left must still be accurate.
     pieces = constants.split_into_chunks(constants.compute_pi() / 32, 28, (53 * (2 * n) + 60) // 28 + 1)
     steps = [-(k * c) for c in make_constants(x[0], pieces)]
-    return k, distill_terms([head, *steps[:2], *x[1:], *steps[2:]], n)
-
-
-def _find_sine_and_versine(x: Terms, n: int) -> tuple[Value, Terms, Terms]:
-    """Return the table's index, sin r and cos r - 1 for the reduced argument r, |r| <= pi / 64."""
-    k, r = _reduce_angle(x, n)
+    r = distill_terms([head, *steps[:2], *x[1:], *steps[2:]], n)
     index = k - nearest_integer(k * (1.0 / 64.0) - 0.5 + 1.0 / 128.0) * 64.0
     square = multiply(r, r, n)
     bits = 8.69
@@ -350,17 +327,11 @@ def cos(x: Terms, n: int) -> Terms:
 
 @dataclass(frozen=True)
 class ExpansionFunction:
-    """One function: its number of operands and its network.
-
-    Attributes:
-        operands: how many expansions it takes.
-        network: (terms of each operand, components) -> terms, complete with special values.
-        any_precision: whether it also runs in float32 arithmetic.
-    """
+    """One function: its number of operands and its network."""
 
     operands: int
-    network: Callable[..., Terms]
-    any_precision: bool = False
+    network: Callable[..., Terms]  # (terms of each operand, components) -> terms, complete with special values
+    any_precision: bool = False  # whether it also runs in float32 arithmetic
 
 
 def _addcmul(a: Terms, b: Terms, c: Terms, n: int) -> Terms:
@@ -375,15 +346,6 @@ def _addcmul(a: Terms, b: Terms, c: Terms, n: int) -> Terms:
     return finish_zero_signs(plain, add(a, product, n))
 
 
-def _take_reciprocal(x: Terms, n: int) -> Terms:
-    return divide_in_range([select(is_finite(x[0]), x[0], 0.0) * 0.0 + 1.0], x, n)
-
-
-def _renormalize(x: Terms, n: int) -> Terms:
-    """Return all terms unchanged, so that the stored result is rounded from the whole sum."""
-    return gather_terms(x, max(n, len(x))) if len(x) > 1 else fit_term_count(x, n)
-
-
 def _find_sign_of_difference(x: Terms, y: Terms, n: int) -> Terms:
     """-1, 0 or 1 as x - y is; 2 for NaN."""
     a, b = x[0], y[0]
@@ -393,7 +355,7 @@ def _find_sign_of_difference(x: Terms, y: Terms, n: int) -> Terms:
     less = exact & (difference < 0.0) | ~exact & (a < b)
     more = exact & (difference > 0.0) | ~exact & (a > b)
     sign = select(more, 1.0, select(less, -1.0, 0.0 * one))
-    return fit_term_count([select((a != a) | (b != b), 2.0, sign)], n)
+    return pad_or_cut_terms([select((a != a) | (b != b), 2.0, sign)], n)
 
 
 FUNCTIONS: dict[str, ExpansionFunction] = {
@@ -402,11 +364,16 @@ FUNCTIONS: dict[str, ExpansionFunction] = {
     "mul": ExpansionFunction(2, lambda x, y, n: finish_zero_signs(x[0] * y[0], multiply(x, y, n)), True),
     "div": ExpansionFunction(2, divide_in_range, True),
     "sqrt": ExpansionFunction(1, take_root_in_range, True),
-    "reciprocal": ExpansionFunction(1, _take_reciprocal, True),
+    "reciprocal": ExpansionFunction(
+        1, lambda x, n: divide_in_range([select(is_finite(x[0]), x[0], 0.0) * 0.0 + 1.0], x, n), True
+    ),
     "addcmul": ExpansionFunction(3, _addcmul, True),
-    "renormalize": ExpansionFunction(1, _renormalize, True),
+    # All terms stay, so that the stored result is rounded from the whole sum.
+    "renormalize": ExpansionFunction(
+        1, lambda x, n: sum_terms(x, max(n, len(x))) if len(x) > 1 else pad_or_cut_terms(x, n), True
+    ),
     "compare": ExpansionFunction(2, _find_sign_of_difference, True),
     "pow": ExpansionFunction(2, raise_to_power),
 }
-_UNARY = (exp, expm1, log, log1p, tanh, asinh, sigmoid, sin, cos)
-FUNCTIONS |= {function.__name__: ExpansionFunction(1, function) for function in _UNARY}
+for _function in (exp, expm1, log, log1p, tanh, asinh, sigmoid, sin, cos):
+    FUNCTIONS[_function.__name__] = ExpansionFunction(1, _function)

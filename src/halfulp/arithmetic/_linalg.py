@@ -7,6 +7,7 @@ digits, and a W, which is nearly the identity or nearly orthonormal, has factors
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,6 @@ import torch
 from ..kernels import define_operator, exponent, power
 from ._matmul import find_row_exponents, matmul
 from ._pointwise import MOST, PRECISION, Parts, check_component_dtypes, pointwise
-
-_NAMES_OF_SQUARE_SOLVERS = ("solve", "inverse", "cholesky", "det")
 
 
 def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -87,18 +86,17 @@ def det(a: Parts, components: int, dtype: torch.dtype) -> Parts:
 
 def _call_solver(name: str, a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     check_component_dtypes(*[(x[0].dtype, len(x)) for x in (a, b) if x], (dtype, components))
-    _check_shapes(name, a[0].shape, b[0].shape if b else None)
+    shape = a[0].shape
+    if len(shape) < 2 or (name != "qr" and shape[-1] != shape[-2]):
+        kind = "matrices (..., M, N)" if name == "qr" else "square matrices (..., N, N)"
+        raise ValueError(f"{name} takes {kind}, got {tuple(shape)}")
+    if b and (b[0].dim() < 2 or b[0].shape[-2] != shape[-2]):
+        raise ValueError(
+            f"{name} takes a right-hand side (..., {shape[-2]}, K), got {tuple(b[0].shape)}; unsqueeze(-1) a vector"
+        )
     if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b)):
         return tuple(_linalg_operator(name, [*a, *b], len(a), components, dtype))
     return tuple(_run_solver(name, [*a, *b], len(a), components, dtype))
-
-
-def _check_shapes(name: str, a: torch.Size, b: torch.Size | None) -> None:
-    if len(a) < 2 or (name in _NAMES_OF_SQUARE_SOLVERS and a[-1] != a[-2]):
-        kind = "square matrices (..., N, N)" if name in _NAMES_OF_SQUARE_SOLVERS else "matrices (..., M, N)"
-        raise ValueError(f"{name} takes {kind}, got {tuple(a)}")
-    if b is not None and (len(b) < 2 or b[-2] != a[-2]):
-        raise ValueError(f"{name} takes a right-hand side (..., {a[-2]}, K), got {tuple(b)}; unsqueeze(-1) a vector")
 
 
 def _run_solver(
@@ -114,39 +112,24 @@ def _run_solver(
     if b:
         batch = torch.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
         a, b = (tuple(part.expand(*batch, *part.shape[-2:]) for part in some) for some in (a, b))
-    made = _compute_solution(name, _WorkingPrecision.for_result(components, dtype), a, b)
+    made = _SOLVERS[name](_WorkingPrecision.for_result(components, dtype), a, b)
     fit = [pointwise("renormalize", x, components=components, dtype=dtype) for x in made]
     return [part for x in fit for part in x]
-
-
-def _compute_solution(name: str, work: _WorkingPrecision, a: Parts, b: Parts) -> tuple[Parts, ...]:
-    if name == "solve":
-        return (_solve_system(work, a, b),)
-    if name == "inverse":
-        return (_invert_scaled(work, a),)
-    if name == "cholesky":
-        return (_factor_positive_definite(work, a),)
-    if name == "qr":
-        return _factor_orthogonally(work, a, name)
-    return (_compute_determinant(work, a),)
-
-
-def _find_result_shapes(name: str, a: torch.Size, b: torch.Size | None) -> list[torch.Size]:
-    m, n = a[-2:]
-    if name == "qr":
-        k = min(m, n)
-        return [torch.Size((*a[:-2], m, k)), torch.Size((*a[:-2], k, n))]
-    if name == "det":
-        return [a[:-2]]
-    if b is None:
-        return [a]
-    return [torch.Size((*torch.broadcast_shapes(a[:-2], b[:-2]), n, b[-1]))]
 
 
 def _make_empty_results(
     name: str, parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    shapes = _find_result_shapes(name, parts[0].shape, parts[count].shape if len(parts) > count else None)
+    a = parts[0].shape
+    *batch, m, n = a
+    shapes: list[Sequence[int]] = [a]
+    if name == "qr":
+        shapes = [(*batch, m, min(m, n)), (*batch, min(m, n), n)]
+    elif name == "det":
+        shapes = [batch]
+    elif len(parts) > count:
+        b = parts[count].shape
+        shapes = [(*torch.broadcast_shapes(a[:-2], b[:-2]), n, b[-1])]
     return [parts[0].new_empty(shape, dtype=dtype) for shape in shapes for _ in range(components)]
 
 
@@ -178,13 +161,13 @@ class _WorkingPrecision:
         return cls(min(MOST, -(-(bits + 50) // 53)), bits)
 
     @property
-    def negligible_share(self) -> float:
-        """The share of a matrix near the identity that no longer counts in the result."""
+    def negligible_residual(self) -> float:
+        """The norm from which on the residual of an iteration no longer counts in the result."""
         return 2.0 ** -(self.bits + 3)
 
     @property
-    def acceptable_share(self) -> float:
-        """The share that rounding may leave where there is no further component for the residual."""
+    def acceptable_residual(self) -> float:
+        """The norm that rounding may leave where there is no further component for the residual."""
         return 2.0 ** -(min(self.bits, 53 * self.components - 50) - 4)
 
     def to_float64(self, parts: Parts) -> Parts:
@@ -195,7 +178,7 @@ class _WorkingPrecision:
         """x + y."""
         return pointwise("add", x, y, components=self.components, dtype=torch.float64)
 
-    def sub(self, x: Parts, y: Parts) -> Parts:
+    def subtract(self, x: Parts, y: Parts) -> Parts:
         """x - y."""
         return pointwise("sub", x, y, components=self.components, dtype=torch.float64)
 
@@ -205,22 +188,18 @@ class _WorkingPrecision:
 
 
 def _invert(work: _WorkingPrecision, a: Parts, near: torch.Tensor, task: str) -> Parts:
-    """Return the inverse of a from a float64 one by W += W (1 - a W), which squares 1 - a W.
-
-    Raises:
-        torch.linalg.LinAlgError: |1 - a W| is not below 1/2 in the maximum norm, which proves that a is regular.
-    """
+    """Return the inverse of a from a float64 one by W += W (1 - a W), which squares 1 - a W."""
     one = torch.eye(a[0].shape[-1], dtype=torch.float64, device=near.device)
     found: Parts = work.to_float64((near,))
     before: torch.Tensor | None = None
     for _ in range(_MOST_CORRECTIONS):
-        rest = work.sub((one,), work.matmul(a, found))
+        rest = work.subtract((one,), work.matmul(a, found))
         off = _refuse_unlike_identity(rest[0], task)
         found = work.add(found, work.matmul(found, rest))
-        if bool((off <= work.negligible_share).all()) or (before is not None and bool((off > before / 2).all())):
+        if bool((off <= work.negligible_residual).all()) or (before is not None and bool((off > before / 2).all())):
             break
         before = off
-    if not bool((off <= work.acceptable_share).all()):
+    if not bool((off <= work.acceptable_residual).all()):
         raise torch.linalg.LinAlgError(f"{task} does not converge: {_TEXT_NEARLY_SINGULAR}")
     return found
 
@@ -268,7 +247,7 @@ def _scale_and_invert(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Par
     return a, _invert(work, a, near, task), rows, columns
 
 
-def _invert_scaled(work: _WorkingPrecision, a: Parts) -> Parts:
+def _compute_inverse(work: _WorkingPrecision, a: Parts) -> Parts:
     _, near, rows, columns = _scale_and_invert(work, a, "inverse")
     return _multiply_by_power_of_two(_multiply_by_power_of_two(near, -columns.mT), -rows.mT)
 
@@ -278,27 +257,11 @@ def _solve_system(work: _WorkingPrecision, a: Parts, b: Parts) -> Parts:
     b = _multiply_by_power_of_two(work.to_float64(b), -rows)
     x = work.matmul(near, b)
     for _ in range(2):  # what is small beside the inverse times b becomes right by corrections
-        x = work.add(x, work.matmul(near, work.sub(b, work.matmul(a, x))))
-    return _refuse_infinite(_multiply_by_power_of_two(x, -columns.mT))
-
-
-def _refuse_infinite(parts: Parts) -> Parts:
-    if not bool(parts[0].isfinite().all()):
+        x = work.add(x, work.matmul(near, work.subtract(b, work.matmul(a, x))))
+    x = _multiply_by_power_of_two(x, -columns.mT)
+    if not bool(x[0].isfinite().all()):
         raise torch.linalg.LinAlgError("a solution is beyond float64's largest number: scale both sides")
-    return parts
-
-
-def _make_orthonormal(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Parts, Parts, Parts]:
-    """Return a float64 W that is upper, a W, which is nearly orthonormal, and (a W)^T (a W)."""
-    start = torch.linalg.qr(a[0]).R
-    _refuse_singular(start.diagonal(dim1=-2, dim2=-1) == 0, task)
-    one = torch.eye(start.shape[-1], dtype=start.dtype, device=start.device).expand(start.shape)
-    near = (torch.linalg.solve_triangular(start, one, upper=True),)
-    columns = work.matmul(a, near)
-    gram = work.matmul(_transpose(columns), columns)
-    # Also proves that W is no further from the inverse than its digits reach.
-    _refuse_unlike_identity(gram[0] - one, task)
-    return near, columns, gram
+    return x
 
 
 def _factor_positive_definite(work: _WorkingPrecision, a: Parts) -> Parts:
@@ -322,16 +285,16 @@ def _refine_cholesky_factor(work: _WorkingPrecision, a: Parts, task: str) -> Par
     _refuse_singular(info, task)
     factor, before = work.to_float64((start,)), torch.tensor(torch.inf, dtype=torch.float64, device=start.device)
     for _ in range(_MOST_CORRECTIONS):
-        rest = work.sub(a, work.matmul(factor, _transpose(factor)))[0]
+        rest = work.subtract(a, work.matmul(factor, _transpose(factor)))[0]
         near = torch.linalg.solve_triangular(start, rest, upper=False)
         near = torch.linalg.solve_triangular(start.mT, near, upper=True, left=False)
         lower = near.tril(-1) + torch.diag_embed(near.diagonal(dim1=-2, dim2=-1) / 2)
         factor = work.add(factor, (start @ lower,))
         off = near.abs().amax()
-        if bool(off <= work.negligible_share) or not bool(off < before / 4):
+        if bool(off <= work.negligible_residual) or not bool(off < before / 4):
             break
         before = off
-    if not bool(off <= work.acceptable_share):
+    if not bool(off <= work.acceptable_residual):
         raise torch.linalg.LinAlgError(f"{task} does not converge: {_TEXT_NEARLY_SINGULAR}")
     return factor
 
@@ -339,7 +302,7 @@ def _refine_cholesky_factor(work: _WorkingPrecision, a: Parts, task: str) -> Par
 def _factor_orthogonally(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Parts, Parts]:
     """Return Q with orthonormal columns and upper R, Q R = a; the signs are LAPACK's.
 
-    With (a W)^T (a W) = C^T C, Q = (a W) C^-1 and R = C W^-1.
+    Of a float64 W = R^-1, a W is nearly orthonormal: with (a W)^T (a W) = C^T C, Q = (a W) C^-1 and R = C W^-1.
     """
     m, n = a[0].shape[-2:]
     if m < n:
@@ -347,7 +310,14 @@ def _factor_orthogonally(work: _WorkingPrecision, a: Parts, task: str) -> tuple[
         right = work.matmul(_transpose(q), tuple(part[..., m:] for part in work.to_float64(a)))
         return q, tuple(torch.cat(parts, -1) for parts in zip(left, right, strict=True))
     a, columns = _scale_rows_or_columns(work.to_float64(a), -2)
-    near, q, gram = _make_orthonormal(work, a, task)
+    start = torch.linalg.qr(a[0]).R
+    _refuse_singular(start.diagonal(dim1=-2, dim2=-1) == 0, task)
+    one = torch.eye(start.shape[-1], dtype=start.dtype, device=start.device).expand(start.shape)
+    near = (torch.linalg.solve_triangular(start, one, upper=True),)
+    q = work.matmul(a, near)
+    gram = work.matmul(_transpose(q), q)
+    # Also proves that W is no further from the inverse than its digits reach.
+    _refuse_unlike_identity(gram[0] - one, task)
     factor = _transpose(_refine_cholesky_factor(work, gram, task))
     back = tuple(part.triu() for part in _invert(work, near, torch.linalg.inv(near[0]), task))
     r = tuple(part.triu() for part in work.matmul(factor, back))
@@ -381,3 +351,12 @@ def _multiply_along_last_dimension(work: _WorkingPrecision, x: Parts) -> tuple[P
         pairs = [tuple(part[..., i : i + half] for part in x) for i in (0, half)]
         made = pointwise("mul", *pairs, components=work.components, dtype=torch.float64)
         x = tuple(torch.cat((part, old[..., 2 * half :]), -1) for part, old in zip(made, x, strict=True))
+
+
+_SOLVERS: dict[str, Callable[[_WorkingPrecision, Parts, Parts], Sequence[Parts]]] = {
+    "solve": lambda work, a, b: [_solve_system(work, a, b)],
+    "inverse": lambda work, a, _: [_compute_inverse(work, a)],
+    "cholesky": lambda work, a, _: [_factor_positive_definite(work, a)],
+    "qr": lambda work, a, _: _factor_orthogonally(work, a, "qr"),
+    "det": lambda work, a, _: [_compute_determinant(work, a)],
+}

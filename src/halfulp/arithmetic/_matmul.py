@@ -34,38 +34,31 @@ from ._operators import (
 from ._pointwise import MOST, PRECISION, ElementwiseKernels, Parts, check_component_dtypes, pointwise
 from ._reductions import total
 
-_PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time
+_MOST_PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time
 
 
-def multiply_small_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """a @ b for small matrices, or stacks of them."""
-    left = tuple(part.movedim(-1, 0).unsqueeze(-1) for part in a)
-    right = tuple(part.movedim(-2, 0).unsqueeze(-2) for part in b)
-    return sum_products(left, right, components, dtype)
-
-
-def multiply_entries(
+def _compute_entries(
     a: Parts, b: Parts, entries: tuple[torch.Tensor, ...], components: int, dtype: torch.dtype
 ) -> Parts:
     """Compute single entries of a @ b, given by one index tensor per dimension."""
     *batch, row, column = entries
     count, inner = len(row), a[0].shape[-1]
-    step = max(1, 4 * _PRODUCTS_AT_ONCE // inner)
+    step = max(1, 4 * _MOST_PRODUCTS_AT_ONCE // inner)
     pieces = []
     for first in range(0, count, step):
         part = slice(first, first + step)
         stack = tuple(index[part] for index in batch)
         left = tuple(x[(*stack, row[part])].t() for x in a)
         right = tuple(x.mT[(*stack, column[part])].t() for x in b)
-        pieces.append(sum_products(left, right, components, dtype))
+        pieces.append(_sum_products(left, right, components, dtype))
     return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
 
-def sum_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
+def _sum_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Return the sum over the first dimension of left times right, which broadcast in the others."""
     shape = torch.broadcast_shapes(left[0].shape, right[0].shape)[1:]
     working = min(MOST, -(-(components * PRECISION[dtype] + 4) // 53) + (dtype == torch.float64))
-    step = max(8, _PRODUCTS_AT_ONCE // max(1, shape.numel()))
+    step = max(8, _MOST_PRODUCTS_AT_ONCE // max(1, shape.numel()))
     sums: Parts = ()
     for first in range(0, left[0].shape[0], step):
         pieces = (tuple(part[first : first + step] for part in parts) for parts in (left, right))
@@ -75,16 +68,9 @@ def sum_products(left: Parts, right: Parts, components: int, dtype: torch.dtype)
     return pointwise("renormalize", sums, components=components, dtype=dtype)
 
 
-def _run_kernel(kernel: ElementwiseKernels, inputs: Sequence[torch.Tensor], count: int) -> Parts:
-    """Return so many float64 results of inputs of one shape."""
-    out = tuple(torch.empty_like(inputs[0], dtype=torch.float64) for _ in range(count))
-    kernel(inputs, out)
-    return out
-
-
 # scratch memory ----------------------------------------------------------------------------------------------
 
-_MOST_KEPT_BYTES = 64 << 20
+_MOST_CACHED_BYTES = 64 << 20
 _ALIGNMENT = 64
 _thread_memory = threading.local()
 _WorkspaceLayout = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]
@@ -92,24 +78,21 @@ _WorkspaceLayout = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]
 
 @contextlib.contextmanager
 def _borrow_workspace(layout: _WorkspaceLayout, device: torch.device) -> Iterator[list[list[torch.Tensor]]]:
-    """Return uninitialized contiguous tensors from the thread's scratch memory.
+    """Return uninitialized contiguous tensors from the thread's scratch memory, by groups of (shape, dtype).
 
-    It is kept between calls, so that a product does not fault its pages in again: up to a third of its time.
-
-    Args:
-        layout: groups of (shape, dtype). The first group has memory of its own; all later ones lie over each other.
-        device: of the tensors. On the CPU the ones used last are kept for the next call.
+    The first group has memory of its own; all later ones lie over each other. On the CPU it is kept between calls, so
+    that a product does not fault its pages in again: up to a third of its time.
     """
-    kept = _thread_memory.__dict__.setdefault("kept", {})
+    cached = _thread_memory.__dict__.setdefault("cached", {})
     # Taken out while in use, so that a call inside a call gets memory of its own.
-    made = (kept.pop(layout, None) if device.type == "cpu" else None) or _allocate_workspace(layout, device)
+    workspace = (cached.pop(layout, None) if device.type == "cpu" else None) or _allocate_workspace(layout, device)
     try:
-        yield made[0]
+        yield workspace[0]
     finally:
         if device.type == "cpu":
-            kept[layout] = made
-            while sum(size for _, size in kept.values()) > _MOST_KEPT_BYTES:
-                del kept[next(iter(kept))]
+            cached[layout] = workspace
+            while sum(size for _, size in cached.values()) > _MOST_CACHED_BYTES:
+                del cached[next(iter(cached))]
 
 
 def _allocate_workspace(layout: _WorkspaceLayout, device: torch.device) -> tuple[list[list[torch.Tensor]], int]:
@@ -119,28 +102,18 @@ def _allocate_workspace(layout: _WorkspaceLayout, device: torch.device) -> tuple
     block, groups = torch.empty(size, dtype=torch.uint8, device=device), []
     for k, group in enumerate(layout):
         starts = itertools.accumulate(sizes[k], initial=sum(sizes[0]) if k else 0)
-        places = ((at, at + math.prod(shape) * dtype.itemsize) for at, (shape, dtype) in zip(starts, group))
-        groups.append([block[i:j].view(dtype).view(shape) for (i, j), (shape, dtype) in zip(places, group)])
+        bounds = ((at, at + math.prod(shape) * dtype.itemsize) for at, (shape, dtype) in zip(starts, group))
+        groups.append([block[i:j].view(dtype).view(shape) for (i, j), (shape, dtype) in zip(bounds, group)])
     return groups, size
 
 
-_PIECE_LENGTH = 512  # inner length from which on a product is taken in pieces
-_MOST_PIECES = 4
-_SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
+_INNER_PIECE_LENGTH = 512  # inner length from which on a product is taken in pieces
+_MOST_INNER_PIECES = 4
 # Bits of a float32 that go in rounding to the type, and the type's smallest subnormal.
-_CUT_BITS_AND_SUBNORMALS = {torch.float16: (13, 2.0**-24), torch.bfloat16: (16, 2.0**-133)}
-_LARGEST_NUMBERS = {torch.float16: 65504.0}
+_DROPPED_BITS_AND_LEAST_SUBNORMALS = {torch.float16: (13, 2.0**-24), torch.bfloat16: (16, 2.0**-133)}
 
 
-def choose_wide_type(operands: tuple[Parts, Parts], components: int, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the native type in which a product has the result's digits and a few more; None where there is none."""
-    bits = components * PRECISION[dtype]
-    if dtype in _SIXTEEN_BIT_DTYPES and bits <= 24 and all(parts[0].dtype != torch.float64 for parts in operands):
-        return torch.float32
-    return torch.float64 if bits <= 48 else None
-
-
-def multiply_in_wide_type(a: Parts, b: Parts, components: int, dtype: torch.dtype, work: torch.dtype) -> Parts:
+def _multiply_in_wide_type(a: Parts, b: Parts, components: int, dtype: torch.dtype, work: torch.dtype) -> Parts:
     """a @ b for matrices or stacks of them, in `work` and rounded to components."""
     shape = (*a[0].shape[:-1], b[0].shape[-1])
     written = tuple([torch.empty(shape, dtype=dtype, device=a[0].device) for _ in range(components)])
@@ -148,7 +121,7 @@ def multiply_in_wide_type(a: Parts, b: Parts, components: int, dtype: torch.dtyp
     merged = [parts for parts in (a, b) if len(parts) > 1 or parts[0].dtype != work]
     # Where the result has nearly the digits of the product, long sums lose some of them: several are added exactly.
     long = work == torch.float64 and components * PRECISION[dtype] > 40
-    pieces = max(1, min(_MOST_PIECES, a[0].shape[-1] // _PIECE_LENGTH)) if long else 1
+    pieces = max(1, min(_MOST_INNER_PIECES, a[0].shape[-1] // _INNER_PIECE_LENGTH)) if long else 1
     layout = (*((tuple(parts[0].shape), work) for parts in merged), *([] if direct else [(shape, work)] * pieces))
     with _borrow_workspace((layout,), a[0].device) as ((*scratch,),):
         rest = iter(scratch)
@@ -210,28 +183,27 @@ def _make_half_components_kernel(components: int) -> ElementwiseKernels:
 
 @functools.cache
 def _make_merging_kernel(work: torch.dtype, dtype: torch.dtype, count: int) -> ElementwiseKernels:
-    def add_up(*parts: Any) -> Terms:
-        return [parts[0] + 0.0 if len(parts) == 1 else _sum_plainly(parts)]
+    def add_components(*parts: Any) -> Terms:
+        return [parts[0] + 0.0 if len(parts) == 1 else _add_from_last(parts)]
 
-    return ElementwiseKernels("matmul_merge", add_up, work, (dtype,) * count, (work,))
+    return ElementwiseKernels("matmul_merge", add_components, work, (dtype,) * count, (work,))
 
 
 @functools.cache
 def _make_splitting_kernel(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> ElementwiseKernels:
-    def cut(*products: Any) -> Terms:
+    def cut_product(*products: Any) -> Terms:
         if work == torch.float32:
-            return _cut_components(products[0], dtype, components)
+            return _split_into_sixteen_bit_components(products[0], dtype, components)
         terms = list(products)
         if pieces > 1:
             terms = finish_special_values(functools.reduce(operator.add, terms), distill_terms(terms, 2))
         return round_to_components(terms, dtype, components) if dtype != work else terms[:1]
 
-    return ElementwiseKernels("matmul_split", cut, work, (work,) * pieces, (dtype,) * components)
+    return ElementwiseKernels("matmul_split", cut_product, work, (work,) * pieces, (dtype,) * components)
 
 
-def _cut_components(x: Any, dtype: torch.dtype, components: int) -> Terms:
+def _split_into_sixteen_bit_components(x: Any, dtype: torch.dtype, components: int) -> Terms:
     """Return a float32 as 16-bit components, each the nearest."""
-    largest = _LARGEST_NUMBERS.get(dtype)
     huge = abs(x) > 2.0**100
     rest, grow = x * select(huge, 2.0**-40, 1.0), select(huge, 2.0**40, 1.0)
     out = []
@@ -240,24 +212,20 @@ def _cut_components(x: Any, dtype: torch.dtype, components: int) -> Terms:
         rest = rest - head
         out.append(head * grow)
     head = select(is_finite(x), out[0], x)
-    if largest is not None:
-        head = select(abs(head) > largest, head * float("inf"), head)
+    if dtype == torch.float16:
+        head = select(abs(head) > 65504.0, head * float("inf"), head)
     return [head, *(select(is_finite(head), part, 0.0) for part in out[1:])]
 
 
 def _round_to_sixteen_bits(x: Any, dtype: torch.dtype) -> Any:
     """Return a float32 below 2^100 as a 16-bit number (Veltkamp 1968; below the normal numbers by a fixed grid)."""
-    bits, smallest = _CUT_BITS_AND_SUBNORMALS[dtype]
+    bits, smallest = _DROPPED_BITS_AND_LEAST_SUBNORMALS[dtype]
     magic, far = 1.5 * 2.0**23 * smallest, x * (2.0**bits + 1.0)
     return select(abs(x) < smallest * 2.0 ** (24 - bits), (x + magic) - magic, far - (far - x))
 
 
 def multiply_plain_matrices(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
-    """x @ y into `out`: matrices or stacks of as many, float32 or float64.
-
-    `torch.set_float32_matmul_precision` and `torch.backends` may let torch multiply float32 matrices in TensorFloat32
-    or bfloat16. Then this one takes float64, and rounds.
-    """
+    """x @ y into `out`: matrices or stacks of as many, float32 or float64; never in TensorFloat32 or bfloat16."""
     function = torch.mm if x.dim() == 2 else torch.bmm
     if x.dtype == torch.float32 and not has_whole_products(x.device.type):
         out.copy_(function(x.double(), y.double()))
@@ -268,7 +236,7 @@ def multiply_plain_matrices(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor)
 SLICE_BITS = 22  # of the first slice; the later ones have one more, for their sign
 SLICED_BLOCK_LENGTH = 512  # 2 BITS + log2(BLOCK) = 53: inner products of slices are exact up to this length
 MOST_SLICES = 12
-FLUSHED_BELOW = 2.0**-60  # magnitudes below it do not count in the sums that judge the slices
+LEAST_JUDGED_MAGNITUDE = 2.0**-60  # magnitudes below it do not count in the sums that judge the slices
 
 
 def count_covered_bits(slices: int) -> int:
@@ -305,7 +273,7 @@ def make_slice_kernel(dtype: torch.dtype, count: int, slices: int) -> Elementwis
             magic = 1.5 * 2.0 ** (52 - count_covered_bits(k + 1))
             out.append((rest[0] + magic) - magic)
             rest = [rest[0] - out[-1], *rest[1:]]
-        return [*out, _sum_plainly(rest), select(size < FLUSHED_BELOW, 0.0, size)]
+        return [*out, _add_from_last(rest), select(size < LEAST_JUDGED_MAGNITUDE, 0.0, size)]
 
     inputs = (dtype,) * count + (torch.float64, torch.float64)
     outputs = (torch.float64,) * (slices + 1) + (torch.float32,)
@@ -318,11 +286,8 @@ def make_sum_kernel(results: int, carried: int, components: int, dtype: torch.dt
     working = components if dtype == torch.float64 else -(-(components * PRECISION[dtype] + 4) // 53)
 
     def add_up(*values: Any) -> Terms:
-        terms = list(values[:results])
-        scale = values[results] + values[results + 1]
-        known = list(values[results + 2 :])
-        terms = _sum_terms(terms, working)
-        terms = [times_power(term, scale) for term in terms]
+        scale, known = values[results] + values[results + 1], values[results + 2 :]
+        terms = [times_power(term, scale) for term in _sum_terms(list(values[:results]), working)]
         if known:
             terms = distill_terms([*known, *terms], working)
         head = terms[0]
@@ -337,34 +302,37 @@ def _sum_terms(terms: Terms, keep: int) -> Terms:
     """Return the sum to `keep` components, with an error of order u^(keep + 1) of the largest term."""
     if keep == 1:
         terms = sweep_terms(terms)
-        return [terms[0] + _sum_plainly(terms[1:])] if len(terms) > 1 else terms
+        return [terms[0] + _add_from_last(terms[1:])] if len(terms) > 1 else terms
     if keep > 2 or len(terms) < 3:
         return distill_terms(terms, keep)
     # n passes of VecSum and a plain sum are as good as n + 1 times the precision (Ogita, Rump, Oishi 2005).
     terms = sweep_terms(sweep_terms(terms))
-    return list(two_sum(terms[0], _sum_plainly(terms[1:])))
+    return list(two_sum(terms[0], _add_from_last(terms[1:])))
 
 
-def _sum_plainly(terms: Sequence[Any]) -> Any:
-    """Return the sum, added up from the last term."""
+def _add_from_last(terms: Sequence[Any]) -> Any:
+    """Return the plain sum, added up from the last term."""
     return functools.reduce(operator.add, reversed(terms))
 
 
 def find_row_exponents(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return, per row or column, k with magnitudes at most 2^k (NaN if not finite), and two factors of 2^-k."""
-    exponents, first, second = _run_kernel(_make_row_exponent_kernel(), [head.abs().amax(dim, keepdim=True)], 3)
+    largest = head.abs().amax(dim, keepdim=True)
+    exponents, first, second = (torch.empty_like(largest, dtype=torch.float64) for _ in range(3))
+    _ROW_EXPONENT_KERNEL([largest], [exponents, first, second])
     return exponents, first, second
 
 
-@functools.cache
-def _make_row_exponent_kernel() -> ElementwiseKernels:
-    def find_scales(largest: Any) -> Terms:
-        k = exponent(largest) + 1.0
-        # Neither factor leaves the range, where 2^-k would.
-        half = floor(k * 0.5)
-        return [select(is_finite(largest), k, float("nan")), power(-half), power(half - k)]
+def _compute_exponent_and_factors(largest: Any) -> Terms:
+    k = exponent(largest) + 1.0
+    # Neither factor leaves the range, where 2^-k would.
+    half = floor(k * 0.5)
+    return [select(is_finite(largest), k, float("nan")), power(-half), power(half - k)]
 
-    return ElementwiseKernels("matmul_scale", find_scales, torch.float64, (torch.float64,), (torch.float64,) * 3)
+
+_ROW_EXPONENT_KERNEL = ElementwiseKernels(
+    "matmul_scale", _compute_exponent_and_factors, torch.float64, (torch.float64,), (torch.float64,) * 3
+)
 
 
 _MOST_WAITING_PRODUCTS = 7  # products that wait for being summed
@@ -384,38 +352,36 @@ class _InnerBlock:
     dtype: torch.dtype
 
     @property
-    def inner(self) -> int:
-        return self.a[0].shape[-1]
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return (*self.a[0].shape[:-1], self.b[0].shape[-1])
 
-    @property
-    def bits(self) -> int:
-        """The error wanted, as a power of two below |A||B|."""
+    def find_least_covered_sum(self, slices: int) -> float:
+        """Return the |A||B| (scaled) from which on so many slices have the error that the result may have."""
         if self.dtype == torch.float64 and self.components <= 2:
-            return 104 if self.components == 2 else 58
-        return self.components * PRECISION[self.dtype] - 4
+            bits = 104 if self.components == 2 else 58
+        else:
+            bits = self.components * PRECISION[self.dtype] - 4
+        return find_least_covered_sum(slices, self.a[0].shape[-1], bits)
 
 
 def multiply_by_slices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """a @ b for matrices or stacks of them.
-
-    The error is at most 2^-104 (|A||B|)_ij for two float64, 2^-(n p - 6) for more and for float32. Where an operand
-    holds infinities or NaNs, entries whose plain float64 product is not finite take that.
-    """
-    tasks = _cut_into_inner_blocks(a, b, components, dtype)
-    if not all(math.isfinite(float(task.row_scales[0].sum() + task.column_scales[0].sum())) for task in tasks):
-        return _add_special_values(a, b, components, dtype)
+    """a @ b for matrices or stacks of them, by products of slices, with `matmul`'s error bounds."""
+    blocks = _cut_into_inner_blocks(a, b, components, dtype)
+    if not all(math.isfinite(float(block.row_scales[0].sum() + block.column_scales[0].sum())) for block in blocks):
+        # Entries whose plain float64 product is not finite take that.
+        plain = torch.matmul(a[0].double(), b[0].double())
+        x, y = (tuple(torch.where(parts[0].isfinite(), part, 0.0) for part in parts) for parts in (a, b))
+        product, special = multiply_by_slices(x, y, components, dtype), ~plain.isfinite()
+        head = torch.where(special, plain.to(dtype), product[0])
+        return head, *(torch.where(special, 0.0, part) for part in product[1:])
     known: Parts = ()
-    alone = None
-    for k, task in enumerate(tasks):
-        known, missed = _multiply_block(task, known, k == len(tasks) - 1)
-        alone = missed if alone is None else alone if missed is None else alone | missed
-    if alone is not None:
-        entries = alone.nonzero(as_tuple=True)
-        for target, value in zip(known, multiply_entries(a, b, entries, components, dtype), strict=True):
+    uncovered = None
+    for k, block in enumerate(blocks):
+        known, missed = _multiply_block(block, known, k == len(blocks) - 1)
+        uncovered = missed if uncovered is None else uncovered if missed is None else uncovered | missed
+    if uncovered is not None:
+        entries = uncovered.nonzero(as_tuple=True)
+        for target, value in zip(known, _compute_entries(a, b, entries, components, dtype), strict=True):
             target[entries] = value
     return known
 
@@ -433,50 +399,40 @@ def _cut_into_inner_blocks(a: Parts, b: Parts, components: int, dtype: torch.dty
     return out
 
 
-def _add_special_values(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    plain = torch.matmul(a[0].double(), b[0].double())
-    x, y = (tuple(torch.where(parts[0].isfinite(), part, 0.0) for part in parts) for parts in (a, b))
-    product = multiply_by_slices(x, y, components, dtype)
-    special = ~plain.isfinite()
-    head = torch.where(special, plain.to(dtype), product[0])
-    return head, *(torch.where(special, 0.0, part) for part in product[1:])
-
-
-def _multiply_block(task: _InnerBlock, known: Parts, last: bool) -> tuple[Parts, torch.Tensor | None]:
+def _multiply_block(block: _InnerBlock, known: Parts, last: bool) -> tuple[Parts, torch.Tensor | None]:
     """`known` plus a block's product, and the entries that must be computed alone."""
     # They suffice where |A||B| is not much below its largest possible.
-    counts = range(1, MOST_SLICES)
-    enough = (n for n in counts if find_least_covered_sum(n, task.inner, task.bits) <= task.inner / 64)
-    slices = next(enough, MOST_SLICES)
-    with _borrow_workspace(_plan_workspace(task, slices), task.a[0].device) as (cut, sizes, results):
-        left, right = _cut_slices(task, slices, cut, sizes)
-        wanted, missed = _choose_slices(task, slices, sizes)
-        if wanted == slices:
-            return _add_products(task, left, right, known, last, results), missed
-    with _borrow_workspace(_plan_workspace(task, wanted), task.a[0].device) as (cut, sizes, results):
-        left, right = _cut_slices(task, wanted, cut, sizes)
-        return _add_products(task, left, right, known, last, results), missed
+    most = block.a[0].shape[-1] / 64
+    slices = next((n for n in range(1, MOST_SLICES) if block.find_least_covered_sum(n) <= most), MOST_SLICES)
+    wanted = 0
+    missed: torch.Tensor | None = None
+    while True:
+        with _borrow_workspace(_plan_workspace(block, slices), block.a[0].device) as (cut, sizes, results):
+            left, right = _cut_slices(block, slices, cut, sizes)
+            if not wanted:
+                wanted, missed = _choose_slice_count(block, slices, sizes)
+            if wanted == slices:
+                return _add_products(block, left, right, known, last, results), missed
+        slices = wanted
 
 
-def _plan_workspace(task: _InnerBlock, slices: int) -> _WorkspaceLayout:
+def _plan_workspace(block: _InnerBlock, slices: int) -> _WorkspaceLayout:
     """Return the workspace's layout: slices and tails of both operands, magnitudes with their product, results."""
-    left, right = tuple(task.a[0].shape), tuple(task.b[0].shape)
+    left, right = tuple(block.a[0].shape), tuple(block.b[0].shape)
     wide, narrow = torch.float64, torch.float32
-    spare = task.components if task.dtype == wide else 0
+    spare = block.components if block.dtype == wide else 0
     return (
         ((left, wide),) * (slices + 1) + ((right, wide),) * (slices + 1),
-        ((left, narrow), (right, narrow), (task.shape, narrow)),
-        ((task.shape, wide),) * (_MOST_WAITING_PRODUCTS - spare),
+        ((left, narrow), (right, narrow), (block.shape, narrow)),
+        ((block.shape, wide),) * (_MOST_WAITING_PRODUCTS - spare),
     )
 
 
-def _cut_slices(
-    task: _InnerBlock, slices: int, cut: list[Any], sizes: list[Any]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _cut_slices(block: _InnerBlock, slices: int, cut: list[Any], sizes: list[Any]) -> tuple[list[Any], list[Any]]:
     """Return the slices of either operand, the tail behind them; the magnitudes go to the first two of `sizes`."""
     pieces = cut[: slices + 1], cut[slices + 1 :]
-    scales = task.row_scales, task.column_scales
-    for parts, out, size, (_, *factors) in zip((task.a, task.b), pieces, sizes, scales, strict=False):
+    scales = block.row_scales, block.column_scales
+    for parts, out, size, (_, *factors) in zip((block.a, block.b), pieces, sizes, scales, strict=False):
         inputs = [*parts, *(_view_as_row(factor) for factor in factors)]
         make_slice_kernel(parts[0].dtype, len(parts), slices)(inputs, [*out, size])
     return pieces
@@ -487,32 +443,27 @@ def _view_as_row(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1) if x.dim() == 2 and x.shape[0] == 1 else x
 
 
-def _choose_slices(task: _InnerBlock, slices: int, sizes: list[Any]) -> tuple[int, torch.Tensor | None]:
+def _choose_slice_count(block: _InnerBlock, slices: int, sizes: list[Any]) -> tuple[int, torch.Tensor | None]:
     """Choose the number of slices; return it, and the entries that it does not cover."""
     left, right, sums = sizes
     multiply_plain_matrices(left, right, sums)
-    if float(sums.amin()) >= find_least_covered_sum(slices, task.inner, task.bits):
+    if float(sums.amin()) >= block.find_least_covered_sum(slices):
         return slices, None
-    nonzero = (sums > 0) | _find_flushed_products(task, left, right)
-    slices = _choose_cheapest_slice_count(task, slices, sums[nonzero])
-    missed = nonzero & (sums < find_least_covered_sum(slices, task.inner, task.bits))
+    nonzero = sums > 0
+    if any(bool(((size == 0) & (parts[0] != 0)).any()) for size, parts in ((left, block.a), (right, block.b))):
+        # A product may be nonzero though factors of it were flushed.
+        nonzero = nonzero | (torch.matmul((block.a[0] != 0).float(), (block.b[0] != 0).float()) > 0)
+    slices = _choose_cheapest_slice_count(block, slices, sums[nonzero])
+    missed = nonzero & (sums < block.find_least_covered_sum(slices))
     return slices, missed if bool(missed.any()) else None
 
 
-def _find_flushed_products(task: _InnerBlock, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return where a product may be nonzero though factors of it were flushed."""
-    flushed = [bool(((size == 0) & (parts[0] != 0)).any()) for size, parts in ((left, task.a), (right, task.b))]
-    if not any(flushed):
-        return torch.zeros((), dtype=torch.bool, device=left.device)
-    return torch.matmul((task.a[0] != 0).float(), (task.b[0] != 0).float()) > 0
-
-
-def _choose_cheapest_slice_count(task: _InnerBlock, slices: int, sums: torch.Tensor) -> int:
+def _choose_cheapest_slice_count(block: _InnerBlock, slices: int, sums: torch.Tensor) -> int:
     """Choose between more slices for all entries and single entries computed alone, by time."""
-    outputs = task.shape[-1] * task.a[0].shape[:-1].numel()
+    outputs = block.shape[-1] * block.a[0].shape[:-1].numel()
 
     def cost(count: int) -> float:
-        missed = int((sums < find_least_covered_sum(count, task.inner, task.bits)).sum())
+        missed = int((sums < block.find_least_covered_sum(count)).sum())
         # Plain products: exact ones of slices i + j <= count + 1, one for each tail, and two of the first try.
         products = count * (count + 1) // 2 + count + 1 + (2 if count > slices else 0)
         return products * outputs + _COST_OF_SINGLE_ENTRY * missed
@@ -521,18 +472,18 @@ def _choose_cheapest_slice_count(task: _InnerBlock, slices: int, sums: torch.Ten
 
 
 def _add_products(
-    task: _InnerBlock, left: list[Any], right: list[Any], known: Parts, last: bool, results: list[Any]
+    block: _InnerBlock, left: list[Any], right: list[Any], known: Parts, last: bool, results: list[Any]
 ) -> Parts:
     """Add all products of slices and tails to the sum of earlier blocks."""
     slices, device = len(left) - 1, left[0].device
-    final, dtype = (task.components, task.dtype) if last else (task.components + 1, torch.float64)
-    written = tuple(torch.empty(task.shape, dtype=dtype, device=device) for _ in range(final))
+    final, dtype = (block.components, block.dtype) if last else (block.components + 1, torch.float64)
+    written = tuple(torch.empty(block.shape, dtype=dtype, device=device) for _ in range(final))
     buffers = [*(part for part in written if part.dtype == torch.float64), *results][:_MOST_WAITING_PRODUCTS]
     waiting: list[torch.Tensor] = []
     for level in range(slices):
         for i in range(level + 1):
             if len(waiting) == _MOST_WAITING_PRODUCTS - 1:
-                known, waiting = _add_scaled_sums(task, waiting, known, None), []
+                known, waiting = _add_scaled_sums(block, waiting, known, None), []
             multiply_plain_matrices(left[i], right[level - i], buffers[len(waiting)])
             waiting.append(buffers[len(waiting)])
     tails = buffers[len(waiting)]
@@ -541,20 +492,20 @@ def _add_products(
     for i in range(1, slices + 1):
         rest += right[slices - i]
         tails.addmm_(left[i], rest) if tails.dim() == 2 else tails.baddbmm_(left[i], rest)
-    return _add_scaled_sums(task, [*waiting, tails], known, written)
+    return _add_scaled_sums(block, [*waiting, tails], known, written)
 
 
-def _add_scaled_sums(task: _InnerBlock, waiting: list[Any], known: Parts, written: Parts | None) -> Parts:
+def _add_scaled_sums(block: _InnerBlock, waiting: list[Any], known: Parts, written: Parts | None) -> Parts:
     if written is None:
-        written = tuple(torch.empty_like(waiting[0]) for _ in range(task.components + 1))
+        written = tuple(torch.empty_like(waiting[0]) for _ in range(block.components + 1))
     kernel = make_sum_kernel(len(waiting), len(known), len(written), written[0].dtype)
-    kernel([*waiting, task.row_scales[0], _view_as_row(task.column_scales[0]), *known], written)
+    kernel([*waiting, block.row_scales[0], _view_as_row(block.column_scales[0]), *known], written)
     return written
 
 
 # the choice of a method -------------------------------------------------------------------------------------
 
-_STACK_ELEMENTS = 1 << 20  # elements of operands and result that are worked on at a time
+_MOST_STACK_ELEMENTS = 1 << 20  # elements of operands and result that are worked on at a time
 
 
 def matmul(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -619,7 +570,7 @@ def _multiply_in_chunks(a: Parts, b: Parts, components: int, dtype: torch.dtype)
     """Multiply a stack of matrices in chunks that keep the workspace small."""
     count, m, k = a[0].shape
     n = b[0].shape[-1]
-    step = max(1, _STACK_ELEMENTS // max(1, m * k + k * n + m * n))
+    step = max(1, _MOST_STACK_ELEMENTS // max(1, m * k + k * n + m * n))
     if count <= step and count != 1:
         return _multiply_matrices(a, b, components, dtype)
     pieces = []
@@ -636,35 +587,29 @@ def _multiply_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) 
     outputs = torch.Size(shape).numel()
     if not outputs or not inner:
         return tuple(a[0].new_zeros(shape, dtype=dtype) for _ in range(components))
-    if (
-        len(a) == len(b) == components == 1
-        and a[0].dtype == b[0].dtype == dtype
-        and dtype in (torch.float32, torch.float64)
-    ):
+    is_plain = len(a) == len(b) == components == 1 and a[0].dtype == b[0].dtype == dtype
+    if is_plain and dtype in (torch.float32, torch.float64):
         made = a[0].new_empty(shape)
         multiply_plain_matrices(a[0], b[0], made)
         return (made,)
-    work = choose_wide_type((a, b), components, dtype)
-    if work is not None:
-        return multiply_in_wide_type(a, b, components, dtype, work)
-    if _is_faster_by_entries(outputs, inner, a[0].numel() + b[0].numel()):
-        return multiply_small_matrices(a, b, components, dtype)
+    bits = components * PRECISION[dtype]
+    if bits <= 24 and dtype.itemsize == 2 and torch.float64 not in (a[0].dtype, b[0].dtype):
+        return _multiply_in_wide_type(a, b, components, dtype, torch.float32)
+    if bits <= 48:
+        return _multiply_in_wide_type(a, b, components, dtype, torch.float64)
+    # Measured costs of slicing and of computing each entry, in microseconds.
+    sliced = 200 * -(-inner // SLICED_BLOCK_LENGTH) + 0.03 * (a[0].numel() + b[0].numel()) + 0.0005 * outputs * inner
+    if 250 + 0.1 * outputs * inner < sliced:
+        left = tuple(part.movedim(-1, 0).unsqueeze(-1) for part in a)
+        right = tuple(part.movedim(-2, 0).unsqueeze(-2) for part in b)
+        return _sum_products(left, right, components, dtype)
     return multiply_by_slices(tuple(x.double() for x in a), tuple(x.double() for x in b), components, dtype)
-
-
-def _is_faster_by_entries(outputs: int, inner: int, elements: int) -> bool:
-    """Return whether slicing takes longer than computing each entry, by measured costs in microseconds."""
-    sliced = 200 * -(-inner // SLICED_BLOCK_LENGTH) + 0.03 * elements + 0.0005 * outputs * inner
-    return 250 + 0.1 * outputs * inner < sliced
-
-
-def _fake_matmul(parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    shape = _find_result_shape(parts[0], parts[count])
-    return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
 
 
 _matmul_operator = define_operator(
     "matmul(Tensor[] parts, int count, int components, ScalarType dtype) -> Tensor[]",
     lambda parts, count, components, dtype: list(_multiply_stacks(parts[:count], parts[count:], components, dtype)),
-    _fake_matmul,
+    lambda parts, count, components, dtype: [
+        parts[0].new_empty(_find_result_shape(parts[0], parts[count]), dtype=dtype) for _ in range(components)
+    ],
 )

@@ -85,7 +85,7 @@ def finish_zero_signs(plain, terms: Terms) -> Terms:
     return [head, *(select(sound, t, 0.0) for t in terms[1:])]
 
 
-def gather_terms(x: Terms, keep: int) -> Terms:
+def sum_terms(x: Terms, keep: int) -> Terms:
     """Return the sum of any terms as `keep` components: infinities and NaN as the plain sum, a zero head's sign."""
     plain = x[0]
     for t in x[1:]:
@@ -112,7 +112,7 @@ def add(x: Terms, y: Terms, n: int) -> Terms:
     if n == 1 and len(x) == 1:
         return [x[0] + y[0]]
     if len(x) == 1:
-        return fit_term_count(list(two_sum(x[0], y[0])), n)
+        return pad_or_cut_terms(list(two_sum(x[0], y[0])), n)
     if n <= 2 and len(x) == 2:
         high, low = two_sum(x[0], y[0])
         if len(y) == 1:
@@ -132,7 +132,7 @@ def multiply(x: Terms, y: Terms, n: int) -> Terms:
     if n == 1:
         return [x[0] * y[0]] if len(x) == 1 else multiply(x, y, 2)[:1]
     if len(x) == 1:
-        return fit_term_count(list(two_product(x[0], y[0])), n)
+        return pad_or_cut_terms(list(two_product(x[0], y[0])), n)
     if n == 2:
         high, low = two_product(x[0], y[0])
         if len(y) > 1:
@@ -220,7 +220,7 @@ def center_exponents(x: Terms) -> tuple[Terms, Value]:
     return scale_terms(x, power(-k)), k
 
 
-def fit_term_count(terms: Terms, n: int) -> Terms:
+def pad_or_cut_terms(terms: Terms, n: int) -> Terms:
     """Return the first n terms, padded with zeros."""
     return list(terms[:n]) + [select(is_finite(terms[0]), terms[0], 0.0) * 0.0] * (n - len(terms))
 
@@ -229,7 +229,7 @@ def fit_term_count(terms: Terms, n: int) -> Terms:
 SIXTEEN_BIT_LIMITS = {torch.float16: (11, -14, 65504.0), torch.bfloat16: (8, -126, (2.0 - 2.0**-7) * 2.0**127)}
 
 
-def round_to_narrow(x, dtype: torch.dtype):
+def round_to_narrow_dtype(x, dtype: torch.dtype):
     """Return a float64 rounded to a narrower type's numbers, ties to even, still as float64."""
     if dtype == torch.float32:
         return round_to_float32(x)
@@ -250,27 +250,27 @@ def round_to_components(terms: Terms, dtype: torch.dtype, n: int) -> Terms:
     """n components of a narrower type, largest first; behind an infinity or NaN follow zeros."""
     rest, out = list(terms), []
     for _ in range(n):
-        out.append(_round_to_head(rest, dtype))
+        out.append(_round_sum_once(rest, dtype))
         rest = [rest[0] - out[-1], *rest[1:]]
         if len(rest) > 1:
             rest = sweep_terms(rest)
     return [out[0], *(select(is_finite(out[0]), part, 0.0) for part in out[1:])]
 
 
-def _round_to_head(rest: Terms, dtype: torch.dtype):
+def _round_sum_once(rest: Terms, dtype: torch.dtype):
     """Return the sum rounded once: a tie of the first term is broken by the second."""
-    part = round_to_narrow(rest[0], dtype)
+    part = round_to_narrow_dtype(rest[0], dtype)
     if len(rest) == 1:
         return part
     left = rest[0] - part
     other = part + (left + left)
     same_side = (rest[1] > 0.0) & (left > 0.0) | (rest[1] < 0.0) & (left < 0.0)
-    return select(same_side & (round_to_narrow(other, dtype) == other), other, part)
+    return select(same_side & (round_to_narrow_dtype(other, dtype) == other), other, part)
 
 
 def to_float64_terms(parts: Terms) -> Terms:
     """Return a narrower type's components, converted to float64, as a canonical float64 expansion."""
-    return list(parts) if len(parts) == 1 else gather_terms(list(parts), len(parts))
+    return list(parts) if len(parts) == 1 else sum_terms(list(parts), len(parts))
 
 
 def float16_to_float64(parts: Terms) -> Terms:

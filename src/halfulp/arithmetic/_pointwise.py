@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,21 +60,16 @@ _ARITHMETIC_OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operat
 def make_quick_function(
     name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype
 ) -> tuple[Callable[..., Terms], torch.dtype] | None:
-    """Return a function of the operands' components to the result's, and whether they are in doubt; and its arithmetic.
-
-    `counts` are the operands' numbers of components, `components` the result's, all of one dtype.
-    """
+    """Return a function of components of one dtype to a result's and a mask of those in doubt, and its arithmetic."""
     if name not in _ARITHMETIC_OPERATORS or dtype not in SIXTEEN_BIT_LIMITS:
         return None
     if dtype == torch.bfloat16 and components == 2 and max(counts) <= 2:
-        return lambda *values: _PAIR_FUNCTIONS[name](
-            list(values[: counts[0]]), list(values[counts[0] :])
-        ), torch.float32
+        pair_function, count = _PAIR_FUNCTIONS[name], counts[0]
+        return lambda *values: pair_function(list(values[:count]), list(values[count:])), torch.float32
 
     def compute_in_float64(*values: Any) -> Terms:
-        (a, doubt_a), (b, doubt_b) = (
-            _add_components(list(x), dtype) for x in (values[: counts[0]], values[counts[0] :])
-        )
+        a, doubt_a = _add_components(list(values[: counts[0]]), dtype)
+        b, doubt_b = _add_components(list(values[counts[0] :]), dtype)
         rest = _ARITHMETIC_OPERATORS[name](a, b)
         doubt = doubt_a | doubt_b | ~(abs(rest) < SIXTEEN_BIT_LIMITS[dtype][2] / 2)
         found = []
@@ -96,7 +92,7 @@ def _add_components(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _round_without_overflow(x, dtype: torch.dtype):
-    """Round a float64 that no rounding makes infinite: see `round_to_narrow`."""
+    """Round a float64 that no rounding makes infinite: see `round_to_narrow_dtype`."""
     precision, lowest, _ = SIXTEEN_BIT_LIMITS[dtype]
     magic, least = power_below(x) * (1.5 * 2.0 ** (53 - precision)), 1.5 * 2.0 ** (lowest + 53 - precision)
     magic = select(magic > least, magic, least)
@@ -105,7 +101,7 @@ def _round_without_overflow(x, dtype: torch.dtype):
 
 
 def _add_pairs(x: Terms, y: Terms) -> Terms:
-    (a, left_a), (b, left_b) = _add_up_pair(x), _add_up_pair(y)
+    (a, left_a), (b, left_b) = _renormalize_pair(x), _renormalize_pair(y)
     s, e = two_sum(a, b)
     v, w = fast_two_sum(s, e + (left_a + left_b))
     sign = bit_and(bit_and(word(x[0]), word(y[0])), _SIGN_MASK)
@@ -114,7 +110,7 @@ def _add_pairs(x: Terms, y: Terms) -> Terms:
 
 
 def _multiply_pairs(x: Terms, y: Terms) -> Terms:
-    (a, left_a), (b, left_b) = _add_up_pair(x), _add_up_pair(y)
+    (a, left_a), (b, left_b) = _renormalize_pair(x), _renormalize_pair(y)
     p = a * b
     v, w = fast_two_sum(p, product_error(a, b, p) + (left_a * b + left_b * a))
     sign = bit_and(bit_xor(word(x[0]), word(y[0])), _SIGN_MASK)
@@ -131,7 +127,7 @@ _PAIR_FUNCTIONS: dict[str, Callable[[Terms, Terms], Terms]] = {
 }
 
 
-def _add_up_pair(x: Terms) -> tuple[Any, Any]:
+def _renormalize_pair(x: Terms) -> tuple[Any, Any]:
     return fast_two_sum(*x) if len(x) > 1 else (x[0], x[0] * 0.0)
 
 
@@ -165,26 +161,16 @@ _ARRAY_TYPE_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arra
 
 @dataclass(eq=False)
 class ElementwiseKernels:
-    """A function of a few values per element, as kernels that fill tensors with its results.
+    """A function of a few values per element, as kernels that fill tensors with its results."""
 
-    Args:
-        name: for the cache of machine code, and for messages.
-        function: as many values as there are inputs -> as many terms as there are outputs.
-        arithmetic: the type it computes in.
-        stored: dtypes of the inputs in memory.
-        written: dtypes of the outputs in memory.
-        quick_function: the same function in fewer steps, with a mask of elements in doubt behind its terms, and its
-            arithmetic.
-        exact: whether the terms are numbers of `written`.
-    """
-
-    name: str
-    function: Callable[..., Terms]
+    name: str  # for the cache of machine code, and for messages
+    function: Callable[..., Terms]  # as many values as there are inputs -> as many terms as there are outputs
     arithmetic: torch.dtype
-    stored: Dtypes
-    written: Dtypes
+    stored: Dtypes  # of the inputs in memory
+    written: Dtypes  # of the outputs in memory
+    # The same function in fewer steps, with a mask of elements in doubt behind its terms, and its arithmetic.
     quick_function: tuple[Callable[..., Terms], torch.dtype] | None = None
-    exact: bool = False
+    exact: bool = False  # whether the terms are numbers of `written`
 
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Fill `outputs` (contiguous, of one shape; they may be inputs too) from inputs that broadcast to them."""
@@ -333,13 +319,13 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
             plain = plain and type(part) is torch.Tensor
     if out is None and (not plain or torch.compiler.is_compiling()):
         return tuple(_pointwise_operator(name, flat, [count for _, count in kinds], components, dtype))
-    return _run_call(_make_call(name, tuple(kinds), components, dtype), flat, out)
+    return _run_pointwise_call(_make_call(name, tuple(kinds), components, dtype), flat, out)
 
 
 def evaluate_alike(name: str, a: Parts, b: Parts) -> Parts:
-    """`pointwise` of two contiguous operands of one shape, dtype and number of components, in half the steps.
+    """`pointwise` of two contiguous operands of one shape, dtype and number of components, and a result of these.
 
-    The result is of that dtype and number too. Small operators take as long as their steps in Python.
+    In half the steps: small operators take as long as their steps in Python.
     """
     first = a[0]
     if type(first) is not torch.Tensor or type(b[0]) is not torch.Tensor or torch.compiler.is_compiling():
@@ -391,7 +377,7 @@ def check_component_dtypes(*kinds: tuple[torch.dtype, int]) -> None:
             raise ValueError(f"{count} components: allowed are 1 to {MOST}")
 
 
-def _run_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+def _run_pointwise_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
     if call.name in ANGLE_FUNCTION_NAMES:
         far = (flat[0].abs() > LARGEST_ANGLE) & torch.isfinite(flat[0])
         if bool(far.any()):
@@ -424,9 +410,8 @@ def _is_written_before_read(part: torch.Tensor, out: Parts) -> bool:
     memory = part.untyped_storage().data_ptr()
     if all(memory != other.untyped_storage().data_ptr() for other in out):
         return False
-    return not any(part.data_ptr() == other.data_ptr() and part.shape == other.shape for other in out) or (
-        not part.is_contiguous()
-    )
+    is_alike = any(part.data_ptr() == other.data_ptr() and part.shape == other.shape for other in out)
+    return not (is_alike and part.is_contiguous())
 
 
 def _make_outputs_like(first: torch.Tensor, shape: torch.Size, dtype: torch.dtype, components: int) -> Parts:
@@ -474,9 +459,9 @@ def _describe_operands(flat: Sequence[torch.Tensor], shape: torch.Size, count: i
     alive: list[torch.Tensor | array.array[Any]] = []
     for part in map(to_plain_memory, flat):
         if part.shape != shape:
-            held, sizes = _repeat_operand_values(part, shape, row)
-            alive.append(held)
-            words += sizes
+            owner, entry = _repeat_operand_values(part, shape, row)
+            alive.append(owner)
+            words += entry
         else:
             part = part.contiguous()
             alive.append(part)
@@ -504,19 +489,17 @@ def _repeat_operand_values(
     return part, (address(part), row, 1)
 
 
-def _run_operator(
+def _run_pointwise_operator(
     name: str, parts: list[torch.Tensor], counts: list[int], components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    kinds, at = [], 0
-    for count in counts:
-        kinds.append((parts[at].dtype, count))
-        at += count
-    return list(_run_call(_make_call(name, tuple(kinds), components, dtype), parts, None))
+    starts = itertools.accumulate(counts, initial=0)
+    kinds = tuple((parts[start].dtype, count) for start, count in zip(starts, counts))
+    return list(_run_pointwise_call(_make_call(name, kinds, components, dtype), parts, None))
 
 
 _pointwise_operator = define_operator(
     "pointwise(str name, Tensor[] parts, int[] counts, int components, ScalarType dtype) -> Tensor[]",
-    _run_operator,
+    _run_pointwise_operator,
     lambda name, parts, counts, components, dtype: [
         parts[0].new_empty(torch.broadcast_shapes(*(part.shape for part in parts)), dtype=dtype)
         for _ in range(components)
@@ -571,7 +554,7 @@ def compare(a: Parts, b: Parts) -> torch.Tensor:
     return pointwise("compare", a, b, components=1, dtype=torch.float32)[0].to(torch.int8)
 
 
-ScaledOperand = tuple[Parts, torch.Tensor | None]
+ScaledOperand = tuple[Parts, torch.Tensor | None]  # components, and their 0-d scale
 _OperandKinds = tuple[tuple[torch.dtype, int, bool], ...]
 
 
@@ -583,16 +566,12 @@ def can_run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> 
 
 
 def run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand], components: int) -> tuple[Parts, torch.Tensor]:
-    """Return a function as float64 components, and the magnitude of each element, 0 where it is not finite.
-
-    Each operand is its components, and their 0-d scale or None.
-    """
+    """Return a function as float64 components, and the magnitude of each element, 0 where it is not finite."""
     kinds = tuple((parts[0].dtype, len(parts), scale is not None) for parts, scale in operands)
-    first = operands[0][0][0]
     shapes = {part.shape for parts, _ in operands for part in parts}
-    shape = first.shape if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
-    device = next((parts[0] for parts, _ in operands if parts[0].dim()), first)
-    *made, size = _make_outputs_like(device, shape, torch.float64, components + 1)
+    shape = next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+    model = next((parts[0] for parts, _ in operands if parts[0].dim()), operands[0][0][0])
+    *made, size = _make_outputs_like(model, shape, torch.float64, components + 1)
     _make_scaled_kernels(name, kinds, components)(
         [x for parts, scale in operands for x in (*parts, *_list_scale(scale))], (*made, size)
     )
@@ -600,15 +579,12 @@ def run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand], compone
 
 
 def round_under_scale(
-    wide: Parts, scale: torch.Tensor, components: int, dtype: torch.dtype, keeps: bool = False
+    wide: Parts, scale: torch.Tensor, components: int, dtype: torch.dtype, keeps_nonzero: bool = False
 ) -> Parts:
-    """Return the components whose sum times a scale, 0-d and a power of two, is the value of float64 components.
-
-    With `keeps` no element becomes 0 that is none.
-    """
+    """Return the components whose sum times a scale, 0-d and a power of two, is the value of float64 components."""
     made = _make_outputs_like(wide[0], wide[0].shape, dtype, components)
     # A product with the reciprocal has the quotient's bits, as scales are powers of two.
-    _make_rounding_kernels(len(wide), components, dtype, keeps)([*wide, scale.double().reciprocal()], made)
+    _make_rounding_kernels(len(wide), components, dtype, keeps_nonzero)([*wide, scale.double().reciprocal()], made)
     return made
 
 
@@ -636,19 +612,18 @@ def _make_scaled_kernels(name: str, kinds: _OperandKinds, components: int) -> El
 
 
 @functools.cache
-def _make_rounding_kernels(count: int, components: int, dtype: torch.dtype, keeps: bool) -> ElementwiseKernels:
+def _make_rounding_kernels(count: int, components: int, dtype: torch.dtype, keeps_nonzero: bool) -> ElementwiseKernels:
     rounding = PointwiseCall("renormalize", ((torch.float64, count),), components, dtype)
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
     def function(*values: Any) -> Terms:
         *wide, inverse = values
         made = rounding.evaluate(*(part * inverse for part in wide))
-        if keeps:
+        if keeps_nonzero:
             vanished = made[0] == 0.0
             made[0] = select(vanished & (wide[0] > 0.0), least, made[0])
             made[0] = select(vanished & (wide[0] < 0.0), -least, made[0])
         return made
 
-    name = "components_under_scale_kept" if keeps else "components_under_scale"
     stored, written = (torch.float64,) * (count + 1), (dtype,) * components
-    return ElementwiseKernels(name, function, torch.float64, stored, written, exact=True)
+    return ElementwiseKernels("components_under_scale", function, torch.float64, stored, written, exact=True)

@@ -26,7 +26,7 @@ from ..kernels import (
 from ..kernels.triton._expansions import ReductionKernel
 from ..kernels.triton._launch import find_checked_kernel
 from ._exact_sums import find_result_shape, normalize_dims
-from ._operators import Terms, add, divide_in_range, gather_terms, multiply, round_to_components, two_sum
+from ._operators import Terms, add, divide_in_range, multiply, round_to_components, sum_terms, two_sum
 from ._pointwise import PRECISION, Parts, pointwise
 
 # Of a matrix from which on its rows are reduced in segments, each by one thread.
@@ -128,11 +128,8 @@ def _view_as_matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[i
         return tuple([part.contiguous() for part in parts]), (1, parts[0].numel(), 1)
     before = [d for d in range(dims[0]) if d not in dims]
     behind = [d for d in range(dims[0], len(shape)) if d not in dims]
-    many, rows, columns = sizes = (
-        _count_elements(shape, before),
-        _count_elements(shape, dims),
-        _count_elements(shape, behind),
-    )
+    many, rows, columns = (math.prod([shape[d] for d in some]) for some in (before, dims, behind))
+    sizes = (many, rows, columns)
     order = [*before, *dims, *behind]
     if order != sorted(order):
         parts = tuple([part.permute(order) for part in parts])
@@ -144,20 +141,13 @@ def _view_as_matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[i
     return beside, (1, rows, many * columns)
 
 
-def _count_elements(shape: Sequence[int], dims: Sequence[int]) -> int:
-    return math.prod([shape[d] for d in dims])
-
-
 def _is_finite(x: torch.Tensor) -> bool:
     return math.isfinite(x.item() if x.numel() == 1 else x.sum(dtype=torch.float64).item())
 
 
 def _restore_special_values(made: Parts, plain: torch.Tensor) -> Parts:
-    """Return a result with the infinities and NaN that the leading components' reduction has.
-
-    Where components are narrower than float64, that one is not finite where an element is not; of float64 it decides
-    too whether a sum whose steps left the range is finite.
-    """
+    """Return a result with the infinities and NaN that the leading components' reduction has."""
+    # Where components are narrower, that one is not finite where an element is not; of float64 a sum's steps may be.
     judge = made[0] if made[0].dtype == torch.float64 else plain
     lost = (judge - judge) != 0.0
     first = torch.where(lost, plain.to(made[0].dtype), made[0])
@@ -192,21 +182,13 @@ def _count_rows_side_by_side(rows: int, columns: int) -> int:
 
 
 class _ReadingOrder(NamedTuple):
-    """The order in which a kernel reads its matrices.
+    """The order in which a kernel reads its matrices."""
 
-    Attributes:
-        sizes: matrices, rows and columns.
-        length: rows of a segment.
-        segments: of a matrix.
-        several: rows that lie side by side in the lanes of a kernel.
-        divisor: of a mean.
-    """
-
-    sizes: tuple[int, int, int]
-    length: int
-    segments: int
-    several: int
-    divisor: int
+    sizes: tuple[int, int, int]  # matrices, rows and columns
+    length: int  # rows of a segment
+    segments: int  # of a matrix
+    several: int  # rows that lie side by side in the lanes of a kernel
+    divisor: int  # of a mean
 
 
 def _count_accumulators(dtype: torch.dtype, count: int, components: int) -> int:
@@ -217,25 +199,15 @@ def _count_accumulators(dtype: torch.dtype, count: int, components: int) -> int:
 
 
 class _Reduction(NamedTuple):
-    """One reduction of expansions: its kind, types and device functions.
+    """One reduction of expansions: its kind, types and device functions."""
 
-    Attributes:
-        kind: "sum", "mean" or "prod".
-        stored: dtype of a row's components.
-        inputs: how many of them.
-        width: float64 components that the result is gathered in.
-        raw: whether a row is an operand's own, and the rounding errors of a block may be summed plainly.
-        components: of the result.
-        dtype: of the result's components.
-    """
-
-    kind: str
-    stored: torch.dtype
-    inputs: int
-    width: int
-    raw: bool
-    components: int
-    dtype: torch.dtype
+    kind: str  # "sum", "mean" or "prod"
+    stored: torch.dtype  # of a row's components
+    inputs: int  # components of a row
+    width: int  # float64 components that the result is gathered in
+    raw: bool  # whether a row is an operand's own, and the rounding errors of a block may be summed plainly
+    components: int  # of the result
+    dtype: torch.dtype  # of the result's components
 
     def add_row(self, *values: Any) -> Terms:
         """Add the next row to a block's state."""
@@ -274,7 +246,7 @@ class _Reduction(NamedTuple):
             terms = divide_in_range(terms, [count], self.width)
         if self.dtype != torch.float64:
             return round_to_components(terms, self.dtype, self.components)
-        return terms if self.width == self.components else gather_terms(terms, self.width)[: self.components]
+        return terms if self.width == self.components else sum_terms(terms, self.width)[: self.components]
 
     @property
     def _adds_errors_plainly(self) -> bool:
@@ -290,7 +262,7 @@ class _Reduction(NamedTuple):
 
     @property
     def neutral_element(self) -> float:
-        """The neutral element."""
+        """The number that changes no sum, or no product."""
         return 1.0 if self.kind == "prod" else 0.0
 
 
@@ -298,7 +270,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, sh
     """Reduce every segment; return the results in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
     engine = select_engine(parts[0].device.type)
-    if engine == "triton" and (on_device := _ready_triton_kernel(reduction, parts[0].device)) is not None:
+    if engine == "triton" and (on_device := _find_triton_kernel(reduction, parts[0].device)) is not None:
         return tuple([part.reshape(shape) for part in _run_on_triton(reduction, on_device, parts, cut)])
     if engine != "llvm":
         return tuple([part.reshape(shape) for part in _reduce_by_reference(reduction, parts, cut)])
@@ -307,9 +279,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, sh
     if not count or not columns:
         return made
     words = [rows, columns, length, segments, several, many * rows * columns, divisor]
-    for part in (*parts, *made):
-        words.append(address(part))
-    table = array.array("q", words)
+    table = array.array("q", [*words, *map(address, (*parts, *made))])
     kernel = _compile_kernel(reduction, "line" if columns == 1 else "narrow" if columns < NARROW_LANES else "wide")
     if count == 1 or many * rows * columns < SERIAL_ELEMENTS or torch.get_num_threads() == 1:
         kernel(0, count, table.buffer_info()[0])
@@ -324,7 +294,7 @@ def _compile_kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
     return compile_reduction(f"reduce_{reduction.kind}", reduction.device_functions, stored, written, shape)
 
 
-def _ready_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
+def _find_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
     """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
     stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
     name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"
@@ -379,7 +349,17 @@ def _reduce_segment_by_torch(reduction: _Reduction, parts: list[torch.Tensor], c
     turns = -(-rows // several)
     frame = (0, 0, 0, turns * several - rows)
     lanes = [pad(part, frame, value=0.0 if k else reduction.neutral_element) for k, part in enumerate(parts)]
-    held = _reduce_in_blocks(reduction, [part.reshape(many, turns, several * columns) for part in lanes])
+    lanes = [part.reshape(many, turns, several * columns) for part in lanes]
+    begin = [
+        lanes[0].new_full((many, several * columns), 0.0 if k else reduction.neutral_element)
+        for k in range(reduction.width)
+    ]
+    held: Terms = begin
+    for top in range(0, turns, BLOCK):
+        state: Terms = begin
+        for turn in range(top, min(top + BLOCK, turns)):
+            state = reduction.add_row(*state, *(part[:, turn] for part in lanes))
+        held = reduction.add_block(*held, *state)
     while several > 1:
         half = (several + 1) // 2
         own, alone, other = (several - half) * columns, half * columns, several * columns
@@ -389,27 +369,10 @@ def _reduce_segment_by_torch(reduction: _Reduction, parts: list[torch.Tensor], c
     return reduction.round_result(*held, held[0].new_tensor(float(cut.divisor)))
 
 
-def _reduce_in_blocks(reduction: _Reduction, lanes: list[torch.Tensor]) -> Terms:
-    many, turns, width = lanes[0].shape
-    held = begin = [
-        lanes[0].new_full((many, width), 0.0 if k else reduction.neutral_element) for k in range(reduction.width)
-    ]
-    for top in range(0, turns, BLOCK):
-        state = begin
-        for turn in range(top, min(top + BLOCK, turns)):
-            state = reduction.add_row(*state, *(part[:, turn] for part in lanes))
-        held = reduction.add_block(*held, *state)
-    return held
-
-
-def _fake_reduction(
-    kind: str, parts: list[torch.Tensor], dims: list[int], components: int, keepdim: bool
-) -> list[torch.Tensor]:
-    return [parts[0].new_empty(find_result_shape(parts[0].shape, dims, keepdim)) for _ in range(components)]
-
-
 _reduction_operator = define_operator(
     "reduce(str kind, Tensor[] parts, int[] dims, int components, bool keepdim) -> Tensor[]",
     lambda kind, parts, *given: list(_reduce_dims(kind, tuple(parts), *given)),
-    _fake_reduction,
+    lambda kind, parts, dims, components, keepdim: [
+        parts[0].new_empty(find_result_shape(parts[0].shape, dims, keepdim)) for _ in range(components)
+    ],
 )

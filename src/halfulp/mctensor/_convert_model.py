@@ -28,7 +28,7 @@ from ..subclass.models._conversion import (
 from ..subclass.models._parameter_holders import check_holders
 from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
 from ._encode import check_component_count, check_dtype
-from ._mctensor import MCTensor, decode_to_plain, wrap_parts
+from ._mctensor import MCTensor, decode_to_plain, wrap_components
 
 # Layout of the entries below; a file of another layout is refused.
 STATE_DICT_VERSION = 2
@@ -74,38 +74,25 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
 
 def _make_entries(name: str, value: MCTensor) -> dict[str, Tensor]:
     """Return the entries of a parameter: under its own name the leading component times the scale, for any loader."""
-    entries = {name: _scale_leading_component(value)}
-    entries |= {f"{name}.component_{i}": part for i, part in enumerate(value._parts) if i}
-    return entries if value._scale is None else entries | {f"{name}.{_SCALE_SUFFIX}": value._scale}
-
-
-def _scale_leading_component(x: MCTensor) -> Tensor:
-    """Return the leading component; times a scale in float32, or in float64 where float32 would lose something."""
-    first = x._parts[0]
-    if x._scale is None:
-        return first
-    wide = first.double() * x._scale.double()
-    values = wide.float()
-    exact = first.dtype != torch.float64 and (first.is_meta or bool(((values == wide) | wide.isnan()).all()))
-    return values if exact else wide
+    first, *rest = value._parts
+    entries = {name: first} | {f"{name}.component_{i}": part for i, part in enumerate(rest, 1)}
+    if value._scale is not None:
+        wide = first.double() * value._scale.double()
+        narrow = wide.float()
+        is_exact = first.dtype != torch.float64 and (first.is_meta or bool(((narrow == wide) | wide.isnan()).all()))
+        entries |= {name: narrow if is_exact else wide, f"{name}.{_SCALE_SUFFIX}": value._scale}
+    return entries
 
 
 def _copy_components(parameter: MCTensor, value: MCTensor) -> None:
     """Copy components and scale of `value` into `parameter`, bit for bit."""
     with torch.no_grad():
-        for target, part in zip(parameter._parts, value._parts, strict=True):
+        for target, part in zip(parameter._list_plain_tensors(), value._list_plain_tensors(), strict=True):
             target.copy_(part)
-        assert (parameter._scale is None) == (value._scale is None)
-        if parameter._scale is not None and value._scale is not None:
-            parameter._scale.copy_(value._scale)
 
 
 def _read_fitting_tensor(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> MCTensor | None:
-    """Convert a parameter's entries in a file to an MCTensor of its dtype and components; None where there are none.
-
-    Raises:
-        ValueError: they hold more digits than the parameter, or are of another layout.
-    """
+    """Convert a parameter's entries in a file to an MCTensor of its dtype and components; None where there are none."""
     value = _read_tensor(state_dict, name, parameter.dtype)
     if value is None:
         return None
@@ -121,7 +108,7 @@ def _read_fitting_tensor(state_dict: Mapping[str, Any], name: str, parameter: MC
     if (count, value.dtype, value._scale is not None) == (own, parameter.dtype, scaled):
         # In memory of its own: a change of scale rewrites all of a component's memory.
         parts = tuple(p.clone() if scaled and p.untyped_storage().nbytes() != p.nbytes else p for p in value._parts)
-        return wrap_parts(parts, value._scale, parameter._gradients)
+        return wrap_components(parts, value._scale, parameter._gradients)
     scale = "auto" if scaled else "none"
     return MCTensor.encode(value, own, parameter.dtype, scale, gradients=parameter._gradients)
 
@@ -140,16 +127,18 @@ def _read_tensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | 
         return first.detach()
     if scale is not None:
         kind = rest[0].dtype if rest and rest[0] is not None else dtype
-        first, scale = _unscale_entry(name, first, scale, kind)
+        first, scale = _divide_entry_by_scale(name, first, scale, kind)
     parts = [part for part in (first, *rest) if isinstance(part, Tensor)]
     if len(parts) <= len(rest) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")
     if parts[0].dtype not in PRECISION:
         raise ValueError(f"{name!r} is {parts[0].dtype} in the file: components are floating point")
-    return wrap_parts(tuple(part.detach() for part in parts), scale, "first")
+    return wrap_components(tuple(part.detach() for part in parts), scale, "first")
 
 
-def _unscale_entry(name: str, first: Tensor, scale: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+def _divide_entry_by_scale(
+    name: str, first: Tensor, scale: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
     """Return the leading component divided by its scale, and the scale; unchanged where it was stored alone."""
     if dtype is None:
         return first, None
@@ -184,11 +173,7 @@ _FORMER_DTYPES_KEY = "_halfulp_dtypes"
 
 
 def multicomponent(
-    model: Model,
-    components: int = 2,
-    dtype: torch.dtype | None = None,
-    where: Where = None,
-    gradients: str = FIRST,
+    model: Model, components: int = 2, dtype: torch.dtype | None = None, where: Where = None, gradients: str = FIRST
 ) -> Model:
     """Hold a model's parameters as sums of several components: in place, like nn.Module.to.
 

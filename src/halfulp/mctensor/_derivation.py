@@ -19,7 +19,7 @@ from ..subclass._collectives import is_collective, refuse_collective
 from ..subclass._foreach import make_foreach_rule
 from ..subclass._in_backward import disable_result_rounding, gives_plain_gradient
 from ..subclass._rule_table import functional_form, is_written
-from ._mctensor import MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
+from ._mctensor import MCTensor, decode_to_plain, implements, register_derivation, wrap_components
 from ._result_type import (
     ResultType,
     encode_plain_operands,
@@ -40,11 +40,7 @@ _COLLECTIVES_TEXT = (
 
 @register_derivation
 def derive_rule(operator: OpOverload) -> Callable:
-    """Make the rule of an operator that has none.
-
-    A foreach operator becomes a loop, an in-place or out= one its functional form and a copy, a composite one
-    torch's own steps; for every other the operands decide between float64, a decomposition and a counted fallback.
-    """
+    """Make the rule of an operator that has none: a loop, its functional form and a copy, torch's steps, or float64."""
     if is_collective(operator):
         return functools.partial(refuse_collective, operator, _COLLECTIVES_TEXT)
     name = operator._schema.name.removeprefix("aten::")
@@ -56,22 +52,19 @@ def derive_rule(operator: OpOverload) -> Callable:
     if name in ("resize_", "resize_as_", "set_"):
         return functools.partial(refuse_operator, operator, "changes memory that views share")
     if operator._can_decompose():
-        return functools.partial(_run_composite, operator)
+        return functools.partial(_decompose_and_run, operator)
     return _derive_primitive_rule(operator)
 
 
-def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def _decompose_and_run(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run torch's own decomposition of a composite operator, or treat it as one that has none."""
     results = operator.decompose(*arguments, **options)
-    if results is NotImplemented:
-        return _derive_primitive_rule(operator)(*arguments, **options)
-    return results
+    return _derive_primitive_rule(operator)(*arguments, **options) if results is NotImplemented else results
 
 
 def _derive_primitive_rule(operator: OpOverload) -> Callable:
     if operator._schema.is_mutable:
-        functional = functional_form(operator)
-        if functional is None:
+        if (functional := functional_form(operator)) is None:
             return functools.partial(refuse_operator, operator, "writes into its argument")
         return functools.partial(write_results, operator, functional)
     if operator.is_view:
@@ -105,23 +98,17 @@ def _run_without_rule(operator: OpOverload, *arguments: Any, **options: Any) -> 
     form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     if form.fits_float64:
         return run_in_float64(operator, arguments, options)
-    decomposition = _collect_decompositions().get(operator)
-    if decomposition is None:
-        return fall_back_to_float64(operator, arguments, options)
-    results = run_in_steps(decomposition, form, arguments, options)
-    return fall_back_to_float64(operator, arguments, options) if results is NotImplemented else results
+    decomposition, results = _collect_decompositions().get(operator), NotImplemented
+    if decomposition is not None:
+        results = run_in_steps(decomposition, form, arguments, options)
+    return fall_back_to_float64(operator, *arguments, **options) if results is NotImplemented else results
 
 
-def fall_back_to_float64(operator: OpOverload, arguments: tuple, options: dict) -> Any:
+def fall_back_to_float64(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run an operator in float64, and count that as a fallback."""
     form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     note_float64_fallback(operator, form)
     return run_in_float64(operator, arguments, options)
-
-
-def make_float64_fallback(operator: OpOverload) -> Callable:
-    """Return the rule that runs an operator in float64 and counts that as a fallback."""
-    return lambda *arguments, **options: fall_back_to_float64(operator, arguments, options)
 
 
 def note_float64_fallback(operator: OpOverload, form: ResultType) -> None:
@@ -137,8 +124,7 @@ def note_float64_fallback(operator: OpOverload, form: ResultType) -> None:
 def implements_beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[Callable], Callable]:
     """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64.
 
-    exactly: float64 only for operands that it holds exactly: for operators that copy digits, as components may leave
-        gaps between them that are wider than float64.
+    exactly: also for those that it does not hold exactly, as gaps between components may be wider than float64.
     """
 
     def register(rule: Callable) -> Callable:
@@ -224,7 +210,7 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
         if isinstance(target, MCTensor) and target._scale is not None and isinstance(result, Tensor):
             wide = tuple(part.double() for part in to_components(result, target.device))
             parts = limit_written_elements(wide, tree_leaves(given))
-            write_value(target, result if parts is wide else wrap_parts(parts, None, target._gradients))
+            write_value(target, result if parts is wide else wrap_components(parts, None, target._gradients))
         elif isinstance(target, MCTensor) or isinstance(result, MCTensor):
             write_value(target, result)
         else:

@@ -28,7 +28,7 @@ def encode_components(
     check_component_count(components)
     if device is not None or isinstance(x, Tensor):
         require_float64(torch.device(x.device if device is None else device), "MCTensors")
-    wide, own = _convert_to_parts(x, device)
+    wide, own = _convert_to_components(x, device)
     dtype = check_dtype(dtype or own)
     held = _make_requested_scale(scale, wide[0], dtype)
     if held is None:
@@ -36,7 +36,7 @@ def encode_components(
         parts = parts or renormalize(wide, components, dtype)
     else:
         parts = divide_by_scale(tuple(part.double() for part in wide), held, components, dtype)
-    check_range(wide[0], parts[0], dtype)
+    refuse_overflow(wide[0], parts[0], dtype)
     return tuple(part.contiguous() for part in parts), held
 
 
@@ -79,7 +79,7 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def check_range(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
+def refuse_overflow(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
     """Raise if a finite value became infinite in its components."""
     if _has_no_values(value) or not value.numel() or bool(payload.isfinite().all()):
         return
@@ -112,8 +112,6 @@ def split_number(x: Any, device: torch.device) -> Parts:
 def split_number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | None:
     """Return a Python number as one or two 0-d float32 tensors, or None where they do not hold it.
 
-    A kernel whose operands are all float32 stays in float32.
-
     A factor may lose 2^-49 of itself, which is within a product's bound; a term of a sum may not.
     """
     # Between these, a float32 and what it leaves are both in float32's normal range.
@@ -124,9 +122,8 @@ def split_number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Pa
     second = _round_to_float32(rest)
     if second != rest and not is_factor:
         return None
-    return tuple(
-        torch.scalar_tensor(part, dtype=torch.float32, device=device) for part in (first, second)[: 1 + (rest != 0)]
-    )
+    terms = (first, second) if rest else (first,)
+    return tuple(torch.scalar_tensor(term, dtype=torch.float32, device=device) for term in terms)
 
 
 def _round_to_float32(x: float) -> float:
@@ -135,23 +132,23 @@ def _round_to_float32(x: float) -> float:
 
 def _make_requested_scale(scale: Any, value: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return the scale tensor that `scale` asks for, measured where it is "auto"; None for no scale."""
-    if isinstance(scale, str):
-        if scale not in ("auto", "none"):
-            raise ValueError(f"scale={scale!r}: allowed are a power of two, 'auto', 'none' and None")
-        return choose_scale(find_magnitude(value), dtype) if scale == "auto" else None
     if scale is None:
-        return choose_scale(find_magnitude(value), dtype) if dtype == torch.float16 else None
-    return make_scale(scale, value.device)
+        scale = "auto" if dtype == torch.float16 else "none"
+    if not isinstance(scale, str):
+        return make_scale(scale, value.device)
+    if scale not in ("auto", "none"):
+        raise ValueError(f"scale={scale!r}: allowed are a power of two, 'auto', 'none' and None")
+    return choose_scale(find_magnitude(value), dtype) if scale == "auto" else None
 
 
-def _convert_to_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
+def _convert_to_components(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
     """Return any input as components of some dtype, and the default dtype of its encoding."""
     if isinstance(x, np.ndarray):
         if x.dtype.kind == "O":
-            return _convert_numbers_to_parts(x.tolist(), device)
+            return _convert_numbers_to_components(x.tolist(), device)
         x = torch.from_numpy(x) if x.flags.writeable else torch.from_numpy(x.copy())
     if not isinstance(x, Tensor):
-        return _convert_numbers_to_parts(x, device)
+        return _convert_numbers_to_components(x, device)
     x = x if device is None else x.to(device)
     if hasattr(x, "_parts"):
         return (x._parts if x._scale is None else convert_to_float64(x._parts, x._scale)), x.dtype
@@ -160,7 +157,7 @@ def _convert_to_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
     return (resolve_plain_memory(x.detach(), "x"),), check_dtype(x.dtype)
 
 
-def _convert_numbers_to_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
+def _convert_numbers_to_components(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
     flat: list = []
     shape = _flatten_lists(x, flat)
     rows = [_split_exact_value(_find_exact_value(value)) for value in flat]
@@ -174,10 +171,10 @@ def _flatten_lists(x: Any, flat: list) -> tuple[int, ...]:
     if not isinstance(x, (list, tuple)):
         flat.append(x)
         return ()
-    shapes = [_flatten_lists(value, flat) for value in x]
-    if any(shape != shapes[0] for shape in shapes):
+    shapes = {_flatten_lists(value, flat) for value in x}
+    if len(shapes) > 1:
         raise ValueError("nested lists of different lengths have no shape")
-    return (len(x), *(shapes[0] if shapes else ()))
+    return (len(x), *(shapes.pop() if shapes else ()))
 
 
 def _find_exact_value(value: Any) -> Fraction | float:
@@ -190,7 +187,7 @@ def _find_exact_value(value: Any) -> Fraction | float:
             return float(value)
         return (-1 if sign else 1) * Fraction(int(mantissa)) * Fraction(2) ** int(exponent)
     if isinstance(value, Tensor) and value.dim() == 0:
-        parts, _ = _convert_to_parts(value.detach(), None)
+        parts, _ = _convert_to_components(value.detach(), None)
         first = float(parts[0])
         return sum((Fraction(float(part)) for part in parts[1:]), Fraction(first)) if math.isfinite(first) else first
     if isinstance(value, (complex, np.complexfloating)):
@@ -201,10 +198,8 @@ def _find_exact_value(value: Any) -> Fraction | float:
         return value
     if isinstance(value, (int, float, Rational, Decimal)):
         return Fraction(value)
-    if isinstance(value, np.floating) and value.dtype.itemsize > 8:
+    if isinstance(value, np.floating):
         return Fraction(*value.as_integer_ratio())
-    if isinstance(value, (np.integer, np.floating)):
-        return Fraction(value.item())
     raise TypeError(
         f"an MCTensor of {name_type(value)}: allowed are tensors, numbers, strings, Fractions and mpmath numbers"
     )
@@ -227,23 +222,18 @@ def _split_exact_value(value: Fraction | float) -> list[float]:
     """Return a number as four float64, each the nearest to what is left."""
     if isinstance(value, float):
         return [value] + [0.0] * (MOST - 1)
+    exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
     terms: list[float] = []
     for _ in range(MOST):
         try:
             term = float(value)
         except OverflowError:
-            raise ValueError(
-                f"a value of about 2**{_find_exponent(value)} is out of float64's range: divide it first"
-            ) from None
+            raise ValueError(f"a value of about 2**{exponent} is out of float64's range: divide it first") from None
         if term == 0 and value != 0 and not terms:
-            raise ValueError(f"a value of about 2**{_find_exponent(value)} is below float64's range: multiply it first")
+            raise ValueError(f"a value of about 2**{exponent} is below float64's range: multiply it first")
         terms.append(term)
         value -= Fraction(term)
     return terms
-
-
-def _find_exponent(value: Fraction) -> int:
-    return abs(value.numerator).bit_length() - value.denominator.bit_length()
 
 
 def _has_no_values(x: Tensor) -> bool:
@@ -283,55 +273,48 @@ def choose_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (exponent.to(torch.int32) << 23).view(torch.float32)
 
 
-def divide_by_scale(wide: Parts, scale: Tensor, components: int, dtype: torch.dtype, keeps: bool = False) -> Parts:
+def divide_by_scale(
+    wide: Parts, scale: Tensor, components: int, dtype: torch.dtype, keeps_nonzero: bool = False
+) -> Parts:
     """Return components whose sum times the scale is the value of float64 components.
 
-    keeps: whether none is 0 where the value is not, so that what is divided by a sum stays finite.
+    keeps_nonzero: whether none is 0 where the value is not, so that what is divided by a sum stays finite.
     """
     if type(scale) is Tensor and type(wide[0]) is Tensor and not torch.compiler.is_compiling():
-        return round_under_scale(wide, scale, components, dtype, keeps)
+        return round_under_scale(wide, scale, components, dtype, keeps_nonzero)
     parts = renormalize(tuple(part / scale for part in wide), components, dtype)
-    if not keeps:
+    if not keeps_nonzero:
         return parts
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     vanished = (parts[0] == 0) & (wide[0] != 0)
-    held = torch.full_like(parts[0], least).copysign(wide[0].to(dtype))
-    return (torch.where(vanished, held, parts[0]), *parts[1:])
+    smallest = torch.full_like(parts[0], least).copysign(wide[0].to(dtype))
+    return (torch.where(vanished, smallest, parts[0]), *parts[1:])
 
 
 def make_scale(scale: Tensor | float, device: torch.device) -> Tensor:
-    """Return a scale as a 0-d float32 tensor.
-
-    Raises:
-        ValueError: it is no power of two, or out of float32's normal range.
-    """
+    """Return a scale, a power of two in float32's normal range, as a 0-d float32 tensor."""
     value = float(scale)
     if value <= 0 or not math.isfinite(value) or math.frexp(value)[0] != 0.5 or not 2.0**-126 <= value <= 2.0**127:
         raise ValueError(f"scale={value!r}: allowed are powers of two from 2**-126 to 2**127, 'auto', 'none' and None")
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 
-def count_held_digits(parts: Parts) -> int:
-    """Return how many decimal digits the components hold."""
-    return int(len(parts) * PRECISION[parts[0].dtype] * math.log10(2))
-
-
 def compute_exact_values(parts: Parts, scale: Tensor | None) -> list[Fraction | float]:
     """Return every element's exact value, flattened; infinities and NaN as floats."""
-    factor = _convert_scale_to_fraction(scale)
     columns = [part.detach().double().reshape(-1).tolist() for part in parts]
-    return [_add_up_exactly(row, factor) for row in zip(*columns, strict=True)]
-
-
-def _convert_scale_to_fraction(scale: Tensor | None) -> Fraction:
-    return Fraction(1) if scale is None else Fraction(float(scale))
+    factor = Fraction(1) if scale is None else Fraction(float(scale))
+    rows = zip(*columns, strict=True)
+    return [
+        sum(map(Fraction, row), Fraction(0)) * factor if math.isfinite(row[0]) and row[0] else row[0] for row in rows
+    ]
 
 
 def format_values(parts: Parts, scale: Tensor | None, digits: int | None = None) -> str | list[Any]:
     """Return the values as nested lists of decimal strings."""
     if digits is not None and digits < 1:
         raise ValueError(f"digits={digits}: allowed are 1 and more")
-    flat = [format_decimal(value, digits or count_held_digits(parts)) for value in compute_exact_values(parts, scale)]
+    digits = digits or int(len(parts) * PRECISION[parts[0].dtype] * math.log10(2))  # that components hold
+    flat = [format_decimal(value, digits) for value in compute_exact_values(parts, scale)]
     nested: str | list[Any] = np.array(flat, dtype=object).reshape(parts[0].shape).tolist()
     return nested
 
@@ -369,12 +352,6 @@ def format_decimal(value: Fraction | float, digits: int) -> str:
     return format(rounded, f".{digits - 1}e")
 
 
-def _add_up_exactly(row: tuple[float, ...], scale: Fraction) -> Fraction | float:
-    if not math.isfinite(row[0]) or row[0] == 0:
-        return row[0]
-    return sum(map(Fraction, row), Fraction(0)) * scale
-
-
 def _format_elements(parts: Parts, scale: Tensor | None) -> str:
     first = parts[0]
     if type(first) not in (Tensor, torch.nn.Parameter) or first.device.type == "meta":
@@ -387,14 +364,8 @@ def _format_elements(parts: Parts, scale: Tensor | None) -> str:
             if size > 7:
                 parts = tuple(torch.cat([part.narrow(dim, 0, 4), part.narrow(dim, size - 3, 3)], dim) for part in parts)
         threshold = 0
-    flat, factor = [part.reshape(-1) for part in parts], _convert_scale_to_fraction(scale)
-
-    def format_element(index: int) -> str:
-        value = _add_up_exactly(tuple(float(part[index]) for part in flat), factor)
-        return format_decimal(value, count_held_digits(parts))
-
-    formatter: Any = {"int": format_element}
-    places = np.arange(flat[0].numel()).reshape(parts[0].shape)
+    texts: Any = np.array(format_values(parts, scale), dtype=object)
+    formatter: Any = {"object": str}
     return np.array2string(
-        places, 100, separator=", ", prefix="MCTensor(", formatter=formatter, threshold=threshold, edgeitems=3
+        texts, 100, separator=", ", prefix="MCTensor(", formatter=formatter, threshold=threshold, edgeitems=3
     )

@@ -32,10 +32,7 @@ SAME_DTYPE_OPERATORS = (
 
 
 def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Return an operator's arguments, with all floating tensors as MCTensors of the promoted dtype.
-
-    They stay as they are where they have one dtype, or none is an MCTensor.
-    """
+    """Return arguments, beside MCTensors of another dtype with all floating tensors as ones of the promoted dtype."""
     tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor) and x.is_floating_point()]
     if len({x.dtype for x in tensors}) <= 1 or not any(isinstance(x, MCTensor) for x in tensors):
         return arguments, options
@@ -49,17 +46,22 @@ def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     return tuple(map(promote, arguments)), {name: promote(x) for name, x in options.items()}
 
 
-def _encode_and_run(steps: Callable, *arguments: Any, **options: Any) -> Any:
-    """Run steps after plain tensors were encoded, where an operand is an MCTensor; else return NotImplemented."""
+def _encode_beside_mctensors(arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
+    """Return arguments with plain floating tensors encoded, gradients flowing back; None where none is an MCTensor."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
     if not any(isinstance(x, MCTensor) for x in leaves):
-        return NotImplemented
-    if has_plain_operand(arguments, options):
-        arguments, options = encode_plain_operands((arguments, options), result_type(leaves), with_gradients=True)
-    return steps(*arguments, **options)
+        return None
+    if not has_plain_operand(arguments, options):
+        return arguments, options
+    return encode_plain_operands((arguments, options), result_type(leaves), with_gradients=True)
 
 
-def _choose_or_number(condition: Tensor, a: Any, b: Any) -> Any:
+def _run_steps_on_encoded_operands(steps: Callable, *arguments: Any, **options: Any) -> Any:
+    encoded = _encode_beside_mctensors(arguments, options)
+    return NotImplemented if encoded is None else steps(*encoded[0], **encoded[1])
+
+
+def _choose_elements_or_number(condition: Tensor, a: Any, b: Any) -> Any:
     """a where the condition holds, b elsewhere, one of which is a number, and leaves the other's dtype."""
     x, value = (a, b) if isinstance(a, Tensor) else (b, a)
     if not isinstance(x, MCTensor) or isinstance(value, complex):
@@ -102,7 +104,7 @@ def _divide_by_norm(x: Tensor, dim: int, eps: float) -> Tensor:
     return x / size
 
 
-def _refuse_plain_target(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def _refuse_mctensors(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     if any(isinstance(x, MCTensor) for x in tree_leaves(arguments)):
         raise NotImplementedError(f"{operator} writes one component into a plain tensor: give it x.decode()")
     return NotImplemented
@@ -130,27 +132,17 @@ DIFFERENTIATED_OPERATORS = (
     *(aten.pow.Tensor_Tensor, aten.ldexp.Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default),
     *(aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default),
 )
-# Those that put a tensor subclass's result in another tensor than the one given, which stays as it was.
-REPLACED_OUT_OPERATORS = tuple(
-    getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name
-)
-_PROMOTED_SET = frozenset(present_operators(SAME_DTYPE_OPERATORS))
 # Keys above would find the way back to this one.
 _KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH_KEY)
 _aten_library = torch.library.Library("aten", "IMPL")
-
-
 # Held while mkldnn is off for the process: its LSTM reads memory as plain numbers.
 _mkldnn_lock = threading.RLock()
 
 
 def _make_entry(operator: OpOverload) -> Callable:
     """Return an operator's kernel for the key: its function in OWN, else torch's steps on operands with components."""
-    own, is_promoted, is_encoded = (
-        OWN_FUNCTIONS.get(operator),
-        operator in _PROMOTED_SET,
-        operator in _ENCODED_OPERATORS,
-    )
+    own, is_promoted = ENTRY_FUNCTIONS.get(operator), operator in SAME_DTYPE_OPERATORS
+    is_encoded = operator in ENCODED_COMPOSITE_OPERATORS or operator in DIFFERENTIATED_OPERATORS
 
     def run_entry(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
@@ -161,10 +153,7 @@ def _make_entry(operator: OpOverload) -> Callable:
             if is_promoted:
                 arguments, options = promote_operands(arguments, options)
             if is_encoded and has_plain_operand(arguments, options):
-                leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
-                if any(isinstance(x, MCTensor) for x in leaves):
-                    form = result_type(leaves)
-                    arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
+                arguments, options = _encode_beside_mctensors(arguments, options) or (arguments, options)
         if operator is not aten.lstm.input:
             return operator.redispatch(keys & _KEYS_BELOW_ENTRY, *arguments, **options)
         with _mkldnn_lock:
@@ -178,7 +167,7 @@ def _make_entry(operator: OpOverload) -> Callable:
     return untraced(run_entry)
 
 
-def _decode_and_run(operator: OpOverload, arguments: tuple, options: dict, form: ResultType) -> Any:
+def _run_on_decoded_operands(operator: OpOverload, arguments: tuple, options: dict, form: ResultType) -> Any:
     """Run an operator, with autograd, on the values in float64, and return the result as an MCTensor of a type."""
 
     def decode(x: Any) -> Any:
@@ -190,15 +179,15 @@ def _decode_and_run(operator: OpOverload, arguments: tuple, options: dict, form:
     return attach_history(wide, make_result((wide.detach(),), form))
 
 
-def _run_interpolation(operator: OpOverload, x: Any, *arguments: Any, **options: Any) -> Any:
+def _interpolate_in_float64(operator: OpOverload, x: Any, *arguments: Any, **options: Any) -> Any:
     """Interpolate in float64, counted: torch's own steps would round the weights to the components' dtype."""
     if not isinstance(x, MCTensor) or (form := result_type((x,))).fits_float64:
         return NotImplemented
     note_float64_fallback(operator, form)
-    return _decode_and_run(operator, (x, *arguments), options, form)
+    return _run_on_decoded_operands(operator, (x, *arguments), options, form)
 
 
-def _run_attention(*arguments: Any, **options: Any) -> Any:
+def _attend_in_float64(*arguments: Any, **options: Any) -> Any:
     """Run attention in float64, counted where that does not hold the digits."""
     tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
     if not any(isinstance(x, MCTensor) for x in tensors):
@@ -212,11 +201,11 @@ def _run_attention(*arguments: Any, **options: Any) -> Any:
             return x.to(dtype) if is_cast else x
 
         with torch.autocast(device, enabled=False):
-            return _run_attention(*map(cast, arguments), **{name: cast(x) for name, x in options.items()})
+            return _attend_in_float64(*map(cast, arguments), **{name: cast(x) for name, x in options.items()})
     form, operator = result_type(tensors), aten.scaled_dot_product_attention.default
     if not form.fits_float64:
         note_float64_fallback(operator, form)
-    return _decode_and_run(operator, arguments, options, form)
+    return _run_on_decoded_operands(operator, arguments, options, form)
 
 
 _INTERPOLATIONS = tuple(
@@ -225,17 +214,17 @@ _INTERPOLATIONS = tuple(
     for overload in ("default", "vec")
 )
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
-OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
-    aten.rms_norm.default: functools.partial(_encode_and_run, rms_norm),
-    aten.cosine_similarity.default: functools.partial(_encode_and_run, cosine_similarity),
-    aten.scaled_dot_product_attention.default: _run_attention,
-    **{operator: functools.partial(_run_interpolation, operator) for operator in _INTERPOLATIONS},
-    aten.where.ScalarOther: _choose_or_number,
-    aten.where.ScalarSelf: _choose_or_number,
+ENTRY_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
+    aten.rms_norm.default: functools.partial(_run_steps_on_encoded_operands, rms_norm),
+    aten.cosine_similarity.default: functools.partial(_run_steps_on_encoded_operands, cosine_similarity),
+    aten.scaled_dot_product_attention.default: _attend_in_float64,
+    **{operator: functools.partial(_interpolate_in_float64, operator) for operator in _INTERPOLATIONS},
+    aten.where.ScalarOther: _choose_elements_or_number,
+    aten.where.ScalarSelf: _choose_elements_or_number,
     aten.quantile.scalar: functools.partial(_find_quantile, aten.quantile.default),
     aten.nanquantile.scalar: functools.partial(_find_quantile, aten.nanquantile.default),
     **{
-        operator: functools.partial(_refuse_plain_target, operator)
+        operator: functools.partial(_refuse_mctensors, operator)
         for operator in (
             *(aten.vander.default, aten.normal.float_Tensor, aten.pad_sequence.default),
             *(aten._pack_padded_sequence.default, aten._pad_packed_sequence.default),
@@ -243,16 +232,16 @@ OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
             *(aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor),
         )
     },
+    # They put a tensor subclass's result in another tensor than the one given, which stays as it was.
     **{
         operator: functools.partial(write_results, operator, form)
-        for operator in REPLACED_OUT_OPERATORS
-        if (form := functional_form(operator)) is not None
+        for operator in (getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads())
+        if "out" in operator._overloadname and (form := functional_form(operator)) is not None
     },
 }
-_ENCODED_OPERATORS = frozenset(present_operators((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
 
 for _operator in present_operators(
-    dict.fromkeys((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *SAME_DTYPE_OPERATORS))
+    dict.fromkeys((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *ENTRY_FUNCTIONS, *SAME_DTYPE_OPERATORS))
 ):
     _aten_library.impl(
         _operator.name().removeprefix("aten::"), _make_entry(_operator), ENTRY_KEY_NAME, with_keyset=True

@@ -12,12 +12,7 @@ from torch._ops import OpOverload
 
 from ..arithmetic import PRECISION, Parts, merge
 from ..kernels import define_operator, is_under_transform, present_operators, untraced
-from ..subclass._identity import (
-    CompositeTensor,
-    check_layout,
-    get_pickled_marks,
-    restore_saved_marks,
-)
+from ..subclass._identity import CompositeTensor, check_layout, get_pickled_marks, restore_saved_marks
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
@@ -110,15 +105,14 @@ class _ForwardModeEncodeFunction(_EncodeFunction):
         return made
 
 
-def save_for_decoding_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save what the gradient of a decoding needs."""
+def _save_for_decoding_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.target = inputs
     ctx.kind, ctx.decoded = x.dtype, type(x)
     ctx.count = len(x._parts) if hasattr(x, "_parts") and x._gradients == COMPONENTS else 0
 
 
 @untraced
-def compute_decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+def _compute_decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
     """Return the gradient of a decoded tensor, with components where it keeps such gradients."""
     if not context.count or isinstance(gradient, context.decoded):
         return gradient.to(context.kind), None
@@ -231,7 +225,7 @@ class MCTensor(CompositeTensor):
             refuse_jit_trace("MCTensor")
         source = x.detach() if isinstance(x, Tensor) else x
         parts, held = encode_components(source, components, dtype, scale, device)
-        made = wrap_parts(parts, held, gradients)
+        made = wrap_components(parts, held, gradients)
         connected: MCTensor = attach_history(x, made) if isinstance(x, Tensor) else made
         return connected
 
@@ -255,7 +249,7 @@ class MCTensor(CompositeTensor):
         """
         check_gradients_mode(gradients)
         parts, held = canonicalize_components(components, scale)
-        return wrap_parts(parts, held, gradients)
+        return wrap_components(parts, held, gradients)
 
     @staticmethod
     def implements(*operators: Any) -> Callable[[Given], Given]:
@@ -296,7 +290,7 @@ class MCTensor(CompositeTensor):
     def with_gradients(self, gradients: str) -> MCTensor:
         """Return a leaf of the same components, sharing memory, that keeps gradients of another kind."""
         check_gradients_mode(gradients)
-        made = wrap_parts(self._parts, self._scale, gradients)
+        made = wrap_components(self._parts, self._scale, gradients)
         made.requires_grad_(self.requires_grad)
         return made
 
@@ -329,7 +323,7 @@ class MCTensor(CompositeTensor):
         if isinstance(data, Tensor):
             data = data.detach() if data.is_floating_point() else data.double()
         scale = "none" if self._scale is None else "auto"
-        made = wrap_parts(*encode_components(data, len(self._parts), kind, scale, place), self._gradients)
+        made = wrap_components(*encode_components(data, len(self._parts), kind, scale, place), self._gradients)
         return made.requires_grad_(requires_grad)
 
     def new(self, *arguments: Any, **options: Any) -> NoReturn:
@@ -365,7 +359,7 @@ class MCTensor(CompositeTensor):
 
     def _make_like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
         count = len(self._parts)
-        made = wrap_parts(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
+        made = wrap_components(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
         made.requires_grad_(requires_grad)
         return made
 
@@ -389,7 +383,7 @@ class MCTensor(CompositeTensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[str, int, bool], size: Any, stride: Any
     ) -> MCTensor:
-        return wrap_parts(tuple(inner[f"_part_{i}"] for i in range(context[1])), inner.get("_scale"), context[0])
+        return wrap_components(tuple(inner[f"_part_{i}"] for i in range(context[1])), inner.get("_scale"), context[0])
 
     @staticmethod
     def _from_plain_tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
@@ -398,7 +392,7 @@ class MCTensor(CompositeTensor):
 
     @untraced
     def __coerce_tangent_metadata__(self) -> MCTensor:
-        return wrap_parts((round_to_plain(self),), None, FIRST) if self._gradients == FIRST else self
+        return wrap_components((round_to_plain(self),), None, FIRST) if self._gradients == FIRST else self
 
     @untraced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: Any = None) -> Tensor | None:
@@ -408,7 +402,7 @@ class MCTensor(CompositeTensor):
 
 
 @untraced
-def wrap_parts(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
+def wrap_components(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
     """Make an MCTensor over components of equal shape and strides, without copying or checking."""
     first = parts[0]
     shape, strides, offset = first.shape, first.stride(), first.storage_offset()
@@ -425,13 +419,9 @@ def wrap_parts(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
 def rebuild_mctensor(
     layout: int, parts: Parts, scale: Tensor | None, gradients: str, requires_grad: bool, is_parameter: bool
 ) -> MCTensor:
-    """Make the tensor that `__reduce_ex__` stored; files of torch.save hold this function's name.
-
-    Raises:
-        ValueError: the file was written by a version of another layout.
-    """
+    """Make the tensor that `__reduce_ex__` stored; files of torch.save hold this function's name."""
     check_layout(layout, PICKLED_LAYOUT_VERSION, "MCTensor", "x.components and x.scale")
-    return restore_saved_marks(wrap_parts(tuple(parts), scale, gradients), requires_grad, is_parameter)
+    return restore_saved_marks(wrap_components(tuple(parts), scale, gradients), requires_grad, is_parameter)
 
 
 def decode_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:
@@ -450,17 +440,14 @@ def round_to_plain(x: MCTensor) -> Tensor:
 torch.serialization.add_safe_globals([rebuild_mctensor])
 
 
-decode_operator = define_operator(
+_decode_operator = define_operator(
     "decode(Tensor x, ScalarType dtype) -> Tensor",
     lambda x, dtype: x.to(dtype, copy=True),
     lambda x, dtype: torch.empty_like(x, dtype=dtype),
 )
 
 
-@implements(decode_operator)
-def decode_components(x: MCTensor, dtype: torch.dtype) -> Tensor:
-    """Return the value as a plain tensor of a dtype, rounded once."""
-    return decode_to_plain(x, dtype)
+implements(_decode_operator)(decode_to_plain)
 
 
 def _decode_tangent(context: Any, tangent: Tensor, *_: object) -> Tensor:
@@ -468,5 +455,5 @@ def _decode_tangent(context: Any, tangent: Tensor, *_: object) -> Tensor:
 
 
 _differentiable_decode = differentiable(
-    decode_operator, save_for_decoding_gradient, compute_decoding_gradient, _decode_tangent
+    _decode_operator, _save_for_decoding_gradient, _compute_decoding_gradient, _decode_tangent
 )

@@ -30,35 +30,26 @@ from ._encode import (
     split_number,
     split_number_in_float32,
 )
-from ._mctensor import MCTensor, attach_history, wrap_parts
+from ._mctensor import MCTensor, attach_history, wrap_components
 
-# float64 holds every value of so many bits that the components promise.
-_FLOAT64_BITS = 53
 # A sum of positive numbers is not to become 0 beside large ones: it may be divided by.
 SUM_FUNCTION_NAMES = ("add", "sub", "addcmul", "hypot")
-_FACTOR_FUNCTION_NAMES = ("mul", "div", "addcmul")
 
 
 class ResultType(NamedTuple):
-    """The type of an operator's result: components, dtype, scale and kind of gradients.
-
-    dtype, components, device: of the result's components, and their number.
-    gradients: "first" or "components", see MCTensor.
-    scaled: whether it has a scale.
-    has_gradient: whether an operand may be a gradient, in a backward pass.
-    """
+    """The type of an operator's result: components, dtype, scale and kind of gradients."""
 
     dtype: torch.dtype
     components: int
-    gradients: str
+    gradients: str  # "first" or "components", see MCTensor
     scaled: bool
     device: torch.device
-    has_gradient: bool = False
+    has_gradient: bool = False  # whether an operand may be a gradient, in a backward pass
 
     @property
     def fits_float64(self) -> bool:
         """Whether one float64 holds as many bits as the components together."""
-        return self.components * PRECISION[self.dtype] <= _FLOAT64_BITS
+        return self.components * PRECISION[self.dtype] <= 53
 
 
 def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> ResultType:
@@ -67,9 +58,6 @@ def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Re
     dtype: what torch.promote_types makes of all tensors with dimensions; tensors without dimensions count where there
     are no others, numbers never. Components: the most of any. A scale: where an operand of that dtype has one.
     Gradients: "components" where any operand asks for it.
-
-    Raises:
-        ValueError: a complex operand.
     """
     kinds: list = [None, None]
     scales: tuple[torch.dtype, ...]
@@ -123,9 +111,9 @@ def run_function(name: str, *operands: Any, form: ResultType | None = None) -> T
     if form is None and len(operands) == 2 and are_operands_alike(*operands):
         x, y = operands
         if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():
-            return wrap_parts(evaluate_alike(name, x._parts, y._parts), None, x._gradients)
+            return wrap_components(evaluate_alike(name, x._parts, y._parts), None, x._gradients)
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
-        return wrap_parts(parts, None, x._gradients)
+        return wrap_components(parts, None, x._gradients)
     form = form or result_type(operands)
     if form.scaled and not gives_plain_gradient(form.gradients, form.has_gradient):
         given = [
@@ -133,16 +121,16 @@ def run_function(name: str, *operands: Any, form: ResultType | None = None) -> T
         ]
         if can_run_on_scaled_operands(name, given):
             wide, sizes = run_on_scaled_operands(name, given, count_float64_components(form))
-            return _scale_result(
-                wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUM_FUNCTION_NAMES
-            )
+            largest = sizes.amax() if sizes.numel() else sizes.new_zeros(())
+            return _scale_result(wide, largest, form, name in SUM_FUNCTION_NAMES)
     converted = convert_operands(name, operands, form.dtype, form.components, form.device)
     if gives_plain_gradient(form.gradients, form.has_gradient):
         return pointwise(name, *converted, components=1, dtype=form.dtype)[0]
     if form.scaled:
         wide = pointwise(name, *converted, components=count_float64_components(form), dtype=torch.float64)
         return _scale_result(wide, find_magnitude(wide[0]), form, name in SUM_FUNCTION_NAMES)
-    return wrap_parts(pointwise(name, *converted, components=form.components, dtype=form.dtype), None, form.gradients)
+    parts = pointwise(name, *converted, components=form.components, dtype=form.dtype)
+    return wrap_components(parts, None, form.gradients)
 
 
 def are_operands_alike(a: Any, b: Any) -> bool:
@@ -166,9 +154,8 @@ def convert_operands(name: str, operands: Iterable, dtype: torch.dtype, componen
     for position, x in enumerate(operands):
         parts = None
         if narrow and not isinstance(x, Tensor):
-            parts = split_number_in_float32(
-                x, device, name in _FACTOR_FUNCTION_NAMES and (position > 0 or name != "addcmul")
-            )
+            is_factor = name in ("mul", "div") or (name == "addcmul" and position > 0)
+            parts = split_number_in_float32(x, device, is_factor)
         found.append(parts or to_components(x, device))
     return found
 
@@ -190,18 +177,18 @@ def make_result(parts: Parts, form: ResultType) -> Tensor:
     if gives_plain_gradient(form.gradients, form.has_gradient):
         return _round_to_components(parts, 1, form.dtype)[0]
     if form.scaled:
-        return make_scaled_result(tuple(part.double() for part in parts), form)
-    return wrap_parts(_round_to_components(parts, form.components, form.dtype), None, form.gradients)
+        return _make_scaled_result(parts, form)
+    return wrap_components(_round_to_components(parts, form.components, form.dtype), None, form.gradients)
 
 
-def make_scaled_result(wide: Parts, form: ResultType) -> MCTensor:
-    """Make a scaled result from float64 components; the scale is measured."""
+def _make_scaled_result(parts: Parts, form: ResultType) -> MCTensor:
+    wide = tuple(part.double() for part in parts)
     return _scale_result(wide, find_magnitude(wide[0]), form)
 
 
 def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps: bool = False) -> MCTensor:
     scale = choose_scale(largest, form.dtype)
-    return wrap_parts(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
+    return wrap_components(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
 
 
 def align_operands(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
@@ -211,14 +198,20 @@ def align_operands(operands: Iterable[Any], form: ResultType) -> tuple[list[Part
     if not form.scaled:
         return [_round_to_components(part, form.components, form.dtype) for part in parts], None
     wide = [tuple(part.double() for part in some) for some in parts]
-    wide = limit_large_constants(operands, wide)
+    # Operands are chosen among: large constants are brought nearer to the others.
+    constants = [i for i, x in enumerate(operands) if not isinstance(x, MCTensor)]
+    large = {i: _find_infinite_constants(wide[i][0]) for i in constants}
+    if any(map(_may_hold_true, large.values())):
+        others = [torch.where(large[i], 0.0, some[0]) if i in large else some[0] for i, some in enumerate(wide)]
+        limit = _find_limit(torch.stack([find_magnitude(part) for part in others]).amax())
+        wide = [_clamp_components(some, large[i], limit) if i in large else some for i, some in enumerate(wide)]
     scale = choose_scale(torch.stack([find_magnitude(some[0]) for some in wide]).amax(), form.dtype)
     return [divide_by_scale(some, scale, form.components, form.dtype) for some in wide], scale
 
 
 def keep_component_gradients(x: MCTensor) -> MCTensor:
     """Return x with gradients="components", so that an operator's inner steps are not rounded in a backward pass."""
-    return wrap_parts(x._parts, x._scale, COMPONENTS)
+    return wrap_components(x._parts, x._scale, COMPONENTS)
 
 
 def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -227,74 +220,52 @@ def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> P
     return renormalize(parts, components, dtype)
 
 
-# From this magnitude on a constant stands for infinity.
-_LEAST_STAND_IN = 2.0**24
-# To at least so much it saturates: exp(-128) is 0 in float32; and to so many times the largest of the others, beside
-# which these keep all digits.
-_LEAST_LIMIT, _LIMIT_FACTOR = 128.0, 2.0**8
-
-
-def limit_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[Parts]:
-    """Return the components of operands that are chosen among, with large constants brought nearer to the others.
-
-    Args:
-        operands: MCTensors, plain tensors and numbers.
-        wide: their values as float64 components.
-    """
-    large = {i: _find_stand_ins(parts[0]) for i, parts in enumerate(wide) if not isinstance(operands[i], MCTensor)}
-    if not any(map(_may_hold_any, large.values())):
-        return wide
-    others = [torch.where(large[i], 0.0, parts[0]) if i in large else parts[0] for i, parts in enumerate(wide)]
-    limit = _find_limit(torch.stack([find_magnitude(part) for part in others]).amax())
-    return [_clamp_components(parts, large[i], limit) if i in large else parts for i, parts in enumerate(wide)]
+# From this magnitude on a constant is written for infinity, as in masks of attention.
+_LEAST_INFINITE_CONSTANT = 2.0**24
 
 
 def limit_large_elements(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
-    """Return the float64 components of a result, brought nearer to the others where plain operands make it large.
-
-    Args:
-        result: of an elementwise function.
-        name: of the function: "mul", "div", or another, whose operands are addends.
-        operands: those that may stand for infinity.
-    """
-    large = []
+    """Return a function's float64 components, brought nearer to the others where plain operands stand for infinity."""
+    masks = []
     for x in operands:
         if is_plain(x) and x.dim():
             cause = torch.where(x == 0, 0.0, x.reciprocal()) if name == "div" else x
-            large.append(_find_stand_ins(cause, among_zeros=name != "mul"))
-    places = [place for place in large if _may_hold_any(place)]
-    if not places or result[0].shape != torch.broadcast_shapes(result[0].shape, *(p.shape for p in places)):
+            masks.append(_find_infinite_constants(cause, among_zeros=name != "mul"))
+    masks = [mask for mask in masks if _may_hold_true(mask)]
+    if not masks or result[0].shape != torch.broadcast_shapes(result[0].shape, *(mask.shape for mask in masks)):
         return result
-    return _clamp_at_places(result, functools.reduce(torch.logical_or, places).expand(result[0].shape))
+    return _limit_masked_elements(result, functools.reduce(torch.logical_or, masks).expand(result[0].shape))
 
 
 def limit_written_elements(result: Parts, operands: Sequence[Any]) -> Parts:
-    """Return the float64 components of a result with elements written at places, in the same way."""
-    if not any(_may_hold_any(_find_stand_ins(x)) for x in operands if is_plain(x)):
+    """Return float64 components into which elements of operands were written, limited in the same way."""
+    if not any(_may_hold_true(_find_infinite_constants(x)) for x in operands if is_plain(x)):
         return result
-    return _clamp_at_places(result, (result[0].abs() >= _LEAST_STAND_IN) & result[0].isfinite())
+    return _limit_masked_elements(result, (result[0].abs() >= _LEAST_INFINITE_CONSTANT) & result[0].isfinite())
 
 
-def _clamp_at_places(parts: Parts, places: Tensor) -> Parts:
-    return _clamp_components(parts, places, _find_limit(find_magnitude(torch.where(places, 0.0, parts[0]))))
+def _limit_masked_elements(parts: Parts, mask: Tensor) -> Parts:
+    return _clamp_components(parts, mask, _find_limit(find_magnitude(torch.where(mask, 0.0, parts[0]))))
 
 
-def _find_stand_ins(x: Tensor, among_zeros: bool = True) -> Tensor:
-    large = (x.abs() >= _LEAST_STAND_IN) & x.isfinite()
-    return mark_outliers(x, _LEAST_STAND_IN, among_zeros) if _may_hold_any(large) else large
+def _find_infinite_constants(x: Tensor, among_zeros: bool = True) -> Tensor:
+    """Return where numbers stand for infinity, among ordinary ones."""
+    large = (x.abs() >= _LEAST_INFINITE_CONSTANT) & x.isfinite()
+    return mark_outliers(x, _LEAST_INFINITE_CONSTANT, among_zeros) if _may_hold_true(large) else large
 
 
-def _may_hold_any(places: Tensor) -> bool:
-    return type(places) is not Tensor or places.device.type != "cpu" or bool(places.any())
+def _may_hold_true(mask: Tensor) -> bool:
+    return type(mask) is not Tensor or mask.device.type != "cpu" or bool(mask.any())
 
 
 def _find_limit(largest: Tensor) -> Tensor:
     """Return the bound for large elements beside others of this magnitude; infinity beside zeros."""
-    return torch.where(largest == 0, torch.inf, (largest * _LIMIT_FACTOR).clamp(min=_LEAST_LIMIT))
+    # exp(-128) is 0 in float32; beside 2^8 times the largest of the others these keep all digits.
+    return torch.where(largest == 0, torch.inf, (largest * 2.0**8).clamp(min=128.0))
 
 
-def _clamp_components(parts: Parts, places: Tensor, limit: Tensor) -> Parts:
-    beyond = places & (parts[0].abs() > limit)
+def _clamp_components(parts: Parts, mask: Tensor, limit: Tensor) -> Parts:
+    beyond = mask & (parts[0].abs() > limit)
     first = torch.where(beyond, limit.copysign(parts[0]), parts[0])
     return (first, *(torch.where(beyond, 0.0, part) for part in parts[1:]))
 
@@ -313,12 +284,7 @@ def has_plain_operand(arguments: tuple, options: dict) -> bool:
 
 
 def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool = False) -> Any:
-    """Encode every plain floating-point tensor among nested operands as an MCTensor of an operator's result type.
-
-    Those without dimensions, which promote nothing beside others that have some, keep all the digits of a float64.
-
-    with_gradients: whether gradients flow back to the plain operands.
-    """
+    """Encode every plain floating-point tensor among nested operands as an MCTensor of an operator's result type."""
     refuse_make_fx("MCTensor")
     refuse_jit_trace("MCTensor")
     ranked = any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in tree_leaves(operands))
@@ -327,12 +293,12 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
         if not is_plain(x):
             return x
         parts = to_components(x.detach(), form.device)
-        if ranked and not x.dim():
-            made = wrap_parts(renormalize(parts, form.components, torch.float64), None, form.gradients)
+        if ranked and not x.dim():  # promotes nothing, and keeps all the digits of a float64
+            made = wrap_components(renormalize(parts, form.components, torch.float64), None, form.gradients)
         elif form.scaled:
-            made = make_scaled_result(tuple(part.double() for part in parts), form)
+            made = _make_scaled_result(parts, form)
         else:
-            made = wrap_parts(renormalize(parts, form.components, form.dtype), None, form.gradients)
+            made = wrap_components(renormalize(parts, form.components, form.dtype), None, form.gradients)
         return attach_history(x, made) if with_gradients else made
 
     return tree_map(encode_operand, operands)

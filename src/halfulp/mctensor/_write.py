@@ -14,7 +14,7 @@ from ._mctensor import MCTensor, decode_to_plain
 from ._result_type import ResultType, count_float64_components, to_components
 
 # A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
-_ROOM_BELOW = 8
+_RESCALED_BELOW_BINADES = 8
 
 
 def list_inner_tensors(x: Tensor) -> list[Tensor]:
@@ -22,7 +22,7 @@ def list_inner_tensors(x: Tensor) -> list[Tensor]:
     return x._list_plain_tensors() if isinstance(x, MCTensor) else [x]
 
 
-def copy_received(x: Tensor, value: Tensor) -> None:
+def copy_received_value(x: Tensor, value: Tensor) -> None:
     """Copy a received value into a tensor: bit for bit between MCTensors alike that own their memory."""
     mine, arrived = list_inner_tensors(x), list_inner_tensors(value)
     alike = isinstance(x, MCTensor) and isinstance(value, MCTensor) and x.shape == value.shape
@@ -49,10 +49,6 @@ def write_components(
 
     exact: makes the result in float64, to tell an infinity from a finite value that does not fit.
     is_sum: whether the result is a sum, of which no element becomes 0 beside large ones.
-
-    Raises:
-        RuntimeError: the result is larger than x.
-        ValueError: a component would overflow and there is no scale to change; x is as it was.
     """
     if parts[0].shape != x.shape:
         check_shape(x, parts[0].shape)
@@ -66,17 +62,14 @@ def write_components(
         return x
     if len(parts) != len(x._parts) or parts[0].dtype != x.dtype:
         parts = renormalize(parts, len(x._parts), x.dtype)
-    check_in_range(x, parts[0], exact)
+    refuse_overflow_in_place(x, parts[0], exact)
     for target, part in zip(x._parts, parts):
         target.copy_(part)
     return x
 
 
 def can_write_directly(x: MCTensor, operands: list[Parts]) -> bool:
-    """Return whether a result may be written into x while the operands are read.
-
-    That is where each is x itself, or lies in other memory and is not larger than x.
-    """
+    """Return whether a result may be written while operands are read: each is x, or not larger and in other memory."""
     own = x._parts
     memory = [part.untyped_storage()._cdata for part in own]
     shape = x.shape
@@ -109,10 +102,8 @@ def truncate_to_integers(x: MCTensor, dtype: torch.dtype) -> Tensor:
         raise TypeError(
             f"an MCTensor is real and {dtype} is not: torch.complex(x.decode(), zeros) makes one of its value"
         )
-    whole = torch.trunc(x)
-    return sum(
-        (part.to(dtype) for part in to_components(whole, x.device)[1:]), to_components(whole, x.device)[0].to(dtype)
-    )
+    first, *rest = to_components(torch.trunc(x), x.device)
+    return sum((part.to(dtype) for part in rest), first.to(dtype))
 
 
 def check_takes_fractions(x: Tensor) -> None:
@@ -125,14 +116,11 @@ def check_takes_fractions(x: Tensor) -> None:
 
 def check_shape(x: Tensor, shape: torch.Size) -> None:
     """Raise unless a result of this shape can be written into x."""
-    if shape != x.shape and torch.broadcast_shapes(shape, x.shape) != x.shape:
-        raise RuntimeError(
-            f"output with shape {list(x.shape)} doesn't match the broadcast shape "
-            f"{list(torch.broadcast_shapes(shape, x.shape))}"
-        )
+    if shape != x.shape and (wide := torch.broadcast_shapes(shape, x.shape)) != x.shape:
+        raise RuntimeError(f"output with shape {list(x.shape)} doesn't match the broadcast shape {list(wide)}")
 
 
-def check_in_range(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | None) -> None:
+def refuse_overflow_in_place(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | None) -> None:
     """Raise if a finite result became infinite in its components."""
     if exact is None or type(first) is not Tensor or first.device.type == "meta" or bool(first.sum().isfinite()):
         return
@@ -146,12 +134,10 @@ def check_in_range(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | Non
 def _choose_written_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> Tensor:
     """Return a scale for values up to `largest` beside those in x's memory: x's own if it leaves room."""
     if largest.numel() and not _covers_memory(x):
-        largest = torch.maximum(
-            largest, torch.stack([find_magnitude(_view_whole_memory(x)[0]).double() * scale]).amax()
-        )
+        largest = torch.maximum(largest, find_magnitude(_view_whole_memory(x)[0]).double() * scale)
     ideal = choose_scale(largest, x.dtype)
     distance = torch.log2(ideal) - torch.log2(scale)
-    fits = (distance < HEADROOM_BINADES) & (distance > -_ROOM_BELOW)
+    fits = (distance < HEADROOM_BINADES) & (distance > -_RESCALED_BELOW_BINADES)
     return torch.where(fits | (largest == 0), scale, ideal)
 
 

@@ -13,7 +13,7 @@ from halfulp.arithmetic._exact_sum_kernels import (
     LIMB_COUNT,
     LOWEST_EXPONENT,
     count_block_elements,
-    count_cuts,
+    list_cut_counts,
 )
 from halfulp.kernels import engine, same_bits
 
@@ -22,7 +22,7 @@ from .cases import DTYPES
 
 @pytest.fixture(autouse=True)
 def always_blocks(monkeypatch):
-    monkeypatch.setattr(kernels, "_FEWEST_FOR_BLOCKS", 0)
+    monkeypatch.setattr(kernels, "_MOST_ELEMENTS_WITHOUT_BLOCKS", 0)
 
 
 def sum_exactly_in_words(a: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_each_way_is_taken(dtype, monkeypatch, seed):
     far, special = near * powers(torch.randint(-reach, 1, near.shape)), near.clone()
     special[0, ::1024] = float("inf")
     kernels.sum_rows(near.to(dtype), None, None)  # a kernel's first call tries it on numbers of its own
-    first, second = count_cuts(dtype, False)
+    first, second = list_cut_counts(dtype, False)
     tables, original = [], kernels._compile_table_kernel
     monkeypatch.setattr(kernels, "_compile_table_kernel", lambda by, table: tables.append(table) or original(by, table))
     for data, wanted in ((near, [first]), (far, [first, second][: 1 + (reach > 1)]), (special, [first, second])):
@@ -128,8 +128,8 @@ def test_blocks_at_the_ends_of_float64(seed):
 @pytest.mark.parametrize("rows", [1, 5, 130])
 def test_rows_in_pieces(rows, threads, monkeypatch, seed):
     for name, value in {
-        "_ELEMENTS_AT_ONCE": {"llvm": 9000, "reference": 7000},
-        "_ROWS_AT_ONCE": 3,
+        "_MOST_ELEMENTS_AT_ONCE": {"llvm": 9000, "reference": 7000},
+        "_MOST_ROWS_AT_ONCE": 3,
         "_PIECE_LENGTH": 4096,
     }.items():
         monkeypatch.setattr(kernels, name, value)

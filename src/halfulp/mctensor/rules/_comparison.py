@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...arithmetic import Parts, compare, pointwise
+from ...arithmetic._exact_sums import normalize_dims
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
-from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
+from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, align_operands, make_result, result_type, run_function, to_components
 
 aten = torch_operators("aten")
@@ -33,30 +34,19 @@ _TESTS_OF_ORDER = {
     "ge": lambda order: (order == 0) | (order == 1),
 }
 
-
 for _name, _test in _TESTS_OF_ORDER.items():
     _packet = getattr(aten, _name)
     implements(_packet.Tensor, _packet.Scalar)(lambda a, b, test=_test: test(compare_by_value(a, b)))
-
-
-@implements(aten.equal.default)
-def equal(a: Any, b: Any) -> bool:
-    """Return whether shapes and all values are the same."""
-    return a.shape == b.shape and bool((compare_by_value(a, b) == 0).all())
-
-
-@implements(aten.allclose.default)
-def allclose(a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
-    """Return whether all values are close."""
-    return bool(torch.isclose(a, b, rtol, atol, equal_nan).all())
+implements(aten.equal.default)(lambda a, b: a.shape == b.shape and bool((compare_by_value(a, b) == 0).all()))
+implements(aten.allclose.default)(lambda *given, **options: bool(torch.isclose(*given, **options).all()))
 
 
 def copy_elements(function: Callable, operands: Sequence[Any], form: ResultType) -> Tensor:
     """Run a function that copies elements of its operands on one component of each after the other."""
     if gives_plain_gradient(form.gradients, form.has_gradient):
-        return function(*(round_operand(x, form) for x in operands))
+        return function(*(_round_operand(x, form) for x in operands))
     parts, scale = align_operands(operands, form)
-    return wrap_parts(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
+    return wrap_components(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
 
 
 def select_elements(mask: Tensor, a: Any, b: Any, form: ResultType | None = None) -> Tensor:
@@ -64,30 +54,24 @@ def select_elements(mask: Tensor, a: Any, b: Any, form: ResultType | None = None
     return copy_elements(lambda x, y: torch.where(mask, x, y), (a, b), form or result_type((a, b)))
 
 
-def round_operand(x: Any, form: ResultType) -> Any:
+def _round_operand(x: Any, form: ResultType) -> Any:
     """Return an operand rounded to one plain tensor of a result type's dtype."""
     if isinstance(x, MCTensor):
         return decode_to_plain(x, form.dtype)
     return x.to(form.dtype) if isinstance(x, Tensor) else x
 
 
-@implements(aten.where.self)
-def where(mask: Tensor, a: Any, b: Any) -> Tensor:
-    """a where the mask holds, b elsewhere."""
-    return select_elements(_read_mask(mask), a, b)
-
-
-@implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
-    """Return the value where the mask holds, x elsewhere."""
-    return select_elements(_read_mask(mask), value, x, result_type((x, value)))
-
-
 def _read_mask(mask: Tensor) -> Tensor:
     return mask._parts[0] != 0 if isinstance(mask, MCTensor) else mask
 
 
-def _make_choosing_rule(order_of_first: int, keeps_nan: bool) -> Callable:
+implements(aten.where.self)(lambda mask, a, b: select_elements(_read_mask(mask), a, b))
+implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor)(
+    lambda x, mask, value: select_elements(_read_mask(mask), value, x, result_type((x, value)))
+)
+
+
+def _make_rule_of_extreme(order_of_first: int, keeps_nan: bool) -> Callable:
     """Return the rule of the larger (1) or smaller (-1) value; where one is NaN that one, or the other."""
 
     def choose(a: Any, b: Any) -> Tensor:
@@ -98,10 +82,10 @@ def _make_choosing_rule(order_of_first: int, keeps_nan: bool) -> Callable:
     return choose
 
 
-implements(aten.maximum.default)(_make_choosing_rule(1, keeps_nan=True))
-implements(aten.minimum.default)(_make_choosing_rule(-1, keeps_nan=True))
-implements(aten.fmax.default)(_make_choosing_rule(1, keeps_nan=False))
-implements(aten.fmin.default)(_make_choosing_rule(-1, keeps_nan=False))
+implements(aten.maximum.default)(_make_rule_of_extreme(1, keeps_nan=True))
+implements(aten.minimum.default)(_make_rule_of_extreme(-1, keeps_nan=True))
+implements(aten.fmax.default)(_make_rule_of_extreme(1, keeps_nan=False))
+implements(aten.fmin.default)(_make_rule_of_extreme(-1, keeps_nan=False))
 
 
 @implements(aten.clamp.default, aten.clamp.Tensor)
@@ -138,7 +122,7 @@ def is_nan(x: Any) -> Tensor:
     *(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims),
     *(aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
 )
-def test_first_component(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+def query_first_component(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Ask the first component: the others never change a sign, nor what is zero, infinite or NaN."""
     return operator(x._parts[0], *arguments, **options)
 
@@ -148,7 +132,7 @@ def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     if gives_plain_gradient_of(x):
         return function(round_to_plain(x))
     scale = None if x._scale is None else x._scale.clone()
-    return wrap_parts(tuple(map(function, x._parts)), scale, x._gradients)
+    return wrap_components(tuple(map(function, x._parts)), scale, x._gradients)
 
 
 implements(aten.neg.default)(lambda x: map_components(x, torch.neg))
@@ -168,21 +152,15 @@ def relu(x: MCTensor) -> Tensor:
     return map_components(x, lambda part: part.masked_fill(negative, 0))
 
 
-@implements(aten.sign.default, aten.sgn.default)
-def sign(x: MCTensor) -> Tensor:
-    """-1, 0 or 1."""
-    return make_result((x._parts[0].sign(),), result_type((x,)))
-
-
-@implements(aten.threshold_backward.default)
-def threshold_backward(gradient: Any, x: Any, threshold: Any) -> Tensor:
-    """Return the gradient where x is above the threshold, 0 elsewhere."""
-    return select_elements(
-        _TESTS_OF_ORDER["le"](compare_by_value(x, threshold)), 0.0, gradient, result_type((gradient, x))
+implements(aten.sign.default, aten.sgn.default)(lambda x: make_result((x._parts[0].sign(),), result_type((x,))))
+implements(aten.threshold_backward.default)(
+    lambda gradient, x, threshold: select_elements(
+        compare_by_value(x, threshold) <= 0, 0.0, gradient, result_type((gradient, x))
     )
+)
 
 
-def floor_components(parts: Parts) -> Parts:
+def _floor_components(parts: Parts) -> Parts:
     """Return the floor of each component while all before it are integers; 0 after the first that is not."""
     floors, whole = [], None
     for part in parts:
@@ -196,32 +174,21 @@ def floor_components(parts: Parts) -> Parts:
 @implements(aten.floor.default)
 def floor(x: MCTensor) -> Tensor:
     """Return the largest integer not above."""
-    form = result_type((x,))
-    parts = to_components(x, form.device)
-    return make_result(_add_integers(floor_components(parts), parts[0]), form)
-
-
-implements(aten.ceil.default)(lambda x: -floor(-x))
-
-
-@implements(aten.trunc.default)
-def trunc(x: MCTensor) -> Tensor:
-    """Return the nearest integer toward zero."""
-    return make_result(_truncate_components(x), result_type((x,)))
+    parts = to_components(x, x.device)
+    return make_result(_add_integers(_floor_components(parts), parts[0]), result_type((x,)))
 
 
 def _truncate_components(x: MCTensor) -> Parts:
     negative = x._parts[0].signbit()
-    flipped = tuple(torch.where(negative, -part, part) for part in to_components(x, x.device))
-    whole = floor_components(flipped)
+    whole = _floor_components(tuple(torch.where(negative, -part, part) for part in to_components(x, x.device)))
     return _add_integers(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
 
 
-@implements(aten.frac.default)
-def frac(x: MCTensor) -> Tensor:
-    """Return the fractional part, x - trunc(x)."""
-    form = result_type((x,))
-    return run_function("sub", x, wrap_parts(_truncate_components(x), None, COMPONENTS), form=form)
+implements(aten.ceil.default)(lambda x: -floor(-x))
+implements(aten.trunc.default)(lambda x: make_result(_truncate_components(x), result_type((x,))))
+implements(aten.frac.default)(
+    lambda x: run_function("sub", x, wrap_components(_truncate_components(x), None, COMPONENTS), form=result_type((x,)))
+)
 
 
 def _add_integers(floors: Parts, x: Tensor) -> Parts:
@@ -232,35 +199,24 @@ def _add_integers(floors: Parts, x: Tensor) -> Parts:
     return torch.where(total[0] == 0, torch.copysign(total[0], x), total[0]), *total[1:]
 
 
-def find_sorting_permutation(x: MCTensor, dim: int, descending: bool) -> Tensor:
-    """Return the stable order of values: sorted by the last component first, and by the first one at last."""
-    order: Any = None
-    for part in reversed(x._parts):
-        seen = part if order is None else part.gather(dim, order)
-        step = torch.sort(seen, dim=dim, descending=descending, stable=True).indices
-        order = step if order is None else order.gather(dim, step)
-    return order
-
-
 def _gather_elements(x: MCTensor, dim: int, order: Tensor) -> Tensor:
     return map_components(x, lambda part: part.gather(dim, order))
 
 
 @implements(aten.sort.default, aten.sort.stable)
-def sort(x: MCTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return values in order, and where they were."""
+def sort(x: MCTensor, dim: int = -1, descending: bool = False, *, stable: Any = True) -> tuple[Tensor, Tensor]:
+    """Return values in order, and where they were; always stable."""
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
-    names = ("dim", "descending") if not options.keys() & {"stable"} and len(arguments) < 3 else ("stable", "dim")
-    given = {"dim": -1, "descending": False} | dict(zip(names, arguments)) | options
-    order = find_sorting_permutation(x, given["dim"], given["descending"])
-    return _gather_elements(x, given["dim"], order), order
+    order: Any = None
+    for part in reversed(x._parts):  # by the last component first, and by the first one at last
+        seen = part if order is None else part.gather(dim, order)
+        step = torch.sort(seen, dim=dim, descending=descending, stable=True).indices
+        order = step if order is None else order.gather(dim, step)
+    return _gather_elements(x, dim, order), order
 
 
-@implements(aten.argsort.stable)
-def argsort(x: MCTensor, *, stable: bool = True, dim: int = -1, descending: bool = False) -> Tensor:
-    """Return the indices that sort the values."""
-    return sort(x, dim=dim, descending=descending)[1]
+implements(aten.argsort.stable)(lambda x, **options: sort(x, **options)[1])
 
 
 @implements(aten.topk.default)
@@ -274,24 +230,19 @@ def topk(x: MCTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool 
     return values.narrow(dim, 0, k).clone(), order.narrow(dim, 0, k)
 
 
-def _find_first_extreme(x: MCTensor, dim: int, sign: int) -> Tensor:
-    """Return the first index of the extreme along a dimension, keepdim=True; NaN is more extreme than any number."""
-    candidates: Any = None
-    for part in x._parts:
-        part = part if sign > 0 else torch.where(part.isnan(), part, -part)
-        seen = part if candidates is None else part.masked_fill(~candidates, -torch.inf)
-        top = seen.amax(dim, keepdim=True)
-        here = (seen == top) | seen.isnan()
-        candidates = here if candidates is None else candidates & here
-    return candidates.to(torch.uint8).argmax(dim, keepdim=True)
-
-
 def _find_extreme(x: MCTensor, dim: int, keepdim: bool, sign: int) -> tuple[Tensor, Tensor]:
+    """Return the extreme along a dimension, and its first index; NaN is more extreme than any number."""
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
     if not x.shape[dim]:
         raise IndexError(f"no largest or smallest of no elements along dimension {dim} of {tuple(x.shape)}")
-    at = _find_first_extreme(x, dim, sign)
+    candidates: Any = None
+    for part in x._parts:
+        part = part if sign > 0 else torch.where(part.isnan(), part, -part)
+        seen = part if candidates is None else part.masked_fill(~candidates, -torch.inf)
+        here = (seen == seen.amax(dim, keepdim=True)) | seen.isnan()
+        candidates = here if candidates is None else candidates & here
+    at = candidates.to(torch.uint8).argmax(dim, keepdim=True)
     values = _gather_elements(x, dim, at)
     return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
 
@@ -302,22 +253,14 @@ def _flatten_nonempty(x: MCTensor) -> Any:
     return x.reshape(-1)
 
 
-@implements(aten.aminmax.default)
-def aminmax(x: MCTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the minimum and the maximum."""
-    dims = () if dim is None else (dim,)
-    return _reduce_to_extreme(x, dims, keepdim, -1), _reduce_to_extreme(x, dims, keepdim, 1)
-
-
-def _reduce_to_extreme(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tensor:
-    dims = [dims] if isinstance(dims, int) else list(dims)
-    wanted = sorted({dim % max(x.dim(), 1) for dim in dims} or range(x.dim()))
+def _reduce_to_extreme(x: MCTensor, dim: Any, keepdim: bool, sign: int) -> Tensor:
     if not x.dim():
         return x.clone()
+    dims = normalize_dims(x.dim(), dim)
     values: Any = x
-    for dim in wanted:
-        values = _find_extreme(values, dim, True, sign)[0]
-    return values if keepdim else values.squeeze(wanted)
+    for reduced in dims:
+        values = _find_extreme(values, reduced, True, sign)[0]
+    return values if keepdim else values.squeeze(dims)
 
 
 def _register_extremes(sign: int, name: str) -> None:
@@ -338,3 +281,6 @@ def _register_extremes(sign: int, name: str) -> None:
 
 _register_extremes(1, "max")
 _register_extremes(-1, "min")
+implements(aten.aminmax.default)(
+    lambda x, *, dim=None, keepdim=False: tuple(_reduce_to_extreme(x, dim, keepdim, sign) for sign in (-1, 1))
+)

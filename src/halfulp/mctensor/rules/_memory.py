@@ -15,14 +15,15 @@ from ...kernels import require_float64, torch_operators
 from ...subclass._collectives import register_collectives, run_and_wait
 from ...subclass._in_backward import gives_plain_gradient_of, is_storing_plain_gradient
 from .._encode import choose_scale, divide_by_scale, find_magnitude
-from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
+from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, make_result, result_type, to_components
-from .._write import copy_received, list_inner_tensors, truncate_to_integers, write_value
+from .._write import copy_received_value, list_inner_tensors, truncate_to_integers, write_value
 from ._comparison import copy_elements, map_components
 
 aten = torch_operators("aten")
 
-# What float16 components under no scale of ours hold: it becomes infinite, the others keep theirs.
+# From this magnitude on a value becomes infinite in float16 components, as in conversions of torch's; it does not
+# choose their scale.
 _LEAST_OVERFLOW = 2.0**132
 
 
@@ -32,15 +33,12 @@ def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
     if gives_plain_gradient_of(x) or is_storing_plain_gradient(x._gradients):
         return round_to_plain(x).clone(memory_format=memory_format)
     scale = None if x._scale is None else x._scale.clone()
-    return wrap_parts(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
+    return wrap_components(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
 
 
 @implements(aten._to_copy.default)
 def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **options: Any) -> Any:
-    """Convert to another device or to components of another dtype, as many as before; to integers as a plain tensor.
-
-    What is out of the new dtype's range becomes infinite, as in every conversion of torch's.
-    """
+    """Convert to another device or to components of another dtype, as many as before; to integers as a plain tensor."""
     if dtype is not None and dtype not in PRECISION:
         return truncate_to_integers(x, dtype).to(device=device)
     if gives_plain_gradient_of(x):
@@ -49,21 +47,18 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
         require_float64(torch.device(device), "MCTensors")
         move = {"device": device, "non_blocking": options.get("non_blocking", False)}
         scale = None if x._scale is None else x._scale.to(**move)
-        x = wrap_parts(tuple(part.to(**move) for part in x._parts), scale, x._gradients)
+        x = wrap_components(tuple(part.to(**move) for part in x._parts), scale, x._gradients)
     if dtype is None or dtype == x.dtype:
         return clone(x, memory_format=memory_format)
     parts = to_components(x, x.device)
     if dtype == torch.float16:
         wide = tuple(part.double() for part in parts)
         scale = choose_scale(find_magnitude(wide[0].where(wide[0].abs() < _LEAST_OVERFLOW, 0.0)), dtype)
-        return wrap_parts(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
+        return wrap_components(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
     return make_result(parts, ResultType(dtype, len(x._parts), x._gradients, False, x.device))
 
 
-@implements(aten._local_scalar_dense.default)
-def local_scalar_dense(x: MCTensor) -> float:
-    """Return the one element as a Python float, rounded to float64."""
-    return decode_to_plain(x, torch.float64).item()
+implements(aten._local_scalar_dense.default)(lambda x: decode_to_plain(x, torch.float64).item())
 
 
 @implements(aten.copy_.default)
@@ -74,10 +69,7 @@ def copy_(x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     return write_value(x, source)
 
 
-@implements(aten.fill_.Scalar, aten.fill_.Tensor)
-def fill_(x: Tensor, value: Any) -> Tensor:
-    """Write one number into every element."""
-    return write_value(x, value)
+implements(aten.fill_.Scalar, aten.fill_.Tensor)(write_value)
 
 
 @implements(aten.zero_.default)
@@ -88,17 +80,12 @@ def zero_(x: MCTensor) -> Tensor:
     return x
 
 
-@implements(aten.eye.out, aten.eye.m_out)
-def eye_out(*sizes: int, out: Tensor) -> Tensor:
-    """Write ones into the diagonal, zeros elsewhere."""
-    return write_value(out, torch.eye(*sizes, dtype=torch.float64, device=out.device))
-
-
+implements(aten.eye.out, aten.eye.m_out)(
+    lambda *sizes, out: write_value(out, torch.eye(*sizes, dtype=torch.float64, device=out.device))
+)
 _RANDOM_OPERATORS = (
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.randint_like.default,
-    aten.randint_like.low_dtype,
+    *(aten.rand_like.default, aten.randn_like.default),
+    *(aten.randint_like.default, aten.randint_like.low_dtype),
 )
 _FILLED_OPERATORS = (
     *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.new_empty.default),
@@ -107,7 +94,7 @@ _FILLED_OPERATORS = (
 
 
 @implements_each(*_RANDOM_OPERATORS, *_FILLED_OPERATORS)
-def new_like(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+def make_like(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Make a tensor like a given one: its first component; the others are zero."""
     dtype = options.get("dtype") or x.dtype
     if dtype not in PRECISION or gives_plain_gradient_of(x) or is_storing_plain_gradient(x._gradients):
@@ -119,7 +106,7 @@ def new_like(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any)
         return make_result((first,), form)
     rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
     scale = torch.ones((), dtype=torch.float32, device=first.device) if form.scaled else None
-    filled = wrap_parts((first, *rest), scale, x._gradients)
+    filled = wrap_components((first, *rest), scale, x._gradients)
     # One component holds them: where a backward pass begins with these, its gradients are plain from there on.
     filled._seeds_backward = operator is aten.ones_like.default
     return filled
@@ -139,7 +126,7 @@ def full_like(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     *(aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default, aten.random_.default),
     *(aten.random_.to, getattr(aten.random_, "from")),
 )
-def draw(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+def draw_values(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Write random values, drawn in float64."""
     # torch draws in the order of the memory: with the strides of the components one seed gives one mask.
     return write_value(x, operator(torch.empty_like(x._parts[0], dtype=torch.float64), *arguments, **options))
@@ -150,15 +137,11 @@ _OPERATORS_OF_ONE_VALUE = (
     *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default),
     *(aten.masked_select.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.tril.default),
     *(aten.triu.default, aten.diag_embed.default, aten.rot90.default, aten.im2col.default, aten.pixel_shuffle.default),
-    *(
-        aten.pixel_unshuffle.default,
-        aten.channel_shuffle.default,
-        aten.select_backward.default,
-        aten.slice_backward.default,
-    ),
-    *(aten.diagonal_backward.default, aten.reflection_pad1d.default, aten.reflection_pad2d.default),
-    *(aten.reflection_pad3d.default, aten.replication_pad1d.default, aten.replication_pad2d.default),
-    *(aten.replication_pad3d.default, aten.upsample_nearest1d.default, aten.upsample_nearest2d.default),
+    *(aten.pixel_unshuffle.default, aten.channel_shuffle.default, aten.select_backward.default),
+    *(aten.slice_backward.default, aten.diagonal_backward.default),
+    *(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default),
+    *(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default),
+    *(aten.upsample_nearest1d.default, aten.upsample_nearest2d.default),
     *(aten.upsample_nearest3d.default, aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec),
     *(aten.upsample_nearest3d.vec, aten.embedding.default, aten.view_copy.default, aten.expand_copy.default),
     *(aten.permute_copy.default, aten.transpose_copy.int, aten.t_copy.default, aten.slice_copy.Tensor),
@@ -169,58 +152,48 @@ _OPERATORS_OF_ONE_VALUE = (
 
 
 @implements_each(*_OPERATORS_OF_ONE_VALUE)
-def move_value(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+def move_elements(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Move the elements of every component."""
     if any(isinstance(value, MCTensor) for value in arguments):
         raise TypeError("an MCTensor is no index: give an integer tensor")
     return map_components(x, lambda part: operator(part, *arguments, **options))
 
 
-# Positions of the arguments that are values; all come to one result type.
-_VALUE_POSITIONS = {
-    aten.scatter.src: (0, 3),
-    aten.masked_scatter.default: (0, 2),
-    aten.slice_scatter.default: (0, 1),
-    aten.select_scatter.default: (0, 1),
-    aten.diagonal_scatter.default: (0, 1),
-    aten.as_strided_scatter.default: (0, 1),
-    aten.index_copy.default: (0, 3),
-    aten.index_fill.int_Tensor: (0, 3),
-    aten.fill.Tensor: (0, 1),
-    aten.copy.default: (0, 1),
+# Position of the argument that is a value beside the first one; both come to one result type.
+_SECOND_VALUE_POSITIONS = {
+    **dict.fromkeys((aten.scatter.src, aten.index_copy.default, aten.index_fill.int_Tensor), 3),
+    aten.masked_scatter.default: 2,
+    **dict.fromkeys((aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default), 1),
+    **dict.fromkeys((aten.as_strided_scatter.default, aten.fill.Tensor, aten.copy.default), 1),
 }
 # Overloads that take a number where another takes a tensor.
 _OVERLOADS_WITH_NUMBERS = {
-    aten.scatter.value: (aten.scatter.src, 3),
-    aten.index_fill.int_Scalar: (aten.index_fill.int_Tensor, 3),
-    aten.fill.Scalar: (aten.fill.Tensor, 1),
+    aten.scatter.value: aten.scatter.src,
+    aten.index_fill.int_Scalar: aten.index_fill.int_Tensor,
+    aten.fill.Scalar: aten.fill.Tensor,
 }
 
 
-def apply_to_components(operator: OpOverload, arguments: Sequence, positions: Sequence[int], **options: Any) -> Tensor:
-    """Apply an operator on several values to every component of theirs, brought to one result type."""
+@implements_each(*_SECOND_VALUE_POSITIONS)
+def combine_elements(operator: OpOverload, *arguments: Any, **options: Any) -> Tensor:
+    """Take elements from two values, component by component, brought to one result type."""
+    position = _SECOND_VALUE_POSITIONS[operator]
+    values = arguments[0], arguments[position]
 
-    def apply(*values: Any) -> Tensor:
-        here = dict(zip(positions, values))
-        return operator(*(here.get(i, x) for i, x in enumerate(arguments)), **options)
+    def combine(first: Any, second: Any) -> Tensor:
+        return operator(first, *arguments[1:position], second, *arguments[position + 1 :], **options)
 
-    values = [arguments[i] for i in positions]
-    return copy_elements(apply, values, result_type(values))
-
-
-@implements_each(*_VALUE_POSITIONS)
-def move_values(operator: OpOverload, *arguments: Any, **options: Any) -> Tensor:
-    """Move the elements of every component of several values."""
-    return apply_to_components(operator, arguments, _VALUE_POSITIONS[operator], **options)
+    return copy_elements(combine, values, result_type(values))
 
 
 @implements_each(*_OVERLOADS_WITH_NUMBERS)
-def move_number(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-    """Move a number among the elements of every component."""
-    values, (target, position) = [x, *arguments], _OVERLOADS_WITH_NUMBERS[operator]
-    number = torch.scalar_tensor(values[position], dtype=torch.float64, device=x.device)
-    values[position] = number.expand(values[2].shape) if target is aten.scatter.src else number
-    return apply_to_components(target, values, (0, position), **options)
+def insert_number(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+    """Put a number, with all its digits, among the elements of every component."""
+    *others, value = arguments
+    number = torch.scalar_tensor(value, dtype=torch.float64, device=x.device)
+    if operator is aten.scatter.value:
+        number = number.expand(others[1].shape)
+    return combine_elements(_OVERLOADS_WITH_NUMBERS[operator], x, *others, number, **options)
 
 
 @implements_each(aten.cat.default, aten.stack.default, aten.block_diag.default)
@@ -230,13 +203,13 @@ def concatenate(operator: OpOverload, tensors: Sequence[Tensor], *arguments: Any
 
 
 @implements(aten.constant_pad_nd.default)
-def constant_pad_nd(x: MCTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
+def pad_with_number(x: MCTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     """Return the values with a border of one number."""
+    padded = map_components(x, lambda part: aten.constant_pad_nd.default(part, pad, 0))
     if value == 0:
-        return map_components(x, lambda part: aten.constant_pad_nd.default(part, pad, 0))
+        return padded
     inside = torch.ones(x.shape, dtype=torch.bool, device=x.device)
-    outside = ~aten.constant_pad_nd.default(inside, pad, False)
-    return constant_pad_nd(x, pad).masked_fill(outside, value)
+    return padded.masked_fill(~aten.constant_pad_nd.default(inside, pad, False), value)
 
 
 _VIEW_OPERATORS = (
@@ -256,8 +229,8 @@ def view(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> 
         return operator(round_to_plain(x), *arguments, **options)
     parts = tuple(operator(part, *arguments, **options) for part in x._parts)
     if isinstance(parts[0], Tensor):
-        return wrap_parts(parts, x._scale, x._gradients)
-    return [wrap_parts(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
+        return wrap_components(parts, x._scale, x._gradients)
+    return [wrap_components(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
 
 
 @implements(aten.detach.default)
@@ -265,12 +238,12 @@ def detach(x: MCTensor) -> Tensor:
     """Return the same components; a gradient that is being stored in a leaf becomes the kind that the leaf keeps."""
     if is_storing_plain_gradient(x._gradients):
         return round_to_plain(x).detach()
-    return wrap_parts(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
+    return wrap_components(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
 
 
 @implements_each(aten.is_same_size.default, aten._has_same_storage_numel.default)
-def compare_memory(operator: OpOverload, *tensors: Tensor) -> Any:
-    """Return what forward-mode derivatives ask of a tensor and its tangent: nothing of values."""
+def compare_layouts(operator: OpOverload, *tensors: Tensor) -> Any:
+    """Compare shapes or memory of a tensor and its tangent, as forward-mode derivatives ask: no values."""
     return operator(*(x._parts[0] if isinstance(x, MCTensor) else x for x in tensors))
 
 
@@ -304,4 +277,4 @@ def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
     return x._make_like(arrived, False)
 
 
-register_collectives(implements, copy_received, broadcast)
+register_collectives(implements, copy_received_value, broadcast)

@@ -14,41 +14,25 @@ from ...arithmetic import MOST, pointwise
 from ...arithmetic._constants import compute_log, split_into_floats
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS
-from .._derivation import choose_float64_or_rule, implements_beyond_exact_float64, make_float64_fallback, run_in_float64
+from .._derivation import choose_float64_or_rule, fall_back_to_float64, implements_beyond_exact_float64, run_in_float64
 from .._mctensor import MCTensor, implements, implements_each
 from .._result_type import (
     SUM_FUNCTION_NAMES,
-    ResultType,
     convert_operands,
     is_plain,
     limit_large_elements,
-    make_result,
     result_type,
     run_function,
-    to_components,
 )
 from .._write import can_write_directly, check_takes_fractions, choose_computing_type, write_components, write_value
 
 aten = torch_operators("aten")
 
 
-_split_constant = functools.lru_cache(64)(split_into_floats)
-
-
 def make_constant(value: Any, like: Tensor) -> MCTensor:
     """Return a number of any precision as a 0-d MCTensor of four float64."""
-    terms = _split_constant(value, MOST)
+    terms = split_into_floats(value, MOST)
     return MCTensor.from_components([torch.scalar_tensor(x, dtype=torch.float64, device=like.device) for x in terms])
-
-
-def round_to_type(x: Tensor, form: ResultType) -> Tensor:
-    """Round a result that has more digits to a result type."""
-    return make_result(to_components(x, form.device), form)
-
-
-def _add_one_component(form: ResultType) -> ResultType:
-    """Return a result type with one component more, up to the most, for steps whose errors grow."""
-    return form._replace(components=min(form.components + 1, MOST))
 
 
 @implements(aten.pow.Tensor_Scalar)
@@ -68,10 +52,7 @@ def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
     return run_function("pow", x, exponent, form=form)
 
 
-@implements_beyond_exact_float64(aten.pow.Tensor_Tensor, aten.pow.Scalar)
-def pow_tensor(x: Any, exponent: Any) -> Tensor:
-    """x to a power, or a number to powers."""
-    return run_function("pow", x, exponent)
+implements_beyond_exact_float64(aten.pow.Tensor_Tensor, aten.pow.Scalar)(lambda x, y: run_function("pow", x, y))
 
 
 def _make_logarithm_rule(base: int) -> Callable:
@@ -79,7 +60,8 @@ def _make_logarithm_rule(base: int) -> Callable:
 
     def log(x: MCTensor) -> Tensor:
         form = result_type((x,))
-        logarithm = run_function("log", x, form=_add_one_component(form))
+        # One component more, up to the most, as errors grow.
+        logarithm = run_function("log", x, form=form._replace(components=min(form.components + 1, MOST)))
         return run_function("div", logarithm, make_constant(compute_log(base), x), form=form)
 
     return log
@@ -87,10 +69,6 @@ def _make_logarithm_rule(base: int) -> Callable:
 
 implements_beyond_exact_float64(aten.log2.default)(_make_logarithm_rule(2))
 implements_beyond_exact_float64(aten.log10.default)(_make_logarithm_rule(10))
-
-
-def _is_negative(x: Any) -> Tensor:
-    return x._parts[0].signbit() if isinstance(x, MCTensor) else x.signbit()
 
 
 # What a last bit of the operands may change at all: counted where float64 does not hold these.
@@ -102,8 +80,10 @@ for _operator in (
     *(aten.median.dim, aten.nanmedian.dim, aten.kthvalue.default, aten.put.default),
     *(aten.copysign.Tensor, aten.copysign.Scalar),
 ):
-    implements_beyond_exact_float64(_operator)(make_float64_fallback(_operator))
-_divide_to_integers = choose_float64_or_rule(aten.div.Tensor_mode, make_float64_fallback(aten.div.Tensor_mode), True)
+    implements_beyond_exact_float64(_operator)(functools.partial(fall_back_to_float64, _operator))
+_divide_to_integers = choose_float64_or_rule(
+    aten.div.Tensor_mode, functools.partial(fall_back_to_float64, aten.div.Tensor_mode), exactly=True
+)
 
 
 @implements(aten.nan_to_num.default)
@@ -115,14 +95,11 @@ def nan_to_num(x: MCTensor, nan: Any = None, posinf: Any = None, neginf: Any = N
     return y.masked_fill(x == -torch.inf, ends.min if neginf is None else neginf)
 
 
-@implements(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def div_mode(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
-    """a / b, for "floor" and "trunc" rounded to an integer in float64."""
-    if rounding_mode is None:
-        return run_function("div", a, b)
-    return _divide_to_integers(a, b, rounding_mode=rounding_mode)
-
-
+implements(aten.div.Tensor_mode, aten.div.Scalar_mode)(
+    lambda a, b, *, rounding_mode: (
+        run_function("div", a, b) if rounding_mode is None else _divide_to_integers(a, b, rounding_mode=rounding_mode)
+    )
+)
 _TENSOR_OVERLOADS = {
     **dict.fromkeys((aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other), aten.xlogy.Tensor),
     aten.special_xlog1py.self_scalar: aten.special_xlog1py.default,
@@ -131,7 +108,7 @@ _TENSOR_OVERLOADS = {
 
 
 @implements_each(*_TENSOR_OVERLOADS)
-def run_with_number(operator: OpOverload, *operands: Any) -> Tensor:
+def run_tensor_overload(operator: OpOverload, *operands: Any) -> Tensor:
     """Run an overload with a number for a tensor, which keeps its digits: torch would round it."""
     device = next(x for x in operands if isinstance(x, Tensor)).device
     return _TENSOR_OVERLOADS[operator](
@@ -201,13 +178,10 @@ def _register_product(name: str, divide: bool) -> None:
 
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-        factors = _find_product_factors(b, c, value, divide, result_type((x, b, c)))
-
-        def multiply_plain() -> Tensor:
-            return (b.double() / c.double() if divide else b.double() * c.double()) * value
-
-        is_given_plain = is_plain(b) and is_plain(c)
-        return _update_in_place("addcmul", x, x, *factors, addend=multiply_plain if is_given_plain else None)
+        factors, addend = _find_product_factors(b, c, value, divide, result_type((x, b, c))), None
+        if is_plain(b) and is_plain(c):
+            addend = lambda: (b.double() / c.double() if divide else b.double() * c.double()) * value  # noqa: E731
+        return _update_in_place("addcmul", x, x, *factors, addend=addend)
 
 
 def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:

@@ -13,15 +13,11 @@ from torch import Tensor
 from ... import arithmetic
 from ..._torch_versions import solves_by_transpose
 from ...arithmetic import Parts
-from ...arithmetic._matmul import (
-    find_largest_magnitude,
-    multiply_float16_in_float32,
-    split_into_float16,
-)
+from ...arithmetic._matmul import find_largest_magnitude, multiply_float16_in_float32, split_into_float16
 from ...kernels import define_operator, torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
 from .._encode import HEADROOM_BINADES, TOP_EXPONENTS, choose_scale, divide_by_scale, find_magnitude
-from .._mctensor import MCTensor, implements, wrap_parts
+from .._mctensor import MCTensor, implements, wrap_components
 from .._result_type import (
     ResultType,
     are_operands_alike,
@@ -34,9 +30,6 @@ from .._result_type import (
 )
 
 aten = torch_operators("aten")
-
-# float32 carries a product to two float16 components; more need float64.
-_MOST_COMPONENTS_IN_FLOAT32 = 2
 
 
 def multiply_matrices(a: Any, b: Any, form: ResultType) -> Tensor:
@@ -53,31 +46,27 @@ def _has_scale(x: Any) -> bool:
 
 def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
     """Multiply payloads, and the result by both scales."""
-    payloads = _read_payload(a, form.device), _read_payload(b, form.device)
+    left, right = (x._parts if isinstance(x, MCTensor) else to_components(x, form.device) for x in (a, b))
     scales = [x._scale for x in (a, b) if _has_scale(x)]
-    if (
-        form.scaled
-        and form.components <= _MOST_COMPONENTS_IN_FLOAT32
-        and not gives_plain_gradient(form.gradients, form.has_gradient)
-        and _are_float16_matrices(*payloads)
-    ):
-        flat = [*payloads[0], *payloads[1]]
+    # float32 carries a product to two float16 components; more need float64.
+    is_short = form.scaled and form.components <= 2 and not gives_plain_gradient(form.gradients, form.has_gradient)
+    if is_short and _are_float16_matrices(left[0], right[0]):
+        flat = [*left, *right]
         call = _multiply_float16 if all(type(part) is Tensor for part in flat) else _float16_operator
-        *parts, scale = call(flat, len(payloads[0]), scales, form.components)
-        return wrap_parts(tuple(parts), scale, form.gradients)
-    return make_result(_multiply_in_float64(payloads, scales, 1 if form.fits_float64 else form.components), form)
+        *parts, scale = call(flat, len(left), scales, form.components)
+        return wrap_components(tuple(parts), scale, form.gradients)
+    return make_result(_multiply_in_float64(left, right, scales, 1 if form.fits_float64 else form.components), form)
 
 
-def _multiply_in_float64(payloads: tuple[Parts, Parts], scales: list[Tensor], count: int) -> Parts:
-    wide = arithmetic.matmul(*payloads, count, torch.float64)
+def _multiply_in_float64(left: Parts, right: Parts, scales: list[Tensor], count: int) -> Parts:
+    wide = arithmetic.matmul(left, right, count, torch.float64)
     for scale in scales:
         wide = tuple(part * scale for part in wide)
     return wide
 
 
-def _are_float16_matrices(a: Parts, b: Parts) -> bool:
+def _are_float16_matrices(x: Tensor, y: Tensor) -> bool:
     """float16 on the CPU, whose products float32 holds without overflow or underflow; matrices or as many of them."""
-    x, y = a[0], b[0]
     half = x.dtype == y.dtype == torch.float16 and x.device.type == "cpu"
     return half and x.dim() <= 3 and x.shape[:-2] == y.shape[:-2] and bool(x.numel() and y.numel())
 
@@ -89,14 +78,12 @@ def _multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], compo
         largest = find_largest_magnitude(product)
         if 0 < largest < math.inf:
             factor = math.prod([float(scale) for scale in scales])
-            power = max(
-                math.ldexp(factor, math.frexp(largest)[1] - (TOP_EXPONENTS[torch.float16] - HEADROOM_BINADES)),
-                2.0**-126,
-            )
+            exponent = math.frexp(largest)[1] - (TOP_EXPONENTS[torch.float16] - HEADROOM_BINADES)
+            power = max(math.ldexp(factor, exponent), 2.0**-126)
             if power <= 2.0**127:
                 parts = split_into_float16(product, factor / power, components)
                 return [*parts, torch.tensor(power, dtype=torch.float32, device="cpu")]
-    wide = _multiply_in_float64(payloads, scales, 1)
+    wide = _multiply_in_float64(*payloads, scales, 1)
     scale = choose_scale(find_magnitude(wide[0]), torch.float16)
     return [*divide_by_scale(wide, scale, components, torch.float16), scale]
 
@@ -113,10 +100,6 @@ _float16_operator = define_operator(
     _multiply_float16,
     _fake_multiply_float16,
 )
-
-
-def _read_payload(x: Any, device: torch.device) -> Parts:
-    return x._parts if isinstance(x, MCTensor) else to_components(x, device)
 
 
 @implements(aten.addmm.default, aten.baddbmm.default)
@@ -140,14 +123,12 @@ def mm(a: Any, b: Any) -> Tensor:
     if left[-1] != right[-2] or left[:-2] != right[:-2]:
         raise RuntimeError(f"shapes {tuple(left)} and {tuple(right)} cannot be multiplied")
     if are_operands_alike(a, b):
-        return wrap_parts(arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype), None, a._gradients)
+        parts = arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype)
+        return wrap_components(parts, None, a._gradients)
     return multiply_matrices(a, b, result_type((a, b)))
 
 
-@implements(aten.mv.default)
-def mv(a: Any, b: Any) -> Tensor:
-    """Multiply a matrix by a vector."""
-    return multiply_matrices(a, b.unsqueeze(-1), result_type((a, b))).squeeze(-1)
+implements(aten.mv.default)(lambda a, b: multiply_matrices(a, b.unsqueeze(-1), result_type((a, b))).squeeze(-1))
 
 
 @implements(aten.dot.default, aten.vdot.default)
@@ -169,12 +150,7 @@ def addbmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tens
 def grouped_mm(
     a: Any, b: Any, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a product for each group of rows, of columns or of terms; what lies behind the last group becomes 0.
-
-    Raises:
-        ValueError: offsets that decrease, exceed the dimension, or are not one for each group.
-        NotImplementedError: a bias; inside torch.compile, with offsets.
-    """
+    """Return a product for each group of rows, of columns or of terms; what lies behind the last group becomes 0."""
     if bias is not None:
         raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
     form = result_type((a, b), out_dtype)
@@ -212,10 +188,7 @@ def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> An
 
 
 def _factor_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
-    """Return LU factors and pivots for the backward pass, or placeholders if there is none.
-
-    turned: of the transpose, which a determinant's backward pass expects of a contiguous matrix.
-    """
+    """Return LU factors and pivots for the backward pass (`turned`: of a contiguous a's transpose), if there is one."""
     if not a.requires_grad:
         return a.new_empty((0,)), torch.empty((0,), dtype=torch.int32, device=a.device)
     form, a = result_type((a,)), a.mT if turned and a.is_contiguous() else a
@@ -246,24 +219,14 @@ def _solve_system(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
     """x with a x = b, or x a = b."""
     vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     b = b.unsqueeze(-1) if vector else b
-    x = (
-        _run_arithmetic(arithmetic.solve, (a, b), form)
-        if left
-        else _run_arithmetic(arithmetic.solve, (a.mT, b.mT), form).mT
-    )
+    x = _run_arithmetic(arithmetic.solve, (a, b) if left else (a.mT, b.mT), form)
+    x = x if left else x.mT
     return x.squeeze(-1) if vector else x
-
-
-@implements(aten._linalg_solve_ex.default)
-def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, ...]:
-    """Return the solution of a linear system."""
-    x = _solve_system(a, b, left, result_type((a, b)))
-    return x, *_factor_for_backward(a, solves_by_transpose()), _make_information(a)
 
 
 @implements(aten.linalg_lu_solve.default)
 def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint: bool = False) -> Tensor:
-    """Return a system by the factors P L U of its matrix."""
+    """Solve a system by the factors P L U of its matrix."""
     if not left:
         return lu_solve(factors, pivots, b.mT, adjoint=not adjoint).mT
     form = result_type((factors, b))
@@ -278,16 +241,19 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     return _solve_system(upper, _solve_system(lower, permutation.mT @ b, True, whole), True, form)
 
 
-@implements(aten.linalg_inv_ex.default)
-def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the inverse."""
-    return _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), _make_information(a)
-
-
-@implements(aten._linalg_det.default)
-def linalg_det(a: MCTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the determinant."""
-    return _run_arithmetic(arithmetic.det, (a,), result_type((a,))), *_factor_for_backward(a, turned=True)
+implements(aten._linalg_solve_ex.default)(
+    lambda a, b, *, left=True, check_errors=False: (
+        _solve_system(a, b, left, result_type((a, b))),
+        *_factor_for_backward(a, solves_by_transpose()),
+        _make_information(a),
+    )
+)
+implements(aten.linalg_inv_ex.default)(
+    lambda a, **_: (_run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), _make_information(a))
+)
+implements(aten._linalg_det.default)(
+    lambda a: (_run_arithmetic(arithmetic.det, (a,), result_type((a,))), *_factor_for_backward(a, turned=True))
+)
 
 
 @implements(aten._linalg_slogdet.default)
@@ -297,17 +263,16 @@ def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
     return determinant.sign(), determinant.abs().log(), *_factor_for_backward(a, turned=True)
 
 
-@implements(aten.linalg_cholesky_ex.default)
-def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the triangular root of a positive definite matrix."""
-    return cholesky(a, upper), _make_information(a)
-
-
 @implements(aten.cholesky.default)
 def cholesky(a: MCTensor, upper: bool = False) -> Tensor:
-    """Return the Cholesky factor without the information which matrices have none."""
+    """Return the Cholesky factor."""
     lower = _run_arithmetic(arithmetic.cholesky, (a.mT if upper else a,), result_type((a,)))
     return lower.mT if upper else lower
+
+
+implements(aten.linalg_cholesky_ex.default)(
+    lambda a, *, upper=False, check_errors=False: (cholesky(a, upper), _make_information(a))
+)
 
 
 @implements(aten.linalg_qr.default)
@@ -321,7 +286,7 @@ def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
 
 @implements(aten.linalg_solve_triangular.default)
 def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
-    """Return a triangular system, of which the other triangle is not read."""
+    """Solve a triangular system, of which the other triangle is not read."""
     form = result_type((a, b))
     triangle = a.triu() if upper else a.tril()
     if unitriangular:
@@ -332,6 +297,6 @@ def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitrian
 
 @implements(aten.cholesky_solve.default)
 def cholesky_solve(b: Any, root: Any, upper: bool = False) -> Tensor:
-    """Return a system by the triangular root of its matrix."""
+    """Solve a system by the triangular root of its matrix."""
     first = solve_triangular(root.mT if upper else root, b, upper=False)
     return solve_triangular(root if upper else root.mT, first, upper=True)

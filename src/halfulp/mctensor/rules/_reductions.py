@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import arithmetic
 from ...arithmetic import MOST, PRECISION, Parts
+from ...arithmetic._exact_sums import normalize_dims
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, disable_result_rounding, gives_plain_gradient
 from .._derivation import (
@@ -30,19 +31,9 @@ from .._result_type import (
     run_function,
     to_components,
 )
-from .._write import write_value
-from ._memory import apply_to_components
+from ._memory import combine_elements
 
 aten = torch_operators("aten")
-
-
-def normalize_dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
-    """Return the dimensions as a list; none given means every one."""
-    given = [dim] if isinstance(dim, int) else list(dim or ())
-    for one in given:
-        if not -max(x.dim(), 1) <= one < max(x.dim(), 1):
-            raise IndexError(f"dimension {one} of a tensor of {x.dim()} dimensions")
-    return sorted({one % max(x.dim(), 1) for one in given}) if given else list(range(x.dim()))
 
 
 def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
@@ -52,23 +43,17 @@ def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype:
             f"dtype={dtype} of a reduction: components are float16, bfloat16, float32 or float64; reduce x.decode()"
         )
     form = result_type((x,), dtype=dtype)
-    dims = normalize_dims(x, dim) if x.dim() else []
     parts = to_components(x, form.device)
-    if not dims:
+    if not x.dim():
         return make_result(tuple(part.clone() for part in parts), form)
-    count = (
-        1
-        if gives_plain_gradient(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype
-        else _count_working_components(form, parts)
-    )
-    return make_result(function(parts, dims, count, keepdim), form)
+    is_plain = gives_plain_gradient(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype
+    count = 1 if is_plain else _count_working_components(form, parts)
+    return make_result(function(parts, dim, count, keepdim), form)
 
 
 def _count_working_components(form: ResultType, parts: Parts) -> int:
     """Return how many components of the operand's dtype hold the result."""
-    if form.scaled:
-        return count_float64_components(form)
-    return max(form.components, len(parts))
+    return count_float64_components(form) if form.scaled else max(form.components, len(parts))
 
 
 for _function, _of_all, _of_some in (
@@ -82,10 +67,11 @@ for _function, _of_all, _of_some in (
     )
 
 
-@implements(aten.nansum.default)
-def nansum(x: MCTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """Sums that leave NaN out."""
-    return run_reduction(arithmetic.total, x.masked_fill(x.isnan(), 0), dim, keepdim, dtype)
+implements(aten.nansum.default)(
+    lambda x, dim=None, keepdim=False, *, dtype=None: run_reduction(
+        arithmetic.total, x.masked_fill(x.isnan(), 0), dim, keepdim, dtype
+    )
+)
 
 
 @implements(aten.cumsum.default)
@@ -100,23 +86,17 @@ def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
 
 @implements(aten.linalg_vector_norm.default)
 def vector_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """(sum |x|^ord)^(1/ord), the largest for infinity, the count of others than 0 for 0.
-
-    An infinite order is one of the elements, with all of its digits: its gradient asks which elements are equal to it.
-    """
+    """(sum |x|^ord)^(1/ord), the largest for infinity, the count of others than 0 for 0."""
     if not math.isinf(ord):
-        return choose_float64_or_rule(aten.linalg_vector_norm.default, _compute_finite_norm)(
-            x, ord, dim, keepdim, dtype=dtype
-        )
+        return _compute_finite_norm(x, ord, dim, keepdim, dtype=dtype)
+    # One of the elements, with all of its digits: the gradient asks which elements are equal to it.
     size = (x if dtype is None else x.to(dtype)).abs()
-    return (torch.amax if ord > 0 else torch.amin)(size, normalize_dims(x, dim), keepdim)
+    return (torch.amax if ord > 0 else torch.amin)(size, normalize_dims(x.dim(), dim), keepdim)
 
 
-def _compute_finite_norm(
-    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
+def _sum_powers_and_take_root(x: Tensor, ord: Any, dim: Any, keepdim: bool, *, dtype: Any = None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
-    dims = normalize_dims(x, dim)
+    dims = normalize_dims(x.dim(), dim)
     if ord == 2:
         return (x * x).sum(dims, keepdim).sqrt()
     if ord == 0:
@@ -129,15 +109,12 @@ def _compute_finite_norm(
     return size.pow(ord).sum(dims, keepdim).pow(root)
 
 
-implements(aten.norm.Scalar)(lambda x, p=2: torch.linalg.vector_norm(x, 2 if p is None else p))
-
-
-@implements(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
-def norm_dim(x: MCTensor, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """Norms over dimensions."""
-    return torch.linalg.vector_norm(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
-
-
+_compute_finite_norm = choose_float64_or_rule(aten.linalg_vector_norm.default, _sum_powers_and_take_root)
+implements(aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)(
+    lambda x, p=2, dim=None, keepdim=False, *, dtype=None: torch.linalg.vector_norm(
+        x, 2 if p is None else p, dim or None, keepdim, dtype=dtype
+    )
+)
 implements(aten.dist.default)(lambda a, b, p=2: torch.linalg.vector_norm(a - b, p))
 # Their gradients ask which elements are equal to the result, which float64 must hold for that.
 for _operator in (aten.scatter_reduce.two, aten.index_reduce.default, aten.median.default, aten.nanmedian.default):
@@ -149,7 +126,7 @@ for _operator in (aten.scatter_reduce.two, aten.index_reduce.default, aten.media
 @implements_beyond_float64(aten.var_mean.correction)
 def var_mean(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the mean of squares about the mean, over count - correction, and the mean."""
-    dims = normalize_dims(x, dim)
+    dims = normalize_dims(x.dim(), dim)
     count = math.prod(x.shape[i] for i in dims)
     mean = x.mean(dims, keepdim=True)
     spread = x - mean
@@ -162,19 +139,11 @@ implements_beyond_float64(aten.var.correction)(lambda x, *given, **options: var_
 
 
 @implements(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
-def native_batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_variance: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def native_batch_norm(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias, and the mean and the root's inverse that it took."""
-    form = result_type((x, weight, bias, running_mean, running_variance))
-    x, weight, bias, mean, variance = encode_plain_operands((x, weight, bias, running_mean, running_variance), form)
+    *values, training, momentum, eps = operands
+    running_mean, running_variance = values[3:]
+    x, weight, bias, mean, variance = encode_plain_operands(tuple(values), result_type(values))
     with disable_result_rounding():
         if training:
             dims = [i for i in range(x.dim()) if i != 1]
@@ -192,12 +161,8 @@ def native_batch_norm(
 
 def _update_running_statistic(running: Any, now: Any, momentum: float) -> None:
     """Update a running statistic in place: running + momentum (now - running)."""
-    if running is None:
-        return
-    result = run_function("addcmul", running, now - running, momentum, form=result_type((running, now)))
-    if isinstance(running, MCTensor) or isinstance(result, MCTensor):
-        write_value(running, result)
-    else:
+    if running is not None:
+        result = run_function("addcmul", running, now - running, momentum, form=result_type((running, now)))
         running.copy_(result)
 
 
@@ -206,37 +171,21 @@ def add_rows(into: Any, index: Tensor, values: Any) -> Tensor:
     rows = into.shape[0]
     if not index.numel():
         return into + torch.zeros_like(into)
-    goal, sums = _combine_runs(index, values, lambda x, y, mask: x + torch.where(mask, y, torch.zeros_like(y)))
-    spare = sums.new_zeros((rows + 1, *sums.shape[1:]))
-    return into + spare.index_copy(0, _find_rows_of_run_ends(goal, rows), sums)[:rows]
-
-
-def _combine_runs(index: Tensor, values: Any, combine: Callable) -> tuple[Tensor, Any]:
-    """Return sorted indices, and rows of which the last one of each index holds the combination of all of them.
-
-    Each row takes in the one 1, 2, 4, ... before it while that has the same index.
-    """
     order = index.argsort(stable=True)
-    goal, found = index[order], values[order]
+    goal, sums = index[order], values[order]
     step = 1
+    # Each row takes in the one 1, 2, 4, ... before it while that has the same index: an index's last row has all.
     while step < index.numel():
         same = goal[step:] == goal[:-step]
         if type(same) is Tensor and not bool(same.any()):
             break
-        mask = same.reshape(-1, *[1] * (found.dim() - 1))
-        found = torch.cat([found[:step], combine(found[step:], found[:-step], mask)])
+        mask, before = same.reshape(-1, *[1] * (sums.dim() - 1)), sums[:-step]
+        sums = torch.cat([sums[:step], sums[step:] + torch.where(mask, before, torch.zeros_like(before))])
         step *= 2
-    return goal, found
-
-
-def _find_rows_of_run_ends(goal: Tensor, rows: int) -> Tensor:
-    """Return the target row of each run's last row; the others go to a spare row behind all."""
     last = torch.cat([goal[1:] != goal[:-1], torch.ones_like(goal[:1], dtype=torch.bool)])
-    return torch.where(last, goal, rows)
-
-
-def _make_indices_nonnegative(index: Tensor, size: int) -> Tensor:
-    return torch.where(index < 0, index + size, index).reshape(-1)
+    # The other rows go to a spare one behind all.
+    spare = sums.new_zeros((rows + 1, *sums.shape[1:]))
+    return into + spare.index_copy(0, torch.where(last, goal, rows), sums)[:rows]
 
 
 @implements_beyond_exact_float64(aten.index_add.default)
@@ -245,26 +194,19 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
     if x.dim() == 0:
         return x + source.sum() * alpha
     source = source if alpha == 1 else source * alpha
-    return add_rows(
-        x.transpose(0, dim), _make_indices_nonnegative(index, x.shape[dim]), source.transpose(0, dim)
-    ).transpose(0, dim)
+    rows = torch.where(index < 0, index + x.shape[dim], index).reshape(-1)
+    return add_rows(x.transpose(0, dim), rows, source.transpose(0, dim)).transpose(0, dim)
 
 
 @implements_beyond_exact_float64(aten.scatter_add.default)
 def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
     """x with the source's elements added where the index says along a dimension."""
-    at, values = _flatten_scatter(x, dim, index, source)
-    return add_rows(x.reshape(-1), at, values).reshape(x.shape)
-
-
-def _flatten_scatter(x: Any, dim: int, index: Tensor, source: Any) -> tuple[Tensor, Any]:
-    """Return indices into the flattened x, and the source's elements for them."""
-    if x.dim() == 0:
-        return index.reshape(-1), source.reshape(-1)
-    source = source[tuple(slice(0, size) for size in index.shape)]
-    places = torch.arange(x.numel(), device=index.device, dtype=torch.int64).reshape(x.shape)
-    at = places[tuple(slice(0, size if i != dim % x.dim() else None) for i, size in enumerate(index.shape))]
-    return at.gather(dim, index).reshape(-1), source.reshape(-1)
+    if x.dim():
+        source = source[tuple(slice(0, size) for size in index.shape)]
+        flat = torch.arange(x.numel(), device=index.device, dtype=torch.int64).reshape(x.shape)
+        at = flat[tuple(slice(0, size if i != dim % x.dim() else None) for i, size in enumerate(index.shape))]
+        index = at.gather(dim, index)
+    return add_rows(x.reshape(-1), index.reshape(-1), source.reshape(-1)).reshape(x.shape)
 
 
 @implements_beyond_exact_float64(aten.index_put.default, aten._unsafe_index_put.default)
@@ -272,11 +214,9 @@ def index_put(x: Any, indices: Sequence, values: Any, accumulate: bool = False) 
     """Return x with values written, or accumulated, at the indices."""
     if not isinstance(values, Tensor):
         values = torch.scalar_tensor(values, dtype=torch.float64, device=x.device)
-    places = torch.arange(x.numel(), device=x.device, dtype=torch.int64).reshape(x.shape)
-    at = aten.index.Tensor(places, indices)
-    values = values.expand(at.shape).reshape(-1)
+    flat = torch.arange(x.numel(), device=x.device, dtype=torch.int64).reshape(x.shape)
+    at = aten.index.Tensor(flat, indices)
+    values, at = values.expand(at.shape).reshape(-1), at.reshape(-1)
     if accumulate:
-        return add_rows(x.reshape(-1), at.reshape(-1), values).reshape(x.shape)
-    return apply_to_components(aten.index_copy.default, (x.reshape(-1), 0, at.reshape(-1), values), (0, 3)).reshape(
-        x.shape
-    )
+        return add_rows(x.reshape(-1), at, values).reshape(x.shape)
+    return combine_elements(aten.index_copy.default, x.reshape(-1), 0, at, values).reshape(x.shape)
