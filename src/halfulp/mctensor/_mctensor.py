@@ -12,12 +12,12 @@ from torch._ops import OpOverload
 
 from ..arithmetic import PRECISION, Parts, merge
 from ..kernels import define_operator, is_under_transform, present_operators, untraced
-from ..subclass._identity import CompositeTensor, check_layout, get_pickled_marks, restore_saved_marks
+from ..subclass._identity import CompositeTensor, check_layout, get_autograd_marks, restore_autograd_marks
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
     check_gradients_mode,
-    differentiable,
+    make_differentiable,
     refuse_jit_trace,
     refuse_make_fx,
 )
@@ -337,7 +337,7 @@ class MCTensor(CompositeTensor):
         )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        marks = get_pickled_marks(self)
+        marks = get_autograd_marks(self)
         parts = tuple(part.detach() for part in self._parts)
         return rebuild_mctensor, (PICKLED_LAYOUT_VERSION, parts, self._scale, self._gradients, *marks)
 
@@ -421,7 +421,7 @@ def rebuild_mctensor(
 ) -> MCTensor:
     """Make the tensor that `__reduce_ex__` stored; files of torch.save hold this function's name."""
     check_layout(layout, PICKLED_LAYOUT_VERSION, "MCTensor", "x.components and x.scale")
-    return restore_saved_marks(wrap_components(tuple(parts), scale, gradients), requires_grad, is_parameter)
+    return restore_autograd_marks(wrap_components(tuple(parts), scale, gradients), requires_grad, is_parameter)
 
 
 def decode_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:
@@ -454,6 +454,6 @@ def _decode_tangent(context: Any, tangent: Tensor, *_: object) -> Tensor:
     return tangent.decode(context.target) if hasattr(tangent, "decode") else tangent.to(context.target)
 
 
-_differentiable_decode = differentiable(
+_differentiable_decode = make_differentiable(
     _decode_operator, _save_for_decoding_gradient, _compute_decoding_gradient, _decode_tangent
 )

@@ -16,7 +16,7 @@ from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
     gives_plain_gradient,
-    in_backward,
+    is_in_backward,
     refuse_jit_trace,
     refuse_make_fx,
 )
@@ -143,7 +143,7 @@ def are_operands_alike(a: Any, b: Any) -> bool:
         and a._gradients == b._gradients
         and len(a._parts) == len(b._parts)
         and a._parts[0].dtype is b._parts[0].dtype
-        and not in_backward()
+        and not is_in_backward()
     )
 
 
