@@ -436,10 +436,10 @@ def test_the_memory_of_an_overflow_ends(seed):
         iterate()
     every = list(scaler._controller.sites)
     before = {site: site.exponent for site in every}
-    for site in every:
-        scaler._controller._remember_overflow(site, site.exponent)
-        site.exponent -= 8
     remembered = _controller._REMEMBERED_INTERVALS * interval
+    for site in every:
+        site.memory.note_overflow(site.exponent, scaler._controller.iteration + remembered)
+        site.exponent -= 8
     for step in range(remembered - 1):
         iterate()
         assert step < 2 * interval or all(site.exponent <= before[site] - 4 for site in every)

@@ -18,8 +18,6 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
     """Return exponents and histories as plain data: pairs of a site's key and its entries.
 
     A tuple is one entry to torch.distributed.checkpoint, which of a dict loads only the names that it finds before.
-    Processes have exponents of their own, and it may be any of them that writes an entry: what exponents are meant for
-    stands in the same one, and the iteration from which they follow losses.
     """
     found: dict[str, dict[str, Any]] = {
         site.key: {
@@ -72,6 +70,12 @@ def read_sites(state_dict: Any) -> dict[str, dict[str, Any]]:
 
 
 _PROGRESS_LENGTH = 7
+# The types of a site's entries that hold one value.
+_SITE_ENTRY_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("exponent", "overflows"), (int,)),
+    **dict.fromkeys(("measured", "narrow"), (bool,)),
+    "merged": (str, NoneType),
+}
 
 
 def _take(given: Any, name: Any, *kinds: type) -> Any:
@@ -87,11 +91,7 @@ def _read_site(values: Mapping[str, Any]) -> dict[str, Any]:
     if len(memory) != 2:
         raise ValueError("'memory' has two numbers")
     return {
-        "exponent": _take(values, "exponent", int),
-        "merged": _take(values, "merged", str, NoneType),
-        "measured": _take(values, "measured", bool),
-        "narrow": _take(values, "narrow", bool),
-        "overflows": _take(values, "overflows", int),
+        **{name: _take(values, name, *types) for name, types in _SITE_ENTRY_TYPES.items()},
         "memory": [_take(memory, i, int, NoneType) for i in range(2)],
         "history": [{kind: _take(entry, kind, int, float) for kind in dict(entry)} for entry in history],
     }
@@ -101,9 +101,7 @@ def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None
     """Compare the sites of a state with those of a scaler, or with the modules of models that have not run yet."""
     known = len(own) > 1
     missing = sorted(own - given.keys()) if known else []
-    unknown = sorted(
-        key for key in given.keys() - own if known or not _is_key_of_module(key.partition("#")[0], modules)
-    )
+    unknown = sorted(key for key in given.keys() - own if known or not _is_key_of_module(key, modules))
     if missing or unknown:
         raise ValueError(
             f"this state_dict is of another model: it {name_differences(missing, unknown)}. Load the one that was "
@@ -113,6 +111,7 @@ def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None
 
 def _is_key_of_module(key: str, modules: set[str]) -> bool:
     """Return whether a key names a module, an operator in one, or a derivative that only a compiled graph has."""
+    key = key.partition("#")[0]
     place, _, name = key.rpartition(".")
     is_operator = any(hasattr(home, name) for home in (torch, torch.Tensor, torch.nn.functional))
     return key in modules or (is_operator and place in modules) or place == "backward"

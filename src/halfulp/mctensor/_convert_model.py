@@ -26,7 +26,7 @@ from ..subclass.models._conversion import (
     put_plain,
 )
 from ..subclass.models._parameter_holders import check_holders
-from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
+from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register_layout
 from ._encode import check_component_count, check_dtype
 from ._mctensor import MCTensor, decode_to_plain, wrap_parts
 
@@ -163,7 +163,7 @@ def _unscale_entry(name: str, first: Tensor, scale: Tensor, dtype: torch.dtype |
     )
 
 
-register(
+register_layout(
     StateDictLayout(
         MCTensor,
         key="halfulp_components",

@@ -22,7 +22,7 @@ from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
     check_gradients_mode,
-    differentiable,
+    make_differentiable,
     refuse_jit_trace,
     refuse_make_fx,
 )
@@ -467,6 +467,6 @@ def _decode_tangent(context: Any, tangent: Tensor, *_: object) -> Tensor:
     return tangent.decode(context.target) if hasattr(tangent, "decode") else tangent.to(context.target)
 
 
-_differentiable_decode = differentiable(
+_differentiable_decode = make_differentiable(
     decode_operator, save_for_decoding_gradient, compute_decoding_gradient, _decode_tangent
 )

@@ -16,11 +16,11 @@ from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
     gives_plain_gradient,
-    in_backward,
+    is_in_backward,
     refuse_jit_trace,
     refuse_make_fx,
 )
-from ..subclass._rule_table import find_infinity_stand_ins, is_in_quotient_formula
+from ..subclass._rule_table import find_infinity_substitutes, is_in_quotient_formula
 from ._encode import (
     choose_scale,
     convert_to_float64,
@@ -155,7 +155,7 @@ def are_operands_alike(a: Any, b: Any) -> bool:
         and a._gradients == b._gradients
         and len(a._parts) == len(b._parts)
         and a._parts[0].dtype is b._parts[0].dtype
-        and not in_backward()
+        and not is_in_backward()
     )
 
 
@@ -281,7 +281,7 @@ def _clamp_at_places(parts: Parts, places: Tensor) -> Parts:
 
 def _find_stand_ins(x: Tensor, among_zeros: bool = True) -> Tensor:
     large = (x.abs() >= _LEAST_STAND_IN) & x.isfinite()
-    return find_infinity_stand_ins(x, _LEAST_STAND_IN, among_zeros) if _may_hold_any(large) else large
+    return find_infinity_substitutes(x, _LEAST_STAND_IN, among_zeros) if _may_hold_any(large) else large
 
 
 def _may_hold_any(places: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import define_operator, untraced
-from ..subclass._in_backward import differentiable
+from ..subclass._in_backward import make_differentiable
 from ._operands import move_level_to_scale
 from ._registry import check_storage, implements
 from ._scaled_tensor import ScaledTensor, measure_rms_scale, to_storage
@@ -110,7 +110,7 @@ def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     return gradient if context.dtype is None else _differentiable_cast(gradient, context.dtype, None), None, None
 
 
-_differentiable_cast = differentiable(
+_differentiable_cast = make_differentiable(
     _cast_operator, _save_backward_dtype, _cast_backward, lambda context, tangent, *_: tangent.clone()
 )
 

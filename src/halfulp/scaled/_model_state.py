@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .._messages import name_type
-from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
+from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register_layout
 from . import _powers_of_two as _powers
 from ._operands import encode_values
 from ._registry import LOGICAL_DTYPES, check_storage
@@ -131,7 +131,7 @@ def _copy_parts(parameter: ScaledTensor, value: ScaledTensor) -> None:
         parameter._scale.copy_(value._scale)
 
 
-register(
+register_layout(
     StateDictLayout(
         ScaledTensor,
         key="halfulp_scaled",

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..subclass._rule_table import find_infinity_stand_ins, is_in_quotient_formula
+from ..subclass._rule_table import find_infinity_substitutes, is_in_quotient_formula
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._registry import (
@@ -179,7 +179,7 @@ def measure_scale_beside_stand_ins(
     if not x.dim() or not x.numel() or has_no_stand_in(x, size, is_negative):
         return measure_rms_scale(x, torch.float32)
     x = x.detach()
-    large = x <= -size if is_negative else find_infinity_stand_ins(x, size, among_zeros)
+    large = x <= -size if is_negative else find_infinity_substitutes(x, size, among_zeros)
     scale = measure_rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
     amax = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().amax().double()
     # Wide payloads leave room for products of the largest; narrow ones let it saturate.
@@ -241,7 +241,7 @@ def _is_plain_float_tensor(x: Any) -> bool:
 def make_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
     """Return an operand as a ScaledTensor; the scale of a plain one is measured without what stands for infinity.
 
-    `like` is the scaled tensor that it meets, `factor` multiplies it (see `find_infinity_stand_ins`).
+    `like` is the scaled tensor that it meets, `factor` multiplies it (see `find_infinity_substitutes`).
     """
     if not _is_plain_float_tensor(x):
         return make_operand(x, like)
@@ -275,7 +275,7 @@ def find_stand_ins(
         x = torch.where(x == 0, 0.0, x.reciprocal())
     if has_no_stand_in(x, size, is_negative=False):
         return None
-    large = find_infinity_stand_ins(x, size, among_zeros)
+    large = find_infinity_substitutes(x, size, among_zeros)
     if _powers.is_concrete(x):
         return large if bool(large.any()) and not bool(large.all()) else None
     return large & ~large.all()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import define_operator, is_under_transform, untraced
-from ..subclass._in_backward import differentiable
+from ..subclass._in_backward import make_differentiable
 from ._operands import move_level_to_scale
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, measure_rms_scale
@@ -71,7 +71,7 @@ def bring_payload_to_one(x: ScaledTensor) -> ScaledTensor:
 
 
 # The identity on values, in derivatives too.
-_rescale_payload = differentiable(
+_rescale_payload = make_differentiable(
     _rescale_operator,
     lambda ctx, inputs, output: None,
     lambda context, gradient: gradient,

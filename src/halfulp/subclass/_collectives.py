@@ -1,6 +1,5 @@
 """Rules of torch.distributed's functions, for all tensor subclasses here; every other collective is refused.
 
-A class gives what a collective makes of one tensor; c10d's operators, which write into their arguments, follow from it.
 Functional collectives (DTensor, compiled graphs) are refused: their results are memory that has not arrived yet, and a
 rule derived by computing on decoded values would read it.
 """
@@ -53,9 +52,7 @@ def register_collectives(
     reduce: Rule | None = None,
     gather: Rule | None = None,
 ) -> None:
-    """Register a class's rules of c10d's operators, which write into their arguments.
-
-    They are synchronous: callers may read before they wait for a handle.
+    """Register a class's rules of c10d's operators, which write into their arguments, and finish before they return.
 
     Args:
         implements: the class's decorator, by operator.

@@ -51,16 +51,8 @@ ModuleRole = Literal["model", "part", "layer"]
 class WatchedForward(GraphReader):
     """The ``forward`` of a model or of a part, which runs in a region whenever gradients are recorded.
 
-    Copies of the module get its own one back.
-
-    Args:
-        module: the model, or one of its modules.
-        backward: what its edges belong to.
-        wide: whether float16 that leaves a region becomes float32; None: under autocast to float16.
-        names: of the model's parameters.
-        place: what runs in the module is named after it.
-        role: "model"; "part", a module with parts, or "layer", one without, which make regions where they are called
-            by themselves, as by a training step that does not call the model.
+    Parts and layers make regions where they are called by themselves, as by a training step that does not call the
+    model. Copies of the module get its own forward back.
     """
 
     def __init__(
@@ -74,15 +66,17 @@ class WatchedForward(GraphReader):
     ) -> None:
         self._module = weakref.ref(module)
         self._backward = backward
-        self._own = module.__dict__.get("forward")
+        self._previous_forward = module.__dict__.get("forward")
         # Callers look at the signature, to know which columns of a data set a model takes, and at the source.
         self.inner = self.__wrapped__ = module.forward
         module.forward = self
+        # Whether float16 that leaves a region becomes float32; None: under autocast to float16.
         self._wide = wide
         self._names = names
+        # What runs in the module is named after it.
         self._place = place
         self._role = role
-        self._replays = GraphReplay(backward, names)
+        self._replay = GraphReplay(backward, names)
 
     @property
     def __code__(self) -> types.CodeType:
@@ -131,6 +125,7 @@ class WatchedForward(GraphReader):
         return forward
 
     def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
+        """Run the forward pass in the region around it, in one of its own, or as a replay."""
         region = get_region()
         if region is None and (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()):
             return self.inner(*args, **kwargs)
@@ -141,10 +136,10 @@ class WatchedForward(GraphReader):
         if (region is None or self._role == "model") and not self._backward.reached and not self._backward.forwards:
             self._backward.find_groups()
         if region is None:
-            replays = self._replays if self._backward.can_replay() else None
-            if replays is None or not replays.is_ready():
-                return self._run_in_region(args, kwargs, replays)
-            return replays.run_forward(self.inner, args, kwargs, self._is_widening)
+            replay = self._replay if self._backward.can_replay() else None
+            if replay is None or not replay.is_ready():
+                return self._run_in_region(args, kwargs, replay)
+            return replay.run_forward(self.inner, args, kwargs, self._is_widening)
         if self._role != "part" or region.is_replaying:
             return self.inner(*args, **kwargs)
         depth = len(region.path)
@@ -155,34 +150,35 @@ class WatchedForward(GraphReader):
             # Names left by parts that raised go, too.
             del region.path[depth:]
 
-    def _run_in_region(self, args: tuple, kwargs: dict, replays: GraphReplay | None) -> Any:
-        """Run the forward pass in a region, from which ``replays`` learn if they are given."""
+    def _run_in_region(self, args: tuple, kwargs: dict, replay: GraphReplay | None) -> Any:
+        """Run the forward pass in a region, from which ``replay`` learns if it is given."""
         with Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
-            recording = region.recording = None if replays is None else replays.start_recording()
+            recording = region.recording = None if replay is None else replay.start_recording()
             region.take_arguments((args, kwargs))
             out = self.inner(*args, **kwargs)
-            if replays is not None and recording is not None:
+            if replay is not None and recording is not None:
                 region.recording = None
-                replays.learn_from(recording, (args, kwargs), out, region.begun)
+                replay.learn_from(recording, (args, kwargs), out, region.begun)
             return region.leave_region(out, self._is_widening())
 
     def _is_widening(self) -> bool:
         if self._wide is not None:
             return self._wide
-        kinds = ("cpu", "cuda", "mps", "xpu")
-        return any(torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) == torch.float16 for k in kinds)
+        devices = ("cpu", "cuda", "mps", "xpu")
+        return any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) == torch.float16 for d in devices)
 
     def restore(self) -> None:
         """Restore the module's previous forward."""
         module = self._module()
         if module is not None:
             module.__dict__.pop("forward", None)
-            if self._own is not None:
-                module.forward = self._own
+            if self._previous_forward is not None:
+                module.forward = self._previous_forward
 
     def __deepcopy__(self, memo: dict) -> Callable:
-        return get_plain_forward(memo[id(self._module())]) if self._own is None else copy.deepcopy(self._own, memo)
+        previous = self._previous_forward
+        return get_plain_forward(memo[id(self._module())]) if previous is None else copy.deepcopy(previous, memo)
 
     def __reduce__(self) -> tuple:
         return get_plain_forward, (self._module(),)
@@ -194,11 +190,10 @@ def get_plain_forward(module: nn.Module) -> types.MethodType:
 
 
 def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleRole]]:
-    """Yield the model, its parts and its own layers, each with the name that prefixes its sites.
-
-    These are modules with parts of their own, and layers that the model holds itself; `nn.Sequential` calls its layers.
-    """
+    """Yield the model, its modules with parts, and layers that it holds itself, each with the name before its sites."""
     yield "", model, "model"
+    # `nn.Sequential` calls its layers.
+    holds_layers = get_original_class(model) is not nn.Sequential
     for name, module in model.named_modules():
         home = name.rpartition(".")[0]
         while home and _has_no_forward(model.get_submodule(home)):
@@ -207,9 +202,7 @@ def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mod
             continue
         if next(module.children(), None) is not None:
             yield name, module, "part"
-        elif (
-            not home and get_original_class(model) is not nn.Sequential and next(module.parameters(), None) is not None
-        ):
+        elif holds_layers and not home and next(module.parameters(), None) is not None:
             yield home, module, "layer"
 
 

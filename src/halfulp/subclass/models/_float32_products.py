@@ -74,7 +74,9 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
         raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
     for module in model.modules():
         if not enabled:
-            _restore_module(module)
+            vars(module).pop(_MARK_ATTRIBUTE, None)
+            # A class that somebody has made of this file's since stays, and finds no mark.
+            object.__setattr__(module, "__class__", get_original_class(module))
         elif _MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
             _widen_module(module)
     if any(isinstance(vars(module).get("forward"), GraphReader) for module in model.modules()):
@@ -117,12 +119,6 @@ def _widen_module(module: nn.Module) -> None:
         forward.inner = forward.__wrapped__ = types.MethodType(made.forward, module)
 
 
-def _restore_module(module: nn.Module) -> None:
-    vars(module).pop(_MARK_ATTRIBUTE, None)
-    # A class that somebody has made of this file's since stays, and finds no mark.
-    object.__setattr__(module, "__class__", get_original_class(module))
-
-
 def _has_forward(module: nn.Module) -> bool:
     """Return whether a module has a Python forward pass of its own; lists, scripted and compiled modules have none."""
     if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
@@ -137,11 +133,8 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _make_widened_class(base: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the subclass whose modules run a class's forward in `_run_forward`; None where it cannot be subclassed.
-
-    A class, and no function that a module holds: shallow copies and replicas run themselves, and no cycle keeps models
-    alive.
-    """
+    """Return the subclass whose modules run a class's forward in `_run_forward`; None where it cannot be subclassed."""
+    # A class, and no function that a module holds: shallow copies and replicas run themselves.
     if _MADE not in vars(base):
         named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         try:
@@ -268,12 +261,9 @@ class _ProductMode(TorchFunctionMode):
 
 def _skip_dispatch(function: Any) -> Any:
     """Return a function of torch.nn.functional without its own dispatch to modes."""
-    scope = {**function.__globals__, "has_torch_function": _return_false, "has_torch_function_variadic": _return_false}
+    scope = dict(function.__globals__)
+    scope["has_torch_function"] = scope["has_torch_function_variadic"] = lambda *tensors: False
     return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-
-
-def _return_false(*tensors: Any) -> bool:
-    return False
 
 
 # Those in Python that multiply more than once, by functions that the mode knows.
@@ -292,24 +282,22 @@ def _is_mode_active() -> bool:
 
 def _call_under_mode(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function under the mode, below all others: they see products of the dtypes that the model asked for."""
-    above = _pop_modes()
-    _push_mode(_PRODUCT_MODE)
-    _push_modes(above)
+    _push_modes([*_pop_modes(), _PRODUCT_MODE])
     _thread_state.hooks_at_entry = saved_tensor_hooks()
     try:
         return function(*args, **kwargs)
     finally:
         _thread_state.hooks_at_entry = None
-        above = _pop_modes()
-        above.remove(_PRODUCT_MODE)
-        _push_modes(above)
+        _push_modes([mode for mode in _pop_modes() if mode is not _PRODUCT_MODE])
 
 
 def _pop_modes() -> list[TorchFunctionMode]:
+    """Pop all modes, the innermost first."""
     return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
 
 
 def _push_modes(modes: list[TorchFunctionMode]) -> None:
+    """Push modes that `_pop_modes` gave."""
     for mode in reversed(modes):
         _push_mode(mode)
 
