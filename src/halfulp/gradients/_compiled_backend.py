@@ -58,11 +58,11 @@ def _compute_edge_factors(scaler: str, edges: str, count: int, device: torch.dev
     backward = _find_active_backward(scaler)
     if backward is None:
         return torch.ones(count, device=device, dtype=torch.float32)
-    known = backward.factors.get((edges, device))
-    if known is None:
-        known = backward.factors[edges, device] = EdgeFactors(backward, edges, device)
-    backward.reached.update(known.sites)
-    return known.make_current_factors()
+    if (edges, device) not in backward.factors:
+        backward.factors[edges, device] = EdgeFactors(backward, edges, device)
+    factors = backward.factors[edges, device]
+    backward.reached.update(factors.sites)
+    return factors.make_current_factors()
 
 
 def _observe_gradients(gradients: list[Tensor], scaler: str, key: str, kinds: str) -> None:
@@ -91,58 +91,46 @@ torch.fx.node.has_side_effect(observe_gradients)
 
 
 def move_gradients(module: GraphModule, plan: SitePlan, scaler: str) -> None:
-    """Write moves between sites, and measurements, into a backward graph."""
-    placement = SitePlacement(module, plan)
+    """Write moves between sites, and measurements, into a backward graph, with the values of new nodes in meta."""
+    graph, placement = module.graph, SitePlacement(module, plan)
     edges = placement.list_edges()
-    writer = BackwardGraphWriter(module, scaler, placement.list_site_keys(), edges)
-    moved = {writer.write_move(edge): edge for edge in edges}
-    for key, gradients in placement.list_measured_gradients(moved).items():
-        nodes, kinds = zip(*gradients)
-        with module.graph.inserting_after(max(nodes)):
-            writer.write_call(observe_gradients, list(nodes), scaler, key, PART.join(kinds))
-    module.graph.lint()
-    module.recompile()
+    index = {key: str(i) for i, key in enumerate(placement.site_keys)}
+    pairs = list(dict.fromkeys((edge.source, edge.target) for edge in edges))
+    edges_text = ITEM.join([PART.join(index), *(PART.join(index[key] for key in pair) for pair in pairs)])
+    factor_vectors: dict[torch.device, Node] = {}
 
-
-class BackwardGraphWriter:
-    """Writes nodes into a backward graph, with their values in meta."""
-
-    def __init__(self, module: GraphModule, scaler: str, keys: list[str], edges: list[Edge]) -> None:
-        self._module = module
-        self._scaler = scaler
-        pairs = dict.fromkeys((edge.source, edge.target) for edge in edges)
-        self._edge_numbers = {pair: i for i, pair in enumerate(pairs)}
-        index = {key: str(i) for i, key in enumerate(keys)}
-        self._edges = ITEM.join([PART.join(keys), *(PART.join(index[key] for key in pair) for pair in pairs)])
-        self._factor_vectors: dict[torch.device, Node] = {}
-
-    def write_call(self, target: Callable, *args: Any) -> Node:
-        """Add a call, with its value for fake tensors in meta."""
-        node = self._module.graph.call_function(target, args)
-        values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
-        node.meta["val"] = target(*values)
+    def write_call(target: Callable, *args: Any) -> Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda x: x.meta["val"]))
         return node
 
-    def write_move(self, edge: Edge) -> Node:
+    def write_move(edge: Edge) -> Node:
         """Multiply a node by its edge's factor (16-bit ones in float32), and let its readers take the product."""
-        node, graph = edge.node, self._module.graph
-        value = node.meta["val"]
-        if value.device not in self._factor_vectors:
+        value = edge.node.meta["val"]
+        if value.device not in factor_vectors:
             first = next(node for node in graph.nodes if node.op != "placeholder")
             with graph.inserting_before(first), value.fake_mode:
-                args = (self._scaler, self._edges, len(self._edge_numbers), value.device)
-                self._factor_vectors[value.device] = self.write_call(compute_edge_factors, *args)
-        vector, number = self._factor_vectors[value.device], self._edge_numbers[edge.source, edge.target]
+                args = (scaler, edges_text, len(pairs), value.device)
+                factor_vectors[value.device] = write_call(compute_edge_factors, *args)
         half = value.dtype in HALF_DTYPES
         cast = torch.ops.prims.convert_element_type.default
         with graph.inserting_before(min(edge.readers)):
-            factor = self.write_call(torch.ops.aten.select.int, vector, 0, number)
-            wide = self.write_call(cast, node, torch.float32) if half else node
-            moved = self.write_call(torch.ops.aten.mul.Tensor, wide, factor)
-            moved = self.write_call(cast, moved, value.dtype) if half else moved
+            number = pairs.index((edge.source, edge.target))
+            factor = write_call(torch.ops.aten.select.int, factor_vectors[value.device], 0, number)
+            wide = write_call(cast, edge.node, torch.float32) if half else edge.node
+            moved = write_call(torch.ops.aten.mul.Tensor, wide, factor)
+            moved = write_call(cast, moved, value.dtype) if half else moved
         for reader in edge.readers:
-            reader.replace_input_with(node, moved)
+            reader.replace_input_with(edge.node, moved)
         return moved
+
+    moved = {write_move(edge): edge for edge in edges}
+    for key, gradients in placement.list_measured_gradients(moved).items():
+        nodes, kinds = zip(*gradients)
+        with graph.inserting_after(max(nodes)):
+            write_call(observe_gradients, list(nodes), scaler, key, PART.join(kinds))
+    graph.lint()
+    module.recompile()
 
 
 def name_forward_functions(joint: GraphModule) -> None:
@@ -151,13 +139,13 @@ def name_forward_functions(joint: GraphModule) -> None:
     A node of the forward pass has the number of autograd's latest node as it was made.
     """
     nodes = [node for one in joint.modules() if isinstance(one, GraphModule) for node in one.graph.nodes]
-    numbered = [(node, node.meta["seq_nr"]) for node in nodes if node.meta.get("seq_nr") is not None]
-    forward: dict[int, Any] = {}
-    for node, number in numbered:
+    forward: dict[int | None, Any] = {}
+    for node in nodes:
         if node.op == "call_function" and not is_backward(node):
-            forward.setdefault(number, node.meta.get("source_fn_stack"))
-    for node, number in numbered:
-        if is_backward(node) and not node.meta.get("fwd_source_fn_stack"):
+            forward.setdefault(node.meta.get("seq_nr"), node.meta.get("source_fn_stack"))
+    for node in nodes:
+        number = node.meta.get("seq_nr")
+        if number is not None and is_backward(node) and not node.meta.get("fwd_source_fn_stack"):
             node.meta["fwd_source_fn_stack"] = forward.get(number)
 
 
@@ -263,7 +251,7 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
     parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
     for parameter in parameters.values():
         refuse_float16_gradient(parameter)
-    plan = SitePlan(tuple(node in parameters for node in placeholders))
+    plan = SitePlan(tuple(node in parameters for node in placeholders), {})
     parts = {str(key): name for one in backward.names for key, name in one.list_parts_by_id().items()}
     owners = {
         node: find_owning_module(x, backward) or _read_owner_from_source(node) or "model"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -142,20 +141,11 @@ def _is_float16(node: Node) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.float16
 
 
-@dataclasses.dataclass
-class SitePlan:
+class SitePlan(NamedTuple):
     """The sites of a forward graph's products, by their paths there, and which of its inputs are parameters."""
 
     parameter_inputs: tuple[bool, ...]
-    site_keys: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def _ranks(self) -> dict[str, int]:
-        return {GLOBAL_KEY: -1} | {key: i for i, key in enumerate(dict.fromkeys(self.site_keys.values()), 1)}
-
-    def get_site_rank(self, key: str) -> int:
-        """Return a site's place in the forward pass: the global one first, then those that it does not have."""
-        return self._ranks.get(key, 0)
+    site_keys: dict[str, str]
 
 
 def name_nested_function(stack: Sequence[tuple]) -> str:
@@ -192,6 +182,10 @@ class SitePlacement:
         self._uses: dict[Node, GradientUse] = {}
         self._product_sites: dict[Node, str] = {}
         self._collect_gradients(module.graph.nodes)
+        # In the order of the forward pass: the global site first, then those that it does not have.
+        ranks = {GLOBAL_KEY: -1} | {key: i for i, key in enumerate(dict.fromkeys(plan.site_keys.values()), 1)}
+        self._get_rank = lambda key: ranks.get(key, 0)
+        self.site_keys = [GLOBAL_KEY, *sorted(set(self._product_sites.values()), key=self._get_rank)]
         output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
         made = pytree.tree_leaves(output.args)
         # Which outputs are gradients of parameters, by the first place of each; of some graphs that is not known.
@@ -201,7 +195,7 @@ class SitePlacement:
         self._preferred: dict[Node, str | None] = {}
         for node in reversed(self.gradients):
             wanted = [site for reader in node.users if (site := self._find_needed_site(reader)) is not None]
-            self._preferred[node] = max(wanted, key=plan.get_site_rank) if wanted else None
+            self._preferred[node] = max(wanted, key=self._get_rank) if wanted else None
             self._leads_beyond_parameters[node] = any(
                 is_known and not is_of_parameter[node]
                 if reader is output
@@ -249,11 +243,7 @@ class SitePlacement:
         if _is_float16(node):
             # What is made for parameters, such as a bias, is made of what a product reads.
             inputs += [site for x in node.all_input_nodes if (site := self._preferred.get(x))]
-        return self._preferred[node] or max(inputs, key=self._plan.get_site_rank)
-
-    def list_site_keys(self) -> list[str]:
-        """Return all sites, the global one and then the others in forward order."""
-        return [GLOBAL_KEY, *sorted(set(self._product_sites.values()), key=self._plan.get_site_rank)]
+        return self._preferred[node] or max(inputs, key=self._get_rank)
 
     def list_edges(self) -> list[Edge]:
         """Return every gradient that moves, once for each site that it moves to."""

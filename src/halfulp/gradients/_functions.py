@@ -185,8 +185,9 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: 
             return value
         # Named and structured ones keep their class, too.
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    assign: Callable[[Any, Any, Any], None] = operator.setitem
     if isinstance(value, dict):
-        before, assign = value, operator.setitem
+        before = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         before = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
         assign = object.__setattr__  # a frozen one has no other

@@ -74,7 +74,13 @@ class NarrowReduction:
         if bucket.buffer().is_sparse:
             raise NotImplementedError("sparse gradients are not sent in bfloat16: make the embedding with sparse=False")
         if self.size > 1:
-            self._rescale_remainders()
+            scale = self._read_scale()
+            if scale != self._scale:
+                # The remainders are kept in units of the gradients that arrive.
+                ratio, self._scale = scale / self._scale, scale
+                for remainders in self._remainders.values():
+                    for owed in remainders.values():
+                        owed.mul_(ratio)
             names = [self.names[parameter] for parameter in bucket.parameters()]
             gradients = bucket.gradients()
             sent = [
@@ -124,15 +130,6 @@ class NarrowReduction:
 
     def _read_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
-
-    def _rescale_remainders(self) -> None:
-        """Rescale the kept remainders to the scale of the arriving gradients."""
-        scale = self._read_scale()
-        if scale != self._scale:
-            ratio, self._scale = scale / self._scale, scale
-            for remainders in self._remainders.values():
-                for owed in remainders.values():
-                    owed.mul_(ratio)
 
 
 def _average_bucket_hook(reduction: NarrowReduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

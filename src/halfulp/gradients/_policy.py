@@ -72,11 +72,7 @@ class Policy(abc.ABC):
 
 
 def get_policy(policy: Policy | str) -> Policy:
-    """Return the policy of that name with its defaults; a Policy is returned as it is.
-
-    >>> get_policy("amax")
-    Amax(headroom=None, measurements=4)
-    """
+    """Return the policy of that name with its defaults; a Policy is returned as it is."""
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):

@@ -217,11 +217,7 @@ class Sites:
 
 
 def parse_scale_exponent(field: str, scale: float) -> int:
-    """Return the exponent of a scale that is a power of two.
-
-    >>> parse_scale_exponent("init_scale", 1024.0)
-    10
-    """
+    """Return the exponent of a scale that is a power of two."""
     fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
     if fraction != 0.5 or not LOWEST <= exponent - 1 <= HIGHEST:
         near = max(LOWEST, min(HIGHEST, exponent - 1)) if fraction > 0 else 16
@@ -337,11 +333,7 @@ _ALIGNMENT_BYTES = 64
 
 
 def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
-    """Return the gradient times 2^exponent, with the strides that it had.
-
-    >>> multiply_by_power(torch.ones(1), -2)
-    tensor([0.2500])
-    """
+    """Return the gradient times 2^exponent, with the strides that it had."""
     if not exponent:
         return gradient
     # Two tensors without dimensions would give the wider type.
@@ -351,11 +343,7 @@ def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
 
 @functools.cache
 def make_power_of_two(exponent: int) -> Tensor:
-    """Return 2^exponent as a 0-d tensor, by which torch multiplies twice as fast as by a Python number.
-
-    >>> make_power_of_two(-2)
-    tensor(0.2500, dtype=torch.float64)
-    """
+    """Return 2^exponent as a 0-d tensor, by which torch multiplies twice as fast as by a Python number."""
     return torch.tensor(2.0**exponent, dtype=torch.float64, device="cpu")
 
 

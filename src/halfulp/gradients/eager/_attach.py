@@ -19,7 +19,7 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, get_original_class, leave_compiled_products
 from .._functions import map_tensors
-from ._backward import Backward, get_region, is_differentiating
+from ._backward import Backward, is_differentiating, thread_state
 from ._region import ParameterNames, Region, is_compiler_active
 from ._replay import GraphReplay
 
@@ -98,7 +98,7 @@ class WatchedForward(GraphReader):
         if torch.compiler.is_compiling():
             # One expression: where a graph breaks in it, Dynamo goes on inside of the module.
             return self.inner(*args, **kwargs) if is_exporting() else self._mark_outputs(self.inner(*args, **kwargs))
-        if get_region() is None and is_compiler_active():
+        if thread_state.region is None and is_compiler_active():
             # Dynamo has given this call up, and would compile parts of it.
             return torch.compiler.disable(self._run_with_edges)(args, kwargs)
         return self._run_with_edges(args, kwargs)
@@ -126,7 +126,7 @@ class WatchedForward(GraphReader):
 
     def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
         """Run the forward pass in the region around it, in one of its own, or as a replay."""
-        region = get_region()
+        region = thread_state.region
         if region is None and (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()):
             return self.inner(*args, **kwargs)
         if region is None and is_differentiating():

@@ -28,16 +28,6 @@ FIRST_LEAF_NUMBER = 2**62
 _REMEMBERED_PASSES, _REMEMBERED_EARLIER_PASSES = 4096, 64
 
 
-def mark_node_sites(node: Any, above: Site, below: Site, global_site: Site) -> None:
-    """Mark a node with the sites at whose exponents its gradient arrives and leaves; one mark for each scaler."""
-    node.metadata[global_site] = above, below
-
-
-def is_at_global_exponent(node: Any, global_site: Site) -> bool:
-    """Return whether a node's gradient arrives at the global exponent, so that its tensor may be read anywhere."""
-    return node.metadata.get(global_site, (None, None))[0] is global_site
-
-
 def list_nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
     """Return the nodes that a backward pass from some nodes reaches, each once, up to those where it ``ends``."""
     seen: set[Any] = set()
@@ -56,17 +46,14 @@ GradientHook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
 LIVE_BACKWARDS: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
 _handle_counter = itertools.count()
-_thread_state = threading.local()
 
 
-def get_region() -> Any:
-    """Return the region, or the replay of a known graph, that this thread is in; None outside of both."""
-    return getattr(_thread_state, "region", None)
+class _ThreadState(threading.local):
+    # The region, or the replay of a known graph, that this thread is in; None outside of both.
+    region: Any = None
 
 
-def set_region(region: Any) -> None:
-    """Set the active region or replay of this thread; None for neither."""
-    _thread_state.region = region
+thread_state = _ThreadState()
 
 
 class FloatWideningView(torch.autograd.Function):
@@ -90,6 +77,7 @@ class Backward:
 
     All edges are shut but during a backward pass that started at ``scaler.scale(loss)``: whatever else is
     differentiated sees true gradients, as every path from a loss to a parameter ends at the exponent at which it began.
+    The metadata of nodes tell the site at whose exponent their gradient arrives, by the scaler's global site.
     """
 
     def __init__(self, sites: Sites, policy: Policy, format: Format | None, rounding: Rounding) -> None:
@@ -159,8 +147,8 @@ class Backward:
         # From any other tensor of a model every path leads over an edge, and all edges are marked.
         global_site = self.sites.global_site
         behind = list(list_nodes_behind([node], lambda one: global_site in one.metadata))
-        marks = {one: one.metadata[global_site][0] for one in behind if global_site in one.metadata}
-        site = next((above for above in marks.values() if above is not global_site), None)
+        marks = {one: one.metadata[global_site] for one in behind if global_site in one.metadata}
+        site = next((mark for mark in marks.values() if mark is not global_site), None)
         if site is not None:
             raise ValueError(
                 f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
@@ -177,9 +165,9 @@ class Backward:
     def mark_outer_node(self, node: Any) -> None:
         """Mark a node that was made before a forward pass as one at the global exponent."""
         global_site = self.sites.global_site
-        if node is not None and not is_at_global_exponent(node, global_site):
+        if node is not None and node.metadata.get(global_site) is not global_site:
             self.refuse_inner_tensors(node)
-            mark_node_sites(node, global_site, global_site, global_site)
+            node.metadata[global_site] = global_site
 
     def use_one_scale(self) -> None:
         """Use one global scale until the next update, and never replay a known graph again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -32,11 +33,8 @@ from ._backward import (
     Backward,
     FloatWideningView,
     GradientHook,
-    get_region,
-    is_at_global_exponent,
-    mark_node_sites,
     refuse_float16_gradient,
-    set_region,
+    thread_state,
 )
 
 # Sets and returns what is not None while something that torch.compile was given runs. The function that only returns it
@@ -186,12 +184,12 @@ class ArgumentGradientMoves:
                 node.hook = leaving
             else:
                 node.register_prehook(leaving)
-            mark_node_sites(node, self._site, global_site, global_site)
+            node.metadata[global_site] = self._site
         if self.hooks or self.leaves:
             for node, moves in self._list_readers(made, leaving, begun):
                 node.register_hook(_make_slot_hook(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
-                mark_node_sites(node, self._site, self._site, global_site)
+                node.metadata[global_site] = self._site
 
     def _list_readers(self, made: Any, leaving: GradientHook, begun: int) -> Iterator[tuple[Any, SlotHooks]]:
         """Yield the nodes of the call that read noted tensors, each with its hooks."""
@@ -263,17 +261,17 @@ class Region(TorchFunctionMode):
         self._rank: dict[Site, int] = {}
 
     def __enter__(self) -> Region:
-        self._outer = get_region()
+        self._outer = thread_state.region
         self._backward.close_edges_after_backward()
         self.begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
-        set_region(self)
+        thread_state.region = self
         _watch_custom_functions(1)
         return self
 
     def __exit__(self, *error: object) -> None:
         _watch_custom_functions(-1)
-        set_region(self._outer)
+        thread_state.region = self._outer
         self._backward.forwards += 1
         super().__exit__(*error)
 
@@ -343,9 +341,9 @@ class Region(TorchFunctionMode):
 
     def _refuse_unwatched(self, tensor: Tensor) -> None:
         """Refuse a tensor that an unwatched function made in this region, as its gradient's exponent is unknown."""
-        node = tensor.grad_fn
+        node: Any = tensor.grad_fn
         made_here = node is not None and self.begun <= node._sequence_nr() < FIRST_LEAF_NUMBER
-        if made_here and not is_at_global_exponent(node, self._global_site):
+        if made_here and node.metadata.get(self._global_site) is not self._global_site:
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
                 f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
@@ -354,7 +352,7 @@ class Region(TorchFunctionMode):
         self._backward.mark_outer_node(node)
 
     def _find_call_site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
-        """Return the site of the gradients of a function's inputs and results; of a cell that of its state, if any."""
+        """Return the site of a function's inputs and results; of a cell that of its state, if any."""
         if kind == "cell":
             state = next(list_differentiable(args[1]), None) if len(args) > 1 else None
             site = self._global_site if state is None or is_parameter(state) else self.find_site(state)
@@ -438,7 +436,7 @@ class Region(TorchFunctionMode):
         node.register_prehook(self._backward.get_edge_hook(source, target))
         if self.recording is not None:
             self.recording.edge_nodes.add(node)
-        mark_node_sites(node, target, source, self._global_site)
+        node.metadata[self._global_site] = target
         setattr(out, _SITE_ATTRIBUTE, target)
         return out
 
@@ -496,7 +494,8 @@ class Region(TorchFunctionMode):
         """Set a tensor's site; at the global exponent, mark its node as an exit."""
         setattr(out, _SITE_ATTRIBUTE, site)
         if site is self._global_site:
-            mark_node_sites(out.grad_fn, site, site, site)
+            node: Any = out.grad_fn
+            node.metadata[site] = site
         return out
 
     def call_at_global_exponent(self, apply: Callable, args: tuple, kwargs: dict) -> Any:
@@ -527,7 +526,8 @@ class Region(TorchFunctionMode):
                 node.register_prehook(self._backward.get_edge_hook(site, self._global_site))
             else:
                 left = self.add_edge(out, site, self._global_site, leaving=True)
-            mark_node_sites(left.grad_fn, self._global_site, self._global_site, self._global_site)
+                node = left.grad_fn
+            node.metadata[self._global_site] = self._global_site
             # It is at the global exponent, wherever it goes.
             vars(left).pop(_SITE_ATTRIBUTE, None)
             return left
@@ -558,7 +558,7 @@ def _watch_custom_functions(change: int) -> None:
 
 def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply = super(_FUNCTION_BASE, cls).apply
-    region = get_region()
+    region = thread_state.region
     if (
         region is None
         or region.is_replaying
@@ -568,7 +568,8 @@ def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
     refuse_compiled_part()
     if cls is checkpoint.CheckpointFunction:
-        args = (_make_recomputation(args[0], region), *args[1:])
+        run, *rest = args
+        args = (functools.partial(_recompute_in_region, run, region), *rest)
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
         region._fail_recording()
@@ -577,15 +578,11 @@ def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     return region.call_at_global_exponent(apply, args, kwargs)
 
 
-def _make_recomputation(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
-    """Return the function that reentrant checkpointing runs again during backward, with edges of its own."""
-
-    def run_in_region(*args: Any, **kwargs: Any) -> Any:
-        if get_region() is not None or not torch.is_grad_enabled():
-            return run(*args, **kwargs)
-        region._backward.replayed = True
-        with Region(region._backward, region._names) as again:
-            again.path = list(region.path)
-            return again.leave_region(run(*args, **kwargs), wide=False)
-
-    return run_in_region
+def _recompute_in_region(run: Callable[..., Any], region: Region, *args: Any, **kwargs: Any) -> Any:
+    """Run what reentrant checkpointing runs again during backward, with edges of its own."""
+    if thread_state.region is not None or not torch.is_grad_enabled():
+        return run(*args, **kwargs)
+    region._backward.replayed = True
+    with Region(region._backward, region._names) as again:
+        again.path = list(region.path)
+        return again.leave_region(run(*args, **kwargs), wide=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...kernels import untraced
 from .._functions import is_parameter, list_differentiable, map_tensors, memoize_by_tensor
 from .._site import Site, copy_with_strides, make_power_of_two
-from ._backward import FIRST_LEAF_NUMBER, Backward, get_region, is_at_global_exponent, mark_node_sites, set_region
+from ._backward import FIRST_LEAF_NUMBER, Backward, thread_state
 from ._region import CallRecording, ParameterNames
 
 # Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
@@ -43,11 +43,7 @@ def walk_graph(
 ) -> tuple[GraphShape, list[Any]]:
     """Return a graph's shape and nodes, from outputs to leaves and to nodes made before the forward pass.
 
-    Args:
-        roots: The nodes of the outputs, each with the number of the output.
-        begun: Autograd's sequence number when the forward pass began, in its thread.
-        inputs: The nodes of what it was called with, by whichever thread these were made.
-        skipped: Nodes with one link each that are passed by, as if they were not there.
+    That began at autograd's sequence number ``begun``, in its thread; any may have made ``inputs``, of what it read.
     """
     places: dict[Any, int] = {}
     nodes: list[Any] = []
@@ -198,12 +194,8 @@ _MOST_KEPT_GRAPHS, _MOST_UNKNOWN_GRAPHS = 16, 6
 class GraphReplay:
     """Runs a module's forward passes without a region once their graphs are known, and hooks these graphs' nodes.
 
-    A pass needs no region once those before it had known shapes, and where only exponents are wanted of it: not in
-    measured iterations, nor with a ``format``. Where its graph turns out to be another, all its gradients have the
-    global exponent, and more forward passes have to have known shapes before the next one goes without a region.
-
-    Exponents are those of the forward pass, whenever the backward pass comes. What is read outside and is no output is
-    found by the loss, or by the forward pass that reads it: exponents rest then, and a region tells next time.
+    Where a graph turns out to be another, all its gradients have the global exponent, and more forward passes have to
+    have known shapes before the next one goes without a region. Exponents are those of the forward pass.
     """
 
     is_replaying = True
@@ -238,10 +230,10 @@ class GraphReplay:
 
     def run_forward(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
         """Return the forward output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
-        outer, cached = get_region(), torch.is_autocast_cache_enabled()
+        outer, cached = thread_state.region, torch.is_autocast_cache_enabled()
         self._backward.close_edges_after_backward()
         begun = torch._C._autograd._get_sequence_nr()
-        set_region(self)
+        thread_state.region = self
         # A region's views of parameters are cast for each reader, and the graph is to be the same.
         torch.set_autocast_cache_enabled(False)
         try:
@@ -252,7 +244,7 @@ class GraphReplay:
             outputs = list_output_tensors(output)
             return self._hook_graph(output, outputs, begun, inputs, wide()) if outputs else output
         finally:
-            set_region(outer)
+            thread_state.region = outer
             torch.set_autocast_cache_enabled(cached)
             self._backward.forwards += 1
             self._backward.replays += 1
@@ -286,23 +278,24 @@ class GraphReplay:
         except ValueError:
             # A region knows the sites of tensors that another one made, by whatever way they come.
             self._backward.use_one_scale()
-            mark_node_sites(node, self._global_site, self._global_site, self._global_site)
+            node.metadata[self._global_site] = self._global_site
 
     def _move_to_global_exponent(self, out: Tensor, site: Site, opened: dict[Site, None], wide: bool) -> Tensor:
         """Return an output of the model whose gradient arrives at the global exponent; ``wide``: in float32."""
         move = self._backward.loss_follower.find_move(site, self._global_site)
+        node: Any = out.grad_fn
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
             out = out.float()
         elif any(move):
             # A reader may write into it.
             out = copy_with_strides(out)
-        elif is_at_global_exponent(out.grad_fn, self._global_site):
+        elif node.metadata.get(self._global_site) is self._global_site:
             # It was there before, and may outlive this pass by many, each of which would add a hook.
             return out
-        node: Any = out.grad_fn
+        node = out.grad_fn
         node.register_prehook(functools.partial(_move_output_gradient, self._backward, move, opened))
-        mark_node_sites(node, self._global_site, self._global_site, self._global_site)
+        node.metadata[self._global_site] = self._global_site
         return out
 
 
