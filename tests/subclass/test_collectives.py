@@ -9,7 +9,7 @@ from halfulp.mctensor._mctensor import find_rule as find_rule_of_components
 from halfulp.scaled import ScaledTensor
 from halfulp.scaled._registry import RULES as SCALED
 from halfulp.scaled._registry import find_rule as find_rule_of_scaled
-from halfulp.subclass._collectives import NAMESPACES
+from halfulp.subclass._collectives import COLLECTIVE_NAMESPACES
 
 
 @pytest.mark.parametrize("kind", ["MCTensors", "scaled tensors"])
@@ -19,7 +19,7 @@ def test_every_collective_has_a_rule_or_is_refused(kind):
     found = set()
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
-        if namespace in NAMESPACES:
+        if namespace in COLLECTIVE_NAMESPACES:
             packet, _, overload = rest.partition(".")
             operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
             if operator in rules:

@@ -14,7 +14,7 @@ from .._torch_versions import BREAKS_WITH_REASON, is_exporting
 from ..formats import Format
 from ..gradients.eager._attach import NotScriptedError
 from ..rounding import Nearest, Rounding
-from ..subclass.models._parameter_holders import EMULATED
+from ..subclass.models._parameter_holders import EMULATED_FORMAT_ATTRIBUTE
 from ._region import Region, describe_refusal, refuse_recording, region
 from ._rounder import WIDE_DTYPES, Rounder
 
@@ -89,7 +89,7 @@ class Emulation:
         if isinstance(self.target, nn.Module) and vars(self.target).get("forward") is self:
             del self.target.forward
             for parameter in self.target.parameters():
-                parameter.__dict__.pop(EMULATED, None)
+                parameter.__dict__.pop(EMULATED_FORMAT_ATTRIBUTE, None)
             if self._forward_before is not None:
                 self.target.forward = self._forward_before
 
@@ -186,7 +186,7 @@ def emulate(
             for name, value in _list_named_tensors(model):
                 rounder.round_in_place(value, name)
         for parameter in model.parameters():
-            setattr(parameter, EMULATED, rounder.format.name)
+            setattr(parameter, EMULATED_FORMAT_ATTRIBUTE, rounder.format.name)
     emulation = Emulation(model, rounder, parameters)
     model.forward = emulation
     return emulation

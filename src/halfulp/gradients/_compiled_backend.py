@@ -18,20 +18,20 @@ from ..kernels import define_operator
 from ._compiled_placement import HALF_DTYPES, Edge, SitePlacement, SitePlan, name_nested_function
 from ._functions import OperatorKind, classify_function, get_function_name
 from .eager._attach import mark_scaled_output
-from .eager._backward import LIVE_BACKWARDS, Backward, list_nodes_behind, refuse_float16_gradient
+from .eager._backward import BACKWARDS_BY_HANDLE, Backward, list_nodes_behind, refuse_float16_gradient
 
 # Separates what a string argument of an operator lists; a site's key has neither.
-ITEM, PART = "\n", "\t"
+ITEM_SEPARATOR, PART_SEPARATOR = "\n", "\t"
 
 
 class EdgeFactors:
     """Holds the factors 2^(target - source) of a graph's edges on a device, and renews them when exponents change."""
 
     def __init__(self, backward: Backward, edges: str, device: torch.device) -> None:
-        keys, *pairs = edges.split(ITEM)
-        sites = [backward.sites.open_site(key) for key in keys.split(PART)]
+        keys, *pairs = edges.split(ITEM_SEPARATOR)
+        sites = [backward.sites.open_site(key) for key in keys.split(PART_SEPARATOR)]
         self.sites = dict.fromkeys(site for site in sites if site is not backward.sites.global_site)
-        self._edges = [tuple(sites[int(i)] for i in pair.split(PART)) for pair in pairs]
+        self._edges = [tuple(sites[int(i)] for i in pair.split(PART_SEPARATOR)) for pair in pairs]
         for source, target in self._edges:
             backward.get_edge_hook(target, source)
         self._device = device
@@ -49,7 +49,7 @@ class EdgeFactors:
 
 def _find_active_backward(scaler: str) -> Backward | None:
     """Return the scaler of that handle, if it differentiates a scaled loss."""
-    backward = LIVE_BACKWARDS.get(scaler)
+    backward = BACKWARDS_BY_HANDLE.get(scaler)
     return backward if backward is not None and backward.active else None
 
 
@@ -71,7 +71,7 @@ def _observe_gradients(gradients: list[Tensor], scaler: str, key: str, kinds: st
     if backward is not None and backward.measuring:
         site = backward.sites.open_site(key)
         backward.reached.setdefault(site)
-        for kind, gradient in zip(kinds.split(PART), gradients):
+        for kind, gradient in zip(kinds.split(PART_SEPARATOR), gradients):
             backward.measurements.add_gradient(site, kind, gradient, None)
 
 
@@ -96,7 +96,9 @@ def move_gradients(module: GraphModule, plan: SitePlan, scaler: str) -> None:
     edges = placement.list_edges()
     index = {key: str(i) for i, key in enumerate(placement.site_keys)}
     pairs = list(dict.fromkeys((edge.source, edge.target) for edge in edges))
-    edges_text = ITEM.join([PART.join(index), *(PART.join(index[key] for key in pair) for pair in pairs)])
+    edges_text = ITEM_SEPARATOR.join(
+        [PART_SEPARATOR.join(index), *(PART_SEPARATOR.join(index[key] for key in pair) for pair in pairs)]
+    )
     factor_vectors: dict[torch.device, Node] = {}
 
     def write_call(target: Callable, *args: Any) -> Node:
@@ -128,7 +130,7 @@ def move_gradients(module: GraphModule, plan: SitePlan, scaler: str) -> None:
     for key, gradients in placement.list_measured_gradients(moved).items():
         nodes, kinds = zip(*gradients)
         with graph.inserting_after(max(nodes)):
-            write_call(observe_gradients, list(nodes), scaler, key, PART.join(kinds))
+            write_call(observe_gradients, list(nodes), scaler, key, PART_SEPARATOR.join(kinds))
     graph.lint()
     module.recompile()
 

@@ -20,8 +20,8 @@ from ._policy import Amax, Policy
 from ._reports import LastStep
 from ._site import (
     GLOBAL_KEY,
-    HIGHEST,
-    LOWEST,
+    MAX_EXPONENT,
+    MIN_EXPONENT,
     GradientReading,
     Measurement,
     OverflowMemory,
@@ -211,10 +211,11 @@ class ExponentController:
     ) -> None:
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
-        if not (isinstance(floor, int) and isinstance(ceiling, int) and LOWEST <= floor <= ceiling <= HIGHEST):
+        are_integers = isinstance(floor, int) and isinstance(ceiling, int)
+        if not (are_integers and MIN_EXPONENT <= floor <= ceiling <= MAX_EXPONENT):
             raise ValueError(
-                f"floor and ceiling are integers, {LOWEST} <= floor <= ceiling <= {HIGHEST}, got {floor!r} and "
-                f"{ceiling!r}"
+                f"floor and ceiling are integers, {MIN_EXPONENT} <= floor <= ceiling <= {MAX_EXPONENT}, got {floor!r} "
+                f"and {ceiling!r}"
             )
         if not floor <= start <= ceiling:
             raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")

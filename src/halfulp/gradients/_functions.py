@@ -145,20 +145,20 @@ def is_parameter(tensor: Tensor) -> bool:
 _TYPES_WITHOUT_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
 
 
-def list_differentiable(value: Any) -> Iterator[Tensor]:
+def list_differentiable_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested arguments that require gradients."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from list_differentiable(item)
+            yield from list_differentiable_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from list_differentiable(item)
+            yield from list_differentiable_tensors(item)
     elif type(value) not in _TYPES_WITHOUT_TENSORS and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from list_differentiable(getattr(value, field.name, None))
+            yield from list_differentiable_tensors(getattr(value, field.name, None))
 
 
 def memoize_by_tensor(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

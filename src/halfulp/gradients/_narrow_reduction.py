@@ -17,7 +17,7 @@ from .._torch_versions import ALL_GATHER
 from ..subclass.models._conversion import check_module
 
 STATE_VERSION = 1
-_WIRE, _WIDE = torch.bfloat16, torch.float32
+_SENT_DTYPE, _SUM_DTYPE = torch.bfloat16, torch.float32
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -99,14 +99,14 @@ class NarrowReduction:
     def _round_to_bfloat16(self, name: str, part: Literal["sent", "summed"], given: Tensor) -> Tensor:
         """Round a flat tensor to bfloat16, and keep back what is lost."""
         remainders = self._remainders[name]
-        if given.dtype == _WIRE:
+        if given.dtype == _SENT_DTYPE:
             return given
         if given.dtype not in _GRADIENT_DTYPES:
-            raise NotImplementedError(f"{name}: a gradient of {given.dtype}: {_WIRE} would lose most of it")
+            raise NotImplementedError(f"{name}: a gradient of {given.dtype}: {_SENT_DTYPE} would lose most of it")
         owed = remainders.get(part)
-        whole = given.to(_WIDE) if owed is None else given.to(_WIDE) + owed
-        payload = whole.to(_WIRE)
-        lost = whole - payload.to(_WIDE)
+        whole = given.to(_SUM_DTYPE) if owed is None else given.to(_SUM_DTYPE) + owed
+        payload = whole.to(_SENT_DTYPE)
+        lost = whole - payload.to(_SUM_DTYPE)
         # An overflow is seen by whoever skips the step, and is not owed for ever.
         remainders[part] = torch.where(lost.isfinite(), lost, 0.0)
         return payload
@@ -118,7 +118,7 @@ class NarrowReduction:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         self.bytes_sent += sent.numel() - sent.numel() // self.size
-        return functools.reduce(torch.add, received.view(_WIRE).to(_WIDE).unbind())
+        return functools.reduce(torch.add, received.view(_SENT_DTYPE).to(_SUM_DTYPE).unbind())
 
     def _gather_rows(self, mine: Tensor) -> Tensor:
         """Return every rank's row."""
@@ -126,7 +126,7 @@ class NarrowReduction:
         received = torch.empty(self.size * sent.numel(), dtype=torch.uint8, device=sent.device)
         ALL_GATHER(received, sent, group=self.group)
         self.bytes_sent += sent.numel() * (self.size - 1)
-        return received.view(_WIRE).view(self.size, -1)
+        return received.view(_SENT_DTYPE).view(self.size, -1)
 
     def _read_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())

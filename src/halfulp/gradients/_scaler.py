@@ -20,7 +20,7 @@ from ..rounding import Rounding
 from ._controller import ExponentController
 from ._policy import Policy, get_policy
 from ._reports import LastStep, SiteRow, SiteTable
-from ._site import GLOBAL_KEY, HIGHEST, parse_scale_exponent
+from ._site import GLOBAL_KEY, MAX_EXPONENT, parse_scale_exponent
 from ._state import check_sites, read_sites, save_sites
 from .eager._attach import attach_scaler, get_wrapped_model
 
@@ -85,7 +85,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         format: Format | str | torch.dtype | None = None,
         rounding: Rounding | str = "nearest",
         floor: int = -30,
-        ceiling: int = HIGHEST,
+        ceiling: int = MAX_EXPONENT,
         float32_outputs: bool | None = None,
         enabled: bool = True,
     ) -> None:
@@ -144,13 +144,13 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 return map(self.scale, outputs)
             raise ValueError("outputs must be a Tensor or an iterable of Tensors")
         backward = self._controller.backward
-        backward.close_edges_after_backward()
+        backward.deactivate_hooks_outside_backward()
         if outputs.grad_fn is not None and not backward.second_order:
             backward.refuse_inner_tensors(outputs.grad_fn)
         scaled = outputs * self._make_scale_tensor(outputs.device)
         if scaled.requires_grad:
             node: Any = scaled.grad_fn
-            node.register_prehook(backward.open_edges)
+            node.register_prehook(backward.activate_edge_hooks)
         self._controller.losses.append(outputs.detach())
         return scaled
 
@@ -179,7 +179,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "at a scale that this one does not know: in pipelines train in bfloat16, or multiply the loss by a "
                 "constant power of two and divide every stage's gradients by it"
             )
-        controller.backward.close_edges_after_backward()
+        controller.backward.deactivate_hooks_outside_backward()
         self._make_scale_tensor(torch.device(self._device))
         super().unscale_(optimizer)
         self._per_optimizer_states[id(optimizer)]["passes"] = controller.backward.passes

@@ -17,7 +17,7 @@ from ..kernels import untraced
 
 GLOBAL_KEY = "global"
 # Differences of two exponents must be powers of two that float32 holds.
-LOWEST, HIGHEST = -60, 60
+MIN_EXPONENT, MAX_EXPONENT = -60, 60
 HISTORY_LENGTH = 64
 # Why a site is merged where its policy has no other exponent than the global one.
 UNIFORM_SCALE_REASON = "one scale for all"
@@ -116,7 +116,7 @@ class Site:
 
     @exponent.setter
     def exponent(self, value: int) -> None:
-        self._exponent = max(LOWEST, min(HIGHEST, int(value)))
+        self._exponent = max(MIN_EXPONENT, min(MAX_EXPONENT, int(value)))
 
     @property
     def follows_global(self) -> bool:
@@ -147,7 +147,7 @@ class Site:
             return
         self.exponent = self._exponent + before - binade
         if self.memory.exponent is not None:
-            self.memory.exponent = max(LOWEST, min(HIGHEST, self.memory.exponent + before - binade))
+            self.memory.exponent = max(MIN_EXPONENT, min(MAX_EXPONENT, self.memory.exponent + before - binade))
         for reading in self.readings.values():
             reading.amax = math.ldexp(reading.amax, binade - before)
 
@@ -219,10 +219,10 @@ class Sites:
 def parse_scale_exponent(field: str, scale: float) -> int:
     """Return the exponent of a scale that is a power of two."""
     fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
-    if fraction != 0.5 or not LOWEST <= exponent - 1 <= HIGHEST:
-        near = max(LOWEST, min(HIGHEST, exponent - 1)) if fraction > 0 else 16
+    if fraction != 0.5 or not MIN_EXPONENT <= exponent - 1 <= MAX_EXPONENT:
+        near = max(MIN_EXPONENT, min(MAX_EXPONENT, exponent - 1)) if fraction > 0 else 16
         raise ValueError(
-            f"{field} is a power of two from 2^{LOWEST} to 2^{HIGHEST}, got {scale!r}: take 2.0**{near}, say"
+            f"{field} is a power of two from 2^{MIN_EXPONENT} to 2^{MAX_EXPONENT}, got {scale!r}: take 2.0**{near}, say"
         )
     return exponent - 1
 
@@ -392,7 +392,7 @@ def copy_with_strides(tensor: Tensor) -> Tensor:
 
 
 # 2^127 and 2^-126 are float32's last normal powers of two.
-_FLOAT32_BIAS, _LARGEST_POWER = 127, 126
+_FLOAT32_BIAS, _LARGEST_FLOAT32_EXPONENT = 127, 126
 
 
 class LossFollower:
@@ -432,7 +432,7 @@ class LossFollower:
         self._is_lift_found = not measuring and self._global_site.loss_binade is None
         if not self._is_lift_found:
             below = (site.exponent - self._global_site.exponent for site in self._sites)
-            self._largest_lift = _LARGEST_POWER - max(map(abs, below))
+            self._largest_lift = _LARGEST_FLOAT32_EXPONENT - max(map(abs, below))
         self._reached_outputs = 0
         self._factors.clear()
 

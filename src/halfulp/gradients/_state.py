@@ -44,18 +44,18 @@ def read_sites(state_dict: Any) -> dict[str, dict[str, Any]]:
             f"AdaptiveGradScaler(model, init_scale={state_dict['scale']!r})"
         )
     try:
-        exponent = parse_scale_exponent("'scale' of the state_dict", _take(state_dict, "scale", int, float))
-        _take(state_dict, "_growth_tracker", int)
-        progress = _take(state_dict, "progress", list, tuple)
-        if len([_take(progress, i, int) for i in range(len(progress))]) != _PROGRESS_LENGTH:
+        exponent = parse_scale_exponent("'scale' of the state_dict", _read_entry(state_dict, "scale", int, float))
+        _read_entry(state_dict, "_growth_tracker", int)
+        progress = _read_entry(state_dict, "progress", list, tuple)
+        if len([_read_entry(progress, i, int) for i in range(len(progress))]) != _PROGRESS_LENGTH:
             raise ValueError(f"'progress' has {_PROGRESS_LENGTH} numbers")
-        given = dict(_take(state_dict, "sites", list, tuple, dict))
+        given = dict(_read_entry(state_dict, "sites", list, tuple, dict))
         found = {}
         for key in (*given, GLOBAL_KEY):
             place = f"site {key!r} of the state_dict"
-            found[key] = _read_site(_take(given, key, Mapping))
-        reference = _take(given[GLOBAL_KEY], "reference", list, tuple)
-        found[GLOBAL_KEY]["reference"] = [_take(reference, 0, int, NoneType), _take(reference, 1, int)]
+            found[key] = _read_site_entries(_read_entry(given, key, Mapping))
+        reference = _read_entry(given[GLOBAL_KEY], "reference", list, tuple)
+        found[GLOBAL_KEY]["reference"] = [_read_entry(reference, 0, int, NoneType), _read_entry(reference, 1, int)]
     except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{place} is damaged ({type(error).__name__}: {error}), got {reprlib.repr(state_dict)}: load what a "
@@ -78,22 +78,22 @@ _SITE_ENTRY_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _take(given: Any, name: Any, *kinds: type) -> Any:
+def _read_entry(given: Any, name: Any, *kinds: type) -> Any:
     """Return an entry that is of one of these types, or raise."""
     if not isinstance(given[name], kinds):
         raise TypeError(f"{name!r} is {reprlib.repr(given[name])}")
     return given[name]
 
 
-def _read_site(values: Mapping[str, Any]) -> dict[str, Any]:
+def _read_site_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a site, each of its own type, or raise."""
-    memory, history = _take(values, "memory", list, tuple), _take(values, "history", list, tuple)
+    memory, history = (_read_entry(values, name, list, tuple) for name in ("memory", "history"))
     if len(memory) != 2:
         raise ValueError("'memory' has two numbers")
     return {
-        **{name: _take(values, name, *types) for name, types in _SITE_ENTRY_TYPES.items()},
-        "memory": [_take(memory, i, int, NoneType) for i in range(2)],
-        "history": [{kind: _take(entry, kind, int, float) for kind in dict(entry)} for entry in history],
+        **{name: _read_entry(values, name, *types) for name, types in _SITE_ENTRY_TYPES.items()},
+        "memory": [_read_entry(memory, i, int, NoneType) for i in range(2)],
+        "history": [{kind: _read_entry(entry, kind, int, float) for kind in dict(entry)} for entry in history],
     }
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..formats import Format
 from ._functions import Operands
 from ._policy import Policy
-from ._site import HIGHEST, ExponentProposal, Site
+from ._site import MAX_EXPONENT, ExponentProposal, Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ class OperandStatisticsPolicy(Policy):
         lower, upper = max([0.0, *(one.lower for one in bounds)]), min(one.upper for one in bounds)
         # Up for what must be reached, down for what must not be passed.
         least = site.exponent - floor_to_exponent(-lower)
-        return ExponentProposal(least, HIGHEST if upper == math.inf else site.exponent + floor_to_exponent(upper))
+        return ExponentProposal(least, MAX_EXPONENT if upper == math.inf else site.exponent + floor_to_exponent(upper))
 
     def exponent(self, site: Site) -> int | None:
         """Return the largest lower bound of all proposals, at most the smallest upper one."""

@@ -17,7 +17,7 @@ from ..subclass.models._conversion import (
     Where,
     check_has_shape,
     check_module,
-    convert_each,
+    convert_parameters,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
@@ -26,7 +26,7 @@ from ..subclass.models._conversion import (
     put_plain,
 )
 from ..subclass.models._parameter_holders import check_holders
-from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register_layout
+from ..subclass.models._state_dict import StateDictLayout, check_layout_version, check_state_dict, register_layout
 from ._encode import check_component_count, check_dtype
 from ._mctensor import MCTensor, decode_to_plain, wrap_parts
 
@@ -56,7 +56,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     """
     check_state_dict(state_dict, "plain_state_dict")
     for metadata in getattr(state_dict, "_metadata", {}).values():
-        check_version(metadata)
+        check_layout_version(metadata)
     bases = {_ENTRY_SUFFIX.sub("", name) for name in state_dict if _ENTRY_SUFFIX.search(name)}
     plain = {}
     for name, value in state_dict.items():
@@ -235,7 +235,7 @@ def multicomponent(
     for ref in found:
         _check_parameter(ref)
     check_holders([(ref.name, ref.value) for ref in found if ref.is_parameter], "multicomponent", replaced=True)
-    values = convert_each(found, lambda ref: _to_multicomponent(ref, components, dtype, gradients))
+    values = convert_parameters(found, lambda ref: _to_multicomponent(ref, components, dtype, gradients))
     for ref in found:
         ref.module.__dict__.setdefault(_FORMER_DTYPES_KEY, {}).setdefault(ref.key, ref.value.dtype)
     put_converted(model, found, values)
@@ -272,7 +272,7 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
         before = ref.module.__dict__.get(_FORMER_DTYPES_KEY, {}).get(ref.key, ref.value.dtype)
         return decode_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
-    put_plain(model, found, convert_each(found, plain))
+    put_plain(model, found, convert_parameters(found, plain))
     for module in model.modules():
         module.__dict__.pop(_FORMER_DTYPES_KEY, None)
     return model

@@ -15,8 +15,8 @@ from ..kernels import define_operator, is_under_transform, present_operators, un
 from ..subclass._identity import (
     CompositeTensor,
     check_layout,
-    get_pickled_marks,
-    restore_saved_marks,
+    get_autograd_marks,
+    restore_autograd_marks,
 )
 from ..subclass._in_backward import (
     COMPONENTS,
@@ -343,7 +343,7 @@ class MCTensor(CompositeTensor):
         )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        marks = get_pickled_marks(self)
+        marks = get_autograd_marks(self)
         parts = tuple(part.detach() for part in self._parts)
         return rebuild_mctensor, (PICKLED_LAYOUT_VERSION, parts, self._scale, self._gradients, *marks)
 
@@ -431,7 +431,7 @@ def rebuild_mctensor(
         ValueError: the file was written by a version of another layout.
     """
     check_layout(layout, PICKLED_LAYOUT_VERSION, "MCTensor", "x.components and x.scale")
-    return restore_saved_marks(wrap_parts(tuple(parts), scale, gradients), requires_grad, is_parameter)
+    return restore_autograd_marks(wrap_parts(tuple(parts), scale, gradients), requires_grad, is_parameter)
 
 
 def decode_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from ..mctensor._convert_model import single_component
 from ..optim.parameters._narrowing import keep_float32, narrow_parameter, widen_parameter
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
-from ..subclass.models._conversion import remove_hooks
+from ..subclass.models._conversion import remove_forward_hooks
 from ..subclass.models._parameter_holders import (
     check_holders,
     list_holding_optimizers,
@@ -161,7 +161,7 @@ def revert(model: ModuleType) -> ModuleType:
                 widen_parameter(parameter)
             keep_float32(parameter, False)
         _cast_buffers(model, record.buffers, torch.float32)
-    remove_hooks(model.modules(), lambda hook: isinstance(hook, _casts.CastHook | _operands.ROUNDING_HOOKS))
+    remove_forward_hooks(model.modules(), lambda hook: isinstance(hook, _casts.CastHook | _operands.ROUNDING_HOOKS))
     for module in model.modules():
         if isinstance(vars(module).get("forward"), _operands.BlockProducts):
             del vars(module)["forward"]

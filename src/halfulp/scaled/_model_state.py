@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .._messages import name_type
-from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register_layout
+from ..subclass.models._state_dict import StateDictLayout, check_layout_version, check_state_dict, register_layout
 from . import _powers_of_two as _powers
 from ._operands import encode_values
 from ._registry import LOGICAL_DTYPES, check_storage
@@ -45,7 +45,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     """
     check_state_dict(state_dict, "plain_state_dict")
     for metadata in getattr(state_dict, "_metadata", {}).values():
-        check_version(metadata)
+        check_layout_version(metadata)
     names = {name.removesuffix(_SCALE_SUFFIX) for name in state_dict if name.endswith(_SCALE_SUFFIX)}
     names = {name for name in names if _is_scaled_entry(state_dict, name)}
     plain = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import require_float64, resolve_plain_memory, untraced
-from ..subclass._identity import CompositeTensor, check_layout, get_pickled_marks, restore_saved_marks
+from ..subclass._identity import CompositeTensor, check_layout, get_autograd_marks, restore_autograd_marks
 from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import Given, is_in_quotient_formula
 from . import _fused as fused
@@ -238,7 +238,7 @@ class ScaledTensor(CompositeTensor):
         return f"ScaledTensor({', '.join(words)})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        payload, marks = self._payload.detach(), get_pickled_marks(self)
+        payload, marks = self._payload.detach(), get_autograd_marks(self)
         # torch.load has no storage class for eight-bit floats.
         stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
         home = () if self._home is None else (self._home,)
@@ -462,7 +462,7 @@ def rebuild_scaled_tensor(
         ValueError: the file was written by a version of another layout.
     """
     check_layout(version, PICKLE_LAYOUT_VERSION, "ScaledTensor", "x.payload and x.scale")
-    return restore_saved_marks(wrap(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
+    return restore_autograd_marks(wrap(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
 
 
 torch.serialization.add_safe_globals([rebuild_scaled_tensor])

@@ -19,14 +19,14 @@ from ..subclass.models._conversion import (
     ParameterRef,
     Where,
     check_has_shape,
-    convert_each,
+    convert_parameters,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
     list_module_parameters,
     put_converted,
     put_plain,
-    remove_hooks,
+    remove_forward_hooks,
 )
 from ..subclass.models._float32_products import get_original_class
 from ..subclass.models._parameter_holders import check_holders
@@ -299,11 +299,11 @@ def scalify(
     rescaled = find_rescaled_modules(model, rescale)
     found = [place for place in list_matching_parameters(list_module_parameters(model), where) if _can_be_scaled(place)]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
-    values = convert_each(found, lambda place: _scale_parameter(place, dtype, home))
+    values = convert_parameters(found, lambda place: _scale_parameter(place, dtype, home))
     if _keep_gradients_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
     put_converted(model, found, values)
-    remove_hooks(model.modules(), lambda hook: hook in _LAYER_HOOKS)
+    remove_forward_hooks(model.modules(), lambda hook: hook in _LAYER_HOOKS)
     for module in rescaled:
         module.register_forward_pre_hook(rescale_input_gradient, with_kwargs=True)
     install_home_hooks(model)
@@ -335,8 +335,8 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}, and None")
     found = [place for place in list_module_parameters(model) if isinstance(place.value, ScaledTensor)]
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
-    put_plain(model, found, convert_each(found, lambda place: decode_parameter(place, dtype)))
-    remove_hooks(model.modules(), lambda hook: hook in (*_LAYER_HOOKS, _keep_gradients_plain))
+    put_plain(model, found, convert_parameters(found, lambda place: decode_parameter(place, dtype)))
+    remove_forward_hooks(model.modules(), lambda hook: hook in (*_LAYER_HOOKS, _keep_gradients_plain))
     _set_product_forwards(model, None)
     return model
 

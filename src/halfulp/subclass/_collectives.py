@@ -18,7 +18,14 @@ from ._rule_table import Rule
 
 # Operators in which processes meet. Those of c10d write into their arguments; of the others torch.compile, DTensor and
 # torch.distributed._functional_collectives make use.
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
+COLLECTIVE_NAMESPACES = (
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "_dtensor",
+    "symm_mem",
+)
 
 # What is said too where tensor parallel begins, before any parameter is a DTensor.
 _TENSOR_PARALLEL_TEXT = (
@@ -29,7 +36,7 @@ _TENSOR_PARALLEL_TEXT = (
 
 def is_collective(operator: OpOverload) -> bool:
     """Return whether an operator is a collective."""
-    return operator.namespace in NAMESPACES
+    return operator.namespace in COLLECTIVE_NAMESPACES
 
 
 def refuse_collective(operator: OpOverload, text: str, *arguments: Any, **options: Any) -> NoReturn:

@@ -110,15 +110,15 @@ class CompositeTensor(torch.Tensor):
         return made
 
 
-def get_pickled_marks(x: Tensor) -> tuple[bool, bool]:
+def get_autograd_marks(x: Tensor) -> tuple[bool, bool]:
     """Return whether a leaf requires a gradient and is a parameter: what pickle stores of its autograd state."""
     if not x.is_leaf:
         raise RuntimeError("only leaves can be pickled, as for every tensor: save x.detach()")
     return x.requires_grad, getattr(x, "_is_param", False)
 
 
-def restore_saved_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
-    """Set the autograd marks that `get_pickled_marks` returned, and return the tensor."""
+def restore_autograd_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
+    """Set the autograd marks that `get_autograd_marks` returned, and return the tensor."""
     x.requires_grad_(requires_grad)
     if is_parameter:
         x._is_param = True

@@ -62,7 +62,7 @@ def _backpropagate(loss: torch.Tensor, model: nn.Module, backward: Backward | No
     exponent = 0 if backward is None else backward.sites.global_site.exponent
     loss = loss * 2.0**exponent
     if backward is not None:
-        loss.grad_fn.register_prehook(backward.open_edges)
+        loss.grad_fn.register_prehook(backward.activate_edge_hooks)
     loss.backward()
     return {name: p.grad * 2.0**-exponent for name, p in model.named_parameters() if p.grad is not None}
 
@@ -204,7 +204,7 @@ def test_each_of_several_models_has_sites_of_its_own(seed):
         attach_scaler(model, backward, wide=None, prefix=str(i))
     compiled = [_compiled(model, backward) for model in models]
     loss = sum(one(x).square().sum() for one in compiled)
-    loss.register_hook(lambda _: backward.open_edges(()))
+    loss.register_hook(lambda _: backward.activate_edge_hooks(()))
     loss.backward()
     assert {site.key for site in backward.reached} == {f"{i}.{j}" for i in (0, 1) for j in (0, 2, 4)}
 

@@ -137,7 +137,7 @@ class WatchedForward(GraphReader):
             self._backward.find_groups()
         if region is None:
             replay = self._replay if self._backward.can_replay() else None
-            if replay is None or not replay.is_ready():
+            if replay is None or not replay.is_ready_to_replay():
                 return self._run_in_region(args, kwargs, replay)
             return replay.run_forward(self.inner, args, kwargs, self._is_widening)
         if self._role != "part" or region.is_replaying:
@@ -155,12 +155,12 @@ class WatchedForward(GraphReader):
         with Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
             recording = region.recording = None if replay is None else replay.start_recording()
-            region.take_arguments((args, kwargs))
+            region.mark_outer_arguments((args, kwargs))
             out = self.inner(*args, **kwargs)
             if replay is not None and recording is not None:
                 region.recording = None
                 replay.learn_from(recording, (args, kwargs), out, region.begun)
-            return region.leave_region(out, self._is_widening())
+            return region.move_output_to_global_exponent(out, self._is_widening())
 
     def _is_widening(self) -> bool:
         if self._wide is not None:

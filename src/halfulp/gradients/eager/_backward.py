@@ -44,7 +44,7 @@ def list_nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iter
 
 GradientHook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
-LIVE_BACKWARDS: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
+BACKWARDS_BY_HANDLE: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
 _handle_counter = itertools.count()
 
 
@@ -115,32 +115,32 @@ class Backward:
         self.handle = str(next(_handle_counter))
         self.factors: dict[tuple, Any] = {}
         self.names: weakref.WeakSet = weakref.WeakSet()
-        LIVE_BACKWARDS[self.handle] = self
+        BACKWARDS_BY_HANDLE[self.handle] = self
 
     # what a backward pass goes through ----------------------------------------------------------------------
 
     @untraced
-    def open_edges(self, gradients: tuple) -> None:
+    def activate_edge_hooks(self, gradients: tuple) -> None:
         """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
-            self._close_edges_for_second_order()
+            self._deactivate_hooks_for_second_order()
         self.passes += 1
         if self.second_order or self.active:
             return
         self.active = True
         self.loss_follower.begin_backward_pass(self.measuring)
         self._task = torch._C._current_graph_task_id()
-        Variable._execution_engine.queue_callback(self.close_edges)
+        Variable._execution_engine.queue_callback(self.deactivate_edge_hooks)
 
     @untraced
-    def close_edges(self) -> None:
+    def deactivate_edge_hooks(self) -> None:
         """Deactivate the edges."""
         self.active = False
 
-    def close_edges_after_backward(self) -> None:
+    def deactivate_hooks_outside_backward(self) -> None:
         """Deactivate the edges unless a backward pass runs, also after one that raised."""
         if not is_differentiating():
-            self.close_edges()
+            self.deactivate_edge_hooks()
 
     def refuse_inner_tensors(self, node: Any) -> None:
         """Check that a tensor read outside of models depends on their forward passes through their outputs only."""
@@ -173,7 +173,7 @@ class Backward:
         """Use one global scale until the next update, and never replay a known graph again."""
         self.second_order, self._may_replay = True, False
         # A backward pass that runs had its gradients moved by edges, and goes on so.
-        self.close_edges_after_backward()
+        self.deactivate_hooks_outside_backward()
 
     def can_replay(self) -> bool:
         """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
@@ -194,7 +194,7 @@ class Backward:
 
     def end_iteration(self) -> None:
         """Clear the iteration's counts, measurements and reached sites."""
-        self.close_edges()
+        self.deactivate_edge_hooks()
         self.passes = self.forwards = 0
         self.second_order = self.replayed = False
         self.measurements.clear()
@@ -211,7 +211,7 @@ class Backward:
         @untraced
         def move_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self.has_closed_edges() or gradient is None:
+            if self.has_inactive_hooks() or gradient is None:
                 return None
             self.reached[source] = None
             changed = self._store_gradient(gradient, target, "passed")
@@ -276,7 +276,7 @@ class Backward:
         @untraced
         def move_weight_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self.has_closed_edges() or gradient is None:
+            if self.has_inactive_hooks() or gradient is None:
                 return None
             changed = self.round_to_format(gradient)
             if self.measuring:
@@ -289,16 +289,16 @@ class Backward:
         self._weight_edge_hooks[key] = move_weight_gradient
         return move_weight_gradient
 
-    def has_closed_edges(self) -> bool:
+    def has_inactive_hooks(self) -> bool:
         """Return whether edges are inactive, as they are for a whole iteration with a second derivative."""
         if not self.active:
             if torch.is_grad_enabled() and not self.second_order:
-                self._close_edges_for_second_order()
+                self._deactivate_hooks_for_second_order()
             return True
         # A backward pass inside of this one is none of a scaled loss, unless it is a checkpoint's.
         return torch._C._current_graph_task_id() != self._task and not self.replayed
 
-    def _close_edges_for_second_order(self) -> None:
+    def _deactivate_hooks_for_second_order(self) -> None:
         """Deactivate the edges until the next update, and warn, once."""
         self.second_order = True
         self.active = False

@@ -22,7 +22,7 @@ from .._functions import (
     classify_function,
     get_function_name,
     is_parameter,
-    list_differentiable,
+    list_differentiable_tensors,
     list_second_factors,
     map_tensors,
     memoize_by_tensor,
@@ -148,7 +148,7 @@ class ArgumentGradientMoves:
             return False
         return not tensor.is_leaf or not (tensor.dtype == torch.float16 or torch._C._is_any_autocast_enabled())
 
-    def add_tensor(self, tensor: Tensor, source: Site) -> None:
+    def note_tensor_of_other_site(self, tensor: Tensor, source: Site) -> None:
         """Note that the call reads a tensor of another site."""
         hook = self._backward.get_edge_hook(source, self._site)
         if tensor.is_leaf:
@@ -156,7 +156,7 @@ class ArgumentGradientMoves:
         else:
             self.hooks[tensor.grad_fn, tensor.output_nr] = hook
 
-    def run_call(
+    def run_function(
         self, recording: CallRecording | None, function: Callable, args: tuple, kwargs: dict, written: Tensor | None
     ) -> Any:
         """Call a function, and hook the nodes that read tensors of other sites; ``written``: what it writes into."""
@@ -194,7 +194,7 @@ class ArgumentGradientMoves:
     def _list_readers(self, made: Any, leaving: GradientHook, begun: int) -> Iterator[tuple[Any, SlotHooks]]:
         """Yield the nodes of the call that read noted tensors, each with its hooks."""
         leaf_hooks = {leaf: hook or leaving for leaf, hook in self.leaves.items()}
-        pending: list[Any] = [x.grad_fn for x in list_differentiable(made)]
+        pending: list[Any] = [x.grad_fn for x in list_differentiable_tensors(made)]
         seen = {None}
         while pending:
             node = pending.pop()
@@ -222,7 +222,7 @@ def _make_slot_hook(backward: Backward, moves: SlotHooks) -> Callable:
         def move_gradients(gradients: tuple, given: tuple) -> tuple | None:
             if not backward.active:
                 # Whether that is for a second derivative's sake.
-                backward.has_closed_edges()
+                backward.has_inactive_hooks()
                 return None
             found: list[Tensor | None] | None = None
             for slot, hook in moves:
@@ -262,7 +262,7 @@ class Region(TorchFunctionMode):
 
     def __enter__(self) -> Region:
         self._outer = thread_state.region
-        self._backward.close_edges_after_backward()
+        self._backward.deactivate_hooks_outside_backward()
         self.begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
         thread_state.region = self
@@ -280,13 +280,13 @@ class Region(TorchFunctionMode):
         refuse_compiled_part()
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
-        differentiable = list(list_differentiable((args, kwargs)))
+        differentiable = list(list_differentiable_tensors((args, kwargs)))
         if not differentiable:
             return function(*args, **kwargs)
         kind = classify_function(function)
         if kind == "shape":
             # Only the first argument has a gradient.
-            differentiable = list(list_differentiable(args[:1]))
+            differentiable = list(list_differentiable_tensors(args[:1]))
         if kind == "fact" or not differentiable:
             return function(*args, **kwargs)
         if kind == "property":
@@ -302,7 +302,7 @@ class Region(TorchFunctionMode):
         taken = 1 if kind == "shape" else len(args)
         kwargs = kwargs if kind == "shape" else self._move_arguments(kwargs, site, reads, function)
         given = (*self._move_arguments(args[:taken], site, reads, function), *args[taken:])
-        out = reads.run_call(self.recording, function, given, kwargs, None)
+        out = reads.run_function(self.recording, function, given, kwargs, None)
         made = self._set_result_sites(out, site, kind, reads)
         watches = kind == "product" and self._backward.measuring and self._backward.policy.wants_operands
         if watches and isinstance(out, Tensor) and not out.is_leaf:
@@ -315,26 +315,26 @@ class Region(TorchFunctionMode):
         if self.recording is not None:
             self.recording.failed = True
 
-    def take_arguments(self, arguments: Any) -> None:
+    def mark_outer_arguments(self, arguments: Any) -> None:
         """Put the model's arguments at the global exponent, whichever thread made them."""
         with torch._C.DisableTorchFunction():
-            for x in list_differentiable(arguments):
-                if self._read_site(x) is None:
+            for x in list_differentiable_tensors(arguments):
+                if self._get_assigned_site(x) is None:
                     self._backward.mark_outer_node(x.grad_fn)
 
     # sites ----------------------------------------------------------------------------------------------------
 
     def find_site(self, tensor: Tensor) -> Site:
         """Return the site of a tensor's gradient; tensors made before the region are at the global one."""
-        site = self._read_site(tensor)
+        site = self._get_assigned_site(tensor)
         if site is None and tensor._base is not None:
-            site = self._read_site(tensor._base)
+            site = self._get_assigned_site(tensor._base)
         # With second derivatives all gradients have the global exponent until the next update, whatever made them.
         if site is None and not self._backward.second_order:
             self._refuse_unwatched(tensor)
         return site or self._global_site
 
-    def _read_site(self, tensor: Tensor) -> Site | None:
+    def _get_assigned_site(self, tensor: Tensor) -> Site | None:
         """Return the site that a region of this scaler gave a tensor."""
         site = getattr(tensor, _SITE_ATTRIBUTE, None)
         return site if site is None or site is self._global_site or site.global_site is self._global_site else None
@@ -354,7 +354,7 @@ class Region(TorchFunctionMode):
     def _find_call_site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
         """Return the site of a function's inputs and results; of a cell that of its state, if any."""
         if kind == "cell":
-            state = next(list_differentiable(args[1]), None) if len(args) > 1 else None
+            state = next(list_differentiable_tensors(args[1]), None) if len(args) > 1 else None
             site = self._global_site if state is None or is_parameter(state) else self.find_site(state)
             return self._open_site(function, differentiable) if site is self._global_site else site
         return (self._open_site if kind == "product" else self._find_common_site)(function, differentiable)
@@ -396,7 +396,7 @@ class Region(TorchFunctionMode):
             source = self.find_site(x)
             if reads is None or source is site or not reads.can_move_by_hook(x):
                 return self.add_edge(x, source, site)
-            reads.add_tensor(x, source)
+            reads.note_tensor_of_other_site(x, source)
             return x
 
         return map_tensors(value, memoize_by_tensor(move_tensor) if isinstance(function, FunctionType) else move_tensor)
@@ -455,7 +455,7 @@ class Region(TorchFunctionMode):
         reads = ArgumentGradientMoves(self._backward, site)
         kwargs = self._move_arguments(kwargs, site, reads)
         given = (written, *self._move_arguments(args[1:], site, reads)) if args else ()
-        out = reads.run_call(self.recording, function, given, kwargs, written)
+        out = reads.run_function(self.recording, function, given, kwargs, written)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
                 self._set_site(x, getattr(x, _SITE_ATTRIBUTE, site))
@@ -503,16 +503,16 @@ class Region(TorchFunctionMode):
         self._fail_recording()
         with torch._C.DisableTorchFunction():
             moved = self._move_arguments(args, self._global_site, None)
-            versions = [x._version for x in list_differentiable(moved)]
+            versions = [x._version for x in list_differentiable_tensors(moved)]
             out = apply(*moved, **kwargs)
-            if versions != [x._version for x in list_differentiable(moved)]:
+            if versions != [x._version for x in list_differentiable_tensors(moved)]:
                 raise NotImplementedError(
                     f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
                     "gradient then goes round the exponents: let it work on a clone"
                 )
             return self._set_result_sites(out, self._global_site, "plain")
 
-    def leave_region(self, output: Any, wide: bool) -> Any:
+    def move_output_to_global_exponent(self, output: Any, wide: bool) -> Any:
         """Return a model's output at the global exponent; ``wide``: in float32 where it is float16."""
 
         def move_to_global_exponent(out: Tensor) -> Tensor:
@@ -585,4 +585,4 @@ def _recompute_in_region(run: Callable[..., Any], region: Region, *args: Any, **
     region._backward.replayed = True
     with Region(region._backward, region._names) as again:
         again.path = list(region.path)
-        return again.leave_region(run(*args, **kwargs), wide=False)
+        return again.move_output_to_global_exponent(run(*args, **kwargs), wide=False)

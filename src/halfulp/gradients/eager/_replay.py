@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import untraced
-from .._functions import is_parameter, list_differentiable, map_tensors, memoize_by_tensor
+from .._functions import is_parameter, list_differentiable_tensors, map_tensors, memoize_by_tensor
 from .._site import Site, copy_with_strides, make_power_of_two
 from ._backward import FIRST_LEAF_NUMBER, Backward, thread_state
 from ._region import CallRecording, ParameterNames
@@ -89,7 +89,7 @@ def make_multiplying_hook(backward: Backward, node_name: str, moves: tuple[tuple
 
     @untraced
     def multiply(gradients: tuple, given: tuple) -> tuple | None:
-        if backward.has_closed_edges():
+        if backward.has_inactive_hooks():
             return None
         # The gradient of what is added to a product is the product's own.
         if new and type(following.lift) is int and gradients[0] is not given[0]:
@@ -208,7 +208,7 @@ class GraphReplay:
         self._known_in_row = self._unknown_graphs = 0
         self._has_given_up = False
 
-    def is_ready(self) -> bool:
+    def is_ready_to_replay(self) -> bool:
         """Return whether enough forward passes in a row had known graphs for the next one to need no region."""
         return self._known_in_row >= 2**self._unknown_graphs
 
@@ -231,7 +231,7 @@ class GraphReplay:
     def run_forward(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
         """Return the forward output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
         outer, cached = thread_state.region, torch.is_autocast_cache_enabled()
-        self._backward.close_edges_after_backward()
+        self._backward.deactivate_hooks_outside_backward()
         begun = torch._C._autograd._get_sequence_nr()
         thread_state.region = self
         # A region's views of parameters are cast for each reader, and the graph is to be the same.
@@ -304,7 +304,7 @@ def _move_output_gradient(
     backward: Backward, move: tuple[int, int], opened: dict[Site, None], gradients: tuple
 ) -> tuple | None:
     """Move an output's gradient to the output's site (the hook of its node)."""
-    if backward.has_closed_edges():
+    if backward.has_inactive_hooks():
         return None
     backward.reached.update(opened)
     gradient = gradients[0]
@@ -320,9 +320,9 @@ def count_replays(scaler: Any) -> int:
 
 def list_input_nodes(arguments: Any) -> frozenset[Any]:
     """Return the nodes of the tensors that a forward pass is called with."""
-    return frozenset(x.grad_fn for x in list_differentiable(arguments) if x.grad_fn is not None)
+    return frozenset(x.grad_fn for x in list_differentiable_tensors(arguments) if x.grad_fn is not None)
 
 
 def list_output_tensors(output: Any) -> list[Tensor]:
     """Return the tensors of an output that a forward pass made, each once."""
-    return list({id(x): x for x in list_differentiable(output) if not x.is_leaf}.values())
+    return list({id(x): x for x in list_differentiable_tensors(output) if not x.is_leaf}.values())

@@ -11,7 +11,7 @@ from ...subclass.models._parameter_holders import (
     check_holders,
     install_registration_hooks,
     list_data_parallel_modules,
-    list_objects,
+    list_instances,
     list_sharded_modules,
     refuse_overlapping_memory,
     replace_parameter_data,
@@ -105,7 +105,7 @@ def refuse_replaced_parameters(optimizer: Any) -> None:
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     if not list_sharded_modules() or any(hasattr(p, "_local_tensor") for p in parameters.values()):
         return
-    modules = map(vars, list_objects(torch.nn.Module))
+    modules = map(vars, list_instances(torch.nn.Module))
     if not any(id(p) in parameters for held in modules for p in held.get("_parameters", {}).values()):
         raise ValueError(
             "no parameter of this optimizer has a gradient or belongs to a module any more: fully_shard makes new "

@@ -19,7 +19,7 @@ from . import _state_dict
 from ._parameter_holders import install_registration_hooks
 
 
-def remove_hooks(modules: Iterable[nn.Module], is_ours: Callable[[Any], bool]) -> None:
+def remove_forward_hooks(modules: Iterable[nn.Module], is_ours: Callable[[Any], bool]) -> None:
     """Remove the forward hooks and pre-hooks of modules that a predicate picks, with what torch notes of them."""
     for module in modules:
         tables: list[tuple[dict[int, Any], ...]] = [
@@ -188,7 +188,7 @@ def _begin_forward(module: nn.Module, arguments: Any) -> None:
 ConvertedTensors = dict[int, Tensor]
 
 
-def convert_each(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> ConvertedTensors:
+def convert_parameters(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> ConvertedTensors:
     """Return converted tensors by the ids of the present ones; a shared parameter is converted once."""
     found: ConvertedTensors = {}
     for ref in refs:
@@ -216,8 +216,8 @@ def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: Conver
     """Put tensors of a subclass in the parameters' places; install state dicts and counts of fallbacks."""
     for ref in refs:
         ref.put(values[id(ref.value)])
-        _state_dict.install_hooks(ref.module)
-    _state_dict.install_file_check(model)
+        _state_dict.install_state_dict_hooks(ref.module)
+    _state_dict.install_state_dict_check(model)
     if _COUNTS_ATTRIBUTE not in vars(model):
         vars(model)[_COUNTS_ATTRIBUTE] = Counter()
         model.register_forward_pre_hook(_begin_forward)
@@ -229,6 +229,6 @@ def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedT
     for ref in refs:
         ref.put(values[id(ref.value)])
     for module in model.modules():
-        _state_dict.remove_hooks(module)
+        _state_dict.remove_state_dict_hooks(module)
         vars(module).pop(_COUNTS_ATTRIBUTE, None)
-    remove_hooks(model.modules(), lambda hook: hook is _begin_forward)
+    remove_forward_hooks(model.modules(), lambda hook: hook is _begin_forward)

@@ -18,14 +18,17 @@ from ...arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION, iterate_t
 from ...environment._narrow_products import widened_dtypes
 from ...kernels import constant_result, note_fallback
 from ._conversion import capture_recomputation, check_module
-from ._parameter_holders import EMULATED
+from ._parameter_holders import EMULATED_FORMAT_ATTRIBUTE
 
 Model = TypeVar("Model", bound=nn.Module)
 # What a module of the model holds: where its products are widened.
 _MARK_ATTRIBUTE = "_halfulp_float32_products"
-_EVERYWHERE, _EAGER = "everywhere", "eager"
+_WIDENED_EVERYWHERE, _WIDENED_WHERE_EAGER = "everywhere", "eager"
 # What a class holds: the class made of it, and what that was made of.
-_MADE, _BASE = "_halfulp_with_float32_products", "_halfulp_without_float32_products"
+_WIDENED_CLASS_ATTRIBUTE, _ORIGINAL_CLASS_ATTRIBUTE = (
+    "_halfulp_with_float32_products",
+    "_halfulp_without_float32_products",
+)
 
 
 def float32_products(model: Model, enabled: bool = True) -> Model:
@@ -70,7 +73,7 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     """
     check_module(model, "float32_products")
     widened_dtypes()
-    if any(hasattr(parameter, EMULATED) for parameter in model.parameters()):
+    if any(hasattr(parameter, EMULATED_FORMAT_ATTRIBUTE) for parameter in model.parameters()):
         raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
     for module in model.modules():
         if not enabled:
@@ -87,7 +90,7 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
 def get_original_class(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, as it was before `float32_products`."""
     kind = type(module)
-    found: type[nn.Module] = vars(kind).get(_BASE, kind)
+    found: type[nn.Module] = vars(kind).get(_ORIGINAL_CLASS_ATTRIBUTE, kind)
     return found
 
 
@@ -101,7 +104,7 @@ def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
     """Leave a model's products to torch where a compiler traces them, for whoever reads its graphs; or no longer."""
     for module in model.modules():
         if _MARK_ATTRIBUTE in vars(module):
-            vars(module)[_MARK_ATTRIBUTE] = _EAGER if leave else _EVERYWHERE
+            vars(module)[_MARK_ATTRIBUTE] = _WIDENED_WHERE_EAGER if leave else _WIDENED_EVERYWHERE
 
 
 def _widen_module(module: nn.Module) -> None:
@@ -113,7 +116,7 @@ def _widen_module(module: nn.Module) -> None:
         why = "has parametrizations or a forward of its own" if is_changed else "is of a class that allows no subclass"
         note_fallback("float32 products", f"left to torch in {type(module).__name__}, which {why}, called by itself")
         return
-    vars(module)[_MARK_ATTRIBUTE] = _EVERYWHERE
+    vars(module)[_MARK_ATTRIBUTE] = _WIDENED_EVERYWHERE
     object.__setattr__(module, "__class__", made)
     if is_read:
         forward.inner = forward.__wrapped__ = types.MethodType(made.forward, module)
@@ -135,7 +138,7 @@ def _has_forward(module: nn.Module) -> bool:
 def _make_widened_class(base: type[nn.Module]) -> type[nn.Module] | None:
     """Return the subclass whose modules run a class's forward in `_run_forward`; None where it cannot be subclassed."""
     # A class, and no function that a module holds: shallow copies and replicas run themselves.
-    if _MADE not in vars(base):
+    if _WIDENED_CLASS_ATTRIBUTE not in vars(base):
         named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         try:
             made: Any = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(named))
@@ -143,9 +146,9 @@ def _make_widened_class(base: type[nn.Module]) -> type[nn.Module] | None:
             return None
         made.forward = _make_forward(made, base.forward)
         made.__reduce_ex__ = _reduce_module
-        setattr(made, _BASE, base)
-        setattr(base, _MADE, made)
-    found: type[nn.Module] = vars(base)[_MADE]
+        setattr(made, _ORIGINAL_CLASS_ATTRIBUTE, base)
+        setattr(base, _WIDENED_CLASS_ATTRIBUTE, made)
+    found: type[nn.Module] = vars(base)[_WIDENED_CLASS_ATTRIBUTE]
     return found
 
 
@@ -167,11 +170,11 @@ def _make_forward(made: Any, own: Callable[..., Any]) -> Callable[..., Any]:
 def _reduce_module(self: nn.Module, protocol: Any) -> Any:
     """Pickle and copy a module by its original class."""
     # A class that somebody has made of this file's is the one that is named.
-    made: Any = next(kind for kind in type(self).__mro__ if _BASE in vars(kind))
+    made: Any = next(kind for kind in type(self).__mro__ if _ORIGINAL_CLASS_ATTRIBUTE in vars(kind))
     reduced = super(made, self).__reduce_ex__(max(2, int(protocol)))
     if type(self) is not made or not isinstance(reduced, tuple) or getattr(reduced[0], "__name__", "") != "__newobj__":
         return reduced
-    return make_empty_module, (vars(made)[_BASE], *reduced[1][1:]), *reduced[2:]
+    return make_empty_module, (vars(made)[_ORIGINAL_CLASS_ATTRIBUTE], *reduced[1][1:]), *reduced[2:]
 
 
 def make_empty_module(base: type[nn.Module], *arguments: Any) -> nn.Module:
@@ -199,7 +202,7 @@ def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any
     if not dtypes or _is_mode_active():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
-        if mark == _EAGER:
+        if mark == _WIDENED_WHERE_EAGER:
             _note_products_left()
             return forward(*args, **kwargs)
         if not _has_numbers_of(module, dtypes, True) and not _receives_numbers_of(args, kwargs, dtypes):

@@ -179,7 +179,7 @@ def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> N
 
 
 # The name, on a parameter, of the format that `halfulp.emulate` keeps it in.
-EMULATED = "_halfulp_emulated"
+EMULATED_FORMAT_ATTRIBUTE = "_halfulp_emulated"
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
@@ -222,7 +222,7 @@ def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> list[nn.
             f"it and make the optimizer after {what}"
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    flat = list_objects(fsdp.FullyShardedDataParallel) if fsdp and torch.distributed.is_initialized() else []
+    flat = list_instances(fsdp.FullyShardedDataParallel) if fsdp and torch.distributed.is_initialized() else []
     for kind, modules in (("DistributedDataParallel", list_data_parallel_modules()), ("FSDP1", flat)):
         for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
             if id(parameter) in names:
@@ -285,14 +285,14 @@ def list_holding_optimizers(named: NamedTensors) -> list[tuple[str, str]]:
     gc.collect()  # nobody may hold an optimizer any more that is still there
     return [
         (names[id(parameter)], type(optimizer).__name__)
-        for optimizer in list_objects(torch.optim.Optimizer)
+        for optimizer in list_instances(torch.optim.Optimizer)
         for group in optimizer.__dict__.get("param_groups", ())
         for parameter in group["params"]
         if id(parameter) in names
     ]
 
 
-def list_objects(kind: type) -> list[Any]:
+def list_instances(kind: type) -> list[Any]:
     """Return all objects of a class, found by type, as isinstance may run code."""
     return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
@@ -301,13 +301,13 @@ def list_data_parallel_modules() -> list[nn.parallel.DistributedDataParallel]:
     """Return every DistributedDataParallel in this process."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
-    return [module for module in list_objects(nn.parallel.DistributedDataParallel) if "reducer" in module.__dict__]
+    return [module for module in list_instances(nn.parallel.DistributedDataParallel) if "reducer" in module.__dict__]
 
 
 def list_sharded_modules() -> list[nn.Module]:
     """Return every module of fully_shard in this process."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else list_objects(fsdp.FSDPModule)
+    return [] if fsdp is None else list_instances(fsdp.FSDPModule)
 
 
 def list_shard_groups(module: nn.Module) -> list[Any]:

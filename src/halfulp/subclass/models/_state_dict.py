@@ -42,7 +42,7 @@ _layouts_by_class: dict[type, StateDictLayout] = {}
 
 
 def register_layout(layout: StateDictLayout) -> None:
-    """Register a class's layout: modules on which `install_hooks` was called then save and load it."""
+    """Register a class's layout: modules on which `install_state_dict_hooks` was called then save and load it."""
     _layouts_by_class[layout.kind] = layout
 
 
@@ -51,15 +51,15 @@ def find_state_dict_layout(tensor: object) -> StateDictLayout | None:
     return _layouts_by_class.get(type(tensor))
 
 
-def install_hooks(module: nn.Module) -> None:
+def install_state_dict_hooks(module: nn.Module) -> None:
     """Save and load this module's own parameters of such classes as plain tensors."""
     if _save_auxiliary_tensors not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_save_auxiliary_tensors)
         module.register_load_state_dict_pre_hook(_load_auxiliary_tensors)
-        module.register_load_state_dict_post_hook(_forget_missing)
+        module.register_load_state_dict_post_hook(_remove_loaded_from_missing_keys)
 
 
-def install_file_check(model: nn.Module) -> None:
+def install_state_dict_check(model: nn.Module) -> None:
     """Check a file for all of a model's modules before any of them is loaded."""
     hooks = model._load_state_dict_pre_hooks
     assert isinstance(hooks, OrderedDict)
@@ -68,11 +68,11 @@ def install_file_check(model: nn.Module) -> None:
         hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
-def remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks of `install_hooks` and `install_file_check`, unless parameters of such classes are left."""
+def remove_state_dict_hooks(module: nn.Module) -> None:
+    """Remove the hooks that save and load parameters of such classes, unless some are left."""
     if any(_list_own_parameters(inner) for inner in module.modules()):
         return
-    own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_all_modules, _forget_missing)
+    own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_all_modules, _remove_loaded_from_missing_keys)
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
         for key, hook in list(hooks.items()):
             if getattr(hook, "hook", hook) in own:
@@ -87,7 +87,7 @@ def check_state_dict(given: object, what: str) -> None:
     raise TypeError(f"{what} takes a state_dict, got {name_type(given)}: give it {wanted}")
 
 
-def check_version(metadata: Mapping) -> None:
+def check_layout_version(metadata: Mapping) -> None:
     """Raise for a file of another layout."""
     for layout in _layouts_by_class.values():
         if (version := metadata.get(layout.key, layout.version)) != layout.version:
@@ -148,11 +148,11 @@ def _share_tied_memory(
 
 def _check_all_modules(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:
     """Refuse a file that does not fit before anything is written."""
-    check_version(local_metadata)
+    check_layout_version(local_metadata)
     metadata = getattr(state_dict, "_metadata", None) or {}
     for path, inner in module.named_modules():
         own = f"{prefix}{path}." if path else prefix
-        check_version(metadata.get(own[:-1], {}))
+        check_layout_version(metadata.get(own[:-1], {}))
         for key, parameter, layout in _list_own_parameters(inner):
             _read_fitting_tensor(state_dict, own + key, parameter, layout)
 
@@ -175,7 +175,7 @@ def _load_auxiliary_tensors(
     errors: list,
 ) -> None:
     """Load auxiliary tensors into their parameters; torch reports mismatches and assigns."""
-    check_version(local_metadata)
+    check_layout_version(local_metadata)
     loaded = module.__dict__[_LOADED_ATTRIBUTE] = []
     for key, parameter, layout in _list_own_parameters(module):
         name = prefix + key
@@ -191,7 +191,7 @@ def _load_auxiliary_tensors(
             loaded.append(name)
 
 
-def _forget_missing(module: nn.Module, incompatible: Any) -> None:
+def _remove_loaded_from_missing_keys(module: nn.Module, incompatible: Any) -> None:
     """Remove the entries that `_load_auxiliary_tensors` has loaded from the missing keys."""
     for name in module.__dict__.pop(_LOADED_ATTRIBUTE, ()):
         if name in incompatible.missing_keys:
