@@ -374,7 +374,17 @@ class ExponentController:
         """Lower the sites that overflowed, or may have, and those that the overflow reached; return them."""
         self._count_overflows()
         if self._skips_in_row > _SKIPS_BEFORE_COMMON_FALL:
-            return self._lower_sites_to_one_exponent()
+            # Lowering single sites did not stop the overflows. No losses are followed for a while where one pass
+            # reaches several outputs, of which the first one may mislead.
+            if self.loss_follower.has_several_outputs:
+                self.loss_follower.resumes = self.iteration + _REMEMBERED_INTERVALS * self.interval
+            fallen = {**self.backward.reached, self.sites.global_site: None}
+            # The global exponent falls at once to the others, which are far below it by now.
+            own = [site for site in fallen if not site.follows_global]
+            highest = max(site.exponent for site in own or fallen)
+            for site in self.sites:
+                self._set_exponent(site, min(site.exponent, highest - _COMMON_FALL))
+            return fallen
         reached = [
             site for site, kinds in readings.items() if any(one.format and not one.is_finite for one in kinds.values())
         ]
@@ -385,18 +395,6 @@ class ExponentController:
             after = self.policy.exponent_after_overflow(site)
             self._set_exponent(site, after if wanted is None else min(after, wanted))
         return fallen
-
-    def _lower_sites_to_one_exponent(self) -> Collection[Site]:
-        """Lower all sites to one exponent, after lowering single ones did not stop the overflows."""
-        if self.loss_follower.has_several_outputs:
-            self.loss_follower.resumes = self.iteration + _REMEMBERED_INTERVALS * self.interval
-        reached = {**self.backward.reached, self.sites.global_site: None}
-        # The global exponent falls at once to the others, which are far below it by now.
-        own = [site for site in reached if not site.follows_global]
-        highest = max(site.exponent for site in own or reached)
-        for site in self.sites:
-            self._set_exponent(site, min(site.exponent, highest - _COMMON_FALL))
-        return reached
 
     def _count_overflows(self) -> None:
         """Count and remember the overflow of each site that is to blame."""

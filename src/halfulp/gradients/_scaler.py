@@ -384,19 +384,16 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
         controller, given = self._controller, read_sites(state_dict)
-        check_sites(given, {site.key for site in controller.sites}, self._list_module_names())
-        taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
-        super().load_state_dict({**super().state_dict(), **taken})
-        controller.load_state(given, state_dict["progress"])
-
-    def _list_module_names(self) -> set[str]:
-        """Return the qualified names of all modules, with which sites' keys begin."""
-        found = {"model", "", GLOBAL_KEY}
+        # The qualified names of all modules, with which sites' keys begin.
+        module_names = {"model", "", GLOBAL_KEY}
         for i, model in enumerate(one() for one in self._models):
             names = () if model is None else (name for name, _ in get_wrapped_model(model).named_modules())
             prefix = str(i) if len(self._models) > 1 else ""
-            found |= {f"{prefix}.{name}".strip(".") for name in names}
-        return found
+            module_names |= {f"{prefix}.{name}".strip(".") for name in names}
+        check_sites(given, {site.key for site in controller.sites}, module_names)
+        taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
+        super().load_state_dict({**super().state_dict(), **taken})
+        controller.load_state(given, state_dict["progress"])
 
     def detach(self) -> None:
         """Restore the models' own forward passes; the scaler cannot be used afterwards."""
@@ -408,11 +405,12 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
 def list_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """Return one model or several as a list."""
-    elements: list[object] = list(model) if isinstance(model, (list, tuple)) else [model]
-    models = [one for one in elements if isinstance(one, nn.Module)]
-    if len(models) < len(elements) or not models:
-        wrong = next((name_type(one) for one in elements if not isinstance(one, nn.Module)), "an empty list")
-        raise TypeError(f"the model is {wrong}: give a torch.nn.Module, or a list of several")
+    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    wrong = [name_type(one) for one in models if not isinstance(one, nn.Module)]
+    if wrong or not models:
+        raise TypeError(
+            f"the model is {wrong[0] if wrong else 'an empty list'}: give a torch.nn.Module, or a list of several"
+        )
     return models
 
 

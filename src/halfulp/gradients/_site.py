@@ -138,19 +138,6 @@ class Site:
         if entry:
             self.history.append(entry)
 
-    def change_reference_binade(self, before: int | None, binade: int | None) -> None:
-        """Convert a site's exponent and history to another reference binade (`Sites.set_reference_binade`)."""
-        if before is None or binade is None:
-            factor = (before or 0) - (binade or 0)
-            for entry in self.history:
-                entry.update((kind, math.ldexp(amax, factor)) for kind, amax in entry.items())
-            return
-        self.exponent = self._exponent + before - binade
-        if self.memory.exponent is not None:
-            self.memory.exponent = max(MIN_EXPONENT, min(MAX_EXPONENT, self.memory.exponent + before - binade))
-        for reading in self.readings.values():
-            reading.amax = math.ldexp(reading.amax, binade - before)
-
     def __repr__(self) -> str:
         return f"Site({self.key!r}, exponent={self.exponent})"
 
@@ -184,9 +171,17 @@ class Sites:
         before, self.global_site.loss_binade = self.global_site.loss_binade, binade
         if before == binade:
             return
-        for site in self:
-            if not site.follows_global:
-                site.change_reference_binade(before, binade)
+        for site in (site for site in self if not site.follows_global):
+            if before is None or binade is None:
+                factor = (before or 0) - (binade or 0)
+                for entry in site.history:
+                    entry.update((kind, math.ldexp(amax, factor)) for kind, amax in entry.items())
+                continue
+            site.exponent += before - binade
+            if site.memory.exponent is not None:
+                site.memory.exponent = max(MIN_EXPONENT, min(MAX_EXPONENT, site.memory.exponent + before - binade))
+            for reading in site.readings.values():
+                reading.amax = math.ldexp(reading.amax, binade - before)
 
     def note_lowest_exponent(self) -> None:
         """Note the lowest exponent in use, at which new sites start."""
@@ -244,24 +239,18 @@ class Measurements:
     """Statistics of the gradients of one iteration, on their devices until `read_all`."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[Site, str, Format | None, int, Tensor]] = []
-
-    def clear(self) -> None:
-        """Discard measurements that were not read."""
-        self._rows.clear()
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        # Each with its site, kind, narrow format, count of elements, and statistics.
+        self.unread: list[tuple[Site, str, Format | None, int, Tensor]] = []
 
     def add_gradient(self, site: Site, kind: str, gradient: Tensor, format: Format | None) -> None:
         """Measure a gradient that is stored at the site's exponent."""
         if gradient.numel():
             stored = format or find_narrow_format(gradient.dtype)
-            self._rows.append((site, kind, stored, gradient.numel(), _compute_statistics(gradient, stored)))
+            self.unread.append((site, kind, stored, gradient.numel(), _compute_statistics(gradient, stored)))
 
     def read_all(self, flags: list[Tensor]) -> tuple[list[float], list[Measurement]]:
         """Return the values of ``flags`` and all measurements, in order, by one copy per device."""
-        rows, self._rows = self._rows, []
+        rows, self.unread = self.unread, []
         lines = [torch.stack([flag.float()] * 3) for flag in flags]
         values = copy_to_host([*lines, *(row[-1] for row in rows)])
         found = []

@@ -18,14 +18,9 @@ from ._rule_table import Rule
 
 # Operators in which processes meet. Those of c10d write into their arguments; of the others torch.compile, DTensor and
 # torch.distributed._functional_collectives make use.
-COLLECTIVE_NAMESPACES = (
-    "c10d",
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "c10d_functional",
-    "_dtensor",
-    "symm_mem",
-)
+COLLECTIVE_NAMESPACES = {
+    *("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
+}
 
 # What is said too where tensor parallel begins, before any parameter is a DTensor.
 _TENSOR_PARALLEL_TEXT = (

@@ -113,10 +113,7 @@ class WatchedForward(GraphReader):
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """The function of a module that this is bound to, as a method's: accelerate wraps it and binds it anew.
-
-        Bound to a copy of the module it runs the copy, plainly.
-        """
+        """The function of a module that this is bound to, as a method's: accelerate wraps it and binds it anew."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             watched = module is self._module()
@@ -234,8 +231,6 @@ def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, pr
 
 def get_wrapped_model(model: nn.Module) -> nn.Module:
     """Return the model inside torch's data-parallel wrappers."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is {name_type(model)}: give a torch.nn.Module")
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel runs copies of the model in threads: use DistributedDataParallel")
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

@@ -197,7 +197,7 @@ class Backward:
         self.deactivate_edge_hooks()
         self.passes = self.forwards = 0
         self.second_order = self.replayed = False
-        self.measurements.clear()
+        self.measurements.unread.clear()
         self.loss_follower.binades.clear()
         self.reached.clear()
         while len(self.unmarked_passes) > _REMEMBERED_EARLIER_PASSES:

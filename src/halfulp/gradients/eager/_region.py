@@ -148,14 +148,6 @@ class ArgumentGradientMoves:
             return False
         return not tensor.is_leaf or not (tensor.dtype == torch.float16 or torch._C._is_any_autocast_enabled())
 
-    def note_tensor_of_other_site(self, tensor: Tensor, source: Site) -> None:
-        """Note that the call reads a tensor of another site."""
-        hook = self._backward.get_edge_hook(source, self._site)
-        if tensor.is_leaf:
-            self.leaves[id(tensor)] = hook
-        else:
-            self.hooks[tensor.grad_fn, tensor.output_nr] = hook
-
     def run_function(
         self, recording: CallRecording | None, function: Callable, args: tuple, kwargs: dict, written: Tensor | None
     ) -> Any:
@@ -396,7 +388,11 @@ class Region(TorchFunctionMode):
             source = self.find_site(x)
             if reads is None or source is site or not reads.can_move_by_hook(x):
                 return self.add_edge(x, source, site)
-            reads.note_tensor_of_other_site(x, source)
+            hook = self._backward.get_edge_hook(source, site)
+            if x.is_leaf:
+                reads.leaves[id(x)] = hook
+            else:
+                reads.hooks[x.grad_fn, x.output_nr] = hook
             return x
 
         return map_tensors(value, memoize_by_tensor(move_tensor) if isinstance(function, FunctionType) else move_tensor)

@@ -25,10 +25,8 @@ Model = TypeVar("Model", bound=nn.Module)
 _MARK_ATTRIBUTE = "_halfulp_float32_products"
 _WIDENED_EVERYWHERE, _WIDENED_WHERE_EAGER = "everywhere", "eager"
 # What a class holds: the class made of it, and what that was made of.
-_WIDENED_CLASS_ATTRIBUTE, _ORIGINAL_CLASS_ATTRIBUTE = (
-    "_halfulp_with_float32_products",
-    "_halfulp_without_float32_products",
-)
+_WIDENED_CLASS_ATTRIBUTE = "_halfulp_with_float32_products"
+_ORIGINAL_CLASS_ATTRIBUTE = "_halfulp_without_float32_products"
 
 
 def float32_products(model: Model, enabled: bool = True) -> Model:
