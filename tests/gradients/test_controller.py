@@ -436,10 +436,10 @@ def test_the_memory_of_an_overflow_ends(seed):
         iterate()
     every = list(scaler._controller.sites)
     before = {site: site.exponent for site in every}
-    for site in every:
-        scaler._controller._remember_overflow(site, site.exponent)
-        site.exponent -= 8
     remembered = _controller._REMEMBERED_INTERVALS * interval
+    for site in every:
+        site.memory.note_overflow(site.exponent, scaler._controller.iteration + remembered)
+        site.exponent -= 8
     for step in range(remembered - 1):
         iterate()
         assert step < 2 * interval or all(site.exponent <= before[site] - 4 for site in every)
@@ -459,7 +459,7 @@ from halfulp.gradients._controller import GradientSharingProcesses
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
 processes = GradientSharingProcesses()
-processes._add_group(dist.group.WORLD)
+processes._groups.append(dist.group.WORLD)
 for pair in ((3, -5), (-5, 3), (7, 7), (0, 60), (-60, -30)):
     found = processes.agree_on_minimum("update", 7, [pair[rank], rank])
     assert found == [min(pair), 0], pair

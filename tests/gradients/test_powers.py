@@ -53,7 +53,7 @@ def test_a_lift_changes_no_bit(name, place, seed):
     wanted = plainly(seed, case.run, case.model)
     scaler = hu.AdaptiveGradScaler(case.model)
     found = scrambled(seed, scaler, lambda: scaler.scale(case.run()).backward(), case.model)
-    assert scaler._controller.backward.following._is_found
+    assert scaler._controller.backward.loss_follower._is_lift_found
     assert_same(found, wanted)
 
 
@@ -183,7 +183,7 @@ def test_what_was_learned_while_losses_were_not_followed_holds_afterwards(seed):
     """Exponents of a small loss were taken for those of the larger one before it, and lifted once more."""
     x, model = batch(), mlp()
     loop = Loop(model, interval=4)
-    following = loop.scaler._controller.following
+    following = loop.scaler._controller.loss_follower
     for _ in range(8):
         loop.step(lambda: mean_square(model(x)) * 2.0**20)
     following.resumes = loop.scaler._controller.iteration + 40

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfulp.gradients.eager._replay import LearnedGraph
+from halfulp.gradients.eager import _replay
 from halfulp.kernels import same_bits
 from halfulp.mctensor import multicomponent, single_component
 from halfulp.recipes import _verify, verify
@@ -310,9 +310,13 @@ def test_a_graph_that_changes_is_proved_and_said_not_to_be_known(seed):
 
 
 def test_a_wrong_hook_of_a_known_graph_fails(seed, monkeypatch):
-    move = LearnedGraph._find_move
+    make = _replay.make_multiplying_hook
     for wrong in (lambda exponent, sign: (exponent + 1, sign), lambda exponent, sign: (exponent, 0)):
-        monkeypatch.setattr(LearnedGraph, "_find_move", lambda self, *sites, wrong=wrong: wrong(*move(self, *sites)))
+
+        def make_wrong(backward, node_name, moves, wrong=wrong):
+            return make(backward, node_name, tuple((slot, *wrong(*move)) for slot, *move in moves))
+
+        monkeypatch.setattr(_replay, "make_multiplying_hook", make_wrong)
         found = verify(_network(), torch.randn(4, 6), "fp16-adaptive", seed=seed)
         assert not found.passed
         assert {name.partition(" in ")[2] for name in found.wrong} <= {"step 3 of a copy", "step 4 of a copy"}

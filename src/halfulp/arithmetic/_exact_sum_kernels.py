@@ -22,7 +22,7 @@ from ..rounding._device_functions import widen_float16
 
 LIMB_BITS = 32  # bits of a limb; an int64 holds 2^31 of them added up before it could overflow
 LIMB_MASK = (1 << LIMB_BITS) - 1
-LOWEST_EXPONENT = -68 * LIMB_BITS  # exponent of limb 0: below 2^-2148, the smallest product of two float64
+MIN_EXPONENT = -68 * LIMB_BITS  # exponent of limb 0: below 2^-2148, the smallest product of two float64
 LIMB_COUNT = 134  # up to 2^2112: 2^63 products of the two largest float64
 # Behind the limbs: how many terms are plus infinity, minus infinity (a NaN counts as both), -0, and how many there are.
 WORD_COUNT = LIMB_COUNT + 4
@@ -63,15 +63,15 @@ class LimbRange:
     @property
     def lowest_exponent(self) -> int:
         """Exponent of the lowest bit."""
-        return LOWEST_EXPONENT + LIMB_BITS * self.first
+        return MIN_EXPONENT + LIMB_BITS * self.first
 
     @classmethod
     @functools.cache
     def for_terms(cls, dtype: torch.dtype, product: bool) -> LimbRange:
         """Return the limbs of terms of a dtype, or of their products, and the float64 parts of blocks of them."""
         least = _find_least_exponent(dtype, product)
-        first = (min(least, max(least, -1074) - 53) - LOWEST_EXPONENT) // LIMB_BITS
-        top = ((1 + product) * (ELEMENT_FORMATS[dtype].bias + 1) + 64 - LOWEST_EXPONENT) // LIMB_BITS
+        first = (min(least, max(least, -1074) - 53) - MIN_EXPONENT) // LIMB_BITS
+        top = ((1 + product) * (ELEMENT_FORMATS[dtype].bias + 1) + 64 - MIN_EXPONENT) // LIMB_BITS
         return cls(first, min(LIMB_COUNT, top + 1) - first, windows=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,36 +13,25 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from .._torch_versions import (
-    is_backward,
-    name_dynamo_source,
-    partition_graphs_by,
-)
+from .._torch_versions import is_backward, name_dynamo_source, partition_graphs_by
 from ..kernels import define_operator
-from ._compiled_placement import (
-    HALF_DTYPES,
-    Edge,
-    MeasuredGradient,
-    SitePlacement,
-    SitePlan,
-    name_nested_function,
-)
+from ._compiled_placement import HALF_DTYPES, Edge, SitePlacement, SitePlan, name_nested_function
 from ._functions import OperatorKind, classify_function, get_function_name
 from .eager._attach import mark_scaled_output
-from .eager._backward import LIVE_BACKWARDS, Backward, list_nodes_behind, refuse_float16_gradient
+from .eager._backward import BACKWARDS_BY_HANDLE, Backward, list_nodes_behind, refuse_float16_gradient
 
 # Separates what a string argument of an operator lists; a site's key has neither.
-ITEM, PART = "\n", "\t"
+ITEM_SEPARATOR, PART_SEPARATOR = "\n", "\t"
 
 
 class EdgeFactors:
     """Holds the factors 2^(target - source) of a graph's edges on a device, and renews them when exponents change."""
 
     def __init__(self, backward: Backward, edges: str, device: torch.device) -> None:
-        keys, *pairs = edges.split(ITEM)
-        sites = [backward.sites.open_site(key) for key in keys.split(PART)]
+        keys, *pairs = edges.split(ITEM_SEPARATOR)
+        sites = [backward.sites.open_site(key) for key in keys.split(PART_SEPARATOR)]
         self.sites = dict.fromkeys(site for site in sites if site is not backward.sites.global_site)
-        self._edges = [tuple(sites[int(i)] for i in pair.split(PART)) for pair in pairs]
+        self._edges = [tuple(sites[int(i)] for i in pair.split(PART_SEPARATOR)) for pair in pairs]
         for source, target in self._edges:
             backward.get_edge_hook(target, source)
         self._device = device
@@ -60,29 +49,30 @@ class EdgeFactors:
 
 def _find_active_backward(scaler: str) -> Backward | None:
     """Return the scaler of that handle, if it differentiates a scaled loss."""
-    backward = LIVE_BACKWARDS.get(scaler)
+    backward = BACKWARDS_BY_HANDLE.get(scaler)
     return backward if backward is not None and backward.active else None
 
 
 def _compute_edge_factors(scaler: str, edges: str, count: int, device: torch.device) -> Tensor:
+    """Return the factors of a graph's edges at the present exponents; ones where no scaled loss is differentiated."""
     backward = _find_active_backward(scaler)
     if backward is None:
         return torch.ones(count, device=device, dtype=torch.float32)
-    known = backward.factors.get((edges, device))
-    if known is None:
-        known = backward.factors[edges, device] = EdgeFactors(backward, edges, device)
-    backward.reached.update(known.sites)
-    return known.make_current_factors()
+    if (edges, device) not in backward.factors:
+        backward.factors[edges, device] = EdgeFactors(backward, edges, device)
+    factors = backward.factors[edges, device]
+    backward.reached.update(factors.sites)
+    return factors.make_current_factors()
 
 
-def _observe_gradients(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> None:
+def _observe_gradients(gradients: list[Tensor], scaler: str, key: str, kinds: str) -> None:
+    """Measure the gradients of a site in an iteration that is measured."""
     backward = _find_active_backward(scaler)
-    if backward is None or not backward.measuring:
-        return
-    where = backward.sites.open_site(site)
-    backward.reached.setdefault(where)
-    for kind, gradient in zip(kinds.split(PART), gradients):
-        backward.measurements.add_gradient(where, kind, gradient, None)
+    if backward is not None and backward.measuring:
+        site = backward.sites.open_site(key)
+        backward.reached.setdefault(site)
+        for kind, gradient in zip(kinds.split(PART_SEPARATOR), gradients):
+            backward.measurements.add_gradient(site, kind, gradient, None)
 
 
 compute_edge_factors = define_operator(
@@ -101,95 +91,69 @@ torch.fx.node.has_side_effect(observe_gradients)
 
 
 def move_gradients(module: GraphModule, plan: SitePlan, scaler: str) -> None:
-    """Write moves between sites, and measurements, into a backward graph."""
-    placement = SitePlacement(module, plan)
+    """Write moves between sites, and measurements, into a backward graph, with the values of new nodes in meta."""
+    graph, placement = module.graph, SitePlacement(module, plan)
     edges = placement.list_edges()
-    writer = BackwardGraphWriter(module, scaler, placement.list_site_keys(), edges)
-    moved = {writer.write_move(edge): edge for edge in edges}
+    index = {key: str(i) for i, key in enumerate(placement.site_keys)}
+    pairs = list(dict.fromkeys((edge.source, edge.target) for edge in edges))
+    edges_text = ITEM_SEPARATOR.join(
+        [PART_SEPARATOR.join(index), *(PART_SEPARATOR.join(index[key] for key in pair) for pair in pairs)]
+    )
+    factor_vectors: dict[torch.device, Node] = {}
+
+    def write_call(target: Callable, *args: Any) -> Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda x: x.meta["val"]))
+        return node
+
+    def write_move(edge: Edge) -> Node:
+        """Multiply a node by its edge's factor (16-bit ones in float32), and let its readers take the product."""
+        value = edge.node.meta["val"]
+        if value.device not in factor_vectors:
+            first = next(node for node in graph.nodes if node.op != "placeholder")
+            with graph.inserting_before(first), value.fake_mode:
+                args = (scaler, edges_text, len(pairs), value.device)
+                factor_vectors[value.device] = write_call(compute_edge_factors, *args)
+        half = value.dtype in HALF_DTYPES
+        cast = torch.ops.prims.convert_element_type.default
+        with graph.inserting_before(min(edge.readers)):
+            number = pairs.index((edge.source, edge.target))
+            factor = write_call(torch.ops.aten.select.int, factor_vectors[value.device], 0, number)
+            wide = write_call(cast, edge.node, torch.float32) if half else edge.node
+            moved = write_call(torch.ops.aten.mul.Tensor, wide, factor)
+            moved = write_call(cast, moved, value.dtype) if half else moved
+        for reader in edge.readers:
+            reader.replace_input_with(edge.node, moved)
+        return moved
+
+    moved = {write_move(edge): edge for edge in edges}
     for key, gradients in placement.list_measured_gradients(moved).items():
-        writer.write_measurement(key, gradients)
-    module.graph.lint()
+        nodes, kinds = zip(*gradients)
+        with graph.inserting_after(max(nodes)):
+            write_call(observe_gradients, list(nodes), scaler, key, PART_SEPARATOR.join(kinds))
+    graph.lint()
     module.recompile()
 
 
-class BackwardGraphWriter:
-    """Writes nodes into a backward graph, with their values in meta."""
-
-    def __init__(self, module: GraphModule, scaler: str, keys: list[str], edges: list[Edge]) -> None:
-        self._module = module
-        self._scaler = scaler
-        pairs = dict.fromkeys((edge.source, edge.target) for edge in edges)
-        self._edge_numbers = {pair: i for i, pair in enumerate(pairs)}
-        index = {key: str(i) for i, key in enumerate(keys)}
-        self._edges = ITEM.join([PART.join(keys), *(PART.join(index[key] for key in pair) for pair in pairs)])
-        self._vectors: dict[torch.device, Node] = {}
-
-    def write_call(self, target: Callable, *args: Any) -> Node:
-        """Add a call, with its value for fake tensors in meta."""
-        node = self._module.graph.call_function(target, args)
-        values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
-        node.meta["val"] = target(*values)
-        return node
-
-    def write_move(self, edge: Edge) -> Node:
-        """Multiply a node by its edge's factor (16-bit ones in float32), and let its readers take the product."""
-        node = edge.node
-        dtype = node.meta["val"].dtype
-        half = dtype in HALF_DTYPES
-        cast = torch.ops.prims.convert_element_type.default
-        vector = self._get_factor_vector(node)
-        with self._module.graph.inserting_before(min(edge.readers)):
-            factor = self.write_call(torch.ops.aten.select.int, vector, 0, self._edge_numbers[edge.source, edge.target])
-            wide = self.write_call(cast, node, torch.float32) if half else node
-            moved = self.write_call(torch.ops.aten.mul.Tensor, wide, factor)
-            moved = self.write_call(cast, moved, dtype) if half else moved
-        for reader in edge.readers:
-            reader.replace_input_with(node, moved)
-        return moved
-
-    def write_measurement(self, key: str, gradients: Collection[MeasuredGradient]) -> None:
-        """Add a measurement of gradients at a site, with their kinds."""
-        nodes, kinds = zip(*gradients)
-        with self._module.graph.inserting_after(max(nodes)):
-            self.write_call(observe_gradients, list(nodes), self._scaler, key, PART.join(kinds))
-
-    def _get_factor_vector(self, like: Node) -> Node:
-        """Return the factors of all edges, on the device of a node."""
-        value = like.meta["val"]
-        if value.device not in self._vectors:
-            first = next(node for node in self._module.graph.nodes if node.op != "placeholder")
-            with self._module.graph.inserting_before(first), value.fake_mode:
-                args = (self._scaler, self._edges, len(self._edge_numbers), value.device)
-                self._vectors[value.device] = self.write_call(compute_edge_factors, *args)
-        return self._vectors[value.device]
-
-
-# Where torch keeps the functions of forward nodes, and those of backward nodes.
-_OWN, _FORWARD = "source_fn_stack", "fwd_source_fn_stack"
-
-
 def name_forward_functions(joint: GraphModule) -> None:
-    """Name the forward functions of backward nodes that older versions of torch left without.
+    """Name the forward functions of backward nodes that older versions of torch left without, by sequence numbers.
 
-    Torch finds the function that a backward node is in the derivative of by autograd's sequence numbers: a node of the
-    forward pass has the number of autograd's latest node as it was made.
+    A node of the forward pass has the number of autograd's latest node as it was made.
     """
     nodes = [node for one in joint.modules() if isinstance(one, GraphModule) for node in one.graph.nodes]
-    numbered = [(node, node.meta["seq_nr"]) for node in nodes if node.meta.get("seq_nr") is not None]
-    forward: dict[int, Any] = {}
-    for node, number in numbered:
+    forward: dict[int | None, Any] = {}
+    for node in nodes:
         if node.op == "call_function" and not is_backward(node):
-            forward.setdefault(number, node.meta.get(_OWN))
-    for node, number in numbered:
-        if is_backward(node) and not node.meta.get(_FORWARD):
-            node.meta[_FORWARD] = forward.get(number)
-
-
-# What autograd calls a graph that is compiled.
-_COMPILED_NODE_NAME = "CompiledFunctionBackward"
+            forward.setdefault(node.meta.get("seq_nr"), node.meta.get("source_fn_stack"))
+    for node in nodes:
+        number = node.meta.get("seq_nr")
+        if number is not None and is_backward(node) and not node.meta.get("fwd_source_fn_stack"):
+            node.meta["fwd_source_fn_stack"] = forward.get(number)
 
 
 # the backend ------------------------------------------------------------------------------------------------
+
+_COMPILERS = ("inductor", "aot_eager")
 
 
 def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
@@ -206,8 +170,23 @@ def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., An
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
         warn_of_graph_breaks(inputs, backward)
         partition = MovingPartitioner(backward.handle, plan_sites(module, inputs, backward))
-        remove_output_marks(module, backward.handle)
-        return _COMPILERS[name](module, inputs, partition, options, mode)
+        for node in list(module.graph.nodes):
+            if node.target is mark_scaled_output and node.args[1] == backward.handle:
+                node.replace_all_uses_with(node.args[0])
+                module.graph.erase_node(node)
+        module.recompile()
+        if name == "aot_eager":
+            from torch._dynamo.backends.common import aot_autograd
+            from torch._dynamo.backends.debugging import boxed_nop
+
+            compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
+            return compiler(module, inputs)
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {**list_mode_options(mode or "default"), **(options or {})}
+        with partition_graphs_by(partition, patches) as patches:
+            return compile_fx(module, inputs, config_patches=patches)
 
     return compile_scaled
 
@@ -215,10 +194,11 @@ def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., An
 class MovingPartitioner:
     """Partitions a joint graph as torch does, and moves gradients in its backward graph: a CustomPartitionerFn."""
 
-    def __init__(self, scaler: str, plan: SitePlan, inner: Any = None) -> None:
+    def __init__(self, scaler: str, plan: SitePlan) -> None:
         self.scaler = scaler
         self.plan = plan
-        self.inner = inner
+        # What partitions, where `partition_graphs_by` sets another function than torch's own.
+        self.inner: Any = None
 
     def __call__(self, module: GraphModule, inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         name_forward_functions(module)
@@ -231,40 +211,7 @@ class MovingPartitioner:
         """Return no key, which torch asks for even where its caches are off (`partition_graphs_by`)."""
 
 
-def _compile_by_inductor(
-    module: GraphModule, inputs: Sequence, partition: MovingPartitioner, options: dict | None, mode: str | None
-):
-    from torch._inductor import list_mode_options
-    from torch._inductor.compile_fx import compile_fx
-
-    patches = {**list_mode_options(mode or "default"), **(options or {})}
-    with partition_graphs_by(partition, patches) as patches:
-        return compile_fx(module, inputs, config_patches=patches)
-
-
-def _compile_by_aot_eager(
-    module: GraphModule, inputs: Sequence, partition: MovingPartitioner, options: dict | None, mode: str | None
-):
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-
-    compiler = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True)
-    return compiler(module, inputs)
-
-
-_COMPILERS = {"inductor": _compile_by_inductor, "aot_eager": _compile_by_aot_eager}
-
-
 # the forward graph ------------------------------------------------------------------------------------------
-
-
-def remove_output_marks(module: GraphModule, scaler: str) -> None:
-    """Remove the marks of this scaler from a graph."""
-    for node in list(module.graph.nodes):
-        if node.target is mark_scaled_output and node.args[1] == scaler:
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
-    module.recompile()
 
 
 def warn_of_graph_breaks(inputs: Sequence, backward: Backward) -> None:
@@ -272,7 +219,7 @@ def warn_of_graph_breaks(inputs: Sequence, backward: Backward) -> None:
 
     def ends(node: Any) -> bool:
         # Marks are where another model ends that is not compiled, whose parameters have sites.
-        return node.name() == _COMPILED_NODE_NAME or backward.sites.global_site in node.metadata
+        return node.name() == "CompiledFunctionBackward" or backward.sites.global_site in node.metadata
 
     broken = set()
     for node in list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends):
@@ -306,63 +253,49 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
     parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
     for parameter in parameters.values():
         refuse_float16_gradient(parameter)
-    plan = SitePlan(tuple(node in parameters for node in placeholders))
-    _SitePlanner(backward, parameters, plan).visit_graph(module)
-    for key in dict.fromkeys(plan.site_keys.values()):
-        backward.sites.open_site(key)
-    return plan
+    plan = SitePlan(tuple(node in parameters for node in placeholders), {})
+    parts = {str(key): name for one in backward.names for key, name in one.list_parts_by_id().items()}
+    owners = {
+        node: find_owning_module(x, backward) or _read_owner_from_source(node) or "model"
+        for node, x in parameters.items()
+        if x.requires_grad
+    }
+    calls: Counter[str] = Counter()
 
+    def name_site(node: Node, kind: OperatorKind) -> str:
+        key = next((owners[x] for x in node.all_input_nodes if x in owners), None)
+        if key is None:
+            # Dynamo calls a module by its id, and what follows an @ counts its calls.
+            modules = reversed([one.partition("@")[0] for one in node.meta.get("nn_module_stack") or ()])
+            innermost = next((parts[one] for one in modules if one in parts), "")
+            key = ".".join(filter(None, (innermost, get_function_name(node.target))))
+        # All steps of a recurrent cell share a site.
+        call = 0 if kind == "cell" else calls[key]
+        calls[key] += 1
+        return f"{key}#{call}" if call else key
 
-class _SitePlanner:
-    """Names the sites of a forward graph's products as a region does."""
-
-    def __init__(self, backward: Backward, parameters: dict[Node, nn.Parameter], plan: SitePlan) -> None:
-        self._plan = plan
-        self._parts = {str(key): name for one in backward.names for key, name in one.list_parts_by_id().items()}
-        self._owners = {
-            node: find_owning_module(x, backward) or _read_owner_from_source(node) or "model"
-            for node, x in parameters.items()
-            if x.requires_grad
-        }
-        self._calls: Counter[str] = Counter()
-
-    def visit_graph(self, module: GraphModule, outer: tuple = ()) -> None:
+    def visit_graph(graph_module: GraphModule, outer: tuple = ()) -> None:
         """Visit all nodes of a graph, and those of checkpoints' bodies, in the order in which they run."""
-        for node in module.graph.nodes:
+        for node in graph_module.graph.nodes:
             stack = node.meta.get("source_fn_stack")
             if stack and outer:
                 # All checkpoints have one name there.
                 stack = node.meta["source_fn_stack"] = [*outer, stack[-1]]
             if getattr(node.target, "__name__", "") == _CHECKPOINT_OPERATOR:
-                body = getattr(module, node.args[0].target)
+                body = getattr(graph_module, node.args[0].target)
                 given = zip(body.graph.find_nodes(op="placeholder"), node.args[1:])
-                self._owners |= {x: self._owners[y] for x, y in given if y in self._owners}
-                self.visit_graph(body, tuple(stack or ()))
-            elif node.op in ("call_function", "call_method") and stack and _is_differentiated(node):
+                owners.update((x, owners[y]) for x, y in given if y in owners)
+                visit_graph(body, tuple(stack or ()))
+            elif node.op in ("call_function", "call_method") and stack:
+                values = pytree.tree_leaves(node.meta.get("example_value"))
                 kind = classify_function(node.target)
-                if kind in ("product", "cell"):
-                    self._plan.site_keys[name_nested_function(stack)] = self._name_site(node, kind)
+                if kind in ("product", "cell") and any(isinstance(x, Tensor) and x.requires_grad for x in values):
+                    plan.site_keys[name_nested_function(stack)] = name_site(node, kind)
 
-    def _name_site(self, node: Node, kind: OperatorKind) -> str:
-        """Return the site of this call of a product; all steps of a recurrent cell share one."""
-        key = next((self._owners[x] for x in node.all_input_nodes if x in self._owners), None)
-        key = key or ".".join([*self._find_module(node), get_function_name(node.target)])
-        call = 0 if kind == "cell" else self._calls[key]
-        self._calls[key] += 1
-        return f"{key}#{call}" if call else key
-
-    def _find_module(self, node: Node) -> list[str]:
-        """Return the innermost module with parts that a node runs in."""
-        calls = reversed(list(node.meta.get("nn_module_stack") or {}))
-        # Dynamo calls a module by its id, and what follows an @ counts its calls.
-        names = (self._parts.get(call.partition("@")[0]) for call in calls)
-        name = next((name for name in names if name is not None), "")
-        return [name] if name else []
-
-
-def _is_differentiated(node: Node) -> bool:
-    """Return whether gradients flow to a node."""
-    return any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(node.meta.get("example_value")))
+    visit_graph(module)
+    for key in dict.fromkeys(plan.site_keys.values()):
+        backward.sites.open_site(key)
+    return plan
 
 
 def find_owning_module(parameter: Tensor, backward: Backward) -> str | None:

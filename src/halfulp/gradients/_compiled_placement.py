@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -82,11 +81,21 @@ def classify_gradient_use(node: Node, gradients: Mapping[Node, None]) -> Gradien
     if name == "mul":
         return "linear" if (node.args[0] in gradients) != (node.args[1] in gradients) else "other"
     if name == "copy":
-        return _find_copy_role(node, gradients)
+        # The second argument in the shape of the first.
+        shape, source = cast(tuple[Node, Node], node.args[:2])
+        if _is_made_of_zeros(source):
+            return "shape"
+        return "linear" if source in gradients and shape.meta["val"].dtype == source.meta["val"].dtype else "other"
     if name == "div":
-        plain = "rounding_mode" not in node.kwargs or node.kwargs["rounding_mode"] is None
+        plain = node.kwargs.get("rounding_mode") is None
         return "linear" if plain and node.args[0] in gradients and node.args[1] not in gradients else "other"
-    if name not in _LINEAR_MOVE_NAMES or not _is_data_movement(node, name, gradients):
+    if name not in _LINEAR_MOVE_NAMES:
+        return "other"
+    fill_values = [node.args[i] for i in _FILL_VALUE_PLACES.get(name, ()) if i < len(node.args)]
+    fills = any(isinstance(x, int | float) and x != 0 for x in [*fill_values, node.kwargs.get("value", 0)])
+    tensors = [x for x in node.all_input_nodes if _is_tensor_node(x) and is_floating_tensor(x)]
+    only_gradients = all(x in gradients or _is_made_of_zeros(x) for x in tensors)
+    if fills or not only_gradients:
         return "other"
     widens = name in _CAST_NAMES and node.all_input_nodes[0].meta["val"].dtype in HALF_DTYPES
     return "widening" if widens and node.meta["val"].dtype not in HALF_DTYPES else "linear"
@@ -104,25 +113,6 @@ def _has_one_gradient_factor(node: Node, gradients: Mapping[Node, None], a: int,
         return False
     added = [x for i, x in enumerate(node.args) if i not in (a, b) and isinstance(x, Node)]
     return all(x in gradients or _is_made_of_zeros(x) for x in added if _is_tensor_node(x))
-
-
-def _is_data_movement(node: Node, name: str, gradients: Mapping[Node, None]) -> bool:
-    places = [node.args[i] for i in _FILL_VALUE_PLACES.get(name, ()) if i < len(node.args)]
-    if any(isinstance(x, int | float) and x != 0 for x in [*places, node.kwargs.get("value", 0)]):
-        return False
-    tensors = [x for x in node.all_input_nodes if _is_tensor_node(x) and is_floating_tensor(x)]
-    return all(x in gradients or _is_made_of_zeros(x) for x in tensors)
-
-
-def _find_copy_role(node: Node, gradients: Mapping[Node, None]) -> GradientUse:
-    """Return the second argument in the shape of the first."""
-    shape, source = node.args[:2]
-    assert isinstance(shape, Node)
-    assert isinstance(source, Node)
-    if _is_made_of_zeros(source):
-        return "shape"
-    same = shape.meta["val"].dtype == source.meta["val"].dtype
-    return "linear" if source in gradients and same else "other"
 
 
 def _is_tensor_node(node: Node) -> bool:
@@ -151,33 +141,11 @@ def _is_float16(node: Node) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.float16
 
 
-def _find_viewed_node(node: Node) -> Node:
-    """Return the tensor that a node is a view of."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _VIEW_NAMES:
-        node = node.all_input_nodes[0]
-    return node
-
-
-@dataclasses.dataclass
-class SitePlan:
-    """The sites of a forward graph's products, and what else the pass over its backward graph needs of it.
-
-    Attributes:
-        parameter_inputs: Which inputs of the forward graph are parameters.
-        site_keys: The site of each product of the forward graph, by its path there.
-    """
+class SitePlan(NamedTuple):
+    """The sites of a forward graph's products, by their paths there, and which of its inputs are parameters."""
 
     parameter_inputs: tuple[bool, ...]
-    site_keys: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def site_ranks(self) -> dict[str, int]:
-        """The places of sites in the order of the forward pass."""
-        return {key: i for i, key in enumerate(dict.fromkeys(self.site_keys.values()), 1)}
-
-    def find_site_rank(self, key: str) -> int:
-        """Return the position of a site: the global one first, then those that the forward pass does not have."""
-        return -1 if key == GLOBAL_KEY else self.site_ranks.get(key, 0)
+    site_keys: dict[str, str]
 
 
 def name_nested_function(stack: Sequence[tuple]) -> str:
@@ -205,97 +173,85 @@ class SitePlacement:
     A product's gradients are at the product's site: the one that it reads and those that it makes. Any other function
     that is linear in gradients takes the site that its readers want, so that gradients move as soon as they are made;
     readers that want something else move them again. What enters and leaves, and what reads a gradient in any other
-    way, has the global exponent. A cast to a wider dtype comes before a move. A compiler may fuse and round otherwise
-    than without moves.
+    way, has the global exponent. A cast to a wider dtype comes before a move.
     """
 
     def __init__(self, module: GraphModule, plan: SitePlan) -> None:
         self._plan = plan
-        self._output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
         self.gradients: dict[Node, None] = {}
-        self.roles: dict[Node, GradientUse] = {}
-        self._calls: dict[Node, str] = {}
+        self._uses: dict[Node, GradientUse] = {}
+        self._product_sites: dict[Node, str] = {}
         self._collect_gradients(module.graph.nodes)
+        # In the order of the forward pass: the global site first, then those that it does not have.
+        ranks = {GLOBAL_KEY: -1} | {key: i for i, key in enumerate(dict.fromkeys(plan.site_keys.values()), 1)}
+        self._get_rank = lambda key: ranks.get(key, 0)
+        self.site_keys = [GLOBAL_KEY, *sorted(set(self._product_sites.values()), key=self._get_rank)]
+        output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+        made = pytree.tree_leaves(output.args)
+        # Which outputs are gradients of parameters, by the first place of each; of some graphs that is not known.
+        is_known = len(made) == len(plan.parameter_inputs)
+        is_of_parameter = dict(zip(reversed(made), reversed(plan.parameter_inputs)))
+        self._leads_beyond_parameters: dict[Node, bool] = {}
         self._preferred: dict[Node, str | None] = {}
-        self._leads: dict[Node, bool] = {}
         for node in reversed(self.gradients):
-            self._set_preferred_site(node)
+            wanted = [site for reader in node.users if (site := self._find_needed_site(reader)) is not None]
+            self._preferred[node] = max(wanted, key=self._get_rank) if wanted else None
+            self._leads_beyond_parameters[node] = any(
+                is_known and not is_of_parameter[node]
+                if reader is output
+                else self._uses[reader] in ("product", "other") or self._leads_beyond_parameters.get(reader, False)
+                for reader in node.users
+            )
         self.sites: dict[Node, str] = {}
         for node in self.gradients:
             self.sites[node] = self._find_site(node)
 
     def _collect_gradients(self, nodes: Iterable[Node]) -> None:
-        """Find all gradients, which are computed from the tangents, and their roles."""
+        """Find all gradients, which are computed from the tangents, their uses, and the sites of products."""
         for node in nodes:
             if node.op == "placeholder" and "tangents" in node.name:
                 self.gradients[node] = None
             elif node.op not in ("placeholder", "output") and any(x in self.gradients for x in node.all_input_nodes):
-                role = self.roles[node] = classify_gradient_use(node, self.gradients)
-                if role == "product":
-                    self._calls[node] = self._find_product_site(node)
-                if role != "shape" and is_floating_tensor(node):
+                use = self._uses[node] = classify_gradient_use(node, self.gradients)
+                if use == "product":
+                    # That of the forward product to whose derivative it belongs, or its own.
+                    stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
+                    paths = (name_nested_function(stack[:end]) for end in range(len(stack), 0, -1))
+                    keys = (self._plan.site_keys[path] for path in paths if path in self._plan.site_keys)
+                    self._product_sites[node] = next(keys, f"backward.{node.name}")
+                if use != "shape" and is_floating_tensor(node):
                     self.gradients[node] = None
-
-    def _find_product_site(self, node: Node) -> str:
-        """Return the site of the forward product to whose derivative a node belongs; its own where there is none."""
-        stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
-        paths = (name_nested_function(stack[:end]) for end in range(len(stack), 0, -1))
-        known = self._plan.site_keys
-        return next((known[path] for path in paths if path in known), f"backward.{node.name}")
 
     def _find_needed_site(self, reader: Node) -> str | None:
         """Return the site at which a reader needs its gradients; None if any will do."""
-        if reader.op == "output" or self.roles[reader] in ("shape", "widening"):
+        if reader.op == "output" or self._uses[reader] in ("shape", "widening"):
             return None
-        if self.roles[reader] == "product":
-            return self._calls[reader]
-        return GLOBAL_KEY if self.roles[reader] == "other" else self._preferred[reader]
-
-    def _set_preferred_site(self, node: Node) -> None:
-        """Set the site at which a gradient's readers want it."""
-        wanted = [site for reader in node.users if (site := self._find_needed_site(reader)) is not None]
-        self._preferred[node] = max(wanted, key=self._plan.find_site_rank) if wanted else None
-        self._leads[node] = any(self._leads_beyond_parameters(node, reader) for reader in node.users)
-
-    def _leads_beyond_parameters(self, node: Node, reader: Node) -> bool:
-        """Return whether a gradient goes to more than parameters through a reader."""
-        if reader.op != "output":
-            return self.roles[reader] in ("product", "other") or self._leads.get(reader, False)
-        gradients = pytree.tree_leaves(self._output.args)
-        is_known = len(gradients) == len(self._plan.parameter_inputs)
-        return is_known and not self._plan.parameter_inputs[gradients.index(node)]
+        if self._uses[reader] == "product":
+            return self._product_sites[reader]
+        return GLOBAL_KEY if self._uses[reader] == "other" else self._preferred[reader]
 
     def _find_site(self, node: Node) -> str:
-        role = self.roles.get(node, "other")
-        if role == "product":
-            return self._calls[node]
-        if role == "other":
+        """Return the site at which a gradient is made."""
+        use = self._uses.get(node, "other")
+        if use == "product":
+            return self._product_sites[node]
+        if use == "other":
             return GLOBAL_KEY
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
-        if role in ("part", "widening"):
+        if use in ("part", "widening"):
             return inputs[0]
         if _is_float16(node):
             # What is made for parameters, such as a bias, is made of what a product reads.
             inputs += [site for x in node.all_input_nodes if (site := self._preferred.get(x))]
-        return self._preferred[node] or max(inputs, key=self._plan.find_site_rank)
-
-    def _find_reading_site(self, reader: Node, node: Node) -> str:
-        """Return the site at which a reader takes a gradient."""
-        role = "other" if reader.op == "output" else self.roles[reader]
-        if role == "other":
-            return GLOBAL_KEY
-        return self.sites[reader if role in ("product", "linear") else node]
-
-    def list_site_keys(self) -> list[str]:
-        """Return all sites, the global one and then the others in forward order."""
-        return [GLOBAL_KEY, *sorted(set(self._calls.values()), key=self._plan.find_site_rank)]
+        return self._preferred[node] or max(inputs, key=self._get_rank)
 
     def list_edges(self) -> list[Edge]:
         """Return every gradient that moves, once for each site that it moves to."""
         found: dict[tuple[Node, str], Edge] = {}
         for node, source in self.sites.items():
             for reader in node.users:
-                target = self._find_reading_site(reader, node)
+                use = "other" if reader.op == "output" else self._uses[reader]
+                target = GLOBAL_KEY if use == "other" else self.sites[reader if use in ("product", "linear") else node]
                 if target != source:
                     found.setdefault((node, target), Edge(node, source, target, [])).readers.append(reader)
         return list(found.values())
@@ -303,18 +259,20 @@ class SitePlacement:
     def list_measured_gradients(self, moved: Mapping[Node, Edge]) -> dict[str, list[MeasuredGradient]]:
         """Return, by site, the gradients to measure: all that may overflow there, each tensor once.
 
-        That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it,
-        between which and its products other functions may lie.
+        That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it.
         """
         found: dict[str, dict[Node, MeasuredGradient]] = {}
 
         def add(key: str, node: Node, kind: str) -> None:
-            found.setdefault(key, {}).setdefault(_find_viewed_node(node), (node, kind))
+            viewed = node
+            while isinstance(viewed.target, torch._ops.OpOverload) and viewed.target._opname in _VIEW_NAMES:
+                viewed = viewed.all_input_nodes[0]
+            found.setdefault(key, {}).setdefault(viewed, (node, kind))
 
         def name_kind(node: Node) -> str:
-            return "passed" if self._leads[node] else "weight"
+            return "passed" if self._leads_beyond_parameters[node] else "weight"
 
-        for node, key in self._calls.items():
+        for node, key in self._product_sites.items():
             for x in node.all_input_nodes:
                 if x in self.gradients or x in moved:
                     add(key, x, "received")
@@ -326,7 +284,7 @@ class SitePlacement:
             if edge.target != GLOBAL_KEY and _is_float16(node):
                 add(edge.target, node, "received")
             # Before it became wider, which it does before it moves.
-            left = edge.node.all_input_nodes[0] if self.roles.get(edge.node) == "widening" else edge.node
+            left = edge.node.all_input_nodes[0] if self._uses.get(edge.node) == "widening" else edge.node
             if edge.source != GLOBAL_KEY and _is_float16(left):
                 add(edge.source, left, name_kind(left))
         for node, key in self.sites.items():

@@ -20,8 +20,8 @@ from ._policy import Amax, Policy
 from ._reports import LastStep
 from ._site import (
     GLOBAL_KEY,
-    HIGHEST,
-    LOWEST,
+    MAX_EXPONENT,
+    MIN_EXPONENT,
     GradientReading,
     Measurement,
     OverflowMemory,
@@ -44,11 +44,6 @@ def is_measured(iteration: int, restart: int, interval: int) -> bool:
     every further span of that length. Which one of a span it is, is pseudo-random: measurements at a fixed distance
     would fall on the same task of losses that take turns.
 
-    Args:
-        iteration: Its number, from 0.
-        restart: The number of the iteration from which the spans are counted, at most ``iteration``.
-        interval: The length of the longest spans.
-
     >>> [k for k in range(64) if is_measured(k, 0, 16)]
     [0, 1, 2, 6, 14, 23, 33, 51]
     >>> all(is_measured(k, 0, 1) for k in range(64))
@@ -68,11 +63,9 @@ def is_measured(iteration: int, restart: int, interval: int) -> bool:
 
 
 def find_overflow_sources(measured: list[Measurement]) -> list[Site]:
-    """Return the sites where gradients stopped being finite, from a measured backward pass.
-
-    An activation's gradient spreads an overflow to all that comes later in backward: of these only the first counts,
-    and none of the parameters that read it; a parameter's gradient spreads nowhere.
-    """
+    """Return the sites where gradients stopped being finite, from a measured backward pass."""
+    # An activation's gradient spreads an overflow to all that comes later in backward: of these only the first counts,
+    # and none of the parameters that read it; a parameter's gradient spreads nowhere.
     flow = next((one for one in measured if one.kind != "weight" and not one.reading.is_finite), None)
     found = [] if flow is None else [flow.site]
     for site, kinds in group_readings_by_site(measured).items():
@@ -108,10 +101,8 @@ AGREEMENT_OCCASIONS = ("step", "skipped step", "update")
 class GradientSharingProcesses:
     """The processes that share a scaler's gradients, by DistributedDataParallel or FSDP2.
 
-    They meet at every step whose gradients a scaler checks, after a skipped one, and at the update of an iteration that
-    was measured or skipped, all of which they know alike; a message is six integers, of which each rank learns the
-    least. It goes to the wrapper's own group, and tells who is out of step, so that nobody takes another's message for
-    an answer.
+    They meet in the wrapper's own group, at a step, after a skipped one, and at the update of an iteration that was
+    measured or skipped, all of which they know alike. Messages tell who is out of step.
     """
 
     def __init__(self) -> None:
@@ -121,22 +112,26 @@ class GradientSharingProcesses:
 
     def add_model(self, model: nn.Module) -> None:
         """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._add_wrapper(model)
         self._models.append(weakref.ref(model))
-        for group in _list_fsdp_groups(model):
-            self._add_group(group)
+        self._add_groups(model if isinstance(model, nn.parallel.DistributedDataParallel) else None, [model])
 
     def find_groups(self) -> None:
         """Look for wrappers again, once in an iteration, in the forward pass of a model."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        active = nn.parallel.DistributedDataParallel._active_ddp_module
-        if active is not None:
-            self._add_wrapper(active)
-        for model in (one() for one in self._models):
-            for group in () if model is None else _list_fsdp_groups(model):
-                self._add_group(group)
+        if dist.is_available() and dist.is_initialized():
+            self._add_groups(nn.parallel.DistributedDataParallel._active_ddp_module, self._list_models())
+
+    def _add_groups(self, wrapper: nn.parallel.DistributedDataParallel | None, models: list[nn.Module]) -> None:
+        """Add the process groups of a wrapper, and of FSDP2 in models."""
+        found = [group for model in models for group in _list_fsdp_groups(model)]
+        if wrapper is not None:
+            self._wrappers.add(wrapper)
+            found.insert(0, wrapper.process_group)
+        for group in found:
+            if dist.get_world_size(group) > 1 and not any(group is known for known in self._groups):
+                self._groups.append(group)
+
+    def _list_models(self) -> list[nn.Module]:
+        return [model for one in self._models if (model := one()) is not None]
 
     def agree_on_minimum(self, occasion: str, iteration: int, values: list[int]) -> list[int]:
         """Return the minimum of each value (two at most) over all processes that share gradients."""
@@ -151,8 +146,7 @@ class GradientSharingProcesses:
             )
         place = AGREEMENT_OCCASIONS.index(occasion)
         message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
-        models = [model for model in (one() for one in self._models) if model is not None]
-        device = next((p.device for model in models for p in model.parameters()), "cpu")
+        device = next((p.device for model in self._list_models() for p in model.parameters()), "cpu")
         found = torch.tensor(message, device=device, dtype=torch.int64)
         for group in self._groups:
             try:
@@ -173,14 +167,6 @@ class GradientSharingProcesses:
                     "often in every process, and load the same state in all"
                 )
         return least[4 : 4 + len(values)]
-
-    def _add_wrapper(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
-        self._wrappers.add(wrapper)
-        self._add_group(wrapper.process_group)
-
-    def _add_group(self, group: Any) -> None:
-        if dist.get_world_size(group) > 1 and not any(group is known for known in self._groups):
-            self._groups.append(group)
 
 
 def _list_fsdp_groups(model: nn.Module) -> Iterator[Any]:
@@ -209,9 +195,7 @@ def _list_fsdp_groups(model: nn.Module) -> Iterator[Any]:
 class ExponentController:
     """Sets every exponent at the end of an iteration, from measurements and overflows.
 
-    Whether an iteration is measured, and the global exponent, are the same in all processes: they follow from the
-    number of the iteration, from which steps were skipped, and from what `_agree_on_minimum` says. Other exponents may
-    differ.
+    Whether an iteration is measured, and the global exponent, are the same in all processes; others may differ.
     """
 
     def __init__(
@@ -227,10 +211,11 @@ class ExponentController:
     ) -> None:
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
-        if not (isinstance(floor, int) and isinstance(ceiling, int) and LOWEST <= floor <= ceiling <= HIGHEST):
+        are_integers = isinstance(floor, int) and isinstance(ceiling, int)
+        if not (are_integers and MIN_EXPONENT <= floor <= ceiling <= MAX_EXPONENT):
             raise ValueError(
-                f"floor and ceiling are integers, {LOWEST} <= floor <= ceiling <= {HIGHEST}, got {floor!r} and "
-                f"{ceiling!r}"
+                f"floor and ceiling are integers, {MIN_EXPONENT} <= floor <= ceiling <= {MAX_EXPONENT}, got {floor!r} "
+                f"and {ceiling!r}"
             )
         if not floor <= start <= ceiling:
             raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")
@@ -254,49 +239,46 @@ class ExponentController:
         self.floor, self.ceiling, self.start = floor, ceiling, start
         self.iteration = 0
         # The iteration from which `is_measured` counts, and how many steps in a row were skipped before it.
-        self._restarted = 0
+        self._restart_iteration = 0
         self._skips_in_row = 0
-        # The iteration from which exponents follow what losses send into the model.
-        self.following = self.backward.following
-        self.since = 0
+        self.loss_follower = self.backward.loss_follower
+        # Steps since the global exponent last changed.
+        self.steps_since_change = 0
         self.losses: list[Tensor] = []
         self._measured: list[Measurement] = []
         # The sites that overflowed in this iteration, and those of one that was not measured, which all may have.
-        self._sources: dict[Site, None] = {}
+        self._overflow_sources: dict[Site, None] = {}
         self._suspects: list[Site] = []
-        self._skipped = False
+        self._is_skipped = False
         # Whether exponents are to blame for that: not for a loss that is no number.
-        self._overflowed = False
-        self._measure_next = False
+        self._has_overflowed = False
+        self._measures_next = False
 
     def read_overflow(self, flags: list[Tensor]) -> bool:
         """Read whether any flag is set, and the iteration's measurements, by one copy from the device."""
         binades: list[Tensor] = []
         if self.backward.measuring:
-            held, self.following.binades = self.following.binades, []
+            held, self.loss_follower.binades = self.loss_follower.binades, []
             binades = [torch.as_tensor(binade, dtype=torch.float32, device=flags[0].device) for binade in held]
         values, measured = self.backward.measurements.read_all([*flags, *binades])
         self._measured += measured
-        self.following.read += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
+        self.loss_follower.read_binades += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
         found = any(value != 0 for value in values[: len(flags)])
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
         return not self._agree_on_minimum("step", int(not found))[0]
 
     def record_skipped_step(self) -> LastStep:
-        """Record a skipped step and return its reason, with the sites whose gradients overflowed.
-
-        A measured iteration shows them. Another one lowers all sites, and the next one is measured.
-        """
-        self._skipped = True
+        """Record a skipped step and return its reason, with the sites whose gradients overflowed."""
+        self._is_skipped = True
         backward, global_site = self.backward, self.sites.global_site
         finite = all(copy_to_host([torch.isfinite(get_local_values(loss)).all() for loss in self.losses]))
         found = find_overflow_sources(self._measured) if finite and self.policy.per_site else []
         finite, unknown = map(bool, self._agree_on_minimum("skipped step", int(finite), int(not found)))
         if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
-        self._overflowed = True
+        self._has_overflowed = True
         if not self.policy.per_site:
-            self._sources = {global_site: None}
+            self._overflow_sources = {global_site: None}
             words = f"gradients overflowed at the scale of all, 2^{global_site.exponent}"
             return LastStep(False, words, (("global", global_site.exponent),))
         if not found and not unknown:
@@ -306,31 +288,29 @@ class ExponentController:
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [global_site]
-        self._sources |= dict.fromkeys(found)
+        self._overflow_sources |= dict.fromkeys(found)
         blamed = tuple((site.key, site.exponent) for site in found)
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
-    def update_exponents(self) -> None:
-        """Set the exponents of the next iteration."""
-        if self.policy.per_site:
-            self._update_sites()
+    def update_exponents(self, by_hand: int | None = None) -> None:
+        """Set the exponents of the next iteration: the global one alone where it is given by hand."""
+        global_site = self.sites.global_site
+        if by_hand is not None:
+            self._set_exponent(global_site, by_hand)
         else:
-            self._update_global_site()
-        if self.backward.measuring or self._skipped:
-            global_site = self.sites.global_site
-            exponent, calm = self._agree_on_minimum("update", global_site.exponent, int(not self._measure_next))
-            global_site.exponent, self._measure_next = exponent, not calm
+            if self.policy.per_site:
+                self._update_sites()
+            else:
+                self._update_global_site()
+            if self.backward.measuring or self._is_skipped:
+                exponent, calm = self._agree_on_minimum("update", global_site.exponent, int(not self._measures_next))
+                global_site.exponent, self._measures_next = exponent, not calm
         self._begin_iteration()
 
     def _agree_on_minimum(self, occasion: str, *values: int) -> list[int]:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
         return self.processes.agree_on_minimum(occasion, self.iteration, list(values))
-
-    def set_global_exponent(self, exponent: int) -> None:
-        """Set the global exponent by hand, and end the iteration."""
-        self._set_exponent(self.sites.global_site, exponent)
-        self._begin_iteration()
 
     def assign_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set exponents by hand, all others to 0, and begin a new iteration."""
@@ -347,68 +327,68 @@ class ExponentController:
 
     @property
     def progress(self) -> list:
-        """The counters that a state holds beside its sites.
-
-        The iteration, steps since the global scale last changed, whether this one is measured, 0, the iteration from
-        which measured ones are counted, how many steps in a row were skipped, and 0.
-        """
-        return [self.iteration, self.since, self.backward.measuring, 0, self._restarted, self._skips_in_row, 0]
+        """The counters that a state holds beside its sites; two that are no more are 0."""
+        counters = [self.iteration, self.steps_since_change, self.backward.measuring]
+        return [*counters, 0, self._restart_iteration, self._skips_in_row, 0]
 
     def load_state(self, given: dict[str, Any], progress: list) -> None:
         """Load the sites of a state."""
         load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
             self._set_exponent(self.sites[key], values["exponent"])
-        self.iteration, self.since, self.backward.measuring = progress[:3]
-        self._restarted, self._skips_in_row = progress[4:6]
-        self.sites.global_site.loss_binade, self.following.resumes = given[GLOBAL_KEY]["reference"]
-        self.following.begin_iteration(self.iteration)
+        self.iteration, self.steps_since_change, self.backward.measuring = progress[:3]
+        self._restart_iteration, self._skips_in_row = progress[4:6]
+        self.sites.global_site.loss_binade, self.loss_follower.resumes = given[GLOBAL_KEY]["reference"]
+        self.loss_follower.begin_iteration(self.iteration)
         self.sites.note_lowest_exponent()
 
     # sites with exponents of their own ------------------------------------------------------------------------
 
     def _update_sites(self) -> None:
         """Lower the sites that overflowed, and set the others that were measured by the policy."""
-        if self._skipped and not self._overflowed:
+        if self._is_skipped and not self._has_overflowed:
             return
         measuring = self.backward.measuring
-        self._skips_in_row = self._skips_in_row + 1 if self._skipped else 0
-        if not (self._skipped or measuring):
+        self._skips_in_row = self._skips_in_row + 1 if self._is_skipped else 0
+        if not (self._is_skipped or measuring):
             return
         narrow = any(one.reading.format for one in self._measured)
         if self.sites.global_site.loss_binade is None:
-            self.following.update_reference(narrow, self.floor, self.ceiling)
+            self.loss_follower.update_reference(narrow, self.floor, self.ceiling)
         readings = group_readings_by_site(self._measured)
         fallen = self._lower_overflowed_sites(readings)
-        lost = recover_vanished_sizes(self.backward.list_edges(), readings, self.following.measured_lift)
+        lost = recover_vanished_sizes(self.backward.edge_hooks, readings, self.loss_follower.measured_lift)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.is_finite for reading in kinds.values()):
                 self._set_site_by_policy(site, kinds, site in lost)
-        self._measure_next = bool(lost) or self._raise_vanished_sites(readings)
+        self._measures_next = bool(lost) or self._raise_vanished_sites(readings)
         global_site = self.sites.global_site
-        if measuring and not self._sources and not global_site.history:
+        if measuring and not self._overflow_sources and not global_site.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
-            self._set_exponent(
-                global_site, self._limit_exponent(global_site, min(self.start, global_site.exponent + 1))
-            )
-        self.following.update_reference(narrow, self.floor, self.ceiling)
+            higher = min(self.start, global_site.exponent + 1)
+            self._set_exponent(global_site, self._limit_exponent(global_site, higher))
+        self.loss_follower.update_reference(narrow, self.floor, self.ceiling)
         self.sites.note_lowest_exponent()
 
     def _lower_overflowed_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> Collection[Site]:
-        """Lower the sites that overflowed and those that the overflow reached; return them.
-
-        Who it was is not known of an iteration that was not measured, and all fall. After several skips in a row, all
-        fall to one exponent.
-        """
-        for site in self._sources:
-            site.overflows += 1
-            self._remember_overflow(site, site.exponent)
+        """Lower the sites that overflowed, or may have, and those that the overflow reached; return them."""
+        self._count_overflows()
         if self._skips_in_row > _SKIPS_BEFORE_COMMON_FALL:
-            return self._lower_sites_to_one_exponent()
+            # Lowering single sites did not stop the overflows. No losses are followed for a while where one pass
+            # reaches several outputs, of which the first one may mislead.
+            if self.loss_follower.has_several_outputs:
+                self.loss_follower.resumes = self.iteration + _REMEMBERED_INTERVALS * self.interval
+            fallen = {**self.backward.reached, self.sites.global_site: None}
+            # The global exponent falls at once to the others, which are far below it by now.
+            own = [site for site in fallen if not site.follows_global]
+            highest = max(site.exponent for site in own or fallen)
+            for site in self.sites:
+                self._set_exponent(site, min(site.exponent, highest - _COMMON_FALL))
+            return fallen
         reached = [
             site for site, kinds in readings.items() if any(one.format and not one.is_finite for one in kinds.values())
         ]
-        fallen = dict.fromkeys([*self._sources, *self._suspects, *reached])
+        fallen = dict.fromkeys([*self._overflow_sources, *self._suspects, *reached])
         for site in fallen:
             # At least to the exponent that the policy derives from its history.
             wanted = None if self.policy.wants_operands else self.policy.exponent(site)
@@ -416,25 +396,12 @@ class ExponentController:
             self._set_exponent(site, after if wanted is None else min(after, wanted))
         return fallen
 
-    def _lower_sites_to_one_exponent(self) -> Collection[Site]:
-        """Lower all sites to one exponent, after lowering single ones did not stop the overflows.
-
-        It does not follow losses where one pass reaches several outputs, of which the first one may mislead.
-        """
-        if self.following.several:
-            self.following.resumes = self.iteration + _REMEMBERED_INTERVALS * self.interval
-        reached = {**self.backward.reached, self.sites.global_site: None}
-        # The global exponent falls at once to the others, which are far below it by now.
-        own = [site for site in reached if not site.follows_global]
-        highest = max(site.exponent for site in own or reached)
-        for site in self.sites:
-            self._set_exponent(site, min(site.exponent, highest - _COMMON_FALL))
-        return reached
-
-    def _remember_overflow(self, site: Site, exponent: int) -> None:
-        """Record that a site overflowed at an exponent."""
-        site.memory.recall_exponent(self.iteration)  # forgets what is old
-        site.memory.note_overflow(exponent, self.iteration + _REMEMBERED_INTERVALS * self.interval)
+    def _count_overflows(self) -> None:
+        """Count and remember the overflow of each site that is to blame."""
+        for site in self._overflow_sources:
+            site.overflows += 1
+            site.memory.recall_exponent(self.iteration)  # forgets what is old
+            site.memory.note_overflow(site.exponent, self.iteration + _REMEMBERED_INTERVALS * self.interval)
 
     def _set_site_by_policy(self, site: Site, kinds: dict[str, GradientReading], lost: bool) -> None:
         """Set the exponent of a measured site that did not overflow; ``lost``: all gradients arrive as zero."""
@@ -447,10 +414,8 @@ class ExponentController:
             # The measurement limits the exponent better than the memory does.
             site.memory.exponent = None
         if exponent is not None:
-            self._set_exponent(
-                site,
-                self._limit_halfway(site, exponent) if lost else self._limit_exponent(site, exponent),
-            )
+            limit = self._limit_halfway if lost else self._limit_exponent
+            self._set_exponent(site, limit(site, exponent))
 
     def _raise_vanished_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> bool:
         """Raise all measured sites if every gradient was stored as zero."""
@@ -458,10 +423,8 @@ class ExponentController:
         if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
             return False
         for site in readings:
-            self._set_exponent(
-                site,
-                self._limit_halfway(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)),
-            )
+            higher = 2 * site.exponent - self.policy.exponent_after_overflow(site)
+            self._set_exponent(site, self._limit_halfway(site, higher))
         return True
 
     def _limit_exponent(self, site: Site, exponent: int) -> int:
@@ -476,10 +439,7 @@ class ExponentController:
         return min(_MARGIN_BELOW_OVERFLOW, site.exponent - self.policy.exponent_after_overflow(site))
 
     def _limit_halfway(self, site: Site, exponent: int) -> int:
-        """Return the wanted exponent, or one halfway to the last overflow's where it is not below that.
-
-        A site that does not overflow there any more, as it is there or above, may go anywhere.
-        """
+        """Return the wanted exponent, or one halfway to the last overflow's where it is not below that."""
         overflowed = site.memory.recall_exponent(self.iteration)
         if overflowed is None or not site.exponent < overflowed <= exponent:
             return exponent
@@ -497,25 +457,21 @@ class ExponentController:
         readings = group_readings_by_site(self._measured)
         for site, kinds in readings.items():
             site.store_readings(kinds)
-        for site in self._sources:
-            site.overflows += 1
-            self._remember_overflow(site, site.exponent)
-        self.since += 1
-        wanted = self.policy.global_exponent(global_site.exponent, self._skipped, self.since, self.iteration + 1)
+        self._count_overflows()
+        self.steps_since_change += 1
+        since, step = self.steps_since_change, self.iteration + 1
+        wanted = self.policy.global_exponent(global_site.exponent, self._is_skipped, since, step)
         if wanted is None:
-            if not self._skipped and not self.backward.measuring:
+            if not self._is_skipped and not self.backward.measuring:
                 return
             found = self._find_measured_exponent(readings)
-            wanted = self.policy.exponent_after_overflow(global_site) if self._skipped else found
-        if wanted is not None and (wanted != global_site.exponent or self._skipped):
-            self.since = 0
+            wanted = self.policy.exponent_after_overflow(global_site) if self._is_skipped else found
+        if wanted is not None and (wanted != global_site.exponent or self._is_skipped):
+            self.steps_since_change = 0
             self._set_exponent(global_site, wanted)
 
     def _find_measured_exponent(self, readings: dict[Site, dict[str, GradientReading]]) -> int | None:
-        """Return the exponent that all measured gradients allow, below any overflow that they do not explain.
-
-        That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
-        """
+        """Return the exponent that all measured gradients allow, below an overflow of a loss outside the model."""
         global_site = self.sites.global_site
         found = [self.policy.exponent(site) for site in self.sites if site.history]
         wanted = min((exponent for exponent in found if exponent is not None), default=None)
@@ -537,20 +493,19 @@ class ExponentController:
         """Count an iteration, clear what the last one gathered, and decide whether the next one is measured."""
         self.iteration += 1
         self.backward.end_iteration()
-        if self._skipped:
+        if self._is_skipped:
             # An overflow left sites without a measurement, and what comes may overflow, too.
-            self._restarted = self.iteration
-        self.backward.measuring = self._measure_next or is_measured(self.iteration, self._restarted, self.interval)
-        followed = self.following.on
-        self.following.begin_iteration(self.iteration)
-        if self.following.on and not followed:
+            self._restart_iteration = self.iteration
+        is_due = is_measured(self.iteration, self._restart_iteration, self.interval)
+        self.backward.measuring = self._measures_next or is_due
+        followed = self.loss_follower.on
+        self.loss_follower.begin_iteration(self.iteration)
+        if self.loss_follower.on and not followed:
             # Exponents of meanwhile are meant for losses of meanwhile.
             self.sites.set_reference_binade(None)
         for site in self.sites:
             site.proposals.clear()
-        self._measured.clear()
-        self.following.read.clear()
-        self._sources.clear()
-        self._suspects.clear()
-        self.losses.clear()
-        self._skipped = self._overflowed = self._measure_next = False
+        for gathered in (self._measured, self.loss_follower.read_binades, self._suspects, self.losses):
+            gathered.clear()
+        self._overflow_sources.clear()
+        self._is_skipped = self._has_overflowed = self._measures_next = False

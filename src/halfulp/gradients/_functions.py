@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodWrapperType
 from typing import Any, Literal
@@ -32,10 +33,8 @@ _FUNCTIONS_WITHOUT_GRADIENT = {
 }
 _FUNCTIONS_BY_KIND: tuple[tuple[OperatorKind, set[str]], ...] = (
     ("product", PRODUCT_NAMES),
-    (
-        "cell",
-        RECURRENT_CELL_NAMES,
-    ),  # all steps share a site, that of the state, which several parts of such a function read
+    # All steps share a site, that of the state, which several parts of such a function read.
+    ("cell", RECURRENT_CELL_NAMES),
     ("shape", _FIRST_ARGUMENT_FUNCTIONS),
     ("fact", _FUNCTIONS_WITHOUT_GRADIENT),
 )
@@ -59,7 +58,8 @@ def classify_function(function: Callable[..., Any]) -> OperatorKind:
     return "in-place" if inplace or name == "__setitem__" or name.startswith("__i") else "plain"
 
 
-ProductForm = Literal["left", "right", "convolution", "transposed"]
+# Which side of a product of matrices the gradient is, or which kind of convolution was differentiated.
+GradientSide = Literal["left", "right", "convolution", "transposed convolution"]
 
 # The places of the two factors.
 _MATRIX_FACTOR_PLACES = {
@@ -72,58 +72,47 @@ _GROUPS_PLACE = 6
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The operands of a product in backward, as sums over k of gradient[..., k] weight[k, ...].
-
-    Attributes:
-        gradient: Of the product's result, as stored; shape (..., K).
-        weight: The other factor; shape (K, ...).
-        fan: How many terms each sum has: K, times the kernel's size and through the groups for convolutions.
-    """
+    """The operands of a product in backward, as sums over k of gradient[..., k] weight[k, ...]."""
 
     gradient: Tensor
     weight: Tensor
+    # How many terms each sum has: K, times the kernel's size and through the groups for convolutions.
     fan: int
 
 
 @dataclasses.dataclass(frozen=True)
 class SecondFactor:
-    """The second operand of a product in backward, by which a gradient is multiplied.
+    """The second operand of a product in backward, by which a gradient is multiplied."""
 
-    Attributes:
-        tensor: The matrix, batched or not, or the convolution's weight as torch stores it.
-        form: Which side of a product of matrices the gradient is, or which kind of convolution was differentiated.
-        groups: Of the convolution.
-    """
-
+    # The matrix, batched or not, or the convolution's weight as torch stores it.
     tensor: Tensor
-    form: ProductForm
+    gradient_side: GradientSide
     groups: int = 1
 
     def align_operands(self, gradient: Tensor) -> Operands:
         """Return gradient and weight with the summed dimensions last and first; complex ones as real numbers."""
-        gradient, weight, fan = self._align_dimensions(gradient.detach(), self.tensor.detach())
+        gradient, weight = gradient.detach(), self.tensor.detach()
+        if self.gradient_side == "left":
+            weight = weight.movedim(-2, 0)
+            fan = weight.shape[0]
+        elif self.gradient_side == "right":
+            gradient, weight = gradient.movedim(-2, -1), weight.movedim(-1, 0)
+            fan = weight.shape[0]
+        else:
+            if self.gradient_side == "transposed convolution":
+                weight = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+            gradient = gradient.movedim(1 - weight.dim(), -1)
+            fan = weight.shape[0] // self.groups * math.prod(weight.shape[2:])
         if gradient.is_complex():
             gradient, weight = torch.cat([gradient.real, gradient.imag], -1), torch.cat([weight.real, weight.imag])
             fan *= 2
         return Operands(gradient, weight, fan)
 
-    def _align_dimensions(self, gradient: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor, int]:
-        match self.form:
-            case "left":
-                return gradient, tensor.movedim(-2, 0), tensor.shape[-2]
-            case "right":
-                return gradient.movedim(-2, -1), tensor.movedim(-1, 0), tensor.shape[-1]
-            case "transposed":
-                tensor = tensor.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
-        fan = tensor.shape[0] // self.groups * math.prod(tensor.shape[2:])
-        return gradient.movedim(1 - tensor.dim(), -1), tensor, fan
-
 
 def list_second_factors(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[SecondFactor]:
     """Return the factors by which a product's gradient is multiplied, one for each argument that it is passed on to.
 
-    A layer's input counts even where nothing is passed on to it. Nothing where there is no one such factor, as in a
-    fused attention or a recurrent layer.
+    None where there is no one such factor, as in a fused attention or a recurrent layer.
     """
     name = get_function_name(function)
     given = [*args, *kwargs.values()]
@@ -136,8 +125,9 @@ def list_second_factors(function: Callable, args: tuple, kwargs: Mapping[str, An
     left, right = a.detach(), b.detach()
     if name in _CONVOLUTION_NAMES:
         groups = kwargs.get("groups", args[_GROUPS_PLACE] if len(args) > _GROUPS_PLACE else 1)
-        yield SecondFactor(right, "transposed" if "transpose" in name else "convolution", groups)
+        yield SecondFactor(right, "transposed convolution" if "transpose" in name else "convolution", groups)
         return
+    # A layer's input counts even where nothing is passed on to it.
     if not is_parameter(a) and (a.requires_grad or is_parameter(b)):
         # A linear layer's weight is stored transposed already.
         yield SecondFactor(right if name == "linear" else right.mT, "left")
@@ -155,20 +145,20 @@ def is_parameter(tensor: Tensor) -> bool:
 _TYPES_WITHOUT_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
 
 
-def list_differentiable(value: Any) -> Iterator[Tensor]:
+def list_differentiable_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested arguments that require gradients."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from list_differentiable(item)
+            yield from list_differentiable_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from list_differentiable(item)
+            yield from list_differentiable_tensors(item)
     elif type(value) not in _TYPES_WITHOUT_TENSORS and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from list_differentiable(getattr(value, field.name, None))
+            yield from list_differentiable_tensors(getattr(value, field.name, None))
 
 
 def memoize_by_tensor(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -189,32 +179,25 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: 
         return value
     if isinstance(value, Tensor):
         return change(value) if value.requires_grad or not differentiable else value
-    if isinstance(value, dict):
-        found = {key: map_tensors(item, change, differentiable) for key, item in value.items()}
-        if all(found[key] is item for key, item in value.items()):
-            return value
-        # A subclass (outputs of transformers) in a copy.
-        changed = {} if type(value) is dict else copy.copy(value)
-        for key, item in found.items():
-            changed[key] = item
-        return changed
     if isinstance(value, list | tuple):
         items = [map_tensors(item, change, differentiable) for item in reversed(value)][::-1]
         if all(a is b for a, b in zip(items, value)):
             return value
         # Named and structured ones keep their class, too.
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _rebuild_dataclass(value, change, differentiable)
-    return value
-
-
-def _rebuild_dataclass(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool) -> Any:
-    found = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    changed = {name: map_tensors(item, change, differentiable) for name, item in found.items()}
-    if all(changed[name] is found[name] for name in found):
+    assign: Callable[[Any, Any, Any], None] = operator.setitem
+    if isinstance(value, dict):
+        before = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        before = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        assign = object.__setattr__  # a frozen one has no other
+    else:
         return value
-    made = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(made, name, item)
-    return made
+    found = {key: map_tensors(item, change, differentiable) for key, item in before.items()}
+    if all(found[key] is item for key, item in before.items()):
+        return value
+    # A subclass (outputs of transformers) in a copy.
+    changed = {} if type(value) is dict else copy.copy(value)
+    for key, item in found.items():
+        assign(changed, key, item)
+    return changed

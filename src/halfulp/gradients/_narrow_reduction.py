@@ -6,7 +6,6 @@ import functools
 import typing
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,21 +17,8 @@ from .._torch_versions import ALL_GATHER
 from ..subclass.models._conversion import check_module
 
 STATE_VERSION = 1
-_WIRE, _WIDE = torch.bfloat16, torch.float32
+_SENT_DTYPE, _SUM_DTYPE = torch.bfloat16, torch.float32
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass
-class _RoundingRemainders:
-    """The remainders that rounding has kept back from the gradients of one parameter.
-
-    Attributes:
-        sent: of what this rank sent.
-        summed: of the sums that this rank computed for all.
-    """
-
-    sent: Tensor | None = None
-    summed: Tensor | None = None
 
 
 class NarrowReduction:
@@ -48,15 +34,13 @@ class NarrowReduction:
         self.bytes_sent, self.names = 0, names
         self._scaler, self.group = scaler, group
         self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._remainders: defaultdict[str, _RoundingRemainders] = defaultdict(_RoundingRemainders)
+        # What rounding has kept back, by parameter: of what this rank sent, and of the sums that it computed for all.
+        self._remainders: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         self._scale = self._read_scale()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, under a key with its rank: every rank saves its own, in a file or by DCP."""
-        held = {
-            name: {key: value for key, value in vars(debt).items() if value is not None}
-            for name, debt in self._remainders.items()
-        }
+        held = {name: dict(remainders) for name, remainders in self._remainders.items()}
         head = {"version": STATE_VERSION, "ranks": self.size, "scale": self._scale}
         return {**head, f"rank_{self._rank}": held}
 
@@ -81,11 +65,8 @@ class NarrowReduction:
             sizes = {"sent": numbers[name], "summed": -(-numbers[name] // self.size)}
             if any(owed.numel() != sizes[part] for part, owed in held.items()):
                 raise ValueError(f"the state is of another model, whose {name!r} has another size: load this model's")
-        copied = {
-            name: _RoundingRemainders(**{part: owed.clone() for part, owed in held.items()})
-            for name, held in state_dict[mine].items()
-        }
-        self._remainders, self._scale = defaultdict(_RoundingRemainders, copied), state_dict["scale"]
+        copied = {name: {part: owed.clone() for part, owed in held.items()} for name, held in state_dict[mine].items()}
+        self._remainders, self._scale = defaultdict(dict, copied), state_dict["scale"]
 
     def average_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket of DistributedDataParallel's over the ranks, in place."""
@@ -93,7 +74,13 @@ class NarrowReduction:
         if bucket.buffer().is_sparse:
             raise NotImplementedError("sparse gradients are not sent in bfloat16: make the embedding with sparse=False")
         if self.size > 1:
-            self._rescale_remainders()
+            scale = self._read_scale()
+            if scale != self._scale:
+                # The remainders are kept in units of the gradients that arrive.
+                ratio, self._scale = scale / self._scale, scale
+                for remainders in self._remainders.values():
+                    for owed in remainders.values():
+                        owed.mul_(ratio)
             names = [self.names[parameter] for parameter in bucket.parameters()]
             gradients = bucket.gradients()
             sent = [
@@ -111,17 +98,17 @@ class NarrowReduction:
 
     def _round_to_bfloat16(self, name: str, part: Literal["sent", "summed"], given: Tensor) -> Tensor:
         """Round a flat tensor to bfloat16, and keep back what is lost."""
-        debt = self._remainders[name]
-        if given.dtype == _WIRE:
+        remainders = self._remainders[name]
+        if given.dtype == _SENT_DTYPE:
             return given
         if given.dtype not in _GRADIENT_DTYPES:
-            raise NotImplementedError(f"{name}: a gradient of {given.dtype}: {_WIRE} would lose most of it")
-        owed = getattr(debt, part)
-        whole = given.to(_WIDE) if owed is None else given.to(_WIDE) + owed
-        payload = whole.to(_WIRE)
-        lost = whole - payload.to(_WIDE)
+            raise NotImplementedError(f"{name}: a gradient of {given.dtype}: {_SENT_DTYPE} would lose most of it")
+        owed = remainders.get(part)
+        whole = given.to(_SUM_DTYPE) if owed is None else given.to(_SUM_DTYPE) + owed
+        payload = whole.to(_SENT_DTYPE)
+        lost = whole - payload.to(_SUM_DTYPE)
         # An overflow is seen by whoever skips the step, and is not owed for ever.
-        setattr(debt, part, torch.where(lost.isfinite(), lost, 0.0))
+        remainders[part] = torch.where(lost.isfinite(), lost, 0.0)
         return payload
 
     def _exchange_and_sum_rows(self, rows: Tensor) -> Tensor:
@@ -131,7 +118,7 @@ class NarrowReduction:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         self.bytes_sent += sent.numel() - sent.numel() // self.size
-        return functools.reduce(torch.add, received.view(_WIRE).to(_WIDE).unbind())
+        return functools.reduce(torch.add, received.view(_SENT_DTYPE).to(_SUM_DTYPE).unbind())
 
     def _gather_rows(self, mine: Tensor) -> Tensor:
         """Return every rank's row."""
@@ -139,20 +126,10 @@ class NarrowReduction:
         received = torch.empty(self.size * sent.numel(), dtype=torch.uint8, device=sent.device)
         ALL_GATHER(received, sent, group=self.group)
         self.bytes_sent += sent.numel() * (self.size - 1)
-        return received.view(_WIRE).view(self.size, -1)
+        return received.view(_SENT_DTYPE).view(self.size, -1)
 
     def _read_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
-
-    def _rescale_remainders(self) -> None:
-        """Rescale the kept remainders to the scale of the arriving gradients."""
-        scale = self._read_scale()
-        if scale != self._scale:
-            ratio, self._scale = scale / self._scale, scale
-            for debt in self._remainders.values():
-                for owed in (debt.sent, debt.summed):
-                    if owed is not None:
-                        owed.mul_(ratio)
 
 
 def _average_bucket_hook(reduction: NarrowReduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -18,7 +18,7 @@ _POLICIES_BY_NAME: dict[str, type[Policy]] = {}
 # Beyond 2^15 more room in the format serves nobody, and sums of squares would leave float32.
 _HIGHEST_USED_EXPONENT = 15
 # Powers of two left free above peaks; above what is usual, where so many binades stay below it.
-_PEAK_ROOM, _USUAL_ROOM, _BELOW = 3, 8, 27
+_HEADROOM_ABOVE_PEAK, _HEADROOM_ABOVE_MEDIAN, _BINADES_BELOW_MEDIAN = 3, 8, 27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +72,7 @@ class Policy(abc.ABC):
 
 
 def get_policy(policy: Policy | str) -> Policy:
-    """Return the policy of that name with its defaults; a Policy is returned as it is.
-
-    >>> get_policy("amax")
-    Amax(headroom=None, measurements=4)
-    """
+    """Return the policy of that name with its defaults; a Policy is returned as it is."""
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str):
@@ -136,8 +132,8 @@ def _find_peak_exponent(sizes: list[float], room: int | None, format: Format) ->
     largest = math.frexp(max(sizes))[1] - 1
     if room is not None:
         return largest + room
-    usual = largest + min(_PEAK_ROOM, format.binades // 6)
-    above_usual = min(_USUAL_ROOM, format.binades - _BELOW)
+    usual = largest + min(_HEADROOM_ABOVE_PEAK, format.binades // 6)
+    above_usual = min(_HEADROOM_ABOVE_MEDIAN, format.binades - _BINADES_BELOW_MEDIAN)
     return max(usual, math.frexp(statistics.median(sizes))[1] - 1 + above_usual)
 
 

@@ -109,21 +109,19 @@ class SiteTable:
         return {"sites": [dataclasses.asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        lines = [_format_row_cells(row) for row in self.rows]
+        lines = [
+            {
+                "site": row.site,
+                "exponent": "global" if row.merged else str(row.exponent),
+                **{f"amax {kind}": "–" if amax is None else f"{amax:.2g}" for kind, amax in row.amax.items()},
+                "zero": "–" if row.zero is None else f"{row.zero:.2%}",
+                "subnormal": "–" if row.subnormal is None else f"{row.subnormal:.2%}",
+                "format": row.format or "wide",
+                "overflows": str(row.overflows or ""),
+            }
+            for row in self.rows
+        ]
         headers = list(lines[0])
         widths = [max(len(header), *(len(line[header]) for line in lines)) for header in headers]
         table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
         return "\n".join("  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table)
-
-
-def _format_row_cells(row: SiteRow) -> dict[str, str]:
-    amax = {f"amax {kind}": "–" if value is None else f"{value:.2g}" for kind, value in row.amax.items()}
-    shares = {"zero": row.zero, "subnormal": row.subnormal}
-    return {
-        "site": row.site,
-        "exponent": "global" if row.merged else str(row.exponent),
-        **amax,
-        **{name: "–" if share is None else f"{100 * share:.2f}%" for name, share in shares.items()},
-        "format": row.format or "wide",
-        "overflows": str(row.overflows or ""),
-    }

@@ -20,7 +20,7 @@ from ..rounding import Rounding
 from ._controller import ExponentController
 from ._policy import Policy, get_policy
 from ._reports import LastStep, SiteRow, SiteTable
-from ._site import GLOBAL_KEY, HIGHEST, parse_scale_exponent
+from ._site import GLOBAL_KEY, MAX_EXPONENT, parse_scale_exponent
 from ._state import check_sites, read_sites, save_sites
 from .eager._attach import attach_scaler, get_wrapped_model
 
@@ -85,7 +85,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         format: Format | str | torch.dtype | None = None,
         rounding: Rounding | str = "nearest",
         floor: int = -30,
-        ceiling: int = HIGHEST,
+        ceiling: int = MAX_EXPONENT,
         float32_outputs: bool | None = None,
         enabled: bool = True,
     ) -> None:
@@ -137,25 +137,21 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        if isinstance(outputs, Tensor):
-            return self._scale_output(outputs)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(one) for one in outputs)
-        if isinstance(outputs, Iterable):
-            return map(self.scale, outputs)
-        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
-
-    def _scale_output(self, output: Tensor) -> Tensor:
-        """Return one loss times the scale, with hooks that open the edges in its backward pass."""
+        if not isinstance(outputs, Tensor):
+            if isinstance(outputs, Iterable):
+                return map(self.scale, outputs)
+            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
         backward = self._controller.backward
-        backward.close_edges_after_backward()
-        if output.grad_fn is not None and not backward.second_order:
-            backward.refuse_inner_tensors(output.grad_fn)
-        scaled = output * self._make_scale_tensor(output.device)
+        backward.deactivate_hooks_outside_backward()
+        if outputs.grad_fn is not None and not backward.second_order:
+            backward.refuse_inner_tensors(outputs.grad_fn)
+        scaled = outputs * self._make_scale_tensor(outputs.device)
         if scaled.requires_grad:
             node: Any = scaled.grad_fn
-            node.register_prehook(backward.open_edges)
-        self._controller.losses.append(output.detach())
+            node.register_prehook(backward.activate_edge_hooks)
+        self._controller.losses.append(outputs.detach())
         return scaled
 
     @uncompiled
@@ -183,7 +179,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "at a scale that this one does not know: in pipelines train in bfloat16, or multiply the loss by a "
                 "constant power of two and divide every stage's gradients by it"
             )
-        controller.backward.close_edges_after_backward()
+        controller.backward.deactivate_hooks_outside_backward()
         self._make_scale_tensor(torch.device(self._device))
         super().unscale_(optimizer)
         self._per_optimizer_states[id(optimizer)]["passes"] = controller.backward.passes
@@ -228,7 +224,12 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.UNSCALED and state["passes"] != self._controller.backward.passes:
-            raise ValueError(_PASS_AFTER_UNSCALING)
+            raise ValueError(
+                "a scaled backward pass ran after unscale_(), so that gradients may still hold the scale, or be sums "
+                "of both: unscale and step after all backward passes of an iteration, call zero_grad() before the next "
+                "one, and call scaler.update() between the passes of a step that has several, such as a "
+                "sharpness-aware one"
+            )
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         if self._controller.backward.passes:
@@ -266,10 +267,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
         if flags and self._controller.read_overflow(flags):
             self.last_step = self._controller.record_skipped_step()
-        if exponent is None:
-            self._controller.update_exponents()
-        else:
-            self._controller.set_global_exponent(exponent)
+        self._controller.update_exponents(by_hand=exponent)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._divided.clear()
         self._scale_was_read = False
@@ -346,8 +344,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         from ._compiled_backend import make_backend
 
         # Compiled graphs cannot lift exponents by the loss.
-        following = self._controller.backward.following
-        following.wanted = following.on = False
+        loss_follower = self._controller.loss_follower
+        loss_follower.wanted = loss_follower.on = False
         return make_backend(self._controller.backward, name)
 
     # what is saved --------------------------------------------------------------------------------------------
@@ -358,7 +356,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             return {}
         state = {**super().state_dict(), "scale": self._compute_global_scale()}
         controller = self._controller
-        sites = save_sites(controller.sites, controller.following.resumes)
+        sites = save_sites(controller.sites, controller.loss_follower.resumes)
         return {**state, "sites": sites, "progress": controller.progress}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -386,19 +384,16 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
         controller, given = self._controller, read_sites(state_dict)
-        check_sites(given, {site.key for site in controller.sites}, self._list_module_names())
-        taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
-        super().load_state_dict({**super().state_dict(), **taken})
-        controller.load_state(given, state_dict["progress"])
-
-    def _list_module_names(self) -> set[str]:
-        """Return the qualified names of all modules, with which sites' keys begin."""
-        found = {"model", "", GLOBAL_KEY}
+        # The qualified names of all modules, with which sites' keys begin.
+        module_names = {"model", "", GLOBAL_KEY}
         for i, model in enumerate(one() for one in self._models):
             names = () if model is None else (name for name, _ in get_wrapped_model(model).named_modules())
             prefix = str(i) if len(self._models) > 1 else ""
-            found |= {f"{prefix}.{name}".strip(".") for name in names}
-        return found
+            module_names |= {f"{prefix}.{name}".strip(".") for name in names}
+        check_sites(given, {site.key for site in controller.sites}, module_names)
+        taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
+        super().load_state_dict({**super().state_dict(), **taken})
+        controller.load_state(given, state_dict["progress"])
 
     def detach(self) -> None:
         """Restore the models' own forward passes; the scaler cannot be used afterwards."""
@@ -410,21 +405,13 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
 def list_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """Return one model or several as a list."""
-    elements: list[object] = list(model) if isinstance(model, (list, tuple)) else [model]
-    models = [one for one in elements if isinstance(one, nn.Module)]
-    if len(models) < len(elements) or not models:
-        kind = next((name_type(one) for one in elements if not isinstance(one, nn.Module)), "an empty list")
-        raise TypeError(f"the model is {kind}: give a torch.nn.Module, or a list of several")
+    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    wrong = [name_type(one) for one in models if not isinstance(one, nn.Module)]
+    if wrong or not models:
+        raise TypeError(
+            f"the model is {wrong[0] if wrong else 'an empty list'}: give a torch.nn.Module, or a list of several"
+        )
     return models
-
-
-# unscaling and steps ------------------------------------------------------------------------------------------
-
-_PASS_AFTER_UNSCALING = (
-    "a scaled backward pass ran after unscale_(), so that gradients may still hold the scale, or be sums of both: "
-    "unscale and step after all backward passes of an iteration, call zero_grad() before the next one, and call "
-    "scaler.update() between the passes of a step that has several, such as a sharpness-aware one"
-)
 
 
 def _list_parameters_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -434,11 +421,9 @@ def _list_parameters_with_gradients(optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def _group_by_device_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Group parameters by their gradients' device mesh: torch takes no list of plain ones and DTensors, or two meshes.
-
-    Plain gradients come first: what is found in them is told to other processes by what follows.
-    """
+    """Group parameters by their gradients' device mesh: torch takes no list of plain and sharded ones, or of two."""
     dtensor = sys.modules.get("torch.distributed.tensor")
+    # Plain gradients come first: what is found in them is told to other processes by what follows.
     found: dict[Any, list[Tensor]] = {None: []}
     for parameter in parameters:
         is_sharded = dtensor is not None and isinstance(parameter.grad, dtensor.DTensor)

@@ -17,7 +17,7 @@ from ..kernels import untraced
 
 GLOBAL_KEY = "global"
 # Differences of two exponents must be powers of two that float32 holds.
-LOWEST, HIGHEST = -60, 60
+MIN_EXPONENT, MAX_EXPONENT = -60, 60
 HISTORY_LENGTH = 64
 # Why a site is merged where its policy has no other exponent than the global one.
 UNIFORM_SCALE_REASON = "one scale for all"
@@ -25,19 +25,15 @@ UNIFORM_SCALE_REASON = "one scale for all"
 
 @dataclasses.dataclass
 class GradientReading:
-    """The last measurement of one kind of gradient tensor of a site.
+    """The last measurement of one kind of gradient tensor of a site."""
 
-    Attributes:
-        amax: Largest magnitude of the true gradient, the stored one times 2^-exponent; infinite or NaN if stored so.
-        zero, subnormal: Share of elements that a narrow format stores as zero, and as subnormals; 0 of a wide one.
-        elements: How many elements were looked at.
-        format: What stores them; None where that is as wide as float32.
-    """
-
+    # Of the true gradient, the stored one times 2^-exponent; infinite or NaN if stored so.
     amax: float
+    # Shares of elements that a narrow format stores as zero, and as subnormals; 0 of a wide one.
     zero: float
     subnormal: float
     elements: int
+    # None where that is as wide as float32.
     format: Format | None
 
     @property
@@ -61,12 +57,7 @@ class GradientReading:
 
 @dataclasses.dataclass
 class OverflowMemory:
-    """Remembers the lowest exponent at which a site lately overflowed, and for how long.
-
-    Attributes:
-        exponent: That one; None where nothing is remembered.
-        until: The iteration at which it is forgotten.
-    """
+    """Remembers the lowest exponent at which a site lately overflowed, and the iteration at which it is forgotten."""
 
     exponent: int | None = None
     until: int = 0
@@ -91,37 +82,30 @@ class ExponentProposal(NamedTuple):
 
 
 class Site:
-    """A group of gradients with one exponent: they are stored as 2^exponent times the true ones.
-
-    Attributes:
-        key: Qualified name of the module, operator where it is no layer, and call index: stable from step to step.
-        merged: Whether it follows the global exponent for good, and why; None where it does not.
-        readings: The last measurement by kind: "received" (the gradient that arrives), "passed" (what its product
-            passes on), "weight" (of its parameters).
-        proposals: The least and the most exponent that a policy made of each product's operands, in this iteration.
-        stored: The narrow format that its product computes in, whatever its operands were cast from; None if wide.
-        history: Largest magnitudes by kind, of the latest measurements, in units of 2^reference_binade.
-        format: The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
-        measured: Whether they ever were.
-        overflows: How often it was the one that overflowed.
-        memory: Remembers its overflows.
-        loss_binade: Of the global site, floor(log2) of the largest gradient that losses send into the model for which
-            sites' exponents are meant, which move with it from pass to pass (`LossFollower`); None if it is not known.
-        global_site: The global site of the scaler; None where it is that.
-    """
+    """A group of gradients with one exponent: they are stored as 2^exponent times the true ones."""
 
     def __init__(self, key: str, global_site: Site | None, exponent: int) -> None:
+        # Qualified name of the module, operator where it is no layer, and call index: stable from step to step.
         self.key = key
+        # Why it follows the global exponent for good; None where it does not.
         self.merged: str | None = None
+        # By kind: "received" (the gradient that arrives), "passed" (what its product passes on), "weight".
         self.readings: dict[str, GradientReading] = {}
+        # What a policy made of each product's operands, in this iteration.
         self.proposals: list[ExponentProposal] = []
+        # Largest magnitudes by kind, of the latest measurements, in units of 2^reference_binade.
         self.history: deque[dict[str, float]] = deque(maxlen=HISTORY_LENGTH)
+        # The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
         self.format: Format | None = None
         self.measured: bool = False
         self.overflows: int = 0
         self.memory = OverflowMemory()
+        # The narrow format that its product computes in, whatever its operands were cast from; None if wide.
         self.stored: Format | None = None
+        # Of the global site, floor(log2) of the largest gradient that losses send into the model for which sites'
+        # exponents are meant, which move with it from pass to pass (`LossFollower`); None if it is not known.
         self.loss_binade: int | None = None
+        # None where it is that.
         self.global_site = global_site
         self._exponent = exponent
 
@@ -132,7 +116,7 @@ class Site:
 
     @exponent.setter
     def exponent(self, value: int) -> None:
-        self._exponent = max(LOWEST, min(HIGHEST, int(value)))
+        self._exponent = max(MIN_EXPONENT, min(MAX_EXPONENT, int(value)))
 
     @property
     def follows_global(self) -> bool:
@@ -142,9 +126,7 @@ class Site:
     @property
     def reference_binade(self) -> int:
         """The power of two in whose units gradients are remembered; 0 where losses are not followed."""
-        if self.global_site is None or self.merged is not None:
-            return 0
-        return self.global_site.loss_binade or 0
+        return 0 if self.global_site is None or self.merged else self.global_site.loss_binade or 0
 
     def store_readings(self, readings: dict[str, GradientReading]) -> None:
         """Store a measurement; only gradients in narrow formats enter the history, as others limit nothing."""
@@ -155,19 +137,6 @@ class Site:
         entry = {kind: math.ldexp(amax, -self.reference_binade) for kind, amax in narrow.items()}
         if entry:
             self.history.append(entry)
-
-    def change_reference_binade(self, before: int | None, binade: int | None) -> None:
-        """Convert a site's exponent and history to another reference binade (`Sites.set_reference_binade`)."""
-        if before is None or binade is None:
-            factor = (before or 0) - (binade or 0)
-            for entry in self.history:
-                entry.update((kind, math.ldexp(amax, factor)) for kind, amax in entry.items())
-            return
-        self.exponent = self._exponent + before - binade
-        if self.memory.exponent is not None:
-            self.memory.exponent = max(LOWEST, min(HIGHEST, self.memory.exponent + before - binade))
-        for reading in self.readings.values():
-            reading.amax = math.ldexp(reading.amax, binade - before)
 
     def __repr__(self) -> str:
         return f"Site({self.key!r}, exponent={self.exponent})"
@@ -198,16 +167,21 @@ class Sites:
         return site
 
     def set_reference_binade(self, binade: int | None) -> None:
-        """Set the binade of the loss gradients for which exponents are meant.
-
-        What is known of sites is put in these units; None leaves exponents as they are, whatever losses send.
-        """
+        """Set the binade of the loss gradients for which exponents are meant; None leaves exponents as they are."""
         before, self.global_site.loss_binade = self.global_site.loss_binade, binade
         if before == binade:
             return
-        for site in self:
-            if not site.follows_global:
-                site.change_reference_binade(before, binade)
+        for site in (site for site in self if not site.follows_global):
+            if before is None or binade is None:
+                factor = (before or 0) - (binade or 0)
+                for entry in site.history:
+                    entry.update((kind, math.ldexp(amax, factor)) for kind, amax in entry.items())
+                continue
+            site.exponent += before - binade
+            if site.memory.exponent is not None:
+                site.memory.exponent = max(MIN_EXPONENT, min(MAX_EXPONENT, site.memory.exponent + before - binade))
+            for reading in site.readings.values():
+                reading.amax = math.ldexp(reading.amax, binade - before)
 
     def note_lowest_exponent(self) -> None:
         """Note the lowest exponent in use, at which new sites start."""
@@ -238,16 +212,12 @@ class Sites:
 
 
 def parse_scale_exponent(field: str, scale: float) -> int:
-    """Return the exponent of a scale that is a power of two.
-
-    >>> parse_scale_exponent("init_scale", 1024.0)
-    10
-    """
+    """Return the exponent of a scale that is a power of two."""
     fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
-    if fraction != 0.5 or not LOWEST <= exponent - 1 <= HIGHEST:
-        near = max(LOWEST, min(HIGHEST, exponent - 1)) if fraction > 0 else 16
+    if fraction != 0.5 or not MIN_EXPONENT <= exponent - 1 <= MAX_EXPONENT:
+        near = max(MIN_EXPONENT, min(MAX_EXPONENT, exponent - 1)) if fraction > 0 else 16
         raise ValueError(
-            f"{field} is a power of two from 2^{LOWEST} to 2^{HIGHEST}, got {scale!r}: take 2.0**{near}, say"
+            f"{field} is a power of two from 2^{MIN_EXPONENT} to 2^{MAX_EXPONENT}, got {scale!r}: take 2.0**{near}, say"
         )
     return exponent - 1
 
@@ -257,28 +227,30 @@ def find_narrow_format(dtype: torch.dtype) -> Format | None:
     return fp16 if dtype == torch.float16 else None
 
 
+class Measurement(NamedTuple):
+    """The statistics of one gradient tensor, measured at a site."""
+
+    site: Site
+    kind: str
+    reading: GradientReading
+
+
 class Measurements:
-    """Statistics of the gradients of one iteration; each stays on its device, and ``read`` copies all of them once."""
+    """Statistics of the gradients of one iteration, on their devices until `read_all`."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[Site, str, Format | None, int, Tensor]] = []
-
-    def clear(self) -> None:
-        """Discard measurements that were not read."""
-        self._rows.clear()
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        # Each with its site, kind, narrow format, count of elements, and statistics.
+        self.unread: list[tuple[Site, str, Format | None, int, Tensor]] = []
 
     def add_gradient(self, site: Site, kind: str, gradient: Tensor, format: Format | None) -> None:
         """Measure a gradient that is stored at the site's exponent."""
         if gradient.numel():
             stored = format or find_narrow_format(gradient.dtype)
-            self._rows.append((site, kind, stored, gradient.numel(), _compute_statistics(gradient, stored)))
+            self.unread.append((site, kind, stored, gradient.numel(), _compute_statistics(gradient, stored)))
 
     def read_all(self, flags: list[Tensor]) -> tuple[list[float], list[Measurement]]:
         """Return the values of ``flags`` and all measurements, in order, by one copy per device."""
-        rows, self._rows = self._rows, []
+        rows, self.unread = self.unread, []
         lines = [torch.stack([flag.float()] * 3) for flag in flags]
         values = copy_to_host([*lines, *(row[-1] for row in rows)])
         found = []
@@ -288,31 +260,19 @@ class Measurements:
         return [numbers[0] for numbers in values[: len(flags)]], found
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """The statistics of one gradient tensor, measured at a site."""
-
-    site: Site
-    kind: str
-    reading: GradientReading
-
-
 def group_readings_by_site(measured: list[Measurement]) -> dict[Site, dict[str, GradientReading]]:
     """Return the readings of each site by kind; several tensors of a kind count as one."""
     found: dict[Site, dict[str, GradientReading]] = {}
-    for one in measured:
-        kinds = found.setdefault(one.site, {})
-        kinds[one.kind] = kinds[one.kind].merge_reading(one.reading) if one.kind in kinds else one.reading
+    for site, kind, reading in measured:
+        kinds = found.setdefault(site, {})
+        kinds[kind] = kinds[kind].merge_reading(reading) if kind in kinds else reading
     return found
 
 
 def recover_vanished_sizes(
     edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, GradientReading]], lift: int = 0
 ) -> set[Site]:
-    """Return the sites where all received gradients underflowed to zero; their size before the move is filled in.
-
-    ``lift``: how far sites were above their exponents, from the global one.
-    """
+    """Return the sites where all received gradients underflowed to zero; their size before the move is filled in."""
     found = set()
     for source, target in edges:
         arrived = readings.get(source, {}).get("received")
@@ -362,11 +322,7 @@ _ALIGNMENT_BYTES = 64
 
 
 def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
-    """Return the gradient times 2^exponent, with the strides that it had.
-
-    >>> multiply_by_power(torch.ones(1), -2)
-    tensor([0.2500])
-    """
+    """Return the gradient times 2^exponent, with the strides that it had."""
     if not exponent:
         return gradient
     # Two tensors without dimensions would give the wider type.
@@ -376,31 +332,22 @@ def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
 
 @functools.cache
 def make_power_of_two(exponent: int) -> Tensor:
-    """Return 2^exponent as a 0-d tensor, by which torch multiplies twice as fast as by a Python number.
-
-    >>> make_power_of_two(-2)
-    tensor(0.2500, dtype=torch.float64)
-    """
+    """Return 2^exponent as a 0-d tensor, by which torch multiplies twice as fast as by a Python number."""
     return torch.tensor(2.0**exponent, dtype=torch.float64, device="cpu")
 
 
 def restore_strides(values: Tensor, like: Tensor) -> Tensor:
-    """Return the result of an elementwise operation with the strides of its input.
+    """Return the result of an elementwise operation with the strides and the misalignment of its input.
 
     torch makes the result of a part of a larger tensor, or of an expanded one, contiguous; a sum over it, or a product,
     is then made in another order, which may change the last bit. Tensor subclasses and sparse tensors are given back.
     """
     if like.layout is not torch.strided or type(like) is not Tensor:
         return values
-    aligned = not like.storage_offset() * like.element_size() % _ALIGNMENT_BYTES
-    if aligned and (like.is_contiguous() or values.stride() == like.stride()):
-        return values
-    return _copy_to_layout(values, like) if like.numel() else values
-
-
-def _copy_to_layout(values: Tensor, like: Tensor) -> Tensor:
-    """Copy the values to new memory, with the strides and the misalignment of another tensor."""
     size, stride = like.shape, like.stride()
+    aligned = not like.storage_offset() * like.element_size() % _ALIGNMENT_BYTES
+    if (aligned and (like.is_contiguous() or values.stride() == stride)) or not like.numel():
+        return values
     offset = like.storage_offset() % (_ALIGNMENT_BYTES // like.element_size() or 1)
     # What is expanded is kept once.
     kept = [1 if s == 0 else n for n, s in zip(size, stride)]
@@ -434,73 +381,67 @@ def copy_with_strides(tensor: Tensor) -> Tensor:
 
 
 # 2^127 and 2^-126 are float32's last normal powers of two.
-_FLOAT32_BIAS, _LARGEST_POWER = 127, 126
+_FLOAT32_BIAS, _LARGEST_FLOAT32_EXPONENT = 127, 126
 
 
 class LossFollower:
     """Lifts all sites' exponents by one power of two per backward pass, so that they follow the loss's gradient.
 
-    A model's gradients are linear in the one that enters it. Exponents are right for a loss that sends gradients of a
-    certain size into the model, the reference. Where a loss sends smaller ones, all sites are lifted by as many powers
-    of two as these are smaller, and lowered where they are larger:
+    Exponents are right for a loss that sends gradients of a certain size into the model, the reference. Gradients are
+    linear in what enters: where a loss sends smaller or larger ones, all sites but those at the global exponent have
 
         stored gradient = 2^(exponent + lift) g,   lift = reference - floor(log2 max |g(output)|)
 
-    with the first output that the pass reaches; in place of the exponent the sum then is the potential, so that joins
-    agree as before. The global exponent, and sites that follow it, are not lifted. The lift is as large as float32 has
-    powers of two for. Nothing is copied to the host from an accelerator: there the lift is a tensor.
-
-    Attributes:
-        wanted: Whether exponents follow losses at all; else the lift is 0.
-        on: Whether they do so now.
-        binades: floor(log2 max |g(output)|) of this iteration's passes, as numbers or tensors; NaN where that is 0 or
-            not finite.
-        read: The finite binades of this iteration, once they are on the host.
-        resumes: The iteration from which exponents follow losses.
-        several: Whether a pass of this iteration reached more than one output, of which the first may mislead.
+    with the first output that the pass reaches, as far as float32 has powers of two. Nothing is copied to the host from
+    an accelerator: there the lift is a tensor.
     """
 
     def __init__(self, sites: Sites, wanted: bool) -> None:
         self._sites = sites
         self._global_site = sites.global_site
+        # Whether exponents follow losses at all, and whether they do so now; else the lift is 0.
         self.wanted = self.on = wanted
+        # floor(log2 max |g(output)|) of this iteration's passes; NaN where that is 0 or not finite.
         self.binades: list[float | Tensor] = []
-        self.read: list[int] = []
+        # The finite ones of this iteration, once they are on the host.
+        self.read_binades: list[int] = []
+        # The iteration from which exponents follow losses.
         self.resumes = 0
-        self.several = False
+        # Whether a pass of this iteration reached more than one output, of which the first may mislead.
+        self.has_several_outputs = False
         # That of the pass that runs, a tensor on an accelerator; 0 until an output was reached.
         self.lift: int | Tensor = 0
-        self._is_found = False
-        self._entered = 0
+        self._is_lift_found = False
+        self._reached_outputs = 0
         self._factors: dict[tuple, Tensor] = {}
 
     def begin_backward_pass(self, measuring: bool) -> None:
         """Begin a backward pass with its lift unknown; ``measuring``: read binades at its end."""
         self.lift = 0
-        self._is_found = not measuring and self._global_site.loss_binade is None
-        if not self._is_found:
+        self._is_lift_found = not measuring and self._global_site.loss_binade is None
+        if not self._is_lift_found:
             below = (site.exponent - self._global_site.exponent for site in self._sites)
-            self._room = _LARGEST_POWER - max(map(abs, below))
-        self._entered = 0
+            self._largest_lift = _LARGEST_FLOAT32_EXPONENT - max(map(abs, below))
+        self._reached_outputs = 0
         self._factors.clear()
 
     def begin_iteration(self, iteration: int) -> None:
         """Begin an iteration: decide whether exponents follow the loss in it."""
         self.on = self.wanted and iteration >= self.resumes
-        self.several = False
+        self.has_several_outputs = False
 
     @property
     def measured_lift(self) -> int:
         """The lift of the measured iteration, from the binades that were read."""
         binade = self._global_site.loss_binade
-        return binade - max(self.read) if self.read and binade is not None and self.on else 0
+        return binade - max(self.read_binades) if self.read_binades and binade is not None and self.on else 0
 
     def update_reference(self, narrow: bool, floor: int, ceiling: int) -> None:
         """Make this iteration's largest loss gradient the reference, as far as exponents allow."""
         known = self._global_site.loss_binade
-        if not (self.read and self.wanted and (narrow or known is not None)):
+        if not (self.read_binades and self.wanted and (narrow or known is not None)):
             return
-        largest = max(self.read)
+        largest = max(self.read_binades)
         if known is None:
             self._sites.set_reference_binade(largest)
         elif self.on or largest > known:
@@ -510,25 +451,31 @@ class LossFollower:
 
     def move_between_sites(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
         """Return a gradient stored at ``target``'s exponent, multiplied to ``source``'s; strides are kept."""
-        return self.move_gradient_by(gradient, source.exponent - target.exponent, self.find_lift_sign(source, target))
+        return self.move_gradient_by(gradient, *self.find_move(source, target))
 
-    def find_lift_sign(self, source: Site, target: Site) -> int:
-        """Return how often the lift counts from ``target`` to ``source``: 1 into sites that follow, -1 out of them."""
-        return target.follows_global - source.follows_global if self.wanted else 0
+    def find_move(self, source: Site, target: Site) -> tuple[int, int]:
+        """Return the power of two from ``target`` to ``source``, and how often the lift counts: 1, 0 or -1."""
+        sign = target.follows_global - source.follows_global if self.wanted else 0
+        return source.exponent - target.exponent, sign
 
     def move_gradient_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
         """Return a gradient times 2^(exponent + sign lift); strides are kept."""
         if sign > 0:
-            self._entered += 1
-            self.several = self.several or self._entered > 1
+            self._reached_outputs += 1
+            self.has_several_outputs = self.has_several_outputs or self._reached_outputs > 1
         if not sign or not self.on:
             return multiply_by_power(gradient, exponent)
-        if not self._is_found:
+        if not self._is_lift_found:
             # Before an output was reached there is nothing to follow: what is a parameter's alone, say.
-            self.lift, self._is_found = self._find_lift(gradient) if sign > 0 else 0, True
+            self.lift, self._is_lift_found = self._find_lift(gradient) if sign > 0 else 0, True
         if isinstance(self.lift, int):
             return multiply_by_power(gradient, exponent + sign * self.lift)
-        factor = self._make_factor(self.lift, exponent, sign, gradient.device)
+        key = exponent, sign, gradient.device
+        if key not in self._factors:
+            # 2^(exponent + sign lift) as a float32 tensor, made exactly from its bits.
+            bits = (exponent + sign * self.lift + _FLOAT32_BIAS) << 23
+            self._factors[key] = bits.view(torch.float32).to(gradient.device, non_blocking=True)
+        factor = self._factors[key]
         # A number in memory takes the gradient's dtype first, which float16 may not hold.
         wide = gradient.float() if gradient.dtype == torch.float16 else gradient
         return restore_strides((wide * factor).to(gradient.dtype), gradient)
@@ -548,22 +495,13 @@ class LossFollower:
                 return 0
             here = math.frexp(size)[1] - 1 - self._global_site.exponent
             self.binades.append(here)
-            return 0 if reference is None else max(-self._room, min(self._room, reference - here))
+            return 0 if reference is None else max(-self._largest_lift, min(self._largest_lift, reference - here))
         known = torch.isfinite(largest) & (largest > 0)
         binade = torch.frexp(largest).exponent - 1 - self._global_site.exponent
         self.binades.append(torch.where(known, binade.float(), math.nan))
         if reference is None:
             return 0
-        return torch.where(known, reference - binade, 0).clamp(-self._room, self._room).int()
-
-    def _make_factor(self, lift: Tensor, exponent: int, sign: int, device: torch.device) -> Tensor:
-        """Return 2^(exponent + sign lift) as a float32 tensor, made exactly from its bits."""
-        key = exponent, sign, device
-        if key not in self._factors:
-            self._factors[key] = (
-                ((exponent + sign * lift + _FLOAT32_BIAS) << 23).view(torch.float32).to(device, non_blocking=True)
-            )
-        return self._factors[key]
+        return torch.where(known, reference - binade, 0).clamp(-self._largest_lift, self._largest_lift).int()
 
 
 def is_on_host(tensor: Tensor) -> bool:

@@ -18,8 +18,6 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
     """Return exponents and histories as plain data: pairs of a site's key and its entries.
 
     A tuple is one entry to torch.distributed.checkpoint, which of a dict loads only the names that it finds before.
-    Processes have exponents of their own, and it may be any of them that writes an entry: what exponents are meant for
-    stands in the same one, and the iteration from which they follow losses.
     """
     found: dict[str, dict[str, Any]] = {
         site.key: {
@@ -46,18 +44,18 @@ def read_sites(state_dict: Any) -> dict[str, dict[str, Any]]:
             f"AdaptiveGradScaler(model, init_scale={state_dict['scale']!r})"
         )
     try:
-        exponent = parse_scale_exponent("'scale' of the state_dict", _take(state_dict, "scale", int, float))
-        _take(state_dict, "_growth_tracker", int)
-        progress = _take(state_dict, "progress", list, tuple)
-        if len([_take(progress, i, int) for i in range(len(progress))]) != _PROGRESS_LENGTH:
+        exponent = parse_scale_exponent("'scale' of the state_dict", _read_entry(state_dict, "scale", int, float))
+        _read_entry(state_dict, "_growth_tracker", int)
+        progress = _read_entry(state_dict, "progress", list, tuple)
+        if len([_read_entry(progress, i, int) for i in range(len(progress))]) != _PROGRESS_LENGTH:
             raise ValueError(f"'progress' has {_PROGRESS_LENGTH} numbers")
-        given = dict(_take(state_dict, "sites", list, tuple, dict))
+        given = dict(_read_entry(state_dict, "sites", list, tuple, dict))
         found = {}
         for key in (*given, GLOBAL_KEY):
             place = f"site {key!r} of the state_dict"
-            found[key] = _read_site(_take(given, key, Mapping))
-        reference = _take(given[GLOBAL_KEY], "reference", list, tuple)
-        found[GLOBAL_KEY]["reference"] = [_take(reference, 0, int, NoneType), _take(reference, 1, int)]
+            found[key] = _read_site_entries(_read_entry(given, key, Mapping))
+        reference = _read_entry(given[GLOBAL_KEY], "reference", list, tuple)
+        found[GLOBAL_KEY]["reference"] = [_read_entry(reference, 0, int, NoneType), _read_entry(reference, 1, int)]
     except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{place} is damaged ({type(error).__name__}: {error}), got {reprlib.repr(state_dict)}: load what a "
@@ -72,28 +70,30 @@ def read_sites(state_dict: Any) -> dict[str, dict[str, Any]]:
 
 
 _PROGRESS_LENGTH = 7
+# The types of a site's entries that hold one value.
+_SITE_ENTRY_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("exponent", "overflows"), (int,)),
+    **dict.fromkeys(("measured", "narrow"), (bool,)),
+    "merged": (str, NoneType),
+}
 
 
-def _take(given: Any, name: Any, *kinds: type) -> Any:
+def _read_entry(given: Any, name: Any, *kinds: type) -> Any:
     """Return an entry that is of one of these types, or raise."""
     if not isinstance(given[name], kinds):
         raise TypeError(f"{name!r} is {reprlib.repr(given[name])}")
     return given[name]
 
 
-def _read_site(values: Mapping[str, Any]) -> dict[str, Any]:
+def _read_site_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a site, each of its own type, or raise."""
-    memory, history = _take(values, "memory", list, tuple), _take(values, "history", list, tuple)
+    memory, history = (_read_entry(values, name, list, tuple) for name in ("memory", "history"))
     if len(memory) != 2:
         raise ValueError("'memory' has two numbers")
     return {
-        "exponent": _take(values, "exponent", int),
-        "merged": _take(values, "merged", str, NoneType),
-        "measured": _take(values, "measured", bool),
-        "narrow": _take(values, "narrow", bool),
-        "overflows": _take(values, "overflows", int),
-        "memory": [_take(memory, i, int, NoneType) for i in range(2)],
-        "history": [{kind: _take(entry, kind, int, float) for kind in dict(entry)} for entry in history],
+        **{name: _read_entry(values, name, *types) for name, types in _SITE_ENTRY_TYPES.items()},
+        "memory": [_read_entry(memory, i, int, NoneType) for i in range(2)],
+        "history": [{kind: _read_entry(entry, kind, int, float) for kind in dict(entry)} for entry in history],
     }
 
 
@@ -101,9 +101,7 @@ def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None
     """Compare the sites of a state with those of a scaler, or with the modules of models that have not run yet."""
     known = len(own) > 1
     missing = sorted(own - given.keys()) if known else []
-    unknown = sorted(
-        key for key in given.keys() - own if known or not _is_key_of_module(key.partition("#")[0], modules)
-    )
+    unknown = sorted(key for key in given.keys() - own if known or not _is_key_of_module(key, modules))
     if missing or unknown:
         raise ValueError(
             f"this state_dict is of another model: it {name_differences(missing, unknown)}. Load the one that was "
@@ -113,6 +111,7 @@ def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None
 
 def _is_key_of_module(key: str, modules: set[str]) -> bool:
     """Return whether a key names a module, an operator in one, or a derivative that only a compiled graph has."""
+    key = key.partition("#")[0]
     place, _, name = key.rpartition(".")
     is_operator = any(hasattr(home, name) for home in (torch, torch.Tensor, torch.nn.functional))
     return key in modules or (is_operator and place in modules) or place == "backward"

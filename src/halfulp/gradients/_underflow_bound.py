@@ -19,24 +19,20 @@ from torch import Tensor
 from ..formats import Format
 from ._functions import Operands
 from ._policy import Policy
-from ._site import HIGHEST, ExponentProposal, Site
+from ._site import MAX_EXPONENT, ExponentProposal, Site
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorMoments:
-    """Statistics of a tensor that the rules read.
+    """Statistics of a tensor that the rules read."""
 
-    Attributes:
-        mean, std: over all elements, zeros too; std divides by the count (no Bessel correction).
-        amax: largest magnitude.
-        smallest: least magnitude of the elements that are not zero; 0 where there is none.
-        finite: False if an element is NaN or infinite; mean and std mean nothing then.
-    """
-
+    # Over all elements, zeros too; std divides by the count (no Bessel correction).
     mean: float
     std: float
     amax: float
+    # Least magnitude of the elements that are not zero; 0 where there is none.
     smallest: float
+    # False if an element is NaN or infinite; mean and std mean nothing then.
     finite: bool
 
     @classmethod
@@ -77,17 +73,11 @@ _ROUNDING_OF_LOGS = 2.0**-36  # a sum of a few logarithms below 2^11 is nearer t
 
 
 class LogScale(NamedTuple):
-    """Bounds of log2(alpha): alpha is at least 1 and what keeps from underflow, unless an overflow forbids it.
+    """Bounds of log2(alpha): alpha is at least 1 and what keeps from underflow, unless an overflow forbids it."""
 
-    Attributes:
-        lower: What keeps from underflow; -infinity where nothing asks for it.
-        upper: What keeps from overflow, and wins; infinity where nothing could.
-
-    >>> LogScale(3.5, 2.0).log2_alpha
-    2.0
-    """
-
+    # -infinity where nothing asks for it.
     lower: float
+    # It wins; infinity where nothing could overflow.
     upper: float
 
     @property
@@ -143,11 +133,7 @@ def underflow_bound(
 
 
 def floor_to_exponent(log2_alpha: float) -> int:
-    """Return the exponent of the largest power of two that is at most alpha: 2^floor(log2 alpha).
-
-    >>> floor_to_exponent(3.99), floor_to_exponent(4.0), floor_to_exponent(-0.5)
-    (3, 4, -1)
-    """
+    """Return the exponent of the largest power of two that is at most alpha: 2^floor(log2 alpha)."""
     # Logarithms may leave an exact power of two a rounding short of its exponent.
     return math.floor(log2_alpha + _ROUNDING_OF_LOGS)
 
@@ -192,7 +178,7 @@ class OperandStatisticsPolicy(Policy):
         lower, upper = max([0.0, *(one.lower for one in bounds)]), min(one.upper for one in bounds)
         # Up for what must be reached, down for what must not be passed.
         least = site.exponent - floor_to_exponent(-lower)
-        return ExponentProposal(least, HIGHEST if upper == math.inf else site.exponent + floor_to_exponent(upper))
+        return ExponentProposal(least, MAX_EXPONENT if upper == math.inf else site.exponent + floor_to_exponent(upper))
 
     def exponent(self, site: Site) -> int | None:
         """Return the largest lower bound of all proposals, at most the smallest upper one."""

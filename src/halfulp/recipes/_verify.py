@@ -46,7 +46,7 @@ _MOST_SHOWN_RESULTS = 5
 
 
 # Random exponents lie in this range; differences of two are far from float32's limits.
-LOWEST_EXPONENT, HIGHEST_EXPONENT = -12, 24
+MIN_EXPONENT, MAX_EXPONENT = -12, 24
 _GLOBAL_SITE = "global"
 # So many steps show whether the graph is known: two forward passes are watched, the others are not.
 _REPLAYED_STEPS = 4
@@ -222,7 +222,7 @@ class ExponentProof(Proof):
         assert self._state is not None  # the first run keeps its scaler's
         self.compare_with_float32(baseline)
         keys = [key for key in self._state["sites"] if key != _GLOBAL_SITE]
-        for exponent in (LOWEST_EXPONENT, HIGHEST_EXPONENT):
+        for exponent in (MIN_EXPONENT, MAX_EXPONENT):
             # A model or a hook that bounds or rounds gradients by their size is right under no other loss scale.
             found = self._run_scaled_step({_GLOBAL_SITE: exponent})
             self.compare_with_float32(found, f" under a loss scale of 2^{exponent} alone")
@@ -250,12 +250,12 @@ class ExponentProof(Proof):
         scaler = AdaptiveGradScaler(ours, init_scale=1.0, float32_outputs=False)
         assert self._state is not None  # `merge_inexact_sites` ran
         scaler.load_state_dict(self._state)
-        (binade,) = self.draw_random_integers(LOWEST_EXPONENT, -LOWEST_EXPONENT - 1, 1)
+        (binade,) = self.draw_random_integers(MIN_EXPONENT, -MIN_EXPONENT - 1, 1)
         for step in range(1, _REPLAYED_STEPS + 1):
             scaler.set_exponents({})
             state = scaler.state_dict()
             drawn = self._draw_exponents([key for key in dict(state["sites"]) if key not in merged])
-            drawn[_GLOBAL_SITE] = HIGHEST_EXPONENT if step % 2 else LOWEST_EXPONENT
+            drawn[_GLOBAL_SITE] = MAX_EXPONENT if step % 2 else MIN_EXPONENT
             state = self._set_exponents(state, drawn, merged)
             # Meant for a loss that sends gradients of this binade into the model, the exponents follow the one that
             # there is: of two steps one at least then has exponents that are not what they are meant for.
@@ -268,7 +268,7 @@ class ExponentProof(Proof):
         return count_replays(scaler)
 
     def _draw_exponents(self, keys: list[str]) -> dict[str, int]:
-        return dict(zip(keys, self.draw_random_integers(LOWEST_EXPONENT, HIGHEST_EXPONENT, len(keys))))
+        return dict(zip(keys, self.draw_random_integers(MIN_EXPONENT, MAX_EXPONENT, len(keys))))
 
     def _run_scaled_step(self, exponents: dict[str, int], merged: list[str] | None = None) -> StepResults:
         """Return a copy's step under these exponents, 0 elsewhere, its gradients unscaled."""

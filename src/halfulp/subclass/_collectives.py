@@ -1,6 +1,5 @@
 """Rules of torch.distributed's functions, for all tensor subclasses here; every other collective is refused.
 
-A class gives what a collective makes of one tensor; c10d's operators, which write into their arguments, follow from it.
 Functional collectives (DTensor, compiled graphs) are refused: their results are memory that has not arrived yet, and a
 rule derived by computing on decoded values would read it.
 """
@@ -19,7 +18,9 @@ from ._rule_table import Rule
 
 # Operators in which processes meet. Those of c10d write into their arguments; of the others torch.compile, DTensor and
 # torch.distributed._functional_collectives make use.
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
+COLLECTIVE_NAMESPACES = {
+    *("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem")
+}
 
 # What is said too where tensor parallel begins, before any parameter is a DTensor.
 _TENSOR_PARALLEL_TEXT = (
@@ -30,7 +31,7 @@ _TENSOR_PARALLEL_TEXT = (
 
 def is_collective(operator: OpOverload) -> bool:
     """Return whether an operator is a collective."""
-    return operator.namespace in NAMESPACES
+    return operator.namespace in COLLECTIVE_NAMESPACES
 
 
 def refuse_collective(operator: OpOverload, text: str, *arguments: Any, **options: Any) -> NoReturn:
@@ -53,9 +54,7 @@ def register_collectives(
     reduce: Rule | None = None,
     gather: Rule | None = None,
 ) -> None:
-    """Register a class's rules of c10d's operators, which write into their arguments.
-
-    They are synchronous: callers may read before they wait for a handle.
+    """Register a class's rules of c10d's operators, which write into their arguments, and finish before they return.
 
     Args:
         implements: the class's decorator, by operator.

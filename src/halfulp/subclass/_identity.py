@@ -40,7 +40,9 @@ class CompositeTensor(torch.Tensor):
     _fsdp_orig_uid = fsdp_pre_all_gather = fsdp_post_all_gather = property(_refuse_fully_shard)
 
     def __init_subclass__(cls) -> None:
-        torch.utils.data._utils.collate.default_collate_fn_map[cls] = _stack_batch
+        # torch's own makes plain memory in a worker, which would hold one component, or values without their scale.
+        collate = torch.utils.data._utils.collate
+        collate.default_collate_fn_map[cls] = lambda batch, *, collate_fn_map=None: torch.stack(batch)
 
     def _list_plain_tensors(self) -> list[Tensor]:
         """Return the plain tensors."""
@@ -108,19 +110,15 @@ class CompositeTensor(torch.Tensor):
         return made
 
 
-def get_pickled_marks(x: Tensor) -> tuple[bool, bool]:
-    """Return whether a tensor requires a gradient and is a parameter: what pickle stores of its autograd state.
-
-    Raises:
-        RuntimeError: it is no leaf.
-    """
+def get_autograd_marks(x: Tensor) -> tuple[bool, bool]:
+    """Return whether a leaf requires a gradient and is a parameter: what pickle stores of its autograd state."""
     if not x.is_leaf:
         raise RuntimeError("only leaves can be pickled, as for every tensor: save x.detach()")
     return x.requires_grad, getattr(x, "_is_param", False)
 
 
-def restore_saved_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
-    """Set the autograd marks that `get_pickled_marks` returned, and return the tensor."""
+def restore_autograd_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
+    """Set the autograd marks that `get_autograd_marks` returned, and return the tensor."""
     x.requires_grad_(requires_grad)
     if is_parameter:
         x._is_param = True
@@ -134,11 +132,3 @@ def check_layout(layout: int, own: int, kind: str, parts: str) -> None:
             f"this file holds {kind}s of layout {layout}, and this version of halfulp reads layout {own}: load "
             f"it with the version that wrote it and save {parts}, which are plain tensors"
         )
-
-
-def _stack_batch(batch: list[Tensor], *, collate_fn_map: dict[Any, Any] | None = None) -> Tensor:
-    """Stack a DataLoader's batch of tensors of a subclass.
-
-    torch's own makes plain memory for it in a worker, which would hold one component, or values without their scale.
-    """
-    return torch.stack(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ def check_gradients_mode(gradients: str) -> str:
     return gradients
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Return whether a backward pass is running."""
     return _get_graph_task() != -1
 
@@ -36,8 +36,8 @@ def in_backward() -> bool:
 def gives_plain_gradient(gradients: str, has_gradient: bool) -> bool:
     """Return whether a result is a gradient that is to be rounded to a plain tensor.
 
-    has_gradient: whether an operand may be a gradient: a plain one, or the ones that a backward pass begins with. What
-    is computed of saved values alone keeps all components: a difference or a comparison of them needs every digit.
+    Only where an operand may be a gradient: a plain one, or the ones that a backward pass begins with. What is computed
+    of saved values alone keeps all components: a difference or a comparison of them needs every digit.
     """
     return (
         has_gradient
@@ -106,14 +106,13 @@ def _convert_plain_gradient(gradient: Tensor, context: Any, expected: type | Non
 setattr(torch.Tensor, _CONVERSION_METHOD, _convert_plain_gradient)
 
 
-def differentiable(
+def make_differentiable(
     operator: OpOverload, remember: Callable[..., None], backward: Callable[..., Any], tangent: Callable[..., Tensor]
 ) -> Callable[..., Any]:
     """Register the derivatives of an operator of halfulp's, and return a function that calls it.
 
     In transforms of torch.func and in forward mode operators have no derivatives of their own: there it is called as an
-    autograd function. `remember` is its setup_context, `backward` returns the gradients of all arguments, and `tangent`
-    is its jvp.
+    autograd function with `remember` as setup_context and `tangent` as jvp.
     """
     torch.library.register_autograd(operator, backward, setup_context=remember)
 
@@ -141,13 +140,13 @@ _PLAIN_MODEL_MAKERS = {"ScaledTensor": "halfulp.scaled.unscalify", "MCTensor": "
 def refuse_make_fx(kind: str) -> None:
     """Raise where make_fx records operators of real tensors. A compiler records those of tensors without values."""
     if torch._C._get_dispatch_mode(_PROXY) is not None and torch._C._get_dispatch_mode(_FAKE) is None:
-        raise NotImplementedError(_make_refusal_text("make_fx", kind))
+        _refuse_recorder("make_fx", kind)
 
 
 def refuse_jit_trace(kind: str) -> None:
     """Raise where torch.jit.trace records, which keeps what it cannot see as a constant, or fails at a shape."""
     if torch._C._is_tracing():
-        raise NotImplementedError(_make_refusal_text("torch.jit.trace", kind))
+        _refuse_recorder("torch.jit.trace", kind)
 
 
 def refuse_tracing_of(model: nn.Module) -> None:
@@ -157,8 +156,8 @@ def refuse_tracing_of(model: nn.Module) -> None:
             refuse_jit_trace(kind)
 
 
-def _make_refusal_text(recorder: str, kind: str) -> str:
-    return (
+def _refuse_recorder(recorder: str, kind: str) -> NoReturn:
+    raise NotImplementedError(
         f"{recorder} would record constants in place of {kind}s, which are made of several tensors: record a plain "
         f"copy of the model, {_PLAIN_MODEL_MAKERS[kind]}(copy.deepcopy(model)), or run the model as it is by "
         "torch.compile"

@@ -15,17 +15,14 @@ from torch._ops import OpOverload
 from .._messages import find_user_stack_level
 from ..kernels import present_operators
 
-_fallback_totals: Counter[str] = Counter()
+fallback_totals: Counter[str] = Counter()
 _warned_fallbacks: set[tuple[str, str]] = set()
 # Process-wide and not per thread: a backward pass on an accelerator runs in threads of its own.
 _fallback_recorders: list[Counter[str]] = []
 
 
 class _RunningModel:
-    """The counts of the model whose forward pass began last.
-
-    Only written while a compiled model is traced: reading it there would be a guard, and each change a new graph.
-    """
+    """The counts of the model whose forward pass began last; to read them while it is traced would be a guard."""
 
     counts: Counter[str] | None = None
 
@@ -36,15 +33,6 @@ _strict_contexts: list[bool] = []
 
 class FallbackWarning(UserWarning):
     """An operator without a rule ran on plain tensors: MCTensors in float64, scaled tensors in float32."""
-
-
-def fallbacks() -> dict[str, int]:
-    """Return how often each operator without a rule ran on plain tensors instead, in this process.
-
-    >>> isinstance(fallbacks(), dict)
-    True
-    """
-    return dict(_fallback_totals)
 
 
 @contextmanager
@@ -75,15 +63,12 @@ def strict() -> Iterator[None]:
 
 
 def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> None:
-    """Count a fallback; warn at an operator's first; raise where strict.
-
-    Messages say for what it has no rule, how a user registers one, and what running on plain tensors did.
-    """
+    """Count a fallback; warn at an operator's first, of the rule to register and what is lost; raise where strict."""
     name = str(operator)
     advice = f"{name} has no rule for {why}: {remedy}"
     if _strict_contexts:
         raise NotImplementedError(f"{advice}, or leave halfulp.mctensor.strict()")
-    _fallback_totals[name] += 1
+    fallback_totals[name] += 1
     for counts in (*_fallback_recorders, running_model.counts):
         if counts is not None:
             counts[name] += 1
@@ -122,12 +107,7 @@ class RuleTable:
         self._derived.pop(operator, None)
 
     def implements(self, *operators: OpOverload) -> Callable[[Given], Given]:
-        """Return a decorator that registers a function as the rule of operators, of which torch may lack some.
-
-        Raises:
-            TypeError: an argument is not one overload of an operator.
-            ValueError: an operator has a rule already.
-        """
+        """Return a decorator that registers a function as the rule of operators, of which torch may lack some."""
         known = present_operators(operators)
         for operator in known:
             if not isinstance(operator, OpOverload):
@@ -200,9 +180,9 @@ _OUTLIER_GAP = 2.0**10
 def mark_outliers(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
     """Return where elements from a size on stand for infinity; nowhere if they are data.
 
-    Stand-ins lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
-    beside a padded zero is neither. A tensor of one large number is all stand-ins; among zeros alone they may be,
-    unless the tensor is a product's factor, whose zeros are exact beside any number.
+    They lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
+    beside a padded zero is neither. Among zeros alone they may be, unless the tensor is a product's factor, whose
+    zeros are exact beside any number.
     """
     magnitudes = torch.nan_to_num(x.detach().abs(), 0.0, 0.0, 0.0)
     large = magnitudes >= size

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfulp.arithmetic import _exact_sums as kernels
-from halfulp.arithmetic._exact_sum_kernels import LIMB_COUNT, LOWEST_EXPONENT, WORD_COUNT, LimbRange
+from halfulp.arithmetic._exact_sum_kernels import LIMB_COUNT, MIN_EXPONENT, WORD_COUNT, LimbRange
 from halfulp.formats import get
 from halfulp.formats._reference import round_exact
 from halfulp.kernels import engine, same_bits
@@ -50,7 +50,7 @@ def test_words_are_the_exact_sum(run_by, seed):
     assert words.shape == (2, WORD_COUNT)
     assert words[:, -1].tolist() == [400, 400]
     for row, made in zip(x.tolist(), words):
-        assert Fraction(value(made[:LIMB_COUNT])) * Fraction(2) ** LOWEST_EXPONENT == sum(map(Fraction, row))
+        assert Fraction(value(made[:LIMB_COUNT])) * Fraction(2) ** MIN_EXPONENT == sum(map(Fraction, row))
 
 
 def test_rounding_of_any_integer(seed):
@@ -68,9 +68,9 @@ def test_rounding_of_any_integer(seed):
             mantissa = random.choice([random.getrandbits(precision), 2**precision - 1, 2 ** (precision - 1), 1])
             whole = (2 * mantissa + 1 << 80) + random.choice([-1, 0, 1])
             lowest = round(torch.tensor(torch.finfo(dtype).smallest_normal, dtype=torch.float64).log2().item())
-            exponent = random.randint(max(LOWEST_EXPONENT, lowest - 90 - 2 * precision), -lowest - 70)
+            exponent = random.randint(max(MIN_EXPONENT, lowest - 90 - 2 * precision), -lowest - 70)
             exact = Fraction(random.choice([-1, 1]) * whole) * Fraction(2) ** exponent
-            integer = int(exact / Fraction(2) ** LOWEST_EXPONENT)
+            integer = int(exact / Fraction(2) ** MIN_EXPONENT)
             limbs = [integer >> (32 * i) & (2**32 - 1) for i in range(LIMB_COUNT - 1)]
             limbs.append(integer >> (32 * (LIMB_COUNT - 1)))
             words = torch.tensor([*limbs, 0, 0, 0, 1])

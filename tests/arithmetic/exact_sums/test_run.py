@@ -11,7 +11,7 @@ from halfulp.arithmetic import _exact_sums as kernels
 from halfulp.arithmetic._exact_sum_kernels import (
     ELEMENT_FORMATS,
     LIMB_COUNT,
-    LOWEST_EXPONENT,
+    MIN_EXPONENT,
     count_block_elements,
     list_cut_counts,
 )
@@ -118,7 +118,7 @@ def test_blocks_at_the_ends_of_float64(seed):
         words = kernels.sum_rows(x, None, None)
         exact = sum((Fraction(v) for v in x[0].tolist()), Fraction())
         value = sum(int(w) << (32 * i) for i, w in enumerate(words[0, :LIMB_COUNT].tolist()))
-        assert Fraction(value) * Fraction(2) ** LOWEST_EXPONENT == exact
+        assert Fraction(value) * Fraction(2) ** MIN_EXPONENT == exact
         for other in (scale, 1.0 / scale if scale < 1e300 and scale > 1e-300 else 1.0, 3.0):
             y = torch.rand(1, 3000, dtype=torch.float64) * other
             assert torch.equal(kernels.sum_rows(x, y, None), sum_exactly_in_words(x, y))

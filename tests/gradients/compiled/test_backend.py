@@ -15,6 +15,7 @@ from halfulp.gradients._site import GLOBAL_KEY, Sites
 from halfulp.gradients.eager._attach import attach_scaler
 from halfulp.gradients.eager._backward import Backward
 from halfulp.kernels import same_bits
+from halfulp.rounding import Nearest
 
 from ...samples import drawn
 from ..models.architectures import Case, build
@@ -44,8 +45,8 @@ SITES = [
 ]
 
 
-def _watched(model: nn.Module, exponent: int = 0, **given) -> Backward:
-    backward = Backward(Sites(exponent), get_policy("amax"), **given)
+def _watched(model: nn.Module, exponent: int = 0) -> Backward:
+    backward = Backward(Sites(exponent), get_policy("amax"), None, Nearest())
     attach_scaler(model, backward, wide=None, prefix="")
     return backward
 
@@ -183,7 +184,7 @@ def test_inductor_keeps_no_graph_in_its_caches(seed):
 
 def _check_edges(backward: Backward, compiled: bool) -> None:
     """Edges, by which the sites behind an overflow are told from the one that made it, are the ways from the loss."""
-    edges, reached, todo = set(backward.list_edges()), set(), [backward.sites.global_site]
+    edges, reached, todo = set(backward.edge_hooks), set(), [backward.sites.global_site]
     while todo:
         site = todo.pop()
         reached.add(site)
@@ -198,7 +199,7 @@ def _check_edges(backward: Backward, compiled: bool) -> None:
 
 
 def test_each_of_several_models_has_sites_of_its_own(seed):
-    models, backward, x = [_mlp(), _mlp()], Backward(Sites(0), get_policy("amax")), torch.randn(5, 6)
+    models, backward, x = [_mlp(), _mlp()], Backward(Sites(0), get_policy("amax"), None, Nearest()), torch.randn(5, 6)
     for i, model in enumerate(models):
         attach_scaler(model, backward, wide=None, prefix=str(i))
     compiled = [_compiled(model, backward) for model in models]
@@ -299,10 +300,10 @@ def test_nothing_is_measured_unless_asked(seed):
     for measuring in (False, True):
         backward.measuring = measuring
         _backpropagate(compiled(torch.randn(5, 6)).sum(), model, backward)
-        assert bool(len(backward.measurements)) is measuring
+        assert bool(backward.measurements.unread) is measuring
     backward.measurements.read_all([])
     compiled(torch.randn(5, 6)).sum().backward()
-    assert not len(backward.measurements)
+    assert not backward.measurements.unread
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -335,7 +336,7 @@ def test_a_model_compiled_by_another_backend_is_refused(name, seed):
 
 
 def test_a_model_compiled_by_the_backend_of_another_scaler_is_refused(seed):
-    model, other = _mlp(), Backward(Sites(0), get_policy("amax"))
+    model, other = _mlp(), Backward(Sites(0), get_policy("amax"), None, Nearest())
     _watched(model)
     with pytest.raises(ValueError, match="of the same scaler"):
         torch.compile(model, backend=make_backend(other, "aot_eager"))(torch.randn(5, 6))
@@ -427,7 +428,7 @@ def test_input_gradients_are_at_the_global_exponent(seed):
 
 
 def test_names_of_backends(seed):
-    backward = Backward(Sites(0), get_policy("amax"))
+    backward = Backward(Sites(0), get_policy("amax"), None, Nearest())
     with pytest.raises(ValueError, match="one of inductor, aot_eager, got 'eager'"):
         make_backend(backward, "eager")
 

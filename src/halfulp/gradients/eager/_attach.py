@@ -19,7 +19,7 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, get_original_class, leave_compiled_products
 from .._functions import map_tensors
-from ._backward import Backward, get_region, is_differentiating
+from ._backward import Backward, is_differentiating, thread_state
 from ._region import ParameterNames, Region, is_compiler_active
 from ._replay import GraphReplay
 
@@ -51,16 +51,8 @@ ModuleRole = Literal["model", "part", "layer"]
 class WatchedForward(GraphReader):
     """The ``forward`` of a model or of a part, which runs in a region whenever gradients are recorded.
 
-    Copies of the module get its own one back.
-
-    Args:
-        module: the model, or one of its modules.
-        backward: what its edges belong to.
-        wide: whether float16 that leaves a region becomes float32; None: under autocast to float16.
-        names: of the model's parameters.
-        place: what runs in the module is named after it.
-        role: "model"; "part", a module with parts, or "layer", one without, which make regions where they are called
-            by themselves, as by a training step that does not call the model.
+    Parts and layers make regions where they are called by themselves, as by a training step that does not call the
+    model. Copies of the module get its own forward back.
     """
 
     def __init__(
@@ -74,15 +66,17 @@ class WatchedForward(GraphReader):
     ) -> None:
         self._module = weakref.ref(module)
         self._backward = backward
-        self._own = module.__dict__.get("forward")
+        self._previous_forward = module.__dict__.get("forward")
         # Callers look at the signature, to know which columns of a data set a model takes, and at the source.
         self.inner = self.__wrapped__ = module.forward
         module.forward = self
+        # Whether float16 that leaves a region becomes float32; None: under autocast to float16.
         self._wide = wide
         self._names = names
+        # What runs in the module is named after it.
         self._place = place
         self._role = role
-        self._replays = GraphReplay(backward, names)
+        self._replay = GraphReplay(backward, names)
 
     @property
     def __code__(self) -> types.CodeType:
@@ -104,7 +98,7 @@ class WatchedForward(GraphReader):
         if torch.compiler.is_compiling():
             # One expression: where a graph breaks in it, Dynamo goes on inside of the module.
             return self.inner(*args, **kwargs) if is_exporting() else self._mark_outputs(self.inner(*args, **kwargs))
-        if get_region() is None and is_compiler_active():
+        if thread_state.region is None and is_compiler_active():
             # Dynamo has given this call up, and would compile parts of it.
             return torch.compiler.disable(self._run_with_edges)(args, kwargs)
         return self._run_with_edges(args, kwargs)
@@ -119,10 +113,7 @@ class WatchedForward(GraphReader):
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """The function of a module that this is bound to, as a method's: accelerate wraps it and binds it anew.
-
-        Bound to a copy of the module it runs the copy, plainly.
-        """
+        """The function of a module that this is bound to, as a method's: accelerate wraps it and binds it anew."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             watched = module is self._module()
@@ -131,7 +122,8 @@ class WatchedForward(GraphReader):
         return forward
 
     def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
-        region = get_region()
+        """Run the forward pass in the region around it, in one of its own, or as a replay."""
+        region = thread_state.region
         if region is None and (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()):
             return self.inner(*args, **kwargs)
         if region is None and is_differentiating():
@@ -141,10 +133,10 @@ class WatchedForward(GraphReader):
         if (region is None or self._role == "model") and not self._backward.reached and not self._backward.forwards:
             self._backward.find_groups()
         if region is None:
-            replays = self._replays if self._backward.can_replay() else None
-            if replays is None or not replays.is_ready():
-                return self._run_in_region(args, kwargs, replays)
-            return replays.run_forward(self.inner, args, kwargs, self._is_widening)
+            replay = self._replay if self._backward.can_replay() else None
+            if replay is None or not replay.is_ready_to_replay():
+                return self._run_in_region(args, kwargs, replay)
+            return replay.run_forward(self.inner, args, kwargs, self._is_widening)
         if self._role != "part" or region.is_replaying:
             return self.inner(*args, **kwargs)
         depth = len(region.path)
@@ -155,34 +147,35 @@ class WatchedForward(GraphReader):
             # Names left by parts that raised go, too.
             del region.path[depth:]
 
-    def _run_in_region(self, args: tuple, kwargs: dict, replays: GraphReplay | None) -> Any:
-        """Run the forward pass in a region, from which ``replays`` learn if they are given."""
+    def _run_in_region(self, args: tuple, kwargs: dict, replay: GraphReplay | None) -> Any:
+        """Run the forward pass in a region, from which ``replay`` learns if it is given."""
         with Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
-            recording = region.recording = None if replays is None else replays.start_recording()
-            region.take_arguments((args, kwargs))
+            recording = region.recording = None if replay is None else replay.start_recording()
+            region.mark_outer_arguments((args, kwargs))
             out = self.inner(*args, **kwargs)
-            if replays is not None and recording is not None:
+            if replay is not None and recording is not None:
                 region.recording = None
-                replays.learn_from(recording, (args, kwargs), out, region.begun)
-            return region.leave_region(out, self._is_widening())
+                replay.learn_from(recording, (args, kwargs), out, region.begun)
+            return region.move_output_to_global_exponent(out, self._is_widening())
 
     def _is_widening(self) -> bool:
         if self._wide is not None:
             return self._wide
-        kinds = ("cpu", "cuda", "mps", "xpu")
-        return any(torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) == torch.float16 for k in kinds)
+        devices = ("cpu", "cuda", "mps", "xpu")
+        return any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) == torch.float16 for d in devices)
 
     def restore(self) -> None:
         """Restore the module's previous forward."""
         module = self._module()
         if module is not None:
             module.__dict__.pop("forward", None)
-            if self._own is not None:
-                module.forward = self._own
+            if self._previous_forward is not None:
+                module.forward = self._previous_forward
 
     def __deepcopy__(self, memo: dict) -> Callable:
-        return get_plain_forward(memo[id(self._module())]) if self._own is None else copy.deepcopy(self._own, memo)
+        previous = self._previous_forward
+        return get_plain_forward(memo[id(self._module())]) if previous is None else copy.deepcopy(previous, memo)
 
     def __reduce__(self) -> tuple:
         return get_plain_forward, (self._module(),)
@@ -194,11 +187,10 @@ def get_plain_forward(module: nn.Module) -> types.MethodType:
 
 
 def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleRole]]:
-    """Yield the model, its parts and its own layers, each with the name that prefixes its sites.
-
-    These are modules with parts of their own, and layers that the model holds itself; `nn.Sequential` calls its layers.
-    """
+    """Yield the model, its modules with parts, and layers that it holds itself, each with the name before its sites."""
     yield "", model, "model"
+    # `nn.Sequential` calls its layers.
+    holds_layers = get_original_class(model) is not nn.Sequential
     for name, module in model.named_modules():
         home = name.rpartition(".")[0]
         while home and _has_no_forward(model.get_submodule(home)):
@@ -207,9 +199,7 @@ def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mod
             continue
         if next(module.children(), None) is not None:
             yield name, module, "part"
-        elif (
-            not home and get_original_class(model) is not nn.Sequential and next(module.parameters(), None) is not None
-        ):
+        elif holds_layers and not home and next(module.parameters(), None) is not None:
             yield home, module, "layer"
 
 
@@ -241,8 +231,6 @@ def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, pr
 
 def get_wrapped_model(model: nn.Module) -> nn.Module:
     """Return the model inside torch's data-parallel wrappers."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model is {name_type(model)}: give a torch.nn.Module")
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel runs copies of the model in threads: use DistributedDataParallel")
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

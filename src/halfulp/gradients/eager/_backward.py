@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
 from ...kernels import untraced
-from ...rounding import Nearest, Rounding, quantize
+from ...rounding import Rounding, quantize
 from .._functions import SecondFactor
 from .._policy import Policy
 from .._site import LossFollower, Measurements, Site, Sites, find_narrow_format
@@ -26,16 +26,6 @@ from .._site import LossFollower, Measurements, Site, Sites, find_narrow_format
 FIRST_LEAF_NUMBER = 2**62
 # How many forward passes without edges are remembered: of one iteration, and of those before.
 _REMEMBERED_PASSES, _REMEMBERED_EARLIER_PASSES = 4096, 64
-
-
-def mark_node_sites(node: Any, above: Site, below: Site, global_site: Site) -> None:
-    """Mark a node with the sites at whose exponents its gradient arrives and leaves; one mark for each scaler."""
-    node.metadata[global_site] = above, below
-
-
-def is_at_global_exponent(node: Any, global_site: Site) -> bool:
-    """Return whether a node's gradient arrives at the global exponent, so that its tensor may be read anywhere."""
-    return node.metadata.get(global_site, (None, None))[0] is global_site
 
 
 def list_nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
@@ -54,26 +44,20 @@ def list_nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iter
 
 GradientHook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
-LIVE_BACKWARDS: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
+BACKWARDS_BY_HANDLE: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
 _handle_counter = itertools.count()
-_thread_state = threading.local()
 
 
-def get_region() -> Any:
-    """Return the region, or the replay of a known graph, that this thread is in; None outside of both."""
-    return getattr(_thread_state, "region", None)
+class _ThreadState(threading.local):
+    # The region, or the replay of a known graph, that this thread is in; None outside of both.
+    region: Any = None
 
 
-def set_region(region: Any) -> None:
-    """Set the active region or replay of this thread; None for neither."""
-    _thread_state.region = region
+thread_state = _ThreadState()
 
 
 class FloatWideningView(torch.autograd.Function):
-    """A view of a float16 parameter whose gradient leaves it in float32 (`refuse_float16_gradient`).
-
-    A hook may not change a gradient's dtype; ``hook`` is set on the node.
-    """
+    """A view of a float16 parameter whose gradient its node's ``hook`` makes float32: others may change no dtype."""
 
     @staticmethod
     def forward(ctx, parameter: Tensor) -> Tensor:
@@ -91,18 +75,12 @@ class FloatWideningView(torch.autograd.Function):
 class Backward:
     """Holds the hooks (edges) that move a gradient from one site's exponent to another's in a backward pass.
 
-    All edges are shut but during a backward pass that started at ``scaler.scale(loss)``, so that whatever else is
-    differentiated sees true gradients: since every path from a loss to a parameter ends at the exponent at which it
-    began, edges that do nothing change nothing.
+    All edges are shut but during a backward pass that started at ``scaler.scale(loss)``: whatever else is
+    differentiated sees true gradients, as every path from a loss to a parameter ends at the exponent at which it began.
+    The metadata of nodes tell the site at whose exponent their gradient arrives, by the scaler's global site.
     """
 
-    def __init__(
-        self,
-        sites: Sites,
-        policy: Policy,
-        format: Format | None = None,
-        rounding: Rounding = Nearest(),  # noqa: B008  frozen
-    ) -> None:
+    def __init__(self, sites: Sites, policy: Policy, format: Format | None, rounding: Rounding) -> None:
         self.sites = sites
         self.policy = policy
         self.format = format
@@ -121,59 +99,56 @@ class Backward:
         # Of the latest forward passes without edges, autograd's sequence numbers before and after; and their number.
         self.unmarked_passes: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED_PASSES)
         self.replays = 0
-        self._replays = True
-        self.following = LossFollower(sites, policy.per_site and policy.measures and not policy.wants_operands)
+        self._may_replay = True
+        self.loss_follower = LossFollower(sites, policy.per_site and policy.measures and not policy.wants_operands)
         # The sites of this iteration's forward and backward passes.
         self.reached: dict[Site, None] = {}
         self.forwards = 0
-        self._seen = False
-        self._edge_hooks: dict[tuple[Site, Site], GradientHook] = {}
+        self._is_watching_checked = False
+        # By a site and one that passes gradients to it.
+        self.edge_hooks: dict[tuple[Site, Site], GradientHook] = {}
         self._weight_edge_hooks: dict[tuple[Site, Format | None], GradientHook] = {}
         # Of nodes that read several tensors.
         self.reader_hooks: dict[tuple, Callable] = {}
-        self._warned = False
+        self._has_warned_of_second_order = False
         # What compiled graphs know it by, the factors that they hold, and whose parameters they name.
         self.handle = str(next(_handle_counter))
         self.factors: dict[tuple, Any] = {}
         self.names: weakref.WeakSet = weakref.WeakSet()
-        LIVE_BACKWARDS[self.handle] = self
+        BACKWARDS_BY_HANDLE[self.handle] = self
 
     # what a backward pass goes through ----------------------------------------------------------------------
 
     @untraced
-    def open_edges(self, gradients: tuple) -> None:
+    def activate_edge_hooks(self, gradients: tuple) -> None:
         """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
-            self._stop_for_second_order()
+            self._deactivate_hooks_for_second_order()
         self.passes += 1
         if self.second_order or self.active:
             return
         self.active = True
-        self.following.begin_backward_pass(self.measuring)
+        self.loss_follower.begin_backward_pass(self.measuring)
         self._task = torch._C._current_graph_task_id()
-        Variable._execution_engine.queue_callback(self.close_edges)
+        Variable._execution_engine.queue_callback(self.deactivate_edge_hooks)
 
     @untraced
-    def close_edges(self) -> None:
+    def deactivate_edge_hooks(self) -> None:
         """Deactivate the edges."""
         self.active = False
 
-    def close_edges_after_backward(self) -> None:
+    def deactivate_hooks_outside_backward(self) -> None:
         """Deactivate the edges unless a backward pass runs, also after one that raised."""
         if not is_differentiating():
-            self.close_edges()
+            self.deactivate_edge_hooks()
 
     def refuse_inner_tensors(self, node: Any) -> None:
-        """Check that a tensor read outside of models depends on their forward passes through their outputs only.
-
-        From any other tensor of a model every path leads over an edge, as only edges lead out of a site, and all of
-        them are marked. Models of other scalers, whose edges do nothing, are passed through. Where a forward pass
-        without edges is reached so, which cannot be told from other ways by its marks, one scale is used.
-        """
+        """Check that a tensor read outside of models depends on their forward passes through their outputs only."""
+        # From any other tensor of a model every path leads over an edge, and all edges are marked.
         global_site = self.sites.global_site
         behind = list(list_nodes_behind([node], lambda one: global_site in one.metadata))
-        marks = {one: one.metadata[global_site][0] for one in behind if global_site in one.metadata}
-        site = next((above for above in marks.values() if above is not global_site), None)
+        marks = {one: one.metadata[global_site] for one in behind if global_site in one.metadata}
+        site = next((mark for mark in marks.values() if mark is not global_site), None)
         if site is not None:
             raise ValueError(
                 f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
@@ -182,6 +157,7 @@ class Backward:
                 "in one of these, or take policy='dynamic', one scale for all (numbers that a function computed, which "
                 "may be losses of their own, may be kept anywhere)"
             )
+        # A forward pass without edges cannot be told from other ways by its marks.
         numbers = [one._sequence_nr() for one in behind if one not in marks]
         if any(begin <= number < end for begin, end in self.unmarked_passes for number in numbers):
             self.use_one_scale()
@@ -189,26 +165,26 @@ class Backward:
     def mark_outer_node(self, node: Any) -> None:
         """Mark a node that was made before a forward pass as one at the global exponent."""
         global_site = self.sites.global_site
-        if node is not None and not is_at_global_exponent(node, global_site):
+        if node is not None and node.metadata.get(global_site) is not global_site:
             self.refuse_inner_tensors(node)
-            mark_node_sites(node, global_site, global_site, global_site)
+            node.metadata[global_site] = global_site
 
     def use_one_scale(self) -> None:
         """Use one global scale until the next update, and never replay a known graph again."""
-        self.second_order, self._replays = True, False
+        self.second_order, self._may_replay = True, False
         # A backward pass that runs had its gradients moved by edges, and goes on so.
-        self.close_edges_after_backward()
+        self.deactivate_hooks_outside_backward()
 
     def can_replay(self) -> bool:
         """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
-        wanted = self._replays and not self.measuring and not self.second_order and self.format is None
+        wanted = self._may_replay and not self.measuring and not self.second_order and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
 
     def warn_if_unwatched(self) -> None:
         """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""
-        if self._seen or self.idle:
+        if self._is_watching_checked or self.idle:
             return
-        self._seen = True
+        self._is_watching_checked = True
         if not self.reached and not self.forwards:
             warnings.warn(
                 "the scaled loss came from no forward pass of the scaler's model, so that one scale holds for all "
@@ -218,32 +194,32 @@ class Backward:
 
     def end_iteration(self) -> None:
         """Clear the iteration's counts, measurements and reached sites."""
-        self.close_edges()
+        self.deactivate_edge_hooks()
         self.passes = self.forwards = 0
         self.second_order = self.replayed = False
-        self.measurements.clear()
-        self.following.binades.clear()
+        self.measurements.unread.clear()
+        self.loss_follower.binades.clear()
         self.reached.clear()
         while len(self.unmarked_passes) > _REMEMBERED_EARLIER_PASSES:
             self.unmarked_passes.popleft()
 
     def get_edge_hook(self, source: Site, target: Site) -> GradientHook:
         """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s."""
-        if (source, target) in self._edge_hooks:
-            return self._edge_hooks[source, target]
+        if (source, target) in self.edge_hooks:
+            return self.edge_hooks[source, target]
 
         @untraced
         def move_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self.has_closed_edges() or gradient is None:
+            if self.has_inactive_hooks() or gradient is None:
                 return None
             self.reached[source] = None
             changed = self._store_gradient(gradient, target, "passed")
-            changed = self.following.move_between_sites(changed, source, target)
+            changed = self.loss_follower.move_between_sites(changed, source, target)
             changed = self._store_gradient(changed, source, "received")
             return None if changed is gradient else (changed,)
 
-        self._edge_hooks[source, target] = move_gradient
+        self.edge_hooks[source, target] = move_gradient
         return move_gradient
 
     def _store_gradient(self, gradient: Tensor, site: Site, kind: str) -> Tensor:
@@ -255,10 +231,6 @@ class Backward:
         if self.measuring and (stored is not None or kind == "passed"):
             self.measurements.add_gradient(site, kind, gradient, stored)
         return gradient
-
-    def list_edges(self) -> Iterable[tuple[Site, Site]]:
-        """Return pairs of a site and one that passes gradients to it."""
-        return self._edge_hooks.keys()
 
     @untraced
     def round_gradients(self, gradients: tuple) -> tuple | None:
@@ -304,33 +276,34 @@ class Backward:
         @untraced
         def move_weight_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self.has_closed_edges() or gradient is None:
+            if self.has_inactive_hooks() or gradient is None:
                 return None
             changed = self.round_to_format(gradient)
             if self.measuring:
                 self.measurements.add_gradient(site, "weight", changed, stored)
             # A float16 parameter sums its gradients in float32 (`refuse_float16_gradient`), where leaving is exact.
             changed = changed.float() if changed.dtype == torch.float16 else changed
-            changed = self.following.move_between_sites(changed, self.sites.global_site, site)
+            changed = self.loss_follower.move_between_sites(changed, self.sites.global_site, site)
             return None if changed is gradient else (changed,)
 
         self._weight_edge_hooks[key] = move_weight_gradient
         return move_weight_gradient
 
-    def has_closed_edges(self) -> bool:
+    def has_inactive_hooks(self) -> bool:
         """Return whether edges are inactive, as they are for a whole iteration with a second derivative."""
         if not self.active:
             if torch.is_grad_enabled() and not self.second_order:
-                self._stop_for_second_order()
+                self._deactivate_hooks_for_second_order()
             return True
         # A backward pass inside of this one is none of a scaled loss, unless it is a checkpoint's.
         return torch._C._current_graph_task_id() != self._task and not self.replayed
 
-    def _stop_for_second_order(self) -> None:
+    def _deactivate_hooks_for_second_order(self) -> None:
+        """Deactivate the edges until the next update, and warn, once."""
         self.second_order = True
         self.active = False
-        if not self._warned:
-            self._warned = True
+        if not self._has_warned_of_second_order:
+            self._has_warned_of_second_order = True
             warnings.warn(
                 "gradients are taken with create_graph=True: what is differentiated again has one global scale until "
                 "scaler.update(), as in torch.amp.GradScaler (said once)",
@@ -344,14 +317,11 @@ def is_differentiating() -> bool:
 
 
 def refuse_float16_gradient(parameter: Tensor, is_sharded: Callable[[], bool] = lambda: False) -> None:
-    """Refuse a float16 parameter with a float16 gradient, which could not be unscaled without rounding.
-
-    ``is_sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
-    gradients become float32 before they leave, and are reduced so.
-    """
+    """Refuse a float16 parameter with a float16 gradient, which could not be unscaled without rounding."""
     if parameter.dtype != torch.float16 or getattr(parameter, "grad_dtype", torch.float16) != torch.float16:
         return
     if HAS_GRADIENT_DTYPE and is_sharded():
+        # FSDP holds float16 copies of float32 parameters: their gradients become float32 before they are reduced.
         parameter.grad_dtype = torch.float32
         return
     raise TypeError(

@@ -22,7 +22,7 @@ from .._functions import (
     classify_function,
     get_function_name,
     is_parameter,
-    list_differentiable,
+    list_differentiable_tensors,
     list_second_factors,
     map_tensors,
     memoize_by_tensor,
@@ -33,17 +33,10 @@ from ._backward import (
     Backward,
     FloatWideningView,
     GradientHook,
-    get_region,
-    is_at_global_exponent,
-    mark_node_sites,
     refuse_float16_gradient,
-    set_region,
+    thread_state,
 )
 
-COMPILED_PART_TEXT = (
-    "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
-    'model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
-)
 # Sets and returns what is not None while something that torch.compile was given runs. The function that only returns it
 # gives up a reference to it each time in torch 2.6, until Python crashes.
 _set_dynamo_callback = torch._C._dynamo.eval_frame.set_eval_frame
@@ -60,18 +53,10 @@ def is_compiler_active() -> bool:
 def refuse_compiled_part() -> None:
     """Refuse a part of the model that is compiled by itself."""
     if torch.compiler.is_dynamo_compiling() or is_compiler_active():
-        raise NotImplementedError(COMPILED_PART_TEXT)
-
-
-def disable_torch_function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a region's method so that the torch functions it calls are not watched."""
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return method(*args, **kwargs)
-
-    return run
+        raise NotImplementedError(
+            "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile "
+            'the whole model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
+        )
 
 
 class ParameterNames:
@@ -107,35 +92,28 @@ class ParameterNames:
 
 
 class CallRecording:
-    """A record of a forward pass in a region: which call made each node, at which site, and which nodes are edges.
-
-    Attributes:
-        failed: Whether the forward pass had something that only a region can handle.
-        numbers: 0-d results, which the model may keep besides its outputs (see `_replay.learn_graph`).
-    """
+    """A record of a forward pass in a region: which call made each node, at which site, and which nodes are edges."""
 
     def __init__(self) -> None:
+        # Whether the forward pass had something that only a region can handle.
         self.failed = False
-        self.opened: dict[Site, None] = {}
-        self.edges: set[Any] = set()
-        self._begins: list[int] = []
-        self._calls: list[tuple[int, Site]] = []
-        self.numbers: list[weakref.ref] = []
+        self.opened_sites: dict[Site, None] = {}
+        self.edge_nodes: set[Any] = set()
+        # 0-d results, which the model may keep besides its outputs (see `_replay.learn_graph`).
+        self.scalar_results: list[weakref.ref] = []
+        self._calls: list[tuple[int, int, Site]] = []
 
     def add_call(self, begun: int, site: Site) -> None:
         """Note that the nodes that were made since a sequence number are at a site."""
         end = torch._C._autograd._get_sequence_nr()
         if end > begun:
-            self._begins.append(begun)
-            self._calls.append((end, site))
+            self._calls.append((begun, end, site))
 
     def find_site(self, node: Any) -> Site | None:
         """Return the site of the call that made a node; None where none did."""
         number = node._sequence_nr()
-        call = bisect.bisect_right(self._begins, number) - 1
-        if call < 0:
-            return None
-        end, site = self._calls[call]
+        place = bisect.bisect_right(self._calls, number, key=lambda call: call[0])
+        _, end, site = self._calls[place - 1] if place else (0, 0, None)
         return site if number < end else None
 
 
@@ -146,13 +124,8 @@ SlotHooks = tuple[tuple[int, GradientHook], ...]
 class ArgumentGradientMoves:
     """Moves the gradients of a call's arguments that belong to other sites, by hooks of the nodes that read them.
 
-    Autograd runs nodes in the reverse of the order in which they were made, and adds up what they send to a tensor in
-    that order. A node in between, such as a view's, would send what several nodes of one call make later, and as one
-    sum: another number in the last bit where others read the tensor too. Hooks leave the graph as it is.
-
-    A view is needed for a leaf under autocast, which would otherwise be cast once for calls at several sites, for a
-    float16 parameter, whose gradient leaves in float32, and where gradients are rounded to a format: what a call passes
-    on for an argument is rounded once, whichever of its nodes made it.
+    Hooks leave the graph as it is. A node in between, such as a view's, would send what several nodes of one call make
+    as one sum: another number in the last bit where others read the tensor too.
     """
 
     def __init__(self, backward: Backward, site: Site) -> None:
@@ -164,39 +137,33 @@ class ArgumentGradientMoves:
         self.leaves: dict[int, GradientHook | None] = {}
         # Of parameters.
         self.views: list[Tensor] = []
-        self._begun = 0
 
     def can_move_by_hook(self, tensor: Tensor) -> bool:
-        """Return whether a hook can move a tensor's gradient; else it needs a view."""
+        """Return whether a hook can move a tensor's gradient; else it needs a view.
+
+        That is so of a leaf under autocast, which would otherwise be cast once for calls at several sites, of a float16
+        parameter, whose gradient leaves in float32, and where gradients are rounded to a format, once per argument.
+        """
         if self._backward.format is not None:
             return False
         return not tensor.is_leaf or not (tensor.dtype == torch.float16 or torch._C._is_any_autocast_enabled())
 
-    def add_tensor(self, tensor: Tensor, source: Site) -> None:
-        """Note that the call reads a tensor of another site."""
-        hook = self._backward.get_edge_hook(source, self._site)
-        if tensor.is_leaf:
-            self.leaves[id(tensor)] = hook
-        else:
-            self.hooks[tensor.grad_fn, tensor.output_nr] = hook
-
-    def run_call(
+    def run_function(
         self, recording: CallRecording | None, function: Callable, args: tuple, kwargs: dict, written: Tensor | None
     ) -> Any:
         """Call a function, and hook the nodes that read tensors of other sites; ``written``: what it writes into."""
-        self._begun = torch._C._autograd._get_sequence_nr()
+        begun = torch._C._autograd._get_sequence_nr()
         out = function(*args, **kwargs)
         if recording is not None:
-            recording.add_call(self._begun, self._site)
-        if written is None:
-            self._hook_readers(out, out)
-        else:
-            self._hook_readers([written, written._base], written)
+            recording.add_call(begun, self._site)
+        if self.hooks or self.leaves or self.views:
+            self._hook_readers(
+                out if written is None else [written, written._base], out if written is None else written, begun
+            )
         return out
 
-    def _hook_readers(self, made: Any, out: Any) -> None:
-        if not (self.hooks or self.leaves or self.views):
-            return
+    def _hook_readers(self, made: Any, out: Any, begun: int) -> None:
+        """Hook the views of parameters, and the nodes behind ``made`` that read noted tensors."""
         if isinstance(out, list | tuple):
             out = next((x for x in out if isinstance(x, Tensor)), None)
         leaving = self._backward.get_weight_edge_hook(
@@ -209,37 +176,34 @@ class ArgumentGradientMoves:
                 node.hook = leaving
             else:
                 node.register_prehook(leaving)
-            mark_node_sites(node, self._site, global_site, global_site)
+            node.metadata[global_site] = self._site
         if self.hooks or self.leaves:
-            for node, moves in self._list_readers(made, leaving):
+            for node, moves in self._list_readers(made, leaving, begun):
                 node.register_hook(_make_slot_hook(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
-                mark_node_sites(node, self._site, self._site, global_site)
+                node.metadata[global_site] = self._site
 
-    def _list_readers(self, made: Any, leaving: GradientHook) -> Iterator[tuple[Any, SlotHooks]]:
+    def _list_readers(self, made: Any, leaving: GradientHook, begun: int) -> Iterator[tuple[Any, SlotHooks]]:
         """Yield the nodes of the call that read noted tensors, each with its hooks."""
-        pending: list[Any] = [x.grad_fn for x in list_differentiable(made)]
+        leaf_hooks = {leaf: hook or leaving for leaf, hook in self.leaves.items()}
+        pending: list[Any] = [x.grad_fn for x in list_differentiable_tensors(made)]
         seen = {None}
         while pending:
             node = pending.pop()
-            if node in seen or not self._begun <= node._sequence_nr() < FIRST_LEAF_NUMBER:
+            if node in seen or not begun <= node._sequence_nr() < FIRST_LEAF_NUMBER:
                 continue
             seen.add(node)
             moves = []
             for slot, link in enumerate(node.next_functions):
-                hook = self.hooks.get(link) or self._find_leaf_hook(link[0], leaving)
+                source, hook = link[0], self.hooks.get(link)
+                if leaf_hooks and hook is None and source is not None and source._sequence_nr() >= FIRST_LEAF_NUMBER:
+                    hook = leaf_hooks.get(id(source.variable))
                 if hook is None:
-                    pending.append(link[0])
+                    pending.append(source)
                 else:
                     moves.append((slot, hook))
             if moves:
                 yield node, tuple(moves)
-
-    def _find_leaf_hook(self, node: Any, leaving: GradientHook) -> GradientHook | None:
-        if not self.leaves or node is None or node._sequence_nr() < FIRST_LEAF_NUMBER:
-            return None
-        leaf = id(node.variable)
-        return (self.leaves[leaf] or leaving) if leaf in self.leaves else None
 
 
 def _make_slot_hook(backward: Backward, moves: SlotHooks) -> Callable:
@@ -250,7 +214,7 @@ def _make_slot_hook(backward: Backward, moves: SlotHooks) -> Callable:
         def move_gradients(gradients: tuple, given: tuple) -> tuple | None:
             if not backward.active:
                 # Whether that is for a second derivative's sake.
-                backward.has_closed_edges()
+                backward.has_inactive_hooks()
                 return None
             found: list[Tensor | None] | None = None
             for slot, hook in moves:
@@ -289,17 +253,17 @@ class Region(TorchFunctionMode):
         self._rank: dict[Site, int] = {}
 
     def __enter__(self) -> Region:
-        self._outer = get_region()
-        self._backward.close_edges_after_backward()
+        self._outer = thread_state.region
+        self._backward.deactivate_hooks_outside_backward()
         self.begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
-        set_region(self)
+        thread_state.region = self
         _watch_custom_functions(1)
         return self
 
     def __exit__(self, *error: object) -> None:
         _watch_custom_functions(-1)
-        set_region(self._outer)
+        thread_state.region = self._outer
         self._backward.forwards += 1
         super().__exit__(*error)
 
@@ -308,31 +272,29 @@ class Region(TorchFunctionMode):
         refuse_compiled_part()
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
-        differentiable = list(list_differentiable((args, kwargs)))
+        differentiable = list(list_differentiable_tensors((args, kwargs)))
         if not differentiable:
             return function(*args, **kwargs)
         kind = classify_function(function)
         if kind == "shape":
             # Only the first argument has a gradient.
-            differentiable = list(list_differentiable(args[:1]))
+            differentiable = list(list_differentiable_tensors(args[:1]))
         if kind == "fact" or not differentiable:
             return function(*args, **kwargs)
         if kind == "property":
-            return self._read_property(function, args, differentiable)
+            out = function(*args)
+            if not isinstance(out, Tensor) or not out.requires_grad or out.is_leaf:
+                return out
+            kind = "plain"  # such as ``x.mT``, which carries the tensor's gradient
         if kind == "in-place":
             return self._run_in_place(function, args, kwargs, differentiable)
-        return self._run_at_site(
-            function, args, kwargs, self._find_call_site(kind, function, args, differentiable), kind
-        )
-
-    def _run_at_site(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
-        """Run a function with all its gradients at one site."""
+        site = self._find_call_site(kind, function, args, differentiable)
         reads = ArgumentGradientMoves(self._backward, site)
         # Views run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
         taken = 1 if kind == "shape" else len(args)
         kwargs = kwargs if kind == "shape" else self._move_arguments(kwargs, site, reads, function)
         given = (*self._move_arguments(args[:taken], site, reads, function), *args[taken:])
-        out = reads.run_call(self.recording, function, given, kwargs, None)
+        out = reads.run_function(self.recording, function, given, kwargs, None)
         made = self._set_result_sites(out, site, kind, reads)
         watches = kind == "product" and self._backward.measuring and self._backward.policy.wants_operands
         if watches and isinstance(out, Tensor) and not out.is_leaf:
@@ -345,48 +307,35 @@ class Region(TorchFunctionMode):
         if self.recording is not None:
             self.recording.failed = True
 
-    def _read_property(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Any:
-        """Read a property of a tensor; some, such as ``x.mT``, carry the tensor's gradient."""
-        out = function(*args)
-        if not isinstance(out, Tensor) or not out.requires_grad or out.is_leaf:
-            return out
-        return self._run_at_site(function, args, {}, self._find_common_site(function, differentiable), "plain")
-
-    @disable_torch_function
-    def take_arguments(self, arguments: Any) -> None:
+    def mark_outer_arguments(self, arguments: Any) -> None:
         """Put the model's arguments at the global exponent, whichever thread made them."""
-        for x in list_differentiable(arguments):
-            if self._read_site(x) is None:
-                self._backward.mark_outer_node(x.grad_fn)
+        with torch._C.DisableTorchFunction():
+            for x in list_differentiable_tensors(arguments):
+                if self._get_assigned_site(x) is None:
+                    self._backward.mark_outer_node(x.grad_fn)
 
     # sites ----------------------------------------------------------------------------------------------------
 
     def find_site(self, tensor: Tensor) -> Site:
         """Return the site of a tensor's gradient; tensors made before the region are at the global one."""
-        site = self._read_site(tensor)
+        site = self._get_assigned_site(tensor)
         if site is None and tensor._base is not None:
-            site = self._read_site(tensor._base)
-        if site is None:
+            site = self._get_assigned_site(tensor._base)
+        # With second derivatives all gradients have the global exponent until the next update, whatever made them.
+        if site is None and not self._backward.second_order:
             self._refuse_unwatched(tensor)
-            return self._global_site
-        return site
+        return site or self._global_site
 
-    def _read_site(self, tensor: Tensor) -> Site | None:
+    def _get_assigned_site(self, tensor: Tensor) -> Site | None:
         """Return the site that a region of this scaler gave a tensor."""
         site = getattr(tensor, _SITE_ATTRIBUTE, None)
         return site if site is None or site is self._global_site or site.global_site is self._global_site else None
 
     def _refuse_unwatched(self, tensor: Tensor) -> None:
         """Refuse a tensor that an unwatched function made in this region, as its gradient's exponent is unknown."""
-        node = tensor.grad_fn
-        if self._backward.second_order:
-            # Made by a derivative within the model: all gradients have the global exponent until the next update.
-            return
-        if (
-            node is not None
-            and self.begun <= node._sequence_nr() < FIRST_LEAF_NUMBER
-            and not is_at_global_exponent(node, self._global_site)
-        ):
+        node: Any = tensor.grad_fn
+        made_here = node is not None and self.begun <= node._sequence_nr() < FIRST_LEAF_NUMBER
+        if made_here and node.metadata.get(self._global_site) is not self._global_site:
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
                 f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
@@ -395,9 +344,9 @@ class Region(TorchFunctionMode):
         self._backward.mark_outer_node(node)
 
     def _find_call_site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
-        """Return the site of the gradients of a function's inputs and results; of a cell that of its state, if any."""
+        """Return the site of a function's inputs and results; of a cell that of its state, if any."""
         if kind == "cell":
-            state = next(list_differentiable(args[1]), None) if len(args) > 1 else None
+            state = next(list_differentiable_tensors(args[1]), None) if len(args) > 1 else None
             site = self._global_site if state is None or is_parameter(state) else self.find_site(state)
             return self._open_site(function, differentiable) if site is self._global_site else site
         return (self._open_site if kind == "product" else self._find_common_site)(function, differentiable)
@@ -412,7 +361,7 @@ class Region(TorchFunctionMode):
         site = self._backward.sites.open_site(f"{key}#{call}" if call else key)
         self._rank[site] = len(self._rank)
         if self.recording is not None:
-            self.recording.opened.setdefault(site)
+            self.recording.opened_sites.setdefault(site)
         self._backward.reached.setdefault(site)
         return site
 
@@ -439,7 +388,11 @@ class Region(TorchFunctionMode):
             source = self.find_site(x)
             if reads is None or source is site or not reads.can_move_by_hook(x):
                 return self.add_edge(x, source, site)
-            reads.add_tensor(x, source)
+            hook = self._backward.get_edge_hook(source, site)
+            if x.is_leaf:
+                reads.leaves[id(x)] = hook
+            else:
+                reads.hooks[x.grad_fn, x.output_nr] = hook
             return x
 
         return map_tensors(value, memoize_by_tensor(move_tensor) if isinstance(function, FunctionType) else move_tensor)
@@ -465,23 +418,21 @@ class Region(TorchFunctionMode):
             view = parameter.view_as(parameter)
         reads.views.append(view)
         if self.recording is not None:
-            self.recording.edges.add(view.grad_fn)
+            self.recording.edge_nodes.add(view.grad_fn)
         return view
 
     def add_edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
-        """Return a view or copy for a reader at ``target``; ``leaving``: a reader that may write into it.
-
-        A write into a view would go round the hook.
-        """
+        """Return a view or copy for a reader at ``target``; ``leaving``: a reader that may write into it."""
         if source is target:
             return tensor
+        # A write into a view would go round the hook.
         viewed = tensor.layout is torch.strided and not leaving
         out = tensor.view_as(tensor) if viewed else copy_with_strides(tensor)
         node: Any = out.grad_fn
         node.register_prehook(self._backward.get_edge_hook(source, target))
         if self.recording is not None:
-            self.recording.edges.add(node)
-        mark_node_sites(node, target, source, self._global_site)
+            self.recording.edge_nodes.add(node)
+        node.metadata[self._global_site] = target
         setattr(out, _SITE_ATTRIBUTE, target)
         return out
 
@@ -500,7 +451,7 @@ class Region(TorchFunctionMode):
         reads = ArgumentGradientMoves(self._backward, site)
         kwargs = self._move_arguments(kwargs, site, reads)
         given = (written, *self._move_arguments(args[1:], site, reads)) if args else ()
-        out = reads.run_call(self.recording, function, given, kwargs, written)
+        out = reads.run_function(self.recording, function, given, kwargs, written)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
                 self._set_site(x, getattr(x, _SITE_ATTRIBUTE, site))
@@ -508,12 +459,13 @@ class Region(TorchFunctionMode):
 
     def _set_result_sites(self, out: Any, site: Site, kind: str, reads: ArgumentGradientMoves | None = None) -> Any:
         """Assign the new tensors of a function's results to ``site``, and return the results."""
-        nodes: set = set()
-        return map_tensors(out, lambda x: self._set_result_site(x, site, kind, nodes, reads))
+        rounding_nodes: set = set()
+        return map_tensors(out, lambda x: self._set_result_site(x, site, kind, rounding_nodes, reads))
 
     def _set_result_site(
-        self, out: Tensor, site: Site, kind: str, nodes: set, reads: ArgumentGradientMoves | None
+        self, out: Tensor, site: Site, kind: str, rounding_nodes: set, reads: ArgumentGradientMoves | None
     ) -> Tensor:
+        """Assign one new tensor to ``site``; those of ``rounding_nodes`` round their gradients already."""
         if out.is_leaf or (reads is not None and reads.hooks and (out.grad_fn, out.output_nr) in reads.hooks):
             # One of the arguments that were read stays at its site.
             return out
@@ -522,59 +474,62 @@ class Region(TorchFunctionMode):
         if kind == "cell" and self._backward.format is not None:
             # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
             out = copy_with_strides(out)
-        if kind in ("product", "cell") and self._backward.format is not None and out.grad_fn not in nodes:
+        if kind in ("product", "cell") and self._backward.format is not None and out.grad_fn not in rounding_nodes:
             node: Any = out.grad_fn
-            nodes.add(node)
+            rounding_nodes.add(node)
             node.register_prehook(self._backward.round_gradients)
         if out.dim() == 0 and site is not self._global_site and not out._is_view():
             # Numbers are losses: they may leave the model by other ways than its output.
             out = self.add_edge(out, site, self._global_site, leaving=True)
             site = self._global_site
             if self.recording is not None:
-                self.recording.numbers.append(weakref.ref(out))
+                self.recording.scalar_results.append(weakref.ref(out))
         return self._set_site(out, site)
 
     def _set_site(self, out: Tensor, site: Site) -> Tensor:
         """Set a tensor's site; at the global exponent, mark its node as an exit."""
         setattr(out, _SITE_ATTRIBUTE, site)
         if site is self._global_site:
-            mark_node_sites(out.grad_fn, site, site, site)
+            node: Any = out.grad_fn
+            node.metadata[site] = site
         return out
 
-    @disable_torch_function
-    def call_at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
+    def call_at_global_exponent(self, apply: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a function with its incoming and outgoing gradients at the global exponent; return its results."""
         self._fail_recording()
-        moved = self._move_arguments(args, self._global_site, None)
-        versions = [x._version for x in list_differentiable(moved)]
-        out = call(moved)
-        if versions != [x._version for x in list_differentiable(moved)]:
-            raise NotImplementedError(
-                f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
-                "gradient then goes round the exponents: let it work on a clone"
-            )
-        return self._set_result_sites(out, self._global_site, "plain")
+        with torch._C.DisableTorchFunction():
+            moved = self._move_arguments(args, self._global_site, None)
+            versions = [x._version for x in list_differentiable_tensors(moved)]
+            out = apply(*moved, **kwargs)
+            if versions != [x._version for x in list_differentiable_tensors(moved)]:
+                raise NotImplementedError(
+                    f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
+                    "gradient then goes round the exponents: let it work on a clone"
+                )
+            return self._set_result_sites(out, self._global_site, "plain")
 
-    @disable_torch_function
-    def leave_region(self, output: Any, wide: bool) -> Any:
+    def move_output_to_global_exponent(self, output: Any, wide: bool) -> Any:
         """Return a model's output at the global exponent; ``wide``: in float32 where it is float16."""
-        return map_tensors(output, memoize_by_tensor(lambda x: self._move_to_global_exponent(x, wide)))
 
-    def _move_to_global_exponent(self, out: Tensor, wide: bool) -> Tensor:
-        if out.is_leaf:
-            return out
-        site = self.find_site(out)
-        if wide and out.dtype == torch.float16:
-            # The gradient takes its exponent before it is rounded to float16.
-            left = out.float()
-            node: Any = left.grad_fn
-            node.register_prehook(self._backward.get_edge_hook(site, self._global_site))
-        else:
-            left = self.add_edge(out, site, self._global_site, leaving=True)
-        mark_node_sites(left.grad_fn, self._global_site, self._global_site, self._global_site)
-        # It is at the global exponent, wherever it goes.
-        vars(left).pop(_SITE_ATTRIBUTE, None)
-        return left
+        def move_to_global_exponent(out: Tensor) -> Tensor:
+            if out.is_leaf:
+                return out
+            site = self.find_site(out)
+            if wide and out.dtype == torch.float16:
+                # The gradient takes its exponent before it is rounded to float16.
+                left = out.float()
+                node: Any = left.grad_fn
+                node.register_prehook(self._backward.get_edge_hook(site, self._global_site))
+            else:
+                left = self.add_edge(out, site, self._global_site, leaving=True)
+                node = left.grad_fn
+            node.metadata[self._global_site] = self._global_site
+            # It is at the global exponent, wherever it goes.
+            vars(left).pop(_SITE_ATTRIBUTE, None)
+            return left
+
+        with torch._C.DisableTorchFunction():
+            return map_tensors(output, memoize_by_tensor(move_to_global_exponent))
 
 
 # Its ``apply`` is inherited from a class in C++.
@@ -586,9 +541,7 @@ _region_count = 0
 def _watch_custom_functions(change: int) -> None:
     """Begin (1) or end (-1) a region, while any of which custom Functions are intercepted as they are applied.
 
-    Function modes do not see them, and torch offers no other place where their arguments can be replaced before they
-    run: their backward has to see gradients at the global exponent, and what reentrant checkpointing runs again needs
-    edges of its own. So the method that ``Function.apply`` ends in is replaced, for the whole process.
+    Function modes do not see them: the method that ``Function.apply`` ends in is replaced, for the whole process.
     """
     global _region_count
     with _region_count_lock:
@@ -601,7 +554,7 @@ def _watch_custom_functions(change: int) -> None:
 
 def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply = super(_FUNCTION_BASE, cls).apply
-    region = get_region()
+    region = thread_state.region
     if (
         region is None
         or region.is_replaying
@@ -611,24 +564,21 @@ def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
     refuse_compiled_part()
     if cls is checkpoint.CheckpointFunction:
-        args = (_make_recomputation(args[0], region), *args[1:])
+        run, *rest = args
+        args = (functools.partial(_recompute_in_region, run, region), *rest)
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
         region._fail_recording()
         return apply(*args, **kwargs)
     # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
-    return region.call_at_global_exponent(lambda moved: apply(*moved, **kwargs), args)
+    return region.call_at_global_exponent(apply, args, kwargs)
 
 
-def _make_recomputation(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
-    """Return the function that reentrant checkpointing runs again during backward, with edges of its own."""
-
-    def run_in_region(*args: Any, **kwargs: Any) -> Any:
-        if get_region() is not None or not torch.is_grad_enabled():
-            return run(*args, **kwargs)
-        region._backward.replayed = True
-        with Region(region._backward, region._names) as again:
-            again.path = list(region.path)
-            return again.leave_region(run(*args, **kwargs), wide=False)
-
-    return run_in_region
+def _recompute_in_region(run: Callable[..., Any], region: Region, *args: Any, **kwargs: Any) -> Any:
+    """Run what reentrant checkpointing runs again during backward, with edges of its own."""
+    if thread_state.region is not None or not torch.is_grad_enabled():
+        return run(*args, **kwargs)
+    region._backward.replayed = True
+    with Region(region._backward, region._names) as again:
+        again.path = list(region.path)
+        return again.move_output_to_global_exponent(run(*args, **kwargs), wide=False)

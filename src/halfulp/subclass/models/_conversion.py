@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from ..._messages import ENVIRONMENT, name_type
 from ...kernels import untraced
-from .. import _rule_table as _fallback
+from .. import _rule_table
 from .._in_backward import refuse_tracing_of
 from . import _state_dict
 from ._parameter_holders import install_registration_hooks
 
 
-def remove_hooks(modules: Iterable[nn.Module], is_ours: Callable[[Any], bool]) -> None:
+def remove_forward_hooks(modules: Iterable[nn.Module], is_ours: Callable[[Any], bool]) -> None:
     """Remove the forward hooks and pre-hooks of modules that a predicate picks, with what torch notes of them."""
     for module in modules:
         tables: list[tuple[dict[int, Any], ...]] = [
@@ -73,13 +73,28 @@ def list_module_parameters(model: nn.Module, constants: bool = False) -> Iterato
 def list_matching_parameters(found: Iterable[ParameterRef], where: Where) -> list[ParameterRef]:
     """Return the parameters that match under any of their names, each under all of its names.
 
-    Raises:
-        ValueError: a pattern that matches nothing.
+    `where` is a glob, several, a function of a module and a name, or None for all.
     """
     found = list(found)
-    matches = make_matcher(where, [ref.name for ref in found])
-    matched = {id(ref.value) for ref in found if matches(ref.module, ref.name)}
-    if where is not None and not matched:
+    if where is None:
+        return found
+    globs: list[Any] = [where] if isinstance(where, str) or callable(where) else list(where)
+    names = [ref.name for ref in found]
+    for glob in () if callable(where) else globs:
+        if not isinstance(glob, str):
+            raise TypeError(f"where holds {glob!r}: allowed are globs over names, or one function f(module, name)")
+        if not fnmatch.filter(names, glob):
+            near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the names are {names[:5]} ..."
+            raise ValueError(f"where={glob!r} matches no parameter; {hint}")
+
+    def matches(ref: ParameterRef) -> bool:
+        if callable(where):
+            return where(ref.module, ref.name)
+        return any(fnmatch.fnmatchcase(ref.name, glob) for glob in globs)
+
+    matched = {id(ref.value) for ref in found if matches(ref)}
+    if not matched:
         raise ValueError(f"where={where!r} matches none of the model's {len(found)} parameters")
     return [ref for ref in found if id(ref.value) in matched]
 
@@ -88,23 +103,6 @@ def check_has_shape(ref: ParameterRef) -> None:
     """Raise for a parameter of a lazy module that has seen no batch."""
     if nn.parameter.is_lazy(ref.value):
         raise ValueError(f"parameter {ref.name!r} has no shape yet: run one batch through the model first")
-
-
-def make_matcher(where: Where, names: list[str]) -> Callable[..., Any]:
-    """Return a function of a module and a name: whether `where` (a glob, several, a function, None for all) matches."""
-    if where is None:
-        return lambda module, name: True
-    if callable(where):
-        return where
-    globs = [where] if isinstance(where, str) else list(where)
-    for glob in globs:
-        if not isinstance(glob, str):
-            raise TypeError(f"where holds {glob!r}: allowed are globs over names, or one function f(module, name)")
-        if not fnmatch.filter(names, glob):
-            near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the names are {names[:5]} ..."
-            raise ValueError(f"where={glob!r} matches no parameter; {hint}")
-    return lambda module, name: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 def copy_attributes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
@@ -119,13 +117,9 @@ _CHECKPOINT_ADVICE = "checkpoint the whole model instead, or run it without chec
 
 
 def capture_recomputation(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
-    """Wrap the function that torch.utils.checkpoint(use_reentrant=False) recomputes; `what` names the caller in errors.
+    """Wrap, once, the function that torch.utils.checkpoint(use_reentrant=False) recomputes; other hooks are left alone.
 
-    Its frame is reached through the hook that packs saved tensors while the checkpointed function runs; hooks of others
-    are left alone, and so is a frame that the same `wrap` has wrapped already.
-
-    Raises:
-        NotImplementedError: this torch keeps its frames differently.
+    Its frame is reached through the hook that packs saved tensors while the checkpointed function runs.
     """
     if getattr(pack, "__module__", "") != "torch.utils.checkpoint" or "_recomputation_hook" in pack.__qualname__:
         return
@@ -172,7 +166,7 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
     {}
     """
     if model is None:
-        return _fallback.fallbacks()
+        return dict(_rule_table.fallback_totals)
     check_module(model, "fallbacks")
     counts = [vars(module)[_COUNTS_ATTRIBUTE] for module in model.modules() if _COUNTS_ATTRIBUTE in vars(module)]
     if not counts:
@@ -188,17 +182,14 @@ def _begin_forward(module: nn.Module, arguments: Any) -> None:
     """Attribute the following fallbacks to this model, and refuse recorders: a forward pre-hook."""
     if not torch.compiler.is_compiling():
         refuse_tracing_of(module)
-    _fallback.running_model.counts = module.__dict__[_COUNTS_ATTRIBUTE]
+    _rule_table.running_model.counts = module.__dict__[_COUNTS_ATTRIBUTE]
 
 
 ConvertedTensors = dict[int, Tensor]
 
 
-def convert_each(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> ConvertedTensors:
-    """Return converted tensors by the ids of the present ones; a shared parameter is converted once.
-
-    The model is not changed yet, so that a parameter that cannot be converted leaves it as it was.
-    """
+def convert_parameters(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> ConvertedTensors:
+    """Return converted tensors by the ids of the present ones; a shared parameter is converted once."""
     found: ConvertedTensors = {}
     for ref in refs:
         if id(ref.value) not in found:
@@ -207,11 +198,7 @@ def convert_each(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef],
 
 
 def decode_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
-    """Return a parameter or buffer of a subclass as a plain one, its gradient too, each value rounded once.
-
-    Raises:
-        ValueError: a finite value is beyond the dtype's range.
-    """
+    """Return a parameter or buffer of a subclass as a plain one, its gradient too, each value rounded once."""
     old: Any = ref.value
     value: Tensor = old.detach().decode(dtype)
     if not value.is_meta and bool((value.isinf() & old.detach().decode(torch.float64).isfinite()).any()):
@@ -229,8 +216,8 @@ def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: Conver
     """Put tensors of a subclass in the parameters' places; install state dicts and counts of fallbacks."""
     for ref in refs:
         ref.put(values[id(ref.value)])
-        _state_dict.install_hooks(ref.module)
-    _state_dict.install_file_check(model)
+        _state_dict.install_state_dict_hooks(ref.module)
+    _state_dict.install_state_dict_check(model)
     if _COUNTS_ATTRIBUTE not in vars(model):
         vars(model)[_COUNTS_ATTRIBUTE] = Counter()
         model.register_forward_pre_hook(_begin_forward)
@@ -242,6 +229,6 @@ def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedT
     for ref in refs:
         ref.put(values[id(ref.value)])
     for module in model.modules():
-        _state_dict.remove_hooks(module)
+        _state_dict.remove_state_dict_hooks(module)
         vars(module).pop(_COUNTS_ATTRIBUTE, None)
-    remove_hooks(model.modules(), lambda hook: hook is _begin_forward)
+    remove_forward_hooks(model.modules(), lambda hook: hook is _begin_forward)

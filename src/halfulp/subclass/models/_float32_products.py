@@ -18,14 +18,15 @@ from ...arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION, iterate_t
 from ...environment._narrow_products import widened_dtypes
 from ...kernels import constant_result, note_fallback
 from ._conversion import capture_recomputation, check_module
-from ._parameter_holders import EMULATED
+from ._parameter_holders import EMULATED_FORMAT_ATTRIBUTE
 
 Model = TypeVar("Model", bound=nn.Module)
 # What a module of the model holds: where its products are widened.
 _MARK_ATTRIBUTE = "_halfulp_float32_products"
-_EVERYWHERE, _EAGER = "everywhere", "eager"
+_WIDENED_EVERYWHERE, _WIDENED_WHERE_EAGER = "everywhere", "eager"
 # What a class holds: the class made of it, and what that was made of.
-_MADE, _BASE = "_halfulp_with_float32_products", "_halfulp_without_float32_products"
+_WIDENED_CLASS_ATTRIBUTE = "_halfulp_with_float32_products"
+_ORIGINAL_CLASS_ATTRIBUTE = "_halfulp_without_float32_products"
 
 
 def float32_products(model: Model, enabled: bool = True) -> Model:
@@ -70,11 +71,13 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     """
     check_module(model, "float32_products")
     widened_dtypes()
-    if any(hasattr(parameter, EMULATED) for parameter in model.parameters()):
+    if any(hasattr(parameter, EMULATED_FORMAT_ATTRIBUTE) for parameter in model.parameters()):
         raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
     for module in model.modules():
         if not enabled:
-            _restore_module(module)
+            vars(module).pop(_MARK_ATTRIBUTE, None)
+            # A class that somebody has made of this file's since stays, and finds no mark.
+            object.__setattr__(module, "__class__", get_original_class(module))
         elif _MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
             _widen_module(module)
     if any(isinstance(vars(module).get("forward"), GraphReader) for module in model.modules()):
@@ -85,7 +88,7 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
 def get_original_class(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, as it was before `float32_products`."""
     kind = type(module)
-    found: type[nn.Module] = vars(kind).get(_BASE, kind)
+    found: type[nn.Module] = vars(kind).get(_ORIGINAL_CLASS_ATTRIBUTE, kind)
     return found
 
 
@@ -99,7 +102,7 @@ def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
     """Leave a model's products to torch where a compiler traces them, for whoever reads its graphs; or no longer."""
     for module in model.modules():
         if _MARK_ATTRIBUTE in vars(module):
-            vars(module)[_MARK_ATTRIBUTE] = _EAGER if leave else _EVERYWHERE
+            vars(module)[_MARK_ATTRIBUTE] = _WIDENED_WHERE_EAGER if leave else _WIDENED_EVERYWHERE
 
 
 def _widen_module(module: nn.Module) -> None:
@@ -111,16 +114,10 @@ def _widen_module(module: nn.Module) -> None:
         why = "has parametrizations or a forward of its own" if is_changed else "is of a class that allows no subclass"
         note_fallback("float32 products", f"left to torch in {type(module).__name__}, which {why}, called by itself")
         return
-    vars(module)[_MARK_ATTRIBUTE] = _EVERYWHERE
+    vars(module)[_MARK_ATTRIBUTE] = _WIDENED_EVERYWHERE
     object.__setattr__(module, "__class__", made)
     if is_read:
         forward.inner = forward.__wrapped__ = types.MethodType(made.forward, module)
-
-
-def _restore_module(module: nn.Module) -> None:
-    vars(module).pop(_MARK_ATTRIBUTE, None)
-    # A class that somebody has made of this file's since stays, and finds no mark.
-    object.__setattr__(module, "__class__", get_original_class(module))
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -137,12 +134,9 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _make_widened_class(base: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the subclass whose modules run a class's forward in `_run_forward`; None where it cannot be subclassed.
-
-    A class, and no function that a module holds: shallow copies and replicas run themselves, and no cycle keeps models
-    alive.
-    """
-    if _MADE not in vars(base):
+    """Return the subclass whose modules run a class's forward in `_run_forward`; None where it cannot be subclassed."""
+    # A class, and no function that a module holds: shallow copies and replicas run themselves.
+    if _WIDENED_CLASS_ATTRIBUTE not in vars(base):
         named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         try:
             made: Any = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(named))
@@ -150,9 +144,9 @@ def _make_widened_class(base: type[nn.Module]) -> type[nn.Module] | None:
             return None
         made.forward = _make_forward(made, base.forward)
         made.__reduce_ex__ = _reduce_module
-        setattr(made, _BASE, base)
-        setattr(base, _MADE, made)
-    found: type[nn.Module] = vars(base)[_MADE]
+        setattr(made, _ORIGINAL_CLASS_ATTRIBUTE, base)
+        setattr(base, _WIDENED_CLASS_ATTRIBUTE, made)
+    found: type[nn.Module] = vars(base)[_WIDENED_CLASS_ATTRIBUTE]
     return found
 
 
@@ -174,11 +168,11 @@ def _make_forward(made: Any, own: Callable[..., Any]) -> Callable[..., Any]:
 def _reduce_module(self: nn.Module, protocol: Any) -> Any:
     """Pickle and copy a module by its original class."""
     # A class that somebody has made of this file's is the one that is named.
-    made: Any = next(kind for kind in type(self).__mro__ if _BASE in vars(kind))
+    made: Any = next(kind for kind in type(self).__mro__ if _ORIGINAL_CLASS_ATTRIBUTE in vars(kind))
     reduced = super(made, self).__reduce_ex__(max(2, int(protocol)))
     if type(self) is not made or not isinstance(reduced, tuple) or getattr(reduced[0], "__name__", "") != "__newobj__":
         return reduced
-    return make_empty_module, (vars(made)[_BASE], *reduced[1][1:]), *reduced[2:]
+    return make_empty_module, (vars(made)[_ORIGINAL_CLASS_ATTRIBUTE], *reduced[1][1:]), *reduced[2:]
 
 
 def make_empty_module(base: type[nn.Module], *arguments: Any) -> nn.Module:
@@ -206,7 +200,7 @@ def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any
     if not dtypes or _is_mode_active():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
-        if mark == _EAGER:
+        if mark == _WIDENED_WHERE_EAGER:
             _note_products_left()
             return forward(*args, **kwargs)
         if not _has_numbers_of(module, dtypes, True) and not _receives_numbers_of(args, kwargs, dtypes):
@@ -268,12 +262,9 @@ class _ProductMode(TorchFunctionMode):
 
 def _skip_dispatch(function: Any) -> Any:
     """Return a function of torch.nn.functional without its own dispatch to modes."""
-    scope = {**function.__globals__, "has_torch_function": _return_false, "has_torch_function_variadic": _return_false}
+    scope = dict(function.__globals__)
+    scope["has_torch_function"] = scope["has_torch_function_variadic"] = lambda *tensors: False
     return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-
-
-def _return_false(*tensors: Any) -> bool:
-    return False
 
 
 # Those in Python that multiply more than once, by functions that the mode knows.
@@ -292,24 +283,22 @@ def _is_mode_active() -> bool:
 
 def _call_under_mode(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function under the mode, below all others: they see products of the dtypes that the model asked for."""
-    above = _pop_modes()
-    _push_mode(_PRODUCT_MODE)
-    _push_modes(above)
+    _push_modes([*_pop_modes(), _PRODUCT_MODE])
     _thread_state.hooks_at_entry = saved_tensor_hooks()
     try:
         return function(*args, **kwargs)
     finally:
         _thread_state.hooks_at_entry = None
-        above = _pop_modes()
-        above.remove(_PRODUCT_MODE)
-        _push_modes(above)
+        _push_modes([mode for mode in _pop_modes() if mode is not _PRODUCT_MODE])
 
 
 def _pop_modes() -> list[TorchFunctionMode]:
+    """Pop all modes, the innermost first."""
     return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
 
 
 def _push_modes(modes: list[TorchFunctionMode]) -> None:
+    """Push modes that `_pop_modes` gave."""
     for mode in reversed(modes):
         _push_mode(mode)
 

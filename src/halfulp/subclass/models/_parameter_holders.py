@@ -62,10 +62,9 @@ def _load_full_names(
     *given: Any,
     **options: Any,
 ) -> Any:
-    """Rename auxiliary entries to the prefixed names of their parameters.
+    """Rename auxiliary entries to their parameters' names with ``module.`` (DDP) and ``_orig_mod.`` (torch.compile).
 
-    torch takes ``module.`` (DistributedDataParallel) and ``_orig_mod.`` (torch.compile) out of names when it saves, and
-    puts them before parameters and buffers alone when it loads.
+    torch takes these out of names when it saves, and puts them before parameters and buffers alone when it loads.
     """
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (layout := find_state_dict_layout(parameter)) is None:
@@ -156,11 +155,7 @@ def _warn_of_narrow_averages(averages: nn.Module) -> None:
 
 
 def _refuse_unused_parameters(wrapper: nn.Module, inputs: Any) -> None:
-    """Refuse find_unused_parameters for parameters whose gradients are no plain tensors.
-
-    Of a parameter that was not used the reducer makes a plain gradient, of the numbers that have arrived; where it was
-    used it writes them into the gradient that is there, and rounds. Processes would drift apart.
-    """
+    """Refuse find_unused_parameters for parameters whose gradients are not plain: processes would drift apart."""
     if wrapper.find_unused_parameters and not wrapper.gradient_as_bucket_view:
         for name, parameter in wrapper.named_parameters():
             if find_state_dict_layout(parameter) is not None and getattr(parameter, "gradients", None) != FIRST:
@@ -184,25 +179,19 @@ def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> N
 
 
 # The name, on a parameter, of the format that `halfulp.emulate` keeps it in.
-EMULATED = "_halfulp_emulated"
+EMULATED_FORMAT_ATTRIBUTE = "_halfulp_emulated"
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> list[nn.Module]:
-    """Refuse to change parameters that other objects hold, before anything is changed.
+    """Refuse to change parameters that other objects hold, before anything is changed; return fully_shard's modules.
 
-    What follows a change of dtype in place: modules, tied modules, optimizers, hooks on the tensor, parametrizations,
-    fully_shard that has not run, compiled graphs (they are traced again). What does not: DistributedDataParallel,
-    FSDP1, and memory that another of the parameters or a process has too. A new object is also unknown to optimizers,
-    to fully_shard and to hooks on the tensor.
+    For these call `reset_shards` when the change is made.
 
     Args:
         named: qualified names and parameters; one parameter may have several names.
         what: the caller, for messages.
         replaced: whether they become new objects; else they change their dtype in place.
-
-    Returns:
-        The modules of fully_shard around them: call `reset_shards` when the change is made.
     """
     names: dict[int, str] = {}
     unique = []
@@ -233,7 +222,7 @@ def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> list[nn.
             f"it and make the optimizer after {what}"
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    flat = list_objects(fsdp.FullyShardedDataParallel) if fsdp and torch.distributed.is_initialized() else []
+    flat = list_instances(fsdp.FullyShardedDataParallel) if fsdp and torch.distributed.is_initialized() else []
     for kind, modules in (("DistributedDataParallel", list_data_parallel_modules()), ("FSDP1", flat)):
         for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
             if id(parameter) in names:
@@ -282,14 +271,12 @@ def get_plain_memory(tensor: Tensor) -> Tensor | None:
 
 def has_common_memory(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors of one storage have a byte in common, what lies between a view's elements included."""
-    (first, end), (start, _) = sorted((t.data_ptr(), t.data_ptr() + _count_spanned_bytes(t)) for t in (a, b))
+    spans = []
+    for tensor in (a, b):
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+    (first, end), (start, _) = sorted(spans)
     return first == start or start < end
-
-
-def _count_spanned_bytes(tensor: Tensor) -> int:
-    """Return the bytes from a tensor's first element to the end of its last."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
-    return (last + 1) * tensor.element_size()
 
 
 def list_holding_optimizers(named: NamedTensors) -> list[tuple[str, str]]:
@@ -298,14 +285,14 @@ def list_holding_optimizers(named: NamedTensors) -> list[tuple[str, str]]:
     gc.collect()  # nobody may hold an optimizer any more that is still there
     return [
         (names[id(parameter)], type(optimizer).__name__)
-        for optimizer in list_objects(torch.optim.Optimizer)
+        for optimizer in list_instances(torch.optim.Optimizer)
         for group in optimizer.__dict__.get("param_groups", ())
         for parameter in group["params"]
         if id(parameter) in names
     ]
 
 
-def list_objects(kind: type) -> list[Any]:
+def list_instances(kind: type) -> list[Any]:
     """Return all objects of a class, found by type, as isinstance may run code."""
     return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
@@ -314,17 +301,17 @@ def list_data_parallel_modules() -> list[nn.parallel.DistributedDataParallel]:
     """Return every DistributedDataParallel in this process."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
-    return [module for module in list_objects(nn.parallel.DistributedDataParallel) if "reducer" in module.__dict__]
+    return [module for module in list_instances(nn.parallel.DistributedDataParallel) if "reducer" in module.__dict__]
 
 
 def list_sharded_modules() -> list[nn.Module]:
     """Return every module of fully_shard in this process."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else list_objects(fsdp.FSDPModule)
+    return [] if fsdp is None else list_instances(fsdp.FSDPModule)
 
 
 def list_shard_groups(module: nn.Module) -> list[Any]:
-    """fully_shard's groups of parameters at a module."""
+    """Return fully_shard's groups of parameters at a module."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]  # of FSDPModule, a base that fully_shard adds
     # torch 2.12 has one group at a module, or None.
     groups = getattr(state, "_fsdp_param_groups", (getattr(state, "_fsdp_param_group", None),))
@@ -332,11 +319,7 @@ def list_shard_groups(module: nn.Module) -> list[Any]:
 
 
 def _find_sharded_modules(named: list[tuple[str, Tensor]], what: str) -> list[nn.Module]:
-    """Return the modules of fully_shard around some parameters.
-
-    Raises:
-        ValueError: one that has run: its buffers for gathering have the old dtype.
-    """
+    """Return the modules of fully_shard around some parameters; refuse one that has run."""
     names = {id(tensor): name for name, tensor in named if hasattr(tensor, "_local_tensor")}
     found = []
     for module in list_sharded_modules() if names else ():
@@ -365,10 +348,7 @@ def reset_shards(modules: Iterable[nn.Module]) -> None:
 
 
 def replace_parameter_data(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter, plain or a DTensor, numbers of another dtype, in place: it stays the object that others hold.
-
-    A gradient that waits for a step is cast to that dtype.
-    """
+    """Give a parameter, plain or a DTensor, and its gradient, numbers of another dtype: it stays the same object."""
     gradient, parameter.grad = parameter.grad, None
     parameter.data = value
     if hasattr(parameter, "_local_tensor"):

@@ -19,51 +19,47 @@ FIRST_SAVED_NAME_ATTRIBUTE = "_halfulp_saved"
 
 
 class StateDictLayout(NamedTuple):
-    """The entries in which one tensor class is stored in a state_dict.
-
-    Attributes:
-        kind: the class.
-        key, version: the entry of the metadata, and what stands there; a file of another version is refused.
-        what, plain: words for messages: what is stored, and the function that makes a plain state_dict.
-        suffix: of the entries of auxiliary tensors.
-        entries: all entries of a tensor, by its name.
-        fitting: the tensor that a state_dict holds under a name, with a given one's dtypes and parts, or None.
-        copy: from one tensor into another of the same dtypes and parts, bit for bit.
-    """
+    """The entries in which one tensor class is stored in a state_dict."""
 
     kind: type[Tensor]
+    # The entry of the metadata, and what stands there; a file of another version is refused.
     key: str
     version: int
+    # Words for messages: what is stored, and the function that makes a plain state_dict.
     what: str
     plain: str
+    # Of the entries of auxiliary tensors.
     suffix: re.Pattern
+    # All entries of a tensor, by its name.
     entries: Callable[[str, Any], dict[str, Tensor]]
+    # The tensor that a state_dict holds under a name, with a given one's dtypes and parts, or None.
     fitting: Callable[[Mapping, str, Any], Any]
+    # From one tensor into another of the same dtypes and parts, bit for bit.
     copy: Callable[[Any, Any], None]
 
 
-_layouts: dict[type, StateDictLayout] = {}
+_layouts_by_class: dict[type, StateDictLayout] = {}
 
 
-def register(layout: StateDictLayout) -> None:
-    """Register a class's layout: modules on which `install` was called then save and load it."""
-    _layouts[layout.kind] = layout
+def register_layout(layout: StateDictLayout) -> None:
+    """Register a class's layout: modules on which `install_state_dict_hooks` was called then save and load it."""
+    _layouts_by_class[layout.kind] = layout
 
 
 def find_state_dict_layout(tensor: object) -> StateDictLayout | None:
     """Return how a tensor is stored in a state_dict; None for a class without a layout."""
-    return _layouts.get(type(tensor))
+    return _layouts_by_class.get(type(tensor))
 
 
-def install_hooks(module: nn.Module) -> None:
+def install_state_dict_hooks(module: nn.Module) -> None:
     """Save and load this module's own parameters of such classes as plain tensors."""
     if _save_auxiliary_tensors not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_save_auxiliary_tensors)
         module.register_load_state_dict_pre_hook(_load_auxiliary_tensors)
-        module.register_load_state_dict_post_hook(_forget_missing)
+        module.register_load_state_dict_post_hook(_remove_loaded_from_missing_keys)
 
 
-def install_file_check(model: nn.Module) -> None:
+def install_state_dict_check(model: nn.Module) -> None:
     """Check a file for all of a model's modules before any of them is loaded."""
     hooks = model._load_state_dict_pre_hooks
     assert isinstance(hooks, OrderedDict)
@@ -72,11 +68,11 @@ def install_file_check(model: nn.Module) -> None:
         hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
-def remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks of `install_hooks` and `install_file_check`, unless parameters of such classes are left."""
+def remove_state_dict_hooks(module: nn.Module) -> None:
+    """Remove the hooks that save and load parameters of such classes, unless some are left."""
     if any(_list_own_parameters(inner) for inner in module.modules()):
         return
-    own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_all_modules, _forget_missing)
+    own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_all_modules, _remove_loaded_from_missing_keys)
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
         for key, hook in list(hooks.items()):
             if getattr(hook, "hook", hook) in own:
@@ -91,9 +87,9 @@ def check_state_dict(given: object, what: str) -> None:
     raise TypeError(f"{what} takes a state_dict, got {name_type(given)}: give it {wanted}")
 
 
-def check_version(metadata: Mapping) -> None:
+def check_layout_version(metadata: Mapping) -> None:
     """Raise for a file of another layout."""
-    for layout in _layouts.values():
+    for layout in _layouts_by_class.values():
         if (version := metadata.get(layout.key, layout.version)) != layout.version:
             raise ValueError(
                 f"this file holds {layout.what} in layout {version}, and this version of halfulp reads layout "
@@ -133,35 +129,30 @@ def _share_tied_memory(
 ) -> dict[str, Tensor]:
     """Return a parameter's entries, in the memory that they have under its first name in this state_dict.
 
-    Savers that write shared memory once (transformers) would else write the values of a tied parameter under both names
-    and what stands beside them under one, and the values alone would be loaded last.
+    Savers that write shared memory once (transformers) would else write what stands beside the values under one name.
     """
     first, *noted = parameter.__dict__.get(FIRST_SAVED_NAME_ATTRIBUTE, ("",))
     known = state_dict.get(first, entries[name])
-    is_noted = noted == [id(state_dict), id(known), known._version, parameter._version]
-    if first != name and is_noted and _share_auxiliary(entries, name, state_dict, first):
-        return {**entries, name: known}
+    if first != name and noted == [id(state_dict), id(known), known._version, parameter._version]:
+        beside = [(x, state_dict.get(first + key.removeprefix(name))) for key, x in entries.items() if key != name]
+        if all(
+            isinstance(y, Tensor) and _C._is_alias_of(x, y) and x.storage_offset() == y.storage_offset()
+            for x, y in beside
+        ):
+            return {**entries, name: known}
     value = entries[name]
     # Identities, as torch.utils.swap_tensors takes no tensor that is weakly referenced.
     parameter.__dict__[FIRST_SAVED_NAME_ATTRIBUTE] = name, id(state_dict), id(value), value._version, parameter._version
     return entries
 
 
-def _share_auxiliary(entries: Mapping[str, Tensor], name: str, state_dict: Mapping[str, Any], first: str) -> bool:
-    """Return whether a parameter's auxiliary entries share the memory of those under another name."""
-    pairs = [(x, state_dict.get(first + entry.removeprefix(name))) for entry, x in entries.items() if entry != name]
-    return all(
-        isinstance(y, Tensor) and _C._is_alias_of(x, y) and x.storage_offset() == y.storage_offset() for x, y in pairs
-    )
-
-
 def _check_all_modules(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:
     """Refuse a file that does not fit before anything is written."""
-    check_version(local_metadata)
+    check_layout_version(local_metadata)
     metadata = getattr(state_dict, "_metadata", None) or {}
     for path, inner in module.named_modules():
         own = f"{prefix}{path}." if path else prefix
-        check_version(metadata.get(own[:-1], {}))
+        check_layout_version(metadata.get(own[:-1], {}))
         for key, parameter, layout in _list_own_parameters(inner):
             _read_fitting_tensor(state_dict, own + key, parameter, layout)
 
@@ -184,7 +175,7 @@ def _load_auxiliary_tensors(
     errors: list,
 ) -> None:
     """Load auxiliary tensors into their parameters; torch reports mismatches and assigns."""
-    check_version(local_metadata)
+    check_layout_version(local_metadata)
     loaded = module.__dict__[_LOADED_ATTRIBUTE] = []
     for key, parameter, layout in _list_own_parameters(module):
         name = prefix + key
@@ -200,7 +191,7 @@ def _load_auxiliary_tensors(
             loaded.append(name)
 
 
-def _forget_missing(module: nn.Module, incompatible: Any) -> None:
+def _remove_loaded_from_missing_keys(module: nn.Module, incompatible: Any) -> None:
     """Remove the entries that `_load_auxiliary_tensors` has loaded from the missing keys."""
     for name in module.__dict__.pop(_LOADED_ATTRIBUTE, ()):
         if name in incompatible.missing_keys:
