@@ -16,7 +16,7 @@ from .._messages import name_type
 from ..emulation import Emulation
 from ..optim import Optimizer
 from ..optim._float32 import read_float32_weights
-from ..optim.step._kernel import change_by_rule
+from ..optim.step._kernel import compute_rule_change
 from ..recipes import revert
 from ..recipes._convert import is_converted
 from .observing._updates import (
@@ -253,7 +253,7 @@ def _compute_wanted_change(
         weight = read_float32_weights([plan])[0] if has_float32_weight(plan) else parameter.detach()
         decoded = [codec.decode(tensors).view(weight.shape) for codec, tensors in zip(plan.spec.codecs, plan.states)]
         values = rule.values(group, plan.state["step"] + 1)
-        return change_by_rule(rule, weight, gradient, decoded, values)[0]
+        return compute_rule_change(rule, weight, gradient, decoded, values)[0]
     if type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
         return None
     weight = parameter.detach().double().reshape(-1)

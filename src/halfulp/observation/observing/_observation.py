@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...gradients import AdaptiveGradScaler
 from ...optim import EMA, Optimizer
-from ...optim.parameters._local_tensors import get_local, get_memory
-from ...optim.parameters._narrow_groups import walk_model_parameters
+from ...optim.parameters._local_tensors import get_local, get_payload
+from ...optim.parameters._narrow_groups import walk_group_parameters
 from ...optim.parameters._random_identity import strip_wrapper_names
 from ...sinks import Sink
 from .._finding import Finding, format_findings, group_causes_as_dicts
@@ -410,7 +410,7 @@ def list_contained_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.op
     parts = vars(optimizer).get("optimizers")
     if not isinstance(parts, list | tuple) or not all(isinstance(one, torch.optim.Optimizer) for one in parts):
         return [optimizer]
-    inside, own = ({id(p) for one in some for _, _, p in walk_model_parameters(one)} for some in (parts, [optimizer]))
+    inside, own = ({id(p) for one in some for _, _, p in walk_group_parameters(one)} for some in (parts, [optimizer]))
     return list(parts) if own <= inside else [optimizer]
 
 
@@ -435,13 +435,13 @@ class ObservedParameters:
 
     def _add_parameter(self, name: str, parameter: torch.Tensor, kind: str) -> None:
         self.named[name], self.names[id(parameter)] = parameter, name
-        local, dtype = get_local(parameter), get_memory(parameter).dtype
+        local, dtype = get_local(parameter), get_payload(parameter).dtype
         trains = parameter.requires_grad
         self._record.parameters[name] = ParameterRecord(name, kind, dtype, tuple(local.shape), local.numel(), trains)
 
     def _add_stepped_parameters(self, prefix: str, optimizer: torch.optim.Optimizer) -> None:
         numbers = {id(group): k for k, group in enumerate(optimizer.param_groups)}
-        for group, position, parameter in walk_model_parameters(optimizer):
+        for group, position, parameter in walk_group_parameters(optimizer):
             name, given = self.names.get(id(parameter)), group.get("param_names")
             if name is None:
                 name = f"{prefix}.{given[position]}" if given else f"{prefix}.{numbers[id(group)]}.{position}"

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ...gradients import AdaptiveGradScaler
 from ...kernels import to_float64
-from ...optim.parameters._narrow_groups import walk_model_parameters
+from ...optim.parameters._narrow_groups import walk_group_parameters
 from ...sinks import Outlet, Row, RowFile
 from ..observing._observation import Observation, RunSummary
 from ..observing._observe import observe
@@ -137,7 +137,7 @@ def find_trained_model(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module
 
     Several models are one `JointModel`, in which each is named by its class.
     """
-    order = [id(parameter) for one in optimizers for _, _, parameter in walk_model_parameters(one)]
+    order = [id(parameter) for one in optimizers for _, _, parameter in walk_group_parameters(one)]
     wanted = {key: position for position, key in reversed(list(enumerate(order)))}
     modules = _find_living_modules()
     children = {id(child) for module in modules for child in module.children()}
