@@ -25,35 +25,32 @@ def round_to_plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
 
+def _round_all(dtype: torch.dtype | None, *values: Tensor) -> tuple[Tensor, ...]:
+    """Return values as plain tensors of a dtype, or as they are without one."""
+    return values if dtype is None else tuple(round_to_plain(x, dtype) for x in values)
+
+
 def match_width(x: Tensor, other: Tensor) -> Tensor:
     """Return x as wide as another value: with all components beside an MCTensor, rounded beside a plain tensor."""
     return x if isinstance(other, MCTensor) else round_to_plain(x)
 
 
-def compute_norm(x: Tensor) -> Tensor:
-    """Return the length along the last dimension, which is kept; its derivative at 0 is 0."""
-    squares = (x * x).sum(-1, keepdim=True)
-    still = squares == 0
-    return torch.where(still, squares, torch.where(still, torch.ones_like(squares), squares).sqrt())
-
-
 def find_direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the direction and the length along the last dimension; where the length is 0, so is the direction.
-
-    The largest magnitude is taken out first, so that no square leaves the range.
-    """
+    """Return the direction and the length along the last dimension; where the length is 0, so is the direction."""
+    # The largest magnitude is taken out first, so that no square leaves the range.
     size = round_to_plain(x).detach().abs().amax(-1, keepdim=True)
     size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
     part = x / size
-    length = compute_norm(part)
+    squares = (part * part).sum(-1, keepdim=True)
+    still = squares == 0
+    # Its derivative at 0 is 0.
+    length = torch.where(still, squares, torch.where(still, torch.ones_like(squares), squares).sqrt())
     return part / torch.where(length == 0, torch.ones_like(length), length), length * size
 
 
 def split_tanh(length: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tanh(s / 2) and 1 - tanh(s / 2) = 2 / (e^s + 1), each to full relative accuracy.
-
-    A length beyond the logarithm of the largest number would lead out of the range; it is cut there.
-    """
+    """Return tanh(s / 2) and 1 - tanh(s / 2) = 2 / (e^s + 1), each to full relative accuracy."""
+    # A length beyond the logarithm of the largest number would lead out of the range.
     grown = length.clamp(max=0.98 * math.log(torch.finfo(length.dtype).max)).expm1()
     return grown / (grown + 2), 2 / (grown + 2)
 
@@ -86,10 +83,12 @@ class Manifold(abc.ABC):
 
     Attributes:
         name: what param groups and messages call it.
+        condition: on points, in words.
         least: the fewest coordinates of a point.
     """
 
     name: ClassVar[str]
+    condition: ClassVar[str]
     least: ClassVar[int] = 1
 
     def distance(self, u: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -138,18 +137,14 @@ class Manifold(abc.ABC):
     def _find_points_outside(self, point: Tensor) -> Tensor:
         """Return which points do not belong to the model, as booleans (...)."""
 
-    @abc.abstractmethod
-    def _describe_condition(self) -> str:
-        """Return the condition on points, in words."""
-
     def gradient(self, point: Tensor, gradient: Tensor) -> Tensor:
         """Return the Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
-        size = self.size(point if isinstance(gradient, MCTensor) else round_to_plain(point))
+        size = self.size(match_width(point, gradient))
         return size * (size * gradient)
 
     def norm(self, point: Tensor, vector: Tensor) -> Tensor:
         """Return the length of a vector at a point; (..., 1)."""
-        size = self.size(point if isinstance(vector, MCTensor) else round_to_plain(point))
+        size = self.size(match_width(point, vector))
         length: Tensor = torch.linalg.vector_norm(round_to_plain(vector / size), dim=-1, keepdim=True)
         return length
 
@@ -174,7 +169,7 @@ class Manifold(abc.ABC):
             first = tuple(bad.nonzero()[0].tolist())
             raise ValueError(
                 f"{int(bad.sum())} of {bad.numel()} points are outside {self.name}, which needs "
-                f"{self._describe_condition()}; the first is at {first}: "
+                f"{self.condition}; the first is at {first}: "
                 f"{round_to_plain(points.detach())[first].tolist()}"
             )
 
@@ -195,11 +190,10 @@ class PoincareBall(Manifold):
     """
 
     name: ClassVar[str] = "ball"
+    condition: ClassVar[str] = "a length below 1"
 
     def _compute_squared_half_sinh(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
-        difference, a, b = u - v, compute_margin(u), compute_margin(v)
-        if dtype is not None:
-            difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
+        difference, a, b = _round_all(dtype, u - v, compute_margin(u), compute_margin(v))
         ratio = difference / (a.sqrt() * b.sqrt())
         return (ratio * ratio).sum(-1)
 
@@ -254,9 +248,6 @@ class PoincareBall(Manifold):
     def _find_points_outside(self, point: Tensor) -> Tensor:
         return ~(round_to_plain(compute_margin(point)[..., 0]) > 0)
 
-    def _describe_condition(self) -> str:
-        return "a length below 1"
-
 
 def compute_margin(point: Tensor) -> Tensor:
     """Return 1 - |p|^2 without cancellation, (..., 1); of plain tensors exact, rounded once or to 2^-100."""
@@ -304,12 +295,11 @@ class HalfSpace(Manifold):
     """
 
     name: ClassVar[str] = "half-space"
+    condition: ClassVar[str] = "a last coordinate above 0"
     least: ClassVar[int] = 2
 
     def _compute_squared_half_sinh(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
-        difference, a, b = u - v, u[..., -1:], v[..., -1:]
-        if dtype is not None:
-            difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
+        difference, a, b = _round_all(dtype, u - v, u[..., -1:], v[..., -1:])
         # Two roots instead of one of the product: heights of 1e-28 have none in float32.
         ratio = difference / (2 * (a.sqrt() * b.sqrt()))
         return (ratio * ratio).sum(-1)
@@ -357,9 +347,6 @@ class HalfSpace(Manifold):
 
     def _find_points_outside(self, point: Tensor) -> Tensor:
         return ~(round_to_plain(point[..., -1]) > 0)
-
-    def _describe_condition(self) -> str:
-        return "a last coordinate above 0"
 
 
 def _raise_above_zero(height: Tensor) -> Tensor:

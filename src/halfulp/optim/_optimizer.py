@@ -260,7 +260,7 @@ class Optimizer(CheckpointMixin):
         known = self._plans.get(parameter)
         refuse_other_update(state, None if known is None else known.spec, spec, name)
         add_missing_tensors(state, spec, group, parameter, name)
-        options = options or self._plans.options_of(group)
+        options = options or self._plans.read_plan_options(group)
         plan = self._plans.renew(parameter, spec, state, options, name, identity, beside)
         if CHECKSUMS_KEY in state:  # a copy, which says what a file does
             record_loaded_payload(plan, state)
@@ -271,7 +271,7 @@ class Optimizer(CheckpointMixin):
     def _find_valid_plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
         """Return a parameter's valid plan, for gradients of some store if one is given."""
         parameter = group["params"][position]
-        plan, options = self._plans.get(parameter), self._plans.options_of(group)
+        plan, options = self._plans.get(parameter), self._plans.read_plan_options(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
             likely = PAYLOADS.get(get_memory(parameter).dtype, STORES[torch.float32])
@@ -327,9 +327,7 @@ class Optimizer(CheckpointMixin):
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
         places = self._renew_plans([alone], settings, plans, gradients, scales)
-        batches = Roster.from_places(settings, plans, [], places, {}, None).make_batches(
-            [alone], [parameter], gradients, scales
-        )
+        batches = Roster(settings, plans, [], places, {}, None).make_batches([alone], [parameter], gradients, scales)
         assert batches is not None, "one parameter is metered or not"
         self._run_batches(batches)
         # Schedulers ask whether there was a step.
@@ -425,7 +423,7 @@ class Optimizer(CheckpointMixin):
         if batches is None:
             scales: dict[int, torch.Tensor] = {}
             places = self._renew_plans(groups, settings, plans, gradients, scales)
-            roster = self._plans.roster = Roster.from_places(settings, plans, resting, places, self.state, roster)
+            roster = self._plans.roster = Roster(settings, plans, resting, places, self.state, roster)
             for table in roster.tables:
                 table.renew_guards(table.select_values(gradients))
             batches = roster.make_batches(groups, parameters, gradients, scales)
@@ -433,7 +431,7 @@ class Optimizer(CheckpointMixin):
         return batches, waiting
 
     def _read_group_setting(self, group: dict[str, Any]) -> GroupSetting:
-        return self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"])
+        return self.rule(group), self._plans.read_plan_options(group), group["report_interval"], len(group["params"])
 
     def _renew_plans(
         self,

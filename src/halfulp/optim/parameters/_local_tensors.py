@@ -71,12 +71,6 @@ def find_index_map(parameter: torch.Tensor) -> IndexMap:
     return IndexMap(tuple(shape), tuple(parameter.shape), offset, (1,) * len(shape))
 
 
-def cut_shard(value: torch.Tensor, place: IndexMap) -> torch.Tensor:
-    """Return a view of the part of a whole tensor that stands at a place."""
-    steps = zip(place.shape, place.offset, place.step)
-    return value[tuple(slice(first, first + count * step, step) for count, first, step in steps)]
-
-
 @functools.lru_cache(256)
 def _make_whole_index_map(shape: torch.Size) -> IndexMap:
     return IndexMap.whole(tuple(shape))

@@ -26,21 +26,13 @@ from ._outside_writes import record_version
 
 def check_narrowing(groups: Iterable[dict]) -> list[torch.nn.Module]:
     """Find other holders of the float32 parameters that groups ask to be narrowed."""
-    return check_holders(
-        [
-            (read_parameter_name(group, position), group["params"][position])
-            for group, position in _find_parameters_to_narrow(groups)
-        ],
-        "param_dtype=",
-        replaced=False,
-    )
+    found = _find_parameters_to_narrow(groups)
+    named = [(read_parameter_name(group, position), group["params"][position]) for group, position in found]
+    return check_holders(named, "param_dtype=", replaced=False)
 
 
 def narrow_groups(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn.Module]) -> None:
-    """Make the groups' float32 parameters narrow in place if so asked, the low bits kept in auxiliary tensors.
-
-    So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
-    """
+    """Narrow float32 parameters in place if so asked; the low bits, also of `halfulp.convert`, become auxiliary."""
     to_narrow = {id(group["params"][position]) for group, position in _find_parameters_to_narrow(groups)}
     install_registration_hooks()
     for group in groups:
@@ -59,10 +51,9 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn
 
 def _find_parameters_to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
     for group in groups:
-        if group["param_dtype"] is not None:
-            for position, parameter in enumerate(group["params"]):
-                if parameter.dtype == torch.float32 and not is_kept_float32(parameter):
-                    yield group, position
+        for position, parameter in enumerate(() if group["param_dtype"] is None else group["params"]):
+            if parameter.dtype == torch.float32 and not is_kept_float32(parameter):
+                yield group, position
 
 
 def read_parameter_name(group: dict, position: int) -> str:
@@ -88,10 +79,8 @@ def check_sharded_ranks(optimizer: Any) -> None:
 
 
 def check_data_parallel_ranks(optimizer: Any) -> None:
-    """Check that all processes under DistributedDataParallel train in the same way; all of them must call this.
-
-    It writes weights when it is made, which resets auxiliary tensors of before: they are the same on all processes.
-    """
+    """Check that all processes under DistributedDataParallel train in the same way; all of them must call this."""
+    # It writes weights when it is made, which resets auxiliary tensors of before: they are the same on all processes.
     stepped = {id(parameter) for _, _, parameter in walk_model_parameters(optimizer)}
     for module in list_data_parallel_modules():
         # Of a share of the parameters that is a rank's own (ZeroRedundancyOptimizer) numbers are not compared.
@@ -123,10 +112,7 @@ def refuse_overlaps(groups: Iterable[dict]) -> None:
 
 
 def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
-    """Raise if no parameter can use the weight update that was chosen for its group.
-
-    Some may be float32 beside narrow ones, or kept so by `halfulp.convert`.
-    """
+    """Raise if no parameter can use the weight update that was chosen for its group; some may be float32."""
     idle = None
     for group in groups:
         chosen = group["weight_update"]

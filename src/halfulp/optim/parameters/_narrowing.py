@@ -26,8 +26,7 @@ class _DroppedBits(NamedTuple):
 def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:
     """Make a float32 parameter bfloat16 or float16 in place, rounded to nearest (in bfloat16 ties away from zero).
 
-    The parameter stays the same object, its gradient is narrowed too. What rounding dropped is held beside it, 2 bytes
-    per element for bfloat16 and 4 for float16, until an optimizer takes it: `take_float32_values`.
+    What rounding dropped is held beside it until an optimizer takes it: `take_float32_values`.
     """
     value = parameter.detach()
     if dtype == torch.bfloat16:

@@ -53,8 +53,10 @@ def is_payload_written(plan: ParameterPlan) -> bool:
         return False
     if held.version != ANY_VERSION:
         return True
-    rows = None if held.checksums is None else compute_checksums(plan)
-    return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
+    if held.checksums is None:
+        return False
+    rows = compute_checksums(plan)
+    return rows is not None and has_differing_row(held.checksums, rows)
 
 
 def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
@@ -132,7 +134,7 @@ def compute_checksums(plan: ParameterPlan) -> torch.Tensor | None:
     return torch.where(found == 0, 1, found)
 
 
-def any_row_differs(one: torch.Tensor, other: torch.Tensor) -> bool:
+def has_differing_row(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether any row differs whose checksums are both known."""
     return bool(((one.to(other.device) != other) & (one.to(other.device) != 0) & (other != 0)).any())
 

@@ -32,20 +32,14 @@ class LostUpdates:
 
 @dataclass(eq=False, slots=True)
 class PayloadVersion:
-    """The version of a parameter that its auxiliary tensors were stored beside.
+    """The version of a parameter that its auxiliary tensors were stored beside."""
 
-    Attributes:
-        version: the parameter's version counter at that time. ANY_VERSION after loading or copying auxiliary tensors,
-            as their payload may be loaded before or after them; MOVED after the parameter was given other memory.
-        memory: the parameter's memory at that time.
-        checksums: of each row of the payload that loaded auxiliary tensors belong to; None if the file has none.
-        reset_step: the step number at which a write from outside last reset the auxiliary tensors; NEVER, or WARNED
-            once a second step in a row has been warned of.
-    """
-
+    # ANY_VERSION after loading or copying auxiliary tensors, as their payload may be loaded before or after them; MOVED
+    # after the parameter was given other memory.
     version: int
-    memory: torch.Tensor
-    checksums: torch.Tensor | None = None
+    memory: torch.Tensor  # the parameter's, then
+    checksums: torch.Tensor | None = None  # of each row of the payload of loaded tensors; None if the file has none
+    # The step at which a write from outside last reset them; WARNED once a second step in a row has been warned of.
     reset_step: int = NEVER
 
 
@@ -66,18 +60,14 @@ class ParameterRecord:
 
 
 class PlanOptions(NamedTuple):
-    """The options of a group that the plans of its parameters are made from, besides its rule.
-
-    `state_dtype` is a tuple of its items where it is a dict, so that a change inside is a change; `generation` is how
-    often the cache that holds the plan was cleared before it was made.
-    """
+    """The options of a group that the plans of its parameters are made from, besides its rule."""
 
     weight_update: Any
-    state_dtype: Any
+    state_dtype: Any  # the items of a dict
     format: Any
     param_dtype: Any
     seed: int
-    generation: int
+    generation: int  # how often the cache that holds the plan was cleared before
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -85,37 +75,24 @@ class ParameterPlan:
     """Everything that each step of one parameter needs; `is_valid` tells when it must be rebuilt.
 
     There may be 100,000 parameters: a plan is one object of few others.
-
-    Attributes:
-        parameter: the user's.
-        name: qualified if names were given, else its position.
-        identity: the number that keys its random bits.
-        spec: the step specification, unmetered.
-        state: the parameter's entry in the optimizer's state.
-        stored: its auxiliary tensors, then the tensors of its states, local; `stored_addresses` when the plan was made.
-        address, shape, stride, contiguous: of the local parameter when the plan was made.
-        component_addresses: of the components behind the first, if the parameter is an MCTensor.
-        plain: neither a DTensor nor a tensor class of this package.
-        tracks_writes: whether there are auxiliary tensors, and a version counter that shows writes to the parameter.
-        record: what stays when the plan is replaced.
     """
 
     parameter: torch.Tensor
     options: PlanOptions
-    name: str
-    identity: int
-    spec: StepSpec
+    name: str  # qualified if names were given, else its position
+    identity: int  # keys its random bits
+    spec: StepSpec  # unmetered
     index_map: IndexMap
-    state: dict[str, Any]
-    stored: tuple[torch.Tensor, ...]
-    stored_addresses: list[int]
+    state: dict[str, Any]  # the parameter's entry in the optimizer's state
+    stored: tuple[torch.Tensor, ...]  # auxiliary tensors, then those of the states, local
+    stored_addresses: list[int]  # when the plan was made, as what follows
     address: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     contiguous: bool
-    component_addresses: tuple[int, ...]
-    plain: bool
-    tracks_writes: bool
+    component_addresses: tuple[int, ...]  # of an MCTensor's components behind the first
+    plain: bool  # neither a DTensor nor a tensor class of this package
+    tracks_writes: bool  # there are auxiliary tensors, and a version counter that shows writes to the parameter
     record: ParameterRecord
 
     @property
@@ -166,11 +143,7 @@ class ParameterPlan:
 
 
 def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, options: PlanOptions, state: dict) -> bool:
-    """Return whether a plan is still valid: whether all that it was made from is as it was.
-
-    That is the parameter's memory (address, dtype, shape, strides, components), its group's rule and options, the
-    entry of the optimizer's state, and the tensors there with their memory.
-    """
+    """Return whether all that a plan was made from is as it was: memory, rule, options, and the optimizer's state."""
     part, spec = parameter if plan.plain else get_memory(parameter), plan.spec
     if not (
         part.data_ptr() == plan.address

@@ -60,7 +60,7 @@ def list_identities(group: Mapping[str, Any]) -> list[int]:
 
 
 def assign_identities(group: dict, earlier: list[dict], known: Identities) -> None:
-    """Give every parameter of a group without names its identity, unless it came with them; note what keys draw.
+    """Give every parameter of a group without names its identity, unless it came with them; note the stream's version.
 
     Numbers of parameters that have left all groups stay theirs.
     """

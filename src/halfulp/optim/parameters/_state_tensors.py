@@ -22,16 +22,9 @@ BEGUN = "states_begun"
 
 
 def add_missing_tensors(
-    state: MutableMapping[str, Any],
-    spec: StepSpec,
-    group: Mapping,
-    parameter: torch.Tensor,
-    name: str,
+    state: MutableMapping[str, Any], spec: StepSpec, group: Mapping, parameter: torch.Tensor, name: str
 ) -> None:
-    """Add the tensors that a parameter's state lacks, and its step number.
-
-    States that all begin after some steps, as where a momentum is switched on, are noted: the rule counts from there.
-    """
+    """Add the tensors that a parameter's state lacks, and its step number."""
     shape = get_local(parameter).shape
     auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
     wanted = {key: (shape, dtype) for key, dtype in auxiliary}
@@ -47,6 +40,7 @@ def add_missing_tensors(
         new = {key: torch.zeros(shape, dtype=dtype, device=device) for key, (shape, dtype) in missing.items()}
         set_initial_values(spec, group, new)
         state.update(new)
+        # States that all begin after some steps, as where a momentum is switched on: the rule counts from there.
         of_rule = {key for names in spec.state_tensors for key in names}
         if of_rule and of_rule <= missing.keys() and state.get("step", 0):
             state[BEGUN] = state["step"]
@@ -55,18 +49,13 @@ def add_missing_tensors(
 
 def is_auxiliary_name(name: str) -> bool:
     """Return whether an entry of a saved state is an auxiliary tensor of a weight update."""
-    stores = [STORES[dtype] for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-    auxiliary = {
-        key for update in WEIGHT_UPDATES.values() for store in stores for key, _ in update.auxiliary_tensors(store)
-    }
+    updates, stores = WEIGHT_UPDATES.values(), STORES.values()
+    auxiliary = {key for update in updates for store in stores for key, _ in update.auxiliary_tensors(store)}
     return name in auxiliary or name.startswith("component_")
 
 
 def set_initial_values(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give states the values that they have before the first step.
-
-    `tensors` are new ones, local and zero; a state is left as it is where one of its tensors is not among them.
-    """
+    """Give states the values that they have before the first step, where all of their new `tensors` are given."""
     for codec, slot, names in zip(spec.codecs, spec.rule.states, spec.state_tensors):
         value = slot.initial_value(group)
         if value and tensors.keys() >= set(names):
@@ -75,10 +64,8 @@ def set_initial_values(spec: StepSpec, group: Mapping, tensors: Mapping[str, tor
 
 
 def refuse_other_update(state: Mapping, before: StepSpec | None, spec: StepSpec, name: str) -> None:
-    """Refuse to step under another weight update than the one whose auxiliary tensors a state holds.
-
-    `before` is the step specification so far; a copy of an optimizer has none yet, but it has the tensors.
-    """
+    """Refuse to step under another weight update than the one whose auxiliary tensors a state holds."""
+    # A copy of an optimizer has no step specification `before`, but it has the tensors.
     left = [] if before is None or before.update == spec.update else sorted(before.auxiliary_names)
     left += [key for key in state.keys() - set(spec.tensors) - {"step", *left} if is_auxiliary_name(str(key))]
     if left:

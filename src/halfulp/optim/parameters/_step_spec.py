@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -35,31 +36,20 @@ WEIGHT_SCALES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_rat
 
 @dataclass(frozen=True)
 class StepSpec:
-    """The specification of a fused call: rule, weight update, storage of the weight and the states.
-
-    Attributes:
-        store, gradient: of the parameter and of its gradient.
-        codecs: of the states, in the rule's order.
-        metered: whether lost updates are counted.
-        scaled: whether the parameter is a payload with a scale; scales are then further constants.
-        finds_amax: nothing is written; the largest finite magnitudes that a step would store are found.
-        reduces: nothing is written; of the values that the rule adds up, the "largest" finite magnitudes or the "sums"
-            are found.
-        factor_names: of the tensors that the rule prepares a step with, beside the states.
-        in_parameter: the auxiliary tensors are components of the parameter itself; the kernel is the same.
-    """
+    """The specification of a fused call: rule, weight update, storage of the weight and the states."""
 
     rule: UpdateRule
     update: WeightUpdate
-    store: Store
+    store: Store  # of the parameter
     gradient: Store
-    codecs: tuple[Codec, ...]
-    metered: bool = False
-    scaled: bool = False
-    finds_amax: bool = False
-    reduces: str = ""
-    factor_names: tuple[str, ...] = ()
-    in_parameter: bool = False
+    codecs: tuple[Codec, ...]  # of the states, in the rule's order
+    metered: bool = False  # lost updates are counted
+    scaled: bool = False  # the parameter is a payload with a scale; scales are then further constants
+    # What is found instead of writing: "amax", the largest finite magnitudes that a step would store, or of the values
+    # that the rule adds up the "largest" finite magnitudes or the "sums".
+    finds: str = ""
+    factor_names: tuple[str, ...] = ()  # of the tensors that the rule prepares a step with, beside the states
+    in_parameter: bool = False  # auxiliary tensors are components of the parameter itself; the kernel is the same
 
     def __hash__(self) -> int:
         """Return a hash, computed once: every step looks its kernel up by the specification."""
@@ -74,19 +64,15 @@ class StepSpec:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
-    def rule_constants(self) -> tuple[str, ...]:
-        """The variables of the rule's constants in generated source, none of whose other names begins like them."""
-        return tuple(f"rule_{name}" for name in self.rule.constants)
-
-    @property
     def constants(self) -> tuple[str, ...]:
-        """The variables of the rule's constants, then of the scales before and after the step."""
+        """The names of the rule's constants behind "rule_", then of the scales before and after the step."""
+        of_rule = [f"rule_{name}" for name in self.rule.constants]
         sums = range(len(self.rule.reductions) if self.reduces else 0)
         of_sums = [f"{name}_{k}" for k in sums for name in SUM_SCALES]
         if not self.scaled:
-            return (*self.rule_constants, *of_sums)
-        own = [name for k in self.scaled_states for name in (f"scale_{k}", f"inverse_{k}")]
-        return (*self.rule_constants, *WEIGHT_SCALES, *own, *of_sums)
+            return (*of_rule, *of_sums)
+        of_states = [name for k in self.scaled_states for name in (f"scale_{k}", f"inverse_{k}")]
+        return (*of_rule, *WEIGHT_SCALES, *of_states, *of_sums)
 
     @functools.cached_property
     def constant_places(self) -> dict[str, int]:
@@ -99,14 +85,9 @@ class StepSpec:
         return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, Scaled)}
 
     @property
-    def blocked_states(self) -> dict[int, Codec]:
-        """The codecs of the states in blocks of codes, by the states' numbers."""
-        return {k: codec for k, codec in enumerate(self.codecs) if codec.scale_block}
-
-    @property
     def block(self) -> int | None:
         """Length of the blocks, None if there are none."""
-        return next((codec.scale_block for codec in self.blocked_states.values()), None)
+        return next((codec.scale_block for codec in self.codecs if codec.scale_block), None)
 
     @property
     def shrinks(self) -> bool:
@@ -115,10 +96,10 @@ class StepSpec:
         in_roots = any(isinstance(codec, Int8Blocks) for codec in self.codecs)
         return in_roots and not self.scaled and squares and self.rule.homogeneous is not None
 
-    @functools.cached_property
-    def writes(self) -> bool:
-        """Whether anything is written."""
-        return not (self.finds_amax or self.reduces)
+    @property
+    def reduces(self) -> bool:
+        """Whether the values that the rule adds up are looked at."""
+        return self.finds in ("largest", "sums")
 
     @functools.cached_property
     def draws(self) -> bool:
@@ -155,13 +136,12 @@ class StepSpec:
     @property
     def name(self) -> str:
         """The name in messages and in the cache."""
-        suffix = "_amax" if self.finds_amax else f"_{self.reduces}" if self.reduces else ""
-        suffix += "_scaled" if self.scaled and not self.finds_amax else ""
+        suffix = f"_{self.finds}" if self.finds else ""
+        suffix += "_scaled" if self.scaled and self.finds != "amax" else ""
         return f"{self.rule.name}_{self.update.name}_{self.store.name}{suffix}".replace("-", "_")
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """The source of a stochastic rounding's bits: so many bits of an element's random word, from one on."""
 
     word: int
@@ -179,7 +159,7 @@ def list_draws(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | No
     """
     of_weight = spec.update.draws(spec.store)
     wanted = [*of_weight, *(codec.random_bits for codec in spec.codecs)]
-    blocked = [len(of_weight) + k for k in spec.blocked_states]
+    blocked = [len(of_weight) + k for k, codec in enumerate(spec.codecs) if codec.scale_block]
     placed: list[Draw | None] = [None] * len(wanted)
     words, halves = itertools.count(), list[Draw]()
     for place in sorted(range(len(wanted)), key=lambda place: place not in blocked):
@@ -276,20 +256,15 @@ def _choose_codecs(
             f"{MOST_SCALED_STATES} can be stored under scales: give state_dtype={{{others}}}, or torch.bfloat16 there"
         )
     refuse_coarse(rule, codecs, group["state_dtype"])
-    for block in {codec.scale_block for codec in codecs}:
-        if block is not None:
-            _refuse_cut_blocks(parameter, block, name)
+    for block in {codec.scale_block for codec in codecs if codec.scale_block}:
+        cut = (find_index_map(parameter).runs()[:, 1:] % block).any()
+        inner = any(getattr(placement, "dim", 0) for placement in getattr(parameter, "placements", ()))
+        if cut or (inner and parameter.shape[-1] % block):
+            raise ValueError(
+                f"parameter {name} of shape {tuple(parameter.shape)} is sharded so that blocks of {block} states "
+                "are cut: shard dimension 0, or give it a group with state_dtype=torch.bfloat16"
+            )
     return codecs
-
-
-def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
-    cut = (find_index_map(parameter).runs()[:, 1:] % block).any()
-    inner = any(getattr(placement, "dim", 0) for placement in getattr(parameter, "placements", ()))
-    if cut or (inner and parameter.shape[-1] % block):
-        raise ValueError(
-            f"parameter {name} of shape {tuple(parameter.shape)} is sharded so that blocks of {block} states "
-            "are cut: shard dimension 0, or give it a group with state_dtype=torch.bfloat16"
-        )
 
 
 def _refuse_scaled_options(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:

@@ -32,14 +32,7 @@ def _ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
 
 
 _ADEMAMIX_STATES = (*MOMENTS, StateSlot("exp_avg_slow", 1))
-ADEMAMIX = UpdateRule(
-    "ademamix",
-    ademamix,
-    _ADEMAMIX_STATES,
-    _ademamix_constants,
-    homogeneous=("eps",),
-    betas=3,
-)
+ADEMAMIX = UpdateRule("ademamix", ademamix, _ADEMAMIX_STATES, _ademamix_constants, homogeneous=("eps",), betas=3)
 
 
 def adan(

@@ -70,13 +70,7 @@ def _lion_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return sign, decay, beta1, 1 - beta1, beta2, 1 - beta2, lr
 
 
-LION = UpdateRule(
-    "lion",
-    lion,
-    (StateSlot("exp_avg", 1),),
-    _lion_constants,
-    betas=2,
-)
+LION = UpdateRule("lion", lion, (StateSlot("exp_avg", 1),), _lion_constants, betas=2)
 
 
 def muon(w, g, prepared, buffer, decay, take, size):
@@ -125,13 +119,7 @@ def _muon_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return float(group["lr"]) * float(group["weight_decay"]), 1 - float(group["momentum"])
 
 
-MUON = UpdateRule(
-    "muon",
-    muon,
-    _BUFFERS,
-    _muon_constants,
-    prepare=orthogonalize_momentum,
-)
+MUON = UpdateRule("muon", muon, _BUFFERS, _muon_constants, prepare=orthogonalize_momentum)
 
 
 # The point that steps; the parameter lies between it and the average, z + beta (x - z).

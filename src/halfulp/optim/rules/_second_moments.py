@@ -29,11 +29,7 @@ def _adagrad_constants(group: Mapping, step: int) -> tuple[float, ...]:
 
 
 ADAGRAD = UpdateRule(
-    "adagrad",
-    adagrad,
-    (StateSlot("sum", 2, initial=_initial_sum),),
-    _adagrad_constants,
-    homogeneous=("decay", "eps"),
+    "adagrad", adagrad, (StateSlot("sum", 2, initial=_initial_sum),), _adagrad_constants, homogeneous=("decay", "eps")
 )
 
 

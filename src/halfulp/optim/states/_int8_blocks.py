@@ -43,7 +43,23 @@ CODEC_VERSION = 2
 
 
 @dataclass(frozen=True)
-class Int8Blocks(TensorCodec):
+class BlockCodec(TensorCodec):
+    """The base of codes in blocks, each under a scale; of second moments where `squared`."""
+
+    columns: ClassVar[int] = 2
+    nearest_draw: ClassVar[int] = 0x8000
+    random_bits: ClassVar[int] = 16
+
+    block: int
+    squared: bool
+
+    @property
+    def scale_block(self) -> int:
+        """The number of elements in a block."""
+        return self.block
+
+
+class Int8Blocks(BlockCodec):
     """8-bit codes in blocks: value = scale x (code / 127)^3, or the square of scale x (code / 255)^3 (second moments).
 
     The scale is the block's largest finite magnitude, rounded up to three significant bits. Cubes give codes that lie
@@ -54,26 +70,9 @@ class Int8Blocks(TensorCodec):
     as the largest code; -128 is NaN.
     """
 
-    columns: ClassVar[int] = 2
-    nearest_draw: ClassVar[int] = 0x8000
-
-    block: int
-    squared: bool
-
-    random_bits: int = 16
-
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return codes of the parameter's shape, and one scale per block, in rows that shard as the parameter's."""
-        codes = torch.uint8 if self.squared else torch.int8
-        return {
-            f"{name}_codes": (shape, codes),
-            f"{name}_scale": (compute_scale_shape(shape, self.block), torch.bfloat16),
-        }
-
-    @property
-    def scale_block(self) -> int:
-        """The number of elements in a block."""
-        return self.block
+        codes, scales = torch.uint8 if self.squared else torch.int8, compute_scale_shape(shape, self.block)
+        return {f"{name}_codes": (shape, codes), f"{name}_scale": (scales, torch.bfloat16)}
 
     def load_root(self, arrays: Sequence[Any], i: Any, block: Any) -> Any:
         """Device function: the float32 of element i before squaring; code -128 of a first moment is NaN."""
@@ -94,12 +93,10 @@ class Int8Blocks(TensorCodec):
         store8(codes, i, select(root <= ZERO, ZERO_WORD, select(code > ONE, code, ONE)) if self.squared else code)
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
-        """Device function: the float32 of element i."""
         root = self.load_root(arrays, i, block)
         return root * root if self.squared else root
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
-        """Device function: store element i."""
         self.save_root(arrays, i, block, sqrt(value) if self.squared else value, random)
 
 
@@ -128,10 +125,8 @@ HUGE, HUGE_SQUARED, SHRINK, GROW = (np.float32(x) for x in (2.0**60, 2.0**120, 2
 
 
 def approximate_cube_root(x):
-    """Device function: the cube root of 0 <= x < 2^24 within .05.
-
-    Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, the root.
-    """
+    """Device function: the cube root of 0 <= x < 2^24 within .05."""
+    # Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, the root.
     y = real(sub(FIRST_ROOT, multiply_high16(word(x), THIRD)))
     near = x * (y * y)
     p = near * y
@@ -139,10 +134,8 @@ def approximate_cube_root(x):
 
 
 def draw_chance(random):
-    """Device function: a number in (0, 1), an odd multiple of 2^-16, whose bits are made beside a 1.
-
-    A chance is thus off by 2^-16 at most, and its sum with a code, of which 255 is the largest, is exact.
-    """
+    """Device function: a number in (0, 1), an odd multiple of 2^-16, whose bits are made beside a 1."""
+    # A chance is thus off by 2^-16 at most, and its sum with a code, of which 255 is the largest, is exact.
     return real(bit_or(shl(bit_and(random, EVEN_ONES), S7), UNIT_WORD)) - BELOW_UNIT
 
 

@@ -16,7 +16,7 @@ from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
 from ._codec import DoubleBF16, PlainCodec, Scaled
 from ._int4_blocks import Int4Blocks
-from ._int8_blocks import Int8Blocks
+from ._int8_blocks import BlockCodec, Int8Blocks
 
 PAIR_NAME = "bfloat16x2"
 # Codes in blocks, and the usual length of these.
@@ -109,7 +109,7 @@ def register_state_store(store: Store, description: str) -> None:
     register_entry("state store", _own_stores, store.name, store, description)
 
 
-Codec = PlainCodec | DoubleBF16 | Int8Blocks | Int4Blocks | Scaled
+Codec = PlainCodec | DoubleBF16 | BlockCodec
 OneStateChoice = torch.dtype | str | Components | State | None
 StateChoice = OneStateChoice | Mapping[str, OneStateChoice]
 
@@ -135,18 +135,18 @@ def resolve_codecs(
             "length, such as State('8bit', block=128) has beside '4bit'"
         )
     if isinstance(given, Mapping):
-        unknown = set(given) - {slot.name for slot in slots}
+        names = [slot.name for slot in slots]
+        unknown = set(given) - {*names}
         if unknown:
-            names = [slot.name for slot in slots]
             raise ValueError(f"state_dtype names {sorted(unknown)}, which this rule does not keep: it keeps {names}")
-        chosen = [given.get(slot.name) for slot in slots]
+        chosen = [given.get(name) for name in names]
     else:
         chosen = [given] * len(slots)
-    states = [make_state(one, _default_storage(slot, slots, default)) for one, slot in zip(chosen, slots)]
-    return tuple(_codec(state, slot, shape) for state, slot in zip(states, slots))
+    states = [make_state(one, _choose_default_storage(slot, slots, default)) for one, slot in zip(chosen, slots)]
+    return tuple(_choose_codec(state, slot, shape) for state, slot in zip(states, slots))
 
 
-def _default_storage(slot: StateSlot, slots: tuple[StateSlot, ...], default: torch.dtype) -> torch.dtype | State:
+def _choose_default_storage(slot: StateSlot, slots: tuple[StateSlot, ...], default: torch.dtype) -> torch.dtype | State:
     """Return the default storage of a state: bfloat16 holds no state that a maximum is taken of."""
     if slot.exact:
         return torch.float32
@@ -165,10 +165,10 @@ _EXACT_BITS = 16
 
 def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoice) -> None:
     """Refuse a storage that loses digits of an exact state, or whose noise a running maximum would keep."""
-    bits = {slot.name: _kept_bits(codec) for slot, codec in zip(rule.states, codecs)}
+    bits = {slot.name: _count_mantissa_bits(codec) for slot, codec in zip(rule.states, codecs)}
     exact = [slot.name for slot in rule.states if slot.exact]
     if any(bits[name] < _EXACT_BITS for name in exact):
-        rest = _choices_without(exact, rule, given)
+        rest = _leave_out_states(exact, rule, given)
         raise ValueError(
             f"{rule.name} uses {quote(exact)} to the last digits, which state_dtype={given!r} does not keep: leave "
             f"them out of it, state_dtype={rest or None!r}, and they are stored in float32 (or as {PAIR_NAME!r})"
@@ -176,7 +176,7 @@ def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoic
     for slot in rule.states:
         if slot.maximum_of is None or (bits[slot.maximum_of] >= _SOURCE_BITS and bits[slot.name] >= _MAXIMUM_BITS):
             continue
-        rest = _choices_without([slot.name, slot.maximum_of], rule, given)
+        rest = _leave_out_states([slot.name, slot.maximum_of], rule, given)
         raise ValueError(
             f"{rule.name} divides by {slot.name!r}, the largest {slot.maximum_of!r} so far, which keeps every upward "
             f"rounding: under state_dtype={given!r} steps would shrink by about 2% and more. Leave both out of it, "
@@ -184,16 +184,16 @@ def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoic
         )
 
 
-def _choices_without(names: Sequence[str], rule: UpdateRule, given: StateChoice) -> dict[str, Any]:
+def _leave_out_states(names: Sequence[str], rule: UpdateRule, given: StateChoice) -> dict[str, Any]:
     items = given.items() if isinstance(given, Mapping) else [(slot.name, given) for slot in rule.states]
     return {name: one for name, one in items if name not in names}
 
 
-def _kept_bits(codec: Codec) -> int:
+def _count_mantissa_bits(codec: Codec) -> int:
     """Return the bits behind the leading one that a codec keeps of every element; none where blocks share a scale."""
     if isinstance(codec, DoubleBF16):
         return 16
-    return 0 if isinstance(codec, Int8Blocks | Int4Blocks) else codec.store.mantissa_bits
+    return 0 if isinstance(codec, BlockCodec) else codec.store.mantissa_bits
 
 
 def make_state(given: OneStateChoice, default: torch.dtype | State) -> State:
@@ -210,7 +210,7 @@ def can_hold_blocks(shape: torch.Size, block: int) -> bool:
     return row > 0 and row % block == 0
 
 
-def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
+def _choose_codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
     if state.dtype in NAMED_BLOCKS and state.block is not None and can_hold_blocks(shape, state.block):
         kind = Int8Blocks if state.dtype == "8bit" else Int4Blocks
         return kind(state.block, slot.degree == 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -37,12 +36,7 @@ NO_RANDOM_WORD = np.uint32(0)
 
 @functools.cache
 def compile_step(spec: StepSpec) -> Callable:
-    """Return the kernel of a specification.
-
-    It is `step(first, last, chunks, pointers, rows, constants, keys, meter)`.
-    """
-    if spec.in_parameter:
-        return compile_step(dataclasses.replace(spec, in_parameter=False))
+    """Return the kernel `step(first, last, chunks, pointers, rows, constants, keys, meter)` of a specification."""
     return compile_table(f"step_{spec.name}", make_step_table(spec))
 
 
@@ -52,7 +46,7 @@ def make_step_table(spec: StepSpec) -> Table:
         record_step(spec),
         count_pointers(spec),
         len(spec.constants),
-        record_stream_start() if spec.draws and spec.writes else None,
+        record_stream_start() if spec.draws and not spec.finds else None,
         int(WEYL_STEP),
         spec.block,
     )
@@ -60,12 +54,10 @@ def make_step_table(spec: StepSpec) -> Table:
 
 @functools.cache
 def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
-    """Return the instructions of one element.
+    """Return the instructions of one element, on the pointers' addresses, the constants and `STREAM_INPUTS`.
 
-    Inputs are the addresses of the table of pointers, the constants ("constant", k) and the place in the stream of
-    random words (`STREAM_INPUTS`). A metered step sums up updates wanted and cancelled, u^2 and u (realised change);
-    one that finds the largest magnitudes has those of the weight and of the scaled states, and `with_payload` of the
-    payload as read.
+    A metered step sums up updates wanted and cancelled, u^2 and u (realised change); one that finds the largest
+    magnitudes has those of the weight and of the scaled states, and `with_payload` of the payload as read.
     """
     element = Recording(count_pointers(spec), len(spec.constants))
     step = _StepRecorder(spec, element)
@@ -83,8 +75,8 @@ class _StepRecorder:
         self.spec, self.trace, self.element = spec, element.trace, element
         self.i, self.arrays, numbers = element.index, element.arrays, element.constants
         self.block = self.trace.emit("block", (), None, "block")
-        self.rule_constants = numbers[: len(spec.rule_constants)]
-        self.scales = dict(zip(spec.constants[len(self.rule_constants) :], numbers[len(self.rule_constants) :]))
+        count = len(spec.rule.constants)
+        self.rule_constants, self.scales = numbers[:count], dict(zip(spec.constants[count:], numbers[count:]))
         self.names = spec.update.bindings(spec.store)
         self.shrink = self.grow = ONE
 
@@ -95,14 +87,19 @@ class _StepRecorder:
         g = spec.gradient.real(spec.gradient.load(self.arrays[GRADIENT_COLUMN], self.i))
         w, g = (p * self.scales["weight_scale"], g * self.scales["gradient_scale"]) if spec.scaled else (p, g)
         roots = [self.load_root(k) for k in range(len(spec.codecs))]
-        if spec.shrinks:
-            self.choose_rescaling(g, roots)
+        if spec.shrinks:  # scale an element down whose square float32 does not hold
+            large = abs(g) > HUGE
+            for codec, slot, root in zip(spec.codecs, spec.rule.states, roots):
+                if slot.degree == 2:
+                    large = large | (root > (HUGE if isinstance(codec, Int8Blocks) else HUGE_SQUARED))
+            self.trace.rare_masks.add(large.number)
+            self.shrink, self.grow = select(large, SHRINK, ONE), select(large, GROW, ONE)
         values = [self.rescale_state(k, root) for k, root in enumerate(roots)]
         if spec.reduces:
             self.record_reductions(w, g, values)
             return
         u, new = self.apply_rule(w, g, values)
-        if spec.finds_amax:
+        if spec.finds == "amax":
             self.trace.gather_sum("max", read_finite_magnitude(w + u))
             for k, codec in spec.scaled_states.items():
                 self.trace.gather_sum("max", read_finite_magnitude(codec.measured(new[k])))
@@ -136,15 +133,6 @@ class _StepRecorder:
         first = list_state_pointers(self.spec)[k]
         return self.arrays[first : first + self.spec.codecs[k].columns]
 
-    def choose_rescaling(self, g: Any, roots: Sequence[Any]) -> None:
-        """Scale an element down whose square float32 does not hold."""
-        large = abs(g) > HUGE
-        for codec, slot, root in zip(self.spec.codecs, self.spec.rule.states, roots):
-            if slot.degree == 2:
-                large = large | (root > (HUGE if isinstance(codec, Int8Blocks) else HUGE_SQUARED))
-        self.trace.rare_masks.add(large.number)
-        self.shrink, self.grow = select(large, SHRINK, ONE), select(large, GROW, ONE)
-
     def rescale_state(self, k: int, root: Any) -> Any:
         """Return state k as the rule takes it."""
         degree, is_root = self.spec.rule.states[k].degree, isinstance(self.spec.codecs[k], Int8Blocks)
@@ -175,24 +163,22 @@ class _StepRecorder:
 
     def collect_operands(self, w: Any, g: Any, values: Sequence[Any]) -> list[Any]:
         """Return what a function of the rule takes before its constants."""
-        finite = select(w - w == ZERO, w, ZERO) if self.spec.rule.decays else w
-        if self.spec.rule.prepare is None:
-            return [finite, self.multiply_if_rescaled(g, self.shrink), *values]
-        return [finite, self.multiply_if_rescaled(g, self.shrink), F32.real(F32.load(self.arrays[-1], self.i)), *values]
+        rule, finite = self.spec.rule, select(w - w == ZERO, w, ZERO) if self.spec.rule.decays else w
+        g = self.multiply_if_rescaled(g, self.shrink)
+        prepared = [] if rule.prepare is None else [F32.real(F32.load(self.arrays[-1], self.i))]
+        return [finite, g, *prepared, *values]
 
     def record_reductions(self, w: Any, g: Any, values: Sequence[Any]) -> None:
-        """Add up the values of the rule's sums, or find the largest.
-
-        They are split in two by an anchor beside which float64 keeps so few of their digits that sums are exact.
-        """
+        """Add up the values of the rule's sums, or find the largest."""
         constants = self.rescale_constants()
         for k, reduction in enumerate(self.spec.rule.reductions):
             arguments = [*self.collect_operands(w, g, values), *constants]
             taken = arguments[: reduction.of.__code__.co_argcount]
             value = record_users_function(reduction.of, *taken)
-            if self.spec.reduces == "largest":
+            if self.spec.finds == "largest":
                 self.trace.gather_sum("max", read_finite_magnitude(value))
                 continue
+            # Split in two by an anchor beside which float64 keeps so few of their digits that sums are exact.
             inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALES)
             rest = self.to_float64(value * inverse)
             rest = rest * rest if reduction.squares else rest
@@ -256,17 +242,9 @@ def reference_step(
     key: int | None = None,
     index_map: IndexMap | None = None,
 ) -> list[float]:
-    """Make one step of one parameter, in place, or find what a specification that writes nothing looks for.
+    """Make one step of one parameter, in place; return what the specification adds up or finds the largest of.
 
-    Args:
-        states: the tensors of each state.
-        constants: of the specification, rounded to float32 here.
-        key: of the random words; None without draws.
-        index_map: places in the whole tensor, with a key.
-
-    Returns:
-        What the specification adds up or finds the largest of; metered: updates wanted, updates cancelled, sum u^2,
-        sum u (realised change).
+    `constants` are rounded to float32 here; `index_map` stands beside a key of random words.
     """
     arrays = {**dict(enumerate(parts)), POINTERS_BEFORE_STATES - 1: gradient}
     arrays |= dict(enumerate((tensor for state in states for tensor in state), POINTERS_BEFORE_STATES))
@@ -287,8 +265,8 @@ def change_by_rule(
     """Apply a rule in float32 to weights, gradients and states; return the change and the new states."""
     given = [weight.float(), gradient.float(), *states]
     rounded = torch.tensor([*constants], dtype=torch.float32, device="cpu").tolist()
-    piece = _record_rule(rule.update, len(given) + len(rounded))
-    change, *new = run_on_tensors(piece.trace, (), dict(enumerate([*given, *rounded])), piece.results)[0]
+    recorded = _record_rule(rule.update, len(given) + len(rounded))
+    change, *new = run_on_tensors(recorded.trace, (), dict(enumerate([*given, *rounded])), recorded.results)[0]
     return change, new
 
 
@@ -302,11 +280,7 @@ def _record_rule(update: Callable, inputs: int) -> RecordedFunction:
 def make_global_index(index_map: IndexMap, device: torch.device) -> torch.Tensor:
     """Return the global flat index of every element of a local tensor, in its shape."""
     index = torch.zeros((), dtype=torch.int64, device=device)
-    whole = index_map.global_shape
-    stride = 1
-    for d in reversed(range(len(whole))):
-        along = torch.arange(index_map.shape[d], dtype=torch.int64, device=device)
-        along = along * index_map.step[d] + index_map.offset[d]
-        index = index + (along * stride).reshape([-1 if k == d else 1 for k in range(len(whole))])
-        stride *= whole[d]
-    return index.reshape(index_map.shape)
+    for count, whole, first, step in zip(index_map.shape, index_map.global_shape, index_map.offset, index_map.step):
+        along = torch.arange(count, dtype=torch.int64, device=device) * step + first
+        index = index.unsqueeze(-1) * whole + along
+    return index

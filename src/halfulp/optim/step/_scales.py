@@ -40,12 +40,8 @@ def choose_new_scales(
 ) -> list[ConstantRow]:
     """Return constants with the scales under which a step's results will be stored; tensors are not changed yet.
 
-    A step reads the payload under its present scale and rounds the sum once, under the new one.
-
-    Args:
-        plans: of the parameters.
-        constants: of each, with its present scales.
-        amax: largest finite magnitudes, a row per parameter: of the weight and of each scaled state.
+    A step reads the payload under its present scale and rounds the sum once, under the new one. `amax` has a row per
+    parameter: the largest finite magnitudes of the weight and of each scaled state.
     """
     first = len(spec.rule.constants)
     present = np.array([row[first:] for row in constants]).T[list_present_columns(spec)]
@@ -79,14 +75,11 @@ def list_present_columns(spec: StepSpec) -> list[int]:
 
 
 def choose_scales(spec: StepSpec, present: Any, largest: Any) -> Any:
-    """Return the constants of a step that are not the rule's, (constants, parameters), as an array of the given kind.
+    """Return the constants of a step that are not the rule's, (constants, parameters), of NumPy or torch as given.
 
-    Args:
-        spec: of the step.
-        present: float64 array of NumPy or tensor (2 + scaled states, parameters): the scales of weights, of gradients,
-            and of each scaled state.
-        largest: of that shape: the largest finite magnitudes of weights and of each scaled state, as they are about to
-            be stored, and last of payloads as they are.
+    `present` are float64 (2 + scaled states, parameters): the scales of weights, of gradients, and of each scaled
+    state. `largest`, of that shape, are the largest finite magnitudes of weights and of each scaled state, as they are
+    about to be stored, and last of payloads as they are.
     """
     weights, gradients, *states = present
     new, ratio = fit_weight_scale(spec.store.dtype, weights, largest[0], largest[-1])

@@ -29,12 +29,7 @@ from ...kernels._operations import (
     word,
 )
 from .._storage import Store
-from ._weight_update import (
-    WeightUpdate,
-    read_rounding_name,
-    register_weight_update,
-    store_bindings,
-)
+from ._weight_update import WeightUpdate, read_rounding_name, register_weight_update, store_bindings
 
 ZERO, ONE, S8, S15, S16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
 HALF_16, LOW_8, TOP_24 = np.uint32(0x8000), np.uint32(0xFF), np.uint32(0xFFFFFF00)
@@ -64,7 +59,6 @@ class Split16(WeightUpdate):
     stochastic: ClassVar[bool] = False
 
     def check(self, store: Store) -> None:
-        """Refuse all but bfloat16, whose exponent is float32's."""
         if store.dtype != torch.bfloat16:
             raise ValueError(
                 f"weight_update {self.name!r} cuts a float32 word in two, which bfloat16 parameters allow, not "
@@ -72,15 +66,12 @@ class Split16(WeightUpdate):
             )
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """Return the low 16 bits, as a signed integer."""
         return (("low_bits", torch.int16),)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """Return one draw for the sum if it is rounded stochastically."""
         return (16,) if self.stochastic else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """Return the device functions on float32 words."""
         rounded = round_sum_stochastically if self.stochastic else round_sum_to_nearest
         pieces = {"read_weight": read_split, "write_weight": write_split, "fill_weight": fill_split}
         return pieces | {"rounded_sum": rounded} | store_bindings(store, False)
@@ -97,7 +88,6 @@ class Split8(WeightUpdate):
     name: ClassVar[str] = "split8"
 
     def check(self, store: Store) -> None:
-        """Refuse all but 16-bit dtypes."""
         if store.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"weight_update 'split8' is for bfloat16 and float16 parameters, not {store.name} in float32 ones: "
@@ -105,11 +95,9 @@ class Split8(WeightUpdate):
             )
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """Return the 8 bits below the parameter's last, as a signed integer."""
         return (("low_bits", torch.int8),)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """Return one draw for the last of the 24 bits."""
         return (8 if store.name == "bf16" else 16,)
 
     def bindings(self, store: Store) -> dict[str, object]:
@@ -133,10 +121,8 @@ def read_split(a0, a1, a2, a3, i):
 
 
 def finite_or_shown(w, shown):
-    """Device function: a weight, or the parameter's value if stale low bits make it infinite or NaN.
-
-    Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
-    """
+    """Device function: a weight, or the parameter's value if stale low bits make it infinite or NaN."""
+    # Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
     return select(w - w == ZERO_F, w, shown)
 
 
@@ -160,10 +146,8 @@ def round_sum_to_nearest(w, u, random):
 
 
 def round_sum_stochastically(w, u, random):
-    """Device function: w + u exactly (Knuth), then rounded stochastically to one of the two float32 around it.
-
-    The chance is a whole number of 2^-16, and no chance at all below half of that: updates down to 2^-41 |w|.
-    """
+    """Device function: w + u exactly (Knuth), then rounded stochastically to one of the two float32 around it."""
+    # The chance is a whole number of 2^-16, and no chance at all below half of that: updates down to 2^-41 |w|.
     total, error = two_sum(w, u)
     bits = word(total)
     outwards = select((error < ZERO_F) == (total < ZERO_F), add(bits, ONE), sub(bits, ONE))

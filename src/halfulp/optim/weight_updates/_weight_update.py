@@ -60,12 +60,12 @@ class WeightUpdate:
         `weight_nearest(x, random)` and `weight_round(x, random)` are the codes for a float32, the latter by the
         rounding of the weight.
         """
-        raise AssertionError("every weight update binds its pieces")
+        raise AssertionError("every weight update binds its device functions")
 
     def read(self, store: Store, parts: WeightParts) -> torch.Tensor:
         """Return the float32 weight that the parameter and its auxiliary tensors represent."""
-        piece = _record_reader(self, store)
-        return run_on_tensors(piece.trace, parts, results=piece.results)[0][0]
+        reader = _record_reader(self, store)
+        return run_on_tensors(reader.trace, parts, results=reader.results)[0][0]
 
     def fill(self, store: Store, parts: WeightParts, value: torch.Tensor) -> None:
         """Set the parts to the nearest representation of a float32 value."""
