@@ -244,8 +244,8 @@ LOOKED_AT = {
     "arithmetic/_pointwise.py": {"evaluate_alike", "run_on_broadcast_operands", "_is_written_before_read"},
     "optim/parameters/_narrowing.py": {"narrow_parameter", "take_float32_values"},
     "optim/parameters/_parameter_plan.py": {"is_valid"},
-    "optim/step/_run.py": {"_point_at_gradients"},
-    "optim/step/_batch.py": {"is_valid_for", "_holds_state_tensors", "renew"},
+    "optim/step/_run.py": {"_write_gradient_pointers"},
+    "optim/step/_batch.py": {"is_valid_for", "_has_same_state_tensors", "renew_plan"},
 }
 
 

@@ -98,7 +98,7 @@ MUON_OPTIONS = _grid(
 
 @pytest.mark.parametrize("options", MUON_OPTIONS, ids=_name)
 def test_each_step_of_muon_is_torchs(seed, options, monkeypatch):
-    monkeypatch.setattr(_muon, "_dtype_of_products", lambda device: torch.bfloat16)  # also where products have float32
+    monkeypatch.setattr(_muon, "_choose_product_dtype", lambda device: torch.bfloat16)  # also where it is float32
     generator = torch.Generator().manual_seed(seed)
     for shape in ((7, 5), (16, 64)):
         mine = torch.nn.Parameter(torch.randn(shape, generator=generator))
@@ -229,7 +229,7 @@ def test_a_bfloat16_optimizer_stays_near_float32(seed, update):
     noisy = update in ("stochastic", "feedback")
     for a, b, top in zip(narrow, whole, largest):
         plan = optimizer._plans[a]
-        decoded = plan.spec.update.read(plan.spec.store, plan.parts)
+        decoded = plan.spec.update.read(plan.spec.store, plan.weight_tensors)
         # One unit in the last place of bfloat16 per step, at random, or of what the companions hold: a unit of the
         # largest that the weight was on its way, for it may end near 0.
         ulp = top.clamp(min=2.0**-20) * (2**-7 if noisy else 2**-14)

@@ -151,7 +151,7 @@ def test_a_group_that_any_error_stops_is_added_to_none(wrapped, error, monkeypat
     def fail(groups):
         raise error("no")
 
-    monkeypatch.setattr("halfulp.optim._optimizer.refuse_overlaps", fail)
+    monkeypatch.setattr("halfulp.optim._optimizer.refuse_overlapping_parameters", fail)
     with pytest.raises(error, match="no"):
         optimizer.add_param_group({"params": [_parameter()]})
     assert len(optimizer.param_groups) == 1

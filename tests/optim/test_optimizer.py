@@ -243,7 +243,7 @@ def test_learning_happens_in_sixteen_bits():
             parameter.grad = (parameter.detach().float() - target).bfloat16()
             optimizer.step()
         plan = optimizer._plans[weights["w"]]
-        decoded = plan.spec.update.read(plan.spec.store, plan.parts)
+        decoded = plan.spec.update.read(plan.spec.store, plan.weight_tensors)
         losses[update] = float((decoded - target).square().mean())
     exact = float((target * (1 - 2e-3) ** 1500).square().mean())
     assert losses["nearest"] > 5 * exact

@@ -28,7 +28,7 @@ def ranking_loss(points: Tensor, sets: Tensor, scale: float = 1.0, manifold: Man
     >>> round(float(ranking_loss(points, torch.tensor([[0, 1, 2]]))), 4)
     0.0132
     """
-    check_sets(points, sets)
+    check_ranking_sets(points, sets)
     chosen = points[sets]
     distance = (manifold or HalfSpace()).distance(chosen[:, :1], chosen[:, 1:], dtype=points.dtype)
     logits = -scale * distance
@@ -48,7 +48,7 @@ def ranking_gradient(points: Tensor, sets: Tensor, scale: float = 1.0) -> tuple[
     Returns:
         The loss, and its Euclidean gradient as a plain tensor of the points' shape.
     """
-    check_sets(points, sets)
+    check_ranking_sets(points, sets)
     first, others = sets[:, :1], sets[:, 1:]
     distance, by_first, by_others = _compute_distances_and_gradients(points[first], points[others])
     share = (distance * -scale).log_softmax(-1)
@@ -79,7 +79,7 @@ def _compute_distances_and_gradients(u: Tensor, v: Tensor) -> tuple[Tensor, Tens
     return 2 * root.asinh(), by_first, by_others
 
 
-def check_sets(points: Tensor, sets: Tensor) -> None:
+def check_ranking_sets(points: Tensor, sets: Tensor) -> None:
     """Raise unless sets are rows of at least three numbers of points."""
     if points.dim() != 2:
         raise ValueError(f"points are a table of shape (N, d), got shape {tuple(points.shape)}")

@@ -16,7 +16,7 @@ from .._messages import name_type
 from ..emulation import Emulation
 from ..optim import Optimizer
 from ..optim._float32 import read_weights
-from ..optim.step._kernel import change_by_rule
+from ..optim.step._kernel import compute_rule_change
 from ..recipes import revert
 from ..recipes._convert import is_converted
 from .observing._updates import ELEMENTWISE_OPTIMIZERS, WHOLE_TENSOR_STATES, ShadowOptimizer
@@ -252,7 +252,7 @@ def _compute_change_by_halfulp(optimizer: Optimizer, group: dict[str, Any], para
     weight = read_weights([plan])[0] if plan.spec.auxiliary_names else parameter.detach()
     states = [codec.decode(tensors) for codec, tensors in zip(plan.spec.codecs, plan.states)]
     values = rule.values(group, plan.state["step"] + 1)
-    return change_by_rule(rule, weight, gradient, [s.view(weight.shape) for s in states], values)[0]
+    return compute_rule_change(rule, weight, gradient, [s.view(weight.shape) for s in states], values)[0]
 
 
 def _compute_change_by_torch(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Tensor:

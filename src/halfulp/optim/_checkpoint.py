@@ -19,12 +19,12 @@ from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
 from ._float32 import read_weights
 from ._group_options import check_group_options, read_own_version
-from .parameters._local_tensors import get_local, is_dtensor, place_like
-from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
+from .parameters._local_tensors import get_local, is_dtensor, wrap_like_dtensor
+from .parameters._narrow_groups import read_parameter_name, walk_group_parameters
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
     PAYLOAD_KEYS,
-    describe_payload,
+    make_checksum_entries,
     place_checksums,
     read_auxiliary_tensors,
     record_loaded_payload,
@@ -33,14 +33,14 @@ from .parameters._outside_writes import (
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import list_identities, strip_wrapper_names
 from .parameters._state_tensors import (
-    BEGUN,
-    STORAGE_SUFFIXES,
+    BEGUN_KEY,
+    STATE_NAME_SUFFIXES,
     check_codec_version,
     is_auxiliary_name,
-    set_initial_values,
+    set_initial_state_values,
 )
 from .rules._update_rule import StateSlot
-from .states._codec import finite_amax
+from .states._codec import compute_finite_amax
 from .states._int8_blocks import CODEC_VERSION
 from .states._state import Codec
 from .step._batch import PlanCache
@@ -108,7 +108,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             return {}
         if plan.payload_version is None:
             return {}
-        return {**dict(zip(plan.spec.auxiliary_names, read_auxiliary_tensors(plan))), **describe_payload(plan)}
+        return {**dict(zip(plan.spec.auxiliary_names, read_auxiliary_tensors(plan))), **make_checksum_entries(plan)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
@@ -153,7 +153,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             trial = [(*one, self._fit_saved_tensors(*one, is_own)) for one in given]
             for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
                 plans = (self._plans.get(parameter) for parameter in group["params"])
-                if any(plan is not None and plan.spec.draws for plan in plans):
+                if any(plan is not None and plan.spec.draws_bits for plan in plans):
                     refuse_other_random_stream(f"param group {number}", "the groups of the state_dict", saved)
         except Exception:
             for group, old in zip(self.param_groups, before):
@@ -175,14 +175,14 @@ class CheckpointMixin(torch.optim.Optimizer):
                 continue
             held, spec = self.state[parameter], self._plans[parameter].spec
             for name, value in tensors.items():
-                if name in spec.tensors:
+                if name in spec.tensor_names:
                     get_local(held[name]).copy_(get_local(value))
                 else:
                     held[name] = copy.deepcopy(value)
             held["step"] = _read_saved_step(state, "")
-            held.pop(BEGUN, None)
-            if isinstance(begun := state.get(BEGUN), int) and 0 < begun <= held["step"]:
-                held[BEGUN] = begun
+            held.pop(BEGUN_KEY, None)
+            if isinstance(begun := state.get(BEGUN_KEY), int) and 0 < begun <= held["step"]:
+                held[BEGUN_KEY] = begun
             record_loaded_payload(self._plans[parameter], state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
@@ -196,9 +196,9 @@ class CheckpointMixin(torch.optim.Optimizer):
         plan = self._find_valid_plan(group, position)
         _read_saved_step(state, plan.name)
         fitted: dict[str, Any] = {}
-        used = {"step", BEGUN, *plan.spec.rule.follows_from_step, *PAYLOAD_KEYS}
-        for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
-            used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
+        used = {"step", BEGUN_KEY, *plan.spec.rule.follows_from_step, *PAYLOAD_KEYS}
+        for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensor_names):
+            used |= {f"{rule_state.name}{suffix}" for suffix in STATE_NAME_SUFFIXES}
             fitted |= _fit_saved_state(plan, group, codec, rule_state, names, state)
         for name in plan.spec.factor_names:
             used.add(name)
@@ -237,7 +237,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         Raises:
             ValueError: a model none of whose parameters are known here.
         """
-        places = {id(parameter): (group, k) for group, k, parameter in walk_model_parameters(self)}
+        places = {id(parameter): (group, k) for group, k, parameter in walk_group_parameters(self)}
         held = model.state_dict(keep_vars=True)
         if not any(id(t) in places for t in held.values()) and any(isinstance(t, Parameter) for t in held.values()):
             raise ValueError(
@@ -250,7 +250,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             if place is not None and (isinstance(tensor, MCTensor) or self.state.get(tensor)):
                 plan = self._find_valid_plan(*place)
                 decoded = read_weights([plan])[0]
-                found[name] = place_like(decoded * tensor.scale if plan.spec.scaled else decoded, value)
+                found[name] = wrap_like_dtensor(decoded * tensor.scale if plan.spec.scaled else decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
             elif isinstance(value, torch.Tensor):
@@ -280,7 +280,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
             raise ValueError(f"{quote(wrong)} are not of the model's shapes: give a state_dict of this model")
-        places = {id(parameter): (group, k) for group, k, parameter in walk_model_parameters(self)}
+        places = {id(parameter): (group, k) for group, k, parameter in walk_group_parameters(self)}
         if not any(id(tensor) in places for tensor in own.values()):
             raise ValueError(
                 f"the optimizer holds none of the parameters of this {type(model).__name__}, and nothing of their low "
@@ -294,7 +294,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 plan = self._find_valid_plan(*places[id(own[name])])
                 value = get_local(value.detach()).float().contiguous()
                 if plan.spec.scaled:
-                    given = (np.float64(number) for number in (own[name].scale.item(), finite_amax(value), 0.0))
+                    given = (np.float64(number) for number in (own[name].scale.item(), compute_finite_amax(value), 0.0))
                     scale, _ = fit_weight_scale(plan.spec.store.dtype, *given)
                     own[name].scale.fill_(scale.item())
                     value = value / scale.item()
@@ -310,7 +310,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         self._update_edited_groups()
         state: dict[str, Any] = super().__getstate__()
         held = state["state"] = state["state"].copy()
-        for group, position, parameter in walk_model_parameters(self):
+        for group, position, parameter in walk_group_parameters(self):
             saved = self._read_saved_auxiliary_tensors(group, position) if held.get(parameter) else {}
             if CHECKSUMS_KEY in saved:
                 held[parameter] = {**held[parameter], **saved}
@@ -330,9 +330,9 @@ def _reset_states(plan: ParameterPlan, group: Mapping) -> None:
     factors = [plan.tensors[name] for name in plan.spec.factor_names]
     for tensor in (tensor for state in (*plan.states, factors) for tensor in state):
         tensor.zero_()
-    set_initial_values(plan.spec, group, plan.tensors)
+    set_initial_state_values(plan.spec, group, plan.tensors)
     plan.state["step"] = 0
-    plan.state.pop(BEGUN, None)
+    plan.state.pop(BEGUN_KEY, None)
 
 
 def complete_state_dict(optimizer: Any, saved: dict[str, Any]) -> None:
@@ -407,7 +407,7 @@ def _check_saved_groups(
 
 def _refuse_unsaved_entries(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for entries of the state that a file has no key for."""
-    members = {id(parameter) for _, _, parameter in walk_model_parameters(optimizer)}
+    members = {id(parameter) for _, _, parameter in walk_group_parameters(optimizer)}
     for key in optimizer.state:
         if isinstance(key, int):
             raise ValueError(
@@ -560,14 +560,14 @@ def _fit_saved_state(
         state = {**state, rule_state.name: (given := given.decode(torch.float32))}
     if given is None and rule_state.name == "momentum_buffer":
         new = {name: torch.zeros_like(plan.tensors[name]) for name in names}
-        set_initial_values(plan.spec, group, new)
+        set_initial_state_values(plan.spec, group, new)
         return new
     own, saved = [plan.tensors[name] for name in names], [get_local(state.get(name)) for name in names]
     layouts = [(one.dtype, one.shape) if isinstance(one, torch.Tensor) else None for one in saved]
     if layouts == [(mine.dtype, mine.shape) for mine in own]:
         check_codec_version(rule_state.name, state)
         return {name: state[name] for name in names}
-    stored = [key for suffix in STORAGE_SUFFIXES[1:] if (key := f"{rule_state.name}{suffix}") in state]
+    stored = [key for suffix in STATE_NAME_SUFFIXES[1:] if (key := f"{rule_state.name}{suffix}") in state]
     if stored or not isinstance(given, torch.Tensor) or not given.is_floating_point():
         raise ValueError(
             f"state {rule_state.name!r} of parameter {plan.name} was saved as {quote(stored or held)}, and this "

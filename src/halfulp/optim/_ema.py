@@ -19,9 +19,9 @@ from ._group_options import check_number
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer, find_own_optimizer
 from ._wrap import ExplicitGradientOptimizer
-from .parameters._local_tensors import get_local, get_memory, place_like
-from .parameters._narrow_groups import walk_model_parameters
-from .parameters._outside_writes import record_version
+from .parameters._local_tensors import get_local, get_payload, wrap_like_dtensor
+from .parameters._narrow_groups import walk_group_parameters
+from .parameters._outside_writes import record_payload_version
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import strip_wrapper_names
 from .rules._update_rule import UpdateRule
@@ -123,7 +123,7 @@ class EMA:
         if not live:
             raise ValueError("the model has no parameters to average")
         if stepping is not None:
-            stepped = {id(parameter) for _, _, parameter in walk_model_parameters(stepping)}
+            stepped = {id(parameter) for _, _, parameter in walk_group_parameters(stepping)}
             if not any(id(tensor) in stepped for tensor in live.values()):
                 raise ValueError(
                     "optimizer= steps none of the model's parameters: give the optimizer of this model, or leave it out"
@@ -144,8 +144,8 @@ class EMA:
                 for name, weight in weights.items():
                     plan = plans[self._averages[name]]
                     value = weight.decode(torch.float32) if isinstance(weight, MCTensor) else get_local(weight).float()
-                    plan.spec.update.fill(plan.spec.store, plan.parts, value.contiguous())
-                    record_version(plan)
+                    plan.spec.update.fill(plan.spec.store, plan.weight_tensors, value.contiguous())
+                    record_payload_version(plan)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -182,10 +182,10 @@ class EMA:
         if shown:
             yield shown
         names = {id(plan): name for name, plan in held.items()}
-        on_cpu = all(get_memory(plan.parameter).is_cpu for plan in held.values())
+        on_cpu = all(get_payload(plan.parameter).is_cpu for plan in held.values())
         for plans in split_into_runs(held.values(), MOST_RUN_ELEMENTS if on_cpu else MOST_DEVICE_ELEMENTS):
             values = read_weights(plans)
-            yield {names[id(plan)]: place_like(value, plan.parameter) for plan, value in zip(plans, values)}
+            yield {names[id(plan)]: wrap_like_dtensor(value, plan.parameter) for plan, value in zip(plans, values)}
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[torch.nn.Module]:
@@ -231,7 +231,7 @@ class EMA:
         tensors, plans = dict(self._copied), self._average_optimizer.plans()
         for name, mine in self._averages.items():
             tensors[name] = mine
-            tensors |= {f"{name}.{key}": place_like(value, mine) for key, value in plans[mine].tensors.items()}
+            tensors |= {f"{name}.{key}": wrap_like_dtensor(value, mine) for key, value in plans[mine].tensors.items()}
         updates = {plan.spec.update.name: plan.spec.update.to_dict() for plan in plans.values()}
         return {
             "updates": self.updates,
@@ -256,7 +256,7 @@ class EMA:
         if saved != [find_weight_update(entry) for entry in own["weight_update"]]:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
         plans = self._average_optimizer.plans()
-        if any(plan.spec.draws for plan in plans.values()):
+        if any(plan.spec.draws_bits for plan in plans.values()):
             refuse_other_random_stream("the EMA", "the state_dict", state_dict)
         missing, foreign = sorted(tensors.keys() - given.keys()), sorted(given.keys() - tensors.keys())
         if missing or foreign:
@@ -272,7 +272,7 @@ class EMA:
             tensor.copy_(given[name])
         for mine, plan in plans.items():
             self._average_optimizer.state[mine]["step"] = updates
-            record_version(plan)
+            record_payload_version(plan)
         self.updates = updates
 
     def report(self) -> LostUpdateReport:
@@ -297,7 +297,7 @@ def _copy_into(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _read_float32_weight(plan: ParameterPlan) -> torch.Tensor:
-    return place_like(read_weights([plan])[0], plan.parameter)
+    return wrap_like_dtensor(read_weights([plan])[0], plan.parameter)
 
 
 def _find_auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, ParameterPlan]:
@@ -306,7 +306,7 @@ def _find_auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.
         return {}
     found = {}
     names = {tensor: name for name, tensor in live.items()}
-    for group, position, parameter in walk_model_parameters(optimizer):
+    for group, position, parameter in walk_group_parameters(optimizer):
         if parameter in names and (optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
             plan = optimizer._find_valid_plan(group, position)
             if plan.spec.update.auxiliary_tensors(plan.spec.store):

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ..subclass.models._conversion import check_module
 from ..subclass.models._parameter_holders import list_data_parallel_modules
 from ._optimizer import Optimizer, find_own_optimizer
-from .parameters._narrow_groups import walk_model_parameters
+from .parameters._narrow_groups import walk_group_parameters
 
 
 class GradientRelease:
@@ -56,7 +56,7 @@ class GradientRelease:
     def _attach_hooks(self) -> None:
         """Hook the parameters that require a gradient, also those that were frozen or in no group before."""
         self._places = {}
-        for group, position, parameter in walk_model_parameters(self.optimizer):
+        for group, position, parameter in walk_group_parameters(self.optimizer):
             self._places[parameter] = group, position
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._step)

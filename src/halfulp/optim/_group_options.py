@@ -18,7 +18,7 @@ import torch
 from .._messages import find_user_stack_level, name_type
 from .._names import describe_unknown_name
 from ..formats import Format
-from .states._state import State, StateChoice, make_state
+from .states._state import State, StateChoice, read_state_choice
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
 
@@ -168,7 +168,7 @@ def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
     given = group["state_dtype"]
     for choice in given.values() if isinstance(given, dict) else (given,):
         if choice is not None and not isinstance(choice, State):
-            make_state(choice, torch.float32)
+            read_state_choice(choice, torch.float32)
     for name, least in (("seed", 0), ("report_interval", 0)):
         value = group[name]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:

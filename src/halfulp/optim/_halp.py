@@ -11,7 +11,7 @@ import torch
 from .._messages import name_type, quote
 from ..rounding import mix64, random_words
 from ._group_options import OptimizerParams, check_parameters
-from .parameters._narrow_groups import walk_model_parameters
+from .parameters._narrow_groups import walk_group_parameters
 
 # Of every group, the same in all.
 _SHARED_ENTRIES = ("steps", "norm")
@@ -104,7 +104,7 @@ class HALP(torch.optim.Optimizer):
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         if not math.isfinite(norm):
             raise ValueError("the full gradient is not finite, so no center can be there: take a smaller lr or mu")
-        for group, _, parameter in walk_model_parameters(self):
+        for group, _, parameter in walk_group_parameters(self):
             state = self.state[parameter]
             if parameter not in gradients:
                 state.clear()  # frozen until the next center
@@ -144,7 +144,7 @@ class HALP(torch.optim.Optimizer):
         if not all(bool(g.isfinite().all()) for made in (here, at_center) for g in made.values()):
             raise ValueError("a gradient of this step is not finite: weights and offsets stay; take a smaller lr")
         moved = {}
-        for position, (group, _, parameter) in enumerate(walk_model_parameters(self)):
+        for position, (group, _, parameter) in enumerate(walk_group_parameters(self)):
             if parameter in weights and parameter in here and parameter in at_center:
                 gradient = here[parameter] - at_center[parameter] + self.state[parameter]["gradient"]
                 moved[parameter] = self._move_offset(group, parameter, gradient, position)
@@ -180,7 +180,7 @@ class HALP(torch.optim.Optimizer):
         self.zero_grad(set_to_none=True)
         with torch.enable_grad():
             result = closure()
-        made = {p: p.grad.detach().clone() for _, _, p in walk_model_parameters(self) if p.grad is not None}
+        made = {p: p.grad.detach().clone() for _, _, p in walk_group_parameters(self) if p.grad is not None}
         if not made:
             raise ValueError("the closure made no gradient of these parameters: call backward() on the loss in it")
         return result, made

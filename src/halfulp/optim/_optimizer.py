@@ -26,33 +26,33 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
-from .parameters._local_tensors import get_local, get_memory, get_scale, list_own_tensors
+from .parameters._local_tensors import get_local, get_payload, get_scale, list_payloads
 from .parameters._narrow_groups import (
     check_data_parallel_ranks,
-    check_narrowing,
+    check_holders_before_narrowing,
     check_sharded_ranks,
-    narrow_groups,
+    narrow_group_parameters,
     read_parameter_name,
-    refuse_overlaps,
+    refuse_overlapping_parameters,
     refuse_replaced_parameters,
-    refuse_unused_update,
-    walk_model_parameters,
+    refuse_unused_weight_update,
+    walk_group_parameters,
 )
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
     PAYLOAD_KEYS,
-    is_version_current,
+    is_payload_version_current,
     record_loaded_payload,
-    record_version,
+    record_payload_version,
 )
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
 from .parameters._random_identity import (
     Identities,
     assign_identities,
-    note_identities,
-    update_edited_group,
+    record_identities,
+    update_identities_of_edited_group,
 )
-from .parameters._state_tensors import add_missing_tensors, refuse_other_update
+from .parameters._state_tensors import add_missing_state_tensors, refuse_changed_weight_update
 from .parameters._step_spec import StepSpec
 from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
@@ -61,11 +61,11 @@ from .step._batch import (
     GroupSetting,
     PlanCache,
     Roster,
-    check_parameter,
     choose_gradient_store,
     convert_to_plain_gradient,
+    refuse_unwritable_parameter,
 )
-from .step._run import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
+from .step._run import add_late_constants, compile_kernels, prepare_batch, reduce_batches, run_step
 from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")
@@ -152,9 +152,9 @@ class Optimizer(CheckpointMixin):
         }
         super().__init__(params, read_options({**defaults, **own}, known))
         self.register_state_dict_post_hook(complete_state_dict)
-        refuse_unused_update(self, self.param_groups)
+        refuse_unused_weight_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
-        narrow_groups(self, self.param_groups, check_narrowing(self.param_groups))
+        narrow_group_parameters(self, self.param_groups, check_holders_before_narrowing(self.param_groups))
         self._is_built = True
 
     def _create_caches(self) -> None:
@@ -162,12 +162,12 @@ class Optimizer(CheckpointMixin):
         wrap_checkpoint_functions()
         self._plans = PlanCache()
         self._identities: Identities = {}
-        self._note_identities()
+        self._record_identities()
 
-    def _note_identities(self) -> None:
+    def _record_identities(self) -> None:
         """Record the identities that the groups hold."""
         for group in getattr(self, "param_groups", ()):
-            note_identities(group, self._identities)
+            record_identities(group, self._identities)
 
     @classmethod
     def split_groups(cls, params: OptimizerParams) -> OptimizerParams:
@@ -207,28 +207,28 @@ class Optimizer(CheckpointMixin):
             assign_identities(group, self.param_groups[:before], self._identities)
             for position, parameter in enumerate(group["params"]):
                 self._choose_step_spec(group, parameter, None, read_parameter_name(group, position))
-            refuse_overlaps(self.param_groups)
-            refuse_unused_update(self, [group] if is_chosen else ())
-            sharded = check_narrowing([group]) if self._is_built else None
+            refuse_overlapping_parameters(self.param_groups)
+            refuse_unused_weight_update(self, [group] if is_chosen else ())
+            sharded = check_holders_before_narrowing([group]) if self._is_built else None
         except Exception:
             del self.param_groups[before:]
             raise
-        note_identities(group, self._identities)
+        record_identities(group, self._identities)
         if sharded is not None:
-            narrow_groups(self, [group], sharded)
+            narrow_group_parameters(self, [group], sharded)
 
     def _choose_step_spec(
         self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
     ) -> StepSpec:
         """Return a parameter's step specification; without `gradient`, as it will be after narrowing."""
-        check_parameter(parameter, get_memory(parameter), name)
-        return self._plans.step_spec(self.rule(group), group, parameter, gradient, name)
+        refuse_unwritable_parameter(parameter, get_payload(parameter), name)
+        return self._plans.find_step_spec(self.rule(group), group, parameter, gradient, name)
 
     def _update_edited_groups(self) -> None:
         """Bring names, identities and plans in line with the groups' lists of parameters, which users may edit."""
         for group in self.param_groups:
-            update_edited_group(group, self._identities)
-        members = {id(parameter): self._identities[parameter] for _, _, parameter in walk_model_parameters(self)}
+            update_identities_of_edited_group(group, self._identities)
+        members = {id(parameter): self._identities[parameter] for _, _, parameter in walk_group_parameters(self)}
         taken = {*members.values()}
         for parameter, identity in tuple(self._identities.items()):
             # Another one stands in its place, or nothing is kept of it.
@@ -251,17 +251,17 @@ class Optimizer(CheckpointMixin):
             self._update_edited_groups()
         (_, identity), name = self._identities[parameter], read_parameter_name(group, position)
         spec = self._choose_step_spec(group, parameter, gradient, name)
-        if get_memory(parameter).dtype != spec.store.dtype:
+        if get_payload(parameter).dtype != spec.store.dtype:
             raise ValueError(
-                f"parameter {name} is {get_memory(parameter).dtype}, but its group holds {spec.store.dtype}: add "
+                f"parameter {name} is {get_payload(parameter).dtype}, but its group holds {spec.store.dtype}: add "
                 "parameters by add_param_group, which narrows them, and convert a model before its optimizer is made"
             )
         state = self.state[parameter]
         known = self._plans.get(parameter)
-        refuse_other_update(state, None if known is None else known.spec, spec, name)
-        add_missing_tensors(state, spec, group, parameter, name)
+        refuse_changed_weight_update(state, None if known is None else known.spec, spec, name)
+        add_missing_state_tensors(state, spec, group, parameter, name)
         options = options or self._plans.read_plan_options(group)
-        plan = self._plans.renew(parameter, spec, state, options, name, identity, beside)
+        plan = self._plans.renew_plan(parameter, spec, state, options, name, identity, beside)
         if CHECKSUMS_KEY in state:  # a copy, which says what a file does
             record_loaded_payload(plan, state)
             for key in PAYLOAD_KEYS:
@@ -274,14 +274,14 @@ class Optimizer(CheckpointMixin):
         plan, options = self._plans.get(parameter), self._plans.read_plan_options(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
-            likely = PAYLOADS.get(get_memory(parameter).dtype, STORES[torch.float32])
+            likely = PAYLOADS.get(get_payload(parameter).dtype, STORES[torch.float32])
             plan = self._make_plan(group, position, gradient or likely, options)
         return plan
 
     def _clear_plans(self) -> None:
         """Make every plan anew before it is used again, under the identities that the groups say."""
         self._plans.clear()
-        self._note_identities()
+        self._record_identities()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -349,7 +349,7 @@ class Optimizer(CheckpointMixin):
         batches, waiting = self._collect_batches()
         self._run_batches(batches)
         for plan in waiting:
-            record_version(plan)
+            record_payload_version(plan)
 
     def _begin_step(self) -> None:
         """Follow what users have done to the groups since the last step."""
@@ -368,7 +368,7 @@ class Optimizer(CheckpointMixin):
         if any(batch.spec.rule.late_values is not None for batch in batches):
             sums = reduce_batches(batches)
             self._keep_reduction_sums(sums)
-            finish_constants(batches, sums)
+            add_late_constants(batches, sums)
         for batch in batches:
             run_step(batch)
             batch.record_step()
@@ -416,7 +416,7 @@ class Optimizer(CheckpointMixin):
         gradients = self._list_gradients(parameters)
         plans = [*map(self._plans.by_id.get, map(id, parameters))]
         resting = [place for place, gradient in enumerate(gradients) if gradient is None]
-        waiting = [plan for place in resting if (plan := plans[place]) is not None and is_version_current(plan)]
+        waiting = [plan for place in resting if (plan := plans[place]) is not None and is_payload_version_current(plan)]
         roster, batches = self._plans.roster, None
         if roster is not None and roster.is_valid_for(settings, plans, resting, parameters, gradients, self.state):
             batches = roster.make_batches(groups, parameters, gradients, {})
@@ -425,7 +425,7 @@ class Optimizer(CheckpointMixin):
             places = self._renew_plans(groups, settings, plans, gradients, scales)
             roster = self._plans.roster = Roster(settings, plans, resting, places, self.state, roster)
             for table in roster.tables:
-                table.renew_guards(table.select_values(gradients))
+                table.renew_tensor_guards(table.select_values(gradients))
             batches = roster.make_batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
@@ -486,13 +486,13 @@ class Optimizer(CheckpointMixin):
         A frozen parameter has none but its own until it is stepped.
         """
         total = elements = 0
-        for group, position, parameter in walk_model_parameters(self):
-            held = [*list_own_tensors(parameter)]
+        for group, position, parameter in walk_group_parameters(self):
+            held = [*list_payloads(parameter)]
             if parameter.requires_grad or self.state.get(parameter):
                 plan = self._find_valid_plan(group, position)
                 held += self._list_state_tensors(plan)
                 held += [get_scale(parameter)] if plan.spec.scaled else []
-                gradient = plan.spec.gradient.dtype if parameter.grad is None else get_memory(parameter.grad).dtype
+                gradient = plan.spec.gradient.dtype if parameter.grad is None else get_payload(parameter.grad).dtype
                 total += get_local(parameter).numel() * gradient.itemsize
             total += sum(tensor.numel() * tensor.element_size() for tensor in held)
             elements += get_local(parameter).numel()

@@ -13,7 +13,7 @@ from ._optimizer import Optimizer, register_optimizer
 from .parameters._outside_writes import set_weight
 from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate_distance
 from .rules._adam_variants import LAMB as LAMB_RULE
-from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, count_next_step
+from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, compute_next_averaging_weights
 
 # What a schedule-free optimizer's groups count.
 _SCHEDULE_FREE_COUNTERS = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
@@ -192,7 +192,7 @@ class ScheduleFree(Optimizer):
             )
         super()._take_step()
         for group in self.param_groups:
-            _, group["lr_max"], group["weight_sum"] = count_next_step(group)
+            _, group["lr_max"], group["weight_sum"] = compute_next_averaging_weights(group)
             group["k"] += 1
 
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:

@@ -20,9 +20,9 @@ from ._float32 import MOST_RUN_ELEMENTS, read_weights, split_into_runs
 from ._group_options import NarrowOptions, OptimizerParams, check_hyperparameters, read_defaults, read_options
 from ._optimizer import Optimizer
 from ._storage import F32, Store
-from .parameters._local_tensors import get_local, is_dtensor, place_like
-from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
-from .parameters._outside_writes import reset_if_stale
+from .parameters._local_tensors import get_local, is_dtensor, wrap_like_dtensor
+from .parameters._narrow_groups import read_parameter_name, walk_group_parameters
+from .parameters._outside_writes import reset_stale_tensors
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import StepSpec
 from .rules._update_rule import UpdateRule
@@ -206,7 +206,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
         if parameter not in self._shadows:
-            placeholder = place_like(_make_placeholder(parameter), parameter)
+            placeholder = wrap_like_dtensor(_make_placeholder(parameter), parameter)
             self._shadows[parameter] = torch.nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
         return self._shadows[parameter]
 
@@ -232,12 +232,12 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             self._check_hyperparameters(group)
         plans = [
             self._find_valid_plan(group, position, F32)
-            for group, position, parameter in walk_model_parameters(self)
+            for group, position, parameter in walk_group_parameters(self)
             if parameter.grad is not None
         ]
         self._check_wrappers(bool(plans))
         for plan in plans:
-            reset_if_stale(plan)
+            reset_stale_tensors(plan)
         self._update_base_groups()
         for run in self._list_runs(plans):
             self._step_run(run)

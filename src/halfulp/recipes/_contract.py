@@ -15,7 +15,7 @@ from .._messages import name_type, quote
 from ..mctensor import MCTensor
 from ..optim import Optimizer
 from ..optim._optimizer import find_inner_optimizer
-from ..optim.parameters._narrow_groups import read_parameter_name, walk_model_parameters
+from ..optim.parameters._narrow_groups import read_parameter_name, walk_group_parameters
 from ..optim.parameters._random_identity import strip_wrapper_names
 from ..scaled import ScaledTensor
 
@@ -170,7 +170,7 @@ def contract(
     stepped = {
         id(parameter): _describe_step(one, group, position)
         for one in optimizers
-        for group, position, parameter in walk_model_parameters(one)
+        for group, position, parameter in walk_group_parameters(one)
     }
     held: list[tuple[str, Tensor]] = list(model.named_parameters())
     held += [

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..mctensor import multicomponent
 from ..mctensor._convert_model import single_component
-from ..optim.parameters._narrowing import keep_float32, narrow_parameter, widen_parameter
+from ..optim.parameters._narrowing import mark_as_float32, narrow_parameter, widen_parameter
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
 from ..subclass.models._conversion import remove_hooks
@@ -159,7 +159,7 @@ def revert(model: ModuleType) -> ModuleType:
         for parameter in model.parameters():
             if parameter.dtype == _get_param_dtype(recipe):
                 widen_parameter(parameter)
-            keep_float32(parameter, False)
+            mark_as_float32(parameter, False)
         _cast_buffers(model, record.buffers, torch.float32)
     remove_hooks(model.modules(), lambda hook: isinstance(hook, _casts.CastHook | _operands.ROUNDING_HOOKS))
     for module in model.modules():
@@ -203,7 +203,7 @@ def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtyp
     keeps = list_kept_parameters(model, kept)
     for parameter in model.parameters():
         if id(parameter) in keeps:
-            keep_float32(parameter)
+            mark_as_float32(parameter)
         else:
             narrow_parameter(parameter, dtype)
     # torch's kernel wants statistics of the dtype of the weights, or inputs narrower than both.

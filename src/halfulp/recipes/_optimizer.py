@@ -16,7 +16,7 @@ from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer, StateSlot
 from ..optim._algorithms import MuonChoice
 from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
-from ..optim.parameters._local_tensors import list_own_tensors
+from ..optim.parameters._local_tensors import list_payloads
 from ..rounding import Nearest, Stochastic, quantize
 from ._convert import read_recipe_of_model
 from ._plan import assign
@@ -232,7 +232,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         states = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        held: int = sum(part.nbytes for x in (*parameters, *states, *gradients) for part in list_own_tensors(x))
+        held: int = sum(part.nbytes for x in (*parameters, *states, *gradients) for part in list_payloads(x))
         return float(held / max(1, sum(parameter.numel() for parameter in parameters)))
 
     def train(self, mode: bool = True) -> None:

@@ -17,8 +17,8 @@ import halfulp as hu
 from halfulp.kernels import run_on_tensors, same_bits
 from halfulp.kernels._device_function import Recording, bind_names
 from halfulp.optim._storage import STORES, make_format_store
-from halfulp.optim.parameters._outside_writes import record_version
-from halfulp.optim.parameters._step_spec import refuse_feedback
+from halfulp.optim.parameters._outside_writes import record_payload_version
+from halfulp.optim.parameters._step_spec import refuse_unsupported_feedback
 from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATES
 
 
@@ -146,7 +146,7 @@ def allowed(rule: str, update: str, store: str) -> bool:
         return update == "exact"  # where a float32 parameter ends, whatever it is given
     try:
         UPDATES[update].check(held)
-        refuse_feedback(rule_of(rule), UPDATES[update])
+        refuse_unsupported_feedback(rule_of(rule), UPDATES[update])
     except ValueError:
         return False
     return True
@@ -253,7 +253,7 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 def decoded(optimizer, parameter: torch.Tensor) -> torch.Tensor:
     """The float32 weight that a parameter and its companions stand for."""
     plan = optimizer._plans[parameter]
-    return plan.spec.update.read(plan.spec.store, [plan.parts[0].contiguous(), *plan.parts[1:]])
+    return plan.spec.update.read(plan.spec.store, [plan.weight_tensors[0].contiguous(), *plan.weight_tensors[1:]])
 
 
 def write_update(update, store, parts, u, draws, ratio=1.0):
@@ -310,5 +310,5 @@ class Adder:
 
     def fill(self, values: torch.Tensor) -> None:
         plan = self.plan
-        plan.spec.update.fill(plan.spec.store, plan.parts, values)
-        record_version(plan)
+        plan.spec.update.fill(plan.spec.store, plan.weight_tensors, values)
+        record_payload_version(plan)

@@ -14,7 +14,7 @@ import halfulp as hu
 from halfulp.kernels import KernelMismatchError, divide, floor, select
 from halfulp.optim.step import _run as _run_module
 from halfulp.optim.step._kernel import compile_step, make_step_table
-from halfulp.optim.step._run import compile_and_check
+from halfulp.optim.step._run import compile_and_check_kernel
 
 from ... import samples
 from .cases import (
@@ -100,7 +100,7 @@ def _with_constants(spec, names):
 def test_constants_called_shrink_and_grow_change_no_bit(seed):
     spec = _spec(seed)
     renamed = ("shrink", "grow", "w", "g", "u", "huge", "i", "q0", "n0")
-    compile_and_check(_with_constants(spec, renamed[: len(spec.rule.constants)]))
+    compile_and_check_kernel(_with_constants(spec, renamed[: len(spec.rule.constants)]))
 
 
 def _own_rule(spec, update):
@@ -110,7 +110,7 @@ def _own_rule(spec, update):
 
 def test_a_literal_in_a_rule_is_a_float32(seed):
     spec = _spec(seed, codec="bf16-nearest")
-    compile_and_check(_own_rule(spec, lambda w, g, m, v, lr: (0.1 * g - 0.3 * m, g + lr * (m - 0.7 * v), v)))
+    compile_and_check_kernel(_own_rule(spec, lambda w, g, m, v, lr: (0.1 * g - 0.3 * m, g + lr * (m - 0.7 * v), v)))
 
 
 def test_a_step_that_is_compiled_to_other_bits_is_named(seed, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_step_that_is_compiled_to_other_bits_is_named(seed, monkeypatch):
     other = _own_rule(spec, lambda w, g, m, v, lr: (lr * (g + g), m, v))
     monkeypatch.setattr(_run_module, "compile_step", lambda _: compile_step(other))
     with pytest.raises(KernelMismatchError, match="of_mine"):
-        compile_and_check(spec)
+        compile_and_check_kernel(spec)
 
 
 OUTSIDE = {
@@ -141,7 +141,7 @@ def test_a_rule_that_the_language_has_no_words_for_is_refused_at_its_line(seed, 
     function, says = OUTSIDE[what]
     line = function.__code__.co_firstlineno
     with pytest.raises(TypeError, match=rf"test_fused_steps.py, line {line}, .*{says}.*select, floor, sqrt, divide"):
-        compile_and_check(
+        compile_and_check_kernel(
             _own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: (lr * function(g, m), m, v))
         )
 
@@ -149,14 +149,14 @@ def test_a_rule_that_the_language_has_no_words_for_is_refused_at_its_line(seed, 
 @pytest.mark.parametrize("made", [lambda g, m, v: g, lambda g, m, v: None, lambda g, m, v: (g, m)])
 def test_a_rule_returns_the_update_and_its_states(seed, made):
     with pytest.raises(TypeError, match=r"'of-mine' returns .*: return a tuple of the update, 'exp_avg', 'exp_avg_sq'"):
-        compile_and_check(_own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: made(g, m, v)))
+        compile_and_check_kernel(_own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: made(g, m, v)))
 
 
 def test_a_rule_selects_and_rounds_down(seed):
     def update(w, g, m, v, lr):
         return lr * select((g > m) & ~(g > 3.0), floor(divide(g, lr)), g), m, v
 
-    compile_and_check(_own_rule(_spec(seed, codec="bf16-nearest"), update))
+    compile_and_check_kernel(_own_rule(_spec(seed, codec="bf16-nearest"), update))
 
 
 # Names that the kernel binds, with other meanings in this module.
@@ -186,4 +186,4 @@ def test_names_of_a_rules_own_module_mean_what_they_mean_there(seed, update, cod
     own = {"homogeneous": None, "error_feedback": _own_feedback}
     rule = dataclasses.replace(spec.rule, name="own_names", update=_own_names, **own)
     spec = dataclasses.replace(spec, rule=rule)
-    compile_and_check(spec)
+    compile_and_check_kernel(spec)

@@ -25,7 +25,7 @@ def test_split_is_float32_bit_for_bit(seed, name):
     whole, other = train(kind, [tensor.float() for tensor in start], gradients, **options)
     for a, b in zip(split, whole):
         plan = optimizer._plans[a]
-        assert torch.equal(plan.spec.update.read(plan.spec.store, plan.parts), b)
+        assert torch.equal(plan.spec.update.read(plan.spec.store, plan.weight_tensors), b)
         for key, value in other.state[b].items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(optimizer.state[a][key], value), key

@@ -8,7 +8,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim.parameters._local_tensors import get_local
-from halfulp.optim.parameters._outside_writes import compute_checksums, has_differing_row
+from halfulp.optim.parameters._outside_writes import compute_checksums, has_differing_checksum
 
 from .shards import make_problem, on_every_rank, sharded
 
@@ -25,7 +25,7 @@ def checksums(x):
 def test_one_bit_changes_the_checksum_of_its_row_alone(shape, dtype, seed):
     x = torch.randn(shape).to(dtype)
     before = checksums(x)
-    assert not has_differing_row(before, checksums(x.clone()))
+    assert not has_differing_checksum(before, checksums(x.clone()))
     for _ in range(20):
         written = x.clone()
         bits = written.view(-1).view(WORDS[dtype])
@@ -34,15 +34,15 @@ def test_one_bit_changes_the_checksum_of_its_row_alone(shape, dtype, seed):
         row = 0 if not shape else place // (bits.numel() // shape[0])
         changed = (checksums(written) != before).nonzero().flatten().tolist()
         assert changed == [row], (place, bit)
-        assert has_differing_row(before, checksums(written))
+        assert has_differing_checksum(before, checksums(written))
 
 
 def test_what_is_not_known_differs_from_nothing(seed):
     x = torch.zeros(4, 3)
     found = checksums(x)
     assert bool((found != 0).all())
-    assert not has_differing_row(found, torch.zeros_like(found))
-    assert not has_differing_row(torch.zeros_like(found), found)
+    assert not has_differing_checksum(found, torch.zeros_like(found))
+    assert not has_differing_checksum(torch.zeros_like(found), found)
     assert len(checksums(torch.empty(0, 3))) == 0
     assert torch.equal(checksums(x.T.contiguous().T), found)
 

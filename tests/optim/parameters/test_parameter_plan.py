@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 import halfulp as hu
 from halfulp.kernels import IndexMap, engine, same_bits
 from halfulp.optim.parameters._local_tensors import find_index_map
-from halfulp.optim.step._kernel import reference_step
+from halfulp.optim.step._kernel import run_reference_step
 
 from ...laws.optim.cases import build, decoded, differing, snapshot
 from .shards import SHAPE, make_problem, on_every_rank, sharded
@@ -65,11 +65,13 @@ def test_index_maps_with_steps_draw_as_the_whole(seed):
     plan = optimizer._plans[parameter]
     c, key = tuple(0.1 * (k + 1) for k in range(len(plan.spec.rule.constants))), 12345
     whole = [start.clone(), *(torch.zeros_like(start) for _ in range(2))]
-    reference_step(plan.spec, whole[:1], gradient, [[whole[1]], [whole[2]]], c, key, IndexMap.whole(tuple(start.shape)))
+    run_reference_step(
+        plan.spec, whole[:1], gradient, [[whole[1]], [whole[2]]], c, key, IndexMap.whole(tuple(start.shape))
+    )
     rows = slice(1, None, 2)
     some = [start[rows, 29:].contiguous(), *(torch.zeros(3, 3).bfloat16() for _ in range(2))]
     place = IndexMap((3, 3), tuple(start.shape), (1, 29), (2, 1))
-    reference_step(plan.spec, some[:1], gradient[rows, 29:].contiguous(), [[some[1]], [some[2]]], c, key, place)
+    run_reference_step(plan.spec, some[:1], gradient[rows, 29:].contiguous(), [[some[1]], [some[2]]], c, key, place)
     for part, all_of_it in zip(some, whole):
         assert same_bits(part, all_of_it[rows, 29:].contiguous())
 

@@ -108,7 +108,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 import halfulp as hu
-from halfulp.optim.parameters._local_tensors import place_like
+from halfulp.optim.parameters._local_tensors import wrap_like_dtensor
 
 rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 hu.kernels.engine("reference").__enter__()  # no compilation in three processes
@@ -145,7 +145,7 @@ def values(net, optimizer):
         decoded = [codec.decode(tensors) for codec, tensors in zip(plan.spec.codecs, plan.states)]
         assert plan.spec.codecs[0].columns == 2, "8-bit codes"
         for number, value in enumerate([*plan.payloads, *plan.auxiliary_tensors, *decoded]):
-            value = place_like(value, parameter)
+            value = wrap_like_dtensor(value, parameter)
             found[name, number] = value.full_tensor() if hasattr(value, "full_tensor") else value
     return found
 

@@ -12,7 +12,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim.rules._adam_variants import PRODIGY
 from halfulp.optim.rules._update_rule import StateSlot, UpdateRule
-from halfulp.optim.states._state import encode_constant
+from halfulp.optim.states._state import encode_constant_state
 
 from ...laws.optim.cases import CODECS, RULES, differing, snapshot
 
@@ -187,7 +187,7 @@ def test_one_element_of_a_constant_state_stands_for_all():
     shape = torch.Size([3, 96])
     made = [torch.zeros(size, dtype=dtype) for size, dtype in codec.tensors("", shape).values()]
     codec.encode(made, torch.full(shape, 0.3), None)
-    assert [tensor.unique().tolist() for tensor in made] == [[one.item()] for one in encode_constant(codec, 0.3)]
+    assert [tensor.unique().tolist() for tensor in made] == [[one.item()] for one in encode_constant_state(codec, 0.3)]
 
 
 OPTION = "initial_accumulator_value"

@@ -105,7 +105,7 @@ def test_what_is_out_of_date_is_planned_anew(way, seed):
     assert (new.address, new.stride) == (parameter.data_ptr(), parameter.stride())
     state = changed.state[parameter]
     assert new.state is state
-    assert [state[name].data_ptr() for name in new.spec.tensors] == new.stored_addresses
+    assert [state[name].data_ptr() for name in new.spec.tensor_names] == new.stored_addresses
     assert not torch.equal(parameter.detach(), before)
     _step(changed)
     assert changed._plans[parameter] is new

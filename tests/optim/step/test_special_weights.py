@@ -7,7 +7,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.parameters._outside_writes import record_version
+from halfulp.optim.parameters._outside_writes import record_payload_version
 
 ENGINES = ["reference", "llvm"]
 INF, NAN = float("inf"), float("nan")
@@ -34,13 +34,13 @@ def _stepped(engine, update, dtype, count):
         p.grad = torch.zeros_like(p)
         optimizer.step()
         plan = optimizer._plans[p]
-        for part, column in zip(plan.parts, rows.T):
+        for part, column in zip(plan.weight_tensors, rows.T):
             part.copy_(column)
-        record_version(plan)
-        read = plan.spec.update.read(plan.spec.store, plan.parts).clone()
+        record_payload_version(plan)
+        read = plan.spec.update.read(plan.spec.store, plan.weight_tensors).clone()
         p.grad = -rows[:, -1].to(dtype)
         optimizer.step()
-    return rows, read, [part.clone() for part in plan.parts]
+    return rows, read, [part.clone() for part in plan.weight_tensors]
 
 
 @pytest.mark.sampled(1)

@@ -37,7 +37,7 @@ def _kind(rule, update, store, codec, gradient, metered=False):
     parameter = torch.nn.Parameter(fit(special_pairs(0)[0], store))
     optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
     plan = optimizer._make_plan(optimizer.param_groups[0], 0, STORES[gradient])
-    return plan.spec.metered_twin if metered else plan.spec
+    return plan.spec.metered_spec if metered else plan.spec
 
 
 def _check_source_of(*kind):

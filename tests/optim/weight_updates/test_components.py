@@ -14,7 +14,7 @@ NAMES = {3: "components-3", 4: "components-4"}
 
 
 def _exact(held) -> list[Fraction]:
-    parts = [part.double().tolist() for part in held.plan.parts]
+    parts = [part.double().tolist() for part in held.plan.weight_tensors]
     return [sum(map(Fraction, values), Fraction(0)) for values in zip(*parts)]
 
 
@@ -54,7 +54,7 @@ def test_float32_fits_into_three_bfloat16_components(seed, n):
     held = Adder(NAMES[n], torch.zeros_like(values))
     held.fill(values)
     assert torch.equal(held.weight, values)
-    total = sum(part.double() for part in held.plan.parts)
+    total = sum(part.double() for part in held.plan.weight_tensors)
     assert torch.equal(total, values.double())
 
 
@@ -63,7 +63,7 @@ def test_components_do_not_overlap(seed, n):
     held = Adder(NAMES[n], torch.randn(4096))
     for _ in range(10):
         held.add(torch.randn(4096) * 0.01)
-    parts = [part.float() for part in held.plan.parts]
+    parts = [part.float() for part in held.plan.weight_tensors]
     for larger, smaller in itertools.pairwise(parts):
         half_ulp = torch.ldexp(torch.ones_like(larger), torch.frexp(larger)[1] - 9)
         assert (smaller.abs() <= half_ulp).all()

@@ -6,7 +6,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim._float32 import read_weights
-from halfulp.optim.parameters._outside_writes import record_version
+from halfulp.optim.parameters._outside_writes import record_payload_version
 
 from ...laws.optim.cases import UPDATES, Adder, fit, stored_updates
 
@@ -130,7 +130,7 @@ def _check(held: Adder, update: str, store: str) -> None:
     far = (weight.double() - shown.double()).abs()[finite]
     # Each companion is rounded itself: its last place, which is at least the store's least number.
     room = _ulps(update) * (1 + 2.0**-format.mantissa_bits) * _ulp(shown, format)[finite]
-    assert (far <= room + max(1, len(held.plan.parts) - 1) * format.smallest_subnormal).all()
+    assert (far <= room + max(1, len(held.plan.weight_tensors) - 1) * format.smallest_subnormal).all()
 
 
 @pytest.mark.sampled(1)
@@ -167,17 +167,18 @@ def test_any_companion_beside_any_parameter_the_compiled_reader_agrees(seed, upd
     words[0, :8] = torch.tensor([0, -(2**15), 0x7F80, -0x80, 0x7C00, 1, 0x7F7F, 0x7BFF])
     held = Adder(update, torch.zeros(4096), store)
     plan = held.plan
-    plan.parts[0].copy_(words[0].view(plan.parts[0].dtype))
-    for part in plan.parts[1:]:
+    plan.weight_tensors[0].copy_(words[0].view(plan.weight_tensors[0].dtype))
+    for part in plan.weight_tensors[1:]:
         size = {1: 127, 2: 2**15}.get(part.element_size())
         part.copy_(torch.randint(-size, size, part.shape).to(part.dtype) if not part.dtype.is_floating_point else part)
-    if plan.parts[1:] and plan.parts[1].dtype.is_floating_point:
+    if plan.weight_tensors[1:] and plan.weight_tensors[1].dtype.is_floating_point:
         exponents = torch.randint(-14, 2, (4096,)).float()
-        junk = plan.parts[0].float().abs().nan_to_num(0.0, 1.0) * torch.exp2(exponents) * (torch.rand(4096) + 0.5)
-        for part in plan.parts[1:]:
+        weight = plan.weight_tensors[0].float().abs().nan_to_num(0.0, 1.0)
+        junk = weight * torch.exp2(exponents) * (torch.rand(4096) + 0.5)
+        for part in plan.weight_tensors[1:]:
             part.copy_(junk * 2.0**-3)
             junk = junk * 2.0**-16
-    record_version(plan)  # else the write above is a visible one, after which no companion counts
+    record_payload_version(plan)  # else the write above is a visible one, after which no companion counts
     _check(held, update, store)
     with hu.kernels.engine("llvm"):
         compiled = read_weights([plan])[0]
@@ -190,7 +191,7 @@ def test_an_infinity_over_low_bits_may_be_a_float32_beyond_bfloat16s_largest():
     assert held.parameter.detach().isinf().all()
     assert torch.equal(held.weight, torch.tensor([3.4e38, -3.4e38]))
     plan = held.plan
-    plan.parts[1].fill_(7)  # which no float32 weight leaves beside an infinity
+    plan.weight_tensors[1].fill_(7)  # which no float32 weight leaves beside an infinity
     assert torch.equal(held.weight, torch.tensor([torch.inf, -torch.inf]))
 
 
@@ -200,8 +201,8 @@ def test_an_update_of_exactly_zero_writes_nothing(seed, update, store):
     held = Adder(update, torch.randn(2048), store)
     for _ in range(3):
         held.add(torch.randn(2048) * 2.0**-8)
-    parts = [part.clone() for part in held.plan.parts]
+    parts = [part.clone() for part in held.plan.weight_tensors]
     for _ in range(5):
         held.add(torch.zeros(2048))
-    for part, before in zip(held.plan.parts, parts):
+    for part, before in zip(held.plan.weight_tensors, parts):
         assert torch.equal(part, before)  # but for the sign of a zero

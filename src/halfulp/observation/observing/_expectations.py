@@ -13,7 +13,7 @@ from torch import nn
 from ..._messages import name_type
 from ...formats import BlockFormat, Format, get
 from ...formats._block import get_format_or_block
-from ...optim.parameters._local_tensors import get_memory
+from ...optim.parameters._local_tensors import get_payload
 from ...rounding import quantize
 from .._record import DtypeExpectation, Record, Role, TensorRecord
 from .._text import name_dtype
@@ -64,7 +64,7 @@ class DtypeExpectations:
         for name, parameter in self._model.named_parameters(remove_duplicate=False):  # a tied head has its own name
             matched = fnmatch.fnmatchcase(name, pattern)
             one.matched += [name] if matched else []
-            dtype = get_memory(parameter).dtype
+            dtype = get_payload(parameter).dtype
             inside = matched or any(name.startswith(f"{module}.") for module in modules)
             if inside and dtype.is_floating_point and name_dtype(dtype) != asked:
                 one.other[name] = name_dtype(dtype)

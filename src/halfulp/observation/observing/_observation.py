@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...gradients import AdaptiveGradScaler
 from ...optim import EMA, Optimizer
-from ...optim.parameters._local_tensors import get_local, get_memory
-from ...optim.parameters._narrow_groups import walk_model_parameters
+from ...optim.parameters._local_tensors import get_local, get_payload
+from ...optim.parameters._narrow_groups import walk_group_parameters
 from ...optim.parameters._random_identity import strip_wrapper_names
 from ...sinks import Sink
 from .._finding import Finding, format_findings, group_causes_as_dicts
@@ -419,7 +419,7 @@ def find_contained_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.op
     parts = vars(optimizer).get("optimizers")
     if not isinstance(parts, list | tuple) or not all(isinstance(one, torch.optim.Optimizer) for one in parts):
         return [optimizer]
-    inside, own = ({id(p) for one in some for _, _, p in walk_model_parameters(one)} for some in (parts, [optimizer]))
+    inside, own = ({id(p) for one in some for _, _, p in walk_group_parameters(one)} for some in (parts, [optimizer]))
     return list(parts) if own <= inside else [optimizer]
 
 
@@ -448,14 +448,14 @@ class ObservedParameters:
 
     def _add_parameter(self, name: str, parameter: torch.Tensor, kind: str) -> None:
         self.named[name], self.names[id(parameter)] = parameter, name
-        dtype, shape = get_memory(parameter).dtype, tuple(get_local(parameter).shape)
+        dtype, shape = get_payload(parameter).dtype, tuple(get_local(parameter).shape)
         count = get_local(parameter).numel()
         self._record.parameters[name] = ParameterRecord(name, kind, dtype, shape, count, parameter.requires_grad)
 
     def _add_stepped_parameters(self, number: int | None, optimizer: torch.optim.Optimizer) -> None:
         place = "optimizer" if number is None else f"optimizer.{number}"
         places = {id(group): k for k, group in enumerate(optimizer.param_groups)}
-        for group, position, parameter in walk_model_parameters(optimizer):
+        for group, position, parameter in walk_group_parameters(optimizer):
             name, given = self.names.get(id(parameter)), group.get("param_names")
             if name is None:
                 name = f"{place}.{given[position]}" if given else f"{place}.{places[id(group)]}.{position}"

@@ -19,7 +19,7 @@ from ...optim import Optimizer
 from ...optim._float32 import read_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
 from ...optim.states._codec import PlainCodec
-from ...optim.step._kernel import change_by_rule
+from ...optim.step._kernel import compute_rule_change
 from .._record import ParameterRecord, RealisedChanges, Role, RoundingRecord
 from ._recorder import Recorder
 from ._sampler import StoredNumbers, read_numbers, take_sample
@@ -352,7 +352,7 @@ class UpdateWatcher:
 
                     def compute_by_rule(batch: ParameterBatch) -> WantedUpdate:
                         states = [state.float() for state in batch.states.values()]
-                        change, new = change_by_rule(rule, batch.weight, batch.gradient, states, constants)
+                        change, new = compute_rule_change(rule, batch.weight, batch.gradient, states, constants)
                         change, found = change.double(), {key: one.double() for key, one in zip(batch.states, new)}
                         return change, found
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ...gradients import AdaptiveGradScaler
 from ...kernels import to_float64
-from ...optim.parameters._narrow_groups import walk_model_parameters
+from ...optim.parameters._narrow_groups import walk_group_parameters
 from ._run import replace_function
 
 SCALER_TYPES = (torch.amp.GradScaler, AdaptiveGradScaler)
@@ -29,7 +29,7 @@ def find_trained_model(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module
     It comes without wrappers that only distribute or compile it. Several models are one `JointModel`, in which each is
     named by its class.
     """
-    order = [id(parameter) for one in optimizers for _, _, parameter in walk_model_parameters(one)]
+    order = [id(parameter) for one in optimizers for _, _, parameter in walk_group_parameters(one)]
     wanted = {key: place for place, key in reversed(list(enumerate(order)))}
     modules = _find_modules()
     children = {id(child) for module in modules for child in module.children()}

@@ -9,13 +9,13 @@ import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
-from ._local_tensors import get_local, get_memory, get_scale, list_own_tensors
+from ._local_tensors import get_local, get_payload, get_scale, list_payloads
 from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
-ANY_VERSION, MOVED = -1, -2
+ANY_VERSION, MOVED_VERSION = -1, -2
 # Stand for a step number there.
-NEVER, WARNED = -2, -3
+NEVER_RESET, WARNED_AT_RESET = -2, -3
 
 
 @dataclass(slots=True)
@@ -34,13 +34,13 @@ class LostUpdates:
 class PayloadVersion:
     """The version of a parameter that its auxiliary tensors were stored beside."""
 
-    # ANY_VERSION after loading or copying auxiliary tensors, as their payload may be loaded before or after them; MOVED
-    # after the parameter was given other memory.
+    # ANY_VERSION after loading or copying auxiliary tensors, as their payload may be loaded before or after them;
+    # MOVED_VERSION after the parameter was given other memory.
     version: int
     memory: torch.Tensor  # the parameter's, then
     checksums: torch.Tensor | None = None  # of each row of the payload of loaded tensors; None if the file has none
-    # The step at which a write from outside last reset them; WARNED once a second step in a row has been warned of.
-    reset_step: int = NEVER
+    # The step at which a write from outside last reset them; WARNED_AT_RESET once a second in a row was warned of.
+    reset_step: int = NEVER_RESET
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +50,7 @@ class ParameterRecord:
     lost: LostUpdates | None = None
     payload_version: PayloadVersion | None = None
 
-    def count(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
+    def count_updates(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
         """Count the updates of one metered step."""
         lost = self.lost = self.lost or LostUpdates()
         lost.samples += 1
@@ -113,29 +113,29 @@ class ParameterPlan:
     @property
     def payloads(self) -> list[torch.Tensor]:
         """The parameter's own tensors, local."""
-        return [part.detach() for part in list_own_tensors(self.parameter)]
+        return [part.detach() for part in list_payloads(self.parameter)]
 
     @property
-    def parts(self) -> list[torch.Tensor]:
+    def weight_tensors(self) -> list[torch.Tensor]:
         """The parameter's own tensors and its auxiliary tensors, local."""
         return [*self.payloads, *self.auxiliary_tensors]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Auxiliary tensors and state tensors, local, by their names in the optimizer's state."""
-        return dict(zip(self.spec.tensors, self.stored))
+        return dict(zip(self.spec.tensor_names, self.stored))
 
     @property
     def states(self) -> list[list[torch.Tensor]]:
         """The tensors of each state, local."""
         tensors = self.tensors
-        return [[tensors[name] for name in names] for names in self.spec.state_tensors]
+        return [[tensors[name] for name in names] for names in self.spec.state_tensor_names]
 
     @property
-    def addresses(self) -> list[int]:
+    def pointer_row(self) -> list[int]:
         """One row of the pointer table; the gradient's address and what is prepared are filled in at each step."""
         spec, beside = self.spec, len(self.spec.auxiliary_names)
-        pointers = self.stored_addresses[: len(spec.tensors) - len(spec.factor_names)]
+        pointers = self.stored_addresses[: len(spec.tensor_names) - len(spec.factor_names)]
         weight = [self.address, *self.component_addresses, *pointers[:beside]]
         weight += [0] * (4 - len(weight))
         prepared = [0] * (spec.rule.prepare is not None)
@@ -144,7 +144,7 @@ class ParameterPlan:
 
 def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, options: PlanOptions, state: dict) -> bool:
     """Return whether all that a plan was made from is as it was: memory, rule, options, and the optimizer's state."""
-    part, spec = parameter if plan.plain else get_memory(parameter), plan.spec
+    part, spec = parameter if plan.plain else get_payload(parameter), plan.spec
     if not (
         part.data_ptr() == plan.address
         and part.dtype is spec.store.dtype
@@ -157,10 +157,10 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
         return False
     if (
         spec.in_parameter
-        and tuple([other.data_ptr() for other in list_own_tensors(parameter)[1:]]) != plan.component_addresses
+        and tuple([other.data_ptr() for other in list_payloads(parameter)[1:]]) != plan.component_addresses
     ):
         return False
-    for key, tensor, address in zip(spec.tensors, plan.stored, plan.stored_addresses):
+    for key, tensor, address in zip(spec.tensor_names, plan.stored, plan.stored_addresses):
         held = state.get(key)
         if (held is not tensor and get_local(held) is not tensor) or tensor.data_ptr() != address:
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from .._storage import (
 )
 
 NONE, ZERO = np.uint32(0), np.float32(0.0)
-LEAST_FINITE = np.uint32(0x80800000)  # 0, less infinity's word
+LEAST_FINITE_DIFFERENCE = np.uint32(0x80800000)  # 0, less infinity's word
 
 
 class TensorCodec:
@@ -53,17 +53,12 @@ class TensorCodec:
         """This codec with rounding to nearest."""
         return self
 
-    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return shape and dtype of each tensor of a state, by its name."""
-        raise AssertionError("every codec has tensors")
-
-    def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
-        """Device function: the float32 of element i, in a block and under a scale where the codec has such."""
-        raise AssertionError("every codec loads")
-
-    def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
-        """Device function: store element i, in a block and under the scale of an inverse where the codec has such."""
-        raise AssertionError("every codec saves")
+    # (name, shape) -> shape and dtype of each tensor of a state, by its name.
+    tensors: ClassVar[Callable[..., dict[str, tuple[torch.Size, torch.dtype]]]]
+    # Device function (arrays, i, block, scale): the float32 of element i, in a block, under a scale.
+    load: ClassVar[Callable[..., Any]]
+    # Device function (arrays, i, block, value, inverse, random): store element i, under the scale of an inverse.
+    save: ClassVar[Callable[..., None]]
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the float32 values."""
@@ -166,7 +161,7 @@ class Scaled(PlainCodec):
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values under a scale of their own."""
-        largest = finite_amax(float32_root(value) if self.squared else value)
+        largest = compute_finite_amax(float32_root(value) if self.squared else value)
         tensors[1].fill_(self.fit_scale(np.float64(largest)).item())
         super().encode(tensors, value, random)
 
@@ -176,7 +171,7 @@ class Scaled(PlainCodec):
     def fit_scale(self, largest: Any) -> Any:
         """Return the least powers of two under which magnitudes, float64 arrays, fit into the payload; 1 for 0."""
         where, share = find_array_library(largest).where, largest / torch.finfo(self.store.dtype).max
-        power = find_power_below(share)
+        power = find_power_of_two_below(share)
         return where(largest == 0, 1.0, where(power < share, 2 * power, power).clip(2.0**-126, 2.0**126))
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
@@ -184,7 +179,7 @@ class Scaled(PlainCodec):
         return value * value if self.squared else value
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
-        store, x = self.store, self.measured(value) * inverse
+        store, x = self.store, self.convert_to_payload_value(value) * inverse
         if not self.squared:
             super().save(arrays, i, block, x, inverse, random)
             return
@@ -196,25 +191,25 @@ class Scaled(PlainCodec):
             code = select(chance * ((high - low) * (high + low)) < (x - low) * (x + low), add(code, ONE), code)
         store.save(arrays[0], i, select((code == NONE) & (x > ZERO), ONE, code))
 
-    def measured(self, value: Any) -> Any:
+    def convert_to_payload_value(self, value: Any) -> Any:
         """Device function: what must fit into the payload."""
         return sqrt(value) if self.squared else value
 
 
-def read_finite_magnitude(x):
+def find_finite_magnitude_word(x):
     """Device function: the word of |x|; 0 for infinities and NaN."""
     magnitude = bit_and(word(x), ABS)
     return select(magnitude < EXPONENT, magnitude, NONE)
 
 
-def find_largest_finite_word(x):
+def find_largest_finite_magnitude_word(x):
     """Device function: the word of the largest finite |x| of a block; 0 if there is none."""
     # Less infinity's word, those of infinities and NaN are the smallest of all.
     top = block_largest(sub(bit_and(word(x), ABS), EXPONENT))
-    return select(top >= LEAST_FINITE, add(top, EXPONENT), NONE)
+    return select(top >= LEAST_FINITE_DIFFERENCE, add(top, EXPONENT), NONE)
 
 
-def finite_amax(x: torch.Tensor) -> float:
+def compute_finite_amax(x: torch.Tensor) -> float:
     """Return the largest finite magnitude, 0 if there is none."""
     magnitude = x.abs()
     return torch.where(magnitude < torch.inf, magnitude, 0.0).amax().item() if x.numel() else 0.0
@@ -225,7 +220,7 @@ def find_array_library(x: Any) -> Any:
     return torch if isinstance(x, torch.Tensor) else np
 
 
-def find_power_below(x: Any) -> Any:
+def find_power_of_two_below(x: Any) -> Any:
     """Return 2^floor(log2 x) of normal float64 numbers, arrays of NumPy or tensors; 0 for 0."""
     library = find_array_library(x)
     return (x.view(library.int64) & 0x7FF0000000000000).view(library.float64)

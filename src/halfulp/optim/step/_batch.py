@@ -18,11 +18,11 @@ from ...kernels.vector._machine_function import address_of
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from .._storage import PAYLOADS, STORES, Store
-from ..parameters._local_tensors import find_index_map, get_local, get_memory, list_own_tensors
-from ..parameters._narrowing import is_kept_float32
-from ..parameters._outside_writes import record_version, renew_payload_version, reset_if_stale
+from ..parameters._local_tensors import find_index_map, get_local, get_payload, list_payloads
+from ..parameters._narrowing import is_marked_as_float32
+from ..parameters._outside_writes import record_payload_version, renew_payload_version, reset_stale_tensors
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
-from ..parameters._state_tensors import BEGUN
+from ..parameters._state_tensors import BEGUN_KEY
 from ..parameters._step_spec import StepSpec, choose_step_spec
 from ..rules._update_rule import UpdateRule
 
@@ -39,13 +39,13 @@ class BatchTable:
         self.group_runs: list[tuple[int, int, int]] = []  # the number of a group, and its first and last row
         self.chunks = make_chunk_table([plan.index_map for plan in plans])  # int64 (chunks, 4)
         # int64 (parameters, pointers); the gradients' column is written at each step.
-        self.pointers = np.array([plan.addresses for plan in plans], np.int64)
+        self.pointers = np.array([plan.pointer_row for plan in plans], np.int64)
         self.identities = np.array([[plan.identity] for plan in plans], np.uint64)
         seeds = {plan.options.seed for plan in plans}
         self.seeds: int | np.ndarray = np.array([[plan.options.seed] for plan in plans], np.uint64)
         self.seeds = seeds.pop() if len(seeds) == 1 else self.seeds
         # uint64 (parameters, 1), or (parameters, 0) without draws, written at each step.
-        self.keys = np.zeros((len(plans), int(plans[0].spec.draws)), np.uint64)
+        self.keys = np.zeros((len(plans), int(plans[0].spec.draws_bits)), np.uint64)
         # The row of the constants of each parameter where all have the same.
         self.constant_rows = np.zeros(len(plans), np.int64)
         self.array_addresses = [*map(address_of, (self.chunks, self.pointers, self.constant_rows, self.keys))]
@@ -53,9 +53,9 @@ class BatchTable:
         # Of the tensors in these entries: their name, those of all parameters, and their addresses.
         self.state_columns = [
             (name, [plan.stored[k] for plan in plans], [plan.stored_addresses[k] for plan in plans])
-            for k, name in enumerate(plans[0].spec.tensors)
+            for k, name in enumerate(plans[0].spec.tensor_names)
         ]
-        self.has_later_states = any(BEGUN in plan.state for plan in plans)
+        self.has_later_states = any(BEGUN_KEY in plan.state for plan in plans)
         self.records = [plan.record for plan in plans if plan.tracks_writes]
         self.parameter_addresses = [plan.address for plan in plans]
         self.rows_with_gaps = [row for row, plan in enumerate(plans) if not plan.contiguous]
@@ -80,10 +80,10 @@ class BatchTable:
             and self.guards[0].check(*parameters)
             and self.guards[1].check(*gradients)
             and [*map(torch.Tensor.data_ptr, parameters)] == self.parameter_addresses
-            and all(self._holds_state_tensors(*column) for column in self.state_columns)
+            and all(self._has_same_state_tensors(*column) for column in self.state_columns)
         )
 
-    def renew_guards(self, gradients: list[torch.Tensor]) -> None:
+    def renew_tensor_guards(self, gradients: list[torch.Tensor]) -> None:
         """Make the checks of class, dtype, shape, strides, sign bit and mode (autocast) anew, unless they pass."""
         parameters, plans = [plan.parameter for plan in self.plans], self.plans
         if (
@@ -103,7 +103,7 @@ class BatchTable:
             )
             self.guards = own, given
 
-    def _holds_state_tensors(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
+    def _has_same_state_tensors(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
         """Return whether the optimizer's state has the tensors of a column where they were."""
         try:
             now = [entry[name] for entry in self.state_entries]
@@ -137,7 +137,7 @@ class Batch:
         records = self.table.records
         self.payload_versions = [held for record in records if (held := record.payload_version) is not None]
         for row in self.table.rows_with_gaps:
-            parts = list_own_tensors(self.parameters[row])
+            parts = list_payloads(self.parameters[row])
             self.copies[row] = tuple(to_plain_memory(part.detach()).contiguous() for part in parts)
 
     @property
@@ -150,14 +150,11 @@ class Batch:
         """The device of the gradients and the parameters."""
         return self.gradients[0].device
 
-    def parts(self, row: int) -> list[torch.Tensor]:
-        """Return the tensors that a parameter's step reads and writes: its own without gaps, then auxiliary ones."""
+    def list_step_tensors(self, row: int) -> tuple[list[torch.Tensor], torch.Tensor, list[list[torch.Tensor]]]:
+        """Return the tensors of a parameter's weight without gaps, its gradient, its states and what is prepared."""
         plan = self.plans[row]
-        return [*self.copies[row], *plan.auxiliary_tensors] if row in self.copies else plan.parts
-
-    def states(self, row: int) -> list[list[torch.Tensor]]:
-        """Return the tensors of a parameter's states, and what is prepared for its step behind them."""
-        return [*self.plans[row].states, *([one] for one in self.prepared_tensors[row : row + 1])]
+        weight = [*self.copies[row], *plan.auxiliary_tensors] if row in self.copies else plan.weight_tensors
+        return weight, self.gradients[row], [*plan.states, *([one] for one in self.prepared_tensors[row : row + 1])]
 
     def reset_stale_tensors(self) -> None:
         """Reset the auxiliary tensors of parameters that were written from outside."""
@@ -168,7 +165,7 @@ class Batch:
         for plan, parameter in zip(self.plans, parameters) if recorded else ():
             held = plan.payload_version
             if held is not None and held.version != parameter._version:
-                reset_if_stale(plan)
+                reset_stale_tensors(plan)
 
     def record_step(self) -> None:
         """Record a step that has been written."""
@@ -191,7 +188,7 @@ class Batch:
     def record_versions_again(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""
         for plan in self.plans:
-            record_version(plan)
+            record_payload_version(plan)
 
 
 # Of one group: its rule, plan options, report interval and number of parameters.
@@ -271,7 +268,7 @@ class Roster:
                 own = steps[first:last]
                 ages = own
                 if table.has_later_states:
-                    ages = [step - entry.get(BEGUN, 0) for step, entry in zip(own, table.state_entries[first:last])]
+                    ages = [step - entry.get(BEGUN_KEY, 0) for step, entry in zip(own, table.state_entries[first:last])]
                 made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
                 if not rule.is_late and any(len(one) != len(rule.constants) for one in made.values()):
                     raise ValueError(
@@ -287,7 +284,7 @@ class Roster:
             spec = table.plans[0].spec
             found.append(
                 Batch(
-                    spec.metered_twin if metered.pop() else spec,
+                    spec.metered_spec if metered.pop() else spec,
                     table,
                     table.select_values(parameters),
                     table.select_values(gradients),
@@ -306,8 +303,8 @@ class PlanCache:
     """All that an optimizer derives from its parameters, groups and states, and can derive again.
 
     A plan is out of date as soon as `is_valid` finds that something it was made from has changed: whoever uses plans
-    asks that first, and replaces the plan by `renew`. `clear` is for changes that no plan shows, such as of the names
-    that key the random bits when a state_dict is loaded. Copies of an optimizer begin with an empty cache.
+    asks that first, and replaces the plan by `renew_plan`. `clear` is for changes that no plan shows, such as of the
+    names that key the random bits when a state_dict is loaded. Copies of an optimizer begin with an empty cache.
     """
 
     def __init__(self) -> None:
@@ -352,7 +349,7 @@ class PlanCache:
             group["weight_update"], states, group["format"], group["param_dtype"], group["seed"], self._generation
         )
 
-    def renew(
+    def renew_plan(
         self,
         parameter: torch.Tensor,
         spec: StepSpec,
@@ -363,8 +360,8 @@ class PlanCache:
         gradient: torch.Tensor | None = None,
     ) -> ParameterPlan:
         """Make a parameter's plan, in place of the one that is not valid any more."""
-        known, part, index_map = self.get(parameter), get_memory(parameter), find_index_map(parameter)
-        stored = tuple(get_local(state[key]) for key in spec.tensors)
+        known, part, index_map = self.get(parameter), get_payload(parameter), find_index_map(parameter)
+        stored = tuple(get_local(state[key]) for key in spec.tensor_names)
         plan = ParameterPlan(
             parameter=parameter,
             options=options,
@@ -379,44 +376,36 @@ class PlanCache:
             shape=index_map.shape,
             stride=part.stride(),
             contiguous=part.is_contiguous(),
-            component_addresses=tuple(other.data_ptr() for other in list_own_tensors(parameter)[1:]),
+            component_addresses=tuple(other.data_ptr() for other in list_payloads(parameter)[1:]),
             plain=part is parameter,
             tracks_writes=bool(spec.auxiliary_names) and not parameter.is_inference(),
             record=ParameterRecord() if known is None else known.record,
         )
         if gradient is not None:
-            check_memory(plan, gradient)
+            check_kernel_memory(plan, gradient)
         if plan.tracks_writes:
             plan.record.payload_version = renew_payload_version(parameter, part, plan.record.payload_version)
         self.by_id[id(parameter)] = plan
         return plan
 
-    def step_spec(
+    def find_step_spec(
         self, rule: UpdateRule, group: Mapping[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
     ) -> StepSpec:
         """Return a parameter's step specification; equal ones on one device are one object."""
-        if get_memory(parameter) is not parameter:
-            return self._share_spec(choose_step_spec(rule, group, parameter, gradient, name), parameter)
         given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
-        key = (
-            *map(id, given),
-            self.read_plan_options(group).state_dtype,
-            is_kept_float32(parameter),
-            parameter.dtype,
-            parameter.shape,
-            parameter.device,
-        )
-        found = self._specs_by_options.get(key)
-        if found is None:
-            spec = self._share_spec(choose_step_spec(rule, group, parameter, gradient, name), parameter)
-            found = self._specs_by_options[key] = spec, given
-        return found[0]
-
-    def _share_spec(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
-        return self._specs.setdefault((spec, get_local(parameter).device), spec)
+        states, is_plain = self.read_plan_options(group).state_dtype, get_payload(parameter) is parameter
+        is_float32 = is_marked_as_float32(parameter)
+        key = *map(id, given), states, is_float32, parameter.dtype, parameter.shape, parameter.device
+        if is_plain and key in self._specs_by_options:
+            return self._specs_by_options[key][0]
+        spec = choose_step_spec(rule, group, parameter, gradient, name)
+        spec = self._specs.setdefault((spec, get_local(parameter).device), spec)
+        if is_plain:
+            self._specs_by_options[key] = spec, given
+        return spec
 
 
-def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> None:
+def refuse_unwritable_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> None:
     """Refuse a parameter whose numbers no step here can write; memory still to come is looked at when it steps."""
     if part.is_meta or has_own_memory(part) or torch.nn.parameter.is_lazy(parameter):
         return
@@ -426,10 +415,10 @@ def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> N
     refuse_tensor(part, f"parameter {name}", "torch.optim's optimizers step what such a class allows")
 
 
-def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
+def check_kernel_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
     """Check every tensor whose address a step's kernel is given."""
-    own = len(plan.parts) - len(plan.auxiliary_tensors)
-    named = [("parameter", part) for part in plan.parts[:own]]
+    own = len(plan.weight_tensors) - len(plan.auxiliary_tensors)
+    named = [("parameter", part) for part in plan.weight_tensors[:own]]
     named += [(f"state {key!r} of parameter", tensor) for key, tensor in plan.tensors.items()]
     for what, tensor in named:
         if not has_own_memory(tensor) or (tensor.is_neg() and tensor.is_contiguous()):

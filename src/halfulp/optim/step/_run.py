@@ -30,31 +30,31 @@ from ...kernels import (
 from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_all
 from .._float32 import read_weights
-from ..parameters._local_tensors import get_local, get_scale, is_dtensor, place_like
+from ..parameters._local_tensors import get_local, get_scale, is_dtensor, wrap_like_dtensor
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, count_pointers
 from ._batch import Batch
-from ._kernel import GRADIENT_COLUMN, compile_step, record_step, reference_step
-from ._scales import append_present_scales, choose_new_scales, write_kept_scales
+from ._kernel import GRADIENT_COLUMN, compile_step, record_step, run_reference_step
+from ._scales import append_present_scales, choose_new_scales, write_stored_scales
 
-METER_COLUMNS = 4
-_FEW_KEYS = 8  # keys that take Python less time than NumPy's arrays
+METER_COLUMN_COUNT = 4
+_MOST_KEYS_IN_PYTHON = 8  # keys that take Python less time than NumPy's arrays
 
 
 def compile_kernels(batch: Batch) -> None:
     """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
     batch.engine = select_engine(batch.device.type)
     if batch.engine == "llvm":
-        compile_and_check(batch.spec)
+        compile_and_check_kernel(batch.spec)
         reduced = ("largest", "sums") if batch.spec.rule.reductions else ()
         for finds in (*(("amax",) if batch.spec.scaled else ()), *reduced):
-            compile_and_check(make_finding_spec(batch.spec, finds))
+            compile_and_check_kernel(make_finding_spec(batch.spec, finds))
     if batch.device.type != "cpu":
         require_same_bits(
             batch.device,
             f"optimizer step {batch.spec.name}",
             batch.spec,
-            lambda device: _step_check_elements(batch.spec, None, device),
+            lambda device: _step_fixed_elements(batch.spec, None, device),
             "Keep the parameters on the CPU, or step them by torch.optim",
         )
 
@@ -75,7 +75,7 @@ def run_step(batch: Batch) -> None:
     batch.constants = choose_new_scales(spec, batch.plans, batch.constants, amax)
     _write_step(batch)
     for plan, constants in zip(batch.plans, batch.constants):
-        write_kept_scales(spec, plan, constants)
+        write_stored_scales(spec, plan, constants)
 
 
 @functools.cache
@@ -88,13 +88,10 @@ def run_finding_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float, 
     """Run a specification that writes nothing; return a row of what it finds per parameter, on this rank."""
     columns = len(record_step(spec).sums)
     if batch.engine != "llvm":
-        found = [
-            reference_step(spec, batch.parts(row), batch.gradients[row], batch.states(row), own)
-            for row, own in enumerate(constants)
-        ]
+        found = [run_reference_step(spec, *batch.list_step_tensors(row), own) for row, own in enumerate(constants)]
         return np.array(found).reshape(-1, columns)
     meter = _run_kernel(spec, batch, constants)
-    totals = np.zeros((len(batch.plans), METER_COLUMNS))
+    totals = np.zeros((len(batch.plans), METER_COLUMN_COUNT))
     (np.add if spec.finds == "sums" else np.maximum).at(totals, batch.table.chunks[:, 0], meter)
     return totals[:, :columns]
 
@@ -108,37 +105,28 @@ def _write_step(batch: Batch) -> None:
         return
     if device != "cpu":
         note_fallback("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
-    keys = _make_keys(batch).tolist()
+    keys = _make_random_keys(batch).tolist()
     for row, plan in enumerate(batch.plans):
         if not has_own_memory(batch.gradients[row]):  # freed, or not written out
             batch.gradients[row] = to_plain_memory(batch.gradients[row], f"the gradient of {plan.name}")
-        lost = reference_step(
-            spec,
-            batch.parts(row),
-            batch.gradients[row],
-            batch.states(row),
-            batch.constants[row],
-            (keys[row] or [None])[0],
-            plan.index_map,
-        )
+        key, tensors = (keys[row] or [None])[0], batch.list_step_tensors(row)
+        lost = run_reference_step(spec, *tensors, batch.constants[row], key, plan.index_map)
         if lost:
-            plan.record.count(*lost)
+            plan.record.count_updates(*lost)
 
 
 def _run_kernel(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
-    kernel, table = compile_and_check(spec), batch.table
-    _point_at_gradients(batch)
-    table.keys[...] = _make_keys(batch)
+    kernel, table = compile_and_check_kernel(spec), batch.table
+    _write_gradient_pointers(batch)
+    table.keys[...] = _make_random_keys(batch)
     chunks, pointers, rows, keys = table.array_addresses
-    distinct, row_of_each = _find_distinct(constants)
-    numbers = array("f", itertools.chain.from_iterable(distinct))
-    if row_of_each:
-        chosen = array("q", row_of_each)
-        rows = chosen.buffer_info()[0]
+    distinct, row_of_each = _find_distinct_constants(constants)
+    numbers, chosen = array("f", itertools.chain.from_iterable(distinct)), array("q", row_of_each)
+    rows = chosen.buffer_info()[0] if row_of_each else rows
     counts = spec.metered or spec.finds
-    meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMNS))
-    at = address_of(meter) if counts else 0
-    run_chunks(kernel, table.chunks[:, 2], chunks, pointers, rows, numbers.buffer_info()[0], keys, at)
+    meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMN_COUNT))
+    meter_address = address_of(meter) if counts else 0
+    run_chunks(kernel, table.chunks[:, 2], chunks, pointers, rows, numbers.buffer_info()[0], keys, meter_address)
     if spec.metered:
         _count_lost_updates(meter, table.chunks, batch.plans)
     return meter
@@ -151,25 +139,24 @@ def _run_triton(batch: Batch) -> bool:
 
     spec, device, table = batch.spec, batch.device, batch.table
     specs = (make_finding_spec(spec, "amax"), spec) if spec.scaled else (spec,)
-    found = (triton.find_step_kernel(one, device, _step_check_elements) for one in specs)
+    found = (triton.find_step_kernel(one, device, _step_fixed_elements) for one in specs)
     kernels = [kernel for kernel in found if kernel is not None]
     present: list[list[torch.Tensor]] = []
-    if (
-        spec.scaled
-    ):  # the scales of weights, of gradients, of those without one as a tensor too, and of each scaled state
+    if spec.scaled:
+        # The scales of weights, of gradients, of those without one as a tensor too, and of each scaled state.
         one = torch.ones((), dtype=torch.float32, device=device)
         present.append([get_scale(plan.parameter) for plan in batch.plans])
         present.append([scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales])
         present += [[plan.states[k][1] for plan in batch.plans] for k in spec.scaled_states]
     if len(kernels) < len(specs) or any(scale.device != device for scales in present for scale in scales):
         return False
-    _point_at_gradients(batch)
-    distinct, row_of_each = _find_distinct(batch.constants)
+    _write_gradient_pointers(batch)
+    distinct, row_of_each = _find_distinct_constants(batch.constants)
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
     constants = constants[row_of_each or [0] * len(batch.constants)]
-    constants = np.pad(constants, ((0, 0), (0, len(spec.constants) - constants.shape[1])))  # room for the scales
+    constants = np.pad(constants, ((0, 0), (0, len(spec.constant_names) - constants.shape[1])))  # room for the scales
     placed = table.placed_chunks = place_chunks(table.chunks, table.pointers, device, table.placed_chunks)
-    rows = triton.make_parameter_rows(device, table.pointers, constants, _make_keys(batch))
+    rows = triton.make_parameter_rows(device, table.pointers, constants, _make_random_keys(batch))
     if spec.scaled:
         totals, _ = triton.launch_scaled_step(spec, kernels, placed, rows, present)
     else:
@@ -179,7 +166,7 @@ def _run_triton(batch: Batch) -> bool:
     return True
 
 
-def _find_distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
+def _find_distinct_constants(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
     """Return the constants that differ, and which of them each parameter has; nothing where all have the same."""
     if all(map(is_, constants, itertools.repeat(constants[0]))):
         return constants[:1], []
@@ -188,7 +175,7 @@ def _find_distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float
     return [*distinct.values()], [row_of[id(one)] for one in constants]
 
 
-def _point_at_gradients(batch: Batch) -> None:
+def _write_gradient_pointers(batch: Batch) -> None:
     pointers, gradients = batch.table.pointers, batch.gradients
     found = [*map(torch.Tensor.data_ptr, gradients)]
     pointers[:, GRADIENT_COLUMN] = found
@@ -204,27 +191,27 @@ def _point_at_gradients(batch: Batch) -> None:
 
 
 def _count_lost_updates(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]) -> None:
-    sums = np.zeros((len(plans), METER_COLUMNS))
+    sums = np.zeros((len(plans), METER_COLUMN_COUNT))
     np.add.at(sums, chunk_rows[:, 0], meter)
     for plan, row in zip(plans, sums.tolist()):
-        plan.record.count(*row)
+        plan.record.count_updates(*row)
 
 
-def _make_keys(batch: Batch) -> np.ndarray:
+def _make_random_keys(batch: Batch) -> np.ndarray:
     """uint64 array of shape (parameters, 1): a key per parameter and step; (parameters, 0) without draws."""
     table, steps = batch.table, batch.steps
     seeds, step = table.seeds, steps[0]
-    if not batch.spec.draws:
+    if not batch.spec.draws_bits:
         return table.keys
     if isinstance(seeds, int) and len({*steps}) == 1:
-        if len(steps) <= _FEW_KEYS:
+        if len(steps) <= _MOST_KEYS_IN_PYTHON:
             return np.array([[mix64(seeds, step, plan.identity)] for plan in table.plans], np.uint64)
         return mix64_all(seeds, step, table.identities)
     every = np.array(steps, np.uint64)[:, None]
     return mix64_all(np.full(every.shape, seeds, np.uint64), every, table.identities)
 
 
-def compile_and_check(spec: StepSpec):
+def compile_and_check_kernel(spec: StepSpec):
     """Return a compiled kernel, compared with its reference before its first use in a process."""
     held = vars(spec)  # as a cached property would keep it, but for the layers: copies and pickles leave it out
     if "checked_kernel" in held:
@@ -233,17 +220,17 @@ def compile_and_check(spec: StepSpec):
     kernel = compile_step(spec)
 
     def run(chunks, pointers, constants, keys) -> np.ndarray:
-        meter = np.zeros((len(chunks), METER_COLUMNS))
+        meter = np.zeros((len(chunks), METER_COLUMN_COUNT))
         given = chunks, pointers, np.zeros(1, np.int64), constants, keys, meter
         kernel(0, len(chunks), *map(address_of, given))
         return meter
 
-    check_bits(spec.name, lambda: _step_check_elements(spec, run), lambda: _step_check_elements(spec), spec)
+    check_bits(spec.name, lambda: _step_fixed_elements(spec, run), lambda: _step_fixed_elements(spec), spec)
     held["checked_kernel"] = kernel
     return kernel
 
 
-def _step_check_elements(
+def _step_fixed_elements(
     spec: StepSpec, run: Callable | None = None, device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
     """Make two steps on fixed elements, tiny, NaN and overwritten ones among them; return all that was written.
@@ -251,7 +238,7 @@ def _step_check_elements(
     A scaled parameter takes another scale in the second. `run(chunks, pointers, constants, keys)` runs a compiled
     kernel; without it the reference runs.
     """
-    count = 2 * (spec.block or 32)
+    count = 2 * (spec.block_length or 32)
     shape, index_map = torch.Size([count]), IndexMap((count,), (4 * CHUNK_ELEMENTS,), (CHUNK_ELEMENTS,), (1,))
     ramp = torch.linspace(-1, 1, count, dtype=torch.float32, device="cpu")
     value, gradient = ramp * ramp * ramp, ramp * ramp.abs().sqrt() * 3e-2
@@ -274,34 +261,28 @@ def _step_check_elements(
         states[k][1].fill_(0.0625)
     if spec.rule.prepare is not None:
         states.append([(ramp * ramp).to(device)])
-    constants = tuple(0.3 + 0.05 * position for position in range(len(spec.rule.constants)))
-    keys = np.full((1, int(spec.draws)), mix64(1, 2, 3), np.uint64)
+    keys = np.full((1, int(spec.draws_bits)), mix64(1, 2, 3), np.uint64)
     pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]
     pointers += [address(tensor) for state in states for tensor in state]
     assert len(pointers) == count_pointers(spec)
-    rule_constants = constants
+    chunks, table, key = cut_into_chunks(index_map, 0), np.array([pointers], np.int64), keys[0].tolist() or [None]
+    of_rule = tuple(0.3 + 0.05 * position for position in range(len(spec.rule.constants)))
     of_sums = (0.25, 1.5 * 2.0**16, 1.5 * 2.0**-30) * len(spec.rule.reductions if spec.reduces else ())
     for new_scale in (0.125, 0.5):
-        if spec.scaled:
-            scales = (0.125, 1 / new_scale, 4.0, 0.125 / new_scale, new_scale)
-            constants = (*rule_constants, *scales, *(0.0625, 16.0) * len(spec.scaled_states))
-        if spec.finds:
-            constants += of_sums
-            row = np.array([constants], np.float32)
-            given = (spec, parts, gradient, states, constants)
-            found = reference_step(*given) if run is None else run(
-                cut_into_chunks(index_map, 0), np.array([pointers], np.int64), row, keys
-            ).max(0)[: len(record_step(spec).sums)]  # fmt: skip
-            return [torch.tensor(found, dtype=torch.float32, device="cpu")]
-        if run is None:
-            reference_step(spec, parts, gradient, states, constants, (keys[0].tolist() or [None])[0], index_map)
+        of_scales = (0.125, 1 / new_scale, 4.0, 0.125 / new_scale, new_scale, *(0.0625, 16.0) * len(spec.scaled_states))
+        constants = (*of_rule, *(of_scales if spec.scaled else ()), *of_sums)
+        if run is not None:
+            found = run(chunks, table, np.array([constants], np.float32).reshape(1, -1), keys)
+        elif spec.finds:
+            found = np.array([run_reference_step(spec, parts, gradient, states, constants)])
         else:
-            row = np.array([constants], np.float32).reshape(1, -1)
-            run(cut_into_chunks(index_map, 0), np.array([pointers], np.int64), row, keys)
+            run_reference_step(spec, parts, gradient, states, constants, key[0], index_map)
+        if spec.finds:
+            return [torch.tensor(found.max(0)[: len(record_step(spec).sums)], dtype=torch.float32, device="cpu")]
     return [tensor.cpu() for tensor in (*parts, *(tensor for state in states for tensor in state))]
 
 
-class WholeTensors:
+class GatheredTensors:
     """The tensors of one parameter in float32, whole also where the parameter is sharded.
 
     A DTensor's are gathered when they are asked for: every rank that holds a shard has to ask.
@@ -333,7 +314,7 @@ class WholeTensors:
         return self._gather_shards(spec.codecs[k].decode(self._plan.states[k]).reshape(self._plan.shape))
 
     def _gather_shards(self, value: torch.Tensor) -> torch.Tensor:
-        placed = place_like(value, self._plan.parameter)
+        placed = wrap_like_dtensor(value, self._plan.parameter)
         return placed.full_tensor() if is_dtensor(placed) else value
 
 
@@ -343,7 +324,7 @@ def prepare_batch(batch: Batch) -> None:
     if prepare is None:
         return
     for row, (group, age) in enumerate(batch.rule_steps):
-        made, late = prepare(WholeTensors(batch, row), group, age)
+        made, late = prepare(GatheredTensors(batch, row), group, age)
         shard = batch.plans[row].index_map
         places = zip(shard.shape, shard.offset, shard.step)
         own = made[tuple(slice(first, first + count * step, step) for count, first, step in places)]
@@ -353,7 +334,7 @@ def prepare_batch(batch: Batch) -> None:
 
 
 # Room of a value under its power of two, |v| < 4, or its square, before anything is added.
-_HEADROOM = 4
+_SUM_HEADROOM_BITS = 4
 
 
 def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
@@ -373,9 +354,9 @@ def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
     _reduce_over_parameters(summed, counts, np.sum)
     totals = []
     for batch, top, count in zip(summed, largest, counts):
-        # The constants SUM_SCALES, (parameters, sums, 3): powers of two, and anchors of 1.5 of one.
+        # The constants SUM_SCALE_NAMES, (parameters, sums, 3): powers of two, and anchors of 1.5 of one.
         power, length = np.clip(2 - np.frexp(top)[1], -126, 126), np.ceil(np.log2(np.maximum(count, 1.0)))
-        anchor = length + _HEADROOM
+        anchor = length + _SUM_HEADROOM_BITS
         columns = [np.exp2(power), 1.5 * np.exp2(anchor), 1.5 * np.exp2(anchor + length - 53)]
         scales = np.stack(columns, -1).astype(np.float32)
         parts = _reduce_over_ranks(batch, _run_reducing_kernel(batch, "sums", scales), torch.distributed.ReduceOp.SUM)
@@ -390,7 +371,7 @@ def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
     return [sums.get(id(batch), []) for batch in batches]
 
 
-def finish_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, ...]]]) -> None:
+def add_late_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, ...]]]) -> None:
     """Give the batches the constants that follow from their sums."""
     for batch, found in zip(batches, sums):
         late = batch.spec.rule.late_values

@@ -16,7 +16,7 @@ import torch
 from ...kernels.triton._launch import PlacedChunks, TableKernel, find_checked_kernel, place_chunks, to_device
 from ..parameters._step_spec import StepSpec
 from ._kernel import make_step_table, record_step
-from ._scales import choose_scales, find_column, list_present_columns
+from ._scales import compute_scale_constants, find_scale_column, list_present_scale_columns
 
 
 @functools.cache
@@ -70,17 +70,17 @@ def launch_scaled_step(
     the scales under which the weights are stored, float32 (parameters,).
     """
     now = torch.stack([torch.stack([*scales]) for scales in present])
-    first, last = (kernels[1].table.columns + count for count in (len(spec.rule.constants), len(spec.constants)))
+    first, last = (kernels[1].table.columns + count for count in (len(spec.rule.constants), len(spec.constant_names)))
     columns = torch.ones(last - first, len(rows), dtype=torch.float32, device=rows.device)
-    for place, scales in zip(list_present_columns(spec), now, strict=True):
+    for place, scales in zip(list_present_scale_columns(spec), now, strict=True):
         columns[place] = scales  # one by one: a list of places would be copied to the device, which waits
     rows[:, first:last] = columns.t().contiguous().view(torch.int32)
     largest = kernels[0].launch(placed, rows).t().contiguous().view(torch.float32)
-    columns = choose_scales(spec, now.double(), largest.double()).float()
+    columns = compute_scale_constants(spec, now.double(), largest.double()).float()
     rows[:, first:last] = columns.t().contiguous().view(torch.int32)
     totals = kernels[1].launch(placed, rows)
-    new_scales = columns[find_column(spec, "new_scale")]
-    of_states = (1 / columns[find_column(spec, f"inverse_{k}")] for k in spec.scaled_states)
+    new_scales = columns[find_scale_column(spec, "new_scale")]
+    of_states = (1 / columns[find_scale_column(spec, f"inverse_{k}")] for k in spec.scaled_states)
     for scales, new in zip((present[0], *present[2:]), (new_scales, *of_states), strict=True):
         torch._foreach_copy_([*scales], [*new])
     return totals, new_scales

@@ -18,22 +18,22 @@ from ._weight_update import WeightUpdate, find_weight_update, read_rounding_name
 # ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
 
 
-ZERO, NEGATIVE_ZERO, NOTHING = np.float32(0.0), np.float32(-0.0), np.uint32(0)
+ZERO, NEGATIVE_ZERO, ZERO_WORD = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 
 # Bound per store and weight update.
-RESIDUAL_SHARE, RESIDUAL_LEAST = np.float32(0.0), np.float32(0.0)
+RESIDUAL_SHARE, LEAST_RESIDUAL = np.float32(0.0), np.float32(0.0)
 
 
-def fit_residual_wide(p, c):
+def fit_residual_of_wide_exponent(p, c):
     """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows."""
     # For float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound is NaN.
     return select(abs(c) <= real(find_binade_word(word(p))) * RESIDUAL_SHARE + (p - p), c, ZERO)
 
 
-def fit_residual_any(p, c):
-    """Device function: `fit_residual_wide` for any store and bound."""
+def fit_residual(p, c):
+    """Device function: `fit_residual_of_wide_exponent` for any store and bound."""
     w = p + c
-    fits = (abs(c) <= real(find_binade_word(word(p))) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
+    fits = (abs(c) <= real(find_binade_word(word(p))) * RESIDUAL_SHARE + LEAST_RESIDUAL) & (w - w == ZERO)
     return select(fits, c, ZERO)
 
 
@@ -45,8 +45,8 @@ def make_residual_bindings(store: Store, ulps: float) -> dict[str, Any]:
     least = np.float32(0.0 if wide else 2.0**store.emin * compute_ulp_of_one(store))
     share = np.float32(ulps * compute_ulp_of_one(store))
     binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
-    fitting = fit_residual_wide if wide and ulps < 1 else fit_residual_any
-    return {"fitting": fitting, "LEAST_BINADE": binade, "RESIDUAL_SHARE": share, "RESIDUAL_LEAST": least}
+    fitting = fit_residual_of_wide_exponent if wide and ulps < 1 else fit_residual
+    return {"fitting": fitting, "LEAST_BINADE": binade, "RESIDUAL_SHARE": share, "LEAST_RESIDUAL": least}
 
 
 def compute_ulp_of_one(store: Store) -> float:
@@ -97,8 +97,8 @@ class Kahan(WeightUpdate):
     def bindings(self, store: Store) -> dict[str, object]:
         stochastic = self.residual == "stochastic"
         functions: dict[str, object] = {
-            "read_weight": read_kahan_literal if self.literal else read_kahan,
-            "write_weight": write_kahan_literal if self.literal else write_kahan,
+            "read_weight": read_literal_kahan if self.literal else read_kahan,
+            "write_weight": write_literal_kahan if self.literal else write_kahan,
             "fill_weight": fill_kahan,
             "residual_round": store.stochastic if stochastic else store.nearest,
             "RESIDUAL_DRAW": int(stochastic and self.weight == "stochastic"),
@@ -139,20 +139,20 @@ def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     s = weight_real(code)
     none = s - s
     left = residual_round((p - s) + y, (r0, r1)[RESIDUAL_DRAW])
-    left = select(none == none, left, NOTHING)
+    left = select(none == none, left, ZERO_WORD)
     weight_save(a0, i, code)
     weight_save(a1, i, left)
     return s + weight_real(left)
 
 
-def read_kahan_literal(a0, a1, a2, a3, i):
-    """Device function: p + c, both, and p again, by which `write_kahan_literal` knows whether the scale changes."""
+def read_literal_kahan(a0, a1, a2, a3, i):
+    """Device function: p + c, both, and p again, by which `write_literal_kahan` knows whether the scale changes."""
     p = weight_real(weight_load(a0, i))
     c = fitting(p, weight_real(weight_load(a1, i)))
     return p + c, p, c, p
 
 
-def write_kahan_literal(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+def write_literal_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     """Device function: the paper's algorithm, each intermediate rounded; Kahan's equation where the scale changes."""
     y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
     same, whole = p == held, p + c
