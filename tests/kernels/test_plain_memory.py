@@ -245,7 +245,7 @@ LOOKED_AT = {
     "optim/parameters/_narrowing.py": {"narrow_parameter", "take_float32_values"},
     "optim/parameters/_parameter_plan.py": {"is_valid"},
     "optim/step/_run.py": {"_write_gradient_pointers"},
-    "optim/step/_batch.py": {"is_valid_for", "_has_same_state_tensors", "renew"},
+    "optim/step/_batch.py": {"is_valid_for", "_has_same_state_tensors", "renew_plan"},
 }
 
 

@@ -98,9 +98,7 @@ MUON_OPTIONS = _grid(
 
 @pytest.mark.parametrize("options", MUON_OPTIONS, ids=_name)
 def test_each_step_of_muon_is_torchs(seed, options, monkeypatch):
-    monkeypatch.setattr(
-        _muon, "_choose_product_dtype", lambda device: torch.bfloat16
-    )  # also where products have float32
+    monkeypatch.setattr(_muon, "_choose_product_dtype", lambda device: torch.bfloat16)  # also where it is float32
     generator = torch.Generator().manual_seed(seed)
     for shape in ((7, 5), (16, 64)):
         mine = torch.nn.Parameter(torch.randn(shape, generator=generator))

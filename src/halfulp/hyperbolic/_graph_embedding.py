@@ -28,7 +28,7 @@ def ranking_loss(points: Tensor, sets: Tensor, scale: float = 1.0, manifold: Man
     >>> round(float(ranking_loss(points, torch.tensor([[0, 1, 2]]))), 4)
     0.0132
     """
-    check_sets(points, sets)
+    check_ranking_sets(points, sets)
     chosen = points[sets]
     distance = (manifold or HalfSpace()).distance(chosen[:, :1], chosen[:, 1:], dtype=points.dtype)
     logits = -scale * distance
@@ -48,7 +48,7 @@ def ranking_gradient(points: Tensor, sets: Tensor, scale: float = 1.0) -> tuple[
     Returns:
         The loss, and its Euclidean gradient as a plain tensor of the points' shape.
     """
-    check_sets(points, sets)
+    check_ranking_sets(points, sets)
     first, others = sets[:, :1], sets[:, 1:]
     distance, by_first, by_others = _compute_distances_and_gradients(points[first], points[others])
     share = (distance * -scale).log_softmax(-1)
@@ -79,7 +79,7 @@ def _compute_distances_and_gradients(u: Tensor, v: Tensor) -> tuple[Tensor, Tens
     return 2 * root.asinh(), by_first, by_others
 
 
-def check_sets(points: Tensor, sets: Tensor) -> None:
+def check_ranking_sets(points: Tensor, sets: Tensor) -> None:
     """Raise unless sets are rows of at least three numbers of points."""
     if points.dim() != 2:
         raise ValueError(f"points are a table of shape (N, d), got shape {tuple(points.shape)}")
@@ -146,8 +146,18 @@ class RankingSets:
         """Return the sets of some edges, int64 of shape (len(edges), 2 + K)."""
         sources = edges[:, 0]
         tries = min(10 * self.others if popular else int(1.5 * self.others) + 8, 32_000)
-        candidates = self._draw_candidates((len(edges), tries), generator, popular)
-        good = ~self._barred[sources.unsqueeze(1), candidates] & self._find_first_occurrences(candidates)
+        shape = len(edges), tries
+        if popular:
+            ends = self._popular.cumsum(0)
+            marks = torch.rand(shape, dtype=torch.float64, generator=generator, device="cpu") * ends[-1]
+            candidates = torch.searchsorted(ends, marks, right=True).clamp_(max=self.nodes - 1)
+        else:
+            candidates = torch.randint(self.nodes, shape, generator=generator, dtype=torch.int64, device="cpu")
+        # Each candidate counts where it occurs for the first time in its row.
+        columns = torch.arange(tries, dtype=torch.int16, device="cpu").expand(shape)
+        seen = torch.full((len(edges), self.nodes), 32_767, dtype=torch.int16, device="cpu")
+        is_first = seen.scatter_reduce_(1, candidates, columns, "amin").gather(1, candidates) == columns
+        good = ~self._barred[sources.unsqueeze(1), candidates] & is_first
         rank = good.cumsum(1)
         found = rank[:, -1]
         good &= rank <= self.others
@@ -173,21 +183,8 @@ class RankingSets:
         place = torch.arange(self.others, dtype=torch.int64, device="cpu")
         return in_front.gather(1, torch.where(place < found, place, again.long()))
 
-    def _draw_candidates(self, shape: tuple[int, int], generator: torch.Generator, popular: bool) -> Tensor:
-        if not popular:
-            return torch.randint(self.nodes, shape, generator=generator, dtype=torch.int64, device="cpu")
-        ends = self._popular.cumsum(0)
-        marks = torch.rand(shape, dtype=torch.float64, generator=generator, device="cpu") * ends[-1]
-        return torch.searchsorted(ends, marks, right=True).clamp_(max=self.nodes - 1)
 
-    def _find_first_occurrences(self, candidates: Tensor) -> Tensor:
-        """Return where each candidate occurs for the first time in its row."""
-        columns = torch.arange(candidates.shape[1], dtype=torch.int16, device="cpu").expand(candidates.shape)
-        seen = torch.full((len(candidates), self.nodes), 32_767, dtype=torch.int16, device="cpu")
-        return seen.scatter_reduce_(1, candidates, columns, "amin").gather(1, candidates) == columns
-
-
-_ROWS_AT_ONCE = 128
+_SOURCES_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -224,7 +221,7 @@ def reconstruction(points: Tensor, edges: Tensor, manifold: Manifold | None = No
     wanted = edges.new_zeros(count, count, dtype=torch.bool)
     wanted[edges[:, 0], edges[:, 1]] = True
     precision, ranks = 0.0, 0.0
-    for rows in sources.split(_ROWS_AT_ONCE):
+    for rows in sources.split(_SOURCES_AT_ONCE):
         distance = space.distance(points[rows].unsqueeze(1), points.unsqueeze(0), dtype=torch.float64)
         distance.scatter_(1, rows.unsqueeze(1), torch.inf)
         ordered, order = distance.sort(1)

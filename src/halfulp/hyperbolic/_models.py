@@ -25,35 +25,32 @@ def round_to_plain(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
 
+def _round_all_to_plain(dtype: torch.dtype | None, *values: Tensor) -> tuple[Tensor, ...]:
+    """Return values as plain tensors of a dtype, or as they are without one."""
+    return values if dtype is None else tuple(round_to_plain(x, dtype) for x in values)
+
+
 def match_width(x: Tensor, other: Tensor) -> Tensor:
     """Return x as wide as another value: with all components beside an MCTensor, rounded beside a plain tensor."""
     return x if isinstance(other, MCTensor) else round_to_plain(x)
 
 
-def compute_norm(x: Tensor) -> Tensor:
-    """Return the length along the last dimension, which is kept; its derivative at 0 is 0."""
-    squares = (x * x).sum(-1, keepdim=True)
-    still = squares == 0
-    return torch.where(still, squares, torch.where(still, torch.ones_like(squares), squares).sqrt())
-
-
 def find_direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the direction and the length along the last dimension; where the length is 0, so is the direction.
-
-    The largest magnitude is taken out first, so that no square leaves the range.
-    """
+    """Return the direction and the length along the last dimension; where the length is 0, so is the direction."""
+    # The largest magnitude is taken out first, so that no square leaves the range.
     size = round_to_plain(x).detach().abs().amax(-1, keepdim=True)
     size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
     part = x / size
-    length = compute_norm(part)
+    squares = (part * part).sum(-1, keepdim=True)
+    still = squares == 0
+    # Its derivative at 0 is 0.
+    length = torch.where(still, squares, torch.where(still, torch.ones_like(squares), squares).sqrt())
     return part / torch.where(length == 0, torch.ones_like(length), length), length * size
 
 
-def split_tanh(length: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tanh(s / 2) and 1 - tanh(s / 2) = 2 / (e^s + 1), each to full relative accuracy.
-
-    A length beyond the logarithm of the largest number would lead out of the range; it is cut there.
-    """
+def compute_tanh_and_complement(length: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tanh(s / 2) and 1 - tanh(s / 2) = 2 / (e^s + 1), each to full relative accuracy."""
+    # A length beyond the logarithm of the largest number would lead out of the range.
     grown = length.clamp(max=0.98 * math.log(torch.finfo(length.dtype).max)).expm1()
     return grown / (grown + 2), 2 / (grown + 2)
 
@@ -86,10 +83,12 @@ class Manifold(abc.ABC):
 
     Attributes:
         name: what param groups and messages call it.
+        condition: on points, in words.
         least: the fewest coordinates of a point.
     """
 
     name: ClassVar[str]
+    condition: ClassVar[str]
     least: ClassVar[int] = 1
 
     def distance(self, u: Tensor, v: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -138,18 +137,14 @@ class Manifold(abc.ABC):
     def _find_points_outside(self, point: Tensor) -> Tensor:
         """Return which points do not belong to the model, as booleans (...)."""
 
-    @abc.abstractmethod
-    def _describe_condition(self) -> str:
-        """Return the condition on points, in words."""
-
     def gradient(self, point: Tensor, gradient: Tensor) -> Tensor:
         """Return the Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
-        size = self.size(point if isinstance(gradient, MCTensor) else round_to_plain(point))
+        size = self.size(match_width(point, gradient))
         return size * (size * gradient)
 
     def norm(self, point: Tensor, vector: Tensor) -> Tensor:
         """Return the length of a vector at a point; (..., 1)."""
-        size = self.size(point if isinstance(vector, MCTensor) else round_to_plain(point))
+        size = self.size(match_width(point, vector))
         length: Tensor = torch.linalg.vector_norm(round_to_plain(vector / size), dim=-1, keepdim=True)
         return length
 
@@ -174,7 +169,7 @@ class Manifold(abc.ABC):
             first = tuple(bad.nonzero()[0].tolist())
             raise ValueError(
                 f"{int(bad.sum())} of {bad.numel()} points are outside {self.name}, which needs "
-                f"{self._describe_condition()}; the first is at {first}: "
+                f"{self.condition}; the first is at {first}: "
                 f"{round_to_plain(points.detach())[first].tolist()}"
             )
 
@@ -195,11 +190,10 @@ class PoincareBall(Manifold):
     """
 
     name: ClassVar[str] = "ball"
+    condition: ClassVar[str] = "a length below 1"
 
     def _compute_squared_half_sinh(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
-        difference, a, b = u - v, compute_margin(u), compute_margin(v)
-        if dtype is not None:
-            difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
+        difference, a, b = _round_all_to_plain(dtype, u - v, compute_margin_to_rim(u), compute_margin_to_rim(v))
         ratio = difference / (a.sqrt() * b.sqrt())
         return (ratio * ratio).sum(-1)
 
@@ -209,7 +203,7 @@ class PoincareBall(Manifold):
         It is the Möbius addition p + m t (v + t p) / n of t = tanh(s / 2) along the unit vector v, where m = 1 - |p|^2,
         s is the length of the step and n = 1 + 2 t <p, v> + t^2 |p|^2.
         """
-        m = compute_margin(point)
+        m = compute_margin_to_rim(point)
         place = match_width(point, step)
         direction, t, radius, inwards, both = self._compute_geodesic(place, match_width(m, step), step)
         n = inwards * inwards + radius * t * both
@@ -218,7 +212,7 @@ class PoincareBall(Manifold):
     def _compute_geodesic(self, place: Tensor, gap: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """Return the unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2, computed without cancellation."""
         direction, length = find_direction_and_length(step)
-        t, rest = split_tanh(2 * (length / gap))
+        t, rest = compute_tanh_and_complement(2 * (length / gap))
         along, radius = find_direction_and_length(place)
         both = along + direction
         return direction, t, radius, gap / (1 + radius) + radius * rest, (both * both).sum(-1, keepdim=True)
@@ -230,35 +224,32 @@ class PoincareBall(Manifold):
         direction from the point to its rounded end would turn vectors at small steps.
         """
         point = match_width(point, vector)
-        m = compute_margin(point)
+        m = compute_margin_to_rim(point)
         place = match_width(point, step)
         before, t, radius, inwards, both = self._compute_geodesic(place, match_width(m, step), step)
         x = t * radius
         after, _ = find_direction_and_length(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
-        return compute_margin(self.exp(point, step)) / m * rotate_vector(vector, before, after)
+        return compute_margin_to_rim(self.exp(point, step)) / m * rotate_vector(vector, before, after)
 
     def size(self, point: Tensor) -> Tensor:
         """Return (1 - |p|^2) / 2."""
-        return compute_margin(point) / 2
+        return compute_margin_to_rim(point) / 2
 
     def project(self, point: Tensor) -> Tensor:
         """Move points beyond the radius 1 - 4 ulps back to it."""
         count = len(point.components) if isinstance(point, MCTensor) else 1
         room = 4 * 2.0 ** -(arithmetic.PRECISION[point.dtype] * count)  # neighbours just below 1, with all components
-        outside = round_to_plain(compute_margin(point)).detach() < 2 * room
+        outside = round_to_plain(compute_margin_to_rim(point)).detach() < 2 * room
         if not torch.compiler.is_compiling() and not outside.any():
             return point
         direction, _ = find_direction_and_length(round_to_plain(point))
         return torch.where(outside, direction * (1 - 2 * room), point)
 
     def _find_points_outside(self, point: Tensor) -> Tensor:
-        return ~(round_to_plain(compute_margin(point)[..., 0]) > 0)
-
-    def _describe_condition(self) -> str:
-        return "a length below 1"
+        return ~(round_to_plain(compute_margin_to_rim(point)[..., 0]) > 0)
 
 
-def compute_margin(point: Tensor) -> Tensor:
+def compute_margin_to_rim(point: Tensor) -> Tensor:
     """Return 1 - |p|^2 without cancellation, (..., 1); of plain tensors exact, rounded once or to 2^-100."""
     if isinstance(point, MCTensor):
         return 1 - (point * point).sum(-1, keepdim=True)
@@ -304,12 +295,11 @@ class HalfSpace(Manifold):
     """
 
     name: ClassVar[str] = "half-space"
+    condition: ClassVar[str] = "a last coordinate above 0"
     least: ClassVar[int] = 2
 
     def _compute_squared_half_sinh(self, u: Tensor, v: Tensor, dtype: torch.dtype | None) -> Tensor:
-        difference, a, b = u - v, u[..., -1:], v[..., -1:]
-        if dtype is not None:
-            difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
+        difference, a, b = _round_all_to_plain(dtype, u - v, u[..., -1:], v[..., -1:])
         # Two roots instead of one of the product: heights of 1e-28 have none in float32.
         ratio = difference / (2 * (a.sqrt() * b.sqrt()))
         return (ratio * ratio).sum(-1)
@@ -322,16 +312,16 @@ class HalfSpace(Manifold):
         x' = x + y 2 t h / n, y' = y + y 2 t (w - t) / n = y (1 - t^2) / n, n = (1 - w t)^2 + t^2 |h|^2.
         """
         x, y = point[..., :-1], point[..., -1:]
-        aside, rise, factor = self._compute_move(y, step)[:3]
+        aside, rise, factor = self._compute_geodesic_move(y, step)[:3]
         # The sum keeps a small step's digits beyond the height's own; the product those of a height that shrinks.
         height = torch.where(round_to_plain(rise).abs() < 0.5, y + y * rise, y * factor)
         return torch.cat([x + y * aside, _raise_above_zero(height)], -1)
 
-    def _compute_move(self, y: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+    def _compute_geodesic_move(self, y: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """Return 2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t), as in `exp`."""
         direction, length = find_direction_and_length(step / match_width(y, step))
         h, w = direction[..., :-1], direction[..., -1:]
-        t, rest = split_tanh(length)
+        t, rest = compute_tanh_and_complement(length)
         flat = (h * h).sum(-1, keepdim=True)
         up = round_to_plain(w) > 0
         # 1 - w t: upwards 1 - w = |h|^2 / (1 + w), so that nothing cancels.
@@ -342,7 +332,7 @@ class HalfSpace(Manifold):
 
     def transport(self, point: Tensor, step: Tensor, vector: Tensor) -> Tensor:
         """Move a vector along a geodesic (see Manifold): it keeps its length over the height, and its angle."""
-        _, _, factor, direction, t, rest, n = self._compute_move(match_width(point[..., -1:], vector), step)
+        _, _, factor, direction, t, rest, n = self._compute_geodesic_move(match_width(point[..., -1:], vector), step)
         w = direction[..., -1:]
         end = torch.cat([direction[..., :-1] * factor, (w * (1 + t * t) - 2 * t) / n / rest], -1)
         return factor * rotate_vector(vector, direction, end)
@@ -357,9 +347,6 @@ class HalfSpace(Manifold):
 
     def _find_points_outside(self, point: Tensor) -> Tensor:
         return ~(round_to_plain(point[..., -1]) > 0)
-
-    def _describe_condition(self) -> str:
-        return "a last coordinate above 0"
 
 
 def _raise_above_zero(height: Tensor) -> Tensor:

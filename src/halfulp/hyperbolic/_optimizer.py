@@ -44,7 +44,7 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         group = self.param_groups[-1]
         space = manifold(group["manifold"])
         group["manifold"] = space.name
-        _check_not_negative("lr", float(group["lr"]))
+        _check_range("lr", float(group["lr"]))
         for parameter in group["params"]:
             space.check(parameter)
 
@@ -73,10 +73,10 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_parameter(group, parameter, parameter.grad, manifold(group["manifold"]))
+                    self._step_parameter(group, parameter, parameter.grad)
         return loss
 
-    def _step_parameter(self, group: dict[str, Any], parameter: Tensor, given: Tensor, space: Manifold) -> None:
+    def _step_parameter(self, group: dict[str, Any], parameter: Tensor, given: Tensor) -> None:
         rows, gradient = _find_rows_with_gradient(given)
         if not torch.isfinite(gradient).all():
             raise ValueError(
@@ -86,18 +86,12 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         if rows is not None and len(rows) == 0:
             return
         point = parameter.detach() if rows is None else parameter.detach()[rows]
-        moved = self._move_points(group, parameter, rows, space, point, space.gradient(point, gradient))
-        write_rows(parameter, rows, moved)
+        gradient = manifold(group["manifold"]).gradient(point, gradient)
+        write_rows(parameter, rows, self._move_points(group, parameter, rows, point, gradient))
 
     @abc.abstractmethod
     def _move_points(
-        self,
-        group: dict[str, Any],
-        parameter: Tensor,
-        rows: Tensor | None,
-        space: Manifold,
-        point: Tensor,
-        gradient: Tensor,
+        self, group: dict[str, Any], parameter: Tensor, rows: Tensor | None, point: Tensor, gradient: Tensor
     ) -> Tensor:
         """Return the new points of some rows, given their Riemannian gradients."""
 
@@ -112,22 +106,17 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         return held if rows is None else held[rows]
 
     def _write_state(self, name: str, parameter: Tensor, rows: Tensor | None, value: Tensor) -> None:
-        """Store the state of some rows."""
         if rows is None:
             self.state[parameter][name] = value
         else:
             self.state[parameter][name][rows] = value
 
 
-def check_in_unit_interval(name: str, value: float) -> None:
-    """Raise unless 0 <= value < 1."""
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}={value} is not allowed: it lies in [0, 1)")
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{name}={value} is not allowed: it is at least 0")
+def _check_range(name: str, value: float, is_share: bool = False) -> None:
+    """Raise unless 0 <= value, and value < 1 of a share."""
+    if not value >= 0 or (is_share and value >= 1):
+        allowed = "it lies in [0, 1)" if is_share else "it is at least 0"
+        raise ValueError(f"{name}={value} is not allowed: {allowed}")
 
 
 def _find_rows_with_gradient(gradient: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -169,18 +158,13 @@ class RiemannianSGD(RiemannianOptimizer):
     def __init__(
         self, params: ParamsT, lr: float | Tensor, manifold: str | Manifold = "half-space", momentum: float = 0.0
     ) -> None:
-        check_in_unit_interval("momentum", momentum)
+        _check_range("momentum", momentum, is_share=True)
         super().__init__(params, {"lr": lr, "manifold": manifold, "momentum": momentum})
 
     def _move_points(
-        self,
-        group: dict[str, Any],
-        parameter: Tensor,
-        rows: Tensor | None,
-        space: Manifold,
-        point: Tensor,
-        gradient: Tensor,
+        self, group: dict[str, Any], parameter: Tensor, rows: Tensor | None, point: Tensor, gradient: Tensor
     ) -> Tensor:
+        space = manifold(group["manifold"])
         if not group["momentum"]:
             return space.exp(point, -group["lr"] * gradient)
         held = self._read_state("momentum_buffer", parameter, rows, gradient, gradient.shape[-1])
@@ -226,21 +210,15 @@ class RiemannianAdam(RiemannianOptimizer):
         eps: float = 1e-8,
     ) -> None:
         for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
-            check_in_unit_interval(name, beta)
-        _check_not_negative("eps", eps)
+            _check_range(name, beta, is_share=True)
+        _check_range("eps", eps)
         defaults = {"lr": lr, "manifold": manifold, "betas": tuple(betas), "eps": eps}
         super().__init__(params, defaults)
 
     def _move_points(
-        self,
-        group: dict[str, Any],
-        parameter: Tensor,
-        rows: Tensor | None,
-        space: Manifold,
-        point: Tensor,
-        gradient: Tensor,
+        self, group: dict[str, Any], parameter: Tensor, rows: Tensor | None, point: Tensor, gradient: Tensor
     ) -> Tensor:
-        beta, gamma = group["betas"]
+        space, (beta, gamma) = manifold(group["manifold"]), group["betas"]
         number = self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
         mean = self._read_state("exp_avg", parameter, rows, gradient, gradient.shape[-1])
         mean = beta * mean + (1 - beta) * gradient

@@ -173,9 +173,8 @@ def test_any_companion_beside_any_parameter_the_compiled_reader_agrees(seed, upd
         part.copy_(torch.randint(-size, size, part.shape).to(part.dtype) if not part.dtype.is_floating_point else part)
     if plan.weight_tensors[1:] and plan.weight_tensors[1].dtype.is_floating_point:
         exponents = torch.randint(-14, 2, (4096,)).float()
-        junk = (
-            plan.weight_tensors[0].float().abs().nan_to_num(0.0, 1.0) * torch.exp2(exponents) * (torch.rand(4096) + 0.5)
-        )
+        weight = plan.weight_tensors[0].float().abs().nan_to_num(0.0, 1.0)
+        junk = weight * torch.exp2(exponents) * (torch.rand(4096) + 0.5)
         for part in plan.weight_tensors[1:]:
             part.copy_(junk * 2.0**-3)
             junk = junk * 2.0**-16

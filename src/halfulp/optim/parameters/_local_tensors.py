@@ -28,7 +28,7 @@ def get_local(tensor: TensorOrOther) -> TensorOrOther:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def get_memory(parameter: torch.Tensor) -> torch.Tensor:
+def get_payload(parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor that stores a parameter: a payload, a first component, a DTensor's shard, else itself."""
     if isinstance(parameter, MCTensor):
         return parameter.components[0]
@@ -41,12 +41,12 @@ def get_scale(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.scale
 
 
-def list_own_tensors(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def list_payloads(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return all tensors that store a parameter: the components of an MCTensor, else `memory`."""
-    return parameter.components if isinstance(parameter, MCTensor) else (get_memory(parameter),)
+    return parameter.components if isinstance(parameter, MCTensor) else (get_payload(parameter),)
 
 
-def place_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def wrap_like_dtensor(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a local result as a DTensor if its parameter is one."""
     if not is_dtensor(tensor):
         return value
@@ -69,12 +69,6 @@ def find_index_map(parameter: torch.Tensor) -> IndexMap:
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     offset = tuple(o if n else 0 for o, n in zip(offset, shape))
     return IndexMap(tuple(shape), tuple(parameter.shape), offset, (1,) * len(shape))
-
-
-def cut_shard(value: torch.Tensor, place: IndexMap) -> torch.Tensor:
-    """Return a view of the part of a whole tensor that stands at a place."""
-    steps = zip(place.shape, place.offset, place.step)
-    return value[tuple(slice(first, first + count * step, step) for count, first, step in steps)]
 
 
 @functools.lru_cache(256)

@@ -20,27 +20,19 @@ from ...subclass.models._parameter_holders import (
 from .._group_options import check_ranks_agree
 from .._storage import STORES
 from ._local_tensors import get_local, is_dtensor
-from ._narrowing import is_kept_float32, take_float32_values
-from ._outside_writes import record_version
+from ._narrowing import is_marked_as_float32, take_float32_values
+from ._outside_writes import record_payload_version
 
 
-def check_narrowing(groups: Iterable[dict]) -> list[torch.nn.Module]:
+def check_holders_before_narrowing(groups: Iterable[dict]) -> list[torch.nn.Module]:
     """Find other holders of the float32 parameters that groups ask to be narrowed."""
-    return check_holders(
-        [
-            (read_parameter_name(group, position), group["params"][position])
-            for group, position in _find_parameters_to_narrow(groups)
-        ],
-        "param_dtype=",
-        replaced=False,
-    )
+    found = _find_parameters_to_narrow(groups)
+    named = [(read_parameter_name(group, position), group["params"][position]) for group, position in found]
+    return check_holders(named, "param_dtype=", replaced=False)
 
 
-def narrow_groups(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn.Module]) -> None:
-    """Make the groups' float32 parameters narrow in place if so asked, the low bits kept in auxiliary tensors.
-
-    So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
-    """
+def narrow_group_parameters(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn.Module]) -> None:
+    """Narrow float32 parameters in place if so asked; the low bits, also of `halfulp.convert`, become auxiliary."""
     to_narrow = {id(group["params"][position]) for group, position in _find_parameters_to_narrow(groups)}
     install_registration_hooks()
     for group in groups:
@@ -52,17 +44,16 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn
                 value = take_float32_values(parameter)
             if value is not None:
                 plan = optimizer._make_plan(group, position, STORES[parameter.dtype])
-                plan.spec.update.fill(plan.spec.store, plan.parts, get_local(value).contiguous())
-                record_version(plan)
+                plan.spec.update.fill(plan.spec.store, plan.weight_tensors, get_local(value).contiguous())
+                record_payload_version(plan)
     reset_shards(sharded)
 
 
 def _find_parameters_to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
     for group in groups:
-        if group["param_dtype"] is not None:
-            for position, parameter in enumerate(group["params"]):
-                if parameter.dtype == torch.float32 and not is_kept_float32(parameter):
-                    yield group, position
+        for position, parameter in enumerate(() if group["param_dtype"] is None else group["params"]):
+            if parameter.dtype == torch.float32 and not is_marked_as_float32(parameter):
+                yield group, position
 
 
 def read_parameter_name(group: dict, position: int) -> str:
@@ -71,7 +62,7 @@ def read_parameter_name(group: dict, position: int) -> str:
     return names[position] if names and position < len(names) else f"#{position}"
 
 
-def walk_model_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
+def walk_group_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
     """Yield group, position and parameter of all that an optimizer steps."""
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
@@ -88,11 +79,9 @@ def check_sharded_ranks(optimizer: Any) -> None:
 
 
 def check_data_parallel_ranks(optimizer: Any) -> None:
-    """Check that all processes under DistributedDataParallel train in the same way; all of them must call this.
-
-    It writes weights when it is made, which resets auxiliary tensors of before: they are the same on all processes.
-    """
-    stepped = {id(parameter) for _, _, parameter in walk_model_parameters(optimizer)}
+    """Check that all processes under DistributedDataParallel train in the same way; all of them must call this."""
+    # It writes weights when it is made, which resets auxiliary tensors of before: they are the same on all processes.
+    stepped = {id(parameter) for _, _, parameter in walk_group_parameters(optimizer)}
     for module in list_data_parallel_modules():
         # Of a share of the parameters that is a rank's own (ZeroRedundancyOptimizer) numbers are not compared.
         narrow = next((p for p in module.parameters() if p.dtype in STORES and p.dtype != torch.float32), None)
@@ -113,7 +102,7 @@ def refuse_replaced_parameters(optimizer: Any) -> None:
         )
 
 
-def refuse_overlaps(groups: Iterable[dict]) -> None:
+def refuse_overlapping_parameters(groups: Iterable[dict]) -> None:
     """Raise for two parameters that share memory: each step would write the other too."""
     places = [(group, position) for group in groups for position in range(len(group["params"]))]
     named = [(read_parameter_name(group, position), group["params"][position]) for group, position in places]
@@ -122,11 +111,8 @@ def refuse_overlaps(groups: Iterable[dict]) -> None:
         refuse_overlapping_memory(named, "a narrow weight")
 
 
-def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
-    """Raise if no parameter can use the weight update that was chosen for its group.
-
-    Some may be float32 beside narrow ones, or kept so by `halfulp.convert`.
-    """
+def refuse_unused_weight_update(optimizer: Any, groups: Iterable[dict]) -> None:
+    """Raise if no parameter can use the weight update that was chosen for its group; some may be float32."""
     idle = None
     for group in groups:
         chosen = group["weight_update"]
@@ -134,7 +120,7 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
             name = read_parameter_name(group, position)
             if optimizer._choose_step_spec(group, parameter, None, name).update.name != "exact":
                 return
-            if idle is None and not is_kept_float32(parameter):
+            if idle is None and not is_marked_as_float32(parameter):
                 idle = name, chosen.name
     if idle is not None:
         raise ValueError(

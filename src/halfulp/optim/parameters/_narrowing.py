@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -15,19 +13,10 @@ _LOW_BITS_ATTRIBUTE, _FLOAT32_ATTRIBUTE = "_halfulp_low_bits", "_halfulp_float32
 _SPLIT_UPDATE = Split16()
 
 
-class _DroppedBits(NamedTuple):
-    """The bits that narrowing dropped: the low 16 bits for bfloat16, the float32 values for float16."""
-
-    tensor: Tensor
-    address: int
-    version: int
-
-
 def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:
     """Make a float32 parameter bfloat16 or float16 in place, rounded to nearest (in bfloat16 ties away from zero).
 
-    The parameter stays the same object, its gradient is narrowed too. What rounding dropped is held beside it, 2 bytes
-    per element for bfloat16 and 4 for float16, until an optimizer takes it: `take_float32_values`.
+    What rounding dropped is held beside it until an optimizer takes it: `take_float32_values`.
     """
     value = parameter.detach()
     if dtype == torch.bfloat16:
@@ -37,18 +26,19 @@ def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:
     else:
         payload, low = value.to(dtype), value.clone()
     replace_parameter_data(parameter, payload)
-    if not parameter.is_meta:
-        setattr(parameter, _LOW_BITS_ATTRIBUTE, _DroppedBits(low, parameter.data_ptr(), parameter._version))
+    if not parameter.is_meta:  # the low 16 bits beside bfloat16, the float32 values beside float16
+        setattr(parameter, _LOW_BITS_ATTRIBUTE, (low, parameter.data_ptr(), parameter._version))
 
 
 def take_float32_values(parameter: Tensor) -> Tensor | None:
     """Return, once, the float32 values before `narrow_parameter`; None if taken already, or written over since."""
     held = getattr(parameter, "__dict__", {}).pop(_LOW_BITS_ATTRIBUTE, None)
-    if held is None or (held.address, held.version) != (parameter.data_ptr(), parameter._version):
+    if held is None or held[1:] != (parameter.data_ptr(), parameter._version):
         return None
-    if parameter.dtype == torch.bfloat16 and held.tensor.dtype == torch.int16:
-        return _SPLIT_UPDATE.read(STORES[torch.bfloat16], [parameter.detach(), held.tensor])
-    return held.tensor if parameter.dtype == torch.float16 else None
+    low: Tensor = held[0]
+    if parameter.dtype == torch.bfloat16 and low.dtype == torch.int16:
+        return _SPLIT_UPDATE.read(STORES[torch.bfloat16], [parameter.detach(), low])
+    return low if parameter.dtype == torch.float16 else None
 
 
 def widen_parameter(parameter: Tensor) -> None:
@@ -57,7 +47,7 @@ def widen_parameter(parameter: Tensor) -> None:
     replace_parameter_data(parameter, parameter.detach().float() if value is None else value.view_as(parameter))
 
 
-def keep_float32(parameter: Tensor, kept: bool = True) -> None:
+def mark_as_float32(parameter: Tensor, kept: bool = True) -> None:
     """Mark a parameter that no ``param_dtype=`` narrows, or take the mark away."""
     if kept:
         setattr(parameter, _FLOAT32_ATTRIBUTE, True)
@@ -65,6 +55,6 @@ def keep_float32(parameter: Tensor, kept: bool = True) -> None:
         parameter.__dict__.pop(_FLOAT32_ATTRIBUTE, None)
 
 
-def is_kept_float32(parameter: Tensor) -> bool:
+def is_marked_as_float32(parameter: Tensor) -> bool:
     """Return whether the parameter is marked to stay float32."""
     return getattr(parameter, _FLOAT32_ATTRIBUTE, False)

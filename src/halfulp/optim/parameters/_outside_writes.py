@@ -19,7 +19,7 @@ import torch
 from ..._messages import find_user_stack_level
 from ...kernels import row_checksums, same_bits
 from ._local_tensors import get_local, is_dtensor
-from ._parameter_plan import ANY_VERSION, MOVED, WARNED, ParameterPlan, PayloadVersion
+from ._parameter_plan import ANY_VERSION, MOVED_VERSION, WARNED_AT_RESET, ParameterPlan, PayloadVersion
 
 CHECKSUMS_KEY = "payload_checksums"
 # 0 in every file, for earlier versions, which count steps there.
@@ -27,7 +27,7 @@ COPY_KEY = "payload_copy_steps"
 PAYLOAD_KEYS = (CHECKSUMS_KEY, COPY_KEY)
 
 
-def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
+def make_checksum_entries(plan: ParameterPlan) -> dict[str, Any]:
     """Return the payload's saved identity beside auxiliary tensors, valid as `read_auxiliary_tensors` are."""
     checksums = None if plan.payload_version is None else compute_checksums(plan)
     return {} if checksums is None else {CHECKSUMS_KEY: checksums, COPY_KEY: 0}
@@ -43,42 +43,44 @@ def renew_payload_version(parameter: torch.Tensor, part: torch.Tensor, held: Pay
     if not is_same and before.dtype == memory.dtype and not (before.is_meta or memory.is_meta):
         is_freed = before.untyped_storage().nbytes() < before.nbytes  # by an offloader
         is_same = not is_freed and same_bits(before.to(memory.device), memory)
-    return replace(held, memory=memory, version=held.version if is_same else MOVED)
+    return replace(held, memory=memory, version=held.version if is_same else MOVED_VERSION)
 
 
-def is_payload_written(plan: ParameterPlan) -> bool:
+def is_payload_overwritten(plan: ParameterPlan) -> bool:
     """Return whether a parameter was written since its auxiliary tensors were stored beside it."""
     held = plan.payload_version
     if held is None or held.version == plan.parameter._version:
         return False
     if held.version != ANY_VERSION:
         return True
-    rows = None if held.checksums is None else compute_checksums(plan)
-    return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
+    if held.checksums is None:
+        return False
+    rows = compute_checksums(plan)
+    return rows is not None and has_differing_checksum(held.checksums, rows)
 
 
 def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
     """Return the auxiliary tensors as they are valid for the present payload, without changing them."""
-    if not is_payload_written(plan):
+    if not is_payload_overwritten(plan):
         return plan.auxiliary_tensors
     auxiliary = [torch.empty_like(tensor) for tensor in plan.auxiliary_tensors]
-    _fill_with_neutral(plan, auxiliary)
+    _set_neutral_values(plan, auxiliary)
     return auxiliary
 
 
-def _fill_with_neutral(plan: ParameterPlan, auxiliary: Sequence[torch.Tensor]) -> None:
+def _set_neutral_values(plan: ParameterPlan, auxiliary: Sequence[torch.Tensor]) -> None:
     """Set auxiliary tensors to those of a parameter that is the whole weight by itself."""
     for tensor in auxiliary:
         tensor[...] = plan.spec.update.neutral(plan.spec.store, plan.payloads[0])
 
 
-def reset_if_stale(plan: ParameterPlan) -> None:
+def reset_stale_tensors(plan: ParameterPlan) -> None:
     """Reset the auxiliary tensors of a parameter that was written from outside, before a step."""
     held = plan.payload_version
     if held is None:
         return
-    if is_payload_written(plan):
-        _fill_with_neutral(plan, plan.auxiliary_tensors)
+    if is_payload_overwritten(plan):
+        _set_neutral_values(plan, plan.auxiliary_tensors)
         step = plan.state["step"]
         if held.reset_step == step - 1:
             warnings.warn(
@@ -88,20 +90,20 @@ def reset_if_stale(plan: ParameterPlan) -> None:
                 RuntimeWarning,
                 stacklevel=find_user_stack_level(),
             )
-            held.reset_step = WARNED
-        elif held.reset_step != WARNED:
+            held.reset_step = WARNED_AT_RESET
+        elif held.reset_step != WARNED_AT_RESET:
             held.reset_step = step
-    record_version(plan)
+    record_payload_version(plan)
 
 
-def record_version(plan: ParameterPlan) -> None:
+def record_payload_version(plan: ParameterPlan) -> None:
     """Record that the auxiliary tensors belong to the present payload."""
     held = plan.payload_version
     if held is not None:
         held.version = plan.parameter._version
 
 
-def is_version_current(plan: ParameterPlan) -> bool:
+def is_payload_version_current(plan: ParameterPlan) -> bool:
     """Return whether the version of a parameter is the one that its auxiliary tensors were stored beside."""
     held = plan.payload_version
     return held is not None and held.version == plan.parameter._version
@@ -132,7 +134,7 @@ def compute_checksums(plan: ParameterPlan) -> torch.Tensor | None:
     return torch.where(found == 0, 1, found)
 
 
-def any_row_differs(one: torch.Tensor, other: torch.Tensor) -> bool:
+def has_differing_checksum(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether any row differs whose checksums are both known."""
     return bool(((one.to(other.device) != other) & (one.to(other.device) != 0) & (other != 0)).any())
 
@@ -161,9 +163,9 @@ def place_checksums(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.T
 
 def set_weight(plan: ParameterPlan, value: torch.Tensor) -> None:
     """Set a parameter and its auxiliary tensors to a weight, in units of its scale, as its weight update holds it."""
-    parts = [part.contiguous() for part in plan.parts]
+    parts = [part.contiguous() for part in plan.weight_tensors]
     plan.spec.update.fill(plan.spec.store, parts, value)
-    for part, filled in zip(plan.parts, parts):
+    for part, filled in zip(plan.weight_tensors, parts):
         if part is not filled:
             part.copy_(filled)
-    record_version(plan)
+    record_payload_version(plan)

@@ -9,13 +9,13 @@ import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
-from ._local_tensors import get_local, get_memory, get_scale, list_own_tensors
+from ._local_tensors import get_local, get_payload, get_scale, list_payloads
 from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
-ANY_VERSION, MOVED = -1, -2
+ANY_VERSION, MOVED_VERSION = -1, -2
 # Stand for a step number there.
-NEVER, WARNED = -2, -3
+NEVER_RESET, WARNED_AT_RESET = -2, -3
 
 
 @dataclass(slots=True)
@@ -32,21 +32,15 @@ class LostUpdates:
 
 @dataclass(eq=False, slots=True)
 class PayloadVersion:
-    """The version of a parameter that its auxiliary tensors were stored beside.
+    """The version of a parameter that its auxiliary tensors were stored beside."""
 
-    Attributes:
-        version: the parameter's version counter at that time. ANY_VERSION after loading or copying auxiliary tensors,
-            as their payload may be loaded before or after them; MOVED after the parameter was given other memory.
-        memory: the parameter's memory at that time.
-        checksums: of each row of the payload that loaded auxiliary tensors belong to; None if the file has none.
-        reset_step: the step number at which a write from outside last reset the auxiliary tensors; NEVER, or WARNED
-            once a second step in a row has been warned of.
-    """
-
+    # ANY_VERSION after loading or copying auxiliary tensors, as their payload may be loaded before or after them;
+    # MOVED_VERSION after the parameter was given other memory.
     version: int
-    memory: torch.Tensor
-    checksums: torch.Tensor | None = None
-    reset_step: int = NEVER
+    memory: torch.Tensor  # the parameter's, then
+    checksums: torch.Tensor | None = None  # of each row of the payload of loaded tensors; None if the file has none
+    # The step at which a write from outside last reset them; WARNED_AT_RESET once a second in a row was warned of.
+    reset_step: int = NEVER_RESET
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +50,7 @@ class ParameterRecord:
     lost: LostUpdates | None = None
     payload_version: PayloadVersion | None = None
 
-    def count(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
+    def count_updates(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
         """Count the updates of one metered step."""
         lost = self.lost = self.lost or LostUpdates()
         lost.samples += 1
@@ -66,18 +60,14 @@ class ParameterRecord:
 
 
 class PlanOptions(NamedTuple):
-    """The options of a group that the plans of its parameters are made from, besides its rule.
-
-    `state_dtype` is a tuple of its items where it is a dict, so that a change inside is a change; `generation` is how
-    often the cache that holds the plan was cleared before it was made.
-    """
+    """The options of a group that the plans of its parameters are made from, besides its rule."""
 
     weight_update: Any
-    state_dtype: Any
+    state_dtype: Any  # the items of a dict
     format: Any
     param_dtype: Any
     seed: int
-    generation: int
+    generation: int  # how often the cache that holds the plan was cleared before
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -85,37 +75,24 @@ class ParameterPlan:
     """Everything that each step of one parameter needs; `is_valid` tells when it must be rebuilt.
 
     There may be 100,000 parameters: a plan is one object of few others.
-
-    Attributes:
-        parameter: the user's.
-        name: qualified if names were given, else its position.
-        identity: the number that keys its random bits.
-        spec: the step specification, unmetered.
-        state: the parameter's entry in the optimizer's state.
-        stored: its auxiliary tensors, then the tensors of its states, local; `stored_addresses` when the plan was made.
-        address, shape, stride, contiguous: of the local parameter when the plan was made.
-        component_addresses: of the components behind the first, if the parameter is an MCTensor.
-        plain: neither a DTensor nor a tensor class of this package.
-        tracks_writes: whether there are auxiliary tensors, and a version counter that shows writes to the parameter.
-        record: what stays when the plan is replaced.
     """
 
     parameter: torch.Tensor
     options: PlanOptions
-    name: str
-    identity: int
-    spec: StepSpec
+    name: str  # qualified if names were given, else its position
+    identity: int  # keys its random bits
+    spec: StepSpec  # unmetered
     index_map: IndexMap
-    state: dict[str, Any]
-    stored: tuple[torch.Tensor, ...]
-    stored_addresses: list[int]
+    state: dict[str, Any]  # the parameter's entry in the optimizer's state
+    stored: tuple[torch.Tensor, ...]  # auxiliary tensors, then those of the states, local
+    stored_addresses: list[int]  # when the plan was made, as what follows
     address: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     contiguous: bool
-    component_addresses: tuple[int, ...]
-    plain: bool
-    tracks_writes: bool
+    component_addresses: tuple[int, ...]  # of an MCTensor's components behind the first
+    plain: bool  # neither a DTensor nor a tensor class of this package
+    tracks_writes: bool  # there are auxiliary tensors, and a version counter that shows writes to the parameter
     record: ParameterRecord
 
     @property
@@ -136,29 +113,29 @@ class ParameterPlan:
     @property
     def payloads(self) -> list[torch.Tensor]:
         """The parameter's own tensors, local."""
-        return [part.detach() for part in list_own_tensors(self.parameter)]
+        return [part.detach() for part in list_payloads(self.parameter)]
 
     @property
-    def parts(self) -> list[torch.Tensor]:
+    def weight_tensors(self) -> list[torch.Tensor]:
         """The parameter's own tensors and its auxiliary tensors, local."""
         return [*self.payloads, *self.auxiliary_tensors]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Auxiliary tensors and state tensors, local, by their names in the optimizer's state."""
-        return dict(zip(self.spec.tensors, self.stored))
+        return dict(zip(self.spec.tensor_names, self.stored))
 
     @property
     def states(self) -> list[list[torch.Tensor]]:
         """The tensors of each state, local."""
         tensors = self.tensors
-        return [[tensors[name] for name in names] for names in self.spec.state_tensors]
+        return [[tensors[name] for name in names] for names in self.spec.state_tensor_names]
 
     @property
-    def addresses(self) -> list[int]:
+    def pointer_row(self) -> list[int]:
         """One row of the pointer table; the gradient's address and what is prepared are filled in at each step."""
         spec, beside = self.spec, len(self.spec.auxiliary_names)
-        pointers = self.stored_addresses[: len(spec.tensors) - len(spec.factor_names)]
+        pointers = self.stored_addresses[: len(spec.tensor_names) - len(spec.factor_names)]
         weight = [self.address, *self.component_addresses, *pointers[:beside]]
         weight += [0] * (4 - len(weight))
         prepared = [0] * (spec.rule.prepare is not None)
@@ -166,12 +143,8 @@ class ParameterPlan:
 
 
 def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, options: PlanOptions, state: dict) -> bool:
-    """Return whether a plan is still valid: whether all that it was made from is as it was.
-
-    That is the parameter's memory (address, dtype, shape, strides, components), its group's rule and options, the
-    entry of the optimizer's state, and the tensors there with their memory.
-    """
-    part, spec = parameter if plan.plain else get_memory(parameter), plan.spec
+    """Return whether all that a plan was made from is as it was: memory, rule, options, and the optimizer's state."""
+    part, spec = parameter if plan.plain else get_payload(parameter), plan.spec
     if not (
         part.data_ptr() == plan.address
         and part.dtype is spec.store.dtype
@@ -184,10 +157,10 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
         return False
     if (
         spec.in_parameter
-        and tuple([other.data_ptr() for other in list_own_tensors(parameter)[1:]]) != plan.component_addresses
+        and tuple([other.data_ptr() for other in list_payloads(parameter)[1:]]) != plan.component_addresses
     ):
         return False
-    for key, tensor, address in zip(spec.tensors, plan.stored, plan.stored_addresses):
+    for key, tensor, address in zip(spec.tensor_names, plan.stored, plan.stored_addresses):
         held = state.get(key)
         if (held is not tensor and get_local(held) is not tensor) or tensor.data_ptr() != address:
             return False

@@ -60,7 +60,7 @@ def list_identities(group: Mapping[str, Any]) -> list[int]:
 
 
 def assign_identities(group: dict, earlier: list[dict], known: Identities) -> None:
-    """Give every parameter of a group without names its identity, unless it came with them; note what keys draw.
+    """Give every parameter of a group without names its identity, unless it came with them; note the stream's version.
 
     Numbers of parameters that have left all groups stay theirs.
     """
@@ -73,7 +73,7 @@ def assign_identities(group: dict, earlier: list[dict], known: Identities) -> No
         group["identities"] = list(range(start, start + len(group["params"])))
 
 
-def note_identities(group: dict, known: Identities) -> None:
+def record_identities(group: dict, known: Identities) -> None:
     """Record each parameter's name and number; a group keeps no numbers that follow from its names."""
     if group.get("param_names") is not None:
         group.pop("identities", None)
@@ -82,7 +82,7 @@ def note_identities(group: dict, known: Identities) -> None:
         known[parameter] = name, number
 
 
-def update_edited_group(group: dict, known: Identities) -> None:
+def update_identities_of_edited_group(group: dict, known: Identities) -> None:
     """Update a group's names and identities after its list of parameters was edited.
 
     A parameter that stands in another's place takes over its name and identity; one that was added without a name
@@ -110,4 +110,4 @@ def update_edited_group(group: dict, known: Identities) -> None:
         group["param_names"] = [name for name, _ in held]
     else:
         group["identities"] = [number for _, number in held]
-    note_identities(group, known)
+    record_identities(group, known)

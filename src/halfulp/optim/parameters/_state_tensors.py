@@ -10,28 +10,21 @@ import torch
 from ..._messages import quote
 from .._storage import STORES
 from ..states._int8_blocks import CODEC_VERSION
-from ..states._state import encode_constant
+from ..states._state import encode_constant_state
 from ..weight_updates._weight_update import WEIGHT_UPDATES
 from ._local_tensors import get_local
 from ._step_spec import StepSpec
 
 # What the names of a state's tensors end in, over all storages.
-STORAGE_SUFFIXES = ("", "_codes", "_packed", "_scale", "_residual")
+STATE_NAME_SUFFIXES = ("", "_codes", "_packed", "_scale", "_residual")
 # How many steps a parameter had made when the states of its rule began, if that was later than the parameter.
-BEGUN = "states_begun"
+BEGUN_KEY = "states_begun"
 
 
-def add_missing_tensors(
-    state: MutableMapping[str, Any],
-    spec: StepSpec,
-    group: Mapping,
-    parameter: torch.Tensor,
-    name: str,
+def add_missing_state_tensors(
+    state: MutableMapping[str, Any], spec: StepSpec, group: Mapping, parameter: torch.Tensor, name: str
 ) -> None:
-    """Add the tensors that a parameter's state lacks, and its step number.
-
-    States that all begin after some steps, as where a momentum is switched on, are noted: the rule counts from there.
-    """
+    """Add the tensors that a parameter's state lacks, and its step number."""
     shape = get_local(parameter).shape
     auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
     wanted = {key: (shape, dtype) for key, dtype in auxiliary}
@@ -39,48 +32,42 @@ def add_missing_tensors(
         wanted |= codec.tensors(slot.name, shape)
     factors = {} if spec.rule.factors is None else spec.rule.factors(tuple(parameter.shape))
     wanted |= {key: (torch.Size(size), torch.float32) for key, size in factors.items()}
-    _refuse_other_tensors(state, wanted, name)
+    _refuse_mismatched_tensors(state, wanted, name)
     missing = {key: value for key, value in wanted.items() if key not in state}
     if missing:
         _refuse_partial_states(state, spec, name)
         device = get_local(parameter).device
         new = {key: torch.zeros(shape, dtype=dtype, device=device) for key, (shape, dtype) in missing.items()}
-        set_initial_values(spec, group, new)
+        set_initial_state_values(spec, group, new)
         state.update(new)
-        of_rule = {key for names in spec.state_tensors for key in names}
+        # States that all begin after some steps, as where a momentum is switched on: the rule counts from there.
+        of_rule = {key for names in spec.state_tensor_names for key in names}
         if of_rule and of_rule <= missing.keys() and state.get("step", 0):
-            state[BEGUN] = state["step"]
+            state[BEGUN_KEY] = state["step"]
     state.setdefault("step", 0)
 
 
 def is_auxiliary_name(name: str) -> bool:
     """Return whether an entry of a saved state is an auxiliary tensor of a weight update."""
-    stores = [STORES[dtype] for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-    auxiliary = {
-        key for update in WEIGHT_UPDATES.values() for store in stores for key, _ in update.auxiliary_tensors(store)
-    }
+    updates, stores = WEIGHT_UPDATES.values(), STORES.values()
+    auxiliary = {key for update in updates for store in stores for key, _ in update.auxiliary_tensors(store)}
     return name in auxiliary or name.startswith("component_")
 
 
-def set_initial_values(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give states the values that they have before the first step.
-
-    `tensors` are new ones, local and zero; a state is left as it is where one of its tensors is not among them.
-    """
-    for codec, slot, names in zip(spec.codecs, spec.rule.states, spec.state_tensors):
+def set_initial_state_values(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give states the values that they have before the first step, where all of their new `tensors` are given."""
+    for codec, slot, names in zip(spec.codecs, spec.rule.states, spec.state_tensor_names):
         value = slot.initial_value(group)
         if value and tensors.keys() >= set(names):
-            for name, number in zip(names, encode_constant(codec, value)):
+            for name, number in zip(names, encode_constant_state(codec, value)):
                 tensors[name].copy_(number.expand(tensors[name].shape))
 
 
-def refuse_other_update(state: Mapping, before: StepSpec | None, spec: StepSpec, name: str) -> None:
-    """Refuse to step under another weight update than the one whose auxiliary tensors a state holds.
-
-    `before` is the step specification so far; a copy of an optimizer has none yet, but it has the tensors.
-    """
+def refuse_changed_weight_update(state: Mapping, before: StepSpec | None, spec: StepSpec, name: str) -> None:
+    """Refuse to step under another weight update than the one whose auxiliary tensors a state holds."""
+    # A copy of an optimizer has no step specification `before`, but it has the tensors.
     left = [] if before is None or before.update == spec.update else sorted(before.auxiliary_names)
-    left += [key for key in state.keys() - set(spec.tensors) - {"step", *left} if is_auxiliary_name(str(key))]
+    left += [key for key in state.keys() - set(spec.tensor_names) - {"step", *left} if is_auxiliary_name(str(key))]
     if left:
         raise ValueError(
             f"weight_update={spec.update.name!r}, but the state of parameter {name} holds {quote(left)} of another: "
@@ -89,7 +76,7 @@ def refuse_other_update(state: Mapping, before: StepSpec | None, spec: StepSpec,
         )
 
 
-def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
+def _refuse_mismatched_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
     """Refuse states that were made before the parameter was converted or resized."""
     for key, (shape, dtype) in wanted.items():
         held = get_local(state[key]) if key in state else None
@@ -104,10 +91,10 @@ def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
 
 def _refuse_partial_states(state: Mapping, spec: StepSpec, name: str) -> None:
     """Refuse a state some of whose tensors are missing: those that are there mean nothing, or something else, alone."""
-    for slot, names in zip(spec.rule.states, spec.state_tensors):
+    for slot, names in zip(spec.rule.states, spec.state_tensor_names):
         missing = [key for key in names if key not in state]
-        forms = {*names, *(f"{slot.name}{suffix}" for suffix in STORAGE_SUFFIXES)}
-        held = sorted(key for key in forms & state.keys() if key in names or key not in spec.tensors)
+        forms = {*names, *(f"{slot.name}{suffix}" for suffix in STATE_NAME_SUFFIXES)}
+        held = sorted(key for key in forms & state.keys() if key in names or key not in spec.tensor_names)
         if missing and held:
             raise ValueError(
                 f"state {slot.name!r} of parameter {name} lacks {quote(missing)} beside {quote(held)}: put back what "

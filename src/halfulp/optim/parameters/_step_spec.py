@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,50 +17,39 @@ from .._storage import PAYLOAD_STORES, STORES, Store, make_format_store
 from ..rules._update_rule import UpdateRule
 from ..states._codec import Scaled
 from ..states._int8_blocks import Int8Blocks
-from ..states._state import PAIR_NAME, Codec, refuse_coarse, resolve_codecs
+from ..states._state import BF16_PAIR, Codec, refuse_coarse_states, resolve_codecs
 from ..weight_updates._components import choose_components_update
 from ..weight_updates._weight_update import WEIGHT_UPDATES, WeightUpdate, find_weight_update
-from ._local_tensors import find_index_map, get_local, get_memory
-from ._narrowing import is_kept_float32
+from ._local_tensors import find_index_map, get_local, get_payload
+from ._narrowing import is_marked_as_float32
 
 # A chunk's row of sums holds as many largest magnitudes, and the weight's.
 MOST_SCALED_STATES = 3
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 POINTERS_BEFORE_STATES = 5
 # Of each sum of a rule, the power of two that its values are multiplied by, and what they are rounded beside.
-SUM_SCALES = ("sum_inverse", "sum_anchor", "sum_low_anchor")
+SUM_SCALE_NAMES = ("sum_inverse", "sum_anchor", "sum_low_anchor")
 # The scale that a payload is read under, the reciprocal of the one it is written under, the gradient's; what the
 # payload as read is multiplied by to be under the new scale, and that scale.
-WEIGHT_SCALES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_ratio", "new_scale")
+WEIGHT_SCALE_NAMES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_ratio", "new_scale")
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """The specification of a fused call: rule, weight update, storage of the weight and the states.
-
-    Attributes:
-        store, gradient: of the parameter and of its gradient.
-        codecs: of the states, in the rule's order.
-        metered: whether lost updates are counted.
-        scaled: whether the parameter is a payload with a scale; scales are then further constants.
-        finds_amax: nothing is written; the largest finite magnitudes that a step would store are found.
-        reduces: nothing is written; of the values that the rule adds up, the "largest" finite magnitudes or the "sums"
-            are found.
-        factor_names: of the tensors that the rule prepares a step with, beside the states.
-        in_parameter: the auxiliary tensors are components of the parameter itself; the kernel is the same.
-    """
+    """The specification of a fused call: rule, weight update, storage of the weight and the states."""
 
     rule: UpdateRule
     update: WeightUpdate
-    store: Store
+    store: Store  # of the parameter
     gradient: Store
-    codecs: tuple[Codec, ...]
-    metered: bool = False
-    scaled: bool = False
-    finds_amax: bool = False
-    reduces: str = ""
-    factor_names: tuple[str, ...] = ()
-    in_parameter: bool = False
+    codecs: tuple[Codec, ...]  # of the states, in the rule's order
+    metered: bool = False  # lost updates are counted
+    scaled: bool = False  # the parameter is a payload with a scale; scales are then further constants
+    # What is found instead of writing: "amax", the largest finite magnitudes that a step would store, or of the values
+    # that the rule adds up the "largest" finite magnitudes or the "sums".
+    finds: str = ""
+    factor_names: tuple[str, ...] = ()  # of the tensors that the rule prepares a step with, beside the states
+    in_parameter: bool = False  # auxiliary tensors are components of the parameter itself; the kernel is the same
 
     def __hash__(self) -> int:
         """Return a hash, computed once: every step looks its kernel up by the specification."""
@@ -74,24 +64,20 @@ class StepSpec:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
-    def rule_constants(self) -> tuple[str, ...]:
-        """The variables of the rule's constants in generated source, none of whose other names begins like them."""
-        return tuple(f"rule_{name}" for name in self.rule.constants)
-
-    @property
-    def constants(self) -> tuple[str, ...]:
-        """The variables of the rule's constants, then of the scales before and after the step."""
+    def constant_names(self) -> tuple[str, ...]:
+        """The names of the rule's constants behind "rule_", then of the scales before and after the step."""
+        of_rule = [f"rule_{name}" for name in self.rule.constants]
         sums = range(len(self.rule.reductions) if self.reduces else 0)
-        of_sums = [f"{name}_{k}" for k in sums for name in SUM_SCALES]
+        of_sums = [f"{name}_{k}" for k in sums for name in SUM_SCALE_NAMES]
         if not self.scaled:
-            return (*self.rule_constants, *of_sums)
-        own = [name for k in self.scaled_states for name in (f"scale_{k}", f"inverse_{k}")]
-        return (*self.rule_constants, *WEIGHT_SCALES, *own, *of_sums)
+            return (*of_rule, *of_sums)
+        of_states = [name for k in self.scaled_states for name in (f"scale_{k}", f"inverse_{k}")]
+        return (*of_rule, *WEIGHT_SCALE_NAMES, *of_states, *of_sums)
 
     @functools.cached_property
-    def constant_places(self) -> dict[str, int]:
+    def constant_columns(self) -> dict[str, int]:
         """The position of each constant."""
-        return {name: place for place, name in enumerate(self.constants)}
+        return {name: place for place, name in enumerate(self.constant_names)}
 
     @property
     def scaled_states(self) -> dict[int, Scaled]:
@@ -99,39 +85,34 @@ class StepSpec:
         return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, Scaled)}
 
     @property
-    def blocked_states(self) -> dict[int, Codec]:
-        """The codecs of the states in blocks of codes, by the states' numbers."""
-        return {k: codec for k, codec in enumerate(self.codecs) if codec.scale_block}
-
-    @property
-    def block(self) -> int | None:
+    def block_length(self) -> int | None:
         """Length of the blocks, None if there are none."""
-        return next((codec.scale_block for codec in self.blocked_states.values()), None)
+        return next((codec.scale_block for codec in self.codecs if codec.scale_block), None)
 
     @property
-    def shrinks(self) -> bool:
+    def rescales_large(self) -> bool:
         """Whether elements too large to square in float32, but not for 8-bit codes, are scaled down for the rule."""
         squares = any(state.degree == 2 for state in self.rule.states)
         in_roots = any(isinstance(codec, Int8Blocks) for codec in self.codecs)
         return in_roots and not self.scaled and squares and self.rule.homogeneous is not None
 
-    @functools.cached_property
-    def writes(self) -> bool:
-        """Whether anything is written."""
-        return not (self.finds_amax or self.reduces)
+    @property
+    def reduces(self) -> bool:
+        """Whether the values that the rule adds up are looked at."""
+        return self.finds in ("largest", "sums")
 
     @functools.cached_property
-    def draws(self) -> bool:
+    def draws_bits(self) -> bool:
         """Whether a step draws random bits."""
-        return any(list_draws(self)[0] + list_draws(self)[1])
+        return any(assign_random_bits(self)[0] + assign_random_bits(self)[1])
 
     @property
-    def assigns(self) -> bool:
+    def assigns_weight(self) -> bool:
         """Whether the new weight itself is written, instead of the sum of the old one and a difference."""
         return self.rule.assigns and not self.update.compensates
 
     @functools.cached_property
-    def metered_twin(self) -> StepSpec:
+    def metered_spec(self) -> StepSpec:
         """This specification with lost updates counted."""
         return dataclasses.replace(self, metered=True)
 
@@ -141,27 +122,26 @@ class StepSpec:
         return () if self.in_parameter else tuple(name for name, _ in self.update.auxiliary_tensors(self.store))
 
     @functools.cached_property
-    def state_tensors(self) -> tuple[tuple[str, ...], ...]:
+    def state_tensor_names(self) -> tuple[tuple[str, ...], ...]:
         """Per state of the rule, the names of its tensors."""
         return tuple(
             tuple(codec.tensors(state.name, torch.Size([1]))) for codec, state in zip(self.codecs, self.rule.states)
         )
 
     @functools.cached_property
-    def tensors(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """The names of all tensors that a parameter's state holds: auxiliary tensors, then states, then factors."""
-        return tuple(itertools.chain(self.auxiliary_names, *self.state_tensors, self.factor_names))
+        return tuple(itertools.chain(self.auxiliary_names, *self.state_tensor_names, self.factor_names))
 
     @property
     def name(self) -> str:
         """The name in messages and in the cache."""
-        suffix = "_amax" if self.finds_amax else f"_{self.reduces}" if self.reduces else ""
-        suffix += "_scaled" if self.scaled and not self.finds_amax else ""
+        suffix = f"_{self.finds}" if self.finds else ""
+        suffix += "_scaled" if self.scaled and self.finds != "amax" else ""
         return f"{self.rule.name}_{self.update.name}_{self.store.name}{suffix}".replace("-", "_")
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """The source of a stochastic rounding's bits: so many bits of an element's random word, from one on."""
 
     word: int
@@ -170,7 +150,7 @@ class Draw:
 
 
 @functools.cache
-def list_draws(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | None, ...]]:
+def assign_random_bits(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | None, ...]]:
     """Return the draws of the weight update and of the states; None where nothing is drawn.
 
     Each gets all bits that it uses, so that no chance is off. Those of up to 16 take the upper and the lower half of
@@ -179,7 +159,7 @@ def list_draws(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | No
     """
     of_weight = spec.update.draws(spec.store)
     wanted = [*of_weight, *(codec.random_bits for codec in spec.codecs)]
-    blocked = [len(of_weight) + k for k in spec.blocked_states]
+    blocked = [len(of_weight) + k for k, codec in enumerate(spec.codecs) if codec.scale_block]
     placed: list[Draw | None] = [None] * len(wanted)
     words, halves = itertools.count(), list[Draw]()
     for place in sorted(range(len(wanted)), key=lambda place: place not in blocked):
@@ -200,7 +180,7 @@ def count_pointers(spec: StepSpec) -> int:
     return POINTERS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs) + (spec.rule.prepare is not None)
 
 
-def list_state_pointers(spec: StepSpec) -> list[int]:
+def list_state_columns(spec: StepSpec) -> list[int]:
     """Return the first column of each state's tensors in the pointer table."""
     widths = [codec.columns for codec in spec.codecs]
     return [POINTERS_BEFORE_STATES + before for before in itertools.accumulate([0, *widths[:-1]])] if widths else []
@@ -211,15 +191,15 @@ def choose_step_spec(
 ) -> StepSpec:
     """Return the step specification of a parameter, whose gradient is stored as it is if `gradient` is None."""
     own = choose_components_update(group, parameter, name) if isinstance(parameter, MCTensor) else None
-    scaled, dtype = isinstance(parameter, ScaledTensor), get_memory(parameter).dtype
-    narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept_float32(parameter)
-    store = _find_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)
+    scaled, dtype = isinstance(parameter, ScaledTensor), get_payload(parameter).dtype
+    narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_marked_as_float32(parameter)
+    store = _choose_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)
     default = "stochastic" if scaled else "split8" if store.dtype in NARROW_DTYPES else "kahan"
     chosen = default if group["weight_update"] is None else group["weight_update"]
     update = own or (WEIGHT_UPDATES["exact"] if store.name == "fp32" else find_weight_update(chosen))
     _refuse_scaled_options(group, parameter, update, name)
     update.check(store)
-    refuse_feedback(rule, update)
+    refuse_unsupported_feedback(rule, update)
     codecs = _choose_codecs(rule, group, parameter, store, name)
     factors = tuple(rule.factors(tuple(parameter.shape))) if rule.factors is not None else ()
     return StepSpec(
@@ -234,7 +214,7 @@ def choose_step_spec(
     )
 
 
-def _find_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
+def _choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
     """Return the store of a parameter of some dtype, or of a scaled parameter's payload."""
     if scaled:
         if format_store is not None:
@@ -266,7 +246,7 @@ def _choose_codecs(
     if under_scales and not is_scaled:
         raise ValueError(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "
-            f"allowed are torch.float32 and {PAIR_NAME!r} there and, but for a running maximum, torch.bfloat16, '8bit' "
+            f"allowed are torch.float32 and {BF16_PAIR!r} there and, but for a running maximum, torch.bfloat16, '8bit' "
             "and '4bit'; or scale the model by hu.scalify"
         )
     if len(under_scales) > MOST_SCALED_STATES:
@@ -275,21 +255,16 @@ def _choose_codecs(
             f"{rule.name} keeps {len(under_scales)} states beside the scaled parameter {name}, but at most "
             f"{MOST_SCALED_STATES} can be stored under scales: give state_dtype={{{others}}}, or torch.bfloat16 there"
         )
-    refuse_coarse(rule, codecs, group["state_dtype"])
-    for block in {codec.scale_block for codec in codecs}:
-        if block is not None:
-            _refuse_cut_blocks(parameter, block, name)
+    refuse_coarse_states(rule, codecs, group["state_dtype"])
+    for block in {codec.scale_block for codec in codecs if codec.scale_block}:
+        cut = (find_index_map(parameter).runs()[:, 1:] % block).any()
+        inner = any(getattr(placement, "dim", 0) for placement in getattr(parameter, "placements", ()))
+        if cut or (inner and parameter.shape[-1] % block):
+            raise ValueError(
+                f"parameter {name} of shape {tuple(parameter.shape)} is sharded so that blocks of {block} states "
+                "are cut: shard dimension 0, or give it a group with state_dtype=torch.bfloat16"
+            )
     return codecs
-
-
-def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
-    cut = (find_index_map(parameter).runs()[:, 1:] % block).any()
-    inner = any(getattr(placement, "dim", 0) for placement in getattr(parameter, "placements", ()))
-    if cut or (inner and parameter.shape[-1] % block):
-        raise ValueError(
-            f"parameter {name} of shape {tuple(parameter.shape)} is sharded so that blocks of {block} states "
-            "are cut: shard dimension 0, or give it a group with state_dtype=torch.bfloat16"
-        )
 
 
 def _refuse_scaled_options(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:
@@ -310,7 +285,7 @@ def _refuse_scaled_options(group: Mapping, parameter: torch.Tensor, update: Weig
         )
 
 
-def refuse_feedback(rule: UpdateRule, update: WeightUpdate) -> None:
+def refuse_unsupported_feedback(rule: UpdateRule, update: WeightUpdate) -> None:
     """Refuse error feedback for rules without a first moment that the update is proportional to."""
     if update.feeds_back and rule.error_feedback is None:
         raise ValueError(

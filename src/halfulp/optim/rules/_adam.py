@@ -11,8 +11,8 @@ from typing import Any
 from ...kernels import divide, maximum, sqrt
 from ._update_rule import DESCENT_SIGNS, StateSlot, UpdateRule
 
-MOMENTS = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
-_AMSGRAD_STATES = (*MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
+MOMENT_STATES = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
+_AMSGRAD_STATES = (*MOMENT_STATES, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
 
 
 def move_moments(g, m, v, keep_v, take_m, take_v):
@@ -47,7 +47,7 @@ def adam_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, e
     return -(step * divide(m, sqrt(top) * unbias + eps)), m, v, top
 
 
-def adam_error_feedback(lost, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
+def feed_back_adam_error(lost, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """Return the first moment whose later updates add up to `lost` more: m - (1-b1)/b1 lost denominator / step."""
     return m - feedback_gain * (lost * (sqrt(v) * unbias + eps))
 
@@ -75,7 +75,7 @@ def compute_unbiasing_root(beta2: float, step: int) -> float:
     return 1 / math.sqrt(1 - beta2**step)
 
 
-def _adam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
+def _list_adam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     size = lr / (1 - beta1**step)
     feedback_gain = (1 - beta1) / (beta1 * size) if size > 0 and beta1 > 0 else 0.0
@@ -83,12 +83,12 @@ def _adam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple
     return (*list_moment_constants(group, decoupled), unbias, eps, size, feedback_gain)
 
 
-_adamw_constants = DecoupledConstants(_adam_constants)
-_DECAY_EPS, _EPS = ("decay", "eps"), ("eps",)  # what a power of two that multiplies gradients multiplies too
-ADAM = UpdateRule("adam", adam, MOMENTS, _adam_constants, _DECAY_EPS, adam_error_feedback, betas=2)
-ADAMW = UpdateRule("adamw", adamw, MOMENTS, _adamw_constants, _EPS, adam_error_feedback, betas=2)
-ADAM_AMSGRAD = UpdateRule("adam_amsgrad", adam_amsgrad, _AMSGRAD_STATES, _adam_constants, _DECAY_EPS, betas=2)
-ADAMW_AMSGRAD = UpdateRule("adamw_amsgrad", adamw_amsgrad, _AMSGRAD_STATES, _adamw_constants, _EPS, betas=2)
+_list_adamw_constants = DecoupledConstants(_list_adam_constants)
+_DECAY_AND_EPS, _EPS_ALONE = ("decay", "eps"), ("eps",)  # what a power of two that multiplies gradients multiplies too
+ADAM = UpdateRule("adam", adam, MOMENT_STATES, _list_adam_constants, _DECAY_AND_EPS, feed_back_adam_error, betas=2)
+ADAMW = UpdateRule("adamw", adamw, MOMENT_STATES, _list_adamw_constants, _EPS_ALONE, feed_back_adam_error, betas=2)
+ADAM_AMSGRAD = UpdateRule("adam_amsgrad", adam_amsgrad, _AMSGRAD_STATES, _list_adam_constants, _DECAY_AND_EPS, betas=2)
+ADAMW_AMSGRAD = UpdateRule("adamw_amsgrad", adamw_amsgrad, _AMSGRAD_STATES, _list_adamw_constants, _EPS_ALONE, betas=2)
 
 
 _NEGLIGIBLE_PRODUCT = 2.0**-60  # beside 1
@@ -114,19 +114,19 @@ def compute_momentum(beta: float, momentum_decay: float, step: int) -> float:
 
 
 @lru_cache(64)
-def _momentum_products(beta: float, momentum_decay: float) -> list[float]:
+def _start_momentum_products(beta: float, momentum_decay: float) -> list[float]:
     return [1.0]
 
 
 def compute_momentum_product(beta: float, momentum_decay: float, step: int) -> float:
     """mu_1 mu_2 ... mu_t, as under these options from the first step on; 0 once it is nothing beside 1."""
-    known = _momentum_products(beta, momentum_decay)
+    known = _start_momentum_products(beta, momentum_decay)
     while len(known) <= step and known[-1] > _NEGLIGIBLE_PRODUCT:
         known.append(known[-1] * compute_momentum(beta, momentum_decay, len(known)))
     return known[step] if step < len(known) else 0.0
 
 
-def _nadam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
+def _list_nadam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2), slows = float(group["lr"]), map(float, group["betas"]), float(group["momentum_decay"])
     size_g = lr * (1 - compute_momentum(beta1, slows, step)) / (1 - compute_momentum_product(beta1, slows, step))
     size_m = lr * compute_momentum(beta1, slows, step + 1) / (1 - compute_momentum_product(beta1, slows, step + 1))
@@ -134,10 +134,10 @@ def _nadam_constants(group: Mapping, step: int, decoupled: bool = False) -> tupl
     return (*list_moment_constants(group, decoupled), unbias, eps, size_g, size_m)
 
 
-_nadamw_constants = DecoupledConstants(_nadam_constants)
+_list_nadamw_constants = DecoupledConstants(_list_nadam_constants)
 _NADAM_OPTIONS: dict[str, Any] = {"betas": 2, "follows_from_step": ("mu_product",)}
-NADAM = UpdateRule("nadam", nadam, MOMENTS, _nadam_constants, _DECAY_EPS, **_NADAM_OPTIONS)
-NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _nadamw_constants, _EPS, **_NADAM_OPTIONS)
+NADAM = UpdateRule("nadam", nadam, MOMENT_STATES, _list_nadam_constants, _DECAY_AND_EPS, **_NADAM_OPTIONS)
+NADAMW = UpdateRule("nadamw", nadamw, MOMENT_STATES, _list_nadamw_constants, _EPS_ALONE, **_NADAM_OPTIONS)
 
 
 def radam(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
@@ -152,7 +152,7 @@ def radamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive
     return -(decay * w) - plain * m - adaptive * divide(m, sqrt(v) + eps), m, v
 
 
-def _radam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
+def _list_radam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2), eps = float(group["lr"]), map(float, group["betas"]), float(group["eps"])
     size, left = lr / (1 - beta1**step), 1 - beta2**step
     longest = 2 / (1 - beta2) - 1
@@ -164,5 +164,5 @@ def _radam_constants(group: Mapping, step: int, decoupled: bool = False) -> tupl
 
 
 # Not homogeneous: the first steps grow with the gradient.
-RADAM = UpdateRule("radam", radam, MOMENTS, _radam_constants, betas=2)
-RADAMW = UpdateRule("radamw", radamw, MOMENTS, DecoupledConstants(_radam_constants), betas=2)
+RADAM = UpdateRule("radam", radam, MOMENT_STATES, _list_radam_constants, betas=2)
+RADAMW = UpdateRule("radamw", radamw, MOMENT_STATES, DecoupledConstants(_list_radam_constants), betas=2)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ...kernels import divide, maximum, sqrt
-from ._adam import MOMENTS, compute_unbiasing_root, list_moment_constants, move_moments
+from ._adam import MOMENT_STATES, compute_unbiasing_root, list_moment_constants, move_moments
 from ._update_rule import DESCENT_SIGNS, Reduction, StateSlot, UpdateRule
 
 
@@ -18,7 +18,7 @@ def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, u
     return -(decay * w) - divide(size_m * m + size_slow * slow, sqrt(v) * unbias + eps), m, v, slow
 
 
-def _ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _list_ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
     alpha, warmup, beta_warmup = float(group["alpha"]), group["alpha_warmup"], group["beta3_warmup"]
     if warmup:
@@ -31,15 +31,8 @@ def _ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return (*kept, lr / (1 - beta1**step), lr * alpha)
 
 
-_ADEMAMIX_STATES = (*MOMENTS, StateSlot("exp_avg_slow", 1))
-ADEMAMIX = UpdateRule(
-    "ademamix",
-    ademamix,
-    _ADEMAMIX_STATES,
-    _ademamix_constants,
-    homogeneous=("eps",),
-    betas=3,
-)
+_ADEMAMIX_STATES = (*MOMENT_STATES, StateSlot("exp_avg_slow", 1))
+ADEMAMIX = UpdateRule("ademamix", ademamix, _ADEMAMIX_STATES, _list_ademamix_constants, homogeneous=("eps",), betas=3)
 
 
 def adan(
@@ -58,7 +51,7 @@ def adan(
     return -(decay * w) - divide(size_m * m + size_d * d, sqrt(n) * unbias + eps), m, d, n, g
 
 
-def _adan_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _list_adan_constants(group: Mapping, step: int) -> tuple[float, ...]:
     """Return the constants of a step, made in float64; the first step has no change of gradients."""
     lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
     decay, shrink = lr * float(group["weight_decay"]), 1.0
@@ -78,33 +71,33 @@ _ADAN_STATES = (
     StateSlot("exp_avg_sq", 2),
     StateSlot("gradient_before", 1),
 )
-ADAN = UpdateRule("adan", adan, _ADAN_STATES, _adan_constants, homogeneous=("eps",), betas=3)
+ADAN = UpdateRule("adan", adan, _ADAN_STATES, _list_adan_constants, homogeneous=("eps",), betas=3)
 
 
-def lamb_weight(w):
+def get_lamb_weight(w):
     """Return the weight, whose norm a tensor's step is to have."""
     return w
 
 
-def lamb_direction(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, eps):
+def compute_lamb_direction(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, eps):
     """r = m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps) + wd w, of the new m and v."""
     m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
     return divide(unbias_m * m, sqrt(v) * unbias_v + eps) + decay * w
 
 
 def lamb(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, eps, lr):
-    """u = -lr |w|/|r| r with r of `lamb_direction`."""
+    """u = -lr |w|/|r| r with r of `compute_lamb_direction`."""
     m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
     return -(lr * (divide(unbias_m * m, sqrt(v) * unbias_v + eps) + decay * w)), m, v
 
 
-def _lamb_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _list_lamb_constants(group: Mapping, step: int) -> tuple[float, ...]:
     beta1, beta2 = map(float, group["betas"])
     unbias = (1 / (1 - beta1**step), compute_unbiasing_root(beta2, step)) if group["bias_correction"] else (1.0, 1.0)
     return (*list_moment_constants(group, decoupled=False), *unbias, float(group["eps"]))
 
 
-def _lamb_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
+def _list_lamb_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
     """Give lr times the trust ratio: 1 where either norm is 0, and where nothing decays unless `always_adapt`."""
     weight, direction = (math.sqrt(total) for total in sums)
     adapts = (group["weight_decay"] or group["always_adapt"]) and weight > 0 and direction > 0
@@ -115,12 +108,12 @@ def _lamb_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tup
 LAMB = UpdateRule(
     "lamb",
     lamb,
-    MOMENTS,
-    _lamb_constants,
+    MOMENT_STATES,
+    _list_lamb_constants,
     ("eps",),
     betas=2,
-    reductions=(Reduction(lamb_weight, squares=True), Reduction(lamb_direction, squares=True)),
-    late_values=_lamb_late_values,
+    reductions=(Reduction(get_lamb_weight, squares=True), Reduction(compute_lamb_direction, squares=True)),
+    late_values=_list_lamb_late_values,
 )
 
 
@@ -138,35 +131,35 @@ def prodigy(
     return -(decay * w) - size * divide(m, sqrt(v) + eps), m, v, keep_s * s + take_s * g, start
 
 
-def prodigy_progress(w, g, m, v, s, start, sign, coupled, counts, first):
+def compute_prodigy_progress(w, g, m, v, s, start, sign, coupled, counts, first):
     """g (w0 - w): how far along the gradients the weight has come."""
     return counts * ((sign * g + coupled * w) * (start + first * (w - start) - w))
 
 
-def prodigy_distance(w, g, m, v, s, start, sign, coupled, counts, first, take_s, keep_s):
+def compute_prodigy_distance(w, g, m, v, s, start, sign, coupled, counts, first, take_s, keep_s):
     """|s|, s being the sum of gradients after this step."""
     s = keep_s * s + take_s * (sign * g + coupled * w)
     return counts * maximum(s, -s)
 
 
-def _third_beta(group: Mapping) -> float:
+def _read_third_beta(group: Mapping) -> float:
     return math.sqrt(float(group["betas"][1])) if group["beta3"] is None else float(group["beta3"])
 
 
-def _prodigy_rate(group: Mapping) -> float:
+def _compute_prodigy_rate(group: Mapping) -> float:
     (beta1, beta2), made = map(float, group["betas"]), group["k"] + 1
     unbias = math.sqrt(1 - beta2**made) / (1 - beta1**made) if group["use_bias_correction"] else 1.0
     return group["d"] * float(group["lr"]) * unbias
 
 
-def _prodigy_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    (beta1, beta2), d, rate = map(float, group["betas"]), group["d"], _prodigy_rate(group)
+def _list_prodigy_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    (beta1, beta2), d, rate = map(float, group["betas"]), group["d"], _compute_prodigy_rate(group)
     decay, counts = float(group["weight_decay"]), 1.0 if group["lr"] > 0 else 0.0
     gain = d / group["d0"] * (d if group["safeguard_warmup"] else rate) * counts
     apart = (0.0, rate * decay) if group["decouple"] else (decay, 0.0)
     return (
         *(DESCENT_SIGNS[bool(group["maximize"])], apart[0], counts, 1.0 if step == 1 else 0.0),
-        *(gain, _third_beta(group), apart[1], beta1, d * (1 - beta1), beta2, d * d * (1 - beta2), rate),
+        *(gain, _read_third_beta(group), apart[1], beta1, d * (1 - beta1), beta2, d * d * (1 - beta2), rate),
     )
 
 
@@ -174,7 +167,7 @@ def estimate_distance(group: Mapping, sums: Sequence[float]) -> dict[str, float]
     """Return d, the largest so far and the numerator after the sums of a step."""
     progress, distance = sums
     d, d0, largest = group["d"], group["d0"], group["d_max"]
-    numerator = _third_beta(group) * group["d_numerator"] + d / d0 * _prodigy_rate(group) * progress
+    numerator = _read_third_beta(group) * group["d_numerator"] + d / d0 * _compute_prodigy_rate(group) * progress
     if not (distance > 0 and group["lr"] > 0 and math.isfinite(numerator) and math.isfinite(distance)):
         return {"d": d, "d_max": largest, "d_numerator": group["d_numerator"]}
     found = group["d_coef"] * numerator / distance
@@ -183,17 +176,17 @@ def estimate_distance(group: Mapping, sums: Sequence[float]) -> dict[str, float]
     return {"d": min(largest, d * group["growth_rate"]), "d_max": largest, "d_numerator": numerator}
 
 
-def _prodigy_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
+def _list_prodigy_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
     return (float(group["eps"]) * estimate_distance(group, sums)["d"],)
 
 
-_PRODIGY_STATES = (*MOMENTS, StateSlot("s", 1), StateSlot("p0", 1, exact=True))
+_PRODIGY_STATES = (*MOMENT_STATES, StateSlot("s", 1), StateSlot("p0", 1, exact=True))
 PRODIGY = UpdateRule(
     "prodigy",
     prodigy,
     _PRODIGY_STATES,
-    _prodigy_constants,
+    _list_prodigy_constants,
     betas=2,
-    reductions=(Reduction(prodigy_progress, over_all=True), Reduction(prodigy_distance, over_all=True)),
-    late_values=_prodigy_late_values,
+    reductions=(Reduction(compute_prodigy_progress, over_all=True), Reduction(compute_prodigy_distance, over_all=True)),
+    late_values=_list_prodigy_late_values,
 )

@@ -11,7 +11,7 @@ import torch
 from ...kernels import divide, sign_of, sqrt
 from ._update_rule import DESCENT_SIGNS, StateSlot, UpdateRule
 
-_BUFFERS = (StateSlot("momentum_buffer", 1),)
+_MOMENTUM_STATES = (StateSlot("momentum_buffer", 1),)
 
 
 def sgd(w, g, sign, decay, keep, take, lr, feedback_gain):
@@ -32,7 +32,7 @@ def sgd_nesterov(w, g, buffer, sign, decay, keep, take, lr, feedback_gain):
     return -(lr * (g + keep * buffer)), buffer
 
 
-def momentum_error_feedback(lost, buffer, sign, decay, keep, take, lr, feedback_gain):
+def feed_back_momentum_error(lost, buffer, sign, decay, keep, take, lr, feedback_gain):
     """Return the buffer whose later updates add up to `lost` more: b - (1 - momentum)/momentum lost / lr.
 
     Nesterov's updates take the buffer times momentum, so their gain is larger by 1/momentum.
@@ -40,7 +40,7 @@ def momentum_error_feedback(lost, buffer, sign, decay, keep, take, lr, feedback_
     return buffer - feedback_gain * lost
 
 
-def _momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _list_momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, momentum = float(group["lr"]), float(group["momentum"])
     take = 1.0 if step == 1 else 1 - float(group["dampening"])
     share = momentum * momentum if group["nesterov"] else momentum
@@ -48,12 +48,12 @@ def _momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return DESCENT_SIGNS[bool(group["maximize"])], float(group["weight_decay"]), momentum, take, lr, feedback_gain
 
 
-SGD = UpdateRule("sgd", sgd, (), _momentum_constants)
+SGD = UpdateRule("sgd", sgd, (), _list_momentum_constants)
 SGD_MOMENTUM = UpdateRule(
-    "sgd_momentum", sgd_momentum, _BUFFERS, _momentum_constants, error_feedback=momentum_error_feedback
+    "sgd_momentum", sgd_momentum, _MOMENTUM_STATES, _list_momentum_constants, error_feedback=feed_back_momentum_error
 )
 SGD_NESTEROV = UpdateRule(
-    "sgd_nesterov", sgd_nesterov, _BUFFERS, _momentum_constants, error_feedback=momentum_error_feedback
+    "sgd_nesterov", sgd_nesterov, _MOMENTUM_STATES, _list_momentum_constants, error_feedback=feed_back_momentum_error
 )
 
 
@@ -64,19 +64,13 @@ def lion(w, g, m, sign, decay, keep, take, keep_m, take_m, lr):
     return -(decay * w) - lr * direction, keep_m * m + take_m * g
 
 
-def _lion_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _list_lion_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
     sign, decay = DESCENT_SIGNS[bool(group["maximize"])], lr * float(group["weight_decay"])
     return sign, decay, beta1, 1 - beta1, beta2, 1 - beta2, lr
 
 
-LION = UpdateRule(
-    "lion",
-    lion,
-    (StateSlot("exp_avg", 1),),
-    _lion_constants,
-    betas=2,
-)
+LION = UpdateRule("lion", lion, (StateSlot("exp_avg", 1),), _list_lion_constants, betas=2)
 
 
 def muon(w, g, prepared, buffer, decay, take, size):
@@ -105,7 +99,7 @@ def orthogonalize_by_newton_schulz(
     In bfloat16, as torch.optim.Muon; in float32 on a processor that has no products of bfloat16.
     """
     a, b, c = coefficients
-    x = matrix.to(_dtype_of_products(matrix.device))
+    x = matrix.to(_choose_product_dtype(matrix.device))
     tall = x.size(0) > x.size(1)
     x = x.T if tall else x
     x = x / x.norm().clamp(min=eps)
@@ -115,27 +109,21 @@ def orthogonalize_by_newton_schulz(
     return x.T if tall else x
 
 
-def _dtype_of_products(device: torch.device) -> torch.dtype:
+def _choose_product_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
     return torch.bfloat16
 
 
-def _muon_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _list_muon_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return float(group["lr"]) * float(group["weight_decay"]), 1 - float(group["momentum"])
 
 
-MUON = UpdateRule(
-    "muon",
-    muon,
-    _BUFFERS,
-    _muon_constants,
-    prepare=orthogonalize_momentum,
-)
+MUON = UpdateRule("muon", muon, _MOMENTUM_STATES, _list_muon_constants, prepare=orthogonalize_momentum)
 
 
 # The point that steps; the parameter lies between it and the average, z + beta (x - z).
-_Z_STATES = (StateSlot("z", 1, exact=True),)
+_POINT_STATES = (StateSlot("z", 1, exact=True),)
 
 
 def schedule_free_sgd(w, g, z, sign, decay, first, mix, size_y, size_z):
@@ -154,7 +142,7 @@ def schedule_free_adamw(w, g, z, v, sign, decay, first, mix, size_y, size_z, kee
     return mix * (z - w) - size_y * d, z - size_z * d, v
 
 
-def count_next_step(group: Mapping) -> tuple[float, float, float]:
+def compute_next_averaging_weights(group: Mapping) -> tuple[float, float, float]:
     """Return lr under warmup, the largest so far, and the sum of the averages' weights, after one more step."""
     made, warmup = group["k"] + 1, group["warmup_steps"]
     lr = float(group["lr"]) * (min(1.0, made / warmup) if warmup else 1.0)
@@ -162,25 +150,25 @@ def count_next_step(group: Mapping) -> tuple[float, float, float]:
     return lr, largest, group["weight_sum"] + made ** float(group["r"]) * largest ** float(group["weight_lr_power"])
 
 
-def _schedule_free_constants(group: Mapping, step: int, momentum: float) -> tuple[float, ...]:
-    lr, _, total = count_next_step(group)
+def _list_schedule_free_constants(group: Mapping, step: int, momentum: float) -> tuple[float, ...]:
+    lr, _, total = compute_next_averaging_weights(group)
     mix = (total - group["weight_sum"]) / total if total else 0.0
     signs = DESCENT_SIGNS[bool(group["maximize"])], float(group["weight_decay"]), 1.0 if step == 1 else 0.0
     return (*signs, mix, lr * (1 - momentum * (1 - mix)), lr)
 
 
-def _schedule_free_sgd_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    return _schedule_free_constants(group, step, float(group["momentum"]))
+def _list_schedule_free_sgd_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    return _list_schedule_free_constants(group, step, float(group["momentum"]))
 
 
-def _schedule_free_adamw_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _list_schedule_free_adamw_constants(group: Mapping, step: int) -> tuple[float, ...]:
     beta1, beta2 = map(float, group["betas"])
     own = beta2, 1 - beta2, 1 / math.sqrt(1 - beta2**step), float(group["eps"])
-    return (*_schedule_free_constants(group, step, beta1), *own)
+    return (*_list_schedule_free_constants(group, step, beta1), *own)
 
 
-_AVERAGED_ADAMW_STATES = (*_Z_STATES, StateSlot("exp_avg_sq", 2))
-SCHEDULE_FREE_SGD = UpdateRule("schedule_free_sgd", schedule_free_sgd, _Z_STATES, _schedule_free_sgd_constants)
+_AVERAGED_ADAMW_STATES = (*_POINT_STATES, StateSlot("exp_avg_sq", 2))
+SCHEDULE_FREE_SGD = UpdateRule("schedule_free_sgd", schedule_free_sgd, _POINT_STATES, _list_schedule_free_sgd_constants)
 SCHEDULE_FREE_ADAMW = UpdateRule(
-    "schedule_free_adamw", schedule_free_adamw, _AVERAGED_ADAMW_STATES, _schedule_free_adamw_constants, betas=2
+    "schedule_free_adamw", schedule_free_adamw, _AVERAGED_ADAMW_STATES, _list_schedule_free_adamw_constants, betas=2
 )

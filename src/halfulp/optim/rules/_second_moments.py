@@ -12,7 +12,7 @@ from ...kernels import divide, maximum, sqrt
 from ._update_rule import DESCENT_SIGNS, StateSlot, UpdateRule
 
 
-def _initial_sum(group: Mapping) -> float:
+def _read_initial_sum(group: Mapping) -> float:
     return float(group["initial_accumulator_value"])
 
 
@@ -23,7 +23,7 @@ def adagrad(w, g, total, sign, decay, eps, lr):
     return -(lr * divide(g, sqrt(total) + eps)), total
 
 
-def _adagrad_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _list_adagrad_constants(group: Mapping, step: int) -> tuple[float, ...]:
     rate = float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
     return DESCENT_SIGNS[bool(group["maximize"])], float(group["weight_decay"]), float(group["eps"]), rate
 
@@ -31,8 +31,8 @@ def _adagrad_constants(group: Mapping, step: int) -> tuple[float, ...]:
 ADAGRAD = UpdateRule(
     "adagrad",
     adagrad,
-    (StateSlot("sum", 2, initial=_initial_sum),),
-    _adagrad_constants,
+    (StateSlot("sum", 2, initial=_read_initial_sum),),
+    _list_adagrad_constants,
     homogeneous=("decay", "eps"),
 )
 
@@ -75,21 +75,26 @@ def rmsprop_centered_momentum(w, g, v, mean, buffer, sign, decay, keep, take, ep
     return -(lr * buffer), v, mean, buffer
 
 
-def _rmsprop_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _list_rmsprop_constants(group: Mapping, step: int) -> tuple[float, ...]:
     alpha, sign = float(group["alpha"]), DESCENT_SIGNS[bool(group["maximize"])]
     decay, eps = float(group["weight_decay"]), float(group["eps"])
     return sign, decay, alpha, 1 - alpha, eps, float(group["momentum"]), float(group["lr"]), 0.0
 
 
-_DECAY_EPS = ("decay", "eps")
-RMSPROP = UpdateRule("rmsprop", rmsprop, (_SQUARE_STATE,), _rmsprop_constants, _DECAY_EPS)
-RMSPROP_CENTERED = UpdateRule("rmsprop_centered", rmsprop_centered, _CENTERED_STATES, _rmsprop_constants, _DECAY_EPS)
+_DECAY_AND_EPS = ("decay", "eps")
+RMSPROP = UpdateRule("rmsprop", rmsprop, (_SQUARE_STATE,), _list_rmsprop_constants, _DECAY_AND_EPS)
+RMSPROP_CENTERED = UpdateRule(
+    "rmsprop_centered", rmsprop_centered, _CENTERED_STATES, _list_rmsprop_constants, _DECAY_AND_EPS
+)
 # The buffer is a sum of quotients, which a power of two that multiplies the gradients leaves as it is.
 RMSPROP_MOMENTUM = UpdateRule(
-    "rmsprop_momentum", rmsprop_momentum, (_SQUARE_STATE, _MOMENTUM_STATE), _rmsprop_constants
+    "rmsprop_momentum", rmsprop_momentum, (_SQUARE_STATE, _MOMENTUM_STATE), _list_rmsprop_constants
 )
 RMSPROP_CENTERED_MOMENTUM = UpdateRule(
-    "rmsprop_centered_momentum", rmsprop_centered_momentum, (*_CENTERED_STATES, _MOMENTUM_STATE), _rmsprop_constants
+    "rmsprop_centered_momentum",
+    rmsprop_centered_momentum,
+    (*_CENTERED_STATES, _MOMENTUM_STATE),
+    _list_rmsprop_constants,
 )
 
 
@@ -120,15 +125,15 @@ def prepare_adafactor(tensors: Any, group: Mapping, step: int) -> tuple[torch.Te
     if len(tensors.shape) < 2:
         variance = held["variance"].lerp_(g * g, take).clone()
     else:
-        row = held["row_var"].lerp_(_mean_square(g, -1), take)
-        column = held["col_var"].lerp_(_mean_square(g, -2), take)
+        row = held["row_var"].lerp_(_compute_mean_square(g, -1), take)
+        column = held["col_var"].lerp_(_compute_mean_square(g, -2), take)
         variance = row @ column / row.mean(-2, keepdim=True).clamp(min=eps1)
     direction = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(g)
     clip = max(1.0, compute_root_mean_square(direction) / float(group["d"]))
     return direction, ((-rate if group["maximize"] else rate) / clip,)
 
 
-def _mean_square(g: torch.Tensor, dimension: int) -> torch.Tensor:
+def _compute_mean_square(g: torch.Tensor, dimension: int) -> torch.Tensor:
     if g.numel() == g.shape[dimension]:  # one sum, whose order is of the number of threads
         return torch.full_like(g.narrow(dimension, 0, 1), compute_root_mean_square(g) ** 2)
     return (g * g).mean(dimension, keepdim=True)
@@ -142,10 +147,10 @@ def compute_root_mean_square(x: torch.Tensor) -> float:
     return math.sqrt(torch.stack(parts).square().sum().item() / x.numel())
 
 
-def _adafactor_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _list_adafactor_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return (float(group["lr"]) * float(group["weight_decay"]),)
 
 
 ADAFACTOR = UpdateRule(
-    "adafactor", adafactor, (), _adafactor_constants, prepare=prepare_adafactor, factors=list_adafactor_factors
+    "adafactor", adafactor, (), _list_adafactor_constants, prepare=prepare_adafactor, factors=list_adafactor_factors
 )

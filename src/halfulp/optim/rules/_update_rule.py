@@ -23,7 +23,7 @@ class StateSlot:
         degree: 1 where the state grows as the gradient does, 2 where it grows as its square.
         initial: its value before the first step, rounded to nearest where it is stored.
         maximum_of: the state whose largest value so far it is; None for other states. It keeps what noise adds to that
-            state for good, so that both need a storage with little (`refuse_coarse`).
+            state for good, so that both need a storage with little (`refuse_coarse_states`).
 
     >>> StateSlot("sum", 2, initial=lambda group: group["initial_accumulator_value"]).initial_value(
     ...     {"initial_accumulator_value": 0.1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,20 +29,14 @@ from .._storage import (
 )
 
 NONE, ZERO = np.uint32(0), np.float32(0.0)
-LEAST_FINITE = np.uint32(0x80800000)  # 0, less infinity's word
+LEAST_FINITE_DIFFERENCE = np.uint32(0x80800000)  # 0, less infinity's word
 
 
 class TensorCodec:
-    """The base of codecs, which are hashable and give device functions: `load` and `save` of an element.
+    """The base of codecs, which are hashable and give device functions: `load` and `save` of an element."""
 
-    Attributes:
-        columns: how many tensors hold a state.
-        nearest_draw: the random word by which a stochastic rounding is one to nearest.
-        random_bits: of each rounding.
-    """
-
-    columns: ClassVar[int] = 1
-    nearest_draw: ClassVar[int] = 0
+    columns: ClassVar[int] = 1  # the tensors that hold a state
+    nearest_draw: ClassVar[int] = 0  # the random word by which a stochastic rounding is one to nearest
 
     @property
     def random_bits(self) -> int:
@@ -59,25 +53,24 @@ class TensorCodec:
         """This codec with rounding to nearest."""
         return self
 
-    def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
-        """Device function: the float32 of element i, in a block and under a scale where the codec has such."""
-        raise AssertionError("every codec loads")
-
-    def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
-        """Device function: store element i, in a block and under the scale of an inverse where the codec has such."""
-        raise AssertionError("every codec saves")
+    # (name, shape) -> shape and dtype of each tensor of a state, by its name.
+    tensors: ClassVar[Callable[..., dict[str, tuple[torch.Size, torch.dtype]]]]
+    # Device function (arrays, i, block, scale): the float32 of element i, in a block, under a scale.
+    load: ClassVar[Callable[..., Any]]
+    # Device function (arrays, i, block, value, inverse, random): store element i, under the scale of an inverse.
+    save: ClassVar[Callable[..., None]]
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the float32 values."""
-        piece = _record_reader(self)
-        return run_on_tensors(piece.trace, tensors, self.scale_inputs(tensors), piece.results, self.scale_block)[0][0]
+        reader = _record_reader(self)
+        return run_on_tensors(reader.trace, tensors, self.scale_inputs(tensors), reader.results, self.scale_block)[0][0]
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values: to nearest, or by a random word per element."""
         codec = self.to_nearest if random is None else self
         drawn = self.nearest_draw if random is None else mask_random_words(random, self.random_bits)
         inputs = {**self.scale_inputs(tensors), "value": value, "random": drawn}
-        run_on_tensors(_writer(codec), tensors, inputs, block=self.scale_block)
+        run_on_tensors(_record_writer(codec), tensors, inputs, block=self.scale_block)
 
     def scale_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
         """Return "scale" and "inverse" of a codec with a scale per tensor."""
@@ -92,14 +85,11 @@ def _record_reader(codec: TensorCodec) -> RecordedFunction:
 
 
 @functools.cache
-def _writer(codec: TensorCodec) -> Trace:
+def _record_writer(codec: TensorCodec) -> Trace:
     element = Recording(codec.columns)
-    given = (
-        make_nan_canonical(element.add_input("value")),
-        element.add_input("inverse"),
-        element.add_input("random", "w32"),
-    )
-    codec.save(element.arrays, element.index, element.block(), *given)
+    value, inverse = make_nan_canonical(element.add_input("value")), element.add_input("inverse")
+    random = element.add_input("random", "w32")
+    codec.save(element.arrays, element.index, element.block(), value, inverse, random)
     return element.trace
 
 
@@ -112,54 +102,44 @@ class PlainCodec(TensorCodec):
 
     @property
     def random_bits(self) -> int:
-        """Random bits of each rounding."""
         return self.store.random_bits if self.stochastic else 0
 
     @property
     def to_nearest(self) -> PlainCodec:
-        """This codec with rounding to nearest."""
         return dataclasses.replace(self, stochastic=False)
 
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return shape and dtype of the tensor that holds the state."""
         return {name: (shape, self.store.dtype)}
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
-        """Device function: the float32 of element i."""
         return self.store.real(self.store.load(arrays[0], i))
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
-        """Device function: store element i."""
         rounded = self.store.stochastic if self.stochastic else self.store.nearest
         self.store.save(arrays[0], i, rounded(value, random))
 
 
 @dataclass(frozen=True)
 class DoubleBF16(TensorCodec):
-    """value = first + residual, both rounded to nearest: 16 bits, so that a share of 0.999 is kept, where 8 stall.
-
-    Where the first is an infinity or NaN, the residual is zero.
-    """
+    """value = first + residual, both rounded to nearest: 16 bits, so that a share of 0.999 is kept, where 8 stall."""
 
     columns: ClassVar[int] = 2
 
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return shape and dtype of both numbers."""
         return {name: (shape, torch.bfloat16), f"{name}_residual": (shape, torch.bfloat16)}
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
-        """Device function: the sum."""
         first, residual = arrays
         return bf16_to_float32(load16(first, i)) + bf16_to_float32(load16(residual, i))
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
-        """Device function: store the number nearest to a value, and the one nearest to the rest."""
         first, residual = arrays
         code = round_to_bf16(value, value)
         store16(first, i, code)
         rest = value - bf16_to_float32(code)
         lost = rest - rest
         low = round_to_bf16(rest, rest)
+        # 0 beside an infinity or NaN.
         store16(residual, i, select(lost == lost, low, sub(low, low)))
 
 
@@ -177,33 +157,29 @@ class Scaled(PlainCodec):
     squared: bool
 
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return shape and dtype of the payload and its scale."""
         return {name: (shape, self.store.dtype), f"{name}_scale": (torch.Size([]), torch.float32)}
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values under a scale of their own."""
-        largest = finite_amax(float32_root(value) if self.squared else value)
+        largest = compute_finite_amax(float32_root(value) if self.squared else value)
         tensors[1].fill_(self.fit_scale(np.float64(largest)).item())
         super().encode(tensors, value, random)
 
     def scale_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
-        """Return the present scale, and its inverse."""
         return {"scale": tensors[1], "inverse": 1.0 / tensors[1]}
 
     def fit_scale(self, largest: Any) -> Any:
         """Return the least powers of two under which magnitudes, float64 arrays, fit into the payload; 1 for 0."""
         where, share = find_array_library(largest).where, largest / torch.finfo(self.store.dtype).max
-        power = find_power_below(share)
+        power = find_power_of_two_below(share)
         return where(largest == 0, 1.0, where(power < share, 2 * power, power).clip(2.0**-126, 2.0**126))
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
-        """Device function: the float32 of element i under a scale."""
         value = super().load(arrays, i, block, scale) * scale
         return value * value if self.squared else value
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
-        """Device function: store element i under the scale of an inverse."""
-        store, x = self.store, self.measured(value) * inverse
+        store, x = self.store, self.convert_to_payload_value(value) * inverse
         if not self.squared:
             super().save(arrays, i, block, x, inverse, random)
             return
@@ -215,27 +191,25 @@ class Scaled(PlainCodec):
             code = select(chance * ((high - low) * (high + low)) < (x - low) * (x + low), add(code, ONE), code)
         store.save(arrays[0], i, select((code == NONE) & (x > ZERO), ONE, code))
 
-    def measured(self, value: Any) -> Any:
+    def convert_to_payload_value(self, value: Any) -> Any:
         """Device function: what must fit into the payload."""
         return sqrt(value) if self.squared else value
 
 
-def read_finite_magnitude(x):
+def find_finite_magnitude_word(x):
     """Device function: the word of |x|; 0 for infinities and NaN."""
     magnitude = bit_and(word(x), MAGNITUDE_MASK)
     return select(magnitude < EXPONENT_MASK, magnitude, NONE)
 
 
-def find_largest_finite_word(x):
-    """Device function: the word of the largest finite |x| of a block; 0 if there is none.
-
-    Less infinity's word, those of infinities and NaN are the smallest of all.
-    """
+def find_largest_finite_magnitude_word(x):
+    """Device function: the word of the largest finite |x| of a block; 0 if there is none."""
+    # Less infinity's word, those of infinities and NaN are the smallest of all.
     top = block_largest(sub(bit_and(word(x), MAGNITUDE_MASK), EXPONENT_MASK))
-    return select(top >= LEAST_FINITE, add(top, EXPONENT_MASK), NONE)
+    return select(top >= LEAST_FINITE_DIFFERENCE, add(top, EXPONENT_MASK), NONE)
 
 
-def finite_amax(x: torch.Tensor) -> float:
+def compute_finite_amax(x: torch.Tensor) -> float:
     """Return the largest finite magnitude, 0 if there is none."""
     magnitude = x.abs()
     return torch.where(magnitude < torch.inf, magnitude, 0.0).amax().item() if x.numel() else 0.0
@@ -246,7 +220,7 @@ def find_array_library(x: Any) -> Any:
     return torch if isinstance(x, torch.Tensor) else np
 
 
-def find_power_below(x: Any) -> Any:
+def find_power_of_two_below(x: Any) -> Any:
     """Return 2^floor(log2 x) of normal float64 numbers, arrays of NumPy or tensors; 0 for 0."""
     library = find_array_library(x)
     return (x.view(library.int64) & 0x7FF0000000000000).view(library.float64)

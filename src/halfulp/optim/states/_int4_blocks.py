@@ -16,8 +16,7 @@ needs sums over all ranks of a sharded tensor and is not here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,12 +38,10 @@ from ...kernels._operations import (
 )
 from ...kernels._trace import block_largest
 from .._storage import CANONICAL_NAN, EXPONENT_MASK, MAGNITUDE_MASK
-from ._codec import TensorCodec
-from ._int8_blocks import compute_scale_shape, draw_chance
+from ._int8_blocks import BlockCodec, compute_scale_shape, draw_chance
 
 
-@dataclass(frozen=True)
-class Int4Blocks(TensorCodec):
+class Int4Blocks(BlockCodec):
     """4-bit codes in blocks: value = scale x map(code), of first moments signed, of second ones above zero.
 
     The scale is the least that the block's finite numbers fit under, to the last digit: while a block only decays,
@@ -53,24 +50,9 @@ class Int4Blocks(TensorCodec):
     There is no code for NaN: the scale is NaN, and the whole block with it.
     """
 
-    columns: ClassVar[int] = 2
-    nearest_draw: ClassVar[int] = 0x8000
-    random_bits: ClassVar[int] = 16
-
-    block: int
-    squared: bool
-
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return two codes per byte, and one scale per block, in rows that shard as the parameter's do."""
-        return {
-            f"{name}_packed": (compute_scale_shape(shape, 2), torch.uint8),
-            f"{name}_scale": (compute_scale_shape(shape, self.block), torch.float32),
-        }
-
-    @property
-    def scale_block(self) -> int:
-        """The number of elements in a block."""
-        return self.block
+        codes, scales = compute_scale_shape(shape, 2), compute_scale_shape(shape, self.block)
+        return {f"{name}_packed": (codes, torch.uint8), f"{name}_scale": (scales, torch.float32)}
 
     def scale_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
         """Return a tensor that has an element where codes are half a byte."""
@@ -78,18 +60,16 @@ class Int4Blocks(TensorCodec):
         return {"elements": codes.new_empty((*codes.shape[:-1], 2 * codes.shape[-1]))}
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
-        """Device function: the float32 of element i."""
         codes, scales = arrays
         code = load4(codes, i)
         number = to_real(add(code, ONE)) * SIXTEENTH if self.squared else decode_signed(code)
         return number * real(load32(scales, block))
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
-        """Device function: store element i, and the scale of its block."""
         codes, scales = arrays
         # The least scale under which a number fits into the signed map.
         needed = value if self.squared else select(value < ZERO, value * OVER_LEAST_NEGATIVE, value)
-        largest = block_largest(read_finite_word(needed))
+        largest = block_largest(find_finite_or_nan_word(needed))
         largest = select(largest < LEAST_NORMAL, NONE, largest)  # smaller ones have no inverse
         store32(scales, block, largest)
         scale = real(largest)
@@ -105,7 +85,7 @@ CODE_MAGNITUDES = tuple(np.float32(x) for x in (0.0055, 0.0325, 0.0775, 0.2125, 
 LEAST_NEGATIVE, OVER_LEAST_NEGATIVE = CODE_MAGNITUDES[-1], np.float32(1 / 0.8875)
 
 
-def read_finite_word(x):
+def find_finite_or_nan_word(x):
     """Device function: the word of |x|, 0 for infinities; of NaN the largest, so that a block knows of one."""
     magnitude = bit_and(word(x), MAGNITUDE_MASK)
     finite = select(magnitude < EXPONENT_MASK, magnitude, NONE)

@@ -37,13 +37,29 @@ from ...kernels._operations import (
     word,
 )
 from ...kernels._trace import nearest_integer
-from ._codec import TensorCodec, find_largest_finite_word
+from ._codec import TensorCodec, find_largest_finite_magnitude_word
 
 CODEC_VERSION = 2
 
 
 @dataclass(frozen=True)
-class Int8Blocks(TensorCodec):
+class BlockCodec(TensorCodec):
+    """The base of codes in blocks, each under a scale; of second moments where `squared`."""
+
+    columns: ClassVar[int] = 2
+    nearest_draw: ClassVar[int] = 0x8000
+    random_bits: ClassVar[int] = 16
+
+    block: int
+    squared: bool
+
+    @property
+    def scale_block(self) -> int:
+        """The number of elements in a block."""
+        return self.block
+
+
+class Int8Blocks(BlockCodec):
     """8-bit codes in blocks: value = scale x (code / 127)^3, or the square of scale x (code / 255)^3 (second moments).
 
     The scale is the block's largest finite magnitude, rounded up to three significant bits. Cubes give codes that lie
@@ -54,26 +70,9 @@ class Int8Blocks(TensorCodec):
     as the largest code; -128 is NaN.
     """
 
-    columns: ClassVar[int] = 2
-    nearest_draw: ClassVar[int] = 0x8000
-
-    block: int
-    squared: bool
-
-    random_bits: int = 16
-
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return codes of the parameter's shape, and one scale per block, in rows that shard as the parameter's."""
-        codes = torch.uint8 if self.squared else torch.int8
-        return {
-            f"{name}_codes": (shape, codes),
-            f"{name}_scale": (compute_scale_shape(shape, self.block), torch.bfloat16),
-        }
-
-    @property
-    def scale_block(self) -> int:
-        """The number of elements in a block."""
-        return self.block
+        codes, scales = torch.uint8 if self.squared else torch.int8, compute_scale_shape(shape, self.block)
+        return {f"{name}_codes": (shape, codes), f"{name}_scale": (scales, torch.bfloat16)}
 
     def load_root(self, arrays: Sequence[Any], i: Any, block: Any) -> Any:
         """Device function: the float32 of element i before squaring; code -128 of a first moment is NaN."""
@@ -86,20 +85,19 @@ class Int8Blocks(TensorCodec):
     def save_root(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
         """Device function: store element i, given before squaring, and the scale of its block."""
         codes, scales = arrays
-        scale = encode_scale(find_largest_finite_word(root))
+        scale = encode_scale(find_largest_finite_magnitude_word(root))
         store16(scales, block, scale)
-        share = root * invert_scale(scale)
+        inner = real(shl(scale, S16))
+        share = root * select(inner > ZERO, divide(UNIT, inner), UNIT)  # 1 for a block of zeros
         code = encode_root(share, random) if self.squared else encode_signed(share, random)
         # A positive root never gets code 0.
         store8(codes, i, select(root <= ZERO, ZERO_WORD, select(code > ONE, code, ONE)) if self.squared else code)
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
-        """Device function: the float32 of element i."""
         root = self.load_root(arrays, i, block)
         return root * root if self.squared else root
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
-        """Device function: store element i."""
         self.save_root(arrays, i, block, sqrt(value) if self.squared else value, random)
 
 
@@ -115,35 +113,31 @@ def compute_scale_shape(shape: torch.Size, block: int) -> torch.Size:
 
 NAN = np.float32("nan")
 ONE, S5, S7, S16, S21 = (np.uint32(n) for n in (1, 5, 7, 16, 21))
-SIGN_8, SIGN_32, ZERO_WORD, EVEN_ONES = np.uint32(0x80), np.uint32(0x80000000), np.uint32(0), np.uint32(0xFFFE)
-UNIT_WORD, BELOW_UNIT = np.uint32(0x3F800000), np.float32(1 - 2.0**-16)
+SIGN_8, SIGN_32, ZERO_WORD, CHANCE_BITS_MASK = np.uint32(0x80), np.uint32(0x80000000), np.uint32(0), np.uint32(0xFFFE)
+ONE_AS_WORD, BELOW_UNIT = np.uint32(0x3F800000), np.float32(1 - 2.0**-16)
 ZERO, UNIT, THREE = (np.float32(x) for x in (0.0, 1.0, 3.0))
 SIGNED_CUBES, UNSIGNED_CUBES = np.float32(127.0**3), np.float32(255.0**3)
 SIGNED_UNIT, UNSIGNED_UNIT = np.float32(1 / 127**3), np.float32(1 / 255**3)
 # Scales have three significant bits: finer ones move as their block decays, and all its codes are rounded again.
-BELOW_STEP, LEAST_SCALE, MOST_SCALE = np.uint32((1 << 21) - 1), np.uint32(0x0080), np.uint32(0x7F60)
-FIRST_ROOT, THIRD = np.uint32(0x54A1B000), np.uint32(0x55555555)
-ROOT_0, ROOT_1, ROOT_2 = (np.float32(x) for x in (2.223406, -1.7760453, 0.55265582))
-HUGE, HUGE_SQUARED, SHRINK, GROW = (np.float32(x) for x in (2.0**60, 2.0**120, 2.0**-80, 2.0**80))
+BELOW_SCALE_STEP, LEAST_SCALE, MOST_SCALE = np.uint32((1 << 21) - 1), np.uint32(0x0080), np.uint32(0x7F60)
+INVERSE_ROOT_START, THIRD_OF_WORD = np.uint32(0x54A1B000), np.uint32(0x55555555)
+ROOT_COEFFICIENT_0, ROOT_COEFFICIENT_1, ROOT_COEFFICIENT_2 = (np.float32(x) for x in (2.223406, -1.7760453, 0.55265582))
+HUGE_ROOT, HUGE_SQUARE, SHRINK_FACTOR, GROW_FACTOR = (np.float32(x) for x in (2.0**60, 2.0**120, 2.0**-80, 2.0**80))
 
 
 def approximate_cube_root(x):
-    """Device function: the cube root of 0 <= x < 2^24 within .05.
-
-    Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, the root.
-    """
-    y = real(sub(FIRST_ROOT, multiply_high16(word(x), THIRD)))
+    """Device function: the cube root of 0 <= x < 2^24 within .05."""
+    # Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, the root.
+    y = real(sub(INVERSE_ROOT_START, multiply_high16(word(x), THIRD_OF_WORD)))
     near = x * (y * y)
     p = near * y
-    return near * multiply_add(p, multiply_add(p, ROOT_2, ROOT_1), ROOT_0)
+    return near * multiply_add(p, multiply_add(p, ROOT_COEFFICIENT_2, ROOT_COEFFICIENT_1), ROOT_COEFFICIENT_0)
 
 
 def draw_chance(random):
-    """Device function: a number in (0, 1), an odd multiple of 2^-16, whose bits are made beside a 1.
-
-    A chance is thus off by 2^-16 at most, and its sum with a code, of which 255 is the largest, is exact.
-    """
-    return real(bit_or(shl(bit_and(random, EVEN_ONES), S7), UNIT_WORD)) - BELOW_UNIT
+    """Device function: a number in (0, 1), an odd multiple of 2^-16, whose bits are made beside a 1."""
+    # A chance is thus off by 2^-16 at most, and its sum with a code, of which 255 is the largest, is exact.
+    return real(bit_or(shl(bit_and(random, CHANCE_BITS_MASK), S7), ONE_AS_WORD)) - BELOW_UNIT
 
 
 # Codes rise at thresholds, one between each two cubes; the root of the j-th is at most .39 above j + chance:
@@ -175,13 +169,7 @@ def encode_root(value, random):
 
 def encode_scale(top):
     """Device function: the bfloat16 code of the least scale not under a finite magnitude's word; 0 for 0."""
-    code = shl(shr(add(top, BELOW_STEP), S21), S5)
+    code = shl(shr(add(top, BELOW_SCALE_STEP), S21), S5)
     code = select(code < MOST_SCALE, code, MOST_SCALE)
     code = select(code > LEAST_SCALE, code, LEAST_SCALE)
     return select(top > ZERO_WORD, code, ZERO_WORD)
-
-
-def invert_scale(code):
-    """Device function: one over a scale; 1 for a block of zeros."""
-    scale = real(shl(code, S16))
-    return select(scale > ZERO, divide(UNIT, scale), UNIT)

@@ -16,16 +16,16 @@ from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
 from ._codec import DoubleBF16, PlainCodec, Scaled
 from ._int4_blocks import Int4Blocks
-from ._int8_blocks import Int8Blocks
+from ._int8_blocks import BlockCodec, Int8Blocks
 
-PAIR_NAME = "bfloat16x2"
+BF16_PAIR = "bfloat16x2"
 # Codes in blocks, and the usual length of these.
-NAMED_BLOCKS = {"8bit": 32, "4bit": 128}
+BLOCK_LENGTHS = {"8bit": 32, "4bit": 128}
 SCALED_DTYPES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 # Other names of what `state_dtype=` takes.
 _STORAGE_ALIASES: dict[object, object] = {
     **{str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, *SCALED_DTYPES)},
-    **{"fp8": torch.float8_e4m3fn, "int8": "8bit", "uint8": "8bit", "int4": "4bit", Components(2): PAIR_NAME},
+    **{"fp8": torch.float8_e4m3fn, "int8": "8bit", "uint8": "8bit", "int4": "4bit", Components(2): BF16_PAIR},
 }
 
 
@@ -51,28 +51,28 @@ class State:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _STORAGE_ALIASES.get(self.dtype, self.dtype))
-        object.__setattr__(self, "block", self.block or NAMED_BLOCKS.get(str(self.dtype), 32))
-        named = (*NAMED_BLOCKS, PAIR_NAME, *_own_stores)
+        object.__setattr__(self, "block", self.block or BLOCK_LENGTHS.get(str(self.dtype), 32))
+        named = (*BLOCK_LENGTHS, BF16_PAIR, *_user_stores)
         if self.dtype not in (torch.float32, torch.bfloat16, *SCALED_DTYPES, *named):
-            own = "".join(f", {name!r}" for name in _own_stores)
+            own = "".join(f", {name!r}" for name in _user_stores)
             raise ValueError(
                 f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16{own}, '8bit' and '4bit', for "
-                f"two bfloat16 {PAIR_NAME!r} or Components(2) (more of them would be larger than float32), and beside "
+                f"two bfloat16 {BF16_PAIR!r} or Components(2) (more of them would be larger than float32), and beside "
                 "scaled parameters torch.float16 and 'fp8'"
             )
         if self.rounding not in (None, "nearest", "stochastic"):
             raise ValueError(f"state rounding {self.rounding!r}: allowed are None, 'nearest' and 'stochastic'")
         if self.block not in (16, 32, 64, 128, 256, 512, 1024):
             raise ValueError(f"state block {self.block!r}: allowed are the powers of two from 16 to 1024")
-        if self.dtype in NAMED_BLOCKS and self.rounding == "nearest":
+        if self.dtype in BLOCK_LENGTHS and self.rounding == "nearest":
             raise ValueError("states in blocks are stored stochastically: nearest codes stall; leave rounding out")
-        if self.dtype == PAIR_NAME and self.rounding == "stochastic":
+        if self.dtype == BF16_PAIR and self.rounding == "stochastic":
             raise ValueError("two bfloat16 are rounded to nearest: allowed are None and 'nearest'")
         if self.dtype in SCALED_DTYPES[1:] and self.rounding == "nearest":
             raise ValueError("fp8 states are stored stochastically: nearest ones stall; leave rounding out")
 
 
-_own_stores: dict[str, Store] = {}
+_user_stores: dict[str, Store] = {}
 
 
 def register_state_store(store: Store, description: str) -> None:
@@ -89,7 +89,7 @@ def register_state_store(store: Store, description: str) -> None:
     """
     if not isinstance(store, Store):
         raise TypeError(f"a storage of states is a Store, got {store!r}")
-    if store.name in (*NAMED_BLOCKS, PAIR_NAME, *_STORAGE_ALIASES, *(own.name for own in PAYLOAD_STORES.values())):
+    if store.name in (*BLOCK_LENGTHS, BF16_PAIR, *_STORAGE_ALIASES, *(own.name for own in PAYLOAD_STORES.values())):
         raise ValueError(f"state store {store.name!r} exists already: choose another name")
     if store.dtype.is_complex or store.dtype.itemsize > 4 or store.random_bits not in (0, 16, 32):
         raise ValueError(
@@ -97,7 +97,7 @@ def register_state_store(store: Store, description: str) -> None:
             "of 1, 2 or 4 bytes, and 0, 16 or 32 bits"
         )
     others = {
-        own.dtype: own.name for own in (*PAYLOAD_STORES.values(), *_own_stores.values()) if own.name != store.name
+        own.dtype: own.name for own in (*PAYLOAD_STORES.values(), *_user_stores.values()) if own.name != store.name
     }
     if store.dtype in others:
         # A file says by its dtype which storage wrote a state.
@@ -105,18 +105,18 @@ def register_state_store(store: Store, description: str) -> None:
             f"state store {store.name!r} has codes in {store.dtype}, as {others[store.dtype]!r} has: give it another "
             "dtype, by which files tell them apart"
         )
-    known = _own_stores.get(store.name)
+    known = _user_stores.get(store.name)
     if known is not None and known.function_digests() == store.function_digests():
         store = known  # a module or a notebook's cell that is run again
-    register_entry("state store", _own_stores, store.name, store, description)
+    register_entry("state store", _user_stores, store.name, store, description)
 
 
-Codec = PlainCodec | DoubleBF16 | Int8Blocks | Int4Blocks | Scaled
+Codec = PlainCodec | DoubleBF16 | BlockCodec
 OneStateChoice = torch.dtype | str | Components | State | None
 StateChoice = OneStateChoice | Mapping[str, OneStateChoice]
 
 
-def encode_constant(codec: Codec, value: float) -> list[torch.Tensor]:
+def encode_constant_state(codec: Codec, value: float) -> list[torch.Tensor]:
     """Return one element of each tensor of a state whose elements all are one value, rounded to nearest."""
     shape = torch.Size([codec.scale_block or 1])
     made = [torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in codec.tensors("", shape).values()]
@@ -129,26 +129,26 @@ def resolve_codecs(
 ) -> tuple[Codec, ...]:
     """Return the codec of every state of one parameter, whose shape is the global one, however it is sharded."""
     chosen = given.values() if isinstance(given, Mapping) else [given]
-    states = [make_state(one, default) for one in chosen]
-    lengths = {state.block or 0 for state in states if state.dtype in NAMED_BLOCKS}
+    states = [read_state_choice(one, default) for one in chosen]
+    lengths = {state.block or 0 for state in states if state.dtype in BLOCK_LENGTHS}
     if len(lengths) > 1:
         raise ValueError(
             f"state_dtype gives blocks of {sorted(lengths)}: the states of one parameter share one "
             "length, such as State('8bit', block=128) has beside '4bit'"
         )
     if isinstance(given, Mapping):
-        unknown = set(given) - {slot.name for slot in slots}
+        names = [slot.name for slot in slots]
+        unknown = set(given) - {*names}
         if unknown:
-            names = [slot.name for slot in slots]
             raise ValueError(f"state_dtype names {sorted(unknown)}, which this rule does not keep: it keeps {names}")
-        chosen = [given.get(slot.name) for slot in slots]
+        chosen = [given.get(name) for name in names]
     else:
         chosen = [given] * len(slots)
-    states = [make_state(one, _default_storage(slot, slots, default)) for one, slot in zip(chosen, slots)]
-    return tuple(_codec(state, slot, shape) for state, slot in zip(states, slots))
+    states = [read_state_choice(one, _choose_default_storage(slot, slots, default)) for one, slot in zip(chosen, slots)]
+    return tuple(_choose_codec(state, slot, shape) for state, slot in zip(states, slots))
 
 
-def _default_storage(slot: StateSlot, slots: tuple[StateSlot, ...], default: torch.dtype) -> torch.dtype | State:
+def _choose_default_storage(slot: StateSlot, slots: tuple[StateSlot, ...], default: torch.dtype) -> torch.dtype | State:
     """Return the default storage of a state: bfloat16 holds no state that a maximum is taken of."""
     if slot.exact:
         return torch.float32
@@ -161,24 +161,26 @@ def _default_storage(slot: StateSlot, slots: tuple[StateSlot, ...], default: tor
 
 # The least bits behind the leading one of a maximum, and of what it is taken of. Largest so far, over 6,000 steps, of a
 # second moment stored stochastically: its root is 1.8% too large with 7 bits (bfloat16), .3% with 10 (float16).
-_MAXIMUM_BITS, _SOURCE_BITS = 7, 10
-_EXACT_BITS = 16
+_LEAST_MAXIMUM_BITS, _LEAST_SOURCE_BITS = 7, 10
+_LEAST_EXACT_BITS = 16
 
 
-def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoice) -> None:
+def refuse_coarse_states(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoice) -> None:
     """Refuse a storage that loses digits of an exact state, or whose noise a running maximum would keep."""
-    bits = {slot.name: _kept_bits(codec) for slot, codec in zip(rule.states, codecs)}
+    bits = {slot.name: _count_mantissa_bits(codec) for slot, codec in zip(rule.states, codecs)}
     exact = [slot.name for slot in rule.states if slot.exact]
-    if any(bits[name] < _EXACT_BITS for name in exact):
-        rest = _choices_without(exact, rule, given)
+    if any(bits[name] < _LEAST_EXACT_BITS for name in exact):
+        rest = _leave_out_states(exact, rule, given)
         raise ValueError(
             f"{rule.name} uses {quote(exact)} to the last digits, which state_dtype={given!r} does not keep: leave "
-            f"them out of it, state_dtype={rest or None!r}, and they are stored in float32 (or as {PAIR_NAME!r})"
+            f"them out of it, state_dtype={rest or None!r}, and they are stored in float32 (or as {BF16_PAIR!r})"
         )
     for slot in rule.states:
-        if slot.maximum_of is None or (bits[slot.maximum_of] >= _SOURCE_BITS and bits[slot.name] >= _MAXIMUM_BITS):
+        if slot.maximum_of is None or (
+            bits[slot.maximum_of] >= _LEAST_SOURCE_BITS and bits[slot.name] >= _LEAST_MAXIMUM_BITS
+        ):
             continue
-        rest = _choices_without([slot.name, slot.maximum_of], rule, given)
+        rest = _leave_out_states([slot.name, slot.maximum_of], rule, given)
         raise ValueError(
             f"{rule.name} divides by {slot.name!r}, the largest {slot.maximum_of!r} so far, which keeps every upward "
             f"rounding: under state_dtype={given!r} steps would shrink by about 2% and more. Leave both out of it, "
@@ -186,19 +188,19 @@ def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoic
         )
 
 
-def _choices_without(names: Sequence[str], rule: UpdateRule, given: StateChoice) -> dict[str, Any]:
+def _leave_out_states(names: Sequence[str], rule: UpdateRule, given: StateChoice) -> dict[str, Any]:
     items = given.items() if isinstance(given, Mapping) else [(slot.name, given) for slot in rule.states]
     return {name: one for name, one in items if name not in names}
 
 
-def _kept_bits(codec: Codec) -> int:
+def _count_mantissa_bits(codec: Codec) -> int:
     """Return the bits behind the leading one that a codec keeps of every element; none where blocks share a scale."""
     if isinstance(codec, DoubleBF16):
         return 16
-    return 0 if isinstance(codec, Int8Blocks | Int4Blocks) else codec.store.mantissa_bits
+    return 0 if isinstance(codec, BlockCodec) else codec.store.mantissa_bits
 
 
-def make_state(given: OneStateChoice, default: torch.dtype | State) -> State:
+def read_state_choice(given: OneStateChoice, default: torch.dtype | State) -> State:
     """Return a State from what a user may give for one."""
     chosen = default if given is None else given
     return chosen if isinstance(chosen, State) else State(chosen)
@@ -212,15 +214,15 @@ def can_hold_blocks(shape: torch.Size, block: int) -> bool:
     return row > 0 and row % block == 0
 
 
-def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
-    if state.dtype in NAMED_BLOCKS and state.block is not None and can_hold_blocks(shape, state.block):
+def _choose_codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
+    if state.dtype in BLOCK_LENGTHS and state.block is not None and can_hold_blocks(shape, state.block):
         kind = Int8Blocks if state.dtype == "8bit" else Int4Blocks
         return kind(state.block, slot.degree == 2)
-    if state.dtype == PAIR_NAME:
+    if state.dtype == BF16_PAIR:
         return DoubleBF16()
     # Blocks that do not fit are bfloat16.
     known = PAYLOAD_STORES[state.dtype] if isinstance(state.dtype, torch.dtype) else None
-    store = known or _own_stores.get(str(state.dtype), BF16)
+    store = known or _user_stores.get(str(state.dtype), BF16)
     if store is F32:
         return PlainCodec(F32, False)
     stochastic = state.rounding != "nearest"

@@ -18,11 +18,11 @@ from ...kernels.vector._machine_function import address_of
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from .._storage import PAYLOAD_STORES, STORES, Store
-from ..parameters._local_tensors import find_index_map, get_local, get_memory, list_own_tensors
-from ..parameters._narrowing import is_kept_float32
-from ..parameters._outside_writes import record_version, renew_payload_version, reset_if_stale
+from ..parameters._local_tensors import find_index_map, get_local, get_payload, list_payloads
+from ..parameters._narrowing import is_marked_as_float32
+from ..parameters._outside_writes import record_payload_version, renew_payload_version, reset_stale_tensors
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
-from ..parameters._state_tensors import BEGUN
+from ..parameters._state_tensors import BEGUN_KEY
 from ..parameters._step_spec import StepSpec, choose_step_spec
 from ..rules._update_rule import UpdateRule
 
@@ -30,85 +30,44 @@ if TYPE_CHECKING:
     from ...kernels.triton._launch import PlacedChunks
 
 
-@dataclass(eq=False, slots=True)
 class BatchTable:
-    """The parameters of a batch and the tables of its kernel, one row per plan, rebuilt only if one of these changes.
+    """The parameters of a batch and the tables of its kernel, one row per plan, rebuilt only if a plan changes."""
 
-    Attributes:
-        parameter_places: of the parameters among those of all groups.
-        group_runs: the number of a group and the rows of its parameters, (group, first, last).
-        chunks: int64 array of shape (chunks, 4); `chunk_lengths` is a column of it.
-        pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
-        constant_rows: zeros, the row of the constants of each parameter where all have the same.
-        identities: uint64 array of shape (parameters, 1).
-        seeds: of the random bits: one for all, or a uint64 array of shape (parameters, 1).
-        keys: uint64 array of shape (parameters, 1), or (parameters, 0) without draws, written at each step.
-        array_addresses: the addresses of chunks, pointers, rows and keys.
-        state_entries: of the optimizer's state, by parameter.
-        state_columns: the name of each tensor there, those of all parameters, and their addresses.
-        has_later_states: whether the states of some parameter began later than the parameter.
-        records: of those parameters whose writes are tracked.
-        guards: the checks of the parameters and of their gradients; None where these are looked at one by one.
-        rows_with_gaps: the rows of the parameters whose memory has some.
-        placed_chunks: the chunks on an accelerator.
-    """
-
-    plans: list[ParameterPlan]
-    chunks: np.ndarray
-    pointers: np.ndarray
-    identities: np.ndarray
-    seeds: int | np.ndarray
-    keys: np.ndarray
-    chunk_lengths: np.ndarray
-    constant_rows: np.ndarray
-    array_addresses: tuple[int, ...]
-    state_entries: list[dict[str, Any]]
-    state_columns: list[tuple[str, list[torch.Tensor], list[int]]]
-    has_later_states: bool
-    records: list[ParameterRecord]
-    parameter_addresses: list[int]
-    rows_with_gaps: list[int]
-    is_plain: bool
-    parameter_places: list[int] = field(default_factory=list)
-    group_runs: list[tuple[int, int, int]] = field(default_factory=list)
-    guards: tuple[TensorGuards, TensorGuards] | None = None
-    placed_chunks: PlacedChunks | None = None
-
-    @classmethod
-    def from_plans(cls, plans: list[ParameterPlan]) -> BatchTable:
-        """Return the tables of some plans of one step specification."""
-        chunks = make_chunk_table([plan.index_map for plan in plans])
-        pointers = np.array([plan.addresses for plan in plans], np.int64)
-        seeds, rows = {plan.options.seed for plan in plans}, np.zeros(len(plans), np.int64)
-        keys = np.zeros((len(plans), int(plans[0].spec.draws)), np.uint64)
-        rows_with_gaps = [row for row, plan in enumerate(plans) if not plan.contiguous]
-        return cls(
-            plans=plans,
-            chunks=chunks,
-            pointers=pointers,
-            identities=np.array([[plan.identity] for plan in plans], np.uint64),
-            seeds=seeds.pop() if len(seeds) == 1 else np.array([[plan.options.seed] for plan in plans], np.uint64),
-            keys=keys,
-            chunk_lengths=chunks[:, 2],
-            constant_rows=rows,
-            array_addresses=tuple(map(address_of, (chunks, pointers, rows, keys))),
-            state_entries=[plan.state for plan in plans],
-            state_columns=[
-                (name, [plan.stored[k] for plan in plans], [plan.stored_addresses[k] for plan in plans])
-                for k, name in enumerate(plans[0].spec.tensors)
-            ],
-            has_later_states=any(BEGUN in plan.state for plan in plans),
-            records=[plan.record for plan in plans if plan.tracks_writes],
-            parameter_addresses=[plan.address for plan in plans],
-            rows_with_gaps=rows_with_gaps,
-            is_plain=all(plan.plain for plan in plans),
-        )
+    def __init__(self, plans: list[ParameterPlan]) -> None:
+        self.plans = plans
+        self.parameter_places: list[int] = []  # of the parameters among those of all groups
+        self.group_runs: list[tuple[int, int, int]] = []  # the number of a group, and its first and last row
+        self.chunks = make_chunk_table([plan.index_map for plan in plans])  # int64 (chunks, 4)
+        # int64 (parameters, pointers); the gradients' column is written at each step.
+        self.pointers = np.array([plan.pointer_row for plan in plans], np.int64)
+        self.identities = np.array([[plan.identity] for plan in plans], np.uint64)
+        seeds = {plan.options.seed for plan in plans}
+        self.seeds: int | np.ndarray = np.array([[plan.options.seed] for plan in plans], np.uint64)
+        self.seeds = seeds.pop() if len(seeds) == 1 else self.seeds
+        # uint64 (parameters, 1), or (parameters, 0) without draws, written at each step.
+        self.keys = np.zeros((len(plans), int(plans[0].spec.draws_bits)), np.uint64)
+        # The row of the constants of each parameter where all have the same.
+        self.constant_rows = np.zeros(len(plans), np.int64)
+        self.array_addresses = [*map(address_of, (self.chunks, self.pointers, self.constant_rows, self.keys))]
+        self.state_entries = [plan.state for plan in plans]
+        # Of the tensors in these entries: their name, those of all parameters, and their addresses.
+        self.state_columns = [
+            (name, [plan.stored[k] for plan in plans], [plan.stored_addresses[k] for plan in plans])
+            for k, name in enumerate(plans[0].spec.tensor_names)
+        ]
+        self.has_later_states = any(BEGUN_KEY in plan.state for plan in plans)
+        self.records = [plan.record for plan in plans if plan.tracks_writes]
+        self.parameter_addresses = [plan.address for plan in plans]
+        self.rows_with_gaps = [row for row, plan in enumerate(plans) if not plan.contiguous]
+        self.is_plain = all(plan.plain for plan in plans)
+        # The checks of the parameters and of their gradients; None where these are looked at one by one.
+        self.guards: tuple[TensorGuards, TensorGuards] | None = None
+        self.placed_chunks: PlacedChunks | None = None  # on an accelerator
 
     def select_values(self, values: list[Any]) -> list[Any]:
         """Return the values of the batch's parameters, given those of all."""
-        return (
-            values if len(self.parameter_places) == len(values) else [values[place] for place in self.parameter_places]
-        )
+        places = self.parameter_places
+        return values if len(places) == len(values) else [values[place] for place in places]
 
     def is_valid_for(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
         """Return whether all plans are valid for the parameters of a step, and their gradients plain memory.
@@ -121,17 +80,11 @@ class BatchTable:
             and self.guards[0].check(*parameters)
             and self.guards[1].check(*gradients)
             and [*map(torch.Tensor.data_ptr, parameters)] == self.parameter_addresses
-            and all(self._holds_state_tensors(*column) for column in self.state_columns)
+            and all(self._has_same_state_tensors(*column) for column in self.state_columns)
         )
 
-    def renew_guards(self, gradients: list[torch.Tensor]) -> None:
-        """Make the checks of class, dtype, shape, strides and sign bit anew, unless they pass.
-
-        Guards also tell the modes under which a step runs, such as autocast.
-
-        Args:
-            gradients: of a step whose plans are valid.
-        """
+    def renew_tensor_guards(self, gradients: list[torch.Tensor]) -> None:
+        """Make the checks of class, dtype, shape, strides, sign bit and mode (autocast) anew, unless they pass."""
         parameters, plans = [plan.parameter for plan in self.plans], self.plans
         if (
             TensorGuards is None
@@ -150,7 +103,7 @@ class BatchTable:
             )
             self.guards = own, given
 
-    def _holds_state_tensors(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
+    def _has_same_state_tensors(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
         """Return whether the optimizer's state has the tensors of a column where they were."""
         try:
             now = [entry[name] for entry in self.state_entries]
@@ -159,45 +112,32 @@ class BatchTable:
         return all(map(is_, now, held)) and [*map(torch.Tensor.data_ptr, held)] == addresses
 
 
-TensorCopies = tuple[torch.Tensor, ...]
-
-
 @dataclass(eq=False, slots=True)
 class Batch:
     """The input of a running step for the parameters of one step specification; it lives as long as the step.
 
     Columns instead of one object per parameter, of which there may be 100,000.
-
-    Attributes:
-        spec: of this step, metered or not.
-        gradients: their memory, without gaps.
-        gradient_scales: what gradients are multiplied by, 1 or a scaled gradient's scale, wherever that lies.
-        constants: the rule's; equal ones of one group are one object.
-        rule_steps: the groups, and the numbers of the step that the rule counts, where it needs them again.
-        prepared_tensors: by row, what the rule's `prepare` gives, if it has one.
-        copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
-            the copies, and `record_step` copies the values back.
-        payload_versions: the payload versions of those whose writes are tracked.
     """
 
-    spec: StepSpec
+    spec: StepSpec  # of this step, metered or not
     table: BatchTable
     parameters: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    gradient_scales: list[float | torch.Tensor]
+    gradients: list[torch.Tensor]  # their memory, without gaps
+    gradient_scales: list[float | torch.Tensor]  # 1 or a scaled gradient's scale, wherever that lies
     steps: list[int]
-    constants: list[tuple[float, ...]]
-    rule_steps: list[tuple[Mapping[str, Any], int]] = field(default_factory=list)
-    prepared_tensors: list[torch.Tensor] = field(default_factory=list)
-    copies: dict[int, TensorCopies] = field(default_factory=dict)
-    payload_versions: list[PayloadVersion] = field(default_factory=list)
+    constants: list[tuple[float, ...]]  # the rule's; equal ones of one group are one object
+    rule_steps: list[tuple[Mapping[str, Any], int]]  # groups, and steps that the rule counts, where it is late
+    prepared_tensors: list[torch.Tensor] = field(default_factory=list)  # by row, of a rule's `prepare`
+    # By row, copies without gaps of a parameter's own tensors, which the step writes and `record_step` copies back.
+    copies: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    payload_versions: list[PayloadVersion] = field(default_factory=list)  # of those whose writes are tracked
     engine: str = ""
 
     def __post_init__(self) -> None:
         records = self.table.records
         self.payload_versions = [held for record in records if (held := record.payload_version) is not None]
         for row in self.table.rows_with_gaps:
-            parts = list_own_tensors(self.parameters[row])
+            parts = list_payloads(self.parameters[row])
             self.copies[row] = tuple(to_plain_memory(part.detach()).contiguous() for part in parts)
 
     @property
@@ -210,14 +150,11 @@ class Batch:
         """The device of the gradients and the parameters."""
         return self.gradients[0].device
 
-    def parts(self, row: int) -> list[torch.Tensor]:
-        """Return the tensors that a parameter's step reads and writes: its own without gaps, then auxiliary ones."""
+    def list_step_tensors(self, row: int) -> tuple[list[torch.Tensor], torch.Tensor, list[list[torch.Tensor]]]:
+        """Return the tensors of a parameter's weight without gaps, its gradient, its states and what is prepared."""
         plan = self.plans[row]
-        return [*self.copies[row], *plan.auxiliary_tensors] if row in self.copies else plan.parts
-
-    def states(self, row: int) -> list[list[torch.Tensor]]:
-        """Return the tensors of a parameter's states, and what is prepared for its step behind them."""
-        return [*self.plans[row].states, *([one] for one in self.prepared_tensors[row : row + 1])]
+        weight = [*self.copies[row], *plan.auxiliary_tensors] if row in self.copies else plan.weight_tensors
+        return weight, self.gradients[row], [*plan.states, *([one] for one in self.prepared_tensors[row : row + 1])]
 
     def reset_stale_tensors(self) -> None:
         """Reset the auxiliary tensors of parameters that were written from outside."""
@@ -228,7 +165,7 @@ class Batch:
         for plan, parameter in zip(self.plans, parameters) if recorded else ():
             held = plan.payload_version
             if held is not None and held.version != parameter._version:
-                reset_if_stale(plan)
+                reset_stale_tensors(plan)
 
     def record_step(self) -> None:
         """Record a step that has been written."""
@@ -251,58 +188,41 @@ class Batch:
     def record_versions_again(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""
         for plan in self.plans:
-            record_version(plan)
+            record_payload_version(plan)
 
 
 # Of one group: its rule, plan options, report interval and number of parameters.
 GroupSetting = tuple[UpdateRule, Any, int, int]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Roster:
-    """The parameters that step together, batch by batch, which the next step takes over while nothing has changed.
+    """The parameters that step together, batch by batch, which the next step takes over while nothing has changed."""
 
-    Attributes:
-        settings: of the groups.
-        plans: of all parameters in the groups' order; None for one that has not stepped.
-        resting_places: the places of those without a gradient.
-        tables: of the batches.
-        entries: of the optimizer's state, in its order.
-    """
-
-    settings: list[GroupSetting]
-    plans: list[ParameterPlan | None]
-    resting_places: list[int]
-    tables: list[BatchTable]
-    entries: list[Any]
-
-    @classmethod
-    def from_places(
-        cls,
+    def __init__(
+        self,
         settings: list[GroupSetting],
         plans: list[ParameterPlan | None],
-        resting: list[int],
+        resting_places: list[int],
         places: Sequence[list[int]],
         state: Mapping[Any, Any],
         before: Roster | None,
-    ) -> Roster:
-        """Return a roster; the tables of the one of the step before stay where their plans do."""
+    ) -> None:
+        """Make the batches of parameters by their `places`; the tables `before` stay where their plans do."""
+        self.settings, self.plans, self.resting_places = settings, plans, resting_places
+        self.state_entries = [*state.values()]
+        self.tables: list[BatchTable] = []
         group_of = [number for number, setting in enumerate(settings) for _ in range(setting[-1])]
         known = {} if before is None else {table.plans[0]: table for table in before.tables}
-        tables = []
         for chosen in places:
             own = [plan for plan in map(plans.__getitem__, chosen) if plan is not None]
             table = known.get(own[0])
             if table is None or table.plans != own:
-                table = BatchTable.from_plans(own)
+                table = BatchTable(own)
             groups = [group_of[place] for place in chosen]
             cuts = [0, *(k for k in range(1, len(groups)) if groups[k] != groups[k - 1]), len(groups)]
-            table.parameter_places, table.group_runs = (
-                chosen,
-                [(groups[first], first, last) for first, last in itertools.pairwise(cuts)],
-            )
-            tables.append(table)
-        return cls(settings, plans, resting, tables, [*state.values()])
+            table.parameter_places = chosen
+            table.group_runs = [(groups[first], first, last) for first, last in itertools.pairwise(cuts)]
+            self.tables.append(table)
 
     def is_valid_for(
         self,
@@ -318,8 +238,8 @@ class Roster:
             settings == self.settings
             and plans == self.plans
             and resting == self.resting_places
-            and len(state) == len(self.entries)
-            and all(map(is_, state.values(), self.entries))
+            and len(state) == len(self.state_entries)
+            and all(map(is_, state.values(), self.state_entries))
         ):
             return False
         return all(
@@ -335,8 +255,7 @@ class Roster:
     ) -> list[Batch] | None:
         """Return the batches of a step; None if some of a batch's parameters are metered in this step and others not.
 
-        Auxiliary tensors are reset where their parameters were written from outside. `scales` are those of scaled
-        gradients, by place.
+        `scales` are those of scaled gradients, by place.
         """
         found = []
         for table in self.tables:
@@ -349,7 +268,7 @@ class Roster:
                 own = steps[first:last]
                 ages = own
                 if table.has_later_states:
-                    ages = [step - entry.get(BEGUN, 0) for step, entry in zip(own, table.state_entries[first:last])]
+                    ages = [step - entry.get(BEGUN_KEY, 0) for step, entry in zip(own, table.state_entries[first:last])]
                 made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
                 if not rule.is_late and any(len(one) != len(rule.constants) for one in made.values()):
                     raise ValueError(
@@ -365,7 +284,7 @@ class Roster:
             spec = table.plans[0].spec
             found.append(
                 Batch(
-                    spec.metered_twin if metered.pop() else spec,
+                    spec.metered_spec if metered.pop() else spec,
                     table,
                     table.select_values(parameters),
                     table.select_values(gradients),
@@ -380,30 +299,18 @@ class Roster:
         return found
 
 
-def _comparable_state_dtype(state_dtype: Any) -> Any:
-    """Return a comparable copy of a group's `state_dtype`: of a dict the items."""
-    return tuple(state_dtype.items()) if isinstance(state_dtype, Mapping) else state_dtype
-
-
 class PlanCache:
     """All that an optimizer derives from its parameters, groups and states, and can derive again.
 
-    It maps each parameter to its plan, and one rule says what is out of date: a plan, as soon as `is_valid` finds that
-    something it was made from has changed. Whoever uses plans asks that first and replaces the plan by `renew`. The
-    roster of the last step stands only for the plans of its parameters; a step specification is a value, of which equal
-    ones are one object, because the parameters of one object step in one call; a parameter's record goes on with its
-    next plan.
-
-    `clear` is the only way to make plans invalid by hand. It is for changes that no plan shows, such as of the names
-    that key the random bits when a state_dict is loaded; copies of an optimizer begin with an empty cache.
-
-    Attributes:
-        by_id: the plans by `id(parameter)`, for loops that cannot pay for a method call; a plan keeps its parameter.
+    A plan is out of date as soon as `is_valid` finds that something it was made from has changed: whoever uses plans
+    asks that first, and replaces the plan by `renew_plan`. `clear` is for changes that no plan shows, such as of the
+    names that key the random bits when a state_dict is loaded. Copies of an optimizer begin with an empty cache.
     """
 
     def __init__(self) -> None:
-        self.by_id: dict[int, ParameterPlan] = {}
+        self.by_id: dict[int, ParameterPlan] = {}  # for loops that cannot pay for a method call
         self._generation = 0
+        # Equal specifications are one object, because the parameters of one object step in one call.
         self._specs: dict[tuple[StepSpec, torch.device], StepSpec] = {}
         # What the keys refer to by id is kept alive by the values.
         self._specs_by_options: dict[tuple, tuple[StepSpec, tuple]] = {}
@@ -434,12 +341,15 @@ class PlanCache:
         self._generation += 1
         self.roster = None
 
-    def options_of(self, group: Mapping[str, Any]) -> PlanOptions:
+    def read_plan_options(self, group: Mapping[str, Any]) -> PlanOptions:
         """Return the options of a group, for `is_valid` and `renew`."""
-        update, states = group["weight_update"], _comparable_state_dtype(group["state_dtype"])
-        return PlanOptions(update, states, group["format"], group["param_dtype"], group["seed"], self._generation)
+        given = group["state_dtype"]
+        states = tuple(given.items()) if isinstance(given, Mapping) else given  # which may change inside
+        return PlanOptions(
+            group["weight_update"], states, group["format"], group["param_dtype"], group["seed"], self._generation
+        )
 
-    def renew(
+    def renew_plan(
         self,
         parameter: torch.Tensor,
         spec: StepSpec,
@@ -450,8 +360,8 @@ class PlanCache:
         gradient: torch.Tensor | None = None,
     ) -> ParameterPlan:
         """Make a parameter's plan, in place of the one that is not valid any more."""
-        known, part, index_map = self.get(parameter), get_memory(parameter), find_index_map(parameter)
-        stored = tuple(get_local(state[key]) for key in spec.tensors)
+        known, part, index_map = self.get(parameter), get_payload(parameter), find_index_map(parameter)
+        stored = tuple(get_local(state[key]) for key in spec.tensor_names)
         plan = ParameterPlan(
             parameter=parameter,
             options=options,
@@ -466,45 +376,38 @@ class PlanCache:
             shape=index_map.shape,
             stride=part.stride(),
             contiguous=part.is_contiguous(),
-            component_addresses=tuple(other.data_ptr() for other in list_own_tensors(parameter)[1:]),
+            component_addresses=tuple(other.data_ptr() for other in list_payloads(parameter)[1:]),
             plain=part is parameter,
             tracks_writes=bool(spec.auxiliary_names) and not parameter.is_inference(),
             record=ParameterRecord() if known is None else known.record,
         )
         if gradient is not None:
-            check_memory(plan, gradient)
+            check_kernel_memory(plan, gradient)
         if plan.tracks_writes:
             plan.record.payload_version = renew_payload_version(parameter, part, plan.record.payload_version)
         self.by_id[id(parameter)] = plan
         return plan
 
-    def step_spec(
+    def find_step_spec(
         self, rule: UpdateRule, group: Mapping[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
     ) -> StepSpec:
-        """Return a parameter's step specification, as `choose_step_spec`; equal ones on one device are one object."""
-        if get_memory(parameter) is not parameter:
-            return self._share_spec(choose_step_spec(rule, group, parameter, gradient, name), parameter)
+        """Return a parameter's step specification; equal ones on one device are one object."""
         given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
-        states = _comparable_state_dtype(group["state_dtype"])
-        key = *map(id, given), states, is_kept_float32(parameter), parameter.dtype, parameter.shape, parameter.device
-        found = self._specs_by_options.get(key)
-        if found is None:
-            spec = self._share_spec(choose_step_spec(rule, group, parameter, gradient, name), parameter)
-            found = self._specs_by_options[key] = spec, given
-        return found[0]
+        states, is_plain = self.read_plan_options(group).state_dtype, get_payload(parameter) is parameter
+        is_float32 = is_marked_as_float32(parameter)
+        key = *map(id, given), states, is_float32, parameter.dtype, parameter.shape, parameter.device
+        if is_plain and key in self._specs_by_options:
+            return self._specs_by_options[key][0]
+        spec = choose_step_spec(rule, group, parameter, gradient, name)
+        spec = self._specs.setdefault((spec, get_local(parameter).device), spec)
+        if is_plain:
+            self._specs_by_options[key] = spec, given
+        return spec
 
-    def _share_spec(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
-        return self._specs.setdefault((spec, get_local(parameter).device), spec)
 
-
-def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> None:
-    """Refuse a parameter whose numbers no step here can write.
-
-    Memory that is still to come (the meta device) is looked at when it steps, by `check_memory`.
-    """
-    if part.is_meta or has_own_memory(part):
-        return
-    if torch.nn.parameter.is_lazy(parameter):
+def refuse_unwritable_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> None:
+    """Refuse a parameter whose numbers no step here can write; memory still to come is looked at when it steps."""
+    if part.is_meta or has_own_memory(part) or torch.nn.parameter.is_lazy(parameter):
         return
     dense = part.layout is torch.strided and not part.is_quantized and not part.is_nested
     if dense and type(part) in (torch.Tensor, torch.nn.Parameter):
@@ -512,10 +415,10 @@ def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> N
     refuse_tensor(part, f"parameter {name}", "torch.optim's optimizers step what such a class allows")
 
 
-def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
+def check_kernel_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
     """Check every tensor whose address a step's kernel is given."""
-    own = len(plan.parts) - len(plan.auxiliary_tensors)
-    named = [("parameter", part) for part in plan.parts[:own]]
+    own = len(plan.weight_tensors) - len(plan.auxiliary_tensors)
+    named = [("parameter", part) for part in plan.weight_tensors[:own]]
     named += [(f"state {key!r} of parameter", tensor) for key, tensor in plan.tensors.items()]
     for what, tensor in named:
         if not has_own_memory(tensor) or (tensor.is_neg() and tensor.is_contiguous()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,16 +18,16 @@ from ...rounding._random_bits import WEYL_STEP, compute_stream, draw_word, hash_
 from .._storage import F32
 from ..parameters._step_spec import (
     POINTERS_BEFORE_STATES,
-    SUM_SCALES,
+    SUM_SCALE_NAMES,
     Draw,
     StepSpec,
+    assign_random_bits,
     count_pointers,
-    list_draws,
-    list_state_pointers,
+    list_state_columns,
 )
 from ..rules._update_rule import UpdateRule
-from ..states._codec import Scaled, read_finite_magnitude
-from ..states._int8_blocks import GROW, HUGE, HUGE_SQUARED, SHRINK, Int8Blocks
+from ..states._codec import Scaled, find_finite_magnitude_word
+from ..states._int8_blocks import GROW_FACTOR, HUGE_ROOT, HUGE_SQUARE, SHRINK_FACTOR, Int8Blocks
 
 GRADIENT_COLUMN = 4
 ZERO, NEGATIVE_ZERO, ONE = (np.float32(x) for x in (0.0, -0.0, 1.0))
@@ -37,12 +36,7 @@ NO_RANDOM_WORD = np.uint32(0)
 
 @functools.cache
 def compile_step(spec: StepSpec) -> Callable:
-    """Return the kernel of a specification.
-
-    It is `step(first, last, chunks, pointers, rows, constants, keys, meter)`.
-    """
-    if spec.in_parameter:
-        return compile_step(dataclasses.replace(spec, in_parameter=False))
+    """Return the kernel `step(first, last, chunks, pointers, rows, constants, keys, meter)` of a specification."""
     return compile_table(f"step_{spec.name}", make_step_table(spec))
 
 
@@ -51,28 +45,26 @@ def make_step_table(spec: StepSpec) -> Table:
     return Table(
         record_step(spec),
         count_pointers(spec),
-        len(spec.constants),
-        record_stream_start() if spec.draws and spec.writes else None,
+        len(spec.constant_names),
+        record_stream_start() if spec.draws_bits and not spec.finds else None,
         int(WEYL_STEP),
-        spec.block,
+        spec.block_length,
     )
 
 
 @functools.cache
 def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
-    """Return the instructions of one element.
+    """Return the instructions of one element, on the pointers' addresses, the constants and `STREAM_INPUTS`.
 
-    Inputs are the addresses of the table of pointers, the constants ("constant", k) and the place in the stream of
-    random words (`STREAM_INPUTS`). A metered step sums up updates wanted and cancelled, u^2 and u (realised change);
-    one that finds the largest magnitudes has those of the weight and of the scaled states, and `with_payload` of the
-    payload as read.
+    A metered step sums up updates wanted and cancelled, u^2 and u (realised change); one that finds the largest
+    magnitudes has those of the weight and of the scaled states, and `with_payload` of the payload as read.
     """
-    element = Recording(count_pointers(spec), len(spec.constants))
+    element = Recording(count_pointers(spec), len(spec.constant_names))
     step = _StepRecorder(spec, element)
     step.record()
     if with_payload:
         payload = spec.store.real(spec.store.load(element.arrays[0], element.index))
-        element.trace.gather_sum("max", read_finite_magnitude(payload))
+        element.trace.gather_sum("max", find_finite_magnitude_word(payload))
     return element.trace
 
 
@@ -83,8 +75,8 @@ class _StepRecorder:
         self.spec, self.trace, self.element = spec, element.trace, element
         self.i, self.arrays, numbers = element.index, element.arrays, element.constants
         self.block = self.trace.emit("block", (), None, "block")
-        self.rule_constants = numbers[: len(spec.rule_constants)]
-        self.scales = dict(zip(spec.constants[len(self.rule_constants) :], numbers[len(self.rule_constants) :]))
+        count = len(spec.rule.constants)
+        self.rule_constants, self.scales = numbers[:count], dict(zip(spec.constant_names[count:], numbers[count:]))
         self.names = spec.update.bindings(spec.store)
         self.shrink = self.grow = ONE
 
@@ -95,20 +87,25 @@ class _StepRecorder:
         g = spec.gradient.real(spec.gradient.load(self.arrays[GRADIENT_COLUMN], self.i))
         w, g = (p * self.scales["weight_scale"], g * self.scales["gradient_scale"]) if spec.scaled else (p, g)
         roots = [self.load_root(k) for k in range(len(spec.codecs))]
-        if spec.shrinks:
-            self.choose_rescaling(g, roots)
+        if spec.rescales_large:  # scale an element down whose square float32 does not hold
+            large = abs(g) > HUGE_ROOT
+            for codec, slot, root in zip(spec.codecs, spec.rule.states, roots):
+                if slot.degree == 2:
+                    large = large | (root > (HUGE_ROOT if isinstance(codec, Int8Blocks) else HUGE_SQUARE))
+            self.trace.rare_masks.add(large.number)
+            self.shrink, self.grow = select(large, SHRINK_FACTOR, ONE), select(large, GROW_FACTOR, ONE)
         values = [self.rescale_state(k, root) for k, root in enumerate(roots)]
         if spec.reduces:
             self.record_reductions(w, g, values)
             return
         u, new = self.apply_rule(w, g, values)
-        if spec.finds_amax:
-            self.trace.gather_sum("max", read_finite_magnitude(w + u))
+        if spec.finds == "amax":
+            self.trace.gather_sum("max", find_finite_magnitude_word(w + u))
             for k, codec in spec.scaled_states.items():
-                self.trace.gather_sum("max", read_finite_magnitude(codec.measured(new[k])))
+                self.trace.gather_sum("max", find_finite_magnitude_word(codec.convert_to_payload_value(new[k])))
             return
-        weight_draws, state_draws = list_draws(spec)
-        written = self.write_weight(p, held, w, g, u, [self.draw_bits(draw) for draw in weight_draws])
+        weight_draws, state_draws = assign_random_bits(spec)
+        written = self.write_weight(p, held, w, g, u, [self.draw_random_bits(draw) for draw in weight_draws])
         if spec.update.feeds_back and spec.rule.error_feedback is not None:
             lost = (w + u) - written
             lost = select(lost - lost == ZERO, lost, ZERO)
@@ -116,7 +113,7 @@ class _StepRecorder:
         if spec.metered:
             self.record_meter(w, u, written * self.scales["new_scale"] if spec.scaled else written)
         for k, value in enumerate(new):
-            self.store_state(k, value, self.draw_bits(state_draws[k]))
+            self.store_state(k, value, self.draw_random_bits(state_draws[k]))
 
     def bind_function(self, name: str) -> Callable:
         """Return a device function of the weight update."""
@@ -125,25 +122,16 @@ class _StepRecorder:
 
     def load_root(self, k: int) -> Any:
         """Load state k as it is stored: a second moment in blocks before squaring."""
-        codec, arrays = self.spec.codecs[k], self.find_columns(k)
+        codec, arrays = self.spec.codecs[k], self.find_state_columns(k)
         if isinstance(codec, Int8Blocks):
             return codec.load_root(arrays, self.i, self.block)
         scale = self.scales[f"scale_{k}"] if isinstance(codec, Scaled) else None
         return codec.load(arrays, self.i, self.block, scale)
 
-    def find_columns(self, k: int) -> Sequence[Any]:
+    def find_state_columns(self, k: int) -> Sequence[Any]:
         """Return the addresses of a state's tensors."""
-        first = list_state_pointers(self.spec)[k]
+        first = list_state_columns(self.spec)[k]
         return self.arrays[first : first + self.spec.codecs[k].columns]
-
-    def choose_rescaling(self, g: Any, roots: Sequence[Any]) -> None:
-        """Scale an element down whose square float32 does not hold."""
-        large = abs(g) > HUGE
-        for codec, slot, root in zip(self.spec.codecs, self.spec.rule.states, roots):
-            if slot.degree == 2:
-                large = large | (root > (HUGE if isinstance(codec, Int8Blocks) else HUGE_SQUARED))
-        self.trace.rare_masks.add(large.number)
-        self.shrink, self.grow = select(large, SHRINK, ONE), select(large, GROW, ONE)
 
     def rescale_state(self, k: int, root: Any) -> Any:
         """Return state k as the rule takes it."""
@@ -155,45 +143,43 @@ class _StepRecorder:
 
     def multiply_if_rescaled(self, value: Any, factor: Any) -> Any:
         """Multiply a value by a factor, if the step rescales elements."""
-        return value * factor if self.spec.shrinks else value
+        return value * factor if self.spec.rescales_large else value
 
     def rescale_constants(self) -> list[Any]:
         """Return the rule's constants, those of the gradient's size rescaled."""
-        inner = (self.spec.rule.homogeneous or ()) if self.spec.shrinks else ()
+        inner = (self.spec.rule.homogeneous or ()) if self.spec.rescales_large else ()
         named = zip(self.spec.rule.constants, self.rule_constants)
         return [value * self.shrink if name in inner else value for name, value in named]
 
     def apply_rule(self, w: Any, g: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Apply the rule: return the difference, or new weight, and the new states."""
         rule = self.spec.rule
-        made = record_users_function(rule.update, *self.collect_operands(w, g, values), *self.rescale_constants())
+        made = record_users_function(rule.update, *self.collect_rule_operands(w, g, values), *self.rescale_constants())
         if not isinstance(made, (tuple, list)) or len(made) != 1 + len(values):
             kept = ", ".join(["the update", *(repr(slot.name) for slot in rule.states)])
             raise TypeError(f"update rule {rule.name!r} returns {made!r}: return a tuple of {kept}")
         u, *new = made
         return select(g == w, ZERO, u) if rule.assigns else u, new  # an infinity that stays
 
-    def collect_operands(self, w: Any, g: Any, values: Sequence[Any]) -> list[Any]:
+    def collect_rule_operands(self, w: Any, g: Any, values: Sequence[Any]) -> list[Any]:
         """Return what a function of the rule takes before its constants."""
-        finite = select(w - w == ZERO, w, ZERO) if self.spec.rule.decays else w
-        if self.spec.rule.prepare is None:
-            return [finite, self.multiply_if_rescaled(g, self.shrink), *values]
-        return [finite, self.multiply_if_rescaled(g, self.shrink), F32.real(F32.load(self.arrays[-1], self.i)), *values]
+        rule, finite = self.spec.rule, select(w - w == ZERO, w, ZERO) if self.spec.rule.decays else w
+        g = self.multiply_if_rescaled(g, self.shrink)
+        prepared = [] if rule.prepare is None else [F32.real(F32.load(self.arrays[-1], self.i))]
+        return [finite, g, *prepared, *values]
 
     def record_reductions(self, w: Any, g: Any, values: Sequence[Any]) -> None:
-        """Add up the values of the rule's sums, or find the largest.
-
-        They are split in two by an anchor beside which float64 keeps so few of their digits that sums are exact.
-        """
+        """Add up the values of the rule's sums, or find the largest."""
         constants = self.rescale_constants()
         for k, reduction in enumerate(self.spec.rule.reductions):
-            arguments = [*self.collect_operands(w, g, values), *constants]
+            arguments = [*self.collect_rule_operands(w, g, values), *constants]
             taken = arguments[: reduction.of.__code__.co_argcount]
             value = record_users_function(reduction.of, *taken)
-            if self.spec.reduces == "largest":
-                self.trace.gather_sum("max", read_finite_magnitude(value))
+            if self.spec.finds == "largest":
+                self.trace.gather_sum("max", find_finite_magnitude_word(value))
                 continue
-            inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALES)
+            # Split in two by an anchor beside which float64 keeps so few of their digits that sums are exact.
+            inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALE_NAMES)
             rest = self.to_float64(value * inverse)
             rest = rest * rest if reduction.squares else rest
             for anchor in map(self.to_float64, anchors):
@@ -204,7 +190,7 @@ class _StepRecorder:
     def write_weight(self, p: Any, held: Sequence[Any], w: Any, g: Any, u: Any, bits: list[Any]) -> Any:
         """Store the weight; return what it now is."""
         spec, scales = self.spec, self.scales
-        terms = (g, *held, NEGATIVE_ZERO) if spec.assigns else (w, *held, u)
+        terms = (g, *held, NEGATIVE_ZERO) if spec.assigns_weight else (w, *held, u)
         if spec.scaled:
             first, second, last = held
             ratio = scales["weight_ratio"]
@@ -230,14 +216,16 @@ class _StepRecorder:
         codec, slot = self.spec.codecs[k], self.spec.rule.states[k]
         if isinstance(codec, Int8Blocks):
             root = sqrt(value) if slot.degree == 2 else value
-            codec.save_root(self.find_columns(k), self.i, self.block, self.multiply_if_rescaled(root, self.grow), bits)
+            codec.save_root(
+                self.find_state_columns(k), self.i, self.block, self.multiply_if_rescaled(root, self.grow), bits
+            )
             return
         value = self.multiply_if_rescaled(value, self.grow)
         value = self.multiply_if_rescaled(value, self.grow) if slot.degree == 2 else value
         inverse = self.scales[f"inverse_{k}"] if isinstance(codec, Scaled) else None
-        codec.save(self.find_columns(k), self.i, self.block, value, inverse, bits)
+        codec.save(self.find_state_columns(k), self.i, self.block, value, inverse, bits)
 
-    def draw_bits(self, drawn: Draw | None) -> Any:
+    def draw_random_bits(self, drawn: Draw | None) -> Any:
         """Return random bits: a word of the element's one hash, or some of its bits."""
         if drawn is None:
             return NO_RANDOM_WORD
@@ -247,7 +235,7 @@ class _StepRecorder:
         return bit_and(word, np.uint32((1 << drawn.bits) - 1)) if cut else word
 
 
-def reference_step(
+def run_reference_step(
     spec: StepSpec,
     parts: Sequence[torch.Tensor],
     gradient: torch.Tensor,
@@ -256,28 +244,20 @@ def reference_step(
     key: int | None = None,
     index_map: IndexMap | None = None,
 ) -> list[float]:
-    """Make one step of one parameter, in place, or find what a specification that writes nothing looks for.
+    """Make one step of one parameter, in place; return what the specification adds up or finds the largest of.
 
-    Args:
-        states: the tensors of each state.
-        constants: of the specification, rounded to float32 here.
-        key: of the random words; None without draws.
-        index_map: places in the whole tensor, with a key.
-
-    Returns:
-        What the specification adds up or finds the largest of; metered: updates wanted, updates cancelled, sum u^2,
-        sum u (realised change).
+    `constants` are rounded to float32 here; `index_map` stands beside a key of random words.
     """
     arrays = {**dict(enumerate(parts)), POINTERS_BEFORE_STATES - 1: gradient}
     arrays |= dict(enumerate((tensor for state in states for tensor in state), POINTERS_BEFORE_STATES))
     rounded = torch.tensor(constants, dtype=torch.float32, device="cpu").tolist()
     inputs: dict[Any, Any] = {("constant", k): value for k, value in enumerate(rounded)}
     if key is not None and index_map is not None:
-        inputs |= zip(STREAM_INPUTS, compute_stream(key, make_global_index(index_map, gradient.device)))
-    return run_on_tensors(record_step(spec), arrays, inputs, block=spec.block)[1]
+        inputs |= zip(STREAM_INPUTS, compute_stream(key, make_global_indices(index_map, gradient.device)))
+    return run_on_tensors(record_step(spec), arrays, inputs, block=spec.block_length)[1]
 
 
-def change_by_rule(
+def compute_rule_change(
     rule: UpdateRule,
     weight: torch.Tensor,
     gradient: torch.Tensor,
@@ -287,8 +267,8 @@ def change_by_rule(
     """Apply a rule in float32 to weights, gradients and states; return the change and the new states."""
     given = [weight.float(), gradient.float(), *states]
     rounded = torch.tensor([*constants], dtype=torch.float32, device="cpu").tolist()
-    piece = _record_rule(rule.update, len(given) + len(rounded))
-    change, *new = run_on_tensors(piece.trace, (), dict(enumerate([*given, *rounded])), piece.results)[0]
+    recorded = _record_rule(rule.update, len(given) + len(rounded))
+    change, *new = run_on_tensors(recorded.trace, (), dict(enumerate([*given, *rounded])), recorded.results)[0]
     return change, new
 
 
@@ -299,14 +279,10 @@ def _record_rule(update: Callable, inputs: int) -> RecordedFunction:
     return RecordedFunction(trace, tuple(x.number for x in as_values))
 
 
-def make_global_index(index_map: IndexMap, device: torch.device) -> torch.Tensor:
+def make_global_indices(index_map: IndexMap, device: torch.device) -> torch.Tensor:
     """Return the global flat index of every element of a local tensor, in its shape."""
     index = torch.zeros((), dtype=torch.int64, device=device)
-    whole = index_map.global_shape
-    stride = 1
-    for d in reversed(range(len(whole))):
-        along = torch.arange(index_map.shape[d], dtype=torch.int64, device=device)
-        along = along * index_map.step[d] + index_map.offset[d]
-        index = index + (along * stride).reshape([-1 if k == d else 1 for k in range(len(whole))])
-        stride *= whole[d]
-    return index.reshape(index_map.shape)
+    for count, whole, first, step in zip(index_map.shape, index_map.global_shape, index_map.offset, index_map.step):
+        along = torch.arange(count, dtype=torch.int64, device=device) * step + first
+        index = index.unsqueeze(-1) * whole + along
+    return index

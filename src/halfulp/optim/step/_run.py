@@ -9,7 +9,7 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,34 +30,31 @@ from ...kernels import (
 from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_all
 from .._float32 import read_float32_weights
-from ..parameters._local_tensors import cut_shard, get_local, get_scale, is_dtensor, place_like
+from ..parameters._local_tensors import get_local, get_scale, is_dtensor, wrap_like_dtensor
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, count_pointers
 from ._batch import Batch
-from ._kernel import GRADIENT_COLUMN, compile_step, record_step, reference_step
-from ._scales import append_present_scales, choose_new_scales, write_kept_scales
+from ._kernel import GRADIENT_COLUMN, compile_step, record_step, run_reference_step
+from ._scales import append_present_scales, choose_new_scales, write_stored_scales
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-
-METER_COLUMNS = 4
-_FEW_KEYS = 8  # keys that take Python less time than NumPy's arrays
+METER_COLUMN_COUNT = 4
+_MOST_KEYS_IN_PYTHON = 8  # keys that take Python less time than NumPy's arrays
 
 
 def compile_kernels(batch: Batch) -> None:
     """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
     batch.engine = select_engine(batch.device.type)
     if batch.engine == "llvm":
-        twins = [make_amax_spec(batch.spec)] if batch.spec.scaled else []
-        for one in (batch.spec, *twins, *(make_reducing_specs(batch.spec) if batch.spec.rule.reductions else ())):
-            compile_and_check(one)
+        compile_and_check_kernel(batch.spec)
+        reduced = ("largest", "sums") if batch.spec.rule.reductions else ()
+        for finds in (*(("amax",) if batch.spec.scaled else ()), *reduced):
+            compile_and_check_kernel(make_finding_spec(batch.spec, finds))
     if batch.device.type != "cpu":
         require_same_bits(
             batch.device,
             f"optimizer step {batch.spec.name}",
             batch.spec,
-            lambda device: _step_check_elements(batch.spec, None, device),
+            lambda device: _step_fixed_elements(batch.spec, None, device),
             "Keep the parameters on the CPU, or step them by torch.optim",
         )
 
@@ -74,83 +71,62 @@ def run_step(batch: Batch) -> None:
         append_present_scales(spec, plan, constants, float(scale))
         for plan, constants, scale in zip(batch.plans, batch.constants, batch.gradient_scales)
     ]
-    amax = run_reducing_spec(make_amax_spec(spec), batch, batch.constants)
+    amax = run_finding_spec(make_finding_spec(spec, "amax"), batch, batch.constants)
     batch.constants = choose_new_scales(spec, batch.plans, batch.constants, amax)
     _write_step(batch)
     for plan, constants in zip(batch.plans, batch.constants):
-        write_kept_scales(spec, plan, constants)
+        write_stored_scales(spec, plan, constants)
 
 
 @functools.cache
-def make_amax_spec(spec: StepSpec) -> StepSpec:
-    """Return the specification that finds the largest magnitudes that a step would store."""
-    return dataclasses.replace(spec, metered=False, finds_amax=True)
+def make_finding_spec(spec: StepSpec, finds: str) -> StepSpec:
+    """Return the specification that writes nothing and finds what `StepSpec.finds` names."""
+    return dataclasses.replace(spec, metered=False, finds=finds)
 
 
-@functools.cache
-def make_reducing_specs(spec: StepSpec) -> tuple[StepSpec, StepSpec]:
-    """Return the specifications that find the largest of the values that a rule adds up, and their sums."""
-    plain = dataclasses.replace(spec, metered=False)
-    return dataclasses.replace(plain, reduces="largest"), dataclasses.replace(plain, reduces="sums")
-
-
-def run_reducing_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
+def run_finding_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
     """Run a specification that writes nothing; return a row of what it finds per parameter, on this rank."""
     columns = len(record_step(spec).sums)
     if batch.engine != "llvm":
-        rows = range(len(batch.plans))
-        rowwise = [
-            reference_step(spec, batch.parts(k), batch.gradients[k], batch.states(k), constants[k]) for k in rows
-        ]
-        return np.array(rowwise).reshape(-1, columns)
-    held, batch.constants = batch.constants, constants
-    meter = _run_kernel(spec, batch)
-    batch.constants = held
-    found = np.zeros((len(batch.plans), METER_COLUMNS))
-    (np.add if spec.reduces == "sums" else np.maximum).at(found, batch.table.chunks[:, 0], meter)
-    return found[:, :columns]
+        found = [run_reference_step(spec, *batch.list_step_tensors(row), own) for row, own in enumerate(constants)]
+        return np.array(found).reshape(-1, columns)
+    meter = _run_kernel(spec, batch, constants)
+    totals = np.zeros((len(batch.plans), METER_COLUMN_COUNT))
+    (np.add if spec.finds == "sums" else np.maximum).at(totals, batch.table.chunks[:, 0], meter)
+    return totals[:, :columns]
 
 
 def _write_step(batch: Batch) -> None:
     spec, device = batch.spec, batch.device.type
     if batch.engine == "llvm":
-        _run_kernel(spec, batch)
+        _run_kernel(spec, batch, batch.constants)
         return
     if batch.engine == "triton" and not spec.scaled and _run_triton(batch):  # scaled ones have been tried
         return
     if device != "cpu":
         note_fallback("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
-    keys = _make_keys(batch).tolist()
+    keys = _make_random_keys(batch).tolist()
     for row, plan in enumerate(batch.plans):
         if not has_own_memory(batch.gradients[row]):  # freed, or not written out
             batch.gradients[row] = to_plain_memory(batch.gradients[row], f"the gradient of {plan.name}")
-        lost = reference_step(
-            spec,
-            batch.parts(row),
-            batch.gradients[row],
-            batch.states(row),
-            batch.constants[row],
-            (keys[row] or [None])[0],
-            plan.index_map,
-        )
+        key, tensors = (keys[row] or [None])[0], batch.list_step_tensors(row)
+        lost = run_reference_step(spec, *tensors, batch.constants[row], key, plan.index_map)
         if lost:
-            plan.record.count(*lost)
+            plan.record.count_updates(*lost)
 
 
-def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
-    kernel, table = compile_and_check(spec), batch.table
-    _point_at_gradients(batch)
-    table.keys[...] = _make_keys(batch)
+def _run_kernel(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
+    kernel, table = compile_and_check_kernel(spec), batch.table
+    _write_gradient_pointers(batch)
+    table.keys[...] = _make_random_keys(batch)
     chunks, pointers, rows, keys = table.array_addresses
-    distinct, row_of_each = _find_distinct(batch.constants)
-    numbers = array("f", itertools.chain.from_iterable(distinct))
-    if row_of_each:
-        chosen = array("q", row_of_each)
-        rows = chosen.buffer_info()[0]
-    counts = spec.metered or not spec.writes
-    meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMNS))
-    at = address_of(meter) if counts else 0
-    run_chunks(kernel, table.chunk_lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at)
+    distinct, row_of_each = _find_distinct_constants(constants)
+    numbers, chosen = array("f", itertools.chain.from_iterable(distinct)), array("q", row_of_each)
+    rows = chosen.buffer_info()[0] if row_of_each else rows
+    counts = spec.metered or spec.finds
+    meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMN_COUNT))
+    meter_address = address_of(meter) if counts else 0
+    run_chunks(kernel, table.chunks[:, 2], chunks, pointers, rows, numbers.buffer_info()[0], keys, meter_address)
     if spec.metered:
         _count_lost_updates(meter, table.chunks, batch.plans)
     return meter
@@ -162,19 +138,25 @@ def _run_triton(batch: Batch) -> bool:
     from . import _triton_kernel as triton
 
     spec, device, table = batch.spec, batch.device, batch.table
-    specs = (make_amax_spec(spec), spec) if spec.scaled else (spec,)
-    found = (triton.find_step_kernel(one, device, _step_check_elements) for one in specs)
+    specs = (make_finding_spec(spec, "amax"), spec) if spec.scaled else (spec,)
+    found = (triton.find_step_kernel(one, device, _step_fixed_elements) for one in specs)
     kernels = [kernel for kernel in found if kernel is not None]
-    present = _list_present_scales(batch) if spec.scaled else []
+    present: list[list[torch.Tensor]] = []
+    if spec.scaled:
+        # The scales of weights, of gradients, of those without one as a tensor too, and of each scaled state.
+        one = torch.ones((), dtype=torch.float32, device=device)
+        present.append([get_scale(plan.parameter) for plan in batch.plans])
+        present.append([scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales])
+        present += [[plan.states[k][1] for plan in batch.plans] for k in spec.scaled_states]
     if len(kernels) < len(specs) or any(scale.device != device for scales in present for scale in scales):
         return False
-    _point_at_gradients(batch)
-    distinct, row_of_each = _find_distinct(batch.constants)
+    _write_gradient_pointers(batch)
+    distinct, row_of_each = _find_distinct_constants(batch.constants)
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
     constants = constants[row_of_each or [0] * len(batch.constants)]
-    constants = np.pad(constants, ((0, 0), (0, len(spec.constants) - constants.shape[1])))  # room for the scales
+    constants = np.pad(constants, ((0, 0), (0, len(spec.constant_names) - constants.shape[1])))  # room for the scales
     placed = table.placed_chunks = place_chunks(table.chunks, table.pointers, device, table.placed_chunks)
-    rows = triton.make_parameter_rows(device, table.pointers, constants, _make_keys(batch))
+    rows = triton.make_parameter_rows(device, table.pointers, constants, _make_random_keys(batch))
     if spec.scaled:
         totals, _ = triton.launch_scaled_step(spec, kernels, placed, rows, present)
     else:
@@ -184,17 +166,7 @@ def _run_triton(batch: Batch) -> bool:
     return True
 
 
-def _list_present_scales(batch: Batch) -> list[list[torch.Tensor]]:
-    """Return the scales of weights, of gradients, of those without one as a tensor too, and of each scaled state."""
-    one = torch.ones((), dtype=torch.float32, device=batch.device)
-    return [
-        [get_scale(plan.parameter) for plan in batch.plans],
-        [scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales],
-        *([plan.states[k][1] for plan in batch.plans] for k in batch.spec.scaled_states),
-    ]
-
-
-def _find_distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
+def _find_distinct_constants(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
     """Return the constants that differ, and which of them each parameter has; nothing where all have the same."""
     if all(map(is_, constants, itertools.repeat(constants[0]))):
         return constants[:1], []
@@ -203,7 +175,7 @@ def _find_distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float
     return [*distinct.values()], [row_of[id(one)] for one in constants]
 
 
-def _point_at_gradients(batch: Batch) -> None:
+def _write_gradient_pointers(batch: Batch) -> None:
     pointers, gradients = batch.table.pointers, batch.gradients
     found = [*map(torch.Tensor.data_ptr, gradients)]
     pointers[:, GRADIENT_COLUMN] = found
@@ -219,46 +191,46 @@ def _point_at_gradients(batch: Batch) -> None:
 
 
 def _count_lost_updates(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]) -> None:
-    sums = np.zeros((len(plans), METER_COLUMNS))
+    sums = np.zeros((len(plans), METER_COLUMN_COUNT))
     np.add.at(sums, chunk_rows[:, 0], meter)
     for plan, row in zip(plans, sums.tolist()):
-        plan.record.count(*row)
+        plan.record.count_updates(*row)
 
 
-def _make_keys(batch: Batch) -> np.ndarray:
+def _make_random_keys(batch: Batch) -> np.ndarray:
     """uint64 array of shape (parameters, 1): a key per parameter and step; (parameters, 0) without draws."""
     table, steps = batch.table, batch.steps
     seeds, step = table.seeds, steps[0]
-    if not batch.spec.draws:
+    if not batch.spec.draws_bits:
         return table.keys
     if isinstance(seeds, int) and len({*steps}) == 1:
-        if len(steps) <= _FEW_KEYS:
+        if len(steps) <= _MOST_KEYS_IN_PYTHON:
             return np.array([[mix64(seeds, step, plan.identity)] for plan in table.plans], np.uint64)
         return mix64_all(seeds, step, table.identities)
     every = np.array(steps, np.uint64)[:, None]
     return mix64_all(np.full(every.shape, seeds, np.uint64), every, table.identities)
 
 
-def compile_and_check(spec: StepSpec):
+def compile_and_check_kernel(spec: StepSpec):
     """Return a compiled kernel, compared with its reference before its first use in a process."""
     held = vars(spec)  # as a cached property would keep it, but for the layers: copies and pickles leave it out
     if "checked_kernel" in held:
         return held["checked_kernel"]
-    kernel = compile_step(spec)
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
+    kernel = compile_step(spec)
 
     def run(chunks, pointers, constants, keys) -> np.ndarray:
-        meter = np.zeros((len(chunks), METER_COLUMNS))
+        meter = np.zeros((len(chunks), METER_COLUMN_COUNT))
         given = chunks, pointers, np.zeros(1, np.int64), constants, keys, meter
         kernel(0, len(chunks), *map(address_of, given))
         return meter
 
-    check_bits(spec.name, lambda: _step_check_elements(spec, run), lambda: _step_check_elements(spec), spec)
+    check_bits(spec.name, lambda: _step_fixed_elements(spec, run), lambda: _step_fixed_elements(spec), spec)
     held["checked_kernel"] = kernel
     return kernel
 
 
-def _step_check_elements(
+def _step_fixed_elements(
     spec: StepSpec, run: Callable | None = None, device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
     """Make two steps on fixed elements, tiny, NaN and overwritten ones among them; return all that was written.
@@ -266,7 +238,7 @@ def _step_check_elements(
     A scaled parameter takes another scale in the second. `run(chunks, pointers, constants, keys)` runs a compiled
     kernel; without it the reference runs.
     """
-    count = 2 * (spec.block or 32)
+    count = 2 * (spec.block_length or 32)
     shape, index_map = torch.Size([count]), IndexMap((count,), (4 * CHUNK_ELEMENTS,), (CHUNK_ELEMENTS,), (1,))
     ramp = torch.linspace(-1, 1, count, dtype=torch.float32, device="cpu")
     value, gradient = ramp * ramp * ramp, ramp * ramp.abs().sqrt() * 3e-2
@@ -289,46 +261,37 @@ def _step_check_elements(
         states[k][1].fill_(0.0625)
     if spec.rule.prepare is not None:
         states.append([(ramp * ramp).to(device)])
-    constants = tuple(0.3 + 0.05 * position for position in range(len(spec.rule.constants)))
-    keys = np.full((1, int(spec.draws)), mix64(1, 2, 3), np.uint64)
+    keys = np.full((1, int(spec.draws_bits)), mix64(1, 2, 3), np.uint64)
     pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]
     pointers += [address(tensor) for state in states for tensor in state]
     assert len(pointers) == count_pointers(spec)
-    rule_constants = constants
+    chunks, table, key = cut_into_chunks(index_map, 0), np.array([pointers], np.int64), keys[0].tolist() or [None]
+    of_rule = tuple(0.3 + 0.05 * position for position in range(len(spec.rule.constants)))
     of_sums = (0.25, 1.5 * 2.0**16, 1.5 * 2.0**-30) * len(spec.rule.reductions if spec.reduces else ())
     for new_scale in (0.125, 0.5):
-        if spec.scaled:
-            scales = (0.125, 1 / new_scale, 4.0, 0.125 / new_scale, new_scale)
-            constants = (*rule_constants, *scales, *(0.0625, 16.0) * len(spec.scaled_states))
-        if not spec.writes:
-            constants += of_sums
-            row = np.array([constants], np.float32)
-            given = (spec, parts, gradient, states, constants)
-            found = reference_step(*given) if run is None else run(
-                cut_into_chunks(index_map, 0), np.array([pointers], np.int64), row, keys
-            ).max(0)[: len(record_step(spec).sums)]  # fmt: skip
-            return [torch.tensor(found, dtype=torch.float32, device="cpu")]
-        if run is None:
-            reference_step(spec, parts, gradient, states, constants, (keys[0].tolist() or [None])[0], index_map)
+        of_scales = (0.125, 1 / new_scale, 4.0, 0.125 / new_scale, new_scale, *(0.0625, 16.0) * len(spec.scaled_states))
+        constants = (*of_rule, *(of_scales if spec.scaled else ()), *of_sums)
+        if run is not None:
+            found = run(chunks, table, np.array([constants], np.float32).reshape(1, -1), keys)
+        elif spec.finds:
+            found = np.array([run_reference_step(spec, parts, gradient, states, constants)])
         else:
-            row = np.array([constants], np.float32).reshape(1, -1)
-            run(cut_into_chunks(index_map, 0), np.array([pointers], np.int64), row, keys)
+            run_reference_step(spec, parts, gradient, states, constants, key[0], index_map)
+        if spec.finds:
+            return [torch.tensor(found.max(0)[: len(record_step(spec).sums)], dtype=torch.float32, device="cpu")]
     return [tensor.cpu() for tensor in (*parts, *(tensor for state in states for tensor in state))]
 
 
-class WholeTensors:
+class GatheredTensors:
     """The tensors of one parameter in float32, whole also where the parameter is sharded.
 
     A DTensor's are gathered when they are asked for: every rank that holds a shard has to ask.
-
-    Attributes:
-        shape: of the parameter.
-        factors: the rule's float32 tensors, to be read and written.
     """
 
     def __init__(self, batch: Batch, row: int) -> None:
         self._batch, self._row, self._plan = batch, row, batch.plans[row]
         self.shape = self._plan.index_map.global_shape
+        # The rule's float32 tensors, to be read and written.
         self.factors = {name: get_local(self._plan.state[name]) for name in batch.spec.factor_names}
 
     @property
@@ -351,8 +314,7 @@ class WholeTensors:
         return self._gather_shards(spec.codecs[k].decode(self._plan.states[k]).reshape(self._plan.shape))
 
     def _gather_shards(self, value: torch.Tensor) -> torch.Tensor:
-        parameter = self._plan.parameter
-        placed = place_like(value, parameter)
+        placed = wrap_like_dtensor(value, self._plan.parameter)
         return placed.full_tensor() if is_dtensor(placed) else value
 
 
@@ -362,22 +324,21 @@ def prepare_batch(batch: Batch) -> None:
     if prepare is None:
         return
     for row, (group, age) in enumerate(batch.rule_steps):
-        made, late = prepare(WholeTensors(batch, row), group, age)
-        own = cut_shard(made, batch.plans[row].index_map)
+        made, late = prepare(GatheredTensors(batch, row), group, age)
+        shard = batch.plans[row].index_map
+        places = zip(shard.shape, shard.offset, shard.step)
+        own = made[tuple(slice(first, first + count * step, step) for count, first, step in places)]
         # A copy of a shard, so that nothing keeps the whole.
         batch.prepared_tensors.append(own.to(torch.float32, copy=own.numel() < made.numel()).contiguous())
         batch.constants[row] = (*batch.constants[row], *late)
 
 
 # Room of a value under its power of two, |v| < 4, or its square, before anything is added.
-_HEADROOM = 4
+_SUM_HEADROOM_BITS = 4
 
 
 def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
-    """Return the sums of each parameter of each batch, nothing where the rule has none.
-
-    Every rank that holds a shard of a parameter has to take part, as in a step by torch.optim with clipping.
-    """
+    """Return the sums of each parameter of each batch, nothing where the rule has none; all ranks have to call this."""
     summed = [batch for batch in batches if batch.spec.rule.reductions]
     if not summed:
         return [[] for _ in batches]
@@ -387,22 +348,30 @@ def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
     ]
     counts = []
     for batch in summed:
-        elements = [math.prod(plan.index_map.global_shape) for plan in batch.plans]
-        counts.append(np.array([elements] * len(batch.spec.rule.reductions), np.float64).T.copy())
+        elements = np.array([[math.prod(plan.index_map.global_shape)] for plan in batch.plans], np.float64)
+        counts.append(elements.repeat(len(batch.spec.rule.reductions), 1))
     _reduce_over_parameters(summed, largest, np.max)
     _reduce_over_parameters(summed, counts, np.sum)
     totals = []
     for batch, top, count in zip(summed, largest, counts):
-        scales = _make_sum_scales(top, count)
+        # The constants SUM_SCALE_NAMES, (parameters, sums, 3): powers of two, and anchors of 1.5 of one.
+        power, length = np.clip(2 - np.frexp(top)[1], -126, 126), np.ceil(np.log2(np.maximum(count, 1.0)))
+        anchor = length + _SUM_HEADROOM_BITS
+        columns = [np.exp2(power), 1.5 * np.exp2(anchor), 1.5 * np.exp2(anchor + length - 53)]
+        scales = np.stack(columns, -1).astype(np.float32)
         parts = _reduce_over_ranks(batch, _run_reducing_kernel(batch, "sums", scales), torch.distributed.ReduceOp.SUM)
         totals.append((parts[:, ::2], parts[:, 1::2], scales[:, :, 0].astype(np.float64)))
     for k in (0, 1):
         _reduce_over_parameters(summed, [parts[k] for parts in totals], np.sum)
-    sums = {id(batch): _unscale_sums(batch, *parts) for batch, parts in zip(summed, totals)}
+    sums: dict[int, list[tuple[float, ...]]] = {}
+    for batch, (high, low, inverse) in zip(summed, totals):
+        squares = np.array([reduction.squares for reduction in batch.spec.rule.reductions])
+        found = (high + low) / np.where(squares, inverse**2, inverse)
+        sums[id(batch)] = [*map(tuple, found.tolist())]
     return [sums.get(id(batch), []) for batch in batches]
 
 
-def finish_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, ...]]]) -> None:
+def add_late_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, ...]]]) -> None:
     """Give the batches the constants that follow from their sums."""
     for batch, found in zip(batches, sums):
         late = batch.spec.rule.late_values
@@ -416,9 +385,9 @@ def finish_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, 
             batch.constants[row] = made[key]
 
 
-def _run_reducing_kernel(batch: Batch, what: str, scales: np.ndarray | None = None) -> np.ndarray:
-    """Run the reducing kernel of a batch once, and return a row per parameter: sums or largest magnitudes."""
-    spec = make_reducing_specs(batch.spec)[what == "sums"]
+def _run_reducing_kernel(batch: Batch, finds: str, scales: np.ndarray | None = None) -> np.ndarray:
+    """Run a reducing kernel of a batch, and return a row per parameter: its "sums" or "largest" magnitudes."""
+    spec = make_finding_spec(batch.spec, finds)
     late = len(spec.rule.constants) - len(batch.constants[0])
     given = []
     for row, (plan, constants) in enumerate(zip(batch.plans, batch.constants)):
@@ -427,22 +396,7 @@ def _run_reducing_kernel(batch: Batch, what: str, scales: np.ndarray | None = No
             whole = append_present_scales(batch.spec, plan, whole, float(batch.gradient_scales[row]))
         own = (0.0,) * (3 * len(spec.rule.reductions)) if scales is None else scales[row].ravel().tolist()
         given.append((*whole, *own))
-    return run_reducing_spec(spec, batch, given)
-
-
-def _make_sum_scales(largest: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the constants SUM_SCALES, (parameters, sums, 3): powers of two, and anchors of 1.5 of one."""
-    power = np.clip(2 - np.frexp(largest)[1], -126, 126)
-    length = np.ceil(np.log2(np.maximum(counts, 1.0)))
-    anchor = length + _HEADROOM
-    scales = [np.exp2(power), 1.5 * np.exp2(anchor), 1.5 * np.exp2(anchor + length - 53)]
-    return np.stack(scales, -1).astype(np.float32)
-
-
-def _unscale_sums(batch: Batch, high: np.ndarray, low: np.ndarray, inverse: np.ndarray) -> list[tuple[float, ...]]:
-    squares = np.array([reduction.squares for reduction in batch.spec.rule.reductions])
-    found: list[tuple[float, ...]] = [*map(tuple, ((high + low) / np.where(squares, inverse**2, inverse)).tolist())]
-    return found
+    return run_finding_spec(spec, batch, given)
 
 
 def _reduce_over_parameters(batches: Sequence[Batch], values: Sequence[np.ndarray], how) -> None:
@@ -462,18 +416,16 @@ def _reduce_over_parameters(batches: Sequence[Batch], values: Sequence[np.ndarra
 
 def _reduce_over_ranks(batch: Batch, found: np.ndarray, how: torch.distributed.ReduceOp.RedOpType) -> np.ndarray:
     """Reduce what was found over the ranks that share each parameter."""
-    parameters = [] if batch.table.is_plain else [plan.parameter for plan in batch.plans]
-    sharded = [(row, held) for row, held in enumerate(parameters) if is_dtensor(held)]
-    for _, run in itertools.groupby(sharded, lambda one: _make_mesh_key(one[1])):
-        members = [*run]
-        first, rows = members[0][1], [row for row, _ in members]
+    rows_by_mesh: dict[tuple, list[int]] = {}
+    for row, plan in enumerate(() if batch.table.is_plain else batch.plans):
+        if is_dtensor(plan.parameter):
+            replicated = tuple(placement.is_replicate() for placement in plan.parameter.placements)
+            rows_by_mesh.setdefault((id(plan.parameter.device_mesh), replicated), []).append(row)
+    for (_, replicated), rows in rows_by_mesh.items():
+        first: Any = batch.plans[rows[0]].parameter
         numbers = torch.from_numpy(found[rows]).to(first._local_tensor.device)
-        for dimension, placement in enumerate(first.placements):
-            if not placement.is_replicate():
+        for dimension, is_replicated in enumerate(replicated):
+            if not is_replicated:
                 torch.distributed.all_reduce(numbers, how, group=first.device_mesh.get_group(dimension))
         found[rows] = numbers.cpu().numpy()
     return found
-
-
-def _make_mesh_key(parameter: DTensor) -> tuple[int, tuple[bool, ...]]:
-    return id(parameter.device_mesh), tuple(placement.is_replicate() for placement in parameter.placements)

@@ -11,7 +11,7 @@ import torch
 from ..parameters._local_tensors import get_scale
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec
-from ..states._codec import find_array_library, find_power_below, finite_amax
+from ..states._codec import compute_finite_amax, find_array_library, find_power_of_two_below
 
 ConstantRow = tuple[float, ...]
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.
@@ -23,7 +23,7 @@ SCALE_WINDOWS = {
     torch.float32: (-40, 40, 0),
 }
 # Of a payload under the new scale, before the update is added: float32 holds it, and some binades more.
-LARGEST_BINADE = 120
+LARGEST_PAYLOAD_BINADE = 120
 
 
 def append_present_scales(
@@ -40,53 +40,46 @@ def choose_new_scales(
 ) -> list[ConstantRow]:
     """Return constants with the scales under which a step's results will be stored; tensors are not changed yet.
 
-    A step reads the payload under its present scale and rounds the sum once, under the new one.
-
-    Args:
-        plans: of the parameters.
-        constants: of each, with its present scales.
-        amax: largest finite magnitudes, a row per parameter: of the weight and of each scaled state.
+    A step reads the payload under its present scale and rounds the sum once, under the new one. `amax` has a row per
+    parameter: the largest finite magnitudes of the weight and of each scaled state.
     """
     first = len(spec.rule.constants)
-    present = np.array([row[first:] for row in constants]).T[list_present_columns(spec)]
+    present = np.array([row[first:] for row in constants]).T[list_present_scale_columns(spec)]
     largest = np.vstack([amax.T, np.zeros(len(plans))])
-    chosen = choose_scales(spec, present, largest)
-    moved = np.flatnonzero(chosen[find_column(spec, "new_scale")] != present[0]).tolist()
+    chosen = compute_scale_constants(spec, present, largest)
+    moved = np.flatnonzero(chosen[find_scale_column(spec, "new_scale")] != present[0]).tolist()
     for row in moved:
-        largest[-1, row] = finite_amax(plans[row].payloads[0].float())
-    chosen = choose_scales(spec, present, largest) if moved else chosen
+        largest[-1, row] = compute_finite_amax(plans[row].payloads[0].float())
+    chosen = compute_scale_constants(spec, present, largest) if moved else chosen
     return [(*row[:first], *scales) for row, scales in zip(constants, chosen.T.tolist(), strict=True)]
 
 
-def write_kept_scales(spec: StepSpec, plan: ParameterPlan, constants: ConstantRow) -> None:
+def write_stored_scales(spec: StepSpec, plan: ParameterPlan, constants: ConstantRow) -> None:
     """Write the scales of the weight and the states that a step has stored."""
-    at = spec.constant_places
+    at = spec.constant_columns
     if constants[at["new_scale"]] != constants[at["weight_scale"]]:
         get_scale(plan.parameter).fill_(constants[at["new_scale"]])
     for k in spec.scaled_states:
         plan.states[k][1].fill_(1 / constants[at[f"inverse_{k}"]])
 
 
-def find_column(spec: StepSpec, name: str) -> int:
+def find_scale_column(spec: StepSpec, name: str) -> int:
     """Return the place of a scale among the constants of a step that are not the rule's."""
-    return spec.constant_places[name] - len(spec.rule.constants)
+    return spec.constant_columns[name] - len(spec.rule.constants)
 
 
-def list_present_columns(spec: StepSpec) -> list[int]:
+def list_present_scale_columns(spec: StepSpec) -> list[int]:
     """Return the places of the present scales: of weights, of gradients, and of each scaled state."""
     names = ["weight_scale", "gradient_scale", *(f"scale_{k}" for k in spec.scaled_states)]
-    return [find_column(spec, name) for name in names]
+    return [find_scale_column(spec, name) for name in names]
 
 
-def choose_scales(spec: StepSpec, present: Any, largest: Any) -> Any:
-    """Return the constants of a step that are not the rule's, (constants, parameters), as an array of the given kind.
+def compute_scale_constants(spec: StepSpec, present: Any, largest: Any) -> Any:
+    """Return the constants of a step that are not the rule's, (constants, parameters), of NumPy or torch as given.
 
-    Args:
-        spec: of the step.
-        present: float64 array of NumPy or tensor (2 + scaled states, parameters): the scales of weights, of gradients,
-            and of each scaled state.
-        largest: of that shape: the largest finite magnitudes of weights and of each scaled state, as they are about to
-            be stored, and last of payloads as they are.
+    `present` are float64 (2 + scaled states, parameters): the scales of weights, of gradients, and of each scaled
+    state. `largest`, of that shape, are the largest finite magnitudes of weights and of each scaled state, as they are
+    about to be stored, and last of payloads as they are.
     """
     weights, gradients, *states = present
     new, ratio = fit_weight_scale(spec.store.dtype, weights, largest[0], largest[-1])
@@ -109,12 +102,12 @@ def fit_weight_scale(dtype: torch.dtype, present: Any, largest: Any, stored: Any
     """
     where = find_array_library(present).where
     lowest, highest, target = SCALE_WINDOWS[dtype]
-    binade = find_power_below(largest)
+    binade = find_power_of_two_below(largest)
     wanted = (binade * 2.0**-target).clip(2.0**-126, 2.0**126)
     keeps = (largest == 0) | ((binade >= 2.0**lowest * present) & (binade <= 2.0**highest * present))
-    reached = present * (2 * find_power_below(stored)).clip(1) * 2.0**-LARGEST_BINADE
+    reached = present * (2 * find_power_of_two_below(stored)).clip(1) * 2.0**-LARGEST_PAYLOAD_BINADE
     reached = where(wanted > reached, wanted, reached)
-    if torch.finfo(dtype).max > 2.0**LARGEST_BINADE:
+    if torch.finfo(dtype).max > 2.0**LARGEST_PAYLOAD_BINADE:
         # The payload's own range is wide enough for what a factor in float32's range leaves to do.
         reached = where(reached < 2.0**126 * present, reached, 2.0**126 * present)
     reached = where(stored == 0, wanted, reached.clip(max=2.0**126))

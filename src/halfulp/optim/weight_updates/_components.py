@@ -13,51 +13,40 @@ from ...arithmetic._operators import two_sum
 from ...kernels._operations import real, select, sub, word
 from ...mctensor import MCTensor
 from .._storage import Store, find_power_of_two_word
-from ._weight_update import (
-    WeightUpdate,
-    find_weight_update,
-    read_rounding_name,
-    register_weight_update,
-    store_bindings,
-)
+from ._weight_update import WeightUpdate, find_weight_update, read_rounding_name, register_weight_update, store_bindings
 
 # ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
 
 
-ZERO, NEGATIVE_ZERO, NOTHING = np.float32(0.0), np.float32(-0.0), np.uint32(0)
+ZERO, NEGATIVE_ZERO, ZERO_WORD = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 
 # Bound per store and weight update.
-RESIDUAL_SHARE, RESIDUAL_LEAST = np.float32(0.0), np.float32(0.0)
+RESIDUAL_SHARE, LEAST_RESIDUAL = np.float32(0.0), np.float32(0.0)
 
 
-def fit_residual_wide(p, c):
-    """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows.
-
-    For stores with float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound
-    is NaN.
-    """
+def fit_residual_of_wide_exponent(p, c):
+    """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows."""
+    # For float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound is NaN.
     return select(abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + (p - p), c, ZERO)
 
 
-def fit_residual_any(p, c):
-    """Device function: `fit_residual_wide` for any store and bound."""
+def fit_residual(p, c):
+    """Device function: `fit_residual_of_wide_exponent` for any store and bound."""
     w = p + c
-    fits = (abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
+    fits = (abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + LEAST_RESIDUAL) & (w - w == ZERO)
     return select(fits, c, ZERO)
 
 
 def make_residual_bindings(store: Store, ulps: float) -> dict[str, Any]:
-    """Return the bindings of `fitting`, for residuals of at most `ulps` units in the last place of p.
-
-    A residual's own last place is at least the store's least number. Beside float32's exponents that is added as a
-    binade, for a subnormal operand in every sum may cost.
-    """
+    """Return the bindings of `fitting`, for residuals of at most `ulps` units in the last place of p."""
     wide = store.emin == -126
+    # A residual's own last place is at least the store's least number. Beside float32's exponents that is added as a
+    # binade, for a subnormal operand in every sum may cost.
     least = np.float32(0.0 if wide else 2.0**store.emin * compute_ulp_of_one(store))
     share = np.float32(ulps * compute_ulp_of_one(store))
     binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
-    piece = fit_residual_wide if wide and ulps < 1 else fit_residual_any
-    return {"fitting": piece, "LEAST_POWER_OF_TWO": binade, "RESIDUAL_SHARE": share, "RESIDUAL_LEAST": least}
+    fitting = fit_residual_of_wide_exponent if wide and ulps < 1 else fit_residual
+    return {"fitting": fitting, "LEAST_POWER_OF_TWO": binade, "RESIDUAL_SHARE": share, "LEAST_RESIDUAL": least}
 
 
 def compute_ulp_of_one(store: Store) -> float:
@@ -99,7 +88,6 @@ class Kahan(WeightUpdate):
             raise ValueError("Kahan(literal=True) is the paper's algorithm, which rounds to nearest: leave weight out")
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """Return the residual, of the parameter's dtype."""
         return (("residual", store.dtype),)
 
     def draws(self, store: Store) -> tuple[int, ...]:
@@ -107,21 +95,17 @@ class Kahan(WeightUpdate):
         return (store.random_bits,) * [self.weight, self.residual].count("stochastic")
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """Return the device functions of the compensated sum."""
         stochastic = self.residual == "stochastic"
-        residual: dict[str, object] = {
+        functions: dict[str, object] = {
+            "read_weight": read_literal_kahan if self.literal else read_kahan,
+            "write_weight": write_literal_kahan if self.literal else write_kahan,
+            "fill_weight": fill_kahan,
             "residual_round": store.stochastic if stochastic else store.nearest,
             "RESIDUAL_DRAW": int(stochastic and self.weight == "stochastic"),
         }
-        pieces = {
-            "read_weight": read_kahan_literal if self.literal else read_kahan,
-            "write_weight": write_kahan_literal if self.literal else write_kahan,
-            "fill_weight": fill_kahan,
-        }
         # The largest residual, its own last place included.
         ulps = (1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5) * (1 + compute_ulp_of_one(store))
-        bound = residual | make_residual_bindings(store, ulps) | store_bindings(store, self.weight == "stochastic")
-        return pieces | bound
+        return functions | make_residual_bindings(store, ulps) | store_bindings(store, self.weight == "stochastic")
 
 
 def read_kahan(a0, a1, a2, a3, i):
@@ -144,11 +128,9 @@ RESIDUAL_DRAW = 0  # which random word rounds the residual, bound
 
 
 def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
-    """Device function: the equation of Kahan; a weight that became infinite or NaN keeps no residual.
-
-    A residual that is not as it was read is under another scale, in whose last places it may be too large for p; under
-    a smaller one both may be far larger than their sum, beside which u would be lost.
-    """
+    """Device function: the equation of Kahan; a weight that became infinite or NaN keeps no residual."""
+    # A residual that is not as it was read is under another scale, in whose last places it may be too large for p;
+    # under a smaller one both may be far larger than their sum, beside which u would be lost.
     still, whole = word(c) == word(held), p + c
     c = select(still, c, c - (whole - p))
     p = select(still, p, whole)
@@ -157,20 +139,20 @@ def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     s = weight_real(code)
     none = s - s
     left = residual_round((p - s) + y, (r0, r1)[RESIDUAL_DRAW])
-    left = select(none == none, left, NOTHING)
+    left = select(none == none, left, ZERO_WORD)
     weight_save(a0, i, code)
     weight_save(a1, i, left)
     return s + weight_real(left)
 
 
-def read_kahan_literal(a0, a1, a2, a3, i):
-    """Device function: p + c, both, and p again, by which `write_kahan_literal` knows whether the scale changes."""
+def read_literal_kahan(a0, a1, a2, a3, i):
+    """Device function: p + c, both, and p again, by which `write_literal_kahan` knows whether the scale changes."""
     p = weight_real(weight_load(a0, i))
     c = fitting(p, weight_real(weight_load(a1, i)))
     return p + c, p, c, p
 
 
-def write_kahan_literal(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+def write_literal_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     """Device function: the paper's algorithm, each intermediate rounded; Kahan's equation where the scale changes."""
     y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
     same, whole = p == held, p + c
@@ -229,7 +211,6 @@ class Components(WeightUpdate):
         object.__setattr__(self, "residual", read_rounding_name(self.residual))
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """Return the components behind the parameter."""
         names = ("residual",) if self.n == 2 else tuple(f"component_{k}" for k in range(1, self.n))
         return tuple((name, store.dtype) for name in names)
 
@@ -238,17 +219,16 @@ class Components(WeightUpdate):
         return (store.random_bits,) if self.residual == "stochastic" else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """Return the device functions for n components."""
         if self.n == 2:
             return Kahan(residual=self.residual).bindings(store)
-        last = store.stochastic if self.residual == "stochastic" else store.nearest
-        pieces = {
+        functions: dict[str, object] = {
             "read_weight": read_components,
             "write_weight": write_components,
             "fill_weight": fill_components,
             "COMPONENT_COUNT": self.n,
+            "residual_round": store.stochastic if self.residual == "stochastic" else store.nearest,
         }
-        return {**pieces, "residual_round": last, **make_residual_bindings(store, 0.5), **store_bindings(store, False)}
+        return functions | make_residual_bindings(store, 0.5) | store_bindings(store, False)
 
 
 def load_component(address, i):

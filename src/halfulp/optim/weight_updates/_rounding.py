@@ -10,13 +10,7 @@ import torch
 
 from ...kernels._operations import load32, select, store32, word
 from .._storage import F32, Store, word_to_float32
-from ._weight_update import (
-    WeightUpdate,
-    read_plain,
-    register_weight_update,
-    store_bindings,
-    write_plain,
-)
+from ._weight_update import WeightUpdate, read_plain, register_weight_update, store_bindings, write_plain
 
 
 @dataclass(frozen=True)
@@ -28,13 +22,11 @@ class Rounded(WeightUpdate):
     stochastic: ClassVar[bool] = False
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """Return one draw for the weight if it is rounded stochastically."""
         return (store.random_bits,) if self.stochastic else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """Return the device functions of the rounded sum."""
-        pieces = {"read_weight": read_plain, "write_weight": write_plain}
-        return pieces | store_bindings(store, self.stochastic)
+        functions: dict[str, object] = {"read_weight": read_plain, "write_weight": write_plain}
+        return functions | store_bindings(store, self.stochastic)
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,6 @@ class Exact(Rounded):
     name: ClassVar[str] = "exact"
 
     def check(self, store: Store) -> None:
-        """Refuse all but plain float32 parameters."""
         if store.name != F32.name:
             raise ValueError("weight_update 'exact' is for float32 parameters: choose 'split' for exact bfloat16 ones")
 
@@ -69,16 +60,13 @@ class Master(WeightUpdate):
     scales: ClassVar[bool] = True
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """Return the float32 copy."""
         return (("master", torch.float32),)
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """Return the device functions over the float32 copy."""
-        pieces = {"read_weight": read_master, "write_weight": write_master, "fill_weight": fill_master}
-        return pieces | store_bindings(store, False)
+        functions = {"read_weight": read_master, "write_weight": write_master, "fill_weight": fill_master}
+        return functions | store_bindings(store, False)
 
     def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's float32 value, for the copy."""
         return store.decode(payload.contiguous())
 
 

@@ -29,12 +29,7 @@ from ...kernels._operations import (
     word,
 )
 from .._storage import Store
-from ._weight_update import (
-    WeightUpdate,
-    read_rounding_name,
-    register_weight_update,
-    store_bindings,
-)
+from ._weight_update import WeightUpdate, read_rounding_name, register_weight_update, store_bindings
 
 ZERO, ONE, S8, S15, S16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
 HALF_16, LOW_8, TOP_24 = np.uint32(0x8000), np.uint32(0xFF), np.uint32(0xFFFFFF00)
@@ -64,7 +59,6 @@ class Split16(WeightUpdate):
     stochastic: ClassVar[bool] = False
 
     def check(self, store: Store) -> None:
-        """Refuse all but bfloat16, whose exponent is float32's."""
         if store.dtype != torch.bfloat16:
             raise ValueError(
                 f"weight_update {self.name!r} cuts a float32 word in two, which bfloat16 parameters allow, not "
@@ -72,15 +66,12 @@ class Split16(WeightUpdate):
             )
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """Return the low 16 bits, as a signed integer."""
         return (("low_bits", torch.int16),)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """Return one draw for the sum if it is rounded stochastically."""
         return (16,) if self.stochastic else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """Return the device functions on float32 words."""
         rounded = round_sum_stochastically if self.stochastic else round_sum_to_nearest
         pieces = {"read_weight": read_split, "write_weight": write_split, "fill_weight": fill_split}
         return pieces | {"rounded_sum": rounded} | store_bindings(store, False)
@@ -97,7 +88,6 @@ class Split8(WeightUpdate):
     name: ClassVar[str] = "split8"
 
     def check(self, store: Store) -> None:
-        """Refuse all but 16-bit dtypes."""
         if store.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"weight_update 'split8' is for bfloat16 and float16 parameters, not {store.name} in float32 ones: "
@@ -105,21 +95,19 @@ class Split8(WeightUpdate):
             )
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """Return the 8 bits below the parameter's last, as a signed integer."""
         return (("low_bits", torch.int8),)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """Return one draw for the last of the 24 bits."""
         return (8 if store.name == "bf16" else 16,)
 
     def bindings(self, store: Store) -> dict[str, object]:
         """Return the device functions: on words for bfloat16, on units of the last place for float16."""
         is_bf16 = store.name == "bf16"
         pieces = {
-            "read_weight": read_split8 if is_bf16 else read_split8_fp16,
+            "read_weight": read_split8 if is_bf16 else read_fp16_split8,
             "write_weight": write_split8,
             "fill_weight": fill_split8,
-            "save_split8": save_split8_bf16 if is_bf16 else save_split8_fp16,
+            "save_split8": save_bf16_split8 if is_bf16 else save_fp16_split8,
             "NEAREST_DRAW": HALF_8 if is_bf16 else HALF_16,
         }
         return pieces | store_bindings(store, False)
@@ -128,15 +116,13 @@ class Split8(WeightUpdate):
 def read_split(a0, a1, a2, a3, i):
     """Device function: (p << 16) + c as a float32."""
     shown = shl(weight_load(a0, i), S16)
-    w = finite_or_shown(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_16)), SIGN_16)), real(shown))
+    w = replace_infinite_weight(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_16)), SIGN_16)), real(shown))
     return w, w, w, w
 
 
-def finite_or_shown(w, shown):
-    """Device function: a weight, or the parameter's value if stale low bits make it infinite or NaN.
-
-    Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
-    """
+def replace_infinite_weight(w, shown):
+    """Device function: a weight, or the parameter's value if stale low bits make it infinite or NaN."""
+    # Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
     return select(w - w == ZERO_F, w, shown)
 
 
@@ -160,10 +146,8 @@ def round_sum_to_nearest(w, u, random):
 
 
 def round_sum_stochastically(w, u, random):
-    """Device function: w + u exactly (Knuth), then rounded stochastically to one of the two float32 around it.
-
-    The chance is a whole number of 2^-16, and no chance at all below half of that: updates down to 2^-41 |w|.
-    """
+    """Device function: w + u exactly (Knuth), then rounded stochastically to one of the two float32 around it."""
+    # The chance is a whole number of 2^-16, and no chance at all below half of that: updates down to 2^-41 |w|.
     total, error = two_sum(w, u)
     bits = word(total)
     outwards = select((error < ZERO_F) == (total < ZERO_F), add(bits, ONE), sub(bits, ONE))
@@ -176,7 +160,7 @@ def read_split8(a0, a1, a2, a3, i):
     """Device function: (p << 16) + (c << 8) as a float32."""
     low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
     shown = shl(weight_load(a0, i), S16)
-    w = finite_or_shown(real(add(shown, shl(low, S8))), real(shown))
+    w = replace_infinite_weight(real(add(shown, shl(low, S8))), real(shown))
     return w, w, w, w
 
 
@@ -190,7 +174,7 @@ def fill_split8(a0, a1, a2, a3, i, value):
     save_split8(a0, a1, i, value, NEAREST_DRAW)
 
 
-def save_split8_bf16(a0, a1, i, new, random):
+def save_bf16_split8(a0, a1, i, new, random):
     """Device function: the upper 24 bits of a float32, rounded by a random word."""
     bits = bit_and(add(word(new), random), TOP_24)
     weight_save(a0, i, shr(add(bits, HALF_16), S16))
@@ -198,7 +182,7 @@ def save_split8_bf16(a0, a1, i, new, random):
     return real(bits)
 
 
-def fp16_unit(p):
+def compute_fp16_unit(p):
     """Device function: 2^-18 of the power of two at or below |p|."""
     exponent = bit_and(word(p), FP16_EXPONENT)
     exponent = select(exponent > FP16_LEAST_EXPONENT, exponent, FP16_LEAST_EXPONENT)
@@ -206,19 +190,19 @@ def fp16_unit(p):
     return real(sub(exponent, FP16_UNIT_SHIFT))
 
 
-def read_split8_fp16(a0, a1, a2, a3, i):
+def read_fp16_split8(a0, a1, a2, a3, i):
     """Device function: p + c units."""
     p = weight_real(weight_load(a0, i))
     low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
-    w = p + to_real(low) * fp16_unit(p)
+    w = p + to_real(low) * compute_fp16_unit(p)
     return w, w, w, w
 
 
-def save_split8_fp16(a0, a1, i, new, random):
+def save_fp16_split8(a0, a1, i, new, random):
     """Device function: the nearest float16 to a float32, and what it misses in units, rounded by a random word."""
     code = weight_nearest(new, new)
     p = weight_real(code)
-    unit = fp16_unit(p)
+    unit = compute_fp16_unit(p)
     units = (new - p) * (divide(ONE_F, unit))
     units = select(units - units == ZERO_F, units, ZERO_F)
     units = select(units > LEAST_8, units, LEAST_8)
@@ -234,7 +218,7 @@ def save_split8_fp16(a0, a1, i, new, random):
     weight_save(a0, i, code)
     store8(a1, i, low)
     p = weight_real(code)
-    return p + to_real(low) * fp16_unit(p)
+    return p + to_real(low) * compute_fp16_unit(p)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ...kernels._device_function import Recording, bind_names
 from ...kernels._trace import RecordedFunction
 from .._storage import Store, make_nan_canonical
 
-WeightParts = Sequence[torch.Tensor]
+WeightTensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class WeightUpdate:
         `weight_nearest(x, random)` and `weight_round(x, random)` are the codes for a float32, the latter by the
         rounding of the weight.
         """
-        raise AssertionError("every weight update binds its pieces")
+        raise AssertionError("every weight update binds its device functions")
 
-    def read(self, store: Store, parts: WeightParts) -> torch.Tensor:
+    def read(self, store: Store, parts: WeightTensors) -> torch.Tensor:
         """Return the float32 weight that the parameter and its auxiliary tensors represent."""
-        piece = _record_reader(self, store)
-        return run_on_tensors(piece.trace, parts, results=piece.results)[0][0]
+        reader = _record_reader(self, store)
+        return run_on_tensors(reader.trace, parts, results=reader.results)[0][0]
 
-    def fill(self, store: Store, parts: WeightParts, value: torch.Tensor) -> None:
+    def fill(self, store: Store, parts: WeightTensors, value: torch.Tensor) -> None:
         """Set the parts to the nearest representation of a float32 value."""
         run_on_tensors(_record_filler(self, store), parts, {"value": value})
 
