@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .._torch_versions import has_whole_products
-from ..kernels import define_operator, exponent, floor, is_finite, power, select, times_power
+from ..kernels import define_operator, exponent, floor, is_finite, power, scale_by_power, select
 from ._operators import (
     Terms,
     distill_terms,
@@ -287,7 +287,7 @@ def make_sum_kernel(results: int, carried: int, components: int, dtype: torch.dt
 
     def add_up(*values: Any) -> Terms:
         scale, known = values[results] + values[results + 1], values[results + 2 :]
-        terms = [times_power(term, scale) for term in _sum_terms(list(values[:results]), working)]
+        terms = [scale_by_power(term, scale) for term in _sum_terms(list(values[:results]), working)]
         if known:
             terms = distill_terms([*known, *terms], working)
         head = terms[0]
@@ -327,7 +327,7 @@ def _compute_exponent_and_factors(largest: Any) -> Terms:
     k = exponent(largest) + 1.0
     # Neither factor leaves the range, where 2^-k would.
     half = floor(k * 0.5)
-    return [select(is_finite(largest), k, float("nan")), power(-half), power(half - k)]
+    return [select(is_finite(largest), k, float("nan")), power_of_two(-half), power_of_two(half - k)]
 
 
 _ROW_EXPONENT_KERNEL = ElementwiseKernels(

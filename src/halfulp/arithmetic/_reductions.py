@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import pad
 
 from ..kernels import (
-    BLOCK,
+    BLOCK_ROWS,
+    MOST_SERIAL_ELEMENTS,
     NARROW_LANES,
-    SERIAL_ELEMENTS,
     ReductionSteps,
     address,
     compile_reduction,
@@ -165,7 +165,7 @@ def _reduce_columns(
     several = _count_rows_side_by_side(rows, columns)
     if rows * columns <= _LARGE_MATRIX_ELEMENTS:
         return _reduce_segments(reduction, parts, _ReadingOrder(sizes, rows, 1, several, rows), shape)
-    length = max(2, _SEGMENT_ELEMENTS // (BLOCK * several * columns)) * BLOCK * several
+    length = max(2, _SEGMENT_ELEMENTS // (BLOCK_ROWS * several * columns)) * BLOCK_ROWS * several
     segments = -(-rows // length)
     inner = reduction._replace(kind="prod" if kind == "prod" else "sum", components=width, dtype=torch.float64)
     first = _reduce_segments(
@@ -270,8 +270,8 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, sh
     """Reduce every segment; return the results in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
     engine = select_engine(parts[0].device.type)
-    if engine == "triton" and (on_device := _find_triton_kernel(reduction, parts[0].device)) is not None:
-        return tuple([part.reshape(shape) for part in _run_on_triton(reduction, on_device, parts, cut)])
+    if engine == "triton" and (use_device := _find_triton_kernel(reduction, parts[0].device)) is not None:
+        return tuple([part.reshape(shape) for part in _run_on_triton(reduction, use_device, parts, cut)])
     if engine != "llvm":
         return tuple([part.reshape(shape) for part in _reduce_by_reference(reduction, parts, cut)])
     made = tuple([torch.empty(shape, dtype=reduction.dtype, device="cpu") for _ in range(reduction.components)])
@@ -281,7 +281,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, sh
     words = [rows, columns, length, segments, several, many * rows * columns, divisor]
     table = array.array("q", [*words, *map(address, (*parts, *made))])
     kernel = _compile_kernel(reduction, "line" if columns == 1 else "narrow" if columns < NARROW_LANES else "wide")
-    if count == 1 or many * rows * columns < SERIAL_ELEMENTS or torch.get_num_threads() == 1:
+    if count == 1 or many * rows * columns < MOST_SERIAL_ELEMENTS or torch.get_num_threads() == 1:
         kernel(0, count, table.buffer_info()[0])
     else:
         run_chunks(kernel, np.full(count, length * columns, np.int64), table.buffer_info()[0])
@@ -355,9 +355,9 @@ def _reduce_segment_by_torch(reduction: _Reduction, parts: list[torch.Tensor], c
         for k in range(reduction.width)
     ]
     held: Terms = begin
-    for top in range(0, turns, BLOCK):
+    for top in range(0, turns, BLOCK_ROWS):
         state: Terms = begin
-        for turn in range(top, min(top + BLOCK, turns)):
+        for turn in range(top, min(top + BLOCK_ROWS, turns)):
             state = reduction.add_row(*state, *(part[:, turn] for part in lanes))
         held = reduction.add_block(*held, *state)
     while several > 1:

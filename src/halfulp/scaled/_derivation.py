@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ..kernels import torch_operators
+from ..kernels import find_torch_operators
 from ..kernels._plain_memory import is_floating
 from ..subclass import functional_form, is_written, note_fallback
 from ..subclass._collectives import is_collective, refuse_collective
@@ -21,7 +21,7 @@ from ._registry import RULES_OF_OPERATORS_DEFINED_LATER, find_rule, register_rul
 from ._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, enable_lazy_conjugates, wrap_payload
 from ._write import check_indexed_write, write_values
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 _REFUSED_WRITING_OPERATORS = ("resize_", "resize_as_", "set_")
 # Primitives that torch's Python formulas call, such as those of forward-mode derivatives.
 _ATEN_OPERATOR_BY_PRIMITIVE = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}

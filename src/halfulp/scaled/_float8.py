@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import define_operator, untraced
+from ..kernels import define_operator, disable_tracing
 from ..subclass._in_backward import make_differentiable
 from ._operands import move_power_to_scale
 from ._registry import check_storage, implements
@@ -101,7 +101,7 @@ def cast_scaled_tensor(x: ScaledTensor, forward: torch.dtype | None, backward: t
     return move_power_to_scale(x._payload, x._scale, measure_rms_scale(x._payload, forward), forward, x.dtype)
 
 
-@untraced
+@disable_tracing
 def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     return gradient if context.dtype is None else _differentiable_cast(gradient, context.dtype, None), None, None
 

@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from .._names import describe_unknown_name
-from ..kernels import present_operators
+from ..kernels import list_present_operators
 from ..subclass import RuleTable
 from ..subclass._rule_table import Given, Rule
 
@@ -180,8 +180,8 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     register: Callable[[Given], Given] = _rule_table.implements(*operators)
 
     def register_in_family(rule: Given) -> Given:
-        FAMILY_BY_OPERATOR.update(dict.fromkeys(present_operators(operators), family))
-        for operator in present_operators(operators):
+        FAMILY_BY_OPERATOR.update(dict.fromkeys(list_present_operators(operators), family))
+        for operator in list_present_operators(operators):
             _rule_table_with_home.forget(operator)
         return register(rule)
 
@@ -192,7 +192,7 @@ def implements_each(*operators: OpOverload, family: str) -> Callable[[Given], Gi
     """Register a function of an operator and of its arguments as the rule of several operators, as a decorator."""
 
     def register(rule: Given) -> Given:
-        for operator in present_operators(operators):
+        for operator in list_present_operators(operators):
             rule_of_one: Any = functools.update_wrapper(functools.partial(rule, operator), rule)
             implements(operator, family=family)(rule_of_one)
         return rule

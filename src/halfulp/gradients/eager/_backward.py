@@ -16,7 +16,7 @@ from torch.autograd import Variable
 
 from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
-from ...kernels import untraced
+from ...kernels import disable_tracing
 from ...rounding import Rounding, quantize
 from .._functions import SecondFactor
 from .._policy import Policy
@@ -65,7 +65,7 @@ class FloatWideningView(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    @untraced
+    @disable_tracing
     def backward(ctx, gradient: Tensor) -> Tensor:
         """Return the gradient after the edge's hook."""
         changed = ctx.hook((gradient,))
@@ -119,7 +119,7 @@ class Backward:
 
     # what a backward pass goes through ----------------------------------------------------------------------
 
-    @untraced
+    @disable_tracing
     def activate_edge_hooks(self, gradients: tuple) -> None:
         """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
@@ -132,7 +132,7 @@ class Backward:
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self.deactivate_edge_hooks)
 
-    @untraced
+    @disable_tracing
     def deactivate_edge_hooks(self) -> None:
         """Deactivate the edges."""
         self.active = False
@@ -208,7 +208,7 @@ class Backward:
         if (source, target) in self.edge_hooks:
             return self.edge_hooks[source, target]
 
-        @untraced
+        @disable_tracing
         def move_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
             if self.has_inactive_hooks() or gradient is None:
@@ -232,7 +232,7 @@ class Backward:
             self.measurements.add_gradient(site, kind, gradient, stored)
         return gradient
 
-    @untraced
+    @disable_tracing
     def round_gradients(self, gradients: tuple) -> tuple | None:
         """Round a product's incoming gradients to the format (the hook of its result)."""
         if not self.active:
@@ -256,7 +256,7 @@ class Backward:
     def make_operand_hook(self, site: Site, factor: SecondFactor) -> GradientHook:
         """Return a hook of a product's result that shows the policy both factors."""
 
-        @untraced
+        @disable_tracing
         def show_operands(gradients: tuple) -> None:
             stored, gradient = self.format or site.stored, gradients[0]
             if self.active and gradient is not None and stored is not None:
@@ -273,7 +273,7 @@ class Backward:
             return self._weight_edge_hooks[key]
         stored = self.format or key[1]
 
-        @untraced
+        @disable_tracing
         def move_weight_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
             if self.has_inactive_hooks() or gradient is None:

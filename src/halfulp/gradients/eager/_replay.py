@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import untraced
+from ...kernels import disable_tracing
 from .._functions import is_parameter, list_differentiable_tensors, map_tensors, memoize_by_tensor
 from .._site import Site, copy_with_strides, make_power_of_two
 from ._backward import FIRST_LEAF_NUMBER, Backward, thread_state
@@ -87,7 +87,7 @@ def make_multiplying_hook(backward: Backward, node_name: str, moves: tuple[tuple
     """
     following, new = backward.loss_follower, node_name in _NODES_THAT_MAKE_NEW_GRADIENTS
 
-    @untraced
+    @disable_tracing
     def multiply(gradients: tuple, given: tuple) -> tuple | None:
         if backward.has_inactive_hooks():
             return None
@@ -299,7 +299,7 @@ class GraphReplay:
         return out
 
 
-@untraced
+@disable_tracing
 def _move_output_gradient(
     backward: Backward, move: tuple[int, int], opened: dict[Site, None], gradients: tuple
 ) -> tuple | None:

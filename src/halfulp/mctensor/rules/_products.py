@@ -14,7 +14,7 @@ from ... import arithmetic
 from ..._torch_versions import solves_by_transpose
 from ...arithmetic import Parts
 from ...arithmetic._matmul import find_largest_magnitude, multiply_float16_in_float32, split_into_float16
-from ...kernels import define_operator, torch_operators
+from ...kernels import define_operator, find_torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
 from .._encode import HEADROOM_BINADES, TOP_EXPONENTS, choose_scale, divide_by_scale, find_magnitude
 from .._mctensor import MCTensor, implements, wrap_components
@@ -29,7 +29,7 @@ from .._result_type import (
     to_components,
 )
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 
 def multiply_matrices(a: Any, b: Any, form: ResultType) -> Tensor:

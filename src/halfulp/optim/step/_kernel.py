@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from ...kernels import IndexMap, Trace, Traced, record_function, run_on_tensors
-from ...kernels._device_function import STREAM_INPUTS, Recording, Table, bind_names, record_users_function
+from ...kernels._device_function import RANDOM_STREAM_INPUTS, Recording, Table, bind_names, call_users_function
 from ...kernels._operations import bit_and, select, shr, sqrt
 from ...kernels._trace import RecordedFunction
-from ...kernels.vector._table_loop import compile_table
+from ...kernels.vector._table_loop import compile_table_kernel
 from ...rounding._random_bits import WEYL_STEP, compute_stream, draw_word, hash_element, record_stream_start
 from .._storage import F32
 from ..parameters._step_spec import (
@@ -37,7 +37,7 @@ NO_RANDOM_WORD = np.uint32(0)
 @functools.cache
 def compile_step(spec: StepSpec) -> Callable:
     """Return the kernel `step(first, last, chunks, pointers, rows, constants, keys, meter)` of a specification."""
-    return compile_table(f"step_{spec.name}", make_step_table(spec))
+    return compile_table_kernel(f"step_{spec.name}", make_step_table(spec))
 
 
 def make_step_table(spec: StepSpec) -> Table:
@@ -54,7 +54,7 @@ def make_step_table(spec: StepSpec) -> Table:
 
 @functools.cache
 def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
-    """Return the instructions of one element, on the pointers' addresses, the constants and `STREAM_INPUTS`.
+    """Return the instructions of one element, on the pointers' addresses, the constants and `RANDOM_STREAM_INPUTS`.
 
     A metered step sums up updates wanted and cancelled, u^2 and u (realised change); one that finds the largest
     magnitudes has those of the weight and of the scaled states, and `with_payload` of the payload as read.
@@ -64,7 +64,7 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
     step.record()
     if with_payload:
         payload = spec.store.real(spec.store.load(element.arrays[0], element.index))
-        element.trace.gather_sum("max", find_finite_magnitude_word(payload))
+        element.trace.emit_total("max", find_finite_magnitude_word(payload))
     return element.trace
 
 
@@ -100,9 +100,9 @@ class _StepRecorder:
             return
         u, new = self.apply_rule(w, g, values)
         if spec.finds == "amax":
-            self.trace.gather_sum("max", find_finite_magnitude_word(w + u))
+            self.trace.emit_total("max", find_finite_magnitude_word(w + u))
             for k, codec in spec.scaled_states.items():
-                self.trace.gather_sum("max", find_finite_magnitude_word(codec.convert_to_payload_value(new[k])))
+                self.trace.emit_total("max", find_finite_magnitude_word(codec.convert_to_payload_value(new[k])))
             return
         weight_draws, state_draws = assign_random_bits(spec)
         written = self.write_weight(p, held, w, g, u, [self.draw_random_bits(draw) for draw in weight_draws])
@@ -154,7 +154,7 @@ class _StepRecorder:
     def apply_rule(self, w: Any, g: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Apply the rule: return the difference, or new weight, and the new states."""
         rule = self.spec.rule
-        made = record_users_function(rule.update, *self.collect_rule_operands(w, g, values), *self.rescale_constants())
+        made = call_users_function(rule.update, *self.collect_rule_operands(w, g, values), *self.rescale_constants())
         if not isinstance(made, (tuple, list)) or len(made) != 1 + len(values):
             kept = ", ".join(["the update", *(repr(slot.name) for slot in rule.states)])
             raise TypeError(f"update rule {rule.name!r} returns {made!r}: return a tuple of {kept}")
@@ -174,9 +174,9 @@ class _StepRecorder:
         for k, reduction in enumerate(self.spec.rule.reductions):
             arguments = [*self.collect_rule_operands(w, g, values), *constants]
             taken = arguments[: reduction.of.__code__.co_argcount]
-            value = record_users_function(reduction.of, *taken)
+            value = call_users_function(reduction.of, *taken)
             if self.spec.finds == "largest":
-                self.trace.gather_sum("max", find_finite_magnitude_word(value))
+                self.trace.emit_total("max", find_finite_magnitude_word(value))
                 continue
             # Split in two by an anchor beside which float64 keeps so few of their digits that sums are exact.
             inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALE_NAMES)
@@ -184,7 +184,7 @@ class _StepRecorder:
             rest = rest * rest if reduction.squares else rest
             for anchor in map(self.to_float64, anchors):
                 part = (rest + anchor) - anchor
-                self.trace.gather_sum("sum", part)
+                self.trace.emit_total("sum", part)
                 rest = rest - part
 
     def write_weight(self, p: Any, held: Sequence[Any], w: Any, g: Any, u: Any, bits: list[Any]) -> Any:
@@ -205,7 +205,7 @@ class _StepRecorder:
         asked = asked_for & (change - change == np.float64(0.0)) & (u - u == ZERO)
         one, none = np.float64(1.0), np.float64(0.0)
         for value in (one, select(new == w, one, none), wide * wide, wide * change):
-            self.trace.gather_sum("sum", select(asked, value, none))
+            self.trace.emit_total("sum", select(asked, value, none))
 
     def to_float64(self, x: Traced) -> Traced:
         """Return a float32 as float64."""
@@ -253,7 +253,7 @@ def run_reference_step(
     rounded = torch.tensor(constants, dtype=torch.float32, device="cpu").tolist()
     inputs: dict[Any, Any] = {("constant", k): value for k, value in enumerate(rounded)}
     if key is not None and index_map is not None:
-        inputs |= zip(STREAM_INPUTS, compute_stream(key, make_global_indices(index_map, gradient.device)))
+        inputs |= zip(RANDOM_STREAM_INPUTS, compute_stream(key, make_global_indices(index_map, gradient.device)))
     return run_on_tensors(record_step(spec), arrays, inputs, block=spec.block_length)[1]
 
 
@@ -274,7 +274,7 @@ def compute_rule_change(
 
 @functools.lru_cache(64)
 def _record_rule(update: Callable, inputs: int) -> RecordedFunction:
-    trace, results = record_function(functools.partial(record_users_function, update), torch.float32, inputs)
+    trace, results = record_function(functools.partial(call_users_function, update), torch.float32, inputs)
     as_values = [x if isinstance(x, Traced) else trace.emit("constant", (), float(x).hex(), "f32") for x in results]
     return RecordedFunction(trace, tuple(x.number for x in as_values))
 

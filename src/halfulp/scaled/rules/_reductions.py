@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import torch_operators
+from ...kernels import find_torch_operators
 from .._operands import encode_operand, encode_values, find_scaled_tensor
 from .._registry import LOGICAL_DTYPES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, decode_values, to_float32
 from ._vocabulary import align_operands, decode_value, encode_results, homogeneous, round_root_to_power, scale_payloads
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 
 def count_summed_elements(x: Tensor, dims: Sequence[int] | int | None) -> int:

@@ -26,7 +26,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..._names import describe_unknown_name
-from ...kernels import present_operators, torch_operators
+from ...kernels import find_torch_operators, list_present_operators
 from ...kernels._plain_memory import is_floating
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
@@ -319,7 +319,7 @@ def _find_least_outlier_constant(storage: torch.dtype) -> float:
     return _powers.HUGE_SCALE if storage in FULL_RANGE_STORAGES else LEAST_OUTLIER_BY_STORAGE[storage]
 
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 # Operators whose results are elements of the argument, or their negatives: exact in every storage.
 _SELECTING_OPERATORS = {aten.relu.default, aten.neg.default, aten.abs.default}
 
@@ -370,7 +370,7 @@ def homogeneous(
     """
     names_by_operator = {
         operator: [argument.name for argument in operator._schema.arguments]
-        for operator in present_operators(operators)
+        for operator in list_present_operators(operators)
     }
     for operator, names in names_by_operator.items():
         for name in degrees:
