@@ -112,15 +112,15 @@ def test_an_export_is_recognized(strict):
 
 def test_hooks_of_saved_tensors_are_known(older):
     module = older((torch._C._autograd, "_top_saved_tensors_default_hooks"))
-    assert module.saved_tensor_hooks() is None
+    assert module.get_saved_tensor_hooks() is None
     with torch.autograd.graph.saved_tensors_hooks(abs, abs):
         with torch.autograd.graph.saved_tensors_hooks(len, abs):
-            assert module.saved_tensor_hooks()[0] is len
-        assert module.saved_tensor_hooks() == (abs, abs)
-    assert module.saved_tensor_hooks() is None
+            assert module.get_saved_tensor_hooks()[0] is len
+        assert module.get_saved_tensor_hooks() == (abs, abs)
+    assert module.get_saved_tensor_hooks() is None
     seen = []
     x = torch.ones(2, requires_grad=True)
-    seeing = lambda x: seen.append(module.saved_tensor_hooks()[0]) or x.exp()  # noqa: E731
+    seeing = lambda x: seen.append(module.get_saved_tensor_hooks()[0]) or x.exp()  # noqa: E731
     checkpoint(seeing, x, use_reentrant=False).sum().backward()
     assert [hook.__module__ for hook in seen] == ["torch.utils.checkpoint"] * 2
 

@@ -15,13 +15,13 @@ main(["warm", "--recipe", "bf16-kahan", "--optimizer", "AdamW", "--json"])
 """
 STEP = """
 import torch, halfulp as hu
-from halfulp.kernels.vector._machine_function import statistics
+from halfulp.kernels.vector._machine_function import cache_statistics
 model = hu.convert(torch.nn.Linear(512, 3), "bf16-kahan")
 optimizer = hu.recipes.optimizer(model, "AdamW", lr=0.1)
 for _ in range(2):
     model(torch.ones(1, 512)).float().sum().backward()
     optimizer.step()
-assert statistics["found"] and not statistics["compiled"], statistics
+assert cache_statistics["found"] and not cache_statistics["compiled"], cache_statistics
 """
 
 

@@ -198,7 +198,7 @@ def main() -> None:
                 "torch": torch.__version__,
                 "python": platform.python_version(),
                 "halfulp": os.path.dirname(hu.__file__),
-                "lacking operators": hu.kernels.absent_operators(),
+                "lacking operators": hu.kernels.list_absent_operators(),
                 "notes": [str(note) for note in hu.kernels.report()],
                 "systems": results,
             }

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from halfulp import kernels
-from halfulp.kernels import address_of, source_digest
-from halfulp.kernels.vector._machine_function import cache_folder, compile_machine_function
+from halfulp.kernels import address_of, compute_source_digest
+from halfulp.kernels.vector._machine_function import compile_machine_function, find_cache_folder
 
 QUANTIZE = """
     import torch, halfulp.rounding as r
@@ -153,13 +153,13 @@ def test_a_read_only_home(tmp_path, forked_python):
 
 def test_where_the_folder_is(monkeypatch, tmp_path):
     monkeypatch.setenv("HALFULP_CACHE_DIR", str(tmp_path / "a"))
-    assert cache_folder() == tmp_path / "a"
+    assert find_cache_folder() == tmp_path / "a"
     monkeypatch.delenv("HALFULP_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "halfulp"
+    assert find_cache_folder() == tmp_path / "halfulp"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "halfulp"
+    assert find_cache_folder() == tmp_path / ".cache" / "halfulp"
 
 
 def test_import_does_no_work(python, cache):
@@ -179,16 +179,16 @@ def test_a_file_belongs_to_a_compiler_a_processor_and_a_key(cache, monkeypatch, 
 
     from halfulp.kernels.vector import _machine_function as _cache
 
-    before = _cache.CacheEntry("kernel", "a key", (llvmlite.__version__,))._find_path()
+    before = _cache.find_cache_file("kernel", "a key", llvmlite.__version__)
     changes = {
-        "processor": (_cache, "processor", lambda: ("x86_64", "another", "")),
-        "machinery": (_cache, "source_digest", lambda *folders: "edited"),
+        "processor": (_cache, "find_processor", lambda: ("x86_64", "another", "")),
+        "machinery": (_cache, "compute_source_digest", lambda *folders: "edited"),
     }
     if ingredient in changes:
         monkeypatch.setattr(*changes[ingredient])
     key = "another key" if ingredient == "key" else "a key"
     compiler = "0" if ingredient == "llvmlite" else llvmlite.__version__
-    after = _cache.CacheEntry("kernel", key, (compiler,))._find_path()
+    after = _cache.find_cache_file("kernel", key, compiler)
     assert before != after
     assert before.parent == after.parent
 
@@ -197,17 +197,17 @@ def test_the_digest_of_sources_tells_every_edit_of_any_of_them(tmp_path):
     digests = []
     for name, text in (("_a.py", "a = 1\n"), ("_a.py", "a = 2\n"), ("_b.py", ""), ("_b.py", "b = 1\n")):
         (tmp_path / name).write_text(text)
-        source_digest.cache_clear()
-        digests.append(source_digest(tmp_path))
+        compute_source_digest.cache_clear()
+        digests.append(compute_source_digest(tmp_path))
     assert digests[1] == digests[2], "an empty file generates nothing"
     assert len(set(digests)) == 3
-    assert source_digest(tmp_path) == digests[-1]
+    assert compute_source_digest(tmp_path) == digests[-1]
 
 
 def test_every_code_generator_has_a_say_in_the_digest():
     from halfulp.kernels.vector import _machine_function as _cache
 
-    whole = source_digest(*_cache._COMPILER_SOURCE_FILES)
+    whole = compute_source_digest(*_cache._COMPILER_SOURCE_FILES)
     for one in _cache._COMPILER_SOURCE_FILES:
         others = [other for other in _cache._COMPILER_SOURCE_FILES if other != one]
-        assert source_digest(*others) != whole, one
+        assert compute_source_digest(*others) != whole, one

@@ -151,7 +151,7 @@ def test_an_interrupted_call_ends_no_sooner_than_its_pieces():
     import numpy as np
     import torch
 
-    from halfulp.kernels import SERIAL_ELEMENTS, run_chunks
+    from halfulp.kernels import MOST_SERIAL_ELEMENTS, run_chunks
 
     ended = []
 
@@ -165,7 +165,7 @@ def test_an_interrupted_call_ends_no_sooner_than_its_pieces():
     torch.set_num_threads(2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_chunks(kernel, np.full(4, SERIAL_ELEMENTS))
+            run_chunks(kernel, np.full(4, MOST_SERIAL_ELEMENTS))
     finally:
         torch.set_num_threads(threads)
     assert len(ended) == 1

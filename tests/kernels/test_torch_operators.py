@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels import absent_operators, present_operators, torch_operators
+from halfulp.kernels import find_torch_operators, list_absent_operators, list_present_operators
 from halfulp.subclass import RuleTable
 
 ROOT = Path(hu.__file__).parent
@@ -29,7 +29,7 @@ LACKING = {
     "aten::cholesky": "2.14 and newer",
     "aten::cholesky.default": "2.14 and newer",
 }
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 
 def test_what_is_there_is_torchs_own():
@@ -44,7 +44,7 @@ def test_what_is_there_is_torchs_own():
 def test_what_is_not_there_is_skipped_and_refuses_to_run():
     gone = aten.no_such_operator.default
     overload = aten.add.no_such_overload
-    assert present_operators([gone, aten.neg.default, overload]) == [aten.neg.default]
+    assert list_present_operators([gone, aten.neg.default, overload]) == [aten.neg.default]
     assert aten.no_such_operator.overloads() == []
     table = RuleTable()
     rule = table.implements(gone, aten.neg.default, overload)(abs)
@@ -58,7 +58,7 @@ def test_every_name_is_an_operator_of_some_torch():
     import halfulp.mctensor  # noqa: F401
 
     made_here = ("no_such", "gone_since")
-    assert {name for name in absent_operators() if not any(word in name for word in made_here)} <= set(LACKING)
+    assert {name for name in list_absent_operators() if not any(word in name for word in made_here)} <= set(LACKING)
 
 
 def test_nothing_that_is_imported_needs_an_operator(in_bare_process):
@@ -70,7 +70,7 @@ operators.TorchOperators.__init__ = lambda self, name, held: begin(self, name, h
 import halfulp as hu
 for name in hu.__all__:
     getattr(hu, name)
-assert len(operators.absent_operators()) > 500
+assert len(operators.list_absent_operators()) > 500
 """
     in_bare_process(code)
 

@@ -11,7 +11,7 @@ from halfulp.kernels._device_function import Recording, Table
 from halfulp.kernels._operations import load32
 from halfulp.kernels.triton import _launch, _writer
 from halfulp.kernels.vector._machine_function import address_of
-from halfulp.kernels.vector._table_loop import compile_table
+from halfulp.kernels.vector._table_loop import compile_table_kernel
 from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import get_rounding
 from halfulp.rounding._blocks import choose_block_layout, make_block_target
@@ -86,7 +86,7 @@ def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
     element = Recording(2)
     source, target = element.arrays
     choose_container_functions(dtype, inexact=True)["store"](target, element.index, load32(source, element.index))
-    kernel = compile_table(f"narrowed_{dtype}".replace(".", "_"), Table(element.trace, 2))
+    kernel = compile_table_kernel(f"narrowed_{dtype}".replace(".", "_"), Table(element.trace, 2))
     wide = triton_cases.elements(torch.float32, 2**18, seed)
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
     between = (

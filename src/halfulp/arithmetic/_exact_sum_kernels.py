@@ -197,8 +197,8 @@ def make_block_summing_table(dtype: torch.dtype, product: bool, cuts: int, parti
     carries = count_block_elements(dtype, product).bit_length() - 1
     *parts, minus_zero = _split_term(dtype, product, cuts, carries, words)
     for part in parts:
-        element.trace.gather_sum("sum", part)
-    element.trace.gather_sum("count", minus_zero)
+        element.trace.emit_total("sum", part)
+    element.trace.emit_total("count", minus_zero)
     return Table(element.trace, len(element.arrays), block=count_block_elements(dtype, product), partial=partial)
 
 

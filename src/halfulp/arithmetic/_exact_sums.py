@@ -25,7 +25,7 @@ from ..kernels import (
 from ..kernels._device_function import Table
 from ..kernels._trace import COUNTER_COPIES
 from ..kernels.triton._launch import TILE_ELEMENTS, TableKernel, find_checked_kernel
-from ..kernels.vector._table_loop import compile_table
+from ..kernels.vector._table_loop import compile_table_kernel
 from ._exact_sum_kernels import (
     ELEMENT_FORMATS,
     LIMB_BITS,
@@ -257,9 +257,9 @@ def _round_windows(engine: str, words: Windows, reach: LimbRange, dtype: torch.d
 @functools.cache
 def _compile_table_kernel(engine: str, table: Table) -> Any:
     if engine == "llvm":
-        return compile_table("exact_sums", table)
+        return compile_table_kernel("exact_sums", table)
     # All limbs of an accumulator are in a thread's registers at once.
-    return TableKernel(table, TILE_ELEMENTS if table.trace.deposits else 128)
+    return TableKernel(table, TILE_ELEMENTS if table.trace.counter_additions else 128)
 
 
 # the canary --------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch_versions import saved_tensor_hooks
-from ..environment._narrow_products import SIXTEEN_BIT_DTYPES, widened_dtypes
-from ..kernels import constant_result, note_fallback
+from .._torch_versions import get_saved_tensor_hooks
+from ..environment._narrow_products import SIXTEEN_BIT_DTYPES, list_widened_dtypes
+from ..kernels import assume_constant_result, note_fallback
 
 # By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.
 PRODUCT_NAMES = {
@@ -100,14 +100,14 @@ def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[
         return _call_in_float32(function, args, kwargs, dtype, given)
 
 
-@constant_result
+@assume_constant_result
 def _count_product(name: str, dtype: torch.dtype) -> None:
     note_fallback("float32 products", f"{name} of {str(dtype).removeprefix('torch.')}")
 
 
 def _find_dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
     """Return the narrow dtype of operands that are to be multiplied in float32; None to leave the call as it is."""
-    dtypes = widened_dtypes()
+    dtypes = list_widened_dtypes()
     if not dtypes or any(kwargs.get(key) is not None for key in ("dtype", "out_dtype", "out")):
         return None
     if name == "lstm" and torch.compiler.is_compiling():
@@ -167,7 +167,7 @@ class _SavedOperands:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self.sources: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
-        self._outer = saved_tensor_hooks()
+        self._outer = get_saved_tensor_hooks()
 
     def widen_operand(self, x: Tensor) -> Tensor:
         """Return a float32 copy of an operand, whose memory is known to `pack_tensor`."""

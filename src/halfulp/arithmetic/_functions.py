@@ -24,9 +24,9 @@ from ..kernels import (
     gather,
     is_finite,
     nearest_integer,
-    power,
+    power_of_two,
+    scale_by_power,
     select,
-    times_power,
 )
 from . import _constants as constants
 from ._operators import (
@@ -122,7 +122,7 @@ def evaluate_exp(x: Terms, n: int, less: float = 0.0) -> Terms:
     """2^-less e^x."""
     q, y = split_exp(x, n)
     one = add(make_constants(x[0], [1.0]), y, n)
-    return [times_power(t, q - less) for t in one]
+    return [scale_by_power(t, q - less) for t in one]
 
 
 def exp(x: Terms, n: int) -> Terms:
@@ -135,7 +135,7 @@ def evaluate_expm1(x: Terms, n: int) -> Terms:
     """e^x - 1."""
     q, y = split_exp(x, n)
     one = make_constants(x[0], [1.0])
-    power_of_e = [times_power(t, q) for t in add(one, y, n)]
+    power_of_e = [scale_by_power(t, q) for t in add(one, y, n)]
     far = finish_special_values(power_of_e[0] - 1.0, add(power_of_e, negate(one), n))
     return _select_terms(q == 0.0, y, far)
 
@@ -154,9 +154,9 @@ def evaluate_log(x: Terms, n: int, more=0.0) -> Terms:
     """log x + more log 2 for finite x > 0."""
     zero, one = make_constants(x[0], [0.0, 1.0])
     shift = select(x[0] < 2.0**-960, zero + 54.0, select(x[0] > 2.0**960, zero - 54.0, zero))
-    x = scale_terms(x, power(shift))
+    x = scale_terms(x, power_of_two(shift))
     e = exponent(x[0])
-    x = scale_terms(x, power(-e))
+    x = scale_terms(x, power_of_two(-e))
     high = x[0] > math.sqrt(2.0)
     x = scale_terms(x, select(high, one * 0.5, one))
     e = e + select(high, one, zero)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels import define_operator, exponent, power
+from ..kernels import define_operator, exponent, power_of_two
 from ._matmul import find_row_exponents, matmul
 from ._pointwise import MOST, PRECISION, Parts, check_component_dtypes, pointwise
 
@@ -250,7 +250,7 @@ def _multiply_by_power_of_two(parts: Parts, k: torch.Tensor) -> Parts:
     out = parts
     for _ in range(3):
         step = k.clamp(-1000, 1000)
-        out, k = tuple(part * power(step.double()) for part in out), k - step
+        out, k = tuple(part * power_of_two(step.double()) for part in out), k - step
     sound = torch.isfinite(out[0])
     return (out[0], *(torch.where(sound, part, 0.0) for part in out[1:]))
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .._torch_versions import has_whole_products
-from ..kernels import define_operator, exponent, floor, is_finite, power, select, times_power
+from ..kernels import define_operator, exponent, floor, is_finite, power_of_two, scale_by_power, select
 from ._operators import (
     Terms,
     distill_terms,
@@ -322,7 +322,7 @@ def make_sum_kernel(results: int, carried: int, components: int, dtype: torch.dt
         scale = values[results] + values[results + 1]
         known = list(values[results + 2 :])
         terms = _sum_terms(terms, working)
-        terms = [times_power(term, scale) for term in terms]
+        terms = [scale_by_power(term, scale) for term in terms]
         if known:
             terms = distill_terms([*known, *terms], working)
         head = terms[0]
@@ -362,7 +362,7 @@ def _make_row_exponent_kernel() -> ElementwiseKernels:
         k = exponent(largest) + 1.0
         # Neither factor leaves the range, where 2^-k would.
         half = floor(k * 0.5)
-        return [select(is_finite(largest), k, float("nan")), power(-half), power(half - k)]
+        return [select(is_finite(largest), k, float("nan")), power_of_two(-half), power_of_two(half - k)]
 
     return ElementwiseKernels("matmul_scale", find_scales, torch.float64, (torch.float64,), (torch.float64,) * 3)
 

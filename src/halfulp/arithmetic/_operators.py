@@ -16,14 +16,14 @@ from ..kernels import (
     Value,
     is_finite,
     is_float64,
-    power,
-    power_below,
+    power_of_two,
+    power_of_two_below,
     product_error,
     round_to_float32,
+    scale_by_power,
     select,
     shared_network,
     square_root,
-    times_power,
 )
 
 Terms = list[Any]  # of values: tensors, or traced ones
@@ -200,7 +200,7 @@ def divide_in_range(x: Terms, y: Terms, n: int) -> Terms:
     x, kx = center_exponents(x)
     y, ky = center_exponents(y)
     plain = x[0] / y[0]
-    return finish_special_values(times_power(plain, kx - ky), [times_power(t, kx - ky) for t in divide(x, y, n)])
+    return finish_special_values(scale_by_power(plain, kx - ky), [scale_by_power(t, kx - ky) for t in divide(x, y, n)])
 
 
 def take_root_in_range(x: Terms, n: int) -> Terms:
@@ -208,7 +208,7 @@ def take_root_in_range(x: Terms, n: int) -> Terms:
     scaled_x, k = center_exponents(x)
     plain = square_root(scaled_x[0])
     digits = take_root(scaled_x, n)
-    return finish_special_values(times_power(plain, k * 0.5), [times_power(t, k * 0.5) for t in digits])
+    return finish_special_values(scale_by_power(plain, k * 0.5), [scale_by_power(t, k * 0.5) for t in digits])
 
 
 def center_exponents(x: Terms) -> tuple[Terms, Value]:
@@ -217,7 +217,7 @@ def center_exponents(x: Terms) -> tuple[Terms, Value]:
     size = abs(x[0])
     zero = size * 0.0
     k = select(size > edge, zero + step, select(size < 1.0 / edge, zero - step, zero))
-    return scale_terms(x, power(-k)), k
+    return scale_terms(x, power_of_two(-k)), k
 
 
 def fit_term_count(terms: Terms, n: int) -> Terms:
@@ -234,7 +234,7 @@ def round_to_narrow(x, dtype: torch.dtype):
     if dtype == torch.float32:
         return round_to_float32(x)
     precision, lowest, largest = SIXTEEN_BIT_LIMITS[dtype]
-    unit = power_below(x) * 2.0 ** (1 - precision)
+    unit = power_of_two_below(x) * 2.0 ** (1 - precision)
     smallest = 2.0 ** (lowest + 1 - precision)
     unit = select(unit > smallest, unit, unit * 0.0 + smallest)
     # Adding 1.5 * 2^52 units leaves no bit below one unit, and taking it away again is exact.

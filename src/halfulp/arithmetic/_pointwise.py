@@ -21,14 +21,14 @@ import torch
 
 from ..kernels import (
     BROADCAST_LANES,
-    SERIAL_ELEMENTS,
+    MOST_SERIAL_ELEMENTS,
     ShortcutTrace,
     address,
     compile_trace,
     define_operator,
     is_finite,
     note_fallback,
-    power_below,
+    power_of_two_below,
     product_error,
     record_function,
     run_chunks,
@@ -37,7 +37,7 @@ from ..kernels import (
     to_plain_memory,
 )
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
-from ..kernels.triton._expansions import MOST_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
+from ..kernels.triton._expansions import MOST_POINTWISE_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
 from ..kernels.triton._launch import find_checked_kernel
 from ._functions import FUNCTIONS, LARGEST_ANGLE
 from ._operators import (
@@ -98,7 +98,7 @@ def _add_components(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
 def _round_without_overflow(x, dtype: torch.dtype):
     """Round a float64 that no rounding makes infinite: see `round_to_narrow`."""
     precision, lowest, _ = SIXTEEN_BIT_LIMITS[dtype]
-    magic, least = power_below(x) * (1.5 * 2.0 ** (53 - precision)), 1.5 * 2.0 ** (lowest + 53 - precision)
+    magic, least = power_of_two_below(x) * (1.5 * 2.0 ** (53 - precision)), 1.5 * 2.0 ** (lowest + 53 - precision)
     magic = select(magic > least, magic, least)
     nearest = (x + magic) - magic
     return select(nearest == 0.0, x * 0.0, nearest)
@@ -228,7 +228,7 @@ class ElementwiseKernels:
     def _find_triton_kernel(self, device: torch.device, whole: bool) -> Any:
         """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
         label, size = f"{self.name} of {', '.join(map(str, self.stored))}", self.triton_kernel.size
-        if size > MOST_INSTRUCTIONS:
+        if size > MOST_POINTWISE_INSTRUCTIONS:
             note_fallback("engine", f"{label} is too long for Triton, {size} instructions: plain torch instead")
             return None
         count = 512 if whole else 515
@@ -457,7 +457,7 @@ def _run_rows(kernel: Callable[..., Any], words: list[int]) -> None:
     """Run a kernel on a table that begins with the elements of a row and of all rows."""
     (row, count), table = words[:2], array.array("q", words)
     rows = -(-count // row)
-    if count < SERIAL_ELEMENTS or rows == 1 or torch.get_num_threads() == 1:
+    if count < MOST_SERIAL_ELEMENTS or rows == 1 or torch.get_num_threads() == 1:
         kernel(0, rows, table.buffer_info()[0])
     else:
         run_chunks(kernel, np.full(rows, row, np.int64), table.buffer_info()[0])

@@ -13,9 +13,9 @@ import torch
 from torch.nn.functional import pad
 
 from ..kernels import (
-    BLOCK,
+    BLOCK_ROWS,
+    MOST_SERIAL_ELEMENTS,
     NARROW_LANES,
-    SERIAL_ELEMENTS,
     ReductionSteps,
     address,
     compile_reduction,
@@ -175,7 +175,7 @@ def _reduce_columns(
     several = _count_rows_side_by_side(rows, columns)
     if rows * columns <= _LARGE_MATRIX_ELEMENTS:
         return _reduce_segments(reduction, parts, _ReadingOrder(sizes, rows, 1, several, rows), shape)
-    length = max(2, _SEGMENT_ELEMENTS // (BLOCK * several * columns)) * BLOCK * several
+    length = max(2, _SEGMENT_ELEMENTS // (BLOCK_ROWS * several * columns)) * BLOCK_ROWS * several
     segments = -(-rows // length)
     inner = reduction._replace(kind="prod" if kind == "prod" else "sum", components=width, dtype=torch.float64)
     first = _reduce_segments(
@@ -311,7 +311,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, sh
         words.append(address(part))
     table = array.array("q", words)
     kernel = _compile_kernel(reduction, "line" if columns == 1 else "narrow" if columns < NARROW_LANES else "wide")
-    if count == 1 or many * rows * columns < SERIAL_ELEMENTS or torch.get_num_threads() == 1:
+    if count == 1 or many * rows * columns < MOST_SERIAL_ELEMENTS or torch.get_num_threads() == 1:
         kernel(0, count, table.buffer_info()[0])
     else:
         run_chunks(kernel, np.full(count, length * columns, np.int64), table.buffer_info()[0])
@@ -394,9 +394,9 @@ def _reduce_in_blocks(reduction: _Reduction, lanes: list[torch.Tensor]) -> Terms
     held = begin = [
         lanes[0].new_full((many, width), 0.0 if k else reduction.neutral_element) for k in range(reduction.width)
     ]
-    for top in range(0, turns, BLOCK):
+    for top in range(0, turns, BLOCK_ROWS):
         state = begin
-        for turn in range(top, min(top + BLOCK, turns)):
+        for turn in range(top, min(top + BLOCK_ROWS, turns)):
             state = reduction.add_row(*state, *(part[:, turn] for part in lanes))
         held = reduction.add_block(*held, *state)
     return held

@@ -42,7 +42,7 @@ def warm(
     from .._names import describe_unknown_name
     from ..environment import describe_cache
     from ..kernels._engine import choose_engine
-    from ..kernels.vector._machine_function import statistics
+    from ..kernels.vector._machine_function import cache_statistics
     from ..recipes import get, names
 
     engine, reason = choose_engine("cpu")
@@ -58,7 +58,7 @@ def warm(
     for rule in rules:
         if rule not in optim.OPTIMIZERS:
             raise ValueError(describe_unknown_name("optimizer", rule, optim.OPTIMIZERS))
-    before, start, refused, err = statistics.copy(), time.monotonic(), 0, Console(stderr=True)
+    before, start, refused, err = cache_statistics.copy(), time.monotonic(), 0, Console(stderr=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about trainings, which these are not
         for one, rule in track(
@@ -68,7 +68,7 @@ def warm(
                 _train_small_model(one, rule)
             except (ValueError, NotImplementedError):
                 refused += 1
-    made, seconds = statistics - before, round(time.monotonic() - start, 1)
+    made, seconds = cache_statistics - before, round(time.monotonic() - start, 1)
     found = {"folder": str(cache["folder"]), "runs": len(recipes) * len(rules), "refused": refused, "seconds": seconds}
     found |= {name: made[name] for name in ("found", "compiled", "written", "bytes")}
     if json:

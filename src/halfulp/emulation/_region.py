@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch_versions import is_exporting, saved_tensor_hooks
+from .._torch_versions import get_saved_tensor_hooks, is_exporting
 from ..formats import Format
 from ..rounding import Nearest, Rounding
 from ..subclass.models._conversion import Wrapper, capture_recomputation, capture_reentrant_recomputation
@@ -243,7 +243,7 @@ class _RoundingMode(TorchDispatchMode):
                 self._gradients.hook_nodes_before(tensor)
         self._pending.clear()
         self._promised.clear()
-        hooks = saved_tensor_hooks()
+        hooks = get_saved_tensor_hooks()
         if hooks is not None and hooks[0] is not self._pack:
             self._pack = hooks[0]
             capture_recomputation(self._pack, self._emulated, "emulate")

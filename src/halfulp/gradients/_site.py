@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, fp16
-from ..kernels import untraced
+from ..kernels import disable_tracing
 
 GLOBAL_KEY = "global"
 # Differences of two exponents must be powers of two that float32 holds.
@@ -419,7 +419,7 @@ class CopyWithStrides(torch.autograd.Function):
         return restore_strides(tensor.clone(), tensor)
 
     @staticmethod
-    @untraced
+    @disable_tracing
     def backward(ctx, gradient: Tensor) -> Tensor:
         """Return the gradient unchanged."""
         return gradient

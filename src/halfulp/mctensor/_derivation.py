@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION
-from ..kernels import torch_operators
+from ..kernels import find_torch_operators
 from ..kernels._plain_memory import is_floating
 from ..subclass import _rule_table as _fallback
 from ..subclass._collectives import is_collective, refuse_collective
@@ -31,7 +31,7 @@ from ._result_type import (
 )
 from ._write import check_takes_fractions, write_value
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 _COLLECTIVES_TEXT = (
     "of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors with "
     "gradients='first'; send other values as x.decode(torch.float64), or gather x.components one by one"

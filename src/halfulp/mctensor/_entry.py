@@ -12,13 +12,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from ..kernels import present_operators, torch_operators, untraced
+from ..kernels import disable_tracing, find_torch_operators, list_present_operators
 from ..subclass._rule_table import functional_form
 from ._derivation import note_float64_fallback, write_results
 from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor, attach_history
 from ._result_type import ResultType, encode_plain_operands, has_plain_operand, is_plain, make_result, result_type
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 # Those whose operands must all have one dtype.
 SAME_DTYPE_OPERATORS = (
@@ -134,7 +134,7 @@ DIFFERENTIATED_OPERATORS = (
 REPLACED_OUT_OPERATORS = tuple(
     getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name
 )
-_PROMOTED_SET = frozenset(present_operators(SAME_DTYPE_OPERATORS))
+_PROMOTED_SET = frozenset(list_present_operators(SAME_DTYPE_OPERATORS))
 # Keys above would find the way back to this one.
 _KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH_KEY)
 _aten_library = torch.library.Library("aten", "IMPL")
@@ -175,7 +175,7 @@ def _make_entry(operator: OpOverload) -> Callable:
             finally:
                 torch._C._set_mkldnn_enabled(before)
 
-    return untraced(run_entry)
+    return disable_tracing(run_entry)
 
 
 def _decode_and_run(operator: OpOverload, arguments: tuple, options: dict, form: ResultType) -> Any:
@@ -249,9 +249,9 @@ OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
         if (form := functional_form(operator)) is not None
     },
 }
-_ENCODED_OPERATORS = frozenset(present_operators((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
+_ENCODED_OPERATORS = frozenset(list_present_operators((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
 
-for _operator in present_operators(
+for _operator in list_present_operators(
     dict.fromkeys((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *SAME_DTYPE_OPERATORS))
 ):
     _aten_library.impl(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..arithmetic import PRECISION, Parts, merge
-from ..kernels import define_operator, is_under_transform, present_operators, untraced
+from ..kernels import define_operator, disable_tracing, is_under_transform, list_present_operators
 from ..subclass._identity import (
     CompositeTensor,
     check_layout,
@@ -63,7 +63,7 @@ def implements_each(*operators: OpOverload) -> Callable[[Given], Given]:
     """Register a function of an operator and its arguments as the rule of each of some operators, as a decorator."""
 
     def register(rule: Given) -> Given:
-        for operator in present_operators(operators):
+        for operator in list_present_operators(operators):
             implements(operator)(functools.wraps(rule)(functools.partial(rule, operator)))
         return rule
 
@@ -92,7 +92,7 @@ class _EncodeFunction(torch.autograd.Function):
         return detached
 
     @staticmethod
-    @untraced
+    @disable_tracing
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if context.dtype is None:
             return gradient, None
@@ -117,7 +117,7 @@ def save_for_decoding_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor
     ctx.count = len(x._parts) if hasattr(x, "_parts") and x._gradients == COMPONENTS else 0
 
 
-@untraced
+@disable_tracing
 def compute_decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
     """Return the gradient of a decoded tensor, with components where it keeps such gradients."""
     if not context.count or isinstance(gradient, context.decoded):
@@ -185,7 +185,7 @@ class MCTensor(CompositeTensor):
         raise TypeError("make an MCTensor by MCTensor.encode(values) or MCTensor.from_components(tensors)")
 
     @classmethod
-    @untraced
+    @disable_tracing
     def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
@@ -372,20 +372,22 @@ class MCTensor(CompositeTensor):
     # A compiler reads and replaces the components by name.
     _part_0, _part_1, _part_2, _part_3 = (
         property(
-            untraced(lambda self, i=i: self._parts[i]),
-            untraced(lambda self, part, i=i: setattr(self, "_parts", (*self._parts[:i], part, *self._parts[i + 1 :]))),
+            disable_tracing(lambda self, i=i: self._parts[i]),
+            disable_tracing(
+                lambda self, part, i=i: setattr(self, "_parts", (*self._parts[:i], part, *self._parts[i + 1 :]))
+            ),
         )
         for i in range(4)
     )
 
-    @untraced
+    @disable_tracing
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int, bool]]:
         names = [f"_part_{i}" for i in range(len(self._parts))]
         scaled = self._scale is not None
         return names + (["_scale"] if scaled else []), (self._gradients, len(self._parts), scaled)
 
     @staticmethod
-    @untraced
+    @disable_tracing
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[str, int, bool], size: Any, stride: Any
     ) -> MCTensor:
@@ -396,18 +398,18 @@ class MCTensor(CompositeTensor):
         gradients, components, scaled = context
         return MCTensor.encode(x.detach(), components, x.dtype, "auto" if scaled else "none", gradients=gradients)
 
-    @untraced
+    @disable_tracing
     def __coerce_tangent_metadata__(self) -> MCTensor:
         return wrap_parts((round_to_plain(self),), None, FIRST) if self._gradients == FIRST else self
 
-    @untraced
+    @disable_tracing
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: Any = None) -> Tensor | None:
         if expected is torch.Tensor:
             return round_to_plain(self)
         return self._from_plain_tangent(self, context) if expected in (None, MCTensor) else None
 
 
-@untraced
+@disable_tracing
 def wrap_parts(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
     """Make an MCTensor over components of equal shape and strides, without copying or checking."""
     first = parts[0]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .._torch_versions import HAS_GRADIENT_DTYPE, lacks
+from .._torch_versions import HAS_GRADIENT_DTYPE, make_version_refusal
 from ..kernels import (
     IndexMap,
     Trace,
@@ -25,7 +25,7 @@ from ..kernels._device_function import Recording, Table, bind_names
 from ..kernels._operations import store32, word
 from ..kernels.triton._launch import TableKernel, find_checked_kernel
 from ..kernels.vector._machine_function import address_of
-from ..kernels.vector._table_loop import compile_table
+from ..kernels.vector._table_loop import compile_table_kernel
 from ..subclass.models._conversion import check_module
 from ._storage import Store
 from .parameters._outside_writes import read_auxiliary_tensors
@@ -69,7 +69,7 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
     """
     check_module(model, "float32_gradients")
     if not HAS_GRADIENT_DTYPE:
-        raise lacks(
+        raise make_version_refusal(
             "gradients wider than their parameter need Tensor.grad_dtype", "train float32 parameters under autocast"
         )
     for parameter in model.parameters():
@@ -156,7 +156,7 @@ def _record_read_trace(update: WeightUpdate, store: Store) -> Trace:
 def make_read_kernel(update: WeightUpdate, store: Store) -> Callable[..., None]:
     """Return the kernel that reads one weight update and store, checked against its reference once per process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
-    kernel = compile_table(name, Table(_record_read_trace(update, store), 5))
+    kernel = compile_table_kernel(name, Table(_record_read_trace(update, store), 5))
     parts = _make_trial_parts(update, store)
     out = torch.empty(64, dtype=torch.float32, device="cpu")
     check_bits(name, lambda: _run_kernel(kernel, [parts], [out]), lambda: [update.read(store, parts)])

@@ -10,7 +10,7 @@ import torch
 from .._messages import name_type
 from .._names import describe_unknown_name, read_class_docstring, register_entry
 from ..formats import Format
-from ..kernels import keeping_subnormals, uncompiled
+from ..kernels import disable_compilation, keeping_subnormals
 from ..subclass.models._parameter_holders import wrap_checkpoint_functions
 from ._checkpoint import CheckpointMixin, complete_state_dict
 from ._group_options import (
@@ -289,7 +289,7 @@ class Optimizer(CheckpointMixin):
     @overload
     def step(self, closure: Callable[[], Loss]) -> Loss: ...
 
-    @uncompiled
+    @disable_compilation
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """Take one optimizer step.
 

@@ -19,7 +19,7 @@ from ..kernels._operations import add, bit_and, bit_or, bit_xor, divide, real, s
 from ..kernels._trace import RecordedFunction, block_largest
 from ..kernels.triton._launch import TensorKernel
 from ..kernels.vector._machine_function import address_of
-from ..kernels.vector._table_loop import compile_table
+from ..kernels.vector._table_loop import compile_table_kernel
 from ._device_functions import compute_nearest_addend, round_word
 from ._kernels import (
     FIXED_KEY,
@@ -325,7 +325,7 @@ def record_block_table(dtype: torch.dtype, kind: BlockKind, rounds: bool = True)
         pieces["store"](target, i, bind_names(round_block_element, names)(w, random, c, d, of_block))
     else:
         largest = block_largest(bit_and(w, c.magnitude))
-        element.trace.gather_sum("max", select(largest < c.infinity, largest, 0))
+        element.trace.emit_total("max", select(largest < c.infinity, largest, 0))
     start, count = record_stream_start(), len(element.constants)
     return Table(element.trace, 2, count, start, int(WEYL_STEP), kind.block, partial=True)
 
@@ -513,10 +513,10 @@ def _round_by_llvm(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key
 @cache
 def _compile_kernels(dtype: torch.dtype, kind: BlockKind) -> tuple[Callable[..., None], Callable[..., None] | None]:
     """Return the kernel that rounds, and one that finds the largest magnitude of all blocks, where needed."""
-    kernel = compile_table("quantize_blocks", record_block_table(dtype, kind))
+    kernel = compile_table_kernel("quantize_blocks", record_block_table(dtype, kind))
     if kind.has_power_scales:
         return kernel, None
-    return kernel, compile_table("largest_blocks", record_block_table(dtype, kind, False))
+    return kernel, compile_table_kernel("largest_blocks", record_block_table(dtype, kind, False))
 
 
 def _call_kernels(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..kernels import (
-    SERIAL_ELEMENTS,
+    MOST_SERIAL_ELEMENTS,
     IndexMap,
     address,
     check_bits,
@@ -22,13 +22,13 @@ from ..kernels import (
     run_on_tensors,
     select_engine,
 )
-from ..kernels._device_function import STREAM_ALIGNMENT, STREAM_INPUTS, Recording, Table, bind_names
+from ..kernels._device_function import RANDOM_STREAM_INPUTS, STREAMING_STORE_ALIGNMENT, Recording, Table, bind_names
 from ..kernels._engine import use_reference_in_thread
 from ..kernels._operations import load16, load32, load64, shr, store16, store32, store64
 from ..kernels._threads import flushes_subnormals
 from ..kernels.triton._launch import VECTOR_BYTES, TensorKernel, copy_with_alignment, find_checked_kernel, is_aligned
 from ..kernels.vector._machine_function import Kernel, address_of
-from ..kernels.vector._table_loop import compile_row
+from ..kernels.vector._table_loop import compile_row_kernel
 from . import _device_functions as p
 from ._modes import decode_rounding
 from ._random_bits import WEYL_STEP, compute_stream, draw_first_word, random_words, record_stream_start
@@ -157,7 +157,7 @@ def run_table_on_tensors(
     `words` are the table's constants; the int64 index, of x's shape, numbers the elements under the key of their random
     words, which is None where none are drawn.
     """
-    drawn = {} if key is None else dict(zip(STREAM_INPUTS, compute_stream(key, index)))
+    drawn = {} if key is None else dict(zip(RANDOM_STREAM_INPUTS, compute_stream(key, index)))
     out = torch.empty_like(x)
     run_on_tensors(table.trace, [x, out], index_constants(words) | drawn, block=table.block)
     return out
@@ -347,17 +347,17 @@ def prepare_plan(target: Target, dtype: torch.dtype, streams: bool = False) -> R
 
 @cache
 def _compile_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool) -> Kernel:
-    return compile_row(f"quantize_{kind[0]}", record_rounding_table(dtype, mode, kind, streams))
+    return compile_row_kernel(f"quantize_{kind[0]}", record_rounding_table(dtype, mode, kind, streams))
 
 
 def round_memory(plan: RoundingPlan, source: int, goal: int, count: int, key: int) -> None:
     """Round so many elements from one address to another."""
     kernel, words, size, target, dtype, _ = plan
-    if count * size >= STREAMED_BYTES and goal != source and goal % STREAM_ALIGNMENT == 0:
+    if count * size >= STREAMED_BYTES and goal != source and goal % STREAMING_STORE_ALIGNMENT == 0:
         kernel = prepare_plan(target, dtype, True).kernel
     number, lengths, table = _make_chunk_table(count)
     key -= key >> 63 << 64
-    if (count < SERIAL_ELEMENTS or torch.get_num_threads() == 1) and not flushes_subnormals():
+    if (count < MOST_SERIAL_ELEMENTS or torch.get_num_threads() == 1) and not flushes_subnormals():
         kernel.run(kernel.pack(0, number, table, words, 0, key, source, goal))
     else:
         run_chunks(kernel, lengths, table, words, 0, key, source, goal)

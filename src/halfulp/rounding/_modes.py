@@ -12,7 +12,7 @@ import torch
 
 from .._names import read_class_docstring, register_entry
 from ..kernels import Traced
-from ..kernels._device_function import Recording, record_users_function
+from ..kernels._device_function import Recording, call_users_function
 
 RoundingClass = TypeVar("RoundingClass", bound="type[Rounding]")
 
@@ -194,7 +194,7 @@ def _record_decision(kind: type[Rounding]) -> tuple[object, ...]:
         given = [
             element.add_input(name, one) for name, one in zip(_GOES_AWAY_PARAMETERS, (width, width, "mask", "mask"))
         ]
-        away = record_users_function(kind.goes_away, *given)
+        away = call_users_function(kind.goes_away, *given)
         if not isinstance(away, Traced) or away.kind != "mask":
             raise TypeError(f"goes_away of rounding {kind.name!r} returns {away!r}: return a mask, as fraction > half")
         found += [element.trace.digest(), away.number]

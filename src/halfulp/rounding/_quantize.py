@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from ..formats import BlockFormat, Format
 from ..formats._block import get_format_or_block
-from ..kernels import constant_result, define_operator, plain_address, untraced
+from ..kernels import assume_constant_result, define_operator, disable_tracing, plain_address
 from ..kernels._engine import allows_machine_code, choose_engine
 from ..kernels._plain_memory import is_dense, is_watched, refuse_tensor
 from ._blocks import BlockTarget, make_block_target, round_blocks_into
@@ -99,7 +99,7 @@ def quantize(
     return rounded.movedim(-1, dim) if out is None else out
 
 
-@untraced
+@disable_tracing
 def _quantize_plain_memory(
     x: torch.Tensor,
     format: AnyFormat,
@@ -219,7 +219,7 @@ _ERROR_KINDS: dict[str, type[Exception]] = {
 }
 
 
-@constant_result
+@assume_constant_result
 def _encode_target_in_graph(
     key: str, in_blocks: bool, rounding: str, overflow: str | None, dtype: torch.dtype
 ) -> tuple[tuple[int, ...] | None, str, str]:

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..kernels import torch_operators
+from ..kernels import find_torch_operators
 from ..subclass import functional_form, is_written, note_fallback
 from ..subclass._collectives import is_collective, refuse_collective
 from ._operands import choose_storage, encode_values, keep_nonzero, make_scaled_to_fit, promote_dtypes
@@ -21,7 +21,7 @@ from ._registry import RULES_OF_OPERATORS_TO_COME, find_rule, register_rule_deri
 from ._scaled_tensor import ScaledTensor, decode_values, enable_lazy_conjugates, to_float32, to_plain, wrap
 from ._write import check_indexed_write, write_values
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 _REFUSED_WRITES = ("resize_", "resize_as_", "set_")
 # Primitives that torch's Python formulas call, such as those of forward-mode derivatives.
 _PRIMITIVE_OPERATORS = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}

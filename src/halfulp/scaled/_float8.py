@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import define_operator, untraced
+from ..kernels import define_operator, disable_tracing
 from ..subclass._in_backward import differentiable
 from ._operands import move_level_to_scale
 from ._registry import check_storage, implements
@@ -105,7 +105,7 @@ def _save_backward_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> N
     ctx.dtype = inputs[2]
 
 
-@untraced
+@disable_tracing
 def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     return gradient if context.dtype is None else _differentiable_cast(gradient, context.dtype, None), None, None
 

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import power_below, record_function, round_to_float32, run_on_tensors, select, sqrt
+from ..kernels import power_of_two_below, record_function, round_to_float32, run_on_tensors, select, sqrt
 from ..kernels._operations import bit_and, bit_or, real, word
 from ..kernels._plain_memory import is_dense
 from ..kernels._trace import Trace
-from ..kernels.triton._launch import find_checked_kernel, on_device
+from ..kernels.triton._launch import find_checked_kernel, use_device
 from ..kernels.triton._writer import COMPILE_OPTIONS, load_module, write_functions, write_module
 from ..rounding._device_functions import E4M3FN, E5M2, encode_bfloat16, encode_float16, widen_bfloat16, widen_float16
 from . import _powers_of_two as _powers
@@ -131,7 +131,7 @@ def choose_level(largest, squares, count, limit, zero_scale):
     """Device function: the power of two next to the root mean square, or what the largest needs."""
     rms = round_to_float32(clamp_scale(sqrt(squares / take_larger(count, 1.0))))
     needed = round_to_float32(clamp_scale(largest / limit))
-    below, beneath = power_below(rms), power_below(needed)
+    below, beneath = power_of_two_below(rms), power_of_two_below(needed)
     nearest = select(rms < below * ROUND_UP_FROM_SQRT2, below, take_smaller(below + below, LARGEST))
     above = select(needed > beneath, beneath + beneath, beneath)
     return (select(largest > 0.0, take_larger(nearest, above), zero_scale),)
@@ -484,7 +484,7 @@ def _launch_or_run_by_torch(
         return by_torch(*payloads, *scales)  # torch says which lies where
 
     def trial(run: Callable[..., list[Tensor]], device: torch.device) -> list[Tensor]:
-        with on_device(device):
+        with use_device(device):
             return [x.cpu() for x in run(*(x.to(device) for x in _make_self_test_inputs(payloads, len(scales))))]
 
     module = find_checked_kernel(
@@ -497,7 +497,7 @@ def _launch_or_run_by_torch(
     )
     if module is None:
         return by_torch(*payloads, *scales)
-    with on_device(device):
+    with use_device(device):
         return launch(module, *payloads, *scales)
 
 

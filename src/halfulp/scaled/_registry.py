@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from .._names import describe_unknown_name
-from ..kernels import present_operators
+from ..kernels import list_present_operators
 from ..subclass import RuleTable
 from ..subclass._rule_table import Given, Rule
 
@@ -205,8 +205,8 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     register: Callable[[Given], Given] = _rule_table.implements(*operators)
 
     def register_in_family(rule: Given) -> Given:
-        FAMILY_BY_OPERATOR.update(dict.fromkeys(present_operators(operators), family))
-        for operator in present_operators(operators):
+        FAMILY_BY_OPERATOR.update(dict.fromkeys(list_present_operators(operators), family))
+        for operator in list_present_operators(operators):
             _promoted_rule_table.forget(operator)
         return register(rule)
 

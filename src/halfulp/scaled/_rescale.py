@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..kernels import define_operator, is_under_transform, untraced
+from ..kernels import define_operator, disable_tracing, is_under_transform
 from ..subclass._in_backward import differentiable
 from ._operands import move_level_to_scale
 from ._registry import implements
@@ -87,7 +87,7 @@ class _RescaleGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @untraced
+    @disable_tracing
     def backward(context: Any, gradient: Tensor) -> Tensor:
         rescaled: Tensor = _rescale_payload(gradient)
         return rescaled
@@ -121,7 +121,7 @@ def find_rescaled_modules(model: nn.Module, rescale: RescalePlaces) -> list[nn.M
     return [m for m in found if _NORM_CLASS_PATTERN.search(type(m).__name__) and not m._modules]
 
 
-@untraced
+@disable_tracing
 def rescale_input_gradient(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

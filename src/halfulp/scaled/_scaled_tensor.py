@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..kernels import require_float64, resolve_plain_memory, untraced
+from ..kernels import disable_tracing, require_float64, resolve_plain_memory
 from ..subclass._identity import CompositeTensor, check_layout, get_pickled_marks, restore_saved_marks
 from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import Given, is_in_quotient_formula
@@ -93,7 +93,7 @@ class ScaledTensor(CompositeTensor):
         )
 
     @classmethod
-    @untraced
+    @disable_tracing
     def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
@@ -272,13 +272,13 @@ class ScaledTensor(CompositeTensor):
         _DATA_DESCRIPTOR.__set__(self, held)
         self._payload, self._scale = held._payload, held._scale
 
-    @untraced
+    @disable_tracing
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, torch.dtype, torch.dtype | None]]:
         # The payload's dtype too: a compiled backward reads a gradient's memory as the dtype that it was traced with.
         return ["_payload", "_scale"], (self.dtype, self._payload.dtype, self._home)
 
     @staticmethod
-    @untraced
+    @disable_tracing
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[torch.dtype, torch.dtype, torch.dtype | None], size: Any, stride: Any
     ) -> ScaledTensor:
@@ -290,7 +290,7 @@ class ScaledTensor(CompositeTensor):
         made = ScaledTensor.encode(x, storage)
         return wrap(made._payload, made._scale, dtype, home)
 
-    @untraced
+    @disable_tracing
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
         if expected is torch.Tensor:
             return self.detach().decode()
@@ -299,7 +299,7 @@ class ScaledTensor(CompositeTensor):
         return convert_dtypes(self.detach(), *context)
 
 
-@untraced
+@disable_tracing
 def wrap(
     payload: Tensor, scale: Tensor, dtype: torch.dtype, home: torch.dtype | None = None, requires_grad: bool = False
 ) -> ScaledTensor:
@@ -398,7 +398,7 @@ class _ConvertTensor(torch.autograd.Function):
         context.kind_of_input = (x.dtype, x._payload.dtype, x._home) if scaled else (x.dtype, None, None)
 
     @staticmethod
-    @untraced
+    @disable_tracing
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         return _convert_to_kind(gradient, *context.kind_of_input), *context.others
 

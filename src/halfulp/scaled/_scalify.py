@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .._messages import name_type
-from ..kernels import define_operator, untraced
+from ..kernels import define_operator, disable_tracing
 from ..subclass.models._conversion import (
     ParameterRef,
     Where,
@@ -65,7 +65,7 @@ def install_home_hooks(model: nn.Module) -> None:
                 module.register_forward_hook(_round_results_to_home)
 
 
-@untraced
+@disable_tracing
 def _round_inputs_to_home(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, ...] | None:
@@ -82,7 +82,7 @@ def _round_inputs_to_home(
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
 
 
-@untraced
+@disable_tracing
 def _round_results_to_home(module: nn.Module, arguments: tuple[Any, ...], results: Any) -> Any:
     """Round a recurrent layer's results to the home: without a fused kernel it ends in pointwise operators."""
     if torch.compiler.is_compiling():
@@ -109,7 +109,7 @@ def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 
-@untraced
+@disable_tracing
 def _decode_gradient(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     plain = gradient.decode(context.dtype) if isinstance(gradient, ScaledTensor) else gradient
     return plain, None, None
@@ -149,7 +149,7 @@ torch.library.register_autograd(
 )
 
 
-@untraced
+@disable_tracing
 def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Give plain inputs of a model that require gradients plain ones: a forward pre-hook."""
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import torch_operators
+from ..kernels import find_torch_operators
 from . import _powers_of_two as _powers
 from ._operands import make_operand
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, find_smallest, to_float32, to_plain, to_storage
 
 
-@implements(torch_operators("aten").copy_.default, family="writing")
+@implements(find_torch_operators("aten").copy_.default, family="writing")
 def copy_(x: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy a tensor of any kind into x."""
     return write_values(x, value)

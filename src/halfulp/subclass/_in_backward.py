@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from .._torch_versions import saved_tensor_hooks
-from ..kernels import is_under_transform, untraced
+from .._torch_versions import get_saved_tensor_hooks
+from ..kernels import disable_tracing, is_under_transform
 
 FIRST, COMPONENTS = "first", "components"
 _get_graph_task = torch._C._current_graph_task_id
@@ -88,14 +88,14 @@ def _is_computing_gradient() -> bool:
         return False
     if not torch.is_grad_enabled():
         return True
-    return saved_tensor_hooks() is None and not _get_node_name().startswith("Checkpoint")
+    return get_saved_tensor_hooks() is None and not _get_node_name().startswith("Checkpoint")
 
 
 # torch calls this method of a gradient.
 _CONVERSION_METHOD = "__coerce_same_metadata_as_tangent__"
 
 
-@untraced
+@disable_tracing
 def _convert_plain_gradient(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
     """Convert a plain gradient to the class that torch expects; None (torch's error) where that is none of ours."""
     convert = getattr(expected, "_from_plain_tangent", None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from .._messages import find_user_stack_level
-from ..kernels import present_operators
+from ..kernels import list_present_operators
 
 _fallback_totals: Counter[str] = Counter()
 _warned_fallbacks: set[tuple[str, str]] = set()
@@ -128,7 +128,7 @@ class RuleTable:
             TypeError: an argument is not one overload of an operator.
             ValueError: an operator has a rule already.
         """
-        known = present_operators(operators)
+        known = list_present_operators(operators)
         for operator in known:
             if not isinstance(operator, OpOverload):
                 raise TypeError(f"{operator!r} is not one overload of an operator: give torch.ops.aten.add.Tensor, say")

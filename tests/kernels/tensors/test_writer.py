@@ -105,7 +105,7 @@ def _moved():
     x = op.real(op.shl(op.load16(a, i), np.uint32(16)))
     op.store16(a, i, op.shr(op.word(x + x + c), np.uint32(16)))
     op.store32(b, i, op.word(x))
-    element.trace.gather_sum("max", op.word(abs(x)))
+    element.trace.emit_total("max", op.word(abs(x)))
     return element.trace
 
 

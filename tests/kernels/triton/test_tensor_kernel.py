@@ -87,6 +87,6 @@ def test_an_array_of_two_sizes_is_refused():
 
 def test_a_sum_is_refused():
     element = Recording(1)
-    element.trace.gather_sum("sum", hu.kernels._operations.real(load32(element.arrays[0], element.index)))
+    element.trace.emit_total("sum", hu.kernels._operations.real(load32(element.arrays[0], element.index)))
     with pytest.raises(NotImplementedError, match="finds the largest word, got a sum"):
         TensorKernel(Table(element.trace, 1)).source  # noqa: B018

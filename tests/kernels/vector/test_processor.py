@@ -30,10 +30,10 @@ RESULTS = """
 
 
 def test_features_are_those_of_the_machine_codes_target(monkeypatch):
-    monkeypatch.setattr(_processor, "processor", lambda: ("x86_64", "any", "+avx2,-avx512f,+fma"))
+    monkeypatch.setattr(_processor, "find_processor", lambda: ("x86_64", "any", "+avx2,-avx512f,+fma"))
     assert (_processor.has_features("avx2", "fma"), _processor.has_features("avx512f")) == (True, False)
     assert (vector_bits(), _processor.has_fused_vectors(256), _processor.has_fused_vectors(512)) == (256, True, False)
-    monkeypatch.setattr(_processor, "processor", lambda: ("x86_64", "generic", ""))
+    monkeypatch.setattr(_processor, "find_processor", lambda: ("x86_64", "generic", ""))
     assert (vector_bits(), _processor.has_fused_vectors(256)) == (256, False)
 
 
@@ -52,24 +52,24 @@ def test_a_lesser_processor_gives_the_same_bits_from_entries_of_its_own(cache, p
 def test_what_the_environment_says_is_taken(monkeypatch):
     monkeypatch.delenv("HALFULP_CPU_NAME", raising=False)
     monkeypatch.delenv("HALFULP_CPU_FEATURES", raising=False)
-    triple, name, features = _processor.processor()
+    triple, name, features = _processor.find_processor()
     assert triple
     assert name
     assert features
     monkeypatch.setenv("HALFULP_CPU_NAME", "x86-64-v3")
-    assert _processor.processor() == (triple, "x86-64-v3", features), "the machine's own unless others are given"
+    assert _processor.find_processor() == (triple, "x86-64-v3", features), "the machine's own unless others are given"
     monkeypatch.setenv("HALFULP_CPU_FEATURES", "+avx2,-avx512f")
-    assert _processor.processor() == (triple, "x86-64-v3", "+avx2,-avx512f")
+    assert _processor.find_processor() == (triple, "x86-64-v3", "+avx2,-avx512f")
     monkeypatch.delenv("HALFULP_CPU_FEATURES")
     monkeypatch.setenv("HALFULP_CPU_NAME", "generic")
-    assert _processor.processor() == (triple, "generic", "+f16c" if triple.startswith("x86") else "")
+    assert _processor.find_processor() == (triple, "generic", "+f16c" if triple.startswith("x86") else "")
 
 
 def test_kernels_need_instructions_for_float16(monkeypatch):
-    monkeypatch.setattr(_processor, "processor", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx"))
+    monkeypatch.setattr(_processor, "find_processor", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx"))
     monkeypatch.setattr(_processor, "_is_x86", lambda: True)
     assert "F16C" in _processor.explain_unsupported_machine.__wrapped__()
-    monkeypatch.setattr(_processor, "processor", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx,+f16c"))
+    monkeypatch.setattr(_processor, "find_processor", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx,+f16c"))
     assert _processor.explain_unsupported_machine.__wrapped__() == ""
 
 

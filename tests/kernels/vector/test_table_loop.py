@@ -27,7 +27,7 @@ from halfulp.kernels._operations import (
 )
 from halfulp.kernels._trace import block_largest
 from halfulp.kernels.vector._machine_function import address_of
-from halfulp.kernels.vector._table_loop import compile_table
+from halfulp.kernels.vector._table_loop import compile_table_kernel
 
 from ..scalar.numbers import on_numbers
 from ..scalar.test_operations import words
@@ -53,7 +53,7 @@ def run(table, arrays, chunks=None, constants=None, keys=None):
     keys = np.zeros((1, 1), np.uint64) if keys is None else keys
     key = table.make_key()
     if key not in KERNELS:
-        KERNELS[key] = compile_table("test", table)
+        KERNELS[key] = compile_table_kernel("test", table)
     kernel = KERNELS[key]
     given = chunks, pointers, np.zeros(1, np.int64), constants, keys, sums
     kernel(0, len(chunks), *map(address_of, given))
@@ -147,8 +147,8 @@ def test_constants_counters_and_sums(narrow, seed):
         constant = trace.emit("input", (), ("constant", 1), "f32")
         o.store32(result, i, trace.emit("input", (), ("counter", 0), "w32"))
         value = real(o.load32(x, i)) * constant
-        trace.gather_sum("sum", trace.emit("to_float64", (value,), None, "f64"))
-        trace.gather_sum("max", bit_and(word(value), np.uint32(0x7FFFFFFF)))
+        trace.emit_total("sum", trace.emit("to_float64", (value,), None, "f64"))
+        trace.emit_total("max", bit_and(word(value), np.uint32(0x7FFFFFFF)))
 
     start = record_word_function(
         lambda low, high, index: add(add(low, mul(high, np.uint32(3))), low_word(index)), *["w32"] * 2, "w64"
@@ -227,7 +227,7 @@ def test_rare_masks_are_asked_first(often, seed):
         large = abs(value) > np.float32(2.0**60)
         trace.rare_masks.add(large.number)
         small = value * select(large, np.float32(2.0**-80), np.float32(1.0))
-        trace.gather_sum("sum", trace.emit("to_float64", (small,), None, "f64"))
+        trace.emit_total("sum", trace.emit("to_float64", (small,), None, "f64"))
         o.store32(values, i, word(small))
         top = block_largest(bit_and(word(small), np.uint32(0x7FFFFFFF)))
         o.store32(result, i, word(select(large, real(top), value)))
@@ -353,7 +353,7 @@ def test_words_are_added_to_counters(narrow, apart, seed):
     def function(trace, i, block, given, counters):
         x = load(given, i)
         deposit64(counters, bit_and(x, np.uint32(15)), sub(np.uint64(3), widen(x)), apart)
-        trace.gather_sum("count", x > np.uint32(900))
+        trace.emit_total("count", x > np.uint32(900))
 
     for count in LENGTHS:
         x = rng.integers(0, 1000, count).astype(kind)
@@ -370,8 +370,8 @@ def test_many_sums_counts_and_largest_float64(seed):
 
     def function(trace, i, block, given):
         value = real(o.load64(given, i))
-        trace.gather_sum("max", value)
+        trace.emit_total("max", value)
         for limit in range(-3, 4):
-            trace.gather_sum("count", value > np.float64(limit))
+            trace.emit_total("count", value > np.float64(limit))
 
     assert run(recorded(function, 1), [x])[0].tolist() == [x.max(), *((x > limit).sum() for limit in range(-3, 4))]

@@ -7,7 +7,7 @@ from halfulp.kernels import Trace
 from halfulp.kernels._device_function import Table
 from halfulp.kernels._operations import load32, real, store32, word
 from halfulp.kernels.vector._machine_function import address_of
-from halfulp.kernels.vector._table_loop import compile_table
+from halfulp.kernels.vector._table_loop import compile_table_kernel
 from halfulp.optim.states._int8_blocks import UNSIGNED_CUBES, approximate_cube_root
 
 
@@ -18,7 +18,7 @@ def _roots(x):
     store32(out, i, word(approximate_cube_root(real(load32(source, i)))))
     found = np.zeros_like(x)
     chunks, pointers = np.array([[0, 0, len(x), 0]]), np.array([[x.ctypes.data, found.ctypes.data]])
-    compile_table("test", Table(trace, 2))(0, 1, address_of(chunks), address_of(pointers), *[0] * 4)
+    compile_table_kernel("test", Table(trace, 2))(0, 1, address_of(chunks), address_of(pointers), *[0] * 4)
     return found
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import halfulp as hu
 from halfulp import recipes
 from halfulp.arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION
-from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, compute_products_in_float32, widened_dtypes
+from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, compute_products_in_float32, list_widened_dtypes
 from halfulp.kernels import report, same_bits
 from halfulp.subclass.models._float32_products import _MARK_ATTRIBUTE
 
@@ -362,7 +362,7 @@ def test_it_is_taken_off_again(dtype):
 def test_float32_models_under_autocast(dtype):
     model, x = hu.float32_products(Net()), torch.randn(2, 5, 8)
     with torch.autocast("cpu", dtype):
-        plain = model(x) if dtype not in widened_dtypes() else None
+        plain = model(x) if dtype not in list_widened_dtypes() else None
         with compute_products_in_float32(dtype):
             before = products()
             got = step(model, x)

@@ -16,7 +16,7 @@ from torch.autograd import Variable
 
 from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
-from ...kernels import untraced
+from ...kernels import disable_tracing
 from ...rounding import Nearest, Rounding, quantize
 from .._functions import SecondFactor
 from .._policy import Policy
@@ -81,7 +81,7 @@ class FloatWideningView(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    @untraced
+    @disable_tracing
     def backward(ctx, gradient: Tensor) -> Tensor:
         """Return the gradient after the edge's hook."""
         changed = ctx.hook((gradient,))
@@ -140,7 +140,7 @@ class Backward:
 
     # what a backward pass goes through ----------------------------------------------------------------------
 
-    @untraced
+    @disable_tracing
     def open_edges(self, gradients: tuple) -> None:
         """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
@@ -153,7 +153,7 @@ class Backward:
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self.close_edges)
 
-    @untraced
+    @disable_tracing
     def close_edges(self) -> None:
         """Deactivate the edges."""
         self.active = False
@@ -232,7 +232,7 @@ class Backward:
         if (source, target) in self._edge_hooks:
             return self._edge_hooks[source, target]
 
-        @untraced
+        @disable_tracing
         def move_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
             if self.has_closed_edges() or gradient is None:
@@ -260,7 +260,7 @@ class Backward:
         """Return pairs of a site and one that passes gradients to it."""
         return self._edge_hooks.keys()
 
-    @untraced
+    @disable_tracing
     def round_gradients(self, gradients: tuple) -> tuple | None:
         """Round a product's incoming gradients to the format (the hook of its result)."""
         if not self.active:
@@ -284,7 +284,7 @@ class Backward:
     def make_operand_hook(self, site: Site, factor: SecondFactor) -> GradientHook:
         """Return a hook of a product's result that shows the policy both factors."""
 
-        @untraced
+        @disable_tracing
         def show_operands(gradients: tuple) -> None:
             stored, gradient = self.format or site.stored, gradients[0]
             if self.active and gradient is not None and stored is not None:
@@ -301,7 +301,7 @@ class Backward:
             return self._weight_edge_hooks[key]
         stored = self.format or key[1]
 
-        @untraced
+        @disable_tracing
         def move_weight_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
             if self.has_closed_edges() or gradient is None:

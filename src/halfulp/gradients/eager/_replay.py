@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import untraced
+from ...kernels import disable_tracing
 from .._functions import is_parameter, list_differentiable, map_tensors, memoize_by_tensor
 from .._site import Site, copy_with_strides, make_power_of_two
 from ._backward import FIRST_LEAF_NUMBER, Backward, get_region, is_at_global_exponent, mark_node_sites, set_region
@@ -102,7 +102,7 @@ def make_multiplying_hook(backward: Backward, kind: str, moves: tuple[tuple[int,
     """
     following, new = backward.following, kind in _NODES_OF_NEW_GRADIENTS
 
-    @untraced
+    @disable_tracing
     def multiply(gradients: tuple, given: tuple) -> tuple | None:
         if backward.has_closed_edges():
             return None
@@ -337,7 +337,7 @@ class GraphReplay:
         return out
 
 
-@untraced
+@disable_tracing
 def _move_output_gradient(
     backward: Backward, move: tuple[int, int], order: dict[Site, None], gradients: tuple
 ) -> tuple | None:

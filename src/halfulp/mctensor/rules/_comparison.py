@@ -10,12 +10,12 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...arithmetic import Parts, compare, pointwise
-from ...kernels import torch_operators
+from ...kernels import find_torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
 from .._result_type import ResultType, align_operands, make_result, result_type, run_function, to_components
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 
 def compare_by_value(a: Any, b: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
 from ...arithmetic import PRECISION
-from ...kernels import require_float64, torch_operators
+from ...kernels import find_torch_operators, require_float64
 from ...subclass._collectives import register_collectives, run_and_wait
 from ...subclass._in_backward import gives_plain_gradient_of, is_storing_plain_gradient
 from .._encode import choose_scale, divide_by_scale, find_magnitude
@@ -20,7 +20,7 @@ from .._result_type import ResultType, make_result, result_type, to_components
 from .._write import copy_received, list_inner_tensors, truncate_to_integers, write_value
 from ._comparison import copy_elements, map_components
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 # What float16 components under no scale of ours hold: it becomes infinite, the others keep theirs.
 _LEAST_OVERFLOW = 2.0**132

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from ...arithmetic import MOST, pointwise
 from ...arithmetic._constants import compute_log, split_into_floats
-from ...kernels import torch_operators
+from ...kernels import find_torch_operators
 from ...subclass._in_backward import COMPONENTS
 from .._derivation import choose_float64_or_rule, implements_beyond_exact_float64, make_float64_fallback, run_in_float64
 from .._mctensor import MCTensor, implements, implements_each
@@ -29,7 +29,7 @@ from .._result_type import (
 )
 from .._write import can_write_directly, check_takes_fractions, choose_computing_type, write_components, write_value
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 
 _split_constant = functools.lru_cache(64)(split_into_floats)

@@ -18,7 +18,7 @@ from ...arithmetic._matmul import (
     multiply_float16_in_float32,
     split_into_float16,
 )
-from ...kernels import define_operator, torch_operators
+from ...kernels import define_operator, find_torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
 from .._encode import HEADROOM_BINADES, TOP_EXPONENTS, choose_scale, divide_by_scale, find_magnitude
 from .._mctensor import MCTensor, implements, wrap_parts
@@ -33,7 +33,7 @@ from .._result_type import (
     to_components,
 )
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 # float32 carries a product to two float16 components; more need float64.
 _MOST_COMPONENTS_IN_FLOAT32 = 2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import arithmetic
 from ...arithmetic import MOST, PRECISION, Parts
-from ...kernels import torch_operators
+from ...kernels import find_torch_operators
 from ...subclass._in_backward import COMPONENTS, disable_result_rounding, gives_plain_gradient
 from .._derivation import (
     choose_float64_or_rule,
@@ -33,7 +33,7 @@ from .._result_type import (
 from .._write import write_value
 from ._memory import apply_to_components
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 
 def normalize_dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..._messages import find_user_stack_level
-from ...kernels import row_checksums, same_bits
+from ...kernels import compute_row_checksums, same_bits
 from ._local_tensors import get_local, is_dtensor
 from ._parameter_plan import ANY_VERSION, MOVED, WARNED, ParameterPlan, PayloadVersion
 
@@ -126,7 +126,7 @@ def compute_checksums(plan: ParameterPlan) -> torch.Tensor | None:
     if not _has_whole_rows(plan.parameter):
         rows = payload.shape[0] if payload.dim() else 1
         return torch.zeros(rows, dtype=torch.int64, device=payload.device)
-    found = row_checksums(payload)
+    found = compute_row_checksums(payload)
     if plan.spec.scaled:
         found += zlib.crc32(plan.scale.hex().encode())
     return torch.where(found == 0, 1, found)

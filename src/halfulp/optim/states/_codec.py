@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...kernels import Trace, float32_root, run_on_tensors
+from ...kernels import Trace, compute_float32_root, run_on_tensors
 from ...kernels._device_function import Recording
 from ...kernels._operations import add, bit_and, load16, select, shr, sqrt, store16, sub, to_real, word
 from ...kernels._trace import RecordedFunction, block_largest
@@ -182,7 +182,7 @@ class Scaled(PlainCodec):
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values under a scale of their own."""
-        largest = finite_amax(float32_root(value) if self.squared else value)
+        largest = finite_amax(compute_float32_root(value) if self.squared else value)
         tensors[1].fill_(self.fit_scale(np.float64(largest)).item())
         super().encode(tensors, value, random)
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from ...kernels import IndexMap, Trace, Traced, record_function, run_on_tensors
-from ...kernels._device_function import STREAM_INPUTS, Recording, Table, bind_names, record_users_function
+from ...kernels._device_function import RANDOM_STREAM_INPUTS, Recording, Table, bind_names, call_users_function
 from ...kernels._operations import bit_and, select, shr, sqrt
 from ...kernels._trace import RecordedFunction
-from ...kernels.vector._table_loop import compile_table
+from ...kernels.vector._table_loop import compile_table_kernel
 from ...rounding._random_bits import WEYL_STEP, compute_stream, draw_word, hash_element, record_stream_start
 from .._storage import F32
 from ..parameters._step_spec import (
@@ -43,7 +43,7 @@ def compile_step(spec: StepSpec) -> Callable:
     """
     if spec.in_parameter:
         return compile_step(dataclasses.replace(spec, in_parameter=False))
-    return compile_table(f"step_{spec.name}", make_step_table(spec))
+    return compile_table_kernel(f"step_{spec.name}", make_step_table(spec))
 
 
 def make_step_table(spec: StepSpec) -> Table:
@@ -63,16 +63,16 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
     """Return the instructions of one element.
 
     Inputs are the addresses of the table of pointers, the constants ("constant", k) and the place in the stream of
-    random words (`STREAM_INPUTS`). A metered step sums up updates wanted and cancelled, u^2 and u (realised change);
-    one that finds the largest magnitudes has those of the weight and of the scaled states, and `with_payload` of the
-    payload as read.
+    random words (`RANDOM_STREAM_INPUTS`). A metered step sums up updates wanted and cancelled, u^2 and u (realised
+    change); one that finds the largest magnitudes has those of the weight and of the scaled states, and `with_payload`
+    of the payload as read.
     """
     element = Recording(count_pointers(spec), len(spec.constants))
     step = _StepRecorder(spec, element)
     step.record()
     if with_payload:
         payload = spec.store.real(spec.store.load(element.arrays[0], element.index))
-        element.trace.gather_sum("max", read_finite_magnitude(payload))
+        element.trace.emit_total("max", read_finite_magnitude(payload))
     return element.trace
 
 
@@ -103,9 +103,9 @@ class _StepRecorder:
             return
         u, new = self.apply_rule(w, g, values)
         if spec.finds_amax:
-            self.trace.gather_sum("max", read_finite_magnitude(w + u))
+            self.trace.emit_total("max", read_finite_magnitude(w + u))
             for k, codec in spec.scaled_states.items():
-                self.trace.gather_sum("max", read_finite_magnitude(codec.measured(new[k])))
+                self.trace.emit_total("max", read_finite_magnitude(codec.measured(new[k])))
             return
         weight_draws, state_draws = list_draws(spec)
         written = self.write_weight(p, held, w, g, u, [self.draw_bits(draw) for draw in weight_draws])
@@ -166,7 +166,7 @@ class _StepRecorder:
     def apply_rule(self, w: Any, g: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Apply the rule: return the difference, or new weight, and the new states."""
         rule = self.spec.rule
-        made = record_users_function(rule.update, *self.collect_operands(w, g, values), *self.rescale_constants())
+        made = call_users_function(rule.update, *self.collect_operands(w, g, values), *self.rescale_constants())
         if not isinstance(made, (tuple, list)) or len(made) != 1 + len(values):
             kept = ", ".join(["the update", *(repr(slot.name) for slot in rule.states)])
             raise TypeError(f"update rule {rule.name!r} returns {made!r}: return a tuple of {kept}")
@@ -189,16 +189,16 @@ class _StepRecorder:
         for k, reduction in enumerate(self.spec.rule.reductions):
             arguments = [*self.collect_operands(w, g, values), *constants]
             taken = arguments[: reduction.of.__code__.co_argcount]
-            value = record_users_function(reduction.of, *taken)
+            value = call_users_function(reduction.of, *taken)
             if self.spec.reduces == "largest":
-                self.trace.gather_sum("max", read_finite_magnitude(value))
+                self.trace.emit_total("max", read_finite_magnitude(value))
                 continue
             inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALES)
             rest = self.to_float64(value * inverse)
             rest = rest * rest if reduction.squares else rest
             for anchor in map(self.to_float64, anchors):
                 part = (rest + anchor) - anchor
-                self.trace.gather_sum("sum", part)
+                self.trace.emit_total("sum", part)
                 rest = rest - part
 
     def write_weight(self, p: Any, held: Sequence[Any], w: Any, g: Any, u: Any, bits: list[Any]) -> Any:
@@ -219,7 +219,7 @@ class _StepRecorder:
         asked = asked_for & (change - change == np.float64(0.0)) & (u - u == ZERO)
         one, none = np.float64(1.0), np.float64(0.0)
         for value in (one, select(new == w, one, none), wide * wide, wide * change):
-            self.trace.gather_sum("sum", select(asked, value, none))
+            self.trace.emit_total("sum", select(asked, value, none))
 
     def to_float64(self, x: Traced) -> Traced:
         """Return a float32 as float64."""
@@ -273,7 +273,7 @@ def reference_step(
     rounded = torch.tensor(constants, dtype=torch.float32, device="cpu").tolist()
     inputs: dict[Any, Any] = {("constant", k): value for k, value in enumerate(rounded)}
     if key is not None and index_map is not None:
-        inputs |= zip(STREAM_INPUTS, compute_stream(key, make_global_index(index_map, gradient.device)))
+        inputs |= zip(RANDOM_STREAM_INPUTS, compute_stream(key, make_global_index(index_map, gradient.device)))
     return run_on_tensors(record_step(spec), arrays, inputs, block=spec.block)[1]
 
 
@@ -294,7 +294,7 @@ def change_by_rule(
 
 @functools.lru_cache(64)
 def _record_rule(update: Callable, inputs: int) -> RecordedFunction:
-    trace, results = record_function(functools.partial(record_users_function, update), torch.float32, inputs)
+    trace, results = record_function(functools.partial(call_users_function, update), torch.float32, inputs)
     as_values = [x if isinstance(x, Traced) else trace.emit("constant", (), float(x).hex(), "f32") for x in results]
     return RecordedFunction(trace, tuple(x.number for x in as_values))
 

@@ -16,9 +16,9 @@ import torch
 from ...kernels.triton._launch import (
     PlacedChunks,
     TableKernel,
+    copy_to_device,
     find_checked_kernel,
     place_chunks,
-    to_device,
 )
 from ..parameters._step_spec import StepSpec
 from ._kernel import make_step_table, record_step
@@ -63,7 +63,7 @@ def make_parameter_rows(
 ) -> torch.Tensor:
     """Return the rows of a kernel's table on a device: pointers, float32 constants by their bits, keys."""
     bits = np.ascontiguousarray(constants).view(np.uint32).astype(np.int64)
-    return to_device(np.concatenate([pointers, bits, keys.view(np.int64)], 1), device)
+    return copy_to_device(np.concatenate([pointers, bits, keys.view(np.int64)], 1), device)
 
 
 def launch_scaled_step(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import torch_operators
+from ...kernels import find_torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
@@ -28,7 +28,7 @@ from .._registry import implements
 from .._scaled_tensor import ScaledTensor, decode_values, find_smallest, to_float32, to_plain, wrap
 from ._vocabulary import align_constants, align_operands, align_with_constants, scale_payloads
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 # The largest eps: numbers added to keep a divisor from 0 are no larger.
 _LARGEST_EPS = 1e-3
 # Payload types whose smallest number is no larger, next to which it is as good as 0.

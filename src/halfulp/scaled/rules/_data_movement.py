@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import present_operators, require_float64, torch_operators
+from ...kernels import find_torch_operators, list_present_operators, require_float64
 from ...subclass._foreach import make_foreach_rule
 from .. import _powers_of_two as _powers
 from .._operands import encode_values, find_scaled, make_operand
@@ -24,7 +24,7 @@ from .._write import check_indexed_write, write_values
 from ._aligned import move_power_to_scale
 from ._vocabulary import align_with_constants, decode_value, encode_measured, is_constant, scale_payloads
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 
 def make_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
@@ -259,7 +259,9 @@ _FOREACH_NAMES = [
     for name in sorted(torch._C._dispatch_get_all_op_names())
     if name.startswith("aten::_foreach_") and not name.endswith("out")
 ]
-for _operator in present_operators(getattr(getattr(aten, name), kind or "default") for name, _, kind in _FOREACH_NAMES):
+for _operator in list_present_operators(
+    getattr(getattr(aten, name), kind or "default") for name, _, kind in _FOREACH_NAMES
+):
     if (_rule := make_foreach_rule(_operator)) is not None:
         implements(_operator, family="foreach")(_rule)
 

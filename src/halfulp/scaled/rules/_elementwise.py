@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import torch_operators
+from ...kernels import find_torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
 from .._operands import choose_storage, encode_values, make_scaled, promote_dtypes
@@ -17,7 +17,7 @@ from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
 from ._vocabulary import decode_value, make_result, make_unit_scale, overloads, raise_scale
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 
 def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:

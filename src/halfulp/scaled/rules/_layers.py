@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import torch_operators
+from ...kernels import find_torch_operators
 from ...subclass._rule_table import map_arguments_by_name
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
@@ -34,7 +34,7 @@ from .._scaled_tensor import ScaledTensor, to_float32, to_storage, wrap
 from .._write import write_values
 from ._vocabulary import decode_value, make_scaled_result, make_unit_scale, round_root, scale_payloads, scale_values
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 
 def _scale_statistics(x: ScaledTensor, eps: float, mean: Tensor | None, deviation: Tensor) -> tuple[Any, ScaledTensor]:

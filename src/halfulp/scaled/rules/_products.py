@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...environment._narrow_products import widened_dtypes
-from ...kernels import define_operator, torch_operators
+from ...environment._narrow_products import list_widened_dtypes
+from ...kernels import define_operator, find_torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._float8 import eight_bit_engine
@@ -40,7 +40,7 @@ from .._scaled_tensor import ScaledTensor, to_float32, wrap
 from ._aligned import add
 from ._vocabulary import align_operands, decode_value, encode_measured, make_result, make_scaled_result, round_root
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 EIGHT_BIT_SIDE_MULTIPLE = 16  # torch._scaled_mm takes multiples of this
 
 
@@ -166,7 +166,7 @@ def _choose_product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
     instructions for bfloat16 get float32 too.
     """
     payloads = [x._payload for x in tensors]
-    native = tensors[0].device.type != "cpu" or torch.bfloat16 not in widened_dtypes()
+    native = tensors[0].device.type != "cpu" or torch.bfloat16 not in list_widened_dtypes()
     if native and all(payload.dtype == torch.bfloat16 for payload in payloads):
         return payloads
     return [to_float32(x) for x in tensors]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import torch_operators
+from ...kernels import find_torch_operators
 from .._operands import encode_values, find_scaled, make_operand
 from .._registry import LOGICAL_DTYPES, implements
 from .._scaled_tensor import ScaledTensor, decode_values, to_float32
@@ -24,7 +24,7 @@ from ._vocabulary import (
     scale_payloads,
 )
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 
 
 def count_terms(x: Tensor, dims: Sequence[int] | int | None) -> int:

@@ -7,10 +7,10 @@ from functools import partial
 
 from torch._ops import OpOverload
 
-from ...kernels import torch_operators
+from ...kernels import find_torch_operators
 from ._vocabulary import aligned, data_movement, decoded, gate, homogeneous, measured_scale, overloads, unit_scale
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 # "name" is an operator's default overload, "name.overload" another, and "name.*" all that `overloads` finds.
 OPERATORS_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
     (homogeneous, "pass-through"): """

@@ -26,7 +26,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..._names import describe_unknown_name
-from ...kernels import present_operators, torch_operators
+from ...kernels import find_torch_operators, list_present_operators
 from ...kernels._plain_memory import is_floating
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
@@ -332,7 +332,7 @@ def _find_stand_in(storage: torch.dtype) -> float:
     return _STAND_IN_BY_STORAGE.get(storage, _powers.HUGE_SCALE)
 
 
-aten = torch_operators("aten")
+aten = find_torch_operators("aten")
 # Operators whose results are elements of the argument, or their negatives: exact in every storage.
 _SELECTING_OPERATORS = {aten.relu.default, aten.neg.default, aten.abs.default}
 
@@ -342,7 +342,7 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
 
     The payload moves, the scale stays: view, gather, clone. A view shares the scale with what it is a view of.
     """
-    for operator in present_operators(operators):
+    for operator in list_present_operators(operators):
         implements(operator, family=family)(_make_data_movement_rule(operator, operator.is_view))
 
 
@@ -388,7 +388,7 @@ def homogeneous(
     Raises:
         ValueError: an operator has no argument of a name, or has a rule already, or the family is not registered.
     """
-    for operator in present_operators(operators):
+    for operator in list_present_operators(operators):
         rule = _make_rule_of_degrees(operator, degrees, terms) if degrees else _make_homogeneous_rule(operator, degree)
         implements(operator, family=family)(rule)
 
@@ -445,7 +445,7 @@ def unit_scale(*operators: OpOverload, family: str = "own") -> None:
 
     sigmoid, softmax, cos: computed on values; a larger scale where the largest finite result needs it.
     """
-    for operator in present_operators(operators):
+    for operator in list_present_operators(operators):
         implements(operator, family=family)(_make_value_rule(operator, True))
 
 
@@ -455,7 +455,7 @@ def measured_scale(*operators: OpOverload, family: str = "own", scaled: int = 0)
     lgamma, histc, linear solvers: computed on values; r is a power of two. Results beyond the first `scaled` ones stay
     plain, such as what a layer saves for its backward pass.
     """
-    for operator in present_operators(operators):
+    for operator in list_present_operators(operators):
         is_product = family in FAMILIES and FAMILIES[family].operands == "home"
         implements(operator, family=family)(_make_value_rule(operator, False, scaled, is_product))
 
@@ -484,7 +484,7 @@ def _make_value_rule(
 
 def decoded(*operators: OpOverload, family: str = "own") -> None:
     """Register operators with plain results, computed by value: booleans, indices, complex numbers."""
-    for operator in present_operators(operators):
+    for operator in list_present_operators(operators):
         implements(operator, family=family)(_make_plain_rule(operator))
 
 
@@ -504,7 +504,7 @@ def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False
         family: the heading in tables.
         at_least_one: results do not vanish where arguments do, so that their scale is at least 1: softplus.
     """
-    for operator in present_operators(operators):
+    for operator in list_present_operators(operators):
         implements(operator, family=family)(_make_gate_rule(operator, at_least_one))
 
 
@@ -525,7 +525,7 @@ def aligned(*operators: OpOverload, family: str = "own") -> None:
 
     Numbers and plain tensors without dimensions are constants: see `align_with_constants`.
     """
-    for operator in present_operators(operators):
+    for operator in list_present_operators(operators):
         implements(operator, family=family)(_make_aligned_rule(operator))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._messages import ENVIRONMENT, name_type
-from ...kernels import untraced
+from ...kernels import disable_tracing
 from .. import _rule_table as _fallback
 from .._in_backward import refuse_tracing_of
 from . import _state_dict
@@ -183,7 +183,7 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
     return dict(sum(counts, Counter()))
 
 
-@untraced
+@disable_tracing
 def _begin_forward(module: nn.Module, arguments: Any) -> None:
     """Attribute the following fallbacks to this model, and refuse recorders: a forward pre-hook."""
     if not torch.compiler.is_compiling():

@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from ..._torch_versions import is_exporting, saved_tensor_hooks
+from ..._torch_versions import get_saved_tensor_hooks, is_exporting
 from ...arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION, iterate_tensors, multiply_in_float32
-from ...environment._narrow_products import widened_dtypes
-from ...kernels import constant_result, note_fallback
+from ...environment._narrow_products import list_widened_dtypes
+from ...kernels import assume_constant_result, note_fallback
 from ._conversion import capture_recomputation, check_module
 from ._parameter_holders import EMULATED
 
@@ -69,7 +69,7 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     torch.bfloat16
     """
     check_module(model, "float32_products")
-    widened_dtypes()
+    list_widened_dtypes()
     if any(hasattr(parameter, EMULATED) for parameter in model.parameters()):
         raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
     for module in model.modules():
@@ -202,7 +202,7 @@ def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any
     mark = module.__dict__.get(_MARK_ATTRIBUTE)  # vars() of a module is more than torch 2.6 can trace
     if mark is None or is_exporting():
         return forward(*args, **kwargs)
-    dtypes = widened_dtypes()
+    dtypes = list_widened_dtypes()
     if not dtypes or _is_mode_active():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
@@ -241,7 +241,7 @@ def _receives_numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: 
     return any(x.dtype in dtypes and x.device.type == "cpu" for x in iterate_tensors((args, kwargs)))
 
 
-@constant_result
+@assume_constant_result
 def _note_products_left() -> None:
     note_fallback("float32 products", "left to torch in a graph that an AdaptiveGradScaler's backend compiles")
 
@@ -259,7 +259,7 @@ class _ProductMode(TorchFunctionMode):
             # dynamo cannot trace this method's super() under a mode.
             return (torch.unflatten if function is torch.Tensor.unflatten else function)(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            hooks = saved_tensor_hooks()
+            hooks = get_saved_tensor_hooks()
             # A checkpoint around the model's modules runs them again, and they come back here by themselves.
             if hooks is not None and hooks != _thread_state.hooks_at_entry:
                 capture_recomputation(hooks[0], _recompute_under_mode, "hu.float32_products")
@@ -295,7 +295,7 @@ def _call_under_mode(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     above = _pop_modes()
     _push_mode(_PRODUCT_MODE)
     _push_modes(above)
-    _thread_state.hooks_at_entry = saved_tensor_hooks()
+    _thread_state.hooks_at_entry = get_saved_tensor_hooks()
     try:
         return function(*args, **kwargs)
     finally:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import recipes
-from ...environment._narrow_products import compute_products_in_float32, widened_dtypes
+from ...environment._narrow_products import compute_products_in_float32, list_widened_dtypes
 from ...gradients import AdaptiveGradScaler
 from ...mctensor import MCTensor
 from ...mctensor._convert_model import plain_state_dict
@@ -42,7 +42,7 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     # Plain float16 products run in float32: torch's float16 convolutions take ten to a hundred times as long, on
     # processors with float16 instructions too, and differ by the order of summation alone.
     is_float16 = recipe.param_dtype == "float16" and recipe.narrow
-    widened = (*widened_dtypes(), torch.float16) if is_float16 else widened_dtypes()
+    widened = (*list_widened_dtypes(), torch.float16) if is_float16 else list_widened_dtypes()
     with compute_products_in_float32(*widened), emulate_recipe(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
         scaler = recipes.scaler(recipe, model)
