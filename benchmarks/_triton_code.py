@@ -137,7 +137,7 @@ def compiling(architectures: tuple[int, ...], found: list[Kernel], launch: Launc
     with (
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(_engine, "_choose_triton_or_reference", return_value=("triton", "")),
-        mock.patch.object(_launch, "_try_kernel", lambda name, device, build, run, reference: build()),
+        mock.patch.object(_launch, "_build_checked_kernel", lambda name, device, build, run, reference: build()),
         hu.kernels.engine("triton"),
     ):
         triton.runtime.driver.set_active(driver)
