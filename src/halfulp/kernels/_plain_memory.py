@@ -113,7 +113,7 @@ def is_dense(x: Tensor) -> bool:
     if x.is_contiguous():
         return True
     expected = 1
-    for stride, size in _sort_strides(x):
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
         if stride != expected:
             return False
         expected *= size
@@ -125,16 +125,11 @@ def overlaps_itself(x: Tensor) -> bool:
     if not x.numel():
         return False
     reach = 0
-    for stride, size in _sort_strides(x):
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
         if stride <= reach:
             return True
         reach += stride * (size - 1)
     return False
-
-
-def _sort_strides(x: Tensor) -> list[tuple[int, int]]:
-    """Return the strides and sizes of the dimensions of several elements, from the least stride on."""
-    return sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1)
 
 
 def refuse_tensor(x: Tensor, what: str, otherwise: str = "give a plain tensor of its values") -> None:
