@@ -12,10 +12,7 @@ EXTENSIONS_VARIABLE = "HALFULP_EXTENSIONS"
 
 
 def load_extensions(extensions: Iterable[str]) -> None:
-    """Import every extension, here and in the worker processes that this one starts.
-
-    Args:
-        extensions: paths of Python files, or names of importable modules.
+    """Import every extension, a path of a Python file or a module's name, here and in worker processes started here.
 
     Raises:
         ValueError: a file or module that is not there, a file that has the name of another module, or an error in it.

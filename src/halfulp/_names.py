@@ -11,14 +11,7 @@ def register_entry(kind: str, registry: dict[str, Any], name: str, entry: object
     """Register an entry under its name.
 
     A class that stands there already may come again from the module that it came from, as when a notebook's cell or a
-    file is run twice.
-
-    Args:
-        kind: what it is, for messages.
-        registry: name -> entry.
-        name: what the library calls it from then on.
-        entry: the entry.
-        words: what tables and pages say of it.
+    file is run twice. Messages name the kind; tables and pages print the words.
 
     Raises:
         ValueError: the name is no word, another entry has it, or there are no words.
@@ -55,10 +48,7 @@ def read_class_docstring(cls: type) -> str | None:
 
 
 def read_descriptions(kind: str) -> dict[str, str]:
-    """Return the registered names of one kind, each with the first paragraph of its description.
-
-    It imports nothing: whoever named an entry of their own has imported what registers it.
-    """
+    """Return the registered names of one kind, each with the first paragraph of its description, and import nothing."""
     return dict(_DESCRIPTIONS_BY_KIND.get(kind, {}))
 
 

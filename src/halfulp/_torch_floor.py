@@ -10,11 +10,7 @@ OLDEST_TORCH = "2.6"
 
 
 def check_torch_version() -> None:
-    """Raise if the torch that this process has imported is too old; do nothing if none is imported.
-
-    Raises:
-        ImportError: torch is older than OLDEST_TORCH.
-    """
+    """Raise ImportError if the torch that this process has imported is older than OLDEST_TORCH."""
     found = getattr(sys.modules.get("torch"), "__version__", None)
     if found is not None and is_older(found):
         raise ImportError(

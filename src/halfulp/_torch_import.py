@@ -39,29 +39,24 @@ class _ImportWatcher:
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
-        if spec is not None and spec.loader is not None:
-            self._call_after_loading(spec.loader)
-        return spec
-
-    def _call_after_loading(self, loader: Any) -> None:
-        """Replace a loader's method for one call, which `after` follows; the loader stays what it is."""
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader  # which stays what it is: its method is another one for a single call
         execute = loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
+        def execute_and_call(module: ModuleType) -> None:
             del loader.exec_module
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
                 self._call(module)
 
-        loader.exec_module = exec_module
+        loader.exec_module = execute_and_call
+        return spec
 
 
 def register_with_torch(torch: ModuleType) -> None:
-    """Let torch.load read halfulp's tensors and torch.ops.halfulp find its operators; not in a torch that is too old.
-
-    Neither imports a layer of halfulp before a file or a graph asks for it.
-    """
+    """Let torch.load read halfulp's tensors and torch.ops.halfulp find its operators, unless torch is too old."""
     if is_older(torch.__version__):
         return
     torch.serialization.add_safe_globals([(import_when_called(name), name) for name in SAVED_FUNCTIONS])
@@ -89,10 +84,7 @@ def defining_operators() -> Iterator[None]:
 
 
 def _make_operator_namespace(torch: ModuleType) -> Any:
-    """Return the namespace torch.ops.halfulp, which imports the packages that define operators when it lacks one.
-
-    A saved graph (torch.export) names its operators by their namespace alone.
-    """
+    """Return the namespace torch.ops.halfulp, which imports what defines operators as a saved graph asks for one."""
 
     namespace: Any = torch._ops._OpNamespace
 

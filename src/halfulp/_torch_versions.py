@@ -22,10 +22,10 @@ _distributed: Any = torch.distributed  # without its functions in a build withou
 TensorGuards: Any = getattr(getattr(_torch_C._dynamo, "guards", None), "TensorGuards", None)
 
 
-def lacks(feature: str, remedy: str) -> NotImplementedError:
+def make_version_refusal(feature: str, remedy: str) -> NotImplementedError:
     """Return the refusal of a feature that the installed torch cannot give.
 
-    >>> print(lacks("hu.float32_gradients needs Tensor.grad_dtype", "keep float32 parameters"))
+    >>> print(make_version_refusal("hu.float32_gradients needs Tensor.grad_dtype", "keep float32 parameters"))
     torch ... lacks it: hu.float32_gradients needs Tensor.grad_dtype; install a newer torch, or keep float32 parameters;
     `halfulp env` prints what there is, and what a report needs
     """
@@ -94,42 +94,35 @@ def find_dtype(name: str) -> torch.dtype | None:
 # torch.compiler.is_exporting of torch 2.7 to 2.11 says yes in every graph that Dynamo traces, and 2.6 has none.
 # Older: nothing is lost; the flag of torch.export has another name.
 _compiler: Any = torch.compiler
-if hasattr(_compiler, "_is_exporting_flag"):
-
-    def is_exporting() -> bool:
-        """Return whether torch.export records what runs."""
-        return _compiler._is_exporting_flag or (_compiler.is_dynamo_compiling() and _traced_for_export())
-
-else:
-
-    def is_exporting() -> bool:
-        """Return whether torch.export records what runs."""
-        return _compiler._is_compiling_flag or (_compiler.is_dynamo_compiling() and _traced_for_export())
+_HAS_EXPORTING_FLAG = hasattr(_compiler, "_is_exporting_flag")
 
 
-def _traced_for_export() -> bool:
+def is_exporting() -> bool:
+    """Return whether torch.export records what runs."""
+    is_recorded = _compiler._is_exporting_flag if _HAS_EXPORTING_FLAG else _compiler._is_compiling_flag
+    return is_recorded or (_compiler.is_dynamo_compiling() and _is_traced_for_export())
+
+
+def _is_traced_for_export() -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().export
 
 
-vars(_traced_for_export)["_dynamo_marked_constant"] = True  # Dynamo calls it as it traces
+vars(_is_traced_for_export)["_dynamo_marked_constant"] = True  # Dynamo calls it as it traces
 
 
 # Older: one setting for all backends; products that it might narrow take float64, on every device.
-if hasattr(torch.backends.mkldnn, "matmul"):
+_HAS_PRECISION_PER_BACKEND = hasattr(torch.backends.mkldnn, "matmul")
 
-    def has_whole_products(device_type: str) -> bool:
-        """Return whether torch multiplies float32 matrices in float32, not in TensorFloat32 or bfloat16."""
-        # torch.get_float32_matmul_precision raises where the backends' settings differ from one another.
-        backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
-        return backend.matmul.fp32_precision in ("none", "ieee")
 
-else:
-
-    def has_whole_products(device_type: str) -> bool:
-        """Return whether torch multiplies float32 matrices in float32, not in TensorFloat32 or bfloat16."""
+def has_whole_products(device_type: str) -> bool:
+    """Return whether torch multiplies float32 matrices in float32, not in TensorFloat32 or bfloat16."""
+    if not _HAS_PRECISION_PER_BACKEND:
         return torch.get_float32_matmul_precision() == "highest"
+    # torch.get_float32_matmul_precision raises where the backends' settings differ from one another.
+    backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+    return backend.matmul.fp32_precision in ("none", "ieee")
 
 
 # Older: nothing is lost; the factors that a solution keeps are the transpose's, as those of a determinant are.
@@ -143,17 +136,14 @@ def solves_by_transpose() -> bool:
 
 
 # Older: nothing is lost; the partitioner's tag says which nodes of a joint graph are the backward pass's.
-if hasattr(torch.fx.traceback, "_mark_autograd_backward"):
+_MARKS_BACKWARD_NODES = hasattr(torch.fx.traceback, "_mark_autograd_backward")
 
-    def is_backward(node: torch.fx.Node) -> bool:
-        """Return whether a node of a joint graph is the backward pass's."""
+
+def is_backward(node: torch.fx.Node) -> bool:
+    """Return whether a node of a joint graph is the backward pass's."""
+    if _MARKS_BACKWARD_NODES:
         return bool(node.meta.get("autograd_backward"))
-
-else:
-
-    def is_backward(node: torch.fx.Node) -> bool:
-        """Return whether a node of a joint graph is the backward pass's."""
-        return node.meta.get("partitioner_tag") == "is_backward"
+    return node.meta.get("partitioner_tag") == "is_backward"
 
 
 # Older: nothing is lost; the name of where Dynamo found a tensor is a method.
@@ -164,26 +154,19 @@ def name_dynamo_source(source: Any) -> str:
 
 # Older: all_reduce and reduce of scaled tensors refuse.
 def get_reduction_name(boxed: Any) -> str:
-    """Return the name of a collective's reduction, such as SUM.
-
-    Raises:
-        NotImplementedError: torch does not say.
-    """
+    """Return the name of a collective's reduction, such as SUM, or raise NotImplementedError if torch does not say."""
     if not hasattr(boxed, "op"):
-        raise lacks("collectives of scaled tensors need to read the ReduceOp", "send x.decode()")
+        raise make_version_refusal("collectives of scaled tensors need to read the ReduceOp", "send x.decode()")
     return torch.distributed.ReduceOp.RedOpType(boxed.op()).name
 
 
 @contextlib.contextmanager
 def partition_graphs_by(partition: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Let Inductor partition joint graphs by a function; yield the settings to compile with.
-
-    Inductor's caches stay unused, whose keys do not name all that the partition depends on.
-    """
+    """Let Inductor partition joint graphs by a function, without its caches; yield the settings to compile with."""
     from torch._functorch import config as functorch
     from torch._inductor import compile_fx, config, custom_graph_pass
 
-    settings = {**settings, "fx_graph_cache": False}
+    settings = {**settings, "fx_graph_cache": False}  # the caches' keys do not name all that the partition depends on
     with functorch.patch(enable_autograd_cache=False):
         if hasattr(config, "custom_partitioner_fn"):
             custom_graph_pass.CustomPartitionerFn.register(type(partition))
@@ -201,7 +184,7 @@ def partition_graphs_by(partition: Any, settings: dict[str, Any]) -> Iterator[di
 # Older: nothing is lost; the hooks are counted where torch pushes them.
 if hasattr(_torch_autograd, "_top_saved_tensors_default_hooks"):
 
-    def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
+    def get_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
         """Return the pair of hooks for tensors that autograd saves now, None where there is none."""
         return _torch_autograd._top_saved_tensors_default_hooks(True)
 
@@ -211,20 +194,20 @@ else:
         def __init__(self) -> None:
             self.stack: list[tuple[Callable, Callable]] = []
 
-    def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
+    def get_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
         """Return the pair of hooks for tensors that autograd saves now, None where there is none."""
         return _hooks.stack[-1] if _hooks.stack else None
 
     def _push(pack: Callable, unpack: Callable) -> None:
-        _own_push(pack, unpack)
+        _push_in_torch(pack, unpack)
         _hooks.stack.append((pack, unpack))
 
     def _pop() -> None:
-        _own_pop()
+        _pop_in_torch()
         del _hooks.stack[-1:]
 
     _hooks = _Hooks()
-    _own_push, _own_pop = (
+    _push_in_torch, _pop_in_torch = (
         _torch_autograd._push_saved_tensors_default_hooks,
         _torch_autograd._pop_saved_tensors_default_hooks,
     )

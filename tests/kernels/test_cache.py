@@ -179,7 +179,7 @@ def test_a_file_belongs_to_a_compiler_a_processor_and_a_key(cache, monkeypatch, 
 
     from halfulp.kernels.vector import _machine_function as _cache
 
-    before = _cache.CacheEntry("kernel", "a key", (llvmlite.__version__,))._find_path()
+    before = _cache.find_cache_file("kernel", "a key", llvmlite.__version__)
     changes = {
         "processor": (_cache, "find_processor", lambda: ("x86_64", "another", "")),
         "machinery": (_cache, "compute_source_digest", lambda *folders: "edited"),
@@ -188,7 +188,7 @@ def test_a_file_belongs_to_a_compiler_a_processor_and_a_key(cache, monkeypatch, 
         monkeypatch.setattr(*changes[ingredient])
     key = "another key" if ingredient == "key" else "a key"
     compiler = "0" if ingredient == "llvmlite" else llvmlite.__version__
-    after = _cache.CacheEntry("kernel", key, (compiler,))._find_path()
+    after = _cache.find_cache_file("kernel", key, compiler)
     assert before != after
     assert before.parent == after.parent
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .._torch_versions import has_whole_products
-from ..kernels import define_operator, exponent, floor, is_finite, power, scale_by_power, select
+from ..kernels import define_operator, exponent, floor, is_finite, power_of_two, scale_by_power, select
 from ._operators import (
     Terms,
     distill_terms,

@@ -30,21 +30,15 @@ def describe_environment() -> dict[str, Any]:
 
     python = {"halfulp": __version__, "Python": platform.python_version()}
     parts: dict[str, Callable[[], Any]] = {
-        "versions": lambda: {**python, **{name: find_version(name) for name in _LISTED_PACKAGES}},
+        "versions": lambda: python | {name: find_version(name) for name in _LISTED_PACKAGES},
         "platform": platform.platform,
-        "processor": lambda: {
-            "name": read_processor_name(),
-            "cores": count_cores(),
-            "instructions": list(list_instructions()),
-        },
+        "processor": _describe_processor_parts,
         "torch": _describe_torch,
         "products": _describe_products,
         "engines": _describe_engines,
         "cache": describe_cache,
         "devices": _list_devices,
-        "variables": lambda: {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLE_PREFIXES)
-        },
+        "variables": lambda: {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLE_PREFIXES)},
     }
     found: dict[str, Any] = {}
     for name, part in parts.items():
@@ -76,6 +70,10 @@ def find_version(package: str) -> str | None:
         return None
 
 
+def _describe_processor_parts() -> dict[str, Any]:
+    return {"name": read_processor_name(), "cores": count_cores(), "instructions": list(list_instructions())}
+
+
 def _describe_torch() -> dict[str, Any]:
     import torch
 
@@ -91,10 +89,10 @@ def _describe_torch() -> dict[str, Any]:
 
 def _describe_products() -> dict[str, str]:
     """Say what runs products of 16-bit tensors: oneDNN's kernels, float32, or torch's loops."""
-    from ._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, widened_dtypes
+    from ._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, list_widened_dtypes
 
     native = dict.fromkeys(find_native_dtypes(), "instructions of the processor")
-    found = native | dict.fromkeys(widened_dtypes(), "float32")
+    found = native | dict.fromkeys(list_widened_dtypes(), "float32")
     return {str(dtype).removeprefix("torch."): found.get(dtype, "torch's loops") for dtype in SIXTEEN_BIT_DTYPES}
 
 
@@ -113,9 +111,9 @@ def _describe_engines() -> dict[str, str]:
 
 def describe_cache() -> dict[str, Any]:
     """Return where compiled kernels are kept, and why they cannot be."""
-    from ..kernels.vector._machine_function import cache_folder
+    from ..kernels.vector._machine_function import find_cache_folder
 
-    folder = cache_folder()
+    folder = find_cache_folder()
     if folder is None:
         return {"folder": None, "writable": False, "reason": "no home folder"}
     there = next((one for one in (folder, *folder.parents) if one.exists()), folder)

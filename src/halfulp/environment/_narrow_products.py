@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..kernels import constant_result
+from ..kernels import assume_constant_result
 
 SIXTEEN_BIT_DTYPES = (torch.bfloat16, torch.float16)
 PRODUCTS_VARIABLE = "HALFULP_FLOAT32_PRODUCTS"
@@ -17,8 +17,8 @@ PRODUCTS_CHOICES = ("auto", "always", "never")
 _forced_dtypes: tuple[torch.dtype, ...] | None = None
 
 
-@constant_result
-def widened_dtypes() -> tuple[torch.dtype, ...]:
+@assume_constant_result
+def list_widened_dtypes() -> tuple[torch.dtype, ...]:
     """Return the dtypes whose products on the CPU are computed in float32.
 
     Those for which oneDNN, torch's library of products on the CPU, has no kernel on this processor: torch then falls
@@ -29,7 +29,7 @@ def widened_dtypes() -> tuple[torch.dtype, ...]:
         ValueError: the variable is none of "auto", "always", "never".
 
     >>> with compute_products_in_float32(torch.float16):
-    ...     widened_dtypes()
+    ...     list_widened_dtypes()
     (torch.float16,)
     """
     return _detect_widened_dtypes() if _forced_dtypes is None else _forced_dtypes

@@ -16,8 +16,8 @@ _INSTRUCTIONS = (
     *("neon", "fullfp16", "bf16", "sve", "sme"),
 )
 # Parts of the names of instructions that multiply, or widen by one instruction, two numbers of 16 bits.
-_SIXTEEN_BIT_NAMES = ("bf16", "fp16", "avxneconvert")
-_WIDEST_VECTORS = ("avx512f", "avx2", "sve", "neon")
+_SIXTEEN_BIT_SUFFIXES = ("bf16", "fp16", "avxneconvert")
+_VECTOR_INSTRUCTIONS = ("avx512f", "avx2", "sve", "neon")
 # What makes torch use less than the processor has.
 LIMITING_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
@@ -29,8 +29,8 @@ def describe_processor() -> str:
     True
     """
     found = list_instructions()
-    shown = [next((name for name in _WIDEST_VECTORS if name in found), "")]
-    shown += [name for name in found if name.endswith(_SIXTEEN_BIT_NAMES)]
+    shown = [next((name for name in _VECTOR_INSTRUCTIONS if name in found), "")]
+    shown += [name for name in found if name.endswith(_SIXTEEN_BIT_SUFFIXES)]
     if found and len(shown) == 1:
         shown.append("no 16-bit arithmetic")
     count = count_cores()

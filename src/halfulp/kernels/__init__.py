@@ -10,8 +10,8 @@ from .. import _needs_torch
 from ._canary import (
     KernelMismatchError,
     check_bits,
+    compute_float32_root,
     disable_callers_modes,
-    float32_root,
     require_float64,
     require_same_bits,
     same_bits,
@@ -21,27 +21,27 @@ from ._engine import engine, note_and_warn_once, note_fallback, report, select_e
 from ._index_map import CHUNK_ELEMENTS, IndexMap, cut_into_chunks, make_chunk_table
 from ._operations import divide, floor, maximum, select, sign_of, sqrt
 from ._operator import (
-    absent_operators,
-    constant_result,
+    assume_constant_result,
     define_operator,
+    disable_compilation,
+    disable_tracing,
+    find_torch_operators,
     is_under_transform,
-    present_operators,
-    torch_operators,
-    uncompiled,
-    untraced,
+    list_absent_operators,
+    list_present_operators,
 )
 from ._plain_memory import (
     address,
     checksum,
+    compute_row_checksums,
     has_own_memory,
     overlaps_itself,
     plain_address,
     resolve_plain_memory,
-    row_checksums,
     to_plain_memory,
 )
 from ._tensor_writer import run_on_tensors
-from ._threads import SERIAL_ELEMENTS, keeping_subnormals, run_chunks
+from ._threads import MOST_SERIAL_ELEMENTS, keeping_subnormals, run_chunks
 from ._trace import (
     Trace,
     Traced,
@@ -51,19 +51,19 @@ from ._trace import (
     is_finite,
     is_float64,
     nearest_integer,
-    power,
-    power_below,
+    power_of_two,
+    power_of_two_below,
     product_error,
     record_function,
     round_to_float32,
+    scale_by_power,
     shared_network,
     square_root,
-    times_power,
 )
 from .vector._loop import BROADCAST_LANES, ShortcutTrace, compile_trace
-from .vector._machine_function import address_of, source_digest
+from .vector._machine_function import address_of, compute_source_digest
 from .vector._processor import vector_bits
-from .vector._reductions import BLOCK, NARROW_LANES, ReductionSteps, compile_reduction
+from .vector._reductions import BLOCK_ROWS, NARROW_LANES, ReductionSteps, compile_reduction
 
 __all__ = ["KernelMismatchError", "divide", "engine", "floor", "maximum", "report", "same_bits"]
 __all__ += ["select", "sign_of", "sqrt"]

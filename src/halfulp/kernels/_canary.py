@@ -27,25 +27,20 @@ _compared_kernels: set[Hashable] = set()
 def check_bits(
     name: str, fast: Callable[[], list[torch.Tensor]], reference: Callable[[], list[torch.Tensor]], key: Hashable = None
 ) -> None:
-    """Raise if a compiled kernel and its reference differ in a bit; two NaNs count as equal.
+    """Raise if a compiled kernel and its reference in plain torch differ in a bit on fixed elements; all NaNs are one.
 
-    Args:
-        name: the kernel, for the message.
-        fast: runs the compiled kernel on fixed elements and returns what it wrote.
-        reference: the same in plain torch.
-        key: of the kernel, which is compared once in a process; without one at every call.
+    A kernel with a key is compared once in a process, one without at every call.
     """
     if key in _compared_kernels:
         return
     with disable_callers_modes():
-        pairs = list(zip(fast(), reference(), strict=True))
-        wrong = [position for position, (a, b) in enumerate(pairs) if not same_bits(a, b)]
-    for position in wrong:
-        raise KernelMismatchError(
-            f"kernel {name}: result {position} of the compiled kernel differs from its reference on fixed elements. "
-            "Remove the kernel cache (HALFULP_CACHE_DIR or ~/.cache/halfulp); if it "
-            f"persists, set HALFULP_ENGINE=reference and report it; {ENVIRONMENT}"
-        )
+        for position, (found, wanted) in enumerate(zip(fast(), reference(), strict=True)):
+            if not same_bits(found, wanted):
+                raise KernelMismatchError(
+                    f"kernel {name}: result {position} of the compiled kernel differs from its reference on fixed "
+                    "elements. Remove the kernel cache (HALFULP_CACHE_DIR or ~/.cache/halfulp); if it persists, set "
+                    f"HALFULP_ENGINE=reference and report it; {ENVIRONMENT}"
+                )
     if key is not None:
         _compared_kernels.add(key)
 
@@ -89,18 +84,13 @@ def has_float64(device: torch.device) -> bool:
     >>> has_float64(torch.device("cpu")), has_float64(torch.device("mps"))
     (True, False)
     """
-    if device.type in _DEVICES_WITHOUT_FLOAT64:
-        return False
-    if device.type != "xpu" or not torch.xpu.is_available():
-        return True
-    return bool(getattr(torch.xpu.get_device_properties(device), "has_fp64", True))
+    if device.type == "xpu" and torch.xpu.is_available():
+        return bool(getattr(torch.xpu.get_device_properties(device), "has_fp64", True))
+    return device.type not in _DEVICES_WITHOUT_FLOAT64
 
 
 def require_float64(device: torch.device, what: str) -> None:
     """Refuse a device that has no float64, of which products of scales and sums of components are made.
-
-    Raises:
-        NotImplementedError: it has none.
 
     >>> require_float64(torch.device("mps"), "ScaledTensors")
     Traceback (most recent call last):
@@ -122,12 +112,12 @@ def to_float64(x: torch.Tensor) -> torch.Tensor:
     return x.double() if has_float64(x.device) else x.cpu().double()
 
 
-def float32_root(x: torch.Tensor) -> torch.Tensor:
+def compute_float32_root(x: torch.Tensor) -> torch.Tensor:
     """Return the correctly rounded square root of float32 numbers, on their device.
 
     torch's own is 1 ulp off for a sixth of all float32 inputs on the CPU; through float64 it is exact.
 
-    >>> float32_root(torch.tensor([2.0, 4.0]))
+    >>> compute_float32_root(torch.tensor([2.0, 4.0]))
     tensor([1.4142, 2.0000])
     """
     return to_float64(x).sqrt().float().to(x.device)
@@ -136,17 +126,9 @@ def float32_root(x: torch.Tensor) -> torch.Tensor:
 def require_same_bits(
     device: torch.device, what: str, key: Hashable, run: Callable[[torch.device], list[torch.Tensor]], otherwise: str
 ) -> None:
-    """Refuse a device whose plain torch operations give other bits than the CPU's, or none; each is tried once.
+    """Refuse a device whose plain torch operations give other bits than the CPU's, or none; each key is tried once.
 
-    Args:
-        device: the device.
-        what: is computed there, for the message.
-        key: of the computation.
-        run: does it on fixed elements on a device, and returns results on the CPU.
-        otherwise: the remedy.
-
-    Raises:
-        NotImplementedError: the results differ, or the device cannot compute them.
+    `run` computes `what` of fixed elements on a device and returns the results on the CPU; `otherwise` is the remedy.
     """
     if device.type in ("cpu", "meta") or (device.type == "cuda" and not torch.version.hip):
         return  # known to give the reference's bits

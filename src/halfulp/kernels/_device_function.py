@@ -18,34 +18,24 @@ from ._trace import RecordedFunction, Trace, Traced
 # Columns of a chunk: row of the pointers, first element, elements, global index of the first.
 CHUNK_COLUMNS = 4
 # Bytes, those of the widest vector: what streams begins at multiples of it.
-STREAM_ALIGNMENT = 64
+STREAMING_STORE_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Table:
-    """A traced device function with the layout of the table of pointers that it reads and writes.
+    """A traced device function with the layout of the table of pointers that it reads and writes."""
 
-    Attributes:
-        trace: what is computed per element, of inputs ("constant", k) and those of `STREAM_INPUTS`.
-        columns: of the table of pointers.
-        constants: numbers per row, of 32 or 64 bits as the inputs are.
-        stream_start: (low and high half of a row's key, global index) -> an element's `STREAM_INPUTS`, if it draws.
-        counter_step: by which the counters of neighbours differ.
-        block: elements of a block; None if there are none.
-        partial: whether a chunk's last block may be incomplete; then no array has an element per block.
-        is_far_memory: whether arrays lie in no cache, so that even of a few lines are asked for, further ahead.
-        is_streaming: whether what is stored goes past the caches, which then need not read its old contents first.
-            Arrays begin at multiples of `STREAM_ALIGNMENT` bytes, and none is read and stored.
-    """
-
-    trace: Trace
-    columns: int
-    constants: int = 0
+    trace: Trace  # what is computed per element, of inputs ("constant", k) and those of `RANDOM_STREAM_INPUTS`
+    columns: int  # of the table of pointers
+    constants: int = 0  # numbers per row, of 32 or 64 bits as the inputs are
+    # (low and high half of a row's key, global index) -> an element's `RANDOM_STREAM_INPUTS`, if it draws
     stream_start: RecordedFunction | None = None
-    counter_step: int = 0
-    block: int | None = None
-    partial: bool = False
-    is_far_memory: bool = False
+    counter_step: int = 0  # by which the counters of neighbours differ
+    block: int | None = None  # elements of a block, if there are any
+    partial: bool = False  # whether a chunk's last block may be incomplete; then no array has an element per block
+    is_far_memory: bool = False  # whether arrays lie in no cache: lines even of a few are asked for, further ahead
+    # Whether what is stored goes past the caches, which then need not read its old contents first. Arrays begin at
+    # multiples of `STREAMING_STORE_ALIGNMENT` bytes, and none is read and stored.
     is_streaming: bool = False
 
     @property
@@ -61,11 +51,7 @@ class Table:
 
 
 def bind_names(function: Callable, names: Mapping[str, object]) -> Callable:
-    """Return a device function in which names, and in those that it calls, stand for what the caller chose.
-
-    Args:
-        function: a plain function.
-        names: what free names of it stand for.
+    """Return a device function in which free names, and those of functions that it calls, have the given values.
 
     >>> def scaled(x):
     ...     return x * FACTOR
@@ -108,12 +94,8 @@ _LANGUAGE_RULES = (
 )
 
 
-def record_users_function(function: Callable, *arguments: Any) -> Any:
-    """Call a device function that a user wrote with traced values, so that errors name its lines.
-
-    Raises:
-        TypeError: it uses what the language lacks; the error names the line.
-    """
+def call_users_function(function: Callable, *arguments: Any) -> Any:
+    """Call a device function that a user wrote with traced values; a TypeError over what it lacks names the line."""
     try:
         return function(*arguments)
     except (TypeError, AttributeError) as error:
@@ -127,18 +109,11 @@ def record_users_function(function: Callable, *arguments: Any) -> Any:
 
 
 # Inputs of whoever draws: what the start of a stream of random words gives.
-STREAM_INPUTS = (("counter", 0), ("own", 0))
+RANDOM_STREAM_INPUTS = (("counter", 0), ("own", 0))
 
 
 class Recording:
-    """The trace of one element of a table of pointers, with what a device function starts from.
-
-    Attributes:
-        trace: what is recorded; it holds the function after its call.
-        index: of the element.
-        arrays: the addresses in the table's columns.
-        constants: numbers that are the same for all elements.
-    """
+    """The trace of one element of a table of pointers, and the values that a device function takes."""
 
     def __init__(self, columns: int, constants: int = 0, kind: str = "f32") -> None:
         self.trace = Trace(torch.float32)
@@ -154,7 +129,7 @@ class Recording:
     @property
     def stream(self) -> tuple[Traced, Traced]:
         """Return the element's counter in its stream of random words, and the stream's own word."""
-        counter, own = (self.trace.emit("input", (), name, "w32") for name in STREAM_INPUTS)
+        counter, own = (self.trace.emit("input", (), name, "w32") for name in RANDOM_STREAM_INPUTS)
         return counter, own
 
     def add_input(self, name: str, kind: str = "f32") -> Traced:

@@ -17,14 +17,14 @@ from .._messages import ENVIRONMENT, find_user_stack_level
 from .vector._processor import check_features, explain_unsupported_machine
 
 ENGINES = ("auto", "llvm", "triton", "reference")
-_UNKNOWN_ENGINE = (
+_UNKNOWN_ENGINE_MESSAGE = (
     f"is unknown: the processor's compiled kernels are called 'llvm' now; choose one of {', '.join(ENGINES)}"
 )
 _fallback_counts: Counter[tuple[str, str]] = Counter()
 _requested_engine = "auto"
 
 
-_thread_choice = threading.local()  # whether it runs the reference, where it was ever asked to
+_thread_settings = threading.local()  # whether it runs the reference, where it was ever asked to
 
 
 def note_fallback(kind: str, text: str) -> None:
@@ -62,7 +62,7 @@ def engine(name: str) -> Iterator[None]:
     """
     global _requested_engine
     if name not in ENGINES:
-        raise ValueError(f"engine {name!r} {_UNKNOWN_ENGINE}")
+        raise ValueError(f"engine {name!r} {_UNKNOWN_ENGINE_MESSAGE}")
     before, _requested_engine = _requested_engine, name
     try:
         yield
@@ -73,21 +73,15 @@ def engine(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def use_reference_in_thread() -> Iterator[None]:
     """Run by plain torch inside a block, in this thread alone, whatever engine was asked for."""
-    before, _thread_choice.reference = getattr(_thread_choice, "reference", False), True
+    before, _thread_settings.reference = getattr(_thread_settings, "reference", False), True
     try:
         yield
     finally:
-        _thread_choice.reference = before
+        _thread_settings.reference = before
 
 
 def select_engine(device: str) -> str:
-    """Return the engine for tensors on a kind of device: "llvm" or "reference", on CUDA "triton" or "reference".
-
-    Raises:
-        ValueError: HALFULP_ENGINE is no engine, "triton" was asked for on tensors that it cannot reach, or
-            HALFULP_CPU_FEATURES is malformed.
-        ImportError: what was asked for is not installed, or cannot be imported.
-    """
+    """Return the engine for tensors on a kind of device: "llvm" or "reference", on CUDA "triton" or "reference"."""
     name, reason = choose_engine(device)
     if reason:
         note_and_warn_once("engine", reason)
@@ -95,15 +89,12 @@ def select_engine(device: str) -> str:
 
 
 def choose_engine(device: str) -> tuple[str, str]:
-    """Return the engine and why it is not the fast one; "" where it is, or where there is no other.
-
-    It counts nothing and warns of nothing. Raises as `select_engine` does.
-    """
+    """Return `select_engine`'s engine, and, unsaid, why it is not the fast one; "" where it is or there is no other."""
     wish = _find_wanted_engine()
     if wish not in ENGINES:
-        raise ValueError(f"HALFULP_ENGINE={wish!r} {_UNKNOWN_ENGINE}; {ENVIRONMENT}")
+        raise ValueError(f"HALFULP_ENGINE={wish!r} {_UNKNOWN_ENGINE_MESSAGE}; {ENVIRONMENT}")
     if wish == "triton" or (wish == "auto" and device == "cuda"):
-        return _choose_for_triton(device, wish)
+        return _choose_triton_or_reference(device, wish)
     if wish == "reference" or device != "cpu":
         return "reference", ""
     check_features()
@@ -116,14 +107,14 @@ def choose_engine(device: str) -> tuple[str, str]:
 
 # Every small operator asks, and os.environ raises and catches an error for a variable that is not set: 2 us.
 _environment_data = getattr(os.environ, "_data", None)
-_engine_variable = getattr(os.environ, "encodekey", str)("HALFULP_ENGINE")
+_engine_variable_key = getattr(os.environ, "encodekey", str)("HALFULP_ENGINE")
 
 
 def _find_wanted_engine() -> str:
     """Return the engine that was asked for: in this thread, in this process, or in the environment."""
-    if getattr(_thread_choice, "reference", False):
+    if getattr(_thread_settings, "reference", False):
         return "reference"
-    is_set = _requested_engine == "auto" and (_environment_data is None or _engine_variable in _environment_data)
+    is_set = _requested_engine == "auto" and (_environment_data is None or _engine_variable_key in _environment_data)
     return os.environ.get("HALFULP_ENGINE", "auto") if is_set else _requested_engine
 
 
@@ -132,7 +123,7 @@ def allows_machine_code() -> bool:
     return _find_wanted_engine() in ("auto", "llvm")
 
 
-def _choose_for_triton(device: str, wish: str) -> tuple[str, str]:
+def _choose_triton_or_reference(device: str, wish: str) -> tuple[str, str]:
     if wish == "triton" and not (device == "cuda" or (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")):
         interpreted = ", or set TRITON_INTERPRET=1 for Triton's interpreter" if device == "cpu" else ""
         raise ValueError(

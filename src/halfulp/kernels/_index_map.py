@@ -61,11 +61,7 @@ class IndexMap:
         return prod(self.shape)
 
     def runs(self) -> np.ndarray:
-        """Return the local tensor as consecutive runs.
-
-        Returns:
-            int64 array of shape (runs, 3): start in the local tensor, global index of that start, length.
-        """
+        """Return the local tensor as consecutive runs, int64 (runs, 3): local and global start, length."""
         if self.numel == 0:
             return np.empty((0, 3), np.int64)
         inner, length = self._find_run_length()
@@ -97,14 +93,8 @@ def cut_into_chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
     """Cut a tensor's runs at the global indices that are multiples of CHUNK_ELEMENTS.
 
     A block whose length divides CHUNK_ELEMENTS is thus never cut but by the shard itself, and no piece crosses a
-    multiple of 2^32, where the high word of the index changes.
-
-    Args:
-        index_map: the tensor's place in the whole.
-        tensor: its row in the kernel's pointer table.
-
-    Returns:
-        int64 array of shape (pieces, 4): tensor, local start, length, global start.
+    multiple of 2^32, where the high word of the index changes. Pieces are int64 (pieces, 4): the tensor's row in the
+    kernel's pointer table, local start, length, global start.
     """
     rows = [np.empty((0, 4), np.int64)]
     for local, start, length in index_map.runs():
@@ -116,11 +106,7 @@ def cut_into_chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
 
 
 def make_chunk_table(index_maps: Sequence[IndexMap]) -> np.ndarray:
-    """Return the chunks of several tensors, each in the row of its place in the sequence; equal maps are cut once.
-
-    Returns:
-        int64 array of shape (pieces, 4), as `cut_into_chunks`.
-    """
+    """Return `cut_into_chunks` of tensors, each in the row of its place in the sequence; equal maps are cut once."""
     cut = {index_map: cut_into_chunks(index_map, 0) for index_map in dict.fromkeys(index_maps)}
     pieces = [cut[index_map] for index_map in index_maps]
     table = np.concatenate([np.empty((0, 4), np.int64), *pieces])

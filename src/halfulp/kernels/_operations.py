@@ -61,19 +61,16 @@ def _make_store(bits: int) -> Callable[[Word, Word, Word], None]:
 
 
 # Modulo 2^32, or 2^64.
-add, sub, mul = (
-    _make_word_operation("add", np.add),
-    _make_word_operation("sub", np.subtract),
-    _make_word_operation("mul", np.multiply),
-)
-bit_and, bit_or = _make_word_operation("and", np.bitwise_and), _make_word_operation("or", np.bitwise_or)
+add = _make_word_operation("add", np.add)
+sub = _make_word_operation("sub", np.subtract)
+mul = _make_word_operation("mul", np.multiply)
+bit_and = _make_word_operation("and", np.bitwise_and)
+bit_or = _make_word_operation("or", np.bitwise_or)
 bit_xor = _make_word_operation("xor", np.bitwise_xor)
 # By fewer bits than the word has; zeros come in, but copies of the sign by `sar`.
-shl, shr, sar = (
-    _make_word_operation("shl", np.left_shift),
-    _make_word_operation("shr", np.right_shift),
-    _make_word_operation("sar"),
-)
+shl = _make_word_operation("shl", np.left_shift)
+shr = _make_word_operation("shr", np.right_shift)
+sar = _make_word_operation("sar")
 # Of each 16-bit half of two words the high 16 bits of their product.
 multiply_high16 = _make_word_operation("mulh16")
 # The bits of a real, the real with a word's bits, and halves of words of 64 bits.

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from .._messages import ENVIRONMENT
 from .._torch_import import defining_operators
-from .._torch_versions import CUDAGRAPH_UNSAFE, lacks, skip_frames
+from .._torch_versions import CUDAGRAPH_UNSAFE, make_version_refusal, skip_frames
 
 _operator_library = torch.library.Library("halfulp", "DEF")
 
@@ -19,18 +19,11 @@ _operator_library = torch.library.Library("halfulp", "DEF")
 def define_operator(
     schema: str, implementation: Callable, fake: Callable, random: bool = False, host: bool = False
 ) -> OpOverload:
-    """Define `halfulp::<schema>` with one implementation for every device, and its shape rule for tracing.
+    """Define `halfulp::<schema>` with one implementation for every device, and return its default overload.
 
-    Args:
-        schema: such as "round(Tensor x, float scale) -> Tensor".
-        implementation: takes plain tensors; chooses its engine by their device.
-        fake: the same call on tensors without data; returns tensors of the right shape, dtype and device.
-        random: whether it draws from torch's default generator; then no compiler merges two calls or repeats one.
-        host: whether what the host knows as it runs decides what it does; no CUDA graph replays it then. So with
-            `random`, whose draws begin on the host.
-
-    Returns:
-        The operator's default overload, callable.
+    `fake` is the same call on tensors without data. A `random` one draws from torch's default generator: no compiler
+    merges two calls or repeats one. What a `host` one does depends on what the host knows as it runs: no CUDA graph
+    replays it, nor a random one, whose draws begin on the host.
     """
     name = schema.split("(", 1)[0]
     tags = [torch.Tag.pt2_compliant_tag]
@@ -51,16 +44,14 @@ def _refuse_cuda_graphs(name: str, implementation: Callable) -> Callable:
     def run(*arguments: Any) -> Any:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             feature = f"halfulp::{name} must be left out of CUDA graphs, which needs Tag.cudagraph_unsafe"
-            raise lacks(feature, 'compile without mode="reduce-overhead" and "max-autotune"')
+            raise make_version_refusal(feature, 'compile without mode="reduce-overhead" and "max-autotune"')
         return implementation(*arguments)
 
     return run
 
 
 def is_under_transform() -> bool:
-    """Return whether a torch.func transform or a level of forward-mode differentiation is active.
-
-    Not while a compiler traces, which knows the transforms itself.
+    """Return whether a torch.func transform or forward-mode differentiation is active, and no compiler traces.
 
     There an operator's registered backward rule is no rule: grad refuses it and jvp takes its derivative for 0. An
     autograd.Function with a jvp serves all of them, at a cost that a plain call need not pay.
@@ -73,24 +64,24 @@ def is_under_transform() -> bool:
 _absent_names: set[str] = set()
 
 
-def torch_operators(namespace: str) -> TorchOperators:
+def find_torch_operators(namespace: str) -> TorchOperators:
     """Return the operators of a namespace, such as "aten", to be used as torch.ops.aten is.
 
-    >>> aten = torch_operators("aten")
+    >>> aten = find_torch_operators("aten")
     >>> aten.add.Tensor is torch.ops.aten.add.Tensor, aten.gone_since.default
     (True, <aten::gone_since.default, which torch ... lacks>)
-    >>> present_operators([aten.neg.default, aten.gone_since.default])
+    >>> list_present_operators([aten.neg.default, aten.gone_since.default])
     [<OpOverload(op='aten.neg', overload='default')>]
     """
     return TorchOperators(namespace, getattr(torch.ops, namespace))
 
 
-def present_operators(operators: Iterable[Any]) -> list[Any]:
+def list_present_operators(operators: Iterable[Any]) -> list[Any]:
     """Return those operators that the installed torch has."""
     return [operator for operator in operators if not isinstance(operator, TorchOperators)]
 
 
-def absent_operators() -> list[str]:
+def list_absent_operators() -> list[str]:
     """Return the operators that were looked up by now and that the installed torch lacks."""
     return sorted(_absent_names)
 
@@ -98,8 +89,7 @@ def absent_operators() -> list[str]:
 class TorchOperators:
     """A namespace of torch.ops, one of its operators, or an overload that the installed torch lacks.
 
-    Attributes are a namespace's operators and an operator's overloads, each looked up once. What torch lacks has no
-    overloads and cannot be called, and registries skip it.
+    Attributes, looked up once, are operators and overloads. What torch lacks cannot be called, and registries skip it.
     """
 
     def __init__(self, name: str, held: Any) -> None:
@@ -120,11 +110,8 @@ class TorchOperators:
         return found
 
     def __repr__(self) -> str:
-        return (
-            f"<{self._name}, which torch {torch.__version__} lacks>"
-            if self._torch_object is None
-            else f"<{self._name}>"
-        )
+        lacking = f", which torch {torch.__version__} lacks" if self._torch_object is None else ""
+        return f"<{self._name}{lacking}>"
 
     def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
         raise NotImplementedError(
@@ -142,39 +129,32 @@ class TorchOperators:
 Function = TypeVar("Function", bound=Callable)
 
 
-def untraced(function: Function) -> Function:
+def disable_tracing(function: Function) -> Function:
     """Let torch.compile never capture a function's own frames, as a decorator that costs a call nothing.
 
     Between the graphs of a compiled function, frames that torch itself enters (`__torch_dispatch__`, rules, hooks of
     autograd) look like the user's, and would be captured like those: with tensors in them that are only half made. What
     a graph calls is traced as ever. torch.compiler.disable does this at 2 us a call, and imports the compiler.
 
-    >>> untraced(len.__call__) is len
+    >>> disable_tracing(len.__call__) is len
     Traceback (most recent call last):
         ...
-    TypeError: untraced takes a Python function, got method-wrapper
+    TypeError: disable_tracing takes a Python function, got method-wrapper
     """
     if not hasattr(function, "__code__"):
-        raise TypeError(f"untraced takes a Python function, got {type(function).__name__}")
+        raise TypeError(f"disable_tracing takes a Python function, got {type(function).__name__}")
     return cast(Function, skip_frames(function))
 
 
-def uncompiled(function: Function) -> Function:
-    """Decorate a function that torch.compile is to run eagerly, breaking its graph there.
-
-    What torch.compiler.disable marks its wrapper with, without the wrapper.
-    """
-    marked: Any = untraced(function)
+def disable_compilation(function: Function) -> Function:
+    """Let torch.compile run a function eagerly, breaking its graph there: torch.compiler.disable without a wrapper."""
+    marked: Any = disable_tracing(function)
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = f"{function.__qualname__} of halfulp runs uncompiled"
     return cast(Function, marked)
 
 
-def constant_result(function: Function) -> Function:
-    """Let torch.compile call a function of constants as it traces and take the result for a constant, as a decorator.
-
-    torch.compiler.assume_constant_result, which imports the compiler, without the import.
-    """
-    marked: Any = function
-    marked._dynamo_marked_constant = True
+def assume_constant_result(function: Function) -> Function:
+    """torch.compiler.assume_constant_result, without the import of the compiler."""
+    vars(function)["_dynamo_marked_constant"] = True
     return function

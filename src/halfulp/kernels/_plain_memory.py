@@ -21,8 +21,8 @@ from .._messages import name_type
 
 _PLAIN_CLASSES = frozenset((Tensor, torch.nn.Parameter))
 _TRACED_CLASS_NAMES = frozenset(("FakeTensor", "FunctionalTensor"))
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_tracing_state, _interpreters = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
+_count_dispatch_modes, _count_function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_get_tracing_state, _peek_transforms = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
 
 
 def is_floating(x: Any) -> TypeGuard[Tensor]:
@@ -31,11 +31,7 @@ def is_floating(x: Any) -> TypeGuard[Tensor]:
 
 
 def address(x: Tensor) -> int:
-    """Return the address of a plain strided tensor's elements; kernels get their pointers here.
-
-    Raises:
-        TypeError: its memory does not hold its values, see `to_plain_memory`.
-    """
+    """Return the address of a plain strided tensor's elements, or raise TypeError as `to_plain_memory`."""
     at = 0 if type(x).__name__ in _TRACED_CLASS_NAMES else x.data_ptr()
     if (at == 0 and x.numel()) or x.is_neg():
         refuse_tensor(x, "a tensor")
@@ -65,8 +61,8 @@ def is_watched() -> bool:
     >>> is_watched()
     False
     """
-    is_seen = _dispatch_modes() > 0 or _function_modes() > 0
-    return is_seen or _tracing_state() is not None or _interpreters() is not None
+    is_seen = _count_dispatch_modes() > 0 or _count_function_modes() > 0
+    return is_seen or _get_tracing_state() is not None or _peek_transforms() is not None
 
 
 def to_plain_memory(x: Tensor, what: str = "a tensor") -> Tensor:
@@ -74,10 +70,6 @@ def to_plain_memory(x: Tensor, what: str = "a tensor") -> Tensor:
 
     Negative and conjugate bits are resolved and zeros that torch keeps without memory are written out. Subclasses that
     only mark memory of their own (`as_subclass`) are taken by it. Strides stay.
-
-    Args:
-        x: of any kind; without gradient.
-        what: names it in messages.
 
     Raises:
         TypeError: there is no such memory: a wrapper subclass, a FakeTensor, one of torch.func's wrappers, a tensor on
@@ -141,11 +133,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def refuse_tensor(x: Tensor, what: str, otherwise: str = "give a plain tensor of its values") -> None:
-    """Raise the error that says why a tensor has no plain memory, and what to do; `otherwise` for unknown classes.
-
-    Raises:
-        TypeError: always.
-    """
+    """Raise TypeError, which says why a tensor has no plain memory and what to do; `otherwise` for unknown classes."""
     if x.layout is not torch.strided:
         kind, remedy = f"a {str(x.layout).removeprefix('torch.')} tensor", "give x.to_dense()"
     elif x.is_nested:
@@ -163,8 +151,7 @@ def refuse_tensor(x: Tensor, what: str, otherwise: str = "give a plain tensor of
     elif x.is_neg():
         kind, remedy = "a view whose memory holds the values with the other sign", "give x.resolve_neg()"
     elif type(x) not in _PLAIN_CLASSES:
-        kind = f"{name_type(x)}, a tensor class whose numbers lie in other tensors"
-        remedy = otherwise
+        kind, remedy = f"{name_type(x)}, a tensor class whose numbers lie in other tensors", otherwise
     else:
         kind, remedy = "a tensor whose memory was freed", "call it where its storage is allocated"
     raise TypeError(f"{what} is {kind}: {remedy}")
@@ -173,27 +160,27 @@ def refuse_tensor(x: Tensor, what: str, otherwise: str = "give a plain tensor of
 _WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # Odd 64-bit constants with about as many ones as zeros, as signed integers; the first is 2^64 / golden ratio (Knuth,
 # vol. 3, 6.4).
-_WEIGHT_STEP, _WEIGHT_FACTOR = -0x61C8864680B583EB, -0x4B47D0C5E2A3A5A7
-_WORDS_AT_ONCE = 2**22
+_CHECKSUM_WEIGHT_STEP, _CHECKSUM_WEIGHT_FACTOR = -0x61C8864680B583EB, -0x4B47D0C5E2A3A5A7
+_MOST_WORDS_AT_ONCE = 2**22
 
 
-def row_checksums(values: Tensor) -> Tensor:
+def compute_row_checksums(values: Tensor) -> Tensor:
     """Return the int64 checksum of each row of a tensor; a 0-d tensor has one.
 
     >>> before = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> after = before + torch.tensor([[0.0, 0.0], [0.0, 1e-6]])
-    >>> row_checksums(before) == row_checksums(after)
+    >>> compute_row_checksums(before) == compute_row_checksums(after)
     tensor([ True, False])
     """
     rows = (values.detach() if values.dim() else values.detach()[None]).unsqueeze(-1).flatten(1)
-    parts = rows.split(max(1, _WORDS_AT_ONCE // max(1, rows.shape[1])))
+    parts = rows.split(max(1, _MOST_WORDS_AT_ONCE // max(1, rows.shape[1])))
     words = rows.shape[1] * (2 if rows.element_size() == 8 else 1)
-    weights = (torch.arange(1, words + 1, dtype=torch.int64, device=rows.device) * _WEIGHT_STEP) ^ _WEIGHT_FACTOR
-    weights = (weights * _WEIGHT_FACTOR) | 1
+    numbers = torch.arange(1, words + 1, dtype=torch.int64, device=rows.device)
+    weights = (((numbers * _CHECKSUM_WEIGHT_STEP) ^ _CHECKSUM_WEIGHT_FACTOR) * _CHECKSUM_WEIGHT_FACTOR) | 1
     dtype = _WORD_DTYPES[rows.element_size()]
     return torch.cat([(part.contiguous().view(dtype).long() * weights).sum(1) for part in parts])
 
 
 def checksum(values: Tensor) -> int:
     """Return one checksum of a whole tensor: that of its rows' checksums."""
-    return int(row_checksums(row_checksums(values)[None]))
+    return int(compute_row_checksums(compute_row_checksums(values)[None]))

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,8 @@ _TORCH_OPERATORS: dict[str, Callable[..., Any]] = {
     **{"add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "or": operator.or_},
     **{"lt": operator.lt, "gt": operator.gt, "le": operator.le, "ge": operator.ge, "eq": operator.eq},
     **{"ne": operator.ne, "xor": operator.xor, "neg": operator.neg, "abs": torch.abs, "not": operator.invert},
-    **{"shl": torch.bitwise_left_shift, "rint": torch.round, "floor": torch.floor, "div": torch.div},
+    **{"shl": torch.bitwise_left_shift, "sar": torch.bitwise_right_shift},
+    **{"rint": torch.round, "floor": torch.floor, "div": torch.div},
 }
 
 
@@ -63,17 +64,10 @@ def run_on_tensors(
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Run a trace on all elements at once: what it stores is written, in place.
 
-    Args:
-        trace: the instructions.
-        arrays: the tensors at its addresses, by column; elements are counted in a tensor's logical order.
-        inputs: its inputs by name: tensors of one value per element, or numbers for all. Words are the signed
-            integers of their bits.
-        results: instructions whose values are returned.
-        block: elements of a block, where arrays have one element per block.
-
-    Returns:
-        The results, in the shape of the first tensor that has a value per element, and what the trace sums up or
-        finds the largest of, in order.
+    `arrays` are the tensors at its addresses, by column, whose elements are counted in logical order, and `inputs` by
+    name tensors of one value per element, or numbers for all; words are the signed integers of their bits. Returned are
+    the values of the instructions `results`, in the shape of the first tensor that has a value per element, and what
+    the trace sums up or finds the largest of, in order.
     """
     given = dict(inputs or {})
     arrays = dict(enumerate(arrays)) if isinstance(arrays, Sequence) else arrays
@@ -85,33 +79,26 @@ def run_on_tensors(
     values = run.compute_values(plan)
     for (address, bits, per_block), number in trace.stores.items():
         run.store_words(run.arrays[address], bits, per_block, values[number], trace.kinds[number])
-    for address, place, word, _ in trace.deposits:
+    for address, place, word, _ in trace.counter_additions:
         run.add_to_counters(run.arrays[address], *(run.restore_shape(values[k], trace.kinds[k]) for k in (place, word)))
     found = [run.restore_shape(values[number], trace.kinds[number]) for number in results]
-    return found, run.gather_sums(values)
+    return found, run.compute_totals(values)
 
 
-@dataclass(frozen=True)
-class _ExecutionPlan:
-    """The order in which a trace runs, which is the same for all tensors.
+class _ExecutionPlan(NamedTuple):
+    """The order in which a trace runs, which is the same for all tensors."""
 
-    Attributes:
-        columns: of the addresses, by instruction.
-        element_addresses: addresses of arrays with a value per element.
-        constant_values: the constants, by instruction.
-        steps: the other instructions that are needed: number, operands, and the values that nothing needs afterwards.
-    """
-
-    columns: dict[int, int]
-    element_addresses: tuple[int, ...]
-    constant_values: dict[int, float]
+    columns: dict[int, int]  # of the addresses, by instruction
+    element_addresses: tuple[int, ...]  # of arrays with a value per element
+    constant_values: dict[int, float]  # by instruction
+    # The other instructions that are needed: number, operands, and the values that nothing needs afterwards.
     steps: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
 
 
 @functools.lru_cache(1024)
 def _plan_execution(trace: Trace, results: tuple[int, ...]) -> _ExecutionPlan:
     lines, end = trace.lines, len(trace.lines)
-    last = dict.fromkeys([*results, *trace.list_outgoing_values()], end)
+    last = dict.fromkeys([*results, *trace.find_output_lines()], end)
     for number in reversed(range(end)):
         if number in last:
             for operand in lines[number][1]:
@@ -119,7 +106,9 @@ def _plan_execution(trace: Trace, results: tuple[int, ...]) -> _ExecutionPlan:
     dead: dict[int, list[int]] = {}
     for operand, number in last.items():
         dead.setdefault(number, []).append(operand)
-    numbers = {k: _read_constant(lines[k][2], trace.kinds[k]) for k in last if lines[k][0] in ("constant", "word")}
+    numbers: dict[int, float] = {k: to_signed_integer(*lines[k][2]) for k in last if lines[k][0] == "word"}
+    reals = {k: lines[k][2] for k in last if lines[k][0] == "constant"}
+    numbers |= {k: float.fromhex(x if isinstance(x, str) else x[0]) for k, x in reals.items()}
     steps = [(k, lines[k][1], tuple(dead.get(k, ()))) for k in sorted(last.keys() - numbers.keys())]
     places = [(x[1][0], *x[2]) for x in lines if x[0] == "load"] + list(trace.stores)
     columns = {k: extra for k, (name, _, extra) in enumerate(lines) if name == "address"}
@@ -127,31 +116,16 @@ def _plan_execution(trace: Trace, results: tuple[int, ...]) -> _ExecutionPlan:
     return _ExecutionPlan(columns, elements, numbers, steps)
 
 
-def _read_constant(extra: Any, kind: str) -> float:
-    if kind[0] == "w":
-        return to_signed_integer(extra[0], int(kind[1:]))
-    return float.fromhex(extra if isinstance(extra, str) else extra[0])
-
-
 @dataclass
 class _TraceRun:
-    """The values of a trace's instructions on given tensors.
-
-    Attributes:
-        trace: the instructions.
-        arrays: tensors, by the instruction of their address.
-        inputs: values by the inputs' names.
-        like_tensor: a tensor with one value per element.
-        block: elements of a block.
-        is_called: whether another trace calls it, whose values are laid out already.
-    """
+    """The values of a trace's instructions on given tensors."""
 
     trace: Trace
-    arrays: Mapping[int, torch.Tensor]
-    inputs: Mapping[Any, Any]
-    like_tensor: torch.Tensor
+    arrays: Mapping[int, torch.Tensor]  # by the instruction of their address
+    inputs: Mapping[Any, Any]  # by name
+    like_tensor: torch.Tensor  # one with a value per element
     block: int | None
-    is_called: bool = False
+    is_called: bool = False  # by another trace, whose values are laid out already
 
     def __post_init__(self) -> None:
         self.device, self.count = self.like_tensor.device, self.like_tensor.numel()
@@ -207,8 +181,6 @@ class _TraceRun:
         if operation == "select":
             condition, a, b = given
             return torch.where(condition, a if isinstance(b, torch.Tensor) else self.to_tensor(a, kind), b)
-        if operation == "word_sar":
-            return torch.bitwise_right_shift(*given)
         if operation == "word_shr":
             return _shift_right(given[0], given[1], 32 if kind == "w32" else 64)
         if operation == "to_word":
@@ -274,20 +246,18 @@ class _TraceRun:
         flat = self.to_tensor(value, kind).expand(self.shape).reshape(-1)[: self.count]
         return flat.reshape(self.like_tensor.shape)
 
-    def gather_sums(self, values: Mapping[int, Any]) -> list[float]:
+    def compute_totals(self, values: Mapping[int, Any]) -> list[float]:
         """Return the sums, counts and largest values that the trace gathers, as floats."""
-        found = []
+        found, widest = [], torch.float32 if self.mixes else torch.float64
         for how, number in self.trace.sums:
             every = self.restore_shape(values[number], self.trace.kinds[number])
-            if how == "sum":
-                found.append(every.sum())
-            elif how == "count":
-                found.append(every.sum(dtype=torch.float32 if self.mixes else torch.float64))
-            elif every.dtype == torch.float64:
-                found.append(every.amax() if every.numel() else every.new_zeros(()))
-            else:  # these words are bits of numbers that are not negative
-                largest = every.amax() if every.numel() else every.new_zeros(())
-                found.append(largest.view(torch.float32).to(torch.float64 if not self.mixes else torch.float32))
+            if how == "max":
+                total = every.amax() if every.numel() else every.new_zeros(())
+                if every.dtype != torch.float64:  # these words are bits of numbers that are not negative
+                    total = total.view(torch.float32).to(widest)
+            else:
+                total = every.sum(dtype=widest if how == "count" else None)
+            found.append(total)
         return torch.stack(found).tolist() if found else []
 
     def call_function(self, number: int, given: list[torch.Tensor]) -> list[Any]:

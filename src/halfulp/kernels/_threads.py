@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
@@ -66,19 +65,13 @@ class keeping_subnormals:
             torch.set_flush_denormal(True)
 
 
-SERIAL_ELEMENTS = 65_536
-_pool_lock = threading.Lock()
-_thread_pool: ThreadPoolExecutor | None = None
-_pool_size = 0
+MOST_SERIAL_ELEMENTS = 65_536
 
 
 def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
-    """Call kernel(first, last, *arguments) so that every chunk is covered once.
+    """Call kernel(first, last, *arguments), which releases the GIL, so that every chunk in [first, last) runs once.
 
-    Args:
-        kernel: works on the chunks [first, last) and releases the GIL.
-        lengths: int64 array of shape (chunks,), the elements of each chunk; used to split the work evenly.
-        arguments: passed on.
+    `lengths`, an int64 array of shape (chunks,), are the elements of each chunk, by which threads get equal parts.
     """
     if flushes_subnormals():
         with keeping_subnormals():
@@ -86,14 +79,15 @@ def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
         return
     count = len(lengths)
     threads = min(torch.get_num_threads(), count)
-    if threads == 1 or int(lengths.sum()) < SERIAL_ELEMENTS:
+    if threads == 1 or int(lengths.sum()) < MOST_SERIAL_ELEMENTS:
         kernel(0, count, *arguments)
         return
     ends = np.cumsum(lengths)
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads, side="left")
     edges = [0, *(int(c) for c in cuts), count]
     pieces = [(a, b) for a, b in itertools.pairwise(edges) if a < b]
-    futures = [_find_thread_pool(threads).submit(kernel, a, b, *arguments) for a, b in pieces[1:]]
+    pool = _make_thread_pool(torch.get_num_threads())
+    futures = [pool.submit(kernel, a, b, *arguments) for a, b in pieces[1:]]
     try:
         kernel(*pieces[0], *arguments)
     finally:
@@ -117,22 +111,11 @@ def _wait_for_pieces(futures: list[Future]) -> None:
         raise interrupted
 
 
-def _find_thread_pool(threads: int) -> ThreadPoolExecutor:
-    global _thread_pool, _pool_size
-    with _pool_lock:
-        if _thread_pool is None or _pool_size < threads:
-            _thread_pool, _pool_size = (
-                # A thread begins as the one that starts it, which may flush.
-                ThreadPoolExecutor(threads, "halfulp", initializer=lambda: torch.set_flush_denormal(False)),
-                threads,
-            )
-        return _thread_pool
-
-
-def _forget_pool() -> None:
-    global _thread_pool, _pool_size, _pool_lock
-    _thread_pool, _pool_size, _pool_lock = None, 0, threading.Lock()
+@functools.cache
+def _make_thread_pool(threads: int) -> ThreadPoolExecutor:
+    # A thread begins as the one that starts it, which may flush.
+    return ThreadPoolExecutor(threads, "halfulp", initializer=lambda: torch.set_flush_denormal(False))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)
+    os.register_at_fork(after_in_child=_make_thread_pool.cache_clear)

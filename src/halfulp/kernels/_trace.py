@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from ._canary import float32_root, to_float64
+from ._canary import compute_float32_root, to_float64
 
 Network = TypeVar("Network", bound=Callable[..., list[Any]])
 
@@ -27,40 +27,30 @@ _WORD_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
 _REAL_KINDS = {torch.float32: "f32", torch.float64: "f64"}
 Number = float | np.number
 _NUMPY_KINDS: dict[type, str] = {
-    np.float32: "f32",
-    np.float64: "f64",
-    np.uint32: "w32",
-    np.uint64: "w64",
-    np.int64: "w64",
+    **{np.float32: "f32", np.float64: "f64"},
+    **{np.uint32: "w32", np.uint64: "w64", np.int64: "w64"},
 }
 _COMPARISONS = ("lt", "gt", "le", "ge", "eq", "ne")
 COUNTER_COPIES = 4  # of counters that neighbours take turns at
-_INLINED_INSTRUCTIONS = 60  # instructions up to which a network is better written out than called
+_MOST_INLINED_INSTRUCTIONS = 60  # instructions up to which a network is better written out than called
 
 
 class Trace:
-    """A list of instructions (operation, operands, extra), each computed once.
-
-    Attributes:
-        dtype: of reals whose operation does not say another.
-        lines: the instructions.
-        kinds: of each one's result.
-        stores: what is written at the end: (address, bits, whether once per block) -> instruction.
-        sums: what is added up, or whose largest is found, over all elements: (how, instruction) in order.
-        deposits: words that are added to counters in memory: (address, instruction of the place, of the word, how far
-            apart copies of the counters are) in order.
-        rare_masks: masks that hold for few elements, if any, so that a loop may ask first whether one does.
-    """
+    """A list of instructions (operation, operands, extra), each computed once."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype = dtype  # of reals whose operation does not say another
         self.lines: list[tuple[str, tuple[int, ...], Any]] = []
-        self.kinds: list[str] = []
+        self.kinds: list[str] = []  # of each one's result
         self.tables: list[tuple[float, ...]] = []
         self.functions: list[RecordedFunction] = []
+        # What is written at the end: (address, bits, whether once per block) -> instruction.
         self.stores: dict[tuple[int, int, bool], int] = {}
+        # What is added up, counted, or whose largest is found, over all elements: (how, instruction).
         self.sums: list[tuple[str, int]] = []
-        self.deposits: list[tuple[int, int, int, int]] = []
+        # Words added to counters: (address, instruction of the place, of the word, how far apart copies of them are).
+        self.counter_additions: list[tuple[int, int, int, int]] = []
+        # Those that hold for few elements, if any, so that a loop may ask first whether one does.
         self.rare_masks: set[int] = set()
         self._line_numbers: dict[tuple, int] = {}
         self._function_numbers: dict[tuple, int] = {}
@@ -70,13 +60,9 @@ class Trace:
     ) -> Traced:
         """Append an instruction and return its value; an equal earlier instruction is reused.
 
-        Args:
-            operation: what is computed.
-            operands: traced values, and numbers, which take the kind of the result.
-            extra: what else the instruction says.
-            kind: of the result; by default that of the operands.
+        The result's kind is by default that of the traced operands; numbers beside them take it.
         """
-        own = kind or self.kind_of(*operands)
+        own = kind or self.find_kind(*operands)
         key = (operation, tuple(self._find_number(x, own) for x in operands), extra)
         if key not in self._line_numbers:
             self._line_numbers[key] = len(self.lines)
@@ -85,12 +71,8 @@ class Trace:
         return Traced(self, self._line_numbers[key])
 
     def emit_binary(self, operation: str, a: Traced | Number, b: Traced | Number) -> Traced:
-        """Append an operation on two reals or two words; comparisons give masks.
-
-        Raises:
-            TypeError: operands of two kinds.
-        """
-        kind = self.kind_of(a, b)
+        """Append an operation on two reals or two words; comparisons give masks."""
+        kind = self.find_kind(a, b)
         kinds = {x.kind if isinstance(x, Traced) else _NUMPY_KINDS.get(type(x), kind) for x in (a, b)}
         if len(kinds) > 1:
             raise TypeError(
@@ -102,18 +84,14 @@ class Trace:
         name = operation if operation.startswith("word_") else family + operation
         return self.emit(name, numbers, None, "mask" if operation in _COMPARISONS else kind)
 
-    def kind_of(self, *operands: Traced | Number) -> str:
+    def find_kind(self, *operands: Traced | Number) -> str:
         """Return the kind of the first traced value, or else of the first typed number, or else the trace's reals."""
         traced = [x.kind for x in operands if isinstance(x, Traced)]
         typed = [_NUMPY_KINDS[type(x)] for x in operands if type(x) in _NUMPY_KINDS]
         return (traced or typed or [_REAL_KINDS[self.dtype]])[0]
 
     def emit_load(self, bits: int, address: Traced, index: Traced) -> Traced:
-        """Load an array's element, or its block's one, as a word: the value stored before, if there was a store.
-
-        Raises:
-            TypeError: another index than the element's or the block's.
-        """
+        """Load an array's element, or its block's one, as a word: the value stored before, if there was a store."""
         per_block = self._is_block_index(f"load{bits}", index)
         stored = self.stores.get((address.number, bits, per_block))
         if stored is None:
@@ -122,11 +100,7 @@ class Trace:
         return value if bits >= 32 else self.emit_binary("word_and", value, np.uint32((1 << bits) - 1))
 
     def emit_store(self, bits: int, address: Traced, index: Traced, value: Traced) -> None:
-        """Write the low bits of a word to an array's element, or once per block, behind all that is read.
-
-        Raises:
-            TypeError: another index than the element's or the block's.
-        """
+        """Write the low bits of a word to an array's element, or once per block, behind all that is read."""
         place = address.number, bits, self._is_block_index(f"store{bits}", index)
         self.stores[place] = self._find_number(value, "w64" if bits == 64 else "w32")
 
@@ -136,7 +110,7 @@ class Trace:
             raise TypeError(f"{name} in a device function takes the index of the element or of its block, got {kind}")
         return index.kind == "block"
 
-    def gather_sum(self, how: str, value: Traced) -> None:
+    def emit_total(self, how: str, value: Traced) -> None:
         """Add a float64 up ("sum"), find the largest float32's word or float64 ("max"), or count a mask ("count")."""
         self.sums.append((how, value.number))
 
@@ -146,14 +120,14 @@ class Trace:
         Where copies of the counters lie `apart`, COUNTER_COPIES in all, a writer may spread the elements over them,
         since additions to one word wait for each other.
         """
-        self.deposits.append((address.number, place.number, word.number, apart))
+        self.counter_additions.append((address.number, place.number, word.number, apart))
 
-    def list_outgoing_values(self) -> list[int]:
+    def find_output_lines(self) -> list[int]:
         """Return the instructions whose values leave the trace: what is stored, summed up and deposited."""
-        deposited = [number for _, place, word, _ in self.deposits for number in (place, word)]
+        deposited = [number for _, place, word, _ in self.counter_additions for number in (place, word)]
         return [*self.stores.values(), *(number for _, number in self.sums), *deposited]
 
-    def add_table(self, values: tuple[float, ...]) -> int:
+    def add_constant_table(self, values: tuple[float, ...]) -> int:
         """Return the number of a table of constants, added if it is new."""
         if values not in self.tables:
             self.tables.append(values)
@@ -173,7 +147,7 @@ class Trace:
             self.functions.append(_record_called_function(function, shape, self.dtype, len(distinct)))
         place = self._function_numbers[function, shape]
         piece = self.functions[place]
-        if len(piece.trace.lines) <= _INLINED_INSTRUCTIONS:
+        if len(piece.trace.lines) <= _MOST_INLINED_INSTRUCTIONS:
             return function(*arguments)
         made = self.emit("call", [Traced(self, k) for k in distinct], place)
         return [self.emit("part", (made,), k) for k in range(len(piece.results))]
@@ -187,7 +161,7 @@ class Trace:
     def digest(self) -> str:
         """Return a hash of everything recorded."""
         called = [(piece.trace.digest(), piece.results) for piece in self.functions]
-        written = sorted(self.stores.items()), self.sums, self.deposits
+        written = sorted(self.stores.items()), self.sums, self.counter_additions
         return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called, written)).encode()).hexdigest()
 
     def _find_number(self, x: Traced | Number, kind: str) -> int:
@@ -210,10 +184,10 @@ class RecordedFunction:
 
 @functools.cache
 def _record_called_function(function: Callable, shape: tuple, dtype: torch.dtype, inputs: int) -> RecordedFunction:
-    def on_lists(*values):
+    def call_on_lists(*values):
         return function(*([values[k] for k in a] if isinstance(a, tuple) else a for a in shape))
 
-    trace, results = record_function(on_lists, dtype, inputs)
+    trace, results = record_function(call_on_lists, dtype, inputs)
     return RecordedFunction(trace, tuple(x.number for x in results))
 
 
@@ -235,6 +209,11 @@ def _make_operator_methods(operation: str) -> tuple[Callable[[Any, Any], Any], C
     return (lambda own, other: own.trace.emit_binary(operation, own, other)), (
         lambda own, other: own.trace.emit_binary(operation, other, own)
     )
+
+
+def _make_method(operation: str) -> Callable[..., Any]:
+    """Return the method of an operation whose operands are all traced."""
+    return lambda *operands: operands[0].trace.emit(operation, operands)
 
 
 class Traced:
@@ -263,6 +242,7 @@ class Traced:
     __truediv__, __rtruediv__ = _make_operator_methods("div")
     __lt__, __gt__, __le__, __ge__ = (_make_operator_methods(name)[0] for name in ("lt", "gt", "le", "ge"))
     __eq__, __ne__ = (_make_operator_methods(name)[0] for name in ("eq", "ne"))
+    __neg__, __abs__, __invert__, __and__, __or__ = map(_make_method, ("neg", "abs", "not", "and", "or"))
     __hash__ = object.__hash__
 
     def __pow__(self, other):
@@ -274,21 +254,6 @@ class Traced:
         raise TypeError("a device function has no // and %: write floor(x / y) of halfulp.kernels")
 
     __rfloordiv__ = __mod__ = __rmod__ = __floordiv__
-
-    def __neg__(self):
-        return self.trace.emit("neg", (self,))
-
-    def __abs__(self):
-        return self.trace.emit("abs", (self,))
-
-    def __and__(self, other):
-        return self.trace.emit("and", (self, other))
-
-    def __or__(self, other):
-        return self.trace.emit("or", (self, other))
-
-    def __invert__(self):
-        return self.trace.emit("not", (self,))
 
 
 Value = torch.Tensor | Traced
@@ -305,7 +270,7 @@ def square_root(x: Any) -> Any:
         return x.trace.emit("sqrt", (x,))
     # torch's own roots are an ulp off for some inputs on the CPU.
     if x.dtype == torch.float32:
-        return float32_root(x)
+        return compute_float32_root(x)
     s = x.sqrt()
     p = s * s
     better = s + ((x - p) - _product_error(s, s, p)) / (s + s)
@@ -320,12 +285,12 @@ def nearest_integer(x):
 def select(condition: Any, a: Any, b: Any) -> Any:
     """a where the condition holds, else b; of tensors too."""
     if isinstance(condition, Traced):
-        kind = condition.trace.kind_of(a, b)
+        kind = condition.trace.find_kind(a, b)
         return condition.trace.emit("select", (condition, a, b), None, kind)
     return torch.where(condition, a, b) if isinstance(condition, torch.Tensor) else a if condition else b
 
 
-def _emit_bits(x: Traced) -> Traced:
+def _emit_bit_cast(x: Traced) -> Traced:
     """Return the word of a real, or the real of a word."""
     return x.trace.emit("bits", (x,), None, ("w" if x.kind[0] == "f" else "f") + x.kind[1:])
 
@@ -334,48 +299,48 @@ def _emit_word_operation(operation: str, x: Traced, number: int) -> Traced:
     return x.trace.emit_binary(f"word_{operation}", x, np.uint64(number) if x.kind == "w64" else np.uint32(number))
 
 
-def _find_layout(x: Any) -> tuple[int, int]:
+def _find_real_layout(x: Any) -> tuple[int, int]:
     """Return the bits of a real's fraction, and the bias of its exponent."""
     dtype = torch.float64 if (x.kind == "f64" if isinstance(x, Traced) else x.dtype == torch.float64) else torch.float32
     return MANTISSA_BITS[dtype], _EXPONENT_BIAS[dtype]
 
 
-def power_below(x):
+def power_of_two_below(x):
     """2^floor(log2 |x|) for a normal x; 0 for zeros and subnormals, infinity for infinities and NaNs."""
-    mantissa, bias = _find_layout(x)
+    mantissa, bias = _find_real_layout(x)
     mask = (2 * bias + 1) << mantissa
     if isinstance(x, Traced):
-        return _emit_bits(_emit_word_operation("and", _emit_bits(x), mask))
+        return _emit_bit_cast(_emit_word_operation("and", _emit_bit_cast(x), mask))
     return (x.contiguous().view(_WORD_DTYPES[x.dtype]) & mask).view(x.dtype)
 
 
 def exponent(x: Any) -> Any:
     """floor(log2 |x|) for a normal x, as a real number."""
-    mantissa, bias = _find_layout(x)
+    mantissa, bias = _find_real_layout(x)
     if not isinstance(x, Traced):
         biased = (x.contiguous().view(_WORD_DTYPES[x.dtype]) >> mantissa) & (2 * bias + 1)
         return (biased - bias).to(x.dtype)
-    word, is_wide = _emit_word_operation("shr", _emit_bits(x), mantissa), x.kind == "f64"
+    word, is_wide = _emit_word_operation("shr", _emit_bit_cast(x), mantissa), x.kind == "f64"
     word = x.trace.emit("low_word", (word,), None, "w32") if is_wide else word
     biased = _emit_word_operation("and", word, 2 * bias + 1)
     number = x.trace.emit("to_real", (_emit_word_operation("sub", biased, bias),), None, "f32")
     return x.trace.emit("to_float64", (number,), None, "f64") if is_wide else number
 
 
-def power(k: Any) -> Any:
+def power_of_two(k: Any) -> Any:
     """2^k for an integer k in the range of normal numbers."""
-    mantissa, bias = _find_layout(k)
+    mantissa, bias = _find_real_layout(k)
     if not isinstance(k, Traced):
         return ((k.nan_to_num(0.0).to(_WORD_DTYPES[k.dtype]) + bias) << mantissa).view(k.dtype)
     biased = select(k == k, k, 0.0) + float(bias)
     whole = k.trace.emit("to_word", (biased,), None, "w" + k.kind[1:])
-    return _emit_bits(_emit_word_operation("shl", whole, mantissa))
+    return _emit_bit_cast(_emit_word_operation("shl", whole, mantissa))
 
 
 def gather(table: tuple[float, ...], index):
     """table[index] for an integer index within it."""
     if isinstance(index, Traced):
-        return index.trace.emit("gather", (index,), index.trace.add_table(table))
+        return index.trace.emit("gather", (index,), index.trace.add_constant_table(table))
     values = torch.tensor(table, dtype=index.dtype, device=index.device)
     return values[index.nan_to_num(0.0).clamp(0, len(table) - 1).long()]
 
@@ -415,7 +380,7 @@ def _product_error(a: torch.Tensor, b: torch.Tensor, p: torch.Tensor) -> torch.T
     b1, b2 = _split_float64(fb)
     low = ((a1 * b1 - high) + a1 * b2 + a2 * b1) + a2 * b2
     # Where p is subnormal it left out more than the product of the mantissas did.
-    error = times_power((high - times_power(p, -k)) + low, k)
+    error = scale_by_power((high - scale_by_power(p, -k)) + low, k)
     return torch.where(is_finite(p), error, p - p)
 
 
@@ -426,13 +391,13 @@ def _split_float64(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return high, x - high
 
 
-def times_power(x, k):
+def scale_by_power(x, k):
     """x 2^k for an integer k, rounded once, for |x| not near the ends of the range or k beyond all of it."""
     reach = 1000.0 if is_float64(x) else 120.0
     first = select(k > reach, reach, select(k < -reach, -reach, k))
     rest = k - first
     rest = select(rest > reach, reach, select(rest < -reach, -reach, rest))
-    return (x * power(first)) * power(rest)
+    return (x * power_of_two(first)) * power_of_two(rest)
 
 
 def is_float64(x) -> bool:

@@ -8,20 +8,21 @@ import torch
 
 from .._plain_memory import to_plain_memory
 from .._trace import Trace
-from ..vector._reductions import BLOCK, NARROW_LANES, ReductionSteps
-from ._launch import on_device
+from ..vector._reductions import BLOCK_ROWS, NARROW_LANES, ReductionSteps
+from ._launch import use_device
 from ._writer import (
     COMPILE_OPTIONS,
-    LONG_TRACE,
+    LONG_TRACE_INSTRUCTIONS,
     TritonKernel,
     concatenate_tables,
+    indent_lines,
     write_cast,
     write_functions,
     write_module,
 )
 
 # Instructions up to which a kernel is compiled, in some 10 seconds.
-MOST_INSTRUCTIONS = 8500
+MOST_POINTWISE_INSTRUCTIONS = 8500
 VECTOR_ELEMENTS = 16
 # How an operand lies beside the results: like them, one for all, one per row, one per column.
 _SAME_SHAPE, _ONE_ELEMENT, _ELEMENT_PER_ROW, _ELEMENT_PER_COLUMN = range(4)
@@ -30,11 +31,8 @@ _SAME_SHAPE, _ONE_ELEMENT, _ELEMENT_PER_ROW, _ELEMENT_PER_COLUMN = range(4)
 class PointwiseKernel(TritonKernel):
     """A compiled function of elements; calling it fills contiguous results.
 
-    Args:
-        trace: what to compute per element.
-        results: the instructions whose values are written.
-        stored: dtype in memory of each input (float16, bfloat16, float32, float64).
-        written: dtype in memory of each result; the value must be one of it, or of the next wider one.
+    `stored` are the dtypes in memory of the inputs, `written` those of the values of the instructions `results`, which
+    must be numbers of them or of the next wider ones.
     """
 
     def __init__(
@@ -42,7 +40,8 @@ class PointwiseKernel(TritonKernel):
     ) -> None:
         self._source_arguments = trace, tuple(results), tuple(stored), tuple(written)
         self.size = trace.count_instructions()
-        self.tile = 1024 if self.size <= 100 else 512 if self.size <= LONG_TRACE else 256  # whose values registers hold
+        # Registers hold the values of a tile.
+        self.tile = 1024 if self.size <= 100 else 512 if self.size <= LONG_TRACE_INSTRUCTIONS else 256
         self.values = concatenate_tables(trace)
         # Kept as long as the kernel, since what runs or was captured still reads them.
         self._tables: dict[torch.device, torch.Tensor] = {}
@@ -66,10 +65,9 @@ class PointwiseKernel(TritonKernel):
             f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), 'tables'])})",
             *(f"write(output{k} + i, {write_cast(f'y{k}', dtype)}, lanes)" for k, dtype in enumerate(written)),
         ]
-        body = "\n".join(f"    {line}" for line in lines)
         # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
-        text = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef run({', '.join(arguments)}):\n{body}\n"
-        return write_module([_LOAD_SOURCE, *functions], text, trace.count_instructions())
+        head = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef run({', '.join(arguments)}):\n"
+        return write_module([_LOAD_SOURCE, *functions], f"{head}{indent_lines(lines)}\n", self.size)
 
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Fill `outputs` (contiguous, of one shape and device) from inputs that broadcast to them."""
@@ -83,18 +81,9 @@ class PointwiseKernel(TritonKernel):
             table = torch.tensor(self.values or (0.0,), dtype=torch.float64, device=device)
             self._tables[device] = table
         grid = (-(-count // self.tile),)
-        with on_device(device):
-            self.run[grid](
-                *held,
-                *outputs,
-                table,
-                count,
-                columns,
-                *modes,
-                count % VECTOR_ELEMENTS == 0,
-                self.tile,
-                **COMPILE_OPTIONS,
-            )
+        with use_device(device):
+            whole = count % VECTOR_ELEMENTS == 0
+            self.run[grid](*held, *outputs, table, count, columns, *modes, whole, self.tile, **COMPILE_OPTIONS)
 
 
 _LOAD_SOURCE = f"""@triton.jit
@@ -112,11 +101,7 @@ def load(input, i, columns, lanes, mode: tl.constexpr, TILE: tl.constexpr):
 def lay_out_operands(
     inputs: Sequence[torch.Tensor], shape: torch.Size, device: torch.device
 ) -> tuple[list[torch.Tensor], list[int], int]:
-    """Return the operands as a kernel reads them, how each lies beside the results, and the results' columns.
-
-    Raises:
-        RuntimeError: an operand of several dimensions lies on another device.
-    """
+    """Return the operands as a kernel reads them, how each lies beside the results, and the results' columns."""
     held, modes, columns = [], [], shape[-1] if shape else 1
     for part in map(to_plain_memory, inputs):
         mode = _SAME_SHAPE
@@ -145,13 +130,7 @@ _SIZE_ARGUMENTS = ("rows", "columns", "length", "segments", "divisor", "several"
 
 
 class ReductionKernel(TritonKernel):
-    """A compiled reduction; calling it fills the results.
-
-    Args:
-        steps: its device functions.
-        stored: dtype in memory of each of a row's components.
-        written: of each of the result's, which is what the values are, or wider.
-    """
+    """A compiled reduction, of rows whose components are `stored` in some dtypes; calling it fills the results."""
 
     def __init__(self, steps: ReductionSteps, stored: Sequence[torch.dtype], written: Sequence[torch.dtype]) -> None:
         self._source_arguments = steps, tuple(stored), tuple(written)
@@ -179,9 +158,6 @@ class ReductionKernel(TritonKernel):
         def start(names: Sequence[str]) -> list[str]:
             return [f"{name} = tl.full([LANES], {value}, tl.float64)" for name, value in zip(names, begin)]
 
-        def each(lines: Sequence[str]) -> list[str]:
-            return [f"    {line}" for line in lines]
-
         turn = [
             "at = (first + turn) * width + lane",
             "there = inside & (at < count)",
@@ -194,10 +170,10 @@ class ReductionKernel(TritonKernel):
         ]
         block = [
             *start(state),
-            f"for turn in {'tl.static_range' if written_out else 'range'}({BLOCK}):",
-            *each(turn),
+            f"for turn in {'tl.static_range' if written_out else 'range'}({BLOCK_ROWS}):",
+            *map("    {}".format, turn),
             call("join", held, [*held, *state]),
-            f"first += {BLOCK}",
+            f"first += {BLOCK_ROWS}",
         ]
         merge = [
             "beside = (several + 1) // 2",
@@ -222,9 +198,9 @@ class ReductionKernel(TritonKernel):
             # Triton's interpreter has no loops over ranges that it computes.
             "first = turns * 0",
             "while first < turns:",
-            *each(block),
+            *map("    {}".format, block),
             f"for _ in range({NARROW_LANES.bit_length() - 1}):",
-            *each(merge),
+            *map("    {}".format, merge),
             call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
             "to = segment * columns + lane",
             *(
@@ -236,19 +212,15 @@ class ReductionKernel(TritonKernel):
         arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), *numbers, "LANES: tl.constexpr"]
         # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
         text = f"@triton.jit(do_not_specialize={list(_SIZE_ARGUMENTS)})\ndef run({', '.join(arguments)}):\n"
-        return write_module(functions, text + "\n".join(each(lines)) + "\n")
+        return write_module(functions, f"{text}{indent_lines(lines)}\n")
 
     def __call__(
         self, parts: Sequence[torch.Tensor], made: Sequence[torch.Tensor], cut: Sequence[int], divisor: int
     ) -> None:
-        """Reduce segments of rows.
+        """Reduce segments of rows of matrices, which lie one after another without gaps; a mean has a divisor.
 
-        Args:
-            parts: the matrices' components, one matrix after another without gaps.
-            made: the results, a row for each segment.
-            cut: matrices, rows, columns, rows of a segment, segments of a matrix, and rows that lie side by side in
-                the lanes of a program.
-            divisor: of a mean.
+        The results have a row for each segment. `cut` are matrices, rows, columns, rows of a segment, segments of a
+        matrix, and rows that lie side by side in the lanes of a program.
         """
         many, rows, columns, length, segments, several = cut
         narrow = columns < NARROW_LANES
@@ -256,19 +228,9 @@ class ReductionKernel(TritonKernel):
         tiles = 1 if narrow else -(-columns // lanes)
         if not many * segments * columns:
             return
-        with on_device(made[0].device):
+        with use_device(made[0].device):
             # One axis: CUDA's second one ends at 65,535.
-            self.run[(many * segments * tiles,)](
-                *parts,
-                *made,
-                rows,
-                columns,
-                length,
-                segments,
-                divisor,
-                several,
-                tiles,
-                lanes,
-                num_warps=1 if narrow else 4,
-                enable_fp_fusion=False,
-            )
+            sizes = rows, columns, length, segments, divisor, several, tiles
+            warps = 1 if narrow else 4
+            run = self.run[(many * segments * tiles,)]
+            run(*parts, *made, *sizes, lanes, num_warps=warps, enable_fp_fusion=False)

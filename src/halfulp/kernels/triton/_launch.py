@@ -7,13 +7,13 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from .._canary import check_bits
-from .._device_function import STREAM_INPUTS, Table
+from .._device_function import RANDOM_STREAM_INPUTS, Table
 from .._engine import note_and_warn_once, note_fallback, use_reference_in_thread
 from .._index_map import CHUNK_ELEMENTS
 from .._operator import is_under_transform
@@ -22,22 +22,24 @@ from ._writer import (
     COMPILE_OPTIONS,
     TritonKernel,
     find_live_lines,
+    indent_lines,
     write_element_function,
     write_module,
     write_word_function,
 )
 
 _checked_kernels: dict[Hashable, Any] = {}
+_NOT_TRIED = object()
 
 
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
+def use_device(device: torch.device) -> AbstractContextManager[Any]:
     """Return the context in which a kernel runs on a device: Triton launches on the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy a table to a device without waiting for it: from pageable memory torch would synchronise the stream."""
     table = torch.from_numpy(array)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
@@ -53,35 +55,27 @@ def find_checked_kernel(
 ) -> Any:
     """Return a kernel, compared with the reference before its first use; None, counted, if it cannot be used.
 
-    Args:
-        key: of the kernel.
-        name: of what it computes, for messages.
-        device: where it is to run.
-        build: makes it.
-        run: (kernel, device) -> what it writes for fixed elements, on the CPU.
-        reference: what is to be written, by plain torch on the CPU.
+    `run(kernel, device)` returns, on the CPU, what the kernel writes for fixed elements, and `reference()` what plain
+    torch writes for them.
     """
     known = _checked_kernels.get((key, device), _NOT_TRIED)
     if known is _NOT_TRIED:
+        caller = ""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # The comparison reads results back, which no capture allows: a call outside of one makes it.
-            note_fallback("engine", f"{name} by plain torch operations: its first call was captured into a CUDA graph")
+            caller = "captured into a CUDA graph"
+        elif is_under_transform():  # which would take the comparison for its own
+            caller = "under a transform of torch.func"
+        if caller:
+            note_fallback("engine", f"{name} by plain torch operations: its first call was {caller}")
             return None
-        if is_under_transform():
-            note_fallback(
-                "engine", f"{name} by plain torch operations: its first call was under a transform of torch.func"
-            )
-            return None  # which would take the comparison for its own
-        known = _checked_kernels[key, device] = _try_kernel(name, device, build, run, reference)
+        known = _checked_kernels[key, device] = _build_checked_kernel(name, device, build, run, reference)
     if known is None:
         note_fallback("engine", f"no Triton kernel for {name} on {device.type}: plain torch instead")
     return known
 
 
-_NOT_TRIED = object()
-
-
-def _try_kernel(name: str, device: torch.device, build: Any, run: Any, reference: Any) -> Any:
+def _build_checked_kernel(name: str, device: torch.device, build: Any, run: Any, reference: Any) -> Any:
     try:
         kernel = build()
         with use_reference_in_thread():  # an engine that was asked for may not run what the CPU does on the way
@@ -97,7 +91,7 @@ def _try_kernel(name: str, device: torch.device, build: Any, run: Any, reference
 
 TILE_ELEMENTS = 1024
 VECTOR_BYTES = 16
-_LANES_PER_WARP = 256
+_ELEMENTS_PER_WARP = 256
 
 
 @dataclass(frozen=True)
@@ -106,33 +100,62 @@ class TensorKernel(TritonKernel):
 
     Every tensor is contiguous, or all lie in memory in the same order. Random words are numbered by the position in
     that order.
-
-    Attributes:
-        table: what is read, computed and written; its columns are the tensors.
-        memory_constants: constants that a launch reads from the device's memory, in the order in which they lie there.
     """
 
-    table: Table
-    memory_constants: tuple[int, ...] = ()
+    table: Table  # its columns are the tensors
+    memory_constants: tuple[int, ...] = ()  # those that a launch reads from the device's memory, in order
 
     @property
     def source(self) -> str:
-        """The text of the module.
-
-        Raises:
-            NotImplementedError: an array has an element per block or two sizes, or there is a sum.
-        """
-        table, inputs = self.table, _find_inputs(self.table.trace)
+        """The text of the module, with one program per tile; NotImplementedError over what it cannot compute."""
+        table, kinds = self.table, self.input_kinds
         arguments: dict[object, str] = {column: f"b{column}" for column in sorted(_find_element_sizes(table.trace))}
-        arguments |= {extra: f"{extra[0]}{extra[1]}" for extra, _ in inputs}
+        arguments |= {name: f"{name[0]}{name[1]}" for name in kinds}
         functions = [write_word_function("start_stream", table.stream_start)] if table.stream_start else []
         functions.append(write_element_function("element", table.trace, arguments))
-        return write_module(functions, _kernel_text(self, list(arguments.values()), inputs))
+        draws = any(name in RANDOM_STREAM_INPUTS for name in kinds)
+        types = {f"a{column}": "tl.int64" for column in range(table.columns)}
+        types |= {f"c{k}": f"tl.int{kinds['constant', k][1:]}" for k in self.argument_constants}
+        types |= {f"key_{half}": "tl.int32" for half in ("low", "high") if table.stream_start}
+        types |= dict.fromkeys(("memory", "count", "length", "per_row"), "tl.int64")
+        words = {k: f"c{k}" for k in self.argument_constants}
+        for slot, k in enumerate(self.memory_constants):
+            words[k] = f"tl.load(memory.to(tl.pointer_type(tl.int{kinds['constant', k][1:]})) + {slot})"
+        lines = [f"constant{k} = {_write_bit_cast(word, kinds['constant', k])}" for k, word in words.items()]
+        lines += [f"{half} = key_{half}.to(tl.uint32, bitcast=True)" for half in ("low", "high") if draws]
+        if table.block:
+            lines += _write_block_tile(self, draws)
+        else:
+            lines += _write_dense_tile(self, f"offsets = tl.arange(0, {TILE_ELEMENTS})", draws)
+            lines.append("lanes = offsets < rest")
+        call = f"element(offsets, offsets, {', '.join(arguments.values())}, lanes, aligned)"
+        if table.trace.sums:
+            ((how, number),) = table.trace.sums
+            if how != "max" or table.trace.kinds[number] != "w32":
+                raise NotImplementedError(f"a Triton kernel of whole tensors finds the largest word, got a {how}")
+            lines += [
+                f"found = {call}",
+                "found = tl.max(tl.where(lanes, found, tl.full([], 0, tl.uint32)))",
+                "tl.atomic_max(memory.to(tl.pointer_type(tl.uint32)), found, sem='relaxed')",
+            ]
+        else:
+            lines.append(call)
+        typed = ", ".join(f"{name}: {kind}" for name, kind in types.items())
+        # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
+        head = f"@triton.jit(do_not_specialize={list(types)})\ndef run({typed}, aligned: tl.constexpr, "
+        return write_module(functions, f"{head}ragged: tl.constexpr):\n{indent_lines(lines)}\n")
+
+    @functools.cached_property
+    def input_kinds(self) -> dict[tuple[str, int], str]:
+        """The kinds of the inputs on which what is written depends, by their names."""
+        trace = self.table.trace
+        used = sorted(find_live_lines(trace))
+        return {trace.lines[k][2]: trace.kinds[k] for k in used if trace.lines[k][0] == "input"}
 
     @functools.cached_property
     def argument_constants(self) -> tuple[int, ...]:
         """The constants that a launch takes as arguments, by their number."""
-        used = sorted(extra[1] for extra, _ in _find_inputs(self.table.trace) if extra[0] == "constant")
+        used = sorted(k for name, k in self.input_kinds if name == "constant")
         return tuple(k for k in used if k not in self.memory_constants)
 
     @functools.cached_property
@@ -145,7 +168,7 @@ class TensorKernel(TritonKernel):
     def options(self) -> dict[str, Any]:
         """Triton's compile options."""
         rows, columns = self.tile_shape
-        return COMPILE_OPTIONS | {"num_warps": max(COMPILE_OPTIONS["num_warps"], rows * columns // _LANES_PER_WARP)}
+        return COMPILE_OPTIONS | {"num_warps": max(COMPILE_OPTIONS["num_warps"], rows * columns // _ELEMENTS_PER_WARP)}
 
     def is_ragged(self, length: int) -> bool:
         """Return whether rows of a length are not cut into whole blocks of a power of two."""
@@ -168,17 +191,10 @@ class TensorKernel(TritonKernel):
         memory: int = 0,
         aligned: bool = False,
     ) -> None:
-        """Run the kernel over all elements.
+        """Run the kernel over `count` elements at addresses, in rows of a length where there are blocks.
 
-        Args:
-            device: where the tensors lie.
-            addresses: of the tensors' first elements.
-            count: elements of each.
-            constants: as `constant_arguments` returns them.
-            keys: of the random words.
-            length: elements of a row, where there are blocks.
-            memory: address of the constants in memory, or of the word that takes the largest.
-            aligned: as `is_aligned` says; False is always right.
+        `constants` are as `constant_arguments` returns them, `keys` those of the random words, `memory` the address of
+        the constants in memory, or of the word that takes the largest; `aligned` may be False though all are.
         """
         if not count:
             return
@@ -190,7 +206,7 @@ class TensorKernel(TritonKernel):
         words = [word for key in keys for word in (key & 0xFFFFFFFF, key >> 32)]
         halves = [(word ^ 0x80000000) - 0x80000000 for word in words]  # signed: Triton gives these one type
         # Triton's interpreter runs by NumPy, which warns of infinities.
-        with np.errstate(all="ignore") if device.type == "cpu" else on_device(device):
+        with np.errstate(all="ignore") if device.type == "cpu" else use_device(device):
             self.run[(programs,)](
                 *addresses, *constants, *halves, memory, count, length, per_row, aligned, ragged, **self.options
             )
@@ -217,12 +233,6 @@ def copy_with_alignment(x: torch.Tensor, device: torch.device, aligned: bool) ->
 # source ------------------------------------------------------------------------------------------------------
 
 
-def _find_inputs(trace: Trace) -> list[tuple[Any, str]]:
-    """Return the inputs on which what is written depends, with their kinds."""
-    lines = [(trace.lines[number], trace.kinds[number]) for number in sorted(find_live_lines(trace))]
-    return [(extra, kind) for (operation, _, extra), kind in lines if operation == "input"]
-
-
 def _find_element_sizes(trace: Trace) -> dict[int, int]:
     """Return the bytes of an element of each column.
 
@@ -236,45 +246,15 @@ def _find_element_sizes(trace: Trace) -> dict[int, int]:
     return {column: bits // 8 for column, bits, _ in arrays}
 
 
-def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[Any, str]]) -> str:
-    """Return the source of the kernel: one program per tile."""
-    table, kinds = kernel.table, dict(inputs)
-    draws = any(extra in STREAM_INPUTS for extra in kinds)
-    types = {f"a{column}": "tl.int64" for column in range(table.columns)}
-    for k in kernel.argument_constants:
-        types[f"c{k}"] = f"tl.int{kinds['constant', k][1:]}"
-    types |= {f"key_{half}": "tl.int32" for half in ("low", "high") if table.stream_start}
-    types |= dict.fromkeys(("memory", "count", "length", "per_row"), "tl.int64")
-    lines = [f"constant{k} = {_typed_scalar(f'c{k}', kinds['constant', k])}" for k in kernel.argument_constants]
-    for slot, k in enumerate(kernel.memory_constants):
-        width, kind = kinds["constant", k][1:], kinds["constant", k]
-        lines.append(
-            f"constant{k} = {_typed_scalar(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}"
-        )
-    lines += [f"{half} = key_{half}.to(tl.uint32, bitcast=True)" for half in ("low", "high") if draws]
-    if table.block:
-        lines += _block_tile_lines(kernel, draws)
-    else:
-        lines += _dense_tile_lines(kernel, f"offsets = tl.arange(0, {TILE_ELEMENTS})", draws)
-        lines.append("lanes = offsets < rest")
-    call = f"element(offsets, offsets, {', '.join(arguments)}, lanes, aligned)"
-    lines += _largest_word_lines(table.trace, call) if table.trace.sums else [call]
-    body = "\n".join(f"    {line}" for line in lines)
-    typed = ", ".join(f"{name}: {kind}" for name, kind in types.items())
-    # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
-    decorator = f"@triton.jit(do_not_specialize={list(types)})"
-    return f"{decorator}\ndef run({typed}, aligned: tl.constexpr, ragged: tl.constexpr):\n{body}\n"
-
-
-def _typed_scalar(value: str, kind: str) -> str:
-    """Return a signed integer as the value with its bits."""
+def _write_bit_cast(value: str, kind: str) -> str:
+    """Return a signed integer as the word or real with its bits."""
     width = kind[1:]
     # In the interpreter integers of less than 2^32 have 32 bits, of which no bitcast makes 64.
     word = f"{value}.to(tl.int{width}).to(tl.uint{width})"
     return word if kind[0] == "w" else f"{word}.to(tl.float{width}, bitcast=True)"
 
 
-def _dense_tile_lines(kernel: TensorKernel, offsets: str, draws: bool) -> list[str]:
+def _write_dense_tile(kernel: TensorKernel, offsets: str, draws: bool) -> list[str]:
     """Return the lines of tiles without gaps; addresses move to a tile's start, so that offsets have 32 bits."""
     rows, columns = kernel.tile_shape
     step = f"tl.full([], {kernel.table.counter_step}, tl.uint32)"
@@ -291,9 +271,9 @@ def _dense_tile_lines(kernel: TensorKernel, offsets: str, draws: bool) -> list[s
     ]
 
 
-def _block_tile_lines(kernel: TensorKernel, draws: bool) -> list[str]:
+def _write_block_tile(kernel: TensorKernel, draws: bool) -> list[str]:
     (rows, columns), block = kernel.tile_shape, kernel.table.block
-    whole = _dense_tile_lines(kernel, f"offsets = blocks * {columns} + places", draws)
+    whole = _write_dense_tile(kernel, f"offsets = blocks * {columns} + places", draws)
     ragged = [
         # Whole rows are cut into blocks, of which a row's last may be shorter.
         f"number = tl.program_id(0).to(tl.int64) * {rows} + blocks.to(tl.int64)",
@@ -315,62 +295,35 @@ def _block_tile_lines(kernel: TensorKernel, draws: bool) -> list[str]:
     ]
 
 
-def _largest_word_lines(trace: Trace, call: str) -> list[str]:
-    """Return the lines that find the largest word of all elements."""
-    ((how, number),) = trace.sums
-    if how != "max" or trace.kinds[number] != "w32":
-        raise NotImplementedError(f"a Triton kernel of whole tensors finds the largest word, got a {how}")
-    return [
-        f"found = {call}",
-        "found = tl.max(tl.where(lanes, found, tl.full([], 0, tl.uint32)))",
-        "tl.atomic_max(memory.to(tl.pointer_type(tl.uint32)), found, sem='relaxed')",
-    ]
+class PlacedChunks(NamedTuple):
+    """Chunks on a device, those first that hold whole vectors at aligned addresses."""
 
-
-@dataclass
-class PlacedChunks:
-    """Chunks on a device, those first that hold whole vectors at aligned addresses.
-
-    Attributes:
-        aligned_rows: bool array of shape (rows,): whose addresses are aligned.
-        chunks: int64 array of shape (chunks, 4), in the order in which they lie there.
-        aligned_count: how many come first.
-        device_tensor: the same on the device.
-    """
-
-    aligned_rows: np.ndarray
-    chunks: np.ndarray
-    aligned_count: int
-    device_tensor: torch.Tensor
+    aligned_rows: np.ndarray  # bool array of shape (rows,): whose addresses are aligned
+    chunks: np.ndarray  # int64 array of shape (chunks, 4), in the order in which they lie there
+    aligned_count: int  # how many come first
+    device_tensor: torch.Tensor  # the chunks on the device
 
 
 def place_chunks(
     chunks: np.ndarray, pointers: np.ndarray, device: torch.device, placed: PlacedChunks | None = None
 ) -> PlacedChunks:
-    """Return int64 chunks (chunks, 4) of int64 pointers (rows, columns) on a device; `placed` if nothing has changed.
+    """Return int64 chunks (chunks, 4) of int64 pointers (rows, columns) on a device.
 
-    Args:
-        chunks: see `kernels.make_chunk_table`.
-        pointers: addresses; 0 for arrays that are not read.
-        device: where the arrays lie.
-        placed: what an earlier call with the same chunks returned.
+    `placed`, what an earlier call with the same chunks returned, is returned if nothing has changed.
     """
     rows = (pointers % VECTOR_BYTES == 0).all(1)
     if placed is not None and np.array_equal(placed.aligned_rows, rows):
         return placed
     whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR_BYTES == 0).all(1)
     ordered = chunks[np.argsort(~whole, kind="stable")]
-    return PlacedChunks(rows, ordered, int(whole.sum()), to_device(ordered, device))
+    return PlacedChunks(rows, ordered, int(whole.sum()), copy_to_device(ordered, device))
 
 
 class TableKernel(TritonKernel):
     """A compiled device function of a table of pointers, one program per tile of a chunk.
 
-    A row of the table holds the addresses, then constants of 32 bits, as their bits, and the key of whoever draws.
-
-    Args:
-        table: what is read, computed and written.
-        tile: elements of a program, a power of two that divides CHUNK_ELEMENTS.
+    A row of the table holds the addresses, then constants of 32 bits, as their bits, and the key of whoever draws. The
+    elements of a tile are a power of two that divides CHUNK_ELEMENTS.
     """
 
     def __init__(self, table: Table, tile: int = TILE_ELEMENTS) -> None:
@@ -383,7 +336,7 @@ class TableKernel(TritonKernel):
         table, tile, draws = self.table, self.tile_elements, self.table.stream_start
         arguments: dict[object, str] = {j: f"a{j}" for j in range(table.columns)}
         arguments |= {("constant", k): f"constant{k}" for k in range(table.constants)}
-        arguments |= {name: name[0] for name in STREAM_INPUTS if draws}
+        arguments |= {name: name[0] for name in RANDOM_STREAM_INPUTS if draws}
         functions = [write_word_function("start_stream", draws)] if draws else []
         functions.append(write_element_function("element", table.trace, arguments))
         real = ".to(tl.uint32).to(tl.float32, bitcast=True)"
@@ -401,47 +354,47 @@ class TableKernel(TritonKernel):
             "row = rows + r * width",
             *(f"a{j} = tl.load(row + {j})" for j in range(table.columns)),
             *(f"constant{k} = tl.load(row + {table.columns + k}){real}" for k in range(table.constants)),
-            *(_block_lines(table.block, tile) if table.block else _element_lines(tile)),
         ]
+        if table.block:
+            block, blocks = table.block, tile // table.block
+            lines += [
+                f"row_of_tile = (part * {blocks} + tl.arange(0, {blocks})).to(tl.int64)",
+                "blocks = row_of_tile[:, None]",
+                f"offsets = blocks * {block} + tl.arange(0, {block})[None, :]",
+                f"lanes = blocks * {block} < length",
+                "i = begin + offsets",
+                # Rows that do not exist read the first one's scale.
+                f"b = begin // {block} + tl.where(row_of_tile * {block} < length, row_of_tile, 0)",
+            ]
+        else:
+            lines.append(f"offsets = (part * {tile} + tl.arange(0, {tile})).to(tl.int64)")
+            lines += ["lanes = offsets < length", "i = begin + offsets", "b = i"]
         if draws:
             lines.append(f"key = tl.load(row + {last})")
             lines.append("counter, own = start_stream(key.to(tl.uint32), (key >> 32).to(tl.uint32), start + offsets)")
         call = f"element(i, b, {', '.join(arguments.values())}, lanes, aligned)"
-        lines += self._total_lines(call) if table.trace.sums else [call]
-        body = "\n".join(f"    {line}" for line in lines)
-        totals = "totals, " if table.trace.sums else ""
-        decorator = "@triton.jit(do_not_specialize=['width'])"
-        text = f"{decorator}\ndef run(chunks, rows, width: tl.int64, {totals}aligned: tl.constexpr):\n{body}\n"
+        sums = [f"sum{j}" for j in range(len(table.trace.sums))]
+        lines.append(f"{', '.join(sums)} = {call}" if sums else call)
+        if self.largest_columns:  # of each row, in whatever order programs run
+            lines.append(f"to = totals + r * {len(sums)}")
+            words = [f"tl.where(lanes, {name}, 0).to(tl.int32, bitcast=True)" for name in sums]
+            lines += [f"tl.atomic_max(to + {j}, tl.max({word}), sem='relaxed')" for j, word in enumerate(words)]
+        elif sums:
+            lines.append(f"to = totals + (c * {CHUNK_ELEMENTS // tile} + part) * {len(sums)}")
+            reals = [f"tl.where(lanes, {name}, 0.0).to(tl.float64)" for name in sums]
+            lines += [f"tl.store(to + {j}, tl.sum({real}))" for j, real in enumerate(reals)]
+        head = "@triton.jit(do_not_specialize=['width'])\ndef run(chunks, rows, width: tl.int64, "
+        text = f"{head}{'totals, ' if sums else ''}aligned: tl.constexpr):\n{indent_lines(lines)}\n"
         return write_module(functions, text, table.trace.count_instructions())
-
-    def _total_lines(self, call: str) -> list[str]:
-        """Return the lines that write a tile's sums, or raise a row's largest words in whatever order programs run."""
-        names = [f"sum{j}" for j in range(len(self.table.trace.sums))]
-        if self.largest_columns:
-            words = [f"tl.where(lanes, {name}, 0).to(tl.int32, bitcast=True)" for name in names]
-            return [
-                f"{', '.join(names)} = {call}",
-                f"to = totals + r * {len(names)}",
-                *(f"tl.atomic_max(to + {j}, tl.max({word}), sem='relaxed')" for j, word in enumerate(words)),
-            ]
-        return [
-            f"{', '.join(names)} = {call}",
-            f"to = totals + (c * {CHUNK_ELEMENTS // self.tile_elements} + part) * {len(names)}",
-            *(
-                f"tl.store(to + {j}, tl.sum(tl.where(lanes, {name}, 0.0).to(tl.float64)))"
-                for j, name in enumerate(names)
-            ),
-        ]
 
     def __call__(self, chunks: np.ndarray, pointers: np.ndarray, device: torch.device) -> None:
         """Run it over all chunks of a table that consists of pointers, as `place_chunks` takes both."""
-        self.launch(place_chunks(chunks, pointers, device), to_device(pointers, device))
+        self.launch(place_chunks(chunks, pointers, device), copy_to_device(pointers, device))
 
     def launch(self, placed: PlacedChunks, rows: torch.Tensor) -> torch.Tensor:
         """Run it over all chunks of a table on their device.
 
-        Returns:
-            float64 sums (chunks, tiles, sums), or the words of the largest numbers of each row, int32 (rows, numbers).
+        It returns float64 sums (chunks, tiles, sums), or each row's largest numbers' words, int32 (rows, numbers).
         """
         chunks, device, sums = len(placed.chunks), rows.device, len(self.table.trace.sums)
         parts = -(-int(placed.chunks[:, 2].max(initial=0)) // self.tile_elements)
@@ -450,34 +403,10 @@ class TableKernel(TritonKernel):
         else:
             tiles = CHUNK_ELEMENTS // self.tile_elements
             totals = torch.zeros(chunks if sums else 0, tiles, sums, dtype=torch.float64, device=device)
-        with np.errstate(all="ignore"), on_device(device):  # Triton's interpreter runs by NumPy, which warns
+        with np.errstate(all="ignore"), use_device(device):  # Triton's interpreter runs by NumPy, which warns
             for first, last, aligned in ((0, placed.aligned_count, True), (placed.aligned_count, chunks, False)):
                 if first < last:
                     to = [totals if self.largest_columns else totals[first:]] if sums else []
                     run = self.run[last - first, parts]
                     run(placed.device_tensor[first:last], rows, rows.shape[1], *to, aligned, **COMPILE_OPTIONS)
         return totals
-
-
-def _block_lines(block: int, tile: int) -> list[str]:
-    """Return the lines of a kernel that number the elements of a tile, a block in each row."""
-    rows = tile // block
-    return [
-        f"row_of_tile = (part * {rows} + tl.arange(0, {rows})).to(tl.int64)",
-        "blocks = row_of_tile[:, None]",
-        f"offsets = blocks * {block} + tl.arange(0, {block})[None, :]",
-        f"lanes = blocks * {block} < length",
-        "i = begin + offsets",
-        # Rows that do not exist read the first one's scale.
-        f"b = begin // {block} + tl.where(row_of_tile * {block} < length, row_of_tile, 0)",
-    ]
-
-
-def _element_lines(tile: int) -> list[str]:
-    """Return the lines of a kernel that number the elements of a tile in a line."""
-    return [
-        f"offsets = (part * {tile} + tl.arange(0, {tile})).to(tl.int64)",
-        "lanes = offsets < length",
-        "i = begin + offsets",
-        "b = i",
-    ]

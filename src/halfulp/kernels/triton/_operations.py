@@ -18,7 +18,7 @@ else:
 WIDTHLESS_FUNCTIONS = ("word", "real", "negative", "absolute", "product_error", "rint")
 # Constants of the functions below as they are for reals of 32 and of 64 bits.
 NAN, SIGN, MAGNITUDE = (0x7FC00000, 0x7FF8 << 48), (1 << 31, 1 << 63), ((1 << 31) - 1, (1 << 63) - 1)
-ROUNDING_SUMMAND, LEAST_WHOLE = (1.5 * 2.0**23, 1.5 * 2.0**52), (2.0**22, 2.0**51)
+ROUNDING_SUMMAND, LEAST_WITHOUT_FRACTION = (1.5 * 2.0**23, 1.5 * 2.0**52), (2.0**22, 2.0**51)
 
 
 def word(x):
@@ -46,7 +46,7 @@ def product_error(a, b, p):
 def rint(x):
     # The sum rounds to a whole number, which larger ones nearly are; the sign of what becomes zero stays.
     summand = tl.full([], ROUNDING_SUMMAND, tl.float32)
-    whole = tl.where(tl.abs(x) < tl.full([], LEAST_WHOLE, tl.float32), (x + summand) - summand, x)
+    whole = tl.where(tl.abs(x) < tl.full([], LEAST_WITHOUT_FRACTION, tl.float32), (x + summand) - summand, x)
     sign = x.to(tl.uint32, bitcast=True) & tl.full([], SIGN, tl.uint32)
     return real(whole.to(tl.uint32, bitcast=True) | sign)
 
@@ -78,7 +78,7 @@ def read(at, lanes):
     return tl.load(at, mask=lanes, other=0)
 
 
-def read_apart(at, lanes):
+def read_in_loop(at, lanes):
     """`read` in a loop of one turn, which LLVM removes.
 
     For each access by pointers that an operation computes, Triton's coalescing walks from instruction to instruction
@@ -98,7 +98,7 @@ def write(at, x, lanes):
     tl.store(at, x, mask=lanes)
 
 
-def write_apart(at, x, lanes):
+def write_in_loop(at, x, lanes):
     turn = 0
     while turn < 1:
         tl.store(at, x, mask=lanes)

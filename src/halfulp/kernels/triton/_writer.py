@@ -8,7 +8,7 @@ import inspect
 import linecache
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,13 @@ from . import _operations as operations
 
 # No fused multiply-add: it rounds once where the reference rounds twice.
 COMPILE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-LONG_TRACE = 1000  # instructions, with those of calls, of a trace that takes too long to compile like others
+LONG_TRACE_INSTRUCTIONS = 1000  # with those of calls; a longer trace takes too long to compile like others
 _INFIX_OPERATORS = {
     **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "==", "ne": "!="},
     **{"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"},
 }
 # What an operation is as an expression of its operands x, y and z, where reals of 64 bits have the same one.
-_EXPRESSIONS = {
+_OPERATION_EXPRESSIONS = {
     "abs": "absolute{width}({x})",
     "neg": "negative{width}({x})",
     "rint": "rint{width}({x})",
@@ -48,7 +48,7 @@ _EXPRESSIONS = {
     "block_largest": "block_largest({x})",
 }
 # Triton's sqrt_rn takes float32 alone; its plain root rounds float64 correctly.
-_FLOAT64_EXPRESSIONS = _EXPRESSIONS | {
+_FLOAT64_EXPRESSIONS = _OPERATION_EXPRESSIONS | {
     "div": "divide64({x}, {y})",
     "sqrt": "tl.sqrt({x})",
     "to_word": "{x}.to(tl.int32).to(tl.uint32, bitcast=True).to(tl.uint64)",
@@ -59,20 +59,18 @@ _TRITON_TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "
 def write_module(functions: Iterable[str], kernel: str, size: int = 0) -> str:
     """Return the source of a Triton module: a kernel, the functions that it calls, and operations that those call.
 
-    Args:
-        functions: sources, those that are called first.
-        kernel: its source.
-        size: instructions; beyond LONG_TRACE the kernel's tile has at most a vector of float64 per thread.
+    Beyond LONG_TRACE_INSTRUCTIONS instructions the kernel's tile has at most a vector of float64 per thread.
     """
     texts = {}
     for name, function in vars(operations).items():
         if inspect.isfunction(function):
             text = f"@triton.jit\n{inspect.getsource(function).rstrip()}"
-            texts[name] = _insert_constants(text, 0)
+            texts[name] = _insert_numbers(text, 0)
             if name in operations.WIDTHLESS_FUNCTIONS:
-                texts[f"{name}64"] = _insert_constants(_WIDTHLESS_CALL.sub(r"\g<0>64", _WIDTH.sub("64", text)), 1)
-    if size > LONG_TRACE:
-        texts |= {name: texts[f"{name}_apart"].replace("_apart", "") for name in ("read", "write")}
+                wide = _WIDTHLESS_CALL_PATTERN.sub(r"\g<0>64", _TYPE_WIDTH_PATTERN.sub("64", text))
+                texts[f"{name}64"] = _insert_numbers(wide, 1)
+    if size > LONG_TRACE_INSTRUCTIONS:
+        texts |= {name: texts[f"{name}_in_loop"].replace("_in_loop", "") for name in ("read", "write")}
     written = "\n\n\n".join([*functions, kernel])
     for name, text in reversed(texts.items()):  # each stands behind those that it calls
         if f"{name}(" in written:
@@ -80,24 +78,23 @@ def write_module(functions: Iterable[str], kernel: str, size: int = 0) -> str:
     return f"import triton\nimport triton.language as tl\n\n\n{written}"
 
 
-_WIDTH = re.compile(r"(?<=int)32|(?<=float)32")
-_WIDTHLESS_CALL = re.compile(rf"\b({'|'.join(operations.WIDTHLESS_FUNCTIONS)})(?=\()")
-_CONSTANTS = {name: pair for name, pair in vars(operations).items() if isinstance(pair, tuple) and len(pair) == 2}
+_TYPE_WIDTH_PATTERN = re.compile(r"(?<=int)32|(?<=float)32")
+_WIDTHLESS_CALL_PATTERN = re.compile(rf"\b({'|'.join(operations.WIDTHLESS_FUNCTIONS)})(?=\()")
+# Constants of the operations, as pairs for reals of 32 and of 64 bits.
+_NUMBER_PAIRS = {name: pair for name, pair in vars(operations).items() if isinstance(pair, tuple) and len(pair) == 2}
 
 
-def _insert_constants(text: str, place: int) -> str:
-    return re.sub(rf"\b({'|'.join(_CONSTANTS)})\b", lambda found: repr(_CONSTANTS[found[0]][place]), text)
+def _insert_numbers(text: str, place: int) -> str:
+    return re.sub(rf"\b({'|'.join(_NUMBER_PAIRS)})\b", lambda found: repr(_NUMBER_PAIRS[found[0]][place]), text)
 
 
 def write_element_function(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str:
     """Return the source of a device function of blocks i of elements, in blocks b, of which some lanes exist.
 
-    Args:
-        name: of the function, which takes i, b, the arguments, `lanes` and `aligned`, and returns the sums' values.
-        trace: the instructions.
-        arguments: names of the addresses by their columns, and of the inputs that are used.
+    It takes i, b, the arguments, which are named by the addresses' columns and by the inputs that are used, `lanes` and
+    `aligned`, and returns the sums' values.
     """
-    lines = _write_lines(trace, arguments, find_live_lines(trace))
+    lines = _write_lines(trace, arguments)
     for (address, bits, per_block), number in trace.stores.items():
         place, index = arguments[trace.lines[address][2]], "b[:, None]" if per_block else "i"
         if bits == 4:
@@ -105,10 +102,10 @@ def write_element_function(name: str, trace: Trace, arguments: Mapping[Any, str]
         else:
             to = f"elements({place}, tl.uint{bits}, aligned) + {index}"
             lines.append(f"write({to}, v{number}.to(tl.uint{bits}), lanes)")
-    for address, number, word, _ in trace.deposits:
+    for address, number, word, _ in trace.counter_additions:
         lines.append(f"deposit64({arguments[trace.lines[address][2]]}, v{number}, v{word}, lanes)")
     lines += [f"return {', '.join(f'v{number}' for _, number in trace.sums)}"] if trace.sums else []
-    return _function_text(name, ["i", "b", *arguments.values(), "lanes", "aligned: tl.constexpr"], lines)
+    return _write_function(name, ["i", "b", *arguments.values(), "lanes", "aligned: tl.constexpr"], lines)
 
 
 def write_functions(name: str, trace: Trace, results: Sequence[int]) -> list[str]:
@@ -118,7 +115,7 @@ def write_functions(name: str, trace: Trace, results: Sequence[int]) -> list[str
     results.
     """
     found: dict[str, str] = {}
-    _collect_functions(name, trace, results, _find_table_offsets(trace), found)
+    _write_functions_into(found, name, trace, results, _find_table_offsets(trace))
     return list(found.values())
 
 
@@ -148,16 +145,13 @@ def write_word_function(name: str, piece: RecordedFunction) -> str:
         v1 = v0 + v0
         return v1
     """
-    count = sum(line[0] == "input" for line in piece.trace.lines)
-    names = {k: f"x{k}" for k in range(count)}
-    results = ", ".join(f"v{k}" for k in piece.results)
-    lines = [*_write_lines(piece.trace, names, find_live_lines(piece.trace, piece.results)), f"return {results}"]
-    return _function_text(name, list(names.values()), lines)
+    names = _name_inputs(piece.trace)
+    return _write_function(name, names.values(), _write_lines(piece.trace, names, piece.results))
 
 
 def find_live_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
     """Return the numbers of the instructions on which results, and what a trace stores and sums up, depend."""
-    needed = {*results, *trace.list_outgoing_values()}
+    needed = {*results, *trace.find_output_lines()}
     for number in reversed(range(len(trace.lines))):
         if number in needed:
             needed.update(trace.lines[number][1])
@@ -166,11 +160,7 @@ def find_live_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
 
 @functools.cache
 def load_module(source: str) -> dict[str, object]:
-    """Return the names of a generated module; its text stays readable for Triton, which compiles from it.
-
-    Raises:
-        ImportError: triton is not installed.
-    """
+    """Return the names of a generated module, which imports triton; Triton reads its text to compile from it."""
     name = f"<halfulp triton {hashlib.sha256(source.encode()).hexdigest()[:32]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     namespace: dict[str, object] = {"__name__": name, "__file__": name}
@@ -179,67 +169,57 @@ def load_module(source: str) -> dict[str, object]:
 
 
 class TritonKernel:
-    """The base of kernels, whose text is compiled at the first launch.
+    """The base of kernels, whose text is compiled at the first launch."""
 
-    Attributes:
-        source: the text of the module, with the kernel's function `run`; NotImplementedError is raised over an
-            operation that has no form on Triton's blocks.
-    """
-
-    source: Any
+    source: Any  # the text of the module, with the kernel's function `run`
 
     @functools.cached_property
     def run(self) -> Any:
-        """The Triton function.
-
-        Raises:
-            ImportError: triton is not installed.
-            NotImplementedError: as `source`.
-        """
+        """The Triton function; NotImplementedError over an operation that has no form on Triton's blocks."""
         return load_module(self.source)["run"]
 
 
 def _find_table_offsets(trace: Trace) -> dict[tuple[float, ...], int]:
     """Return where each table begins."""
     found: dict[tuple[float, ...], int] = {}
-    for one in _walk_called_traces(trace):
+    waiting = [trace]
+    while waiting:
+        one = waiting.pop()
         for table in one.tables:
             found.setdefault(table, sum(map(len, found)))
+        waiting += [piece.trace for piece in reversed(one.functions)]
     return found
 
 
-def _walk_called_traces(trace: Trace) -> Iterator[Trace]:
-    yield trace
-    for piece in trace.functions:
-        yield from _walk_called_traces(piece.trace)
-
-
-def _collect_functions(
-    name: str, trace: Trace, results: Sequence[int], offsets: Mapping[tuple[float, ...], int], found: dict[str, str]
+def _write_functions_into(
+    found: dict[str, str], name: str, trace: Trace, results: Sequence[int], offsets: Mapping[tuple[float, ...], int]
 ) -> None:
-    called = []
-    for piece in trace.functions:
+    inputs, names = _name_inputs(trace), {}
+    for k, piece in enumerate(trace.functions):
         told = repr((piece.trace.digest(), piece.results))
-        called.append(f"piece_{hashlib.sha256(told.encode()).hexdigest()[:16]}")
-        if called[-1] not in found:
-            _collect_functions(called[-1], piece.trace, piece.results, offsets, found)
-    names: dict[Any, str] = {k: f"x{k}" for k in range(sum(line[0] == "input" for line in trace.lines))}
-    names |= {("call", k): one for k, one in enumerate(called)}
+        names["call", k] = called = f"piece_{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        if called not in found:
+            _write_functions_into(found, called, piece.trace, piece.results, offsets)
     names |= {("table", k): str(offsets[table]) for k, table in enumerate(trace.tables)}
-    inputs = [names[k] for k in names if isinstance(k, int)]
-    lines = [
-        *_write_lines(trace, names, find_live_lines(trace, results)),
-        f"return {', '.join(f'v{k}' for k in results)}",
-    ]
-    found[name] = _function_text(name, [*inputs, "tables"], lines)
+    found[name] = _write_function(name, [*inputs.values(), "tables"], _write_lines(trace, inputs | names, results))
 
 
-def _function_text(name: str, arguments: Iterable[str], lines: Iterable[str]) -> str:
-    return "\n".join(["@triton.jit", f"def {name}({', '.join(arguments)}):", *(f"    {line}" for line in lines)])
+def _name_inputs(trace: Trace) -> dict[Any, str]:
+    return {k: f"x{k}" for k in range(sum(line[0] == "input" for line in trace.lines))}
 
 
-def _write_lines(trace: Trace, names: Mapping[Any, str], needed: set[int]) -> list[str]:
-    found = []
+def _write_function(name: str, arguments: Iterable[str], lines: Iterable[str]) -> str:
+    return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n{indent_lines(lines)}"
+
+
+def indent_lines(lines: Iterable[str]) -> str:
+    """Return lines as the body of a function."""
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def _write_lines(trace: Trace, names: Mapping[Any, str], results: Sequence[int] = ()) -> list[str]:
+    """Return the lines of the instructions that are needed, the last of which returns the results, if any."""
+    found, needed = [], find_live_lines(trace, results)
     for number, ((operation, operands, extra), kind) in enumerate(zip(trace.lines, trace.kinds)):
         if number not in needed or operation in ("address", "index", "block"):
             continue
@@ -249,7 +229,7 @@ def _write_lines(trace: Trace, names: Mapping[Any, str], needed: set[int]) -> li
             found.append(f"{made} = {names['call', extra]}({given})")
             continue
         found.append(f"v{number} = {_write_expression(trace, operation, operands, extra, kind, names)}")
-    return found
+    return [*found, f"return {', '.join(f'v{k}' for k in results)}"] if results else found
 
 
 def _write_expression(
@@ -281,10 +261,10 @@ def _write_expression(
         return f"gather(tables + {names['table', extra]}, {values[0]}, {last})"
     if name in _INFIX_OPERATORS:
         return f"{values[0]} {_INFIX_OPERATORS[name]} {values[1]}"
-    if operation not in _EXPRESSIONS:
+    if operation not in _OPERATION_EXPRESSIONS:
         raise NotImplementedError(f"the operation {operation} of a device function has no form on Triton's blocks")
     width = "64" if kind[1:] == "64" else ""
-    expressions = _FLOAT64_EXPRESSIONS if width else _EXPRESSIONS
+    expressions = _FLOAT64_EXPRESSIONS if width else _OPERATION_EXPRESSIONS
     return expressions[operation].format(width=width, **dict(zip("xyz", values)))
 
 

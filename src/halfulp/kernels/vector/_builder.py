@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._device_function import STREAM_ALIGNMENT
+from .._device_function import STREAMING_STORE_ALIGNMENT
 from .._trace import Trace
 from ._processor import has_features
 
@@ -23,7 +23,7 @@ _FIXUP_RESPONSES = {(0.0).hex(): 8, (-0.0).hex(): 7}
 
 
 def find_fixup(trace: Trace, number: int) -> tuple[int, int, int] | None:
-    """Return, for a select that chooses by class, the kept and the classified instruction and the table, else None."""
+    """Return a select's kept and classified instruction and VFIXUPIMM's table; None if it does not choose by class."""
     lines, (condition, x, y) = trace.lines, trace.lines[number][1]
     if lines[condition][0] == "and":  # with a mask that is true, as it compares a word with itself
         left = [k for k in lines[condition][1] if lines[k][0] != "word_eq" or len({*lines[k][1]}) > 1]
@@ -31,17 +31,17 @@ def find_fixup(trace: Trace, number: int) -> tuple[int, int, int] | None:
     if lines[condition][0] != "eq" or trace.kinds[lines[condition][1][0]] != "f32":
         return None
     first, second = lines[condition][1]
-    name, terms, _ = lines[first]
-    if name == "sub" and terms[0] == terms[1] and (first == second or _find_response(trace, second)):
-        of, classes, kept, other = terms[0], _FIXUP_NOT_FINITE, x, y
+    name, operands, _ = lines[first]
+    if name == "sub" and operands[0] == operands[1] and (first == second or _find_response(trace, second)):
+        classified, classes, kept, other = operands[0], _FIXUP_NOT_FINITE, x, y
     elif _find_response(trace, second):
-        of, classes, kept, other = first, _FIXUP_ZERO, y, x
+        classified, classes, kept, other = first, _FIXUP_ZERO, y, x
     else:
         return None
     response = _find_response(trace, other)
     if response is None:
-        return (y, of, _FIXUP_TAKE_FINITE) if classes == _FIXUP_NOT_FINITE and x == of else None
-    return kept, of, classes * response
+        return (y, classified, _FIXUP_TAKE_FINITE) if classes == _FIXUP_NOT_FINITE and x == classified else None
+    return kept, classified, classes * response
 
 
 def has_fixup_instruction(lanes: int) -> bool:
@@ -49,15 +49,15 @@ def has_fixup_instruction(lanes: int) -> bool:
     return (lanes == 16 and has_features("avx512f")) or (lanes == 8 and has_features("avx512f", "avx512vl"))
 
 
-def write_fixup(b: Any, kept: Any, of: Any, table: int) -> Any:
+def write_fixup(b: Any, kept: Any, classified: Any, table: int) -> Any:
     """Write the instruction; `kept` are reals or words."""
     ir = b.ir
-    lanes, i32, reals = kept.type.count, b.i32, of.type
+    lanes, i32, reals = kept.type.count, b.i32, classified.type
     mask = ir.IntType(lanes)
     given = [reals, reals, b.vector_type(i32, lanes), i32, mask, *([i32] if lanes == 16 else [])]
     name = f"llvm.x86.avx512.mask.fixupimm.ps.{32 * lanes}"
     function = b.b.module.globals.get(name) or ir.Function(b.b.module, ir.FunctionType(reals, given), name)
-    values = [b.b.bitcast(kept, reals), of, b.constant(given[2], table), ir.Constant(i32, 0)]
+    values = [b.b.bitcast(kept, reals), classified, b.constant(given[2], table), ir.Constant(i32, 0)]
     values.append(ir.Constant(mask, (1 << lanes) - 1))
     current_rounding = [ir.Constant(i32, 4)] if lanes == 16 else []
     return b.b.bitcast(b.b.call(function, values + current_rounding), kept.type)
@@ -72,16 +72,9 @@ def _find_response(trace: Trace, number: int) -> int | None:
 
 
 class VectorBuilder:
-    """Writes LLVM instructions on scalars and vectors; a value's type tells how many lanes it has.
+    """Writes LLVM instructions on scalars and vectors by llvmlite's builder; a value's type tells its lanes."""
 
-    Args:
-        builder: llvmlite's, at the place where the instructions go.
-
-    Attributes:
-        arguments: the address of a whole function's arguments, words of 64 bits.
-    """
-
-    arguments: Any
+    arguments: Any  # the address of a whole function's arguments, words of 64 bits
 
     def __init__(self, builder) -> None:
         from llvmlite import ir
@@ -93,6 +86,11 @@ class VectorBuilder:
     def vector_type(self, scalar, lanes: int):
         """Return the type of so many lanes of a scalar type; of one lane it is the scalar type."""
         return scalar if lanes == 1 else self.ir.VectorType(scalar, lanes)
+
+    def type_of_kind(self, kind: str, lanes: int):
+        """Return the type of so many lanes of a kind of values, as traces name kinds."""
+        scalars = {"f32": self.f32, "f64": self.f64, "w32": self.i32, "w64": self.i64, "mask": self.ir.IntType(1)}
+        return self.vector_type(scalars[kind], lanes)
 
     def type_like(self, value, scalar):
         """Return the type of a value's lanes with another scalar type."""
@@ -123,7 +121,9 @@ class VectorBuilder:
         return self.b.shuffle_vector(one, nothing, self.make_lane_numbers([0] * lanes))
 
     def extract_lanes(self, vector, first: int, lanes: int):
-        """Extract some lanes of a vector, as a vector."""
+        """Extract some lanes of a vector, as a vector; a single one as a scalar."""
+        if lanes == 1:
+            return self.extract_lane(vector, first)
         return self.b.shuffle_vector(vector, vector, self.make_lane_numbers(list(range(first, first + lanes))))
 
     def extract_lane(self, vector, k: int):
@@ -144,10 +144,9 @@ class VectorBuilder:
 
     @contextlib.contextmanager
     def loop(self, low, high, step: int, values: list | None = None) -> Iterator:
-        """Return a counting loop over [low, high) as a context; yields the counter.
+        """Return a counting loop over [low, high) as a context that yields the counter; `values` are carried.
 
-        `values` are carried: in the loop the list holds a turn's, what the body puts there is the next turn's, and
-        behind the loop it holds what they came to.
+        In the loop the list holds a turn's, what the body puts there is the next turn's, and behind it are the last.
         """
         b, before, values = self.b, self.b.block, [] if values is None else values
         head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
@@ -171,7 +170,7 @@ class VectorBuilder:
         """Allocate stack memory in the function's entry block for the whole call."""
         with self.b.goto_entry_block():
             memory = self.b.alloca(kind, size=self.word(count))
-        memory.align = STREAM_ALIGNMENT  # no vector lies in two cache lines
+        memory.align = STREAMING_STORE_ALIGNMENT  # no vector lies in two cache lines
         return memory
 
     def prefetch_line(self, address, locality: int = 3) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from .._trace import RecordedFunction, Trace
 from ._builder import VectorBuilder, find_fixup, has_fixup_instruction, lane_type, write_fixup
-from ._processor import has_fused_vectors, processor, vector_bits
+from ._processor import find_processor, has_fused_vectors, vector_bits
 
 # Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
 _LLVM_INSTRUCTIONS = {
@@ -34,14 +34,7 @@ _PLACE_OPERATIONS = ("address", "index", "block")  # of elements, which loads an
 
 
 class InstructionWriter(VectorBuilder):
-    """Writes the operations of a trace as LLVM instructions, on scalars or vectors.
-
-    Args:
-        builder: writes the instructions.
-        trace: the operations.
-        lanes: elements of a vector; 1 for scalars.
-        calls: whether pieces become functions, instead of being written out at each use.
-    """
+    """Writes the operations of a trace on so many lanes; functions that it calls are written out, unless it `calls`."""
 
     def __init__(self, builder, trace: Trace, lanes: int, calls: bool = False) -> None:
         super().__init__(builder)
@@ -51,15 +44,12 @@ class InstructionWriter(VectorBuilder):
         self.bits = self.vector_type(self.i64 if self.wide else self.i32, lanes)
         is_full = lanes * (64 if self.wide else 32) == vector_bits() and has_fused_vectors(vector_bits())
         # AMD's cores add in two units and multiply in two others: every second sum runs in those, as 1 x + y.
-        self.adds_by_products = is_full and processor()[1].startswith("znver")
+        self.adds_by_products = is_full and find_processor()[1].startswith("znver")
 
     def run(self, inputs: Any, known: dict[int, Any] | None = None, only: Collection[int] | None = None) -> list:
-        """Return the value of every instruction.
+        """Write all instructions, or `only` some, and return their values; `known` ones were computed elsewhere.
 
-        Args:
-            inputs: the values of inputs by number or name, and of elements of arrays by (address, extra).
-            known: values of instructions that were computed elsewhere.
-            only: which instructions to write; all by default.
+        `inputs` are the values of inputs by number or name, and of elements of arrays by (address, extra).
         """
         values: list = [None] * len(self.trace.lines)
         for _ in self.write_in_order(values, inputs, known, only, range(len(values))):
@@ -88,29 +78,30 @@ class InstructionWriter(VectorBuilder):
         """Write one operation, and return its value."""
         if operation in ("add", "sub") and self.number % 2 and self.adds_by_products and values[0].type == self.real:
             x, y = values
-            one = self.opaque_one if operation == "add" else self.b.fneg(self.opaque_one)
-            return self.call_intrinsic("fma", *((x, one, y) if operation == "add" else (y, one, x)))
+            if operation == "add":
+                return self.call_intrinsic("fma", x, self.hidden_ones, y)
+            return self.call_intrinsic("fma", y, self.b.fneg(self.hidden_ones), x)
         if operation in _LLVM_INSTRUCTIONS:
             return getattr(self.b, _LLVM_INSTRUCTIONS[operation])(*values)
         if operation in _LLVM_CASTS:
-            return getattr(self.b, _LLVM_CASTS[operation])(*values, self.type_of_kind(self.kind))
+            return getattr(self.b, _LLVM_CASTS[operation])(*values, self.type_of_kind(self.kind, self.lanes))
         if operation in _FLOAT_PREDICATES:
             return self.b.fcmp_ordered(_FLOAT_PREDICATES[operation], *values)
         if operation in _UNSIGNED_PREDICATES:
             return self.b.icmp_unsigned(_UNSIGNED_PREDICATES[operation], *values)
         if operation in _LLVM_INTRINSICS:
             return self.call_intrinsic(_LLVM_INTRINSICS[operation], *values)
-        return None if operation in _PLACE_OPERATIONS else getattr(self, f"do_{operation}")(extra, *values)
+        return None if operation in _PLACE_OPERATIONS else getattr(self, f"write_{operation}")(extra, *values)
 
     @functools.cached_property
-    def opaque_one(self):
+    def hidden_ones(self):
         """A vector of ones that LLVM does not know to be ones, so that it keeps products with them."""
         scalar = lane_type(self.real)
         with self.b.goto_entry_block():
             one = self.b.asm(self.ir.FunctionType(scalar, [scalar]), "", "=x,0", [self.ir.Constant(scalar, 1.0)], False)
             return self.splat(one, self.lanes)
 
-    def do_call(self, number, *values):
+    def write_call(self, number, *values):
         """Return the results of a device function: called where it is compiled apart, else inlined."""
         piece = self.trace.functions[number]
         if not self.calls:
@@ -140,26 +131,21 @@ class InstructionWriter(VectorBuilder):
         builder.ret(together)
         return function
 
-    def type_of_kind(self, kind: str):
-        """Return the type of a kind of values."""
-        scalars = {"f32": self.f32, "f64": self.f64, "w32": self.i32, "w64": self.i64, "mask": self.ir.IntType(1)}
-        return self.vector_type(scalars[kind], self.lanes)
-
-    def do_constant(self, extra, *_):
+    def write_constant(self, extra, *_):
         number = extra if isinstance(extra, str) else extra[0]
-        return self.constant(self.type_of_kind(self.kind), float.fromhex(number))
+        return self.constant(self.type_of_kind(self.kind, self.lanes), float.fromhex(number))
 
-    def do_word(self, extra, *_):
-        return self.constant(self.type_of_kind(self.kind), extra[0])
+    def write_word(self, extra, *_):
+        return self.constant(self.type_of_kind(self.kind, self.lanes), extra[0])
 
-    def do_to_word(self, _, x):
+    def write_to_word(self, _, x):
         whole = self.b.fptosi(x, self.type_like(x, self.i32))
-        return whole if self.kind == "w32" else self.b.zext(whole, self.type_of_kind(self.kind))
+        return whole if self.kind == "w32" else self.b.zext(whole, self.type_like(x, self.i64))
 
-    def do_high_word(self, _, x):
-        return self.b.trunc(self.b.lshr(x, self.constant(x.type, 32)), self.type_of_kind("w32"))
+    def write_high_word(self, _, x):
+        return self.b.trunc(self.b.lshr(x, self.constant(x.type, 32)), self.type_like(x, self.i32))
 
-    def do_neg(self, _, x):
+    def write_neg(self, _, x):
         name, operands, _ = self.trace.lines[self.trace.lines[self.number][1][0]]
         if name == "mul" and self.trace.lines[operands[0]][0] == "input":
             factor, other = (self.values[k] for k in operands)
@@ -167,40 +153,36 @@ class InstructionWriter(VectorBuilder):
                 return self.b.fmul(self.b.fneg(factor), other)
         return self.b.fneg(x)
 
-    def do_multiply_add(self, _, a, b, c):
+    def write_multiply_add(self, _, a, b, c):
         if has_fused_vectors(vector_bits()):
             return self.call_intrinsic("fma", a, b, c)
         return self.b.fadd(self.b.fmul(a, b), c)
 
-    def do_word_mulh16(self, _, a, b):
+    def write_word_mulh16(self, _, a, b):
         halves = self.vector_type(self.i16, 2 * self.lanes)
         wide = self.vector_type(self.i32, 2 * self.lanes)
         x, y = (self.b.zext(self.b.bitcast(value, halves), wide) for value in (a, b))
         high = self.b.lshr(self.b.mul(x, y), self.constant(wide, 16))
         return self.b.bitcast(self.b.trunc(high, halves), a.type)
 
-    def do_product_error(self, _, a, b, p):
+    def write_product_error(self, _, a, b, p):
         return self.call_intrinsic("fma", a, b, self.b.fneg(p))
 
-    def do_ne(self, _, x, y):
+    def write_ne(self, _, x, y):
         return self.b.fcmp_unordered("!=", x, y)
 
-    def do_not(self, _, x):
+    def write_not(self, _, x):
         return self.b.xor(x, self.constant(x.type, 1))
 
-    def do_select(self, _, condition, x, y):
-        found = (
-            find_fixup(self.trace, self.number)
-            if self.kind in ("f32", "w32") and has_fixup_instruction(self.lanes)
-            else None
-        )
-        if found is not None:
-            kept, of = (self.values[k] for k in found[:2])
-            if kept is not None and of is not None:
-                return write_fixup(self, kept, of, found[2])
+    def write_select(self, _, condition, x, y):
+        is_fixable = self.kind in ("f32", "w32") and has_fixup_instruction(self.lanes)
+        if is_fixable and (found := find_fixup(self.trace, self.number)) is not None:
+            kept, classified = (self.values[k] for k in found[:2])
+            if kept is not None and classified is not None:
+                return write_fixup(self, kept, classified, found[2])
         return self.b.select(condition, x, y)
 
-    def do_gather(self, number, index):
+    def write_gather(self, number, index):
         ir, b = self.ir, self.b
         values = self.trace.tables[number]
         name = f"halfulp_table_{hashlib.sha256(repr((self.wide, values)).encode()).hexdigest()[:16]}"
@@ -209,8 +191,7 @@ class InstructionWriter(VectorBuilder):
             kind = ir.ArrayType(lane_type(self.real), len(values))
             table = ir.GlobalVariable(b.module, kind, name)
             table.initializer, table.global_constant, table.linkage = ir.Constant(kind, list(values)), True, "internal"
-        last = self.constant(self.real, float(len(values) - 1))
-        zero = self.constant(self.real, 0.0)
+        last, zero = (self.constant(self.real, value) for value in (float(len(values) - 1), 0.0))
         inside = b.select(b.fcmp_ordered(">", index, zero), index, zero)
         inside = b.select(b.fcmp_ordered("<", inside, last), inside, last)
         whole = b.fptosi(inside, self.bits)
@@ -219,6 +200,6 @@ class InstructionWriter(VectorBuilder):
             return b.load(b.gep(table, [first, whole]))
         made = self.make_undefined_vector(self.real)
         for k in range(self.lanes):
-            lane = ir.Constant(self.i32, k)
-            made = b.insert_element(made, b.load(b.gep(table, [first, b.extract_element(whole, lane)])), lane)
+            entry = b.load(b.gep(table, [first, self.extract_lane(whole, k)]))
+            made = b.insert_element(made, entry, ir.Constant(self.i32, k))
         return made

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from .._device_function import STREAM_INPUTS
+from .._device_function import RANDOM_STREAM_INPUTS
 from .._trace import Trace
 from ._builder import VectorBuilder, element_size, lane_type
 from ._instructions import InstructionWriter
@@ -17,126 +16,101 @@ from ._machine_function import Kernel, compile_machine_function
 from ._processor import vector_bits
 
 # Cycles after which a result is there, where they are more than one.
-_LATENCY_CYCLES = {
-    "sqrt": 20,
-    "div": 13,
-    "add": 3,
-    "sub": 3,
-    "mul": 3,
-    "word_mul": 3,
-    "select": 2,
-    "to_real": 3,
-    "to_word": 3,
-}
+_LATENCY_CYCLES = {"sqrt": 20, "div": 13, "select": 2}
+_LATENCY_CYCLES |= dict.fromkeys(("add", "sub", "mul", "word_mul", "to_real", "to_word"), 3)
 # Operations that are computed again behind a block's largest words, rather than kept: their operands are no larger.
 _RECOMPUTED_OPERATIONS = ("bits", "to_float64")
 
 
-@dataclass(frozen=True)
-class Phases:
-    """The instructions of a trace by what they need of a block's largest words.
+class Phases(NamedTuple):
+    """The instructions of a trace by what they need of a block's largest words."""
 
-    Attributes:
-        largest_lines: those that find one.
-        early_lines: those that need none, and read elements, or are of constants and counters alone.
-        uniform_lines: those of largest words and constants, and what they are computed from.
-        waiting_lines: those of them that need a largest word, and those that find one.
-        late_lines: all others.
-        late_and_free_lines: those, and what constants and counters alone give, which is computed again.
-        carried_lines: values from before that are needed behind.
-    """
-
-    largest_lines: list[int]
-    early_lines: set[int]
-    uniform_lines: set[int]
-    waiting_lines: list[int]
-    late_lines: set[int]
-    late_and_free_lines: set[int]
-    carried_lines: list[int]
-
-    def find_block_results(self, trace: Trace) -> list[int]:
-        """Return which instructions have one result per block that is kept: largest words, and what is used of them."""
-        used = {operand for k in self.late_lines for operand in trace.lines[k][1]}
-        used |= {line for array, line in trace.stores.items() if array[2]} | {number for _, number in trace.sums}
-        return [k for k in self.waiting_lines if k in self.largest_lines or k in used]
-
-    @classmethod
-    def split_trace(cls, trace: Trace) -> Phases:
-        """Return the phases of a trace."""
-        reads: set[int] = set()
-        waits: set[int] = set()  # for the block's largest
-        varies: set[int] = set()  # between the elements of a block
-        for k, (name, operands, extra) in enumerate(trace.lines):
-            if name == "block_largest":
-                assert not waits & set(operands), "a block has one round of largest words"
-                waits.add(k)
-                continue
-            if waits & set(operands):
-                waits.add(k)
-            elif name == "load" or reads & set(operands):
-                reads.add(k)
-            if name == "load" or (name == "input" and extra == STREAM_INPUTS[0]) or varies & set(operands):
-                varies.add(k)
-        everything = set(range(len(trace.lines)))
-        largest = [k for k in sorted(waits) if trace.lines[k][0] == "block_largest"]
-        uniform = waits - varies - set(largest)
-        behind = waits - uniform - set(largest)
-        needed, crossing = [operand for k in sorted(behind) for operand in trace.lines[k][1]], set()
-        while needed:
-            k = needed.pop()
-            if k in reads and (trace.kinds[k] == "mask" or trace.lines[k][0] in _RECOMPUTED_OPERATIONS):
-                behind.add(k)
-                needed += trace.lines[k][1]
-            elif k in reads:
-                crossing.add(k)
-        free = everything - waits - reads
-        both = {k for k in free & varies if trace.kinds[k] != "mask"} & find_operands(trace, behind)
-        wanted = {*trace.stores.values(), *(number for _, number in trace.sums)} - waits
-        both &= find_operands(trace, [*crossing, *wanted, *(trace.lines[k][1][0] for k in largest)])
-        # What is computed in both loops, such as a hash of the counter, is kept instead, but for what it is made from.
-        crossing |= {k for k in both if k not in {n for other in both for n in trace.lines[other][1]}}
-        return cls(
-            largest_lines=largest,
-            early_lines=everything - waits,
-            uniform_lines=find_operands(trace, uniform) - set(largest),
-            waiting_lines=sorted(uniform | set(largest)),
-            late_lines=behind,
-            late_and_free_lines=behind | free,
-            carried_lines=sorted(crossing),
-        )
+    largest_lines: list[int]  # find one
+    early_lines: set[int]  # need none, and read elements, or are of constants and counters alone
+    uniform_lines: set[int]  # of largest words and constants, and what they are computed from
+    late_lines: set[int]  # all others
+    late_and_free_lines: set[int]  # those, and what constants and counters alone give, which is computed again
+    carried_lines: list[int]  # values from before that are needed behind
+    waiting_lines: set[int]  # need a largest word or find one, and have one result per block
+    block_result_lines: list[int]  # those of them that are needed behind, and all largest words
 
 
-@dataclass(frozen=True)
-class Stages:
+def split_into_phases(trace: Trace) -> Phases:
+    """Return the phases of a trace of blocks."""
+    lines, varies = trace.lines, _find_varying_lines(trace)
+    reads: set[int] = set()
+    waits: set[int] = set()  # for the block's largest
+    for k, (name, operands, _) in enumerate(lines):
+        if name == "block_largest":
+            assert not waits & set(operands), "a block has one round of largest words"
+            waits.add(k)
+        elif waits & set(operands):
+            waits.add(k)
+        elif name == "load" or reads & set(operands):
+            reads.add(k)
+    everything = set(range(len(lines)))
+    largest = [k for k in sorted(waits) if lines[k][0] == "block_largest"]
+    uniform = waits - varies - set(largest)
+    behind = waits - uniform - set(largest)
+    needed, crossing = [operand for k in sorted(behind) for operand in lines[k][1]], set()
+    while needed:
+        k = needed.pop()
+        if k in reads and (trace.kinds[k] == "mask" or lines[k][0] in _RECOMPUTED_OPERATIONS):
+            behind.add(k)
+            needed += lines[k][1]
+        elif k in reads:
+            crossing.add(k)
+    free, summed = everything - waits - reads, {number for _, number in trace.sums}
+    both = {k for k in free & varies if trace.kinds[k] != "mask"} & find_dependencies(trace, behind)
+    wanted = {*trace.stores.values(), *summed} - waits
+    both &= find_dependencies(trace, [*crossing, *wanted, *(lines[k][1][0] for k in largest)])
+    # What is computed in both loops, such as a hash of the counter, is kept instead, but for what it is made from.
+    crossing |= {k for k in both if k not in {n for other in both for n in lines[other][1]}}
+    used = {operand for k in behind for operand in lines[k][1]} | summed
+    used |= {line for array, line in trace.stores.items() if array[2]}
+    return Phases(
+        largest_lines=largest,
+        early_lines=everything - waits,
+        uniform_lines=find_dependencies(trace, uniform) - set(largest),
+        late_lines=behind,
+        late_and_free_lines=behind | free,
+        carried_lines=sorted(crossing),
+        waiting_lines=uniform | set(largest),
+        block_result_lines=sorted(uniform & used | set(largest)),
+    )
+
+
+class Stages(NamedTuple):
     """The instructions of a trace in two stages: a turn of a loop computes each for other elements.
 
     A processor looks ahead by some hundred instructions: if all that waits for a root follows it at once, there is
     little else to do meanwhile.
-
-    Attributes:
-        early_lines: the roots and what they are computed from.
-        late_lines: all others, and those of constants alone, which are in both.
-        carried_lines: the early ones that late ones need, and what is stored of them.
     """
 
-    early_lines: set[int]
-    late_lines: set[int]
-    carried_lines: list[int]
+    early_lines: set[int]  # the roots and what they are computed from
+    late_lines: set[int]  # all others, and those of constants alone, which are in both
+    carried_lines: list[int]  # the early ones that late ones need, and what is stored of them
 
 
 def split_into_stages(trace: Trace) -> Stages | None:
     """Return the stages of a trace; None where it has no root of anything that varies between elements."""
-    varies: set[int] = set()
-    for k, (name, operands, extra) in enumerate(trace.lines):
-        if name == "load" or (name == "input" and extra == STREAM_INPUTS[0]) or varies & set(operands):
-            varies.add(k)
-    everything = set(range(len(trace.lines)))
-    early = find_operands(trace, [k for k in varies if trace.lines[k][0] == "sqrt"])
+    everything, varies = set(range(len(trace.lines))), _find_varying_lines(trace)
+    early = find_dependencies(trace, [k for k in varies if trace.lines[k][0] == "sqrt"])
     late = everything - (early & varies)
     used = {operand for k in late for operand in trace.lines[k][1]} | set(trace.stores.values())
     if not early & varies:
         return None
     return Stages(early | (everything - varies), late, sorted(early & varies & used))
+
+
+def _find_varying_lines(trace: Trace) -> set[int]:
+    """Return the instructions whose values differ between the elements of a block."""
+    varies: set[int] = set()
+    for k, (name, operands, extra) in enumerate(trace.lines):
+        is_source = name == "load" or (name == "input" and extra == RANDOM_STREAM_INPUTS[0])
+        if name != "block_largest" and (is_source or varies & set(operands)):
+            varies.add(k)
+    return varies
 
 
 def schedule_lines(trace: Trace) -> list[int]:
@@ -147,7 +121,7 @@ def schedule_lines(trace: Trace) -> list[int]:
     return sorted(range(len(ready)), key=lambda k: (ready[k] - _LATENCY_CYCLES.get(trace.lines[k][0], 1), k))
 
 
-def find_operands(trace: Trace, lines: Iterable[int]) -> set[int]:
+def find_dependencies(trace: Trace, lines: Iterable[int]) -> set[int]:
     """Return instructions and all that they are computed from, up to a block's largest words."""
     found, left = set(), list(lines)
     while left:
@@ -159,24 +133,17 @@ def find_operands(trace: Trace, lines: Iterable[int]) -> set[int]:
 
 
 BROADCAST_LANES = 32  # neighbours that a broadcast operand repeats: the widest step of any kernel
-_HEADER_WORDS = 2  # words of the table before the operands: elements per row, elements in all
-_OPERAND_WORDS = 3  # words per operand: address, elements from row to row, elements from neighbour to neighbour
-_INSTRUCTIONS_TO_CALL = 3000  # instructions from which calls cost less than the compiler's time for writing all out
+_TABLE_HEADER_WORDS = 2  # words of the table before the operands: elements per row, elements in all
+_WORDS_PER_OPERAND = 3  # words per operand: address, elements from row to row, elements from neighbour to neighbour
+_LEAST_INSTRUCTIONS_FOR_CALLS = 3000  # from which on calls cost less than the compiler's time for writing all out
 
 
-@dataclass(frozen=True)
-class ShortcutTrace:
-    """A short trace for arrays of bfloat16 or float16, which has the same results except where it doubts them.
-
-    Attributes:
-        trace: what to compute per element.
-        results: instructions whose values are numbers of the outputs' dtypes, one for each.
-        doubt: the instruction of the mask of elements that the other trace computes.
-    """
+class ShortcutTrace(NamedTuple):
+    """A short trace for arrays of bfloat16 or float16, which has the same results except where it doubts them."""
 
     trace: Trace
-    results: tuple[int, ...]
-    doubt: int
+    results: tuple[int, ...]  # instructions whose values are numbers of the outputs' dtypes, one for each
+    doubt: int  # the instruction of the mask of elements that the other trace computes
 
 
 def compile_trace(
@@ -190,28 +157,17 @@ def compile_trace(
 ) -> Kernel:
     """Return a function (first row, last row, table address) that runs a trace on rows of elements.
 
-    Args:
-        name: for the cache.
-        trace: what to compute per element.
-        results: the instructions whose values are written.
-        stored: dtype in memory of each input (float16, bfloat16, float32, float64).
-        written: dtype in memory of each result; the value must be one of it, or is rounded to nearest.
-        quick: what computes most elements in less time, where all dtypes have 16 bits.
-        exact: whether all results are numbers of their dtypes.
-
     The table is an int64 array: row length, element count, then for each input and each result address, row stride and
-    neighbour stride (0 or 1). An input with neighbour stride 0 must hold LANES equal values from each row's address.
+    neighbour stride (0 or 1). An input with neighbour stride 0 must hold BROADCAST_LANES equal values from each row's
+    address. `results` are the instructions whose values are written, rounded to nearest in the dtypes `written` unless
+    they are `exact`; `quick` computes most elements in less time, where all dtypes have 16 bits.
     """
     short = quick and (quick.trace.digest(), quick.results, quick.doubt)
     told = trace.digest(), tuple(results), tuple(stored), tuple(written), exact, *([short] if short else [])
     key = hashlib.sha256(repr(told).encode()).hexdigest()
     given = trace, tuple(results), tuple(stored), tuple(written), quick, exact
-    return compile_rows(name, key, lambda builder, *values: _RowLoop(builder, *given).build(*values))
-
-
-def compile_rows(name: str, key: str, emit: Callable) -> Kernel:
-    """Return a function (first row, last row, table address) of the instructions that emit(builder, *these) writes."""
-    return compile_machine_function(f"{name}_{key[:16]}", key, 3, lambda b, *values: emit(b.b, *values))
+    name = f"{name}_{key[:16]}"
+    return compile_machine_function(name, key, 3, lambda b, *values: _RowLoop(b.b, *given).write_kernel(*values))
 
 
 def count_native_lanes(dtype: torch.dtype) -> int:
@@ -228,15 +184,15 @@ class _RowLoop(VectorBuilder):
         self.trace, self.results, self.stored, self.written = trace, results, stored, written
         self.lanes = count_native_lanes(trace.dtype)
         self.real = self.vector_type(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
-        self.calls = trace.count_instructions() > _INSTRUCTIONS_TO_CALL
+        self.calls = trace.count_instructions() > _LEAST_INSTRUCTIONS_FOR_CALLS
 
-    def build(self, first, last, table) -> None:
+    def write_kernel(self, first, last, table) -> None:
         b, lanes = self.b, self.word(self.lanes)
         per_row, total = self.load_word(table, 0), self.load_word(table, 1)
         operands = []
         for k in range(len(self.stored) + len(self.written)):
-            first_word = _HEADER_WORDS + _OPERAND_WORDS * k
-            operands.append(tuple(self.load_word(table, first_word + j) for j in range(_OPERAND_WORDS)))
+            first_word = _TABLE_HEADER_WORDS + _WORDS_PER_OPERAND * k
+            operands.append(tuple(self.load_word(table, first_word + j) for j in range(_WORDS_PER_OPERAND)))
         with self.loop(first, last, 1) as row:
             start = b.mul(row, per_row)
             count = self.select_lesser(b.sub(total, start), per_row)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..._messages import ENVIRONMENT
 from .._engine import note_and_warn_once, note_fallback
-from ._processor import processor
+from ._processor import find_processor
 
 _FUNCTION_SYMBOL = "halfulp_kernel"
 _OBJECT_TAG = b"halfulp-object-1"
@@ -39,11 +39,7 @@ if hasattr(os, "register_at_fork"):  # a child of a process that was compiling w
 def compile_machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> Kernel:
     """Return a compiled function of so many integers of 64 bits, addresses mostly, which runs without Python's lock.
 
-    Args:
-        name: of the cache entry.
-        key: whatever the instructions depend on, short of the sources of `kernels`.
-        arguments: how many.
-        write: (builder of vectors, *arguments) writes the instructions.
+    `write(builder, *arguments)` writes the instructions, which `key` determines, but for the sources of `kernels`.
 
     >>> import numpy as np
     >>> def fill(b, first, last, array):
@@ -57,11 +53,12 @@ def compile_machine_function(name: str, key: str, arguments: int, write: Callabl
     import llvmlite
 
     with _compile_lock:
-        entry = CacheEntry(name, key, ("llvmlite", llvmlite.__version__))
-        address = entry.read(_link_object)
+        path = find_cache_file(name, key, llvmlite.__version__)
+        address = _load_kernel_file(path)
+        cache_statistics["compiled" if address is None else "found"] += 1
         if address is None:
             code = _compile_object(arguments, write)
-            entry.write(code)
+            _write_kernel_file(path, code)
             address = _link_object(code)
     return Kernel(_FUNCTION_TYPE(address), struct.Struct(f"{arguments}q").pack)
 
@@ -70,10 +67,6 @@ class Kernel:
     """A compiled function of integers of 64 bits. A copy, as part of what holds it, is the same one.
 
     The integers travel as one argument, packed: ctypes takes .2 us for that, and .1 for each of several.
-
-    Attributes:
-        run: takes the packed arguments.
-        pack: packs them.
     """
 
     __slots__ = ("pack", "run")
@@ -102,11 +95,7 @@ def address_of(array: np.ndarray) -> int:
 
 
 def _link_object(code: bytes) -> int:
-    """Link an object file into the process; return the address of its function.
-
-    Raises:
-        ValueError: it has no such function.
-    """
+    """Link an object file into the process; return the address of its function, or raise ValueError over others."""
     from llvmlite import binding
 
     if not code.startswith(_OBJECT_TAG):
@@ -155,21 +144,21 @@ def _make_target_machine() -> Any:
     """Return the processor's, new at each call: an engine owns its own, and may be gone before others."""
     from llvmlite import binding
 
-    triple, name, features = processor()
+    triple, name, features = find_processor()
     target = binding.Target.from_triple(triple)
     return target.create_target_machine(
         cpu=name, features=features, opt=3, reloc="pic", codemodel="jitdefault", jit=True
     )
 
 
-_FOLDER_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}"
-_ENTRY_TAG = b"halfulp-kernel-1"
+_CACHE_FOLDER_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}"
+_KERNEL_FILE_TAG = b"halfulp-kernel-1"
 # How many kernels this process found, compiled and wrote, and the bytes that it wrote.
-statistics = Counter[str]()
+cache_statistics = Counter[str]()
 _COMPILER_SOURCE_FILES = tuple(Path(__file__).parents[1] / name for name in ("_operations.py", "vector"))
 
 
-def cache_folder() -> Path | None:
+def find_cache_folder() -> Path | None:
     """Return the folder of compiled kernels: HALFULP_CACHE_DIR or the user's cache folder; None without either."""
     chosen = os.environ.get("HALFULP_CACHE_DIR")
     if chosen:
@@ -181,69 +170,54 @@ def cache_folder() -> Path | None:
         return None
 
 
-class CacheEntry:
-    """One kernel's file in the cache.
+def find_cache_file(name: str, key: str, compiler_version: str) -> Path | None:
+    """Return where a kernel is kept: the name says what its machine code depends on; None without a folder."""
+    folder = find_cache_folder()
+    made_from = key, compiler_version, find_processor(), compute_source_digest(*_COMPILER_SOURCE_FILES)
+    digest = hashlib.sha256(repr(made_from).encode()).hexdigest()[:32]
+    return None if folder is None else folder / f"{name}-{digest}.kernel"
 
-    An entry that cannot be written (a read-only home, a full disk) or read (cut short, damaged) costs a compilation
-    in memory and nothing else; `halfulp.kernels.report()` says so, and of the former a warning. Processes that need an
-    entry at the same time, such as the ranks of a training, each compile it, and the last one's file stays.
 
-    Args:
-        name: the beginning of the file's name.
-        key: whatever the machine code depends on, short of the compilers and the processor.
-        compilers: names and versions.
-    """
+def _load_kernel_file(path: Path | None) -> int | None:
+    """Return the address of a kept kernel's function; None where there is no file, or none that can be read."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        blob = path.read_bytes()
+        tag, checksum, payload = blob[:16], blob[16:48], blob[48:]
+        if tag != _KERNEL_FILE_TAG or hashlib.sha256(payload).digest() != checksum:
+            raise ValueError("damaged")
+        return _link_object(payload)
+    except (OSError, ValueError, RuntimeError) as e:  # the last one is LLVM's
+        note_fallback("cache", f"unreadable kernel cache entry ignored ({type(e).__name__}); compiled again")
+        return None
 
-    def __init__(self, name: str, key: str, compilers: tuple[str, ...]) -> None:
-        self._name, self._key, self._compilers = name, key, compilers
 
-    def read(self, rebuild: Callable[[bytes], Any]) -> Any:
-        """Return `rebuild` of the file; None where there is none that can be read."""
-        path, found = self._find_path(), None
-        if path is not None and path.is_file():
-            try:
-                blob = path.read_bytes()
-                tag, checksum, payload = blob[:16], blob[16:48], blob[48:]
-                if tag != _ENTRY_TAG or hashlib.sha256(payload).digest() != checksum:
-                    raise ValueError("damaged")
-                found = rebuild(payload)
-            except (OSError, ValueError, RuntimeError) as e:  # the last one is LLVM's
-                note_fallback("cache", f"unreadable kernel cache entry ignored ({type(e).__name__}); compiled again")
-        statistics["found" if found is not None else "compiled"] += 1
-        return found
-
-    def write(self, payload: bytes) -> None:
-        """Write an entry whole or not at all."""
-        path = self._find_path()
-        if path is None:
-            note_and_warn_once("cache", f"no home folder: kernels are compiled in every process; {_FOLDER_REMEDY}")
-            return
-        temporary = None
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".part")
-            with os.fdopen(handle, "wb") as file:
-                file.write(_ENTRY_TAG + hashlib.sha256(payload).digest() + payload)
-            os.replace(temporary, path)
-            statistics.update(written=1, bytes=len(payload))
-        except OSError as e:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
-            note_and_warn_once(
-                "cache",
-                f"kernel cache {path.parent} cannot be written ({e.strerror}): kernels are compiled in every process; "
-                f"{_FOLDER_REMEDY}",
-            )
-
-    def _find_path(self) -> Path | None:
-        folder = cache_folder()
-        machine = (*self._compilers, processor(), source_digest(*_COMPILER_SOURCE_FILES))
-        key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
-        return None if folder is None else folder / f"{self._name}-{key}.kernel"
+def _write_kernel_file(path: Path | None, payload: bytes) -> None:
+    """Write a file whole or not at all: of processes that write it at a time, as ranks do, the last one's stays."""
+    if path is None:
+        note_and_warn_once("cache", f"no home folder: kernels are compiled in every process; {_CACHE_FOLDER_REMEDY}")
+        return
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".part")
+        with os.fdopen(handle, "wb") as file:
+            file.write(_KERNEL_FILE_TAG + hashlib.sha256(payload).digest() + payload)
+        os.replace(temporary, path)
+        cache_statistics.update(written=1, bytes=len(payload))
+    except OSError as e:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        note_and_warn_once(
+            "cache",
+            f"kernel cache {path.parent} cannot be written ({e.strerror}): kernels are compiled in every process; "
+            f"{_CACHE_FOLDER_REMEDY}",
+        )
 
 
 @functools.cache
-def source_digest(*sources: Path) -> str:
+def compute_source_digest(*sources: Path) -> str:
     """Return a hash of source files and folders: the part of a cache key that changes with code generators."""
     files = [file for one in sources for file in (sorted(one.glob("*.py")) if one.is_dir() else [one])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

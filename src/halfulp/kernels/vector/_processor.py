@@ -9,12 +9,8 @@ import os
 from ..._messages import ENVIRONMENT
 
 
-def processor() -> tuple[str, str, str]:
-    """Return its LLVM triple, name and features (``"+avx2,+f16c"``); part of every cache key.
-
-    Named "generic", it is any 64-bit processor of this kind that kernels run on, and has no further features but those
-    that are given.
-    """
+def find_processor() -> tuple[str, str, str]:
+    """Return its LLVM triple, name and features (``"+avx2,+f16c"``); a "generic" one has the given features alone."""
     return _describe_processor(os.environ.get("HALFULP_CPU_NAME"), os.environ.get("HALFULP_CPU_FEATURES"))
 
 
@@ -42,7 +38,7 @@ def explain_unsupported_machine() -> str:
     try:
         from llvmlite import binding
 
-        binding.Target.from_triple(processor()[0])
+        binding.Target.from_triple(find_processor()[0])
     except Exception as error:  # its library does not load, or was built without this processor
         lines = str(error).splitlines() or [""]
         return f"llvmlite cannot compile for this machine ({type(error).__name__}: {lines[0]})"
@@ -56,11 +52,7 @@ def explain_unsupported_machine() -> str:
 
 @functools.cache
 def check_features() -> None:
-    """Check HALFULP_CPU_FEATURES: over a feature without a sign LLVM ends the process.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Raise ValueError over a feature without a sign in HALFULP_CPU_FEATURES, over which LLVM ends the process."""
     for feature in filter(None, os.environ.get("HALFULP_CPU_FEATURES", "").split(",")):
         if feature[0] not in "+-":
             raise ValueError(
@@ -71,7 +63,7 @@ def check_features() -> None:
 
 def has_features(*features: str) -> bool:
     """Return whether machine code may use all of some features, named as LLVM names them: "avx2", "avx512f", "fma"."""
-    allowed = set(processor()[2].split(","))
+    allowed = set(find_processor()[2].split(","))
     return all(f"+{feature}" in allowed for feature in features)
 
 

@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from .._trace import Trace, Traced, record_function
 from ._builder import VectorBuilder, count_lanes, element_size
 from ._instructions import InstructionWriter
-from ._loop import compile_rows, count_native_lanes
+from ._loop import count_native_lanes
+from ._machine_function import Kernel, compile_machine_function
 
 NARROW_LANES = 32  # lanes that the rows of a matrix with fewer columns are dealt to, whatever the processor's vectors
-BLOCK = 16  # rows that a step takes up one after another before they are joined to what came before
+BLOCK_ROWS = 16  # rows that a step takes up one after another before they are joined to what came before
 
 
-@dataclass(frozen=True)
-class ReductionSteps:
-    """The device functions of a reduction, on float64 values.
+class ReductionSteps(NamedTuple):
+    """The device functions of a reduction, on float64 values."""
 
-    Attributes:
-        step: a block's state and a row's components -> the state from there on.
-        join: the accumulators and a block's state -> the accumulators from there on.
-        merge: the accumulators of two lanes -> those of both together.
-        close: the final accumulators, and a number of the table -> the result's components.
-        width: how many accumulators there are, and values in a state.
-        start: the first of both before the first row; the others are zero.
-    """
-
-    step: Callable
-    join: Callable
-    merge: Callable
-    close: Callable
-    width: int
-    start: float
+    step: Callable  # a block's state and a row's components -> the state from there on
+    join: Callable  # the accumulators and a block's state -> the accumulators from there on
+    merge: Callable  # the accumulators of two lanes -> those of both together
+    close: Callable  # the final accumulators, and a number of the table -> the result's components
+    width: int  # how many accumulators there are, and values in a state
+    start: float  # the first of both before the first row; the others are zero
 
     def record_steps(self, inputs: int) -> tuple[tuple[Trace, list[int]], ...]:
         """Return the instructions of step, join, merge and close on rows of some components, and their results."""
@@ -50,15 +41,11 @@ class ReductionSteps:
 
 def compile_reduction(
     name: str, steps: ReductionSteps, stored: Sequence[torch.dtype], written: Sequence[torch.dtype], shape: str
-) -> Callable:
+) -> Kernel:
     """Return a function (first segment, last segment, table address) that reduces segments of rows of matrices.
 
-    Args:
-        name: for the cache.
-        steps: its device functions.
-        stored: dtype in memory of each of a row's components.
-        written: of each of the result's.
-        shape: of the matrices: "line" (one column), "narrow" (fewer than NARROW_LANES), "wide" (at least as many).
+    Their shape is "line" (one column), "narrow" (fewer than NARROW_LANES) or "wide" (at least as many); `stored` are
+    the dtypes in memory of a row's components, `written` those of the result's.
 
     The table is an int64 array: rows and columns of a matrix, rows of a segment, segments of a matrix, rows that lie
     side by side in the lanes of a narrow matrix (at most NARROW_LANES / columns; NARROW_LANES of a line), elements in
@@ -70,7 +57,8 @@ def compile_reduction(
     key = hashlib.sha256(repr((told, steps.start, tuple(stored), tuple(written), shape)).encode()).hexdigest()
     loop = {"line": _ColumnLoop, "narrow": _NarrowMatrixLoop, "wide": _WideMatrixLoop}[shape]
     given = pieces, steps.start, tuple(stored), tuple(written)
-    return compile_rows(name, key, lambda builder, *values: loop(builder, *given).build(*values))
+    name = f"{name}_{key[:16]}"
+    return compile_machine_function(name, key, 3, lambda b, *values: loop(b.b, *given).write_kernel(*values))
 
 
 class _ReductionLoop(VectorBuilder):
@@ -82,29 +70,28 @@ class _ReductionLoop(VectorBuilder):
         self.stored, self.written = stored, written
         self.begin = [start] + [0.0] * (len(self.join[1]) - 1)
 
-    def build(self, first, last, table) -> None:
+    def write_kernel(self, first, last, table) -> None:
         b = self.b
         words = [self.load_word(table, k) for k in range(7 + len(self.stored) + len(self.written))]
         self.rows, self.columns, per_segment, segments, self.several, self.total, number, *addresses = words
         self.number = b.sitofp(number, self.f64)
         self.sources, self.targets = addresses[: len(self.stored)], addresses[len(self.stored) :]
-        self.prepare_values()
+        self.prepare_shared_values()
         with self.loop(first, last, 1) as segment:
             matrix = b.sdiv(segment, segments)
             top = b.mul(b.sub(segment, b.mul(matrix, segments)), per_segment)
             start = b.mul(b.add(b.mul(matrix, self.rows), top), self.columns)
-            self.reduce_segment(
-                start, self.select_lesser(b.sub(self.rows, top), per_segment), b.mul(segment, self.columns)
-            )
+            rows = self.select_lesser(b.sub(self.rows, top), per_segment)
+            self.reduce_segment(start, rows, b.mul(segment, self.columns))
 
-    def prepare_values(self) -> None:
+    def prepare_shared_values(self) -> None:
         """Set up values that are used by all segments."""
 
     def reduce_segment(self, start, rows, out) -> None:
         """The rows from element `start` on into the row of results at element `out`."""
         raise NotImplementedError
 
-    def call_function(self, piece: tuple, values: list) -> list:
+    def write_function(self, piece: tuple, values: list) -> list:
         """Return the results of a device function."""
         computed = InstructionWriter(self.b, piece[0], count_lanes(values[0].type)).run(values)
         return [computed[number] for number in piece[1]]
@@ -113,17 +100,17 @@ class _ReductionLoop(VectorBuilder):
         """Reduce the vectors load(0) ... load(turns - 1)."""
         begin = [self.constant(self.vector_type(self.f64, lanes), value) for value in self.begin]
         held = list(begin)
-        with self.loop(self.word(0), turns, BLOCK, held) as first:
+        with self.loop(self.word(0), turns, BLOCK_ROWS, held) as first:
             state = list(begin)
-            last = self.select_lesser(self.b.add(first, self.word(BLOCK)), turns)
+            last = self.select_lesser(self.b.add(first, self.word(BLOCK_ROWS)), turns)
             with self.loop(first, last, 1, state) as turn:
-                state[:] = self.call_function(self.step, [*state, *load(turn)])
-            held[:] = self.call_function(self.join, [*held, *state])
+                state[:] = self.write_function(self.step, [*state, *load(turn)])
+            held[:] = self.write_function(self.join, [*held, *state])
         return held
 
     def store_results(self, held: list, at) -> None:
         """Close and store from element `at` on."""
-        values = self.call_function(self.close, [*held, self.splat(self.number, count_lanes(held[0].type))])
+        values = self.write_function(self.close, [*held, self.splat(self.number, count_lanes(held[0].type))])
         for target, dtype, value in zip(self.targets, self.written, values):
             self.store_reals(target, at, dtype, value)
 
@@ -150,11 +137,11 @@ class _WideMatrixLoop(_ReductionLoop):
 class _NarrowMatrixLoop(_ReductionLoop):
     """The loop for narrow matrices: several rows in a vector; at the end a column's lanes are merged by halves."""
 
-    def prepare_values(self) -> None:
+    def prepare_shared_values(self) -> None:
         b = self.b
         self.width = b.mul(self.several, self.columns)
         self.row_type = self.vector_type(self.f64, NARROW_LANES)
-        self.copies = [self.allocate_stack(neutral.type, NARROW_LANES) for neutral in self.neutral_elements()]
+        self.copies = [self.allocate_stack(neutral.type, NARROW_LANES) for neutral in self.list_neutral_elements()]
         # Twice as many, since a vector is read from any lane on.
         self.scratch = [self.allocate_stack(self.f64, 2 * NARROW_LANES) for _ in self.begin]
         leading = b.ctlz(b.sub(self.several, self.word(1)), self.ir.Constant(self.ir.IntType(1), 0))
@@ -164,17 +151,16 @@ class _NarrowMatrixLoop(_ReductionLoop):
         b = self.b
         count = b.mul(rows, self.columns)
         turns = b.sdiv(b.add(count, b.sub(self.width, self.word(1))), self.width)
-        self.merge_lanes_and_store(
-            self.reduce_vectors(
-                NARROW_LANES, turns, lambda turn: self.load_vector(start, count, b.mul(turn, self.width))
-            ),
-            out,
-        )
+
+        def load(turn) -> list:
+            return self.load_vector(start, count, b.mul(turn, self.width))
+
+        self.merge_lanes_and_store(self.reduce_vectors(NARROW_LANES, turns, load), out)
 
     def merge_lanes_and_store(self, held: list, out) -> None:
         """Merge the lanes of each column, and write the results."""
         b = self.b
-        self.keep_lanes(self.merge_lanes(held))
+        self.write_lanes_to_scratch(self.merge_lanes(held))
         with self.loop(self.word(0), self.columns, 1) as column:
             self.store_results([b.load(b.gep(part, [column])) for part in self.scratch], b.add(out, column))
 
@@ -186,10 +172,9 @@ class _NarrowMatrixLoop(_ReductionLoop):
         readable = b.icmp_signed("<=", b.add(at, self.word(NARROW_LANES)), self.total)
         direct = b.and_(whole, readable)
         with b.if_then(b.not_(direct), likely=False), b.if_else(readable) as (near, far):
-            with near:
-                self.copy_vector(at, self.select_lesser(self.width, left))
-            with far:
-                self.copy_elements(at, self.select_lesser(self.width, left))
+            for case, copy_some in ((near, self.copy_vector), (far, self.copy_elements)):
+                with case:
+                    copy_some(at, self.select_lesser(self.width, left))
         found = []
         for source, copy, dtype in zip(self.sources, self.copies, self.stored):
             base = b.add(source, b.mul(at, self.word(element_size(dtype))))
@@ -200,7 +185,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
     def copy_vector(self, at, count) -> None:
         """Copy `count` elements of a vector; the other lanes get the neutral element."""
         b, wanted = self.b, self.mask_lanes_below(count)
-        for source, copy, neutral, dtype in zip(self.sources, self.copies, self.neutral_elements(), self.stored):
+        for source, copy, neutral, dtype in zip(self.sources, self.copies, self.list_neutral_elements(), self.stored):
             base = b.add(source, b.mul(at, self.word(element_size(dtype))))
             elements = self.load_bits(base, self.word(0), dtype, NARROW_LANES)
             value = b.select(wanted, elements, self.constant(elements.type, neutral.constant))
@@ -209,14 +194,14 @@ class _NarrowMatrixLoop(_ReductionLoop):
     def copy_elements(self, at, count) -> None:
         """Copy elements one by one where a vector would end beyond memory."""
         b = self.b
-        for source, copy, neutral in zip(self.sources, self.copies, self.neutral_elements()):
+        for source, copy, neutral in zip(self.sources, self.copies, self.list_neutral_elements()):
             elements = self.pointer(source, at, neutral.type)
             with self.loop(self.word(0), self.word(NARROW_LANES), 1) as k:
                 b.store(neutral, b.gep(copy, [k]))
             with self.loop(self.word(0), count, 1) as k:
                 b.store(b.load(b.gep(elements, [k])), b.gep(copy, [k]))
 
-    def neutral_elements(self) -> list:
+    def list_neutral_elements(self) -> list:
         """Return the neutral element's components, as words in memory."""
         found = []
         for k, dtype in enumerate(self.stored):
@@ -236,15 +221,15 @@ class _NarrowMatrixLoop(_ReductionLoop):
         with self.loop(self.word(0), self.levels, 1, values):
             rows, *held = values
             half = b.lshr(b.add(rows, self.word(1)), self.word(1))
-            self.keep_lanes(held)
+            self.write_lanes_to_scratch(held)
             base = [b.ptrtoint(b.gep(part, [b.mul(half, self.columns)]), self.i64) for part in self.scratch]
             other = [self.load_reals(address, self.word(0), torch.float64, self.row_type) for address in base]
             mask = self.mask_lanes_below(b.mul(b.sub(rows, half), self.columns))
-            pairs = self.call_function(self.merge, [*held, *other])
+            pairs = self.write_function(self.merge, [*held, *other])
             values[:] = [half, *(b.select(mask, new, old) for new, old in zip(pairs, held))]
         return values[1:]
 
-    def keep_lanes(self, held: list) -> None:
+    def write_lanes_to_scratch(self, held: list) -> None:
         """Write lanes to memory."""
         for part, value in zip(self.scratch, held):
             self.store_reals(self.b.ptrtoint(part, self.i64), self.word(0), torch.float64, value)
@@ -257,7 +242,6 @@ class _ColumnLoop(_NarrowMatrixLoop):
         half = NARROW_LANES
         while half > 1:
             half //= 2
-            part = self.extract_lanes if half > 1 else lambda value, first, _: self.extract_lane(value, first)
-            low, high = ([part(value, first, half) for value in held] for first in (0, half))
-            held = self.call_function(self.merge, [*low, *high])
+            low, high = ([self.extract_lanes(value, first, half) for value in held] for first in (0, half))
+            held = self.write_function(self.merge, [*low, *high])
         self.store_results(held, out)

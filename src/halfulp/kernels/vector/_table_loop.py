@@ -7,56 +7,55 @@ which narrow vectors are widened and packed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._device_function import CHUNK_COLUMNS, STREAM_INPUTS, Table
-from .._trace import COUNTER_COPIES, RecordedFunction
+from .._device_function import CHUNK_COLUMNS, RANDOM_STREAM_INPUTS, Table
+from .._trace import COUNTER_COPIES
 from ._builder import VectorBuilder, lane_type
 from ._instructions import InstructionWriter
-from ._loop import Phases, Stages, find_operands, schedule_lines, split_into_stages
+from ._loop import Stages, find_dependencies, schedule_lines, split_into_phases, split_into_stages
 from ._machine_function import Kernel, compile_machine_function
 from ._processor import vector_bits
 
-_ELEMENTS_AT_ONCE = 512  # elements, in small blocks
-# Bytes by which cache lines are asked for ahead, where arrays are not few.
-_BYTES_AHEAD, _BYTES_FAR_AHEAD, _CACHE_LINE, _FEW_ARRAYS = 1024, 8192, 64, 3
+_MOST_ELEMENTS_IN_TURNS = 512  # of small blocks whose computations alternate
+_LEAST_PREFETCHED_ARRAYS = 3
+_PREFETCH_BYTES, _FAR_PREFETCH_BYTES, _CACHE_LINE_BYTES = 1024, 8192, 64
 ArrayKey = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
 
 
-def compile_table(name: str, table: Table) -> Kernel:
+def compile_table_kernel(name: str, table: Table) -> Kernel:
     """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
     (rows of constants, constants), uint64 (rows,): keys, and float64 (chunks, `table.sums`).
     """
-    return compile_machine_function(name, table.make_key(), 8, lambda b, *values: TableLoop(b.b, table).build(*values))
+    return compile_machine_function(
+        name, table.make_key(), 8, lambda b, *values: TableLoop(b.b, table).write_kernel(*values)
+    )
 
 
-def compile_row(name: str, table: Table) -> Kernel:
-    """Return the function (first and last chunk, addresses of chunks and constants, 0, key, pointers) of a single row.
+def compile_row_kernel(name: str, table: Table) -> Kernel:
+    """Return `compile_table_kernel`'s function of a single row, without sums.
 
-    As `compile_table`, without sums.
+    It takes first and last chunk, the addresses of chunks and constants, 0, the key, and the row's pointers.
     """
 
     def write(b: VectorBuilder, first, last, chunks, constants, *_) -> None:
         row, key, pointers = (b.b.add(b.arguments, b.word(8 * k)) for k in (4, 5, 6))
-        TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, b.word(0))
+        TableLoop(b.b, table).write_kernel(first, last, chunks, pointers, row, constants, key, b.word(0))
 
     return compile_machine_function(name, f"row {table.make_key()}", 6 + table.columns, write)
 
 
 class TableLoop(VectorBuilder):
-    """Writes the loop of a kernel over a table of pointers.
-
-    Attributes:
-        address: of the array in each column that is read or written.
-    """
+    """Writes the loop of a kernel over a table of pointers."""
 
     def __init__(self, builder, table: Table) -> None:
         super().__init__(builder)
         self.table, self.trace = table, table.trace
-        assert not (table.block and self.trace.deposits), (
+        assert not (table.block and self.trace.counter_additions), (
             "a block's elements are in no order in which they could add up"
         )
         self.lanes = vector_bits() // 32
@@ -65,12 +64,11 @@ class TableLoop(VectorBuilder):
         self.width = 2 * self.lanes
         self.padded = -(-(table.block or 0) // self.width) * self.width
         self.copied = table.partial or self.padded != table.block
-        self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _ELEMENTS_AT_ONCE // self.padded))
-        self.phases = Phases.split_trace(self.trace)
-        has_stages = not (table.block or self.trace.sums or self.trace.deposits)
+        self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _MOST_ELEMENTS_IN_TURNS // self.padded))
+        self.phases = split_into_phases(self.trace)
+        has_stages = not (table.block or self.trace.sums or self.trace.counter_additions)
         self.stages = split_into_stages(self.trace) if has_stages else None
         lines = self.trace.lines
-        self.kinds = InstructionWriter(builder, self.trace, 1)
         self.constant_inputs = [
             (x[2], kind) for x, kind in zip(lines, self.trace.kinds) if x[0] == "input" and x[2][0] == "constant"
         ]
@@ -83,12 +81,8 @@ class TableLoop(VectorBuilder):
         self.order = schedule_lines(self.trace)
         self.scalars: dict[Any, Any] = {}
         self.inputs: dict[Any, Any] = {}
-        self.address: dict[int, Any] = {}
-        self.allocate_buffers()
-
-    def allocate_buffers(self) -> None:
-        """Allocate what elements are copied to, and what the loops over a block hand on."""
-        table = self.table
+        self.address: dict[int, Any] = {}  # of the array in each column that is read or written
+        # What elements are copied to, and what the loops over a block hand on.
         room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
         self.copies = {array: self.allocate_stack(self.ir.IntType(array[1]), room) for array in copied}
@@ -96,45 +90,47 @@ class TableLoop(VectorBuilder):
         self.buffers = [self.allocate_stack(lane_type(self.vector_type_of(line)), room) for line in crossing]
         self.block_results = {
             line: self.allocate_stack(lane_type(self.memory_type_of(line)), self.together)
-            for line in self.phases.find_block_results(self.trace)
+            for line in self.phases.block_result_lines
         }
         # A row per block, where as many blocks are computed at once as a vector has lanes.
         in_rows = self.phases.largest_lines if table.block and self.together == self.lanes else []
         self.rows = {line: self.allocate_stack(self.i32, self.together * self.lanes) for line in in_rows}
 
-    def build(self, first, last, chunks, pointers, rows, constants, keys, sums) -> None:
+    def write_kernel(self, first, last, chunks, pointers, rows, constants, keys, sums) -> None:
         """Write the loop over chunks."""
         b, table = self.b, self.table
         with self.loop(first, last, 1) as c:
             at = b.mul(c, self.word(CHUNK_COLUMNS))
             row, begin, count, index = (self.load_word_at(chunks, at, k) for k in range(CHUNK_COLUMNS))
             pointer = b.mul(row, self.word(table.columns))
-            used = {self.column[address] for address, *_ in [*self.arrays, *self.trace.deposits]}
+            used = {self.column[address] for address, *_ in [*self.arrays, *self.trace.counter_additions]}
             self.address = {column: self.load_word_at(pointers, pointer, column) for column in sorted(used)}
             if self.constant_inputs:
                 size = int(self.constant_inputs[0][1][1:]) // 8
                 own = b.mul(self.load_word_at(rows, row, 0), self.word(table.constants * size))
                 for name, kind in self.constant_inputs:
-                    place = self.pointer(b.add(constants, own), self.word(name[1]), self.kinds.type_of_kind(kind))
-                    self.set_scalar(name, b.load(place, align=size))
+                    place = self.pointer(b.add(constants, own), self.word(name[1]), self.type_of_kind(kind, 1))
+                    self.set_scalar_input(name, b.load(place, align=size))
             if table.stream_start:
-                self.begin_stream(table.stream_start, self.load_word_at(keys, row, 0), index)
-            for k, total in enumerate(self.write_chunk(begin, count)):
+                # The counter of the chunk's first element and the stream's own word.
+                key, start = self.load_word_at(keys, row, 0), table.stream_start
+                halves = b.trunc(key, self.i32), b.trunc(b.lshr(key, self.word(32)), self.i32)
+                values = InstructionWriter(b, start.trace, 1).run([*halves, index])
+                self.first_counter, own_word = (values[number] for number in start.results)
+                self.set_scalar_input(RANDOM_STREAM_INPUTS[1], own_word)
+            kinds = self.trace.kinds
+            wide = [how == "sum" or (how == "max" and kinds[number] == "f64") for how, number in self.trace.sums]
+            vectors = [self.vector_type(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
+            totals = [self.ir.Constant(kind, None) for kind in vectors for _ in range(2)]
+            (self.write_block_loop if table.block else self.write_vector_loop)(begin, count, totals)
+            reduced = [self.reduce_total_lanes(how, totals[2 * k :][:2]) for k, (how, _) in enumerate(self.trace.sums)]
+            for k, total in enumerate(reduced):
                 place = self.pointer(sums, b.add(b.mul(c, self.word(table.sums)), self.word(k)), self.f64)
                 b.store(total, place, align=8)
         if table.is_streaming:
             b.fence("seq_cst")  # such stores are in no order with others
 
-    def write_chunk(self, begin, count) -> list:
-        """Write what happens to the elements [begin, begin + count) of the arrays, and return what is summed up."""
-        kinds, sums = self.trace.kinds, self.trace.sums
-        wide = [how == "sum" or (how == "max" and kinds[number] == "f64") for how, number in sums]
-        vectors = [self.vector_type(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
-        totals = [self.ir.Constant(kind, None) for kind in vectors for _ in range(2)]
-        (self.write_blocks if self.table.block else self.write_vectors)(begin, count, totals)
-        return [self.reduce_total_lanes(how, totals[2 * k : 2 * k + 2]) for k, (how, _) in enumerate(sums)]
-
-    def set_scalar(self, name: tuple, value) -> None:
+    def set_scalar_input(self, name: tuple, value) -> None:
         """Take a scalar for an input."""
         self.scalars[name], self.inputs[name] = value, self.splat(value, self.lanes)
 
@@ -142,25 +138,14 @@ class TableLoop(VectorBuilder):
         """Load word k behind the first of a table of 64-bit integers."""
         return self.b.load(self.pointer(table, self.b.add(first, self.word(k)), self.i64), align=8)
 
-    def begin_stream(self, piece: RecordedFunction, key, index) -> None:
-        """Compute the counter of the chunk's first element and the stream's own word, from a row's key."""
-        b = self.b
-        halves = b.trunc(key, self.i32), b.trunc(b.lshr(key, self.word(32)), self.i32)
-        values = InstructionWriter(b, piece.trace, 1).run([*halves, index])
-        self.first_counter, *own = (values[number] for number in piece.results)
-        for name, value in zip(STREAM_INPUTS[1:], own):
-            self.set_scalar(name, value)
-
-    def list_lane_places(self) -> list[list[int]]:
+    def list_lane_positions(self) -> list[list[int]]:
         """Return which neighbours the lanes of the two vectors are."""
-        lanes = range(self.lanes)
-        if self.in_pairs:
-            return [[2 * k + half for k in lanes] for half in range(2)]
-        return [[k + half * self.lanes for k in lanes] for half in range(2)]
+        every = list(range(self.width))
+        return [every[::2], every[1::2]] if self.in_pairs else [every[: self.lanes], every[self.lanes :]]
 
     # whole vectors, and what remains ---------------------------------------------------------------------------
 
-    def write_vectors(self, begin, count, totals: list) -> None:
+    def write_vector_loop(self, begin, count, totals: list) -> None:
         """Write the loop over a chunk's whole vectors, then once more over a padded copy of what remains."""
         b, width = self.b, self.word(self.width)
         whole = b.mul(b.sdiv(count, width), width)
@@ -172,21 +157,21 @@ class TableLoop(VectorBuilder):
             for array in self.arrays
         }
         ends = {array: b.add(base, self.count_bytes(whole, array[1])) for array, base in bases.items()}
-        if self.trace.sums or self.trace.deposits:
+        if self.trace.sums or self.trace.counter_additions:
             # Only of what remains it is asked which lanes are elements.
             with self.loop(zero, whole, self.width, totals) as i:
                 self.write_vector_pair(bases, i, i, totals, None)
             with self.loop(zero, rest, self.width, totals) as i:
-                self.copy_block(ends, rest)
+                self.copy_with_padding(ends, rest)
                 self.write_vector_pair(held, i, whole, totals, rest)
-                self.copy_out(ends, rest)
+                self.write_copies_back(ends, rest)
             return
         first = b.select(b.icmp_signed(">", whole, zero), zero, one)
         last = b.select(b.icmp_signed(">", rest, zero), self.word(2), one)
         with self.loop(first, last, 1) as phase:
             is_rest = b.icmp_signed("==", phase, one)
             with b.if_then(is_rest):
-                self.copy_block(ends, rest)
+                self.copy_with_padding(ends, rest)
             used = {array: b.select(is_rest, held[array], bases[array]) for array in self.arrays}
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
             if self.stages:
@@ -195,14 +180,11 @@ class TableLoop(VectorBuilder):
                 with self.loop(zero, limit, self.width) as i:
                     self.write_vector_pair(used, i, b.add(before, i), [], None)
             with b.if_then(is_rest):
-                self.copy_out(ends, rest)
+                self.write_copies_back(ends, rest)
 
     def write_vector_pair(self, bases: dict, i, place, totals: list, limit) -> None:
-        """Write what happens to two vectors from i on, whose place in the chunk is another; all lanes are elements.
-
-        With a limit only those below it are.
-        """
-        loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
+        """Write what happens to two vectors from i on, at a place in the chunk; lanes beyond the limit are padding."""
+        loaded = {array: self.load_vector_pair(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
         self.prefetch_arrays(bases, i)
         values = self.compute_vectors(loaded, place)
         self.store_results(values, self.stores, bases, i)
@@ -210,10 +192,8 @@ class TableLoop(VectorBuilder):
         self.add_to_totals(values, i, totals, limit, range(len(self.trace.lines)))
 
     def write_stages(self, stages: Stages, limit, before, bases: dict) -> None:
-        """Write the loop over whole vectors in two stages: a turn stores what the turn before has begun.
-
-        The first turn only begins; the last begins again what is there.
-        """
+        """Write the loop over whole vectors in two stages: a turn stores what the turn before has begun."""
+        # The first turn only begins; the last begins again what is there.
         b, zero, width, carried_lines = self.b, self.word(0), self.word(self.width), stages.carried_lines
         last = b.sub(limit, width)
         last = b.select(b.icmp_signed(">", last, zero), last, zero)
@@ -232,27 +212,26 @@ class TableLoop(VectorBuilder):
         """Return the values of two vectors in one stage, those known from the stage before too."""
         loads = [self.trace.lines[k] for k in lines if self.trace.lines[k][0] == "load"]
         arrays: list[ArrayKey] = [(operands[0], *extra) for _, operands, extra in loads]
-        loaded = {array: self.load_both(bases[array], i, array[1]) for array in arrays}
+        loaded = {array: self.load_vector_pair(bases[array], i, array[1]) for array in arrays}
         return self.compute_vectors(loaded, self.b.add(before, i), known, lines | known[0].keys())
 
     def prefetch_arrays(self, bases: dict, i, ahead: int | None = None) -> None:
-        """Ask for the cache lines `ahead` bytes behind element i; they need not be ones that can be read.
+        """Ask for the cache lines `ahead` bytes behind element i, by default those that are needed some turns later.
 
-        By default they are needed some turns later. Processors do that by themselves for a few arrays, and only within
-        a page, which is 2,048 elements of 16 bits.
+        Processors do that by themselves for a few arrays, and only within a page: 2,048 elements of 16 bits.
         """
         arrays = [array for array in dict.fromkeys(self.loads) if not array[2]]
         is_far = self.table.is_far_memory
-        if ahead is None and len(arrays) < _FEW_ARRAYS and not is_far:
+        if ahead is None and len(arrays) < _LEAST_PREFETCHED_ARRAYS and not is_far:
             return
-        ahead = (_BYTES_FAR_AHEAD if is_far else _BYTES_AHEAD) if ahead is None else ahead
+        ahead = (_FAR_PREFETCH_BYTES if is_far else _PREFETCH_BYTES) if ahead is None else ahead
         for array in arrays:
             first = self.b.add(bases[array], self.count_bytes(i, array[1]))
-            for line in range(ahead, ahead + self.width * array[1] // 8, _CACHE_LINE):
+            for line in range(ahead, ahead + self.width * array[1] // 8, _CACHE_LINE_BYTES):
                 # Far ones come into the second level, whose queue of pending lines is longer.
                 self.prefetch_line(self.b.add(first, self.word(line)), 2 if is_far else 3)
 
-    def copy_out(self, bases: dict, count) -> None:
+    def write_copies_back(self, bases: dict, count) -> None:
         """Write what the copies hold where it belongs."""
         b = self.b
         with self.loop(self.word(0), count, 1) as j:
@@ -263,7 +242,7 @@ class TableLoop(VectorBuilder):
 
     # blocks ----------------------------------------------------------------------------------------------------
 
-    def write_blocks(self, begin, count, totals: list) -> None:
+    def write_block_loop(self, begin, count, totals: list) -> None:
         """Write the loop over blocks: all up to their largest words, then the rest, of values kept in buffers.
 
         Several small blocks take turns at each half, so that one need not wait for the other's result. Where blocks are
@@ -275,14 +254,20 @@ class TableLoop(VectorBuilder):
             if self.copied:
                 start = b.mul(number, block)
                 size = self.select_lesser(block, b.sub(count, start))
-                self.write_block_in_copy(self.locate_block(begin, number), start, size, totals)
+                bases = self.locate_block(begin, number)
+                in_copy = b.icmp_signed("<", size, self.word(self.padded))
+                with b.if_then(in_copy):
+                    self.copy_with_padding(bases, size)
+                held = {array: b.ptrtoint(self.copies[array], self.i64) for array in self.arrays}
+                used = {array: b.select(in_copy, held[array], bases[array]) for array in self.arrays}
+                self.write_block_group(lambda _: used, b.sdiv(start, block), self.word(1), size, totals)
+                with b.if_then(in_copy):
+                    self.write_copies_back(bases, size)
             else:
                 several = self.select_lesser(self.word(self.together), b.sub(whole, number))
-
-                def at(k, number=number):
-                    return self.locate_block(begin, b.add(number, k))
-
-                self.write_block_group(at, number, several, block, totals)
+                self.write_block_group(
+                    lambda k: self.locate_block(begin, b.add(number, k)), number, several, block, totals
+                )
 
     def locate_block(self, begin, number) -> dict:
         """Return where a block's elements lie in each array."""
@@ -294,20 +279,7 @@ class TableLoop(VectorBuilder):
             bases[array] = b.add(self.address[self.column[address]], self.count_bytes(place, bits))
         return bases
 
-    def write_block_in_copy(self, bases: dict, start, size, totals: list) -> None:
-        """Write one block's loops, over a copy where it is no whole vectors."""
-        b = self.b
-        in_copy = b.icmp_signed("<", size, self.word(self.padded))
-        with b.if_then(in_copy):
-            self.copy_block(bases, size)
-        held = {array: b.ptrtoint(self.copies[array], self.i64) for array in self.arrays}
-        used = {array: b.select(in_copy, held[array], bases[array]) for array in self.arrays}
-        first = b.sdiv(start, self.word(self.table.block or 0))
-        self.write_block_group(lambda _: used, first, self.word(1), size, totals)
-        with b.if_then(in_copy):
-            self.copy_out(bases, size)
-
-    def copy_block(self, bases: dict, size) -> None:
+    def copy_with_padding(self, bases: dict, size) -> None:
         """Copy some elements, and zeros behind them up to a whole vector."""
         b = self.b
         for array in dict.fromkeys(self.loads):
@@ -319,7 +291,7 @@ class TableLoop(VectorBuilder):
                 b.store(value, b.bitcast(b.gep(self.copies[array], [j]), vector.as_pointer()), align=align)
                 # The next block may lie behind this one.
                 ahead = b.add(bases[array], self.count_bytes(b.add(size, j), array[1]))
-                for line in range(0, self.width * align, _CACHE_LINE):
+                for line in range(0, self.width * align, _CACHE_LINE_BYTES):
                     self.prefetch_line(b.add(ahead, self.word(line)))
             last = b.bitcast(b.gep(self.copies[array], [vectors]), vector.as_pointer())
             b.store(self.ir.Constant(vector, None), last, align=align)
@@ -338,15 +310,15 @@ class TableLoop(VectorBuilder):
         """Write the loops over some blocks, `several` from the chunk's block `first` on; `at` says where one lies."""
         b, phases = self.b, self.phases
         with self.loop(self.word(0), several, 1, totals) as k:
-            largest = self.write_up_to_largest(at(k), first, k, size, totals)
+            largest = self.write_loop_up_to_largest(at(k), first, k, size, totals)
             for line, words in zip(phases.largest_lines, largest):
                 if self.rows:
                     row = b.gep(self.rows[line], [b.mul(k, self.word(self.lanes))])
                     b.store(words, b.bitcast(row, words.type.as_pointer()), align=4)
                 else:
                     b.store(self.reduce_lanes("umax", words), b.gep(self.block_results[line], [k]), align=4)
-        self.reduce_largest()
-        late = {*phases.late_lines, *phases.waiting_lines}
+        self.compute_block_results()
+        late = phases.late_lines | phases.waiting_lines
         behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.late_lines}
         at_once = 2 if self.together > 1 and not late & {number for _, number in self.trace.sums} else 1
         with self.loop(self.word(0), several, at_once, totals) as k:
@@ -362,7 +334,7 @@ class TableLoop(VectorBuilder):
                     held = b.add(b.mul(number, self.word(self.padded)), i)
                     known = [of_block | self.load_carried_values(held, half) for half in range(2)]
                     turns.append(({}, b.add(self.find_block_start(first, number), i), known))
-                values = self.compute_in_turns(turns, phases.late_and_free_lines)
+                values = self.compute_pairs_in_turns(turns, phases.late_and_free_lines)
                 for base, pair in zip(bases, values):
                     self.store_results(pair, behind, base, i)
                 self.add_to_totals(values[0], i, totals, size, late)
@@ -372,22 +344,22 @@ class TableLoop(VectorBuilder):
         lines = zip(self.phases.carried_lines, self.buffers)
         return {k: self.b.load(self.buffer_pointer(x, i, half, self.vector_type_of(k)), align=4) for k, x in lines}
 
-    def write_up_to_largest(self, bases: dict, first, k, size, totals: list) -> list:
+    def write_loop_up_to_largest(self, bases: dict, first, k, size, totals: list) -> list:
         """Write the loop over a block, number k behind the block `first`, up to its largest words; return those."""
         b, phases = self.b, self.phases
         start, room = self.find_block_start(first, k), b.mul(k, self.word(self.padded))
-        shared = self.load_entries(bases)
+        shared = self.load_block_entries(bases)
         own = [array for array in dict.fromkeys(self.loads) if not array[2]]
         stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.late_lines}
         kept = len(totals)
         carried = totals + [self.ir.Constant(self.vector_type_of(line), None) for line in phases.largest_lines]
         with self.loop(self.word(0), self.round_up_to_vectors(size), self.width, carried) as i:
-            loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
+            loaded = shared | {array: self.load_vector_pair(bases[array], i, array[1]) for array in own}
             turn = loaded, b.add(start, i)
             if not self.copied:
                 self.prefetch_arrays(bases, i)
 
-            def rest(known) -> list:
+            def write_rest(known) -> list:
                 values = self.compute_vectors(*turn, known, phases.early_lines)
                 self.store_results(values, stores, bases, i)
                 sums = carried[:kept]
@@ -398,37 +370,33 @@ class TableLoop(VectorBuilder):
                         b.store(value, self.buffer_pointer(buffer, b.add(room, i), half, value.type), align=4)
                 largest = list(carried[kept:])
                 for n, line in enumerate(phases.largest_lines):
-                    for half in range(2):
-                        word = values[half][self.trace.lines[line][1][0]]
-                        largest[n] = self.add_value("max", largest[n], word)
+                    for computed in values:
+                        largest[n] = self.accumulate("max", largest[n], computed[self.trace.lines[line][1][0]])
                 return sums + largest
 
-            carried[:] = self.write_rare_cases_apart(turn, rest)
+            carried[:] = self.write_rare_cases_apart(turn, write_rest)
         totals[:] = carried[:kept]
         return carried[kept:]
 
-    def write_rare_cases_apart(self, turn: tuple[dict, Any], rest: Callable) -> list:
+    def write_rare_cases_apart(self, turn: tuple[dict, Any], write_rest: Callable) -> list:
         """Write the rest of two vectors' instructions twice: as they are, and for vectors where rare masks are false.
 
-        `rest` writes them, given what is known of each vector, and returns the values that the loop carries on.
+        `write_rest` takes what is known of each vector, and returns the values that the loop carries on.
         """
         b, rare = self.b, sorted(self.trace.rare_masks & self.phases.early_lines)
         if not rare:
-            return rest(None)
-        needed = find_operands(self.trace, rare)
+            return write_rest(None)
+        needed = find_dependencies(self.trace, rare)
         values = self.compute_vectors(*turn, None, needed)
         bits = self.ir.IntType(self.lanes)
-        masks = [b.bitcast(half[k], bits) for half in values for k in rare]
-        found = masks[0]
-        for mask in masks[1:]:
-            found = b.or_(found, mask)
+        found = functools.reduce(b.or_, [b.bitcast(half[k], bits) for half in values for k in rare])
         known = [{k: half[k] for k in needed} for half in values]
         never = {k: self.ir.Constant(values[0][k].type, None) for k in rare}
         ways = []
         with b.if_else(b.icmp_unsigned("!=", found, self.ir.Constant(bits, 0)), likely=False) as cases:
             for case, masked in zip(cases, ({}, never)):
                 with case:
-                    ways.append((rest([half | masked for half in known]), b.block))
+                    ways.append((write_rest([half | masked for half in known]), b.block))
         merged = []
         for pair in zip(*[results for results, _ in ways]):
             phi = b.phi(pair[0].type)
@@ -437,21 +405,18 @@ class TableLoop(VectorBuilder):
             merged.append(phi)
         return merged
 
-    def reduce_largest(self) -> None:
+    def compute_block_results(self) -> None:
         """Compute what needs largest words and constants alone, for all blocks at once."""
-        b, phases, computing = self.b, self.phases, InstructionWriter(self.b, self.trace, self.together)
+        b, phases, writer = self.b, self.phases, InstructionWriter(self.b, self.trace, self.together)
         for line in self.rows:
             b.store(self.find_largest_of_rows(self.rows[line]), self.block_result_pointer(line), align=4)
         known = {line: b.load(self.block_result_pointer(line), align=4) for line in phases.largest_lines}
         given = {name: self.splat(scalar, self.together) for name, scalar in self.scalars.items()}
-        computed = computing.run(given, known, phases.uniform_lines)
+        computed = writer.run(given, known, phases.uniform_lines)
         for line in set(self.block_results) - set(phases.largest_lines):
             is_mask = self.trace.kinds[line] == "mask"
-            b.store(
-                b.zext(computed[line], computing.bits) if is_mask else computed[line],
-                self.block_result_pointer(line),
-                align=4,
-            )
+            value = b.zext(computed[line], writer.bits) if is_mask else computed[line]
+            b.store(value, self.block_result_pointer(line), align=4)
 
     def find_largest_of_rows(self, buffer):
         """Return the largest words of as many rows as a row has words.
@@ -462,14 +427,12 @@ class TableLoop(VectorBuilder):
         rows = [b.load(b.bitcast(b.gep(buffer, [self.word(k * lanes)]), kind), align=4) for k in range(0, lanes)]
         part = lanes
         while part > 1:
-            halves = [
-                [n + k for n in range(0, 2 * lanes, part) for k in range(at, at + part // 2)] for at in (0, part // 2)
-            ]
+            halves = [[n for n in range(2 * lanes) if n % part // (part // 2) == half] for half in range(2)]
             joined = [
                 [b.shuffle_vector(*pair, self.make_lane_numbers(half)) for half in halves]
                 for pair in zip(rows[::2], rows[1::2])
             ]
-            rows, part = [self.add_value("max", *both) for both in joined], part // 2
+            rows, part = [self.accumulate("max", *both) for both in joined], part // 2
         return rows[0]
 
     def load_block_results(self, k, bases: dict) -> dict:
@@ -481,16 +444,16 @@ class TableLoop(VectorBuilder):
                 word, kind = results[line], self.ir.IntType(array[1])
                 word = word if array[1] == 32 else b.trunc(word, kind)
                 b.store(word, self.pointer(bases[array], self.word(0), kind), align=array[1] // 8)
-        masks = {
-            line: b.trunc(results[line], self.ir.IntType(1)) for line in results if self.trace.kinds[line] == "mask"
-        }
-        return {line: self.splat(result, self.lanes) for line, result in (results | masks).items()}
+        for line in results:
+            if self.trace.kinds[line] == "mask":
+                results[line] = b.trunc(results[line], self.ir.IntType(1))
+        return {line: self.splat(result, self.lanes) for line, result in results.items()}
 
     def find_block_start(self, first, k):
         """Return the place in the chunk of the first element of the block k behind the block `first`."""
         return self.b.mul(self.b.add(first, k), self.word(self.table.block or 0))
 
-    def load_entries(self, bases: dict) -> dict:
+    def load_block_entries(self, bases: dict) -> dict:
         """Load a block's entries of arrays with one element per block, spread over all lanes."""
         b, shared = self.b, {}
         for array in self.loads:
@@ -511,7 +474,7 @@ class TableLoop(VectorBuilder):
 
     def vector_type_of(self, line: int):
         """Return the type of an instruction's vectors."""
-        return InstructionWriter(self.b, self.trace, self.lanes).type_of_kind(self.trace.kinds[line])
+        return self.type_of_kind(self.trace.kinds[line], self.lanes)
 
     def buffer_pointer(self, buffer, i, half: int, kind):
         """Return a pointer to one of two vectors of a type that a buffer holds from element i on."""
@@ -523,17 +486,14 @@ class TableLoop(VectorBuilder):
     def compute_vectors(
         self, loaded: dict, position, known: list[dict] | None = None, only: Collection[int] | None = None
     ) -> list[list]:
-        """Return the values of one pair of vectors, as `compute_in_turns`."""
-        return self.compute_in_turns([(loaded, position, known)], only)[0]
+        """Return the values of one pair of vectors, as `compute_pairs_in_turns`."""
+        return self.compute_pairs_in_turns([(loaded, position, known)], only)[0]
 
-    def compute_in_turns(self, turns: Sequence[tuple], only: Collection[int] | None) -> list[list[list]]:
-        """Return the values of pairs of vectors, of which instructions are written in turns.
+    def compute_pairs_in_turns(self, turns: Sequence[tuple], only: Collection[int] | None) -> list[list[list]]:
+        """Return the values of pairs of vectors, of which instructions (all, or `only` some) are written in turns.
 
         The processor then has several chains of operations to work on, of each of which every step waits for the last.
-
-        Args:
-            turns: per pair what was loaded, the first element's place in the chunk, and values known of each vector.
-            only: which instructions to write; all for None.
+        `turns` has per pair what was loaded, the first element's place in the chunk, and values known of each vector.
         """
         b, step, running = self.b, self.table.counter_step, []
         found: list[list[list]] = [[[None] * len(self.trace.lines) for _ in range(2)] for _ in turns]
@@ -543,8 +503,8 @@ class TableLoop(VectorBuilder):
                 if self.table.stream_start:
                     moved = b.mul(b.trunc(position, self.i32), self.ir.Constant(self.i32, step))
                     first = self.splat(b.add(self.first_counter, moved), self.lanes)
-                    steps = [step * place & 0xFFFFFFFF for place in self.list_lane_places()[half]]
-                    given[STREAM_INPUTS[0]] = b.add(first, self.ir.Constant(first.type, steps))
+                    steps = [step * place & 0xFFFFFFFF for place in self.list_lane_positions()[half]]
+                    given[RANDOM_STREAM_INPUTS[0]] = b.add(first, self.ir.Constant(first.type, steps))
                 writer = InstructionWriter(b, self.trace, self.lanes)
                 running.append(writer.write_in_order(values, given, known and known[half], only, self.order))
         for _ in zip(*running, strict=True):
@@ -554,23 +514,22 @@ class TableLoop(VectorBuilder):
     def store_results(self, values: list, stores: dict, bases: dict, i) -> None:
         """Write what two vectors store."""
         for array, number in stores.items():
-            self.store_both(bases[array], i, array[1], [computed[number] for computed in values])
+            self.store_vector_pair(bases[array], i, array[1], [computed[number] for computed in values])
 
     def add_to_totals(self, values: list, i, totals: list, limit, among: Collection[int]) -> None:
         """Add the lanes of two vectors to the totals, for sums of the instructions in `among`."""
         b, masks = self.b, []
         if self.trace.sums and limit is not None and (self.copied or not self.table.block):  # some lanes are padding
             left = self.splat(b.trunc(b.sub(limit, i), self.i32), self.lanes)
-            masks = [
-                b.icmp_signed("<", self.ir.Constant(left.type, places), left) for places in self.list_lane_places()
-            ]
+            lanes = [self.ir.Constant(left.type, numbers) for numbers in self.list_lane_positions()]
+            masks = [b.icmp_signed("<", positions, left) for positions in lanes]
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
                 # Counts are exact in any order: those of both vectors take one register.
                 value, at = values[half][number], 2 * place + (half if how != "count" else 0)
                 if masks:
                     value = b.select(masks[half], value, self.ir.Constant(value.type, None))
-                totals[at] = self.add_value(how, totals[at], value)
+                totals[at] = self.accumulate(how, totals[at], value)
 
     def write_counter_additions(self, values: list, limit) -> None:
         """Add the words of two vectors to counters in memory, one after the other: several may have one place.
@@ -578,7 +537,7 @@ class TableLoop(VectorBuilder):
         They go through memory, from where lanes are loaded faster than they are taken out of wide vectors.
         """
         b = self.b
-        for address, place, word, apart in self.trace.deposits:
+        for address, place, word, apart in self.trace.counter_additions:
             to = self.b.inttoptr(self.address[self.column[address]], self.i64.as_pointer())
             constant = self.trace.lines[word][2][0] if self.trace.lines[word][0] == "word" else None
             held = []
@@ -606,28 +565,25 @@ class TableLoop(VectorBuilder):
                         at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
                     add(at, 0)
 
-    def load_both(self, base, i, bits: int) -> list:
+    def load_vector_pair(self, base, i, bits: int) -> list:
         """Load elements of two vectors as words of 32 bits, or of 64 where they have so many."""
         b, lanes = self.b, self.lanes
         words = self.vector_type(self.i32, lanes)
         if not self.in_pairs:
             kind = self.vector_type(self.ir.IntType(bits), lanes)
-            return [
-                b.load(self.vector_pointer(base, i, bits, half * lanes, kind), align=bits // 8) for half in range(2)
-            ]
+            pointers = (self.vector_pointer(base, i, bits, first, kind) for first in (0, lanes))
+            return [b.load(pointer, align=bits // 8) for pointer in pointers]
         if bits >= 32:
-            both = b.load(
-                self.vector_pointer(base, i, bits, 0, self.vector_type(self.ir.IntType(bits), self.width)),
-                align=bits // 8,
-            )
-            return [b.shuffle_vector(both, both, self.make_lane_numbers(half)) for half in self.list_lane_places()]
+            kind = self.vector_type(self.ir.IntType(bits), self.width)
+            both = b.load(self.vector_pointer(base, i, bits, 0, kind), align=bits // 8)
+            return [b.shuffle_vector(both, both, self.make_lane_numbers(half)) for half in self.list_lane_positions()]
         pairs = self.vector_type(self.ir.IntType(2 * bits), lanes)
         both = b.load(self.vector_pointer(base, i, bits, 0, pairs), align=max(1, bits // 8))
         both = both if bits == 16 else b.zext(both, words)
         shift = self.constant(words, bits)
         return [b.and_(both, self.constant(words, (1 << bits) - 1)), b.lshr(both, shift)]
 
-    def store_both(self, base, i, bits: int, values: list) -> None:
+    def store_vector_pair(self, base, i, bits: int, values: list) -> None:
         """Write two vectors' words, of which the low bits count."""
         b, lanes = self.b, self.lanes
         if not self.in_pairs:
@@ -663,7 +619,7 @@ class TableLoop(VectorBuilder):
 
     # sums ------------------------------------------------------------------------------------------------------
 
-    def add_value(self, how: str, total, value):
+    def accumulate(self, how: str, total, value):
         """Combine a sum, count or maximum with one more value."""
         if how == "sum":
             return self.b.fadd(total, value)
@@ -685,10 +641,7 @@ class TableLoop(VectorBuilder):
             return self.b.uitofp(self.reduce_lanes("add", self.b.add(*vectors)), self.f64)
         is_word = lane_type(vectors[0].type) == self.i32
         if how == "max" and is_word:
-            largest = self.reduce_lanes("umax", self.add_value("max", *vectors))
+            largest = self.reduce_lanes("umax", self.accumulate("max", *vectors))
             return self.b.fpext(self.b.bitcast(largest, self.f32), self.f64)
         lanes = [self.extract_lane(vector, k) for vector in vectors for k in range(self.lanes)]
-        found = lanes[0]
-        for value in lanes[1:]:
-            found = self.add_value(how, found, value)
-        return found
+        return functools.reduce(functools.partial(self.accumulate, how), lanes)
