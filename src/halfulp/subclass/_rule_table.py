@@ -173,7 +173,7 @@ def is_in_quotient_formula() -> bool:
     return node is not None and node.name() in _QUOTIENT_NODE_NAMES
 
 
-# So many times the largest of the others the least stand-in is: data of a wide range have no such gap.
+# So many times the largest of the others the least outlier is: data of a wide range have no such gap.
 _OUTLIER_GAP = 2.0**10
 
 
