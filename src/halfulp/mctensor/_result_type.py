@@ -220,12 +220,12 @@ def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> P
     return renormalize(parts, components, dtype)
 
 
-# From this magnitude on a constant is written for infinity, as in masks of attention.
+# From this magnitude on a plain operand's number may stand for infinity, as in masks of attention.
 _LEAST_OUTLIER = 2.0**24
 
 
 def limit_large_elements(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
-    """Return a function's float64 components, brought nearer to the others where plain operands stand for infinity."""
+    """Return a function's float64 components, brought nearer to the others where plain operands have outliers."""
     masks = []
     for x in operands:
         if is_plain(x) and x.dim():
@@ -249,7 +249,7 @@ def _limit_masked_elements(parts: Parts, mask: Tensor) -> Parts:
 
 
 def _find_outliers(x: Tensor, among_zeros: bool = True) -> Tensor:
-    """Return where numbers stand for infinity, among ordinary ones."""
+    """Return where large numbers stand for infinity: see `mark_outliers`."""
     large = (x.abs() >= _LEAST_OUTLIER) & x.isfinite()
     return mark_outliers(x, _LEAST_OUTLIER, among_zeros) if _may_hold_true(large) else large
 

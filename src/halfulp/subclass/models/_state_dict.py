@@ -130,7 +130,8 @@ def _share_tied_memory(
 ) -> dict[str, Tensor]:
     """Return a parameter's entries, in the memory that they have under its first name in this state_dict.
 
-    Savers that write shared memory once (transformers) would else write what stands beside the values under one name.
+    Savers that write shared memory once (transformers) would else write the values under both names and what stands
+    beside them under one, and the values alone would be loaded last.
     """
     first, *noted = parameter.__dict__.get(FIRST_SAVED_NAME_ATTRIBUTE, ("",))
     known = state_dict.get(first, entries[name])
