@@ -363,6 +363,23 @@ def test_hooks_on_parameters_fire_once(seed, format):
     assert torch.equal(calls[0], model.weight.grad)
 
 
+def test_a_hook_may_take_the_gradient_away():
+    """As optimizers that step within the backward pass do, from a hook that was there first."""
+    x = torch.tensor([1.3, 2.7], requires_grad=True)
+    taken = []
+
+    def take_gradient(leaf):
+        taken.append(leaf.grad)
+        leaf.grad = None
+
+    x.register_post_accumulate_grad_hook(take_gradient)
+    with region("e8m1"):
+        y = (x * x).sum()
+    y.backward()
+    assert torch.equal(taken[0], torch.tensor([3.0, 6.0]))
+    assert x.grad is None
+
+
 def test_a_plain_backward_pass_is_left_alone(seed):
     """While an emulated graph is alive, gradients that do not pass through it are not rounded."""
     model = nn.Linear(4, 4)

@@ -70,6 +70,11 @@ def test_numbers_strings_fractions_and_mpmath(dtype):
         assert abs(found - wanted) <= max(abs(wanted) * Fraction(2) ** (3 - 3 * DTYPES[dtype]), Fraction(2) ** -150)
 
 
+def test_numpy_integers_in_lists():
+    x = MCTensor.encode([np.int64(2**62 + 1), np.uint8(3), np.int32(0)], 3, torch.float32)
+    assert exact(x) == [Fraction(2**62 + 1), Fraction(3), Fraction(0)]
+
+
 def test_special_numbers():
     x = MCTensor.encode(["inf", "-inf", "nan", -0.0, 0], dtype=torch.float32)
     assert x.components[0].tolist()[:2] == [math.inf, -math.inf]

@@ -117,7 +117,7 @@ CALLS = {
     "erf": lambda o: o.a.erf(),
     "sigmoid": lambda o: torch.sigmoid(o.a),
     "square, reciprocal": lambda o: (o.a.square(), o.p.reciprocal()),
-    "floor, ceil, round, trunc": lambda o: ((o.a * 3).floor(), (o.a * 3).ceil(), (o.a * 3).round(), (o.a * 3).trunc()),
+    "floor, ceil, round, trunc": lambda o: (o.a.floor(), o.a.ceil(), o.a.round(), o.a.trunc()),
     "sign, neg": lambda o: (o.a.sign(), o.a.neg()),
     "clamp": lambda o: o.a.clamp(-0.5, 0.5),
     "clamp(min=)": lambda o: o.a.clamp(min=0.25),

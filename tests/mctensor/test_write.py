@@ -175,7 +175,7 @@ def test_large_elements_of_ones_own_stay_beside_a_constant():
     ("value", "factor"),
     [([1.0, 1e-3], torch.tensor(1e9)), ([1.0, 1e-3], torch.tensor([1e9, 1e9])), ([2.0**20, 1, 3], [2.0**10, 1, 1e9])],
 )
-def test_a_product_with_large_numbers_is_no_stand_in(value, factor):
+def test_a_product_with_large_numbers_has_no_outliers(value, factor):
     x = MCTensor.encode(value, 2, torch.float16)
     wanted = x.decode() * torch.as_tensor(factor)
     x.mul_(torch.as_tensor(factor))

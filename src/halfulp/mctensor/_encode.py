@@ -196,6 +196,8 @@ def _find_exact_value(value: Any) -> Fraction | float:
         return float(value)
     if isinstance(value, float) and value == 0:
         return value
+    if isinstance(value, np.integer):
+        return Fraction(int(value))
     if isinstance(value, (int, float, Rational, Decimal)):
         return Fraction(value)
     if isinstance(value, np.floating):

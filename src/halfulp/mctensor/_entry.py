@@ -140,7 +140,7 @@ _mkldnn_lock = threading.RLock()
 
 
 def _make_entry(operator: OpOverload) -> Callable:
-    """Return an operator's kernel for the key: its function in OWN, else torch's steps on operands with components."""
+    """Return an operator's kernel for the key: its own function, else torch's steps on operands with components."""
     own, is_promoted = ENTRY_FUNCTIONS.get(operator), operator in SAME_DTYPE_OPERATORS
     is_encoded = operator in ENCODED_COMPOSITE_OPERATORS or operator in DIFFERENTIATED_OPERATORS
 

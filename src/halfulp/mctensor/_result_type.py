@@ -198,9 +198,9 @@ def align_operands(operands: Iterable[Any], form: ResultType) -> tuple[list[Part
     if not form.scaled:
         return [_round_to_components(part, form.components, form.dtype) for part in parts], None
     wide = [tuple(part.double() for part in some) for some in parts]
-    # Operands are chosen among: large constants are brought nearer to the others.
+    # Operands are chosen among: outliers are brought nearer to the others.
     constants = [i for i, x in enumerate(operands) if not isinstance(x, MCTensor)]
-    large = {i: _find_infinite_constants(wide[i][0]) for i in constants}
+    large = {i: _find_outliers(wide[i][0]) for i in constants}
     if any(map(_may_hold_true, large.values())):
         others = [torch.where(large[i], 0.0, some[0]) if i in large else some[0] for i, some in enumerate(wide)]
         limit = _find_limit(torch.stack([find_magnitude(part) for part in others]).amax())
@@ -220,17 +220,17 @@ def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> P
     return renormalize(parts, components, dtype)
 
 
-# From this magnitude on a constant is written for infinity, as in masks of attention.
-_LEAST_INFINITE_CONSTANT = 2.0**24
+# From this magnitude on a plain operand's number may stand for infinity, as in masks of attention.
+_LEAST_OUTLIER = 2.0**24
 
 
 def limit_large_elements(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
-    """Return a function's float64 components, brought nearer to the others where plain operands stand for infinity."""
+    """Return a function's float64 components, brought nearer to the others where plain operands have outliers."""
     masks = []
     for x in operands:
         if is_plain(x) and x.dim():
             cause = torch.where(x == 0, 0.0, x.reciprocal()) if name == "div" else x
-            masks.append(_find_infinite_constants(cause, among_zeros=name != "mul"))
+            masks.append(_find_outliers(cause, among_zeros=name != "mul"))
     masks = [mask for mask in masks if _may_hold_true(mask)]
     if not masks or result[0].shape != torch.broadcast_shapes(result[0].shape, *(mask.shape for mask in masks)):
         return result
@@ -239,19 +239,19 @@ def limit_large_elements(result: Parts, name: str, operands: Sequence[Any]) -> P
 
 def limit_written_elements(result: Parts, operands: Sequence[Any]) -> Parts:
     """Return float64 components into which elements of operands were written, limited in the same way."""
-    if not any(_may_hold_true(_find_infinite_constants(x)) for x in operands if is_plain(x)):
+    if not any(_may_hold_true(_find_outliers(x)) for x in operands if is_plain(x)):
         return result
-    return _limit_masked_elements(result, (result[0].abs() >= _LEAST_INFINITE_CONSTANT) & result[0].isfinite())
+    return _limit_masked_elements(result, (result[0].abs() >= _LEAST_OUTLIER) & result[0].isfinite())
 
 
 def _limit_masked_elements(parts: Parts, mask: Tensor) -> Parts:
     return _clamp_components(parts, mask, _find_limit(find_magnitude(torch.where(mask, 0.0, parts[0]))))
 
 
-def _find_infinite_constants(x: Tensor, among_zeros: bool = True) -> Tensor:
-    """Return where numbers stand for infinity, among ordinary ones."""
-    large = (x.abs() >= _LEAST_INFINITE_CONSTANT) & x.isfinite()
-    return mark_outliers(x, _LEAST_INFINITE_CONSTANT, among_zeros) if _may_hold_true(large) else large
+def _find_outliers(x: Tensor, among_zeros: bool = True) -> Tensor:
+    """Return where large numbers stand for infinity: see `mark_outliers`."""
+    large = (x.abs() >= _LEAST_OUTLIER) & x.isfinite()
+    return mark_outliers(x, _LEAST_OUTLIER, among_zeros) if _may_hold_true(large) else large
 
 
 def _may_hold_true(mask: Tensor) -> bool:

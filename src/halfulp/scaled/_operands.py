@@ -152,7 +152,7 @@ def encode_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     return wrap_payload(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
 
 
-# Masks write numbers of at most -STAND_IN for minus infinity: -1e9, the smallest of the dtype.
+# Masks write numbers of at most -LEAST_OUTLIER for minus infinity: -1e9, the smallest of the dtype.
 LEAST_OUTLIER = 2.0**24
 # Narrower ranges hold less beside other numbers.
 LEAST_OUTLIER_BY_STORAGE = dict.fromkeys(STORAGE_DTYPES, LEAST_OUTLIER) | {torch.float8_e4m3fn: 2.0**12}

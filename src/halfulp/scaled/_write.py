@@ -44,7 +44,7 @@ def write_values(x: Tensor, value: Any) -> Tensor:
     if x._payload.dtype == torch.bfloat16 and payload.dtype == torch.float32:
         # Finite numbers that bfloat16 would round to infinity, as float32's largest, saturate.
         held = (torch.finfo(torch.bfloat16).max / scale).clamp(max=torch.finfo(torch.bfloat16).max)
-        fits = not payload.numel() or (_powers.is_concrete(payload) and payload.abs().amax().item() <= held.item())
+        fits = _powers.is_concrete(payload) and (not payload.numel() or payload.abs().amax().item() <= held.item())
         payload = payload if fits else _powers.clamp_finite_values(payload, held)
     x._payload.copy_(payload if payload.dtype == x._payload.dtype else round_to_storage(payload, x._payload.dtype))
     x._scale.copy_(scale)

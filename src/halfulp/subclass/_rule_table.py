@@ -22,7 +22,10 @@ _fallback_recorders: list[Counter[str]] = []
 
 
 class _RunningModel:
-    """The counts of the model whose forward pass began last; to read them while it is traced would be a guard."""
+    """The counts of the model whose forward pass began last.
+
+    Only written while a compiled model is traced: to read them would be a guard, and each change a new graph.
+    """
 
     counts: Counter[str] | None = None
 
@@ -173,14 +176,14 @@ def is_in_quotient_formula() -> bool:
     return node is not None and node.name() in _QUOTIENT_NODE_NAMES
 
 
-# So many times the largest of the others the least stand-in is: data of a wide range have no such gap.
+# So many times the largest of the others the least outlier is: data of a wide range have no such gap.
 _OUTLIER_GAP = 2.0**10
 
 
 def mark_outliers(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
-    """Return where elements from a size on stand for infinity; nowhere if they are data.
+    """Return where elements from a size on are outliers, which stand for infinity; nowhere if they are data.
 
-    They lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
+    Outliers lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
     beside a padded zero is neither. Among zeros alone they may be, unless the tensor is a product's factor, whose
     zeros are exact beside any number.
     """

@@ -27,7 +27,7 @@ from ._vocabulary import align_with_constants, decode_value, encode_results, is_
 aten = find_torch_operators("aten")
 
 
-def encode_constant_state(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
+def encode_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
     """Return a plain tensor of one number as it is, or of x's storage, or another, where its dtype is a logical one."""
     if plain.dtype not in LOGICAL_DTYPES:
         return plain.fill_(value)
@@ -56,12 +56,12 @@ def make_filled_tensor(operator: OpOverload, x: ScaledTensor, *arguments: Any, *
     number = float(arguments[-1]) if operator not in _FILL_VALUES else _FILL_VALUES[operator]
     options["dtype"] = options.get("dtype") or x.dtype
     if operator._opname.startswith("new_"):
-        return encode_constant_state(x, x._payload.new_empty(arguments[0], **options), number)
+        return encode_constant(x, x._payload.new_empty(arguments[0], **options), number)
     # Tensors made like a parameter are mostly moments of torch.optim, which divides by their roots: eight bits cannot
     # hold squares.
     is_narrow = x._payload.dtype in EIGHT_BITS and getattr(x, "_is_param", False)
     storage = torch.float16 if is_narrow else x._payload.dtype
-    return encode_constant_state(x, torch.empty_like(x._payload, **options), number, storage)
+    return encode_constant(x, torch.empty_like(x._payload, **options), number, storage)
 
 
 @implements(aten.eye.out, aten.eye.m_out, family="creation")

@@ -135,7 +135,8 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _make_widened_class(base: type[nn.Module]) -> type[nn.Module] | None:
     """Return the subclass whose modules run a class's forward in `_run_forward`; None where it cannot be subclassed."""
-    # A class, and no function that a module holds: shallow copies and replicas run themselves.
+    # A class, and no function that a module holds: shallow copies and replicas run themselves, and no cycle keeps
+    # models alive.
     if _WIDENED_CLASS_ATTRIBUTE not in vars(base):
         named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
         try:

@@ -186,7 +186,8 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> list[nn.Module]:
     """Refuse to change parameters that other objects hold, before anything is changed; return fully_shard's modules.
 
-    For these call `reset_shards` when the change is made.
+    For these call `reset_shards` when the change is made. A change of dtype in place reaches modules, optimizers, hooks
+    and compiled graphs, which are traced again, but not DistributedDataParallel, FSDP1 or others that share memory.
 
     Args:
         named: qualified names and parameters; one parameter may have several names.

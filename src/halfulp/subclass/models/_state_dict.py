@@ -53,10 +53,11 @@ def find_state_dict_layout(tensor: object) -> StateDictLayout | None:
 
 def install_state_dict_hooks(module: nn.Module) -> None:
     """Save and load this module's own parameters of such classes as plain tensors."""
+    # Files of torch.save(model) hold these functions' names.
     if _save_auxiliary_tensors not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_save_auxiliary_tensors)
         module.register_load_state_dict_pre_hook(_load_auxiliary_tensors)
-        module.register_load_state_dict_post_hook(_remove_loaded_from_missing_keys)
+        module.register_load_state_dict_post_hook(_forget_missing)
 
 
 def install_state_dict_check(model: nn.Module) -> None:
@@ -72,7 +73,7 @@ def remove_state_dict_hooks(module: nn.Module) -> None:
     """Remove the hooks that save and load parameters of such classes, unless some are left."""
     if any(_list_own_parameters(inner) for inner in module.modules()):
         return
-    own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_all_modules, _remove_loaded_from_missing_keys)
+    own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_all_modules, _forget_missing)
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
         for key, hook in list(hooks.items()):
             if getattr(hook, "hook", hook) in own:
@@ -129,7 +130,8 @@ def _share_tied_memory(
 ) -> dict[str, Tensor]:
     """Return a parameter's entries, in the memory that they have under its first name in this state_dict.
 
-    Savers that write shared memory once (transformers) would else write what stands beside the values under one name.
+    Savers that write shared memory once (transformers) would else write the values under both names and what stands
+    beside them under one, and the values alone would be loaded last.
     """
     first, *noted = parameter.__dict__.get(FIRST_SAVED_NAME_ATTRIBUTE, ("",))
     known = state_dict.get(first, entries[name])
@@ -191,7 +193,7 @@ def _load_auxiliary_tensors(
             loaded.append(name)
 
 
-def _remove_loaded_from_missing_keys(module: nn.Module, incompatible: Any) -> None:
+def _forget_missing(module: nn.Module, incompatible: Any) -> None:
     """Remove the entries that `_load_auxiliary_tensors` has loaded from the missing keys."""
     for name in module.__dict__.pop(_LOADED_ATTRIBUTE, ()):
         if name in incompatible.missing_keys:
