@@ -173,7 +173,8 @@ class SitePlacement:
     A product's gradients are at the product's site: the one that it reads and those that it makes. Any other function
     that is linear in gradients takes the site that its readers want, so that gradients move as soon as they are made;
     readers that want something else move them again. What enters and leaves, and what reads a gradient in any other
-    way, has the global exponent. A cast to a wider dtype comes before a move.
+    way, has the global exponent. A cast to a wider dtype comes before a move. A compiler fuses no product with a sum
+    behind a move, and makes such sums as eager does; those that it fuses in the plain graph may differ in the last bit.
     """
 
     def __init__(self, module: GraphModule, plan: SitePlan) -> None:
@@ -183,9 +184,10 @@ class SitePlacement:
         self._product_sites: dict[Node, str] = {}
         self._collect_gradients(module.graph.nodes)
         # In the order of the forward pass: the global site first, then those that it does not have.
-        ranks = {GLOBAL_KEY: -1} | {key: i for i, key in enumerate(dict.fromkeys(plan.site_keys.values()), 1)}
+        ranks = {key: i for i, key in enumerate(dict.fromkeys(plan.site_keys.values()), 1)} | {GLOBAL_KEY: -1}
         self._get_rank = lambda key: ranks.get(key, 0)
-        self.site_keys = [GLOBAL_KEY, *sorted(set(self._product_sites.values()), key=self._get_rank)]
+        # A module may be called "global", too.
+        self.site_keys = sorted(dict.fromkeys([GLOBAL_KEY, *self._product_sites.values()]), key=self._get_rank)
         output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
         made = pytree.tree_leaves(output.args)
         # Which outputs are gradients of parameters, by the first place of each; of some graphs that is not known.

@@ -442,6 +442,7 @@ class ExponentController:
         """Return the wanted exponent, or one halfway to the last overflow's where it is not below that."""
         overflowed = site.memory.recall_exponent(self.iteration)
         if overflowed is None or not site.exponent < overflowed <= exponent:
+            # A site that is at the overflow's exponent, or above, does not overflow there any more.
             return exponent
         half = (site.exponent + overflowed) // 2
         if self.policy.per_site:

@@ -33,7 +33,7 @@ class GradientReading:
     zero: float
     subnormal: float
     elements: int
-    # None where that is as wide as float32.
+    # What stores them; None where that is as wide as float32.
     format: Format | None
 
     @property
@@ -105,7 +105,7 @@ class Site:
         # Of the global site, floor(log2) of the largest gradient that losses send into the model for which sites'
         # exponents are meant, which move with it from pass to pass (`LossFollower`); None if it is not known.
         self.loss_binade: int | None = None
-        # None where it is that.
+        # None of the global site itself.
         self.global_site = global_site
         self._exponent = exponent
 
@@ -126,7 +126,7 @@ class Site:
     @property
     def reference_binade(self) -> int:
         """The power of two in whose units gradients are remembered; 0 where losses are not followed."""
-        return 0 if self.global_site is None or self.merged else self.global_site.loss_binade or 0
+        return 0 if self.global_site is None or self.merged is not None else self.global_site.loss_binade or 0
 
     def store_readings(self, readings: dict[str, GradientReading]) -> None:
         """Store a measurement; only gradients in narrow formats enter the history, as others limit nothing."""
@@ -272,7 +272,10 @@ def group_readings_by_site(measured: list[Measurement]) -> dict[Site, dict[str, 
 def recover_vanished_sizes(
     edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, GradientReading]], lift: int = 0
 ) -> set[Site]:
-    """Return the sites where all received gradients underflowed to zero; their size before the move is filled in."""
+    """Return the sites where all received gradients underflowed to zero; their size before the move is filled in.
+
+    ``lift``: how far sites were above their exponents, from the global one (`LossFollower`).
+    """
     found = set()
     for source, target in edges:
         arrived = readings.get(source, {}).get("received")

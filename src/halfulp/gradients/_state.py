@@ -31,6 +31,7 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
         }
         for site in sites
     }
+    # Processes have exponents of their own, and any may write this entry: what they are meant for belongs in it, too.
     found[GLOBAL_KEY]["reference"] = [sites.global_site.loss_binade, resumes]
     return tuple(found.items())
 

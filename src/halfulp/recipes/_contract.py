@@ -27,7 +27,7 @@ _MOST_PRINTED_DIFFERENCES = 5
 
 @dataclass(frozen=True)
 class TensorPrecision:
-    """The terms of one tensor: dtype, storage, weight update, states, scale.
+    """The precision of one tensor: dtype, storage, weight update, states, scale.
 
     Attributes:
         dtype: what autograd and the model see.
@@ -46,7 +46,7 @@ class TensorPrecision:
 
 @dataclass(frozen=True)
 class Contract:
-    """A precision contract: the terms of every parameter and floating-point buffer, by name.
+    """A precision contract: the precision of every parameter and floating-point buffer, by name.
 
     Attributes:
         tensors: in the order of the model.
@@ -56,7 +56,7 @@ class Contract:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, for a dict that torch.save writes (key "precision_contract"), or for DCP."""
-        return {"version": _CONTRACT_VERSION, "tensors": {name: asdict(terms) for name, terms in self.tensors.items()}}
+        return {"version": _CONTRACT_VERSION, "tensors": {name: asdict(one) for name, one in self.tensors.items()}}
 
     def metadata(self) -> dict[str, str]:
         """Return the contract as the metadata of `safetensors.torch.save_file(..., metadata=)`."""
@@ -74,7 +74,7 @@ class Contract:
             held: Any = json.loads(given) if isinstance(given, str) else given
             version, tensors = held["version"], held.get("tensors") or {}
             if version == _CONTRACT_VERSION:
-                return cls({name: TensorPrecision(**{"states": {}, **terms}) for name, terms in tensors.items()})
+                return cls({name: TensorPrecision(**{"states": {}, **one}) for name, one in tensors.items()})
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(
                 f"no precision contract in {name_type(given)}: give what hu.contract(...).to_dict() returned"
@@ -119,10 +119,10 @@ class Contract:
             )
 
     def __str__(self) -> str:
-        """Return one line for each kind of terms, with its names."""
+        """Return one line for each precision, with the names of its tensors."""
         kinds: dict[str, list[str]] = {}
-        for name, terms in self.tensors.items():
-            kinds.setdefault(_describe_precision(terms), []).append(name)
+        for name, precision in self.tensors.items():
+            kinds.setdefault(_describe_precision(precision), []).append(name)
         return "\n".join(f"{words}: {quote(names)}" for words, names in kinds.items())
 
 
@@ -215,14 +215,14 @@ def _read_precision(tensor: Tensor, weight_update: str | None, states: dict[str,
     return TensorPrecision(_name_dtype(tensor.dtype), storage, weight_update, states, scale)
 
 
-def _describe_precision(terms: TensorPrecision) -> str:
+def _describe_precision(precision: TensorPrecision) -> str:
     said = {
-        f"stored as {terms.storage}": terms.storage != terms.dtype,
-        f"scale {terms.scale}": terms.scale != "none",
-        f"weight_update {terms.weight_update}": terms.weight_update is not None,
-        f"states {_write_value(terms.states)}": terms.states,
+        f"stored as {precision.storage}": precision.storage != precision.dtype,
+        f"scale {precision.scale}": precision.scale != "none",
+        f"weight_update {precision.weight_update}": precision.weight_update is not None,
+        f"states {_write_value(precision.states)}": precision.states,
     }
-    return ", ".join([terms.dtype, *(words for words, is_said in said.items() if is_said)])
+    return ", ".join([precision.dtype, *(words for words, is_said in said.items() if is_said)])
 
 
 def _write_value(given: object) -> str:

@@ -212,7 +212,7 @@ def run_float64_step(
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
     for names in (["the loss"], [*select_gradients(plain)]):
         ours, theirs = (
-            torch.cat([x.double().flatten() for name in names if (x := run[name]) is not None])
+            torch.cat([x.double().flatten() for name in names if (x := run.get(name)) is not None])
             for run in (plain, found)
         )
         if not compute_relative_difference(ours, theirs) < _SAME_RUN_TOLERANCE:

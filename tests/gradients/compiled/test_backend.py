@@ -76,15 +76,19 @@ def _shuffle(backward: Backward) -> None:
         site.exponent = random.randint(-12, 24)
 
 
-def _exact(make: Callable[[], Case], compiler: str, seed: int, times: int) -> Backward:
-    """The gradients of one architecture under random exponents, against those of the same compiler without."""
+def _exact(make: Callable[[], Case], compiler: str, seed: int, times: int, reference: str | None = None) -> Backward:
+    """The gradients of one architecture under random exponents, against those of the same compiler without.
+
+    ``reference``: another compiler in its place.
+    """
 
     def run(case, model):
         torch.manual_seed(seed)
         return case.loss(model(**case.batch) if isinstance(case.batch, dict) else model(*case.batch))
 
     case = make()
-    expected = _backpropagate(run(case, torch.compile(case.model, backend=compiler, dynamic=False)), case.model)
+    plain = torch.compile(case.model, backend=reference or compiler, dynamic=False)
+    expected = _backpropagate(run(case, plain), case.model)
     torch._dynamo.reset()
     case = make()
     backward = _watched(case.model)
@@ -111,7 +115,7 @@ def test_inductor_keeps_the_bits_of_attention(seed):
 
 
 class Added(nn.Module):
-    """Sums of two-dimensional products, which Inductor computes as it adds."""
+    """Sums of two-dimensional products, which Inductor computes as it adds where nothing moves between both."""
 
     def __init__(self):
         super().__init__()
@@ -122,12 +126,13 @@ class Added(nn.Module):
         return self.left(x) * self.right(x)
 
 
-def test_inductor_makes_the_same_sums(seed):
+def test_inductor_makes_the_sums_of_eager(seed):
+    # Its own sums of a plain model begin with what is added, and differ in the last bit on some processors (Zen 5).
     def make():
         torch.manual_seed(seed)
         return Case(nn.Sequential(nn.Linear(6, 12), Added()), (torch.randn(3, 6),), lambda out: out.square().mean())
 
-    _exact(make, "inductor", seed, times=2)
+    _exact(make, "inductor", seed, times=2, reference="eager")
 
 
 def _mlp() -> nn.Module:
@@ -147,6 +152,17 @@ def test_sites_have_the_keys_of_the_eager_front_end_and_are_reached_from_the_los
     assert len(keys[1]) >= least
     embeddings = {name for name, module in case.model.named_modules() if isinstance(module, nn.Embedding)}
     assert keys[1] == [key for key in keys[0] if key not in embeddings]
+
+
+def test_a_module_that_is_called_global_has_the_global_exponent(seed):
+    model, x = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("first", GLOBAL_KEY, "last")}), torch.randn(4, 6)
+    model.forward = lambda x: model["last"](model[GLOBAL_KEY](model["first"](x)).relu())
+    expected = _backpropagate(model(x).square().sum(), model)
+    backward = _watched(model)
+    run = _compiled(model, backward)
+    _shuffle(backward)
+    assert _same(_backpropagate(run(x).square().sum(), model, backward), expected)
+    assert [site.key for site in backward.sites] == [GLOBAL_KEY, "first", "last"]
 
 
 class Adapted(nn.Module):

@@ -35,6 +35,7 @@ class GraphShape:
     # Where the gradients that a node passes on go to, None where there is none; empty at the graph's ends.
     links: tuple[tuple[GraphLink | None, ...], ...]
     # The place of each leaf, its dtype and a parameter's identity: another part of the model may have this structure.
+    # Inputs whose gradient is wanted are new in each pass, and have None.
     leaves: tuple[tuple[int, torch.dtype, int | None], ...]
 
 
