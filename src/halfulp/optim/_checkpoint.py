@@ -58,26 +58,17 @@ _HYPERPARAMETER_NAMES = {
     *("lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas", "lr_decay"),
     *("momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size", "lambd"),
 }
-_HALFULP_OPTION_NAMES = {
-    "weight_update",
-    "state_dtype",
-    "param_dtype",
-    "format",
-    "seed",
-    "report_interval",
-    "identities",
+# What a group of this library holds beside a rule's hyper-parameters.
+HALFULP_OPTION_NAMES = {
+    *("weight_update", "state_dtype", "param_dtype", "format"),
+    *("seed", "report_interval", "identities"),
 }
 # In a saved group: the version of this library that saved it.
 VERSION_GROUP_KEY = "halfulp"
-_UNLOADED_GROUP_KEYS = (
-    "params",
-    "state_dtype",
-    "param_dtype",
-    "format",
-    "report_interval",
-    "random_stream",
-    VERSION_GROUP_KEY,
-)
+_UNLOADED_GROUP_KEYS = {
+    *("params", "state_dtype", "param_dtype", "format"),
+    *("report_interval", "random_stream", VERSION_GROUP_KEY),
+}
 
 
 class CheckpointMixin(torch.optim.Optimizer):
@@ -499,7 +490,7 @@ def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     """Raise ValueError for a saved group of another rule, of other names, or under another weight update."""
     unknown = sorted(_HYPERPARAMETER_NAMES & theirs.keys() - mine.keys())
     rules = (defaults.keys() | _HYPERPARAMETER_NAMES) & mine.keys()
-    lacking = sorted(rules - theirs.keys() - _HALFULP_OPTION_NAMES - _DEFAULTS_OF_LATER_OPTIONS.keys())
+    lacking = sorted(rules - theirs.keys() - HALFULP_OPTION_NAMES - _DEFAULTS_OF_LATER_OPTIONS.keys())
     if unknown or lacking:
         raise ValueError(f"the state_dict is another optimizer's: a group of it {name_differences(lacking, unknown)}")
     by_name = _is_keyed_by_name(theirs)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .._messages import name_type, quote
 from ..formats import Format
 from ..scaled import ScaledTensor
-from ._checkpoint import check_state_dict, is_saved_by_halfulp, walk_saved_parameters
+from ._checkpoint import HALFULP_OPTION_NAMES, check_state_dict, is_saved_by_halfulp, walk_saved_parameters
 from ._float32 import MAX_ELEMENTS_AT_ONCE, read_float32_weights, split_plans_by_elements
 from ._group_options import NarrowOptions, OptimizerParams, check_hyperparameters, read_default_arguments, read_options
 from ._optimizer import Optimizer
@@ -30,9 +30,8 @@ from .step._batch import convert_to_plain_gradient
 from .weight_updates._weight_update import WeightUpdate
 
 BASE_STATE_PREFIX = "base."
-WRAPPER_OPTIONS = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 # What the groups of the two optimizers do not share.
-_UNSHARED_GROUP_KEYS = (*WRAPPER_OPTIONS, "params", "param_names")
+_UNSHARED_GROUP_KEYS = {*HALFULP_OPTION_NAMES, "params", "param_names"}
 
 
 def assign_weight(w: Any, g: Any) -> tuple[Any]:
@@ -243,7 +242,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                 shadow.grad = _widen_gradient(parameter.grad)
             _step_without_hooks(self.base)
             for own, inner in zip(self.param_groups, self.base.param_groups):
-                if claimed := sorted({*WRAPPER_OPTIONS} & inner.keys()):
+                if claimed := sorted(HALFULP_OPTION_NAMES & inner.keys()):
                     raise ValueError(
                         f"{type(self.base).__name__} writes {claimed} into its groups, which wrap itself uses"
                     )
@@ -302,7 +301,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         super()._load_state_dict_without_hooks({**state_dict, "state": own})
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
-            for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_GROUP_KEYS}:
+            for name in group.keys() - saved.keys() - self.defaults.keys() - _UNSHARED_GROUP_KEYS:
                 del group[name]
         self.base.state.clear()
         self.base.state.update(states)
@@ -350,7 +349,7 @@ def _refuse_unsupported_base(base: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose options, closures, inner optimizers or files wrap cannot follow."""
     if any(group.get("differentiable") for group in base.param_groups):
         raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
-    if claimed := sorted(set(WRAPPER_OPTIONS) & base.defaults.keys()):
+    if claimed := sorted(HALFULP_OPTION_NAMES & base.defaults.keys()):
         raise ValueError(f"{type(base).__name__} has options {claimed} of its own, which wrap cannot tell from its own")
     wanted, name = inspect.signature(type(base).step).parameters.get("closure"), type(base).__name__
     if wanted is not None and wanted.default is inspect.Parameter.empty:

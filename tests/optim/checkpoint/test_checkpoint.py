@@ -37,6 +37,19 @@ def test_a_copy_goes_on_with_the_same_bits(update, codec, way):
     assert not {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in other.parameters()}
 
 
+@pytest.mark.parametrize("update", ["split8", "kahan"])
+def test_saving_leaves_the_groups_as_they_are_and_can_be_repeated(update):
+    model = make_model()
+    optimizer = make_optimizer(update, "8bit", model)
+    take_steps(model, optimizer, 0, 2)
+    before = [dict(group) for group in optimizer.param_groups]
+    first, second = optimizer.state_dict(), optimizer.state_dict()
+    assert first["param_groups"] == second["param_groups"]
+    for group, was in zip(optimizer.param_groups, before, strict=True):
+        assert list(group) == list(was)
+        assert all(group[key] is value for key, value in was.items())
+
+
 @pytest.mark.parametrize("codec", ["fp32", "8bit", "default", "bf16x2"])
 def test_states_load_into_another_dtype_through_float32(codec):
     model = make_model()

@@ -42,7 +42,7 @@ def get_scale(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def list_payloads(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return all tensors that store a parameter: the components of an MCTensor, else `memory`."""
+    """Return all tensors that store a parameter: the components of an MCTensor, else its payload."""
     return parameter.components if isinstance(parameter, MCTensor) else (get_payload(parameter),)
 
 

@@ -16,7 +16,8 @@ _SPLIT_UPDATE = Split16()
 def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:
     """Make a float32 parameter bfloat16 or float16 in place, rounded to nearest (in bfloat16 ties away from zero).
 
-    What rounding dropped is held beside it until an optimizer takes it: `take_float32_values`.
+    It stays the same object, and its gradient is narrowed too. What rounding dropped is held beside it until an
+    optimizer takes it: `take_float32_values`.
     """
     value = parameter.detach()
     if dtype == torch.bfloat16:

@@ -84,7 +84,7 @@ class ParameterPlan:
     spec: StepSpec  # unmetered
     index_map: IndexMap
     state: dict[str, Any]  # the parameter's entry in the optimizer's state
-    stored: tuple[torch.Tensor, ...]  # auxiliary tensors, then those of the states, local
+    stored: tuple[torch.Tensor, ...]  # auxiliary tensors, those of the states, then factors, local
     stored_addresses: list[int]  # when the plan was made, as what follows
     address: int
     shape: tuple[int, ...]

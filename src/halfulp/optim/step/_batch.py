@@ -41,9 +41,8 @@ class BatchTable:
         # int64 (parameters, pointers); the gradients' column is written at each step.
         self.pointers = np.array([plan.pointer_row for plan in plans], np.int64)
         self.identities = np.array([[plan.identity] for plan in plans], np.uint64)
-        seeds = {plan.options.seed for plan in plans}
-        self.seeds: int | np.ndarray = np.array([[plan.options.seed] for plan in plans], np.uint64)
-        self.seeds = seeds.pop() if len(seeds) == 1 else self.seeds
+        seeds = [plan.options.seed for plan in plans]
+        self.seeds: int | np.ndarray = seeds[0] if len({*seeds}) == 1 else np.array(seeds, np.uint64)[:, None]
         # uint64 (parameters, 1), or (parameters, 0) without draws, written at each step.
         self.keys = np.zeros((len(plans), int(plans[0].spec.draws_bits)), np.uint64)
         # The row of the constants of each parameter where all have the same.
@@ -255,7 +254,8 @@ class Roster:
     ) -> list[Batch] | None:
         """Return the batches of a step; None if some of a batch's parameters are metered in this step and others not.
 
-        `scales` are those of scaled gradients, by place.
+        Auxiliary tensors are reset where their parameters were written from outside. `scales` are those of scaled
+        gradients, by place.
         """
         found = []
         for table in self.tables:
@@ -342,7 +342,7 @@ class PlanCache:
         self.roster = None
 
     def read_plan_options(self, group: Mapping[str, Any]) -> PlanOptions:
-        """Return the options of a group, for `is_valid` and `renew`."""
+        """Return the options of a group, for `is_valid` and `renew_plan`."""
         given = group["state_dtype"]
         states = tuple(given.items()) if isinstance(given, Mapping) else given  # which may change inside
         return PlanOptions(
