@@ -64,7 +64,7 @@ def make_stdout_console() -> Any:
 def print_table(
     headers: Sequence[str], rows: Sequence[Sequence[Any]], styles: Sequence[str] = (), cut: int | None = None
 ) -> None:
-    """Print a table of rows in rich's styles; where a terminal is too narrow, `cut` it after so many columns in two."""
+    """Print a table with a style of rich per row; `cut` columns stand in a first table where one is too wide."""
     from rich.table import Table
 
     cells = [[_format_cell(cell) for cell in row] for row in rows]

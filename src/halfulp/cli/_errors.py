@@ -27,7 +27,7 @@ def exit_with_error(message: object) -> NoReturn:
 
 @contextlib.contextmanager
 def exit_on_exception(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """End the command with exit code 2 on any exception in a block; all but the telling ones after what was done."""
+    """End the command on an exception in a block; one that is not `telling` gets what was being done before it."""
     try:
         yield
     except telling as error:

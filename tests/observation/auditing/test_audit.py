@@ -207,6 +207,17 @@ def test_updates_that_cannot_be_computed_again_are_said(names):
     assert "a learning rate above 0 (give lr=)" in " ".join(hu.audit(a, b).unseen)
 
 
+@pytest.mark.parametrize("moment", [0.0, math.nan])
+@pytest.mark.parametrize("size", [64, (1 << 16) + 64])  # in one part, and in a second part alone
+def test_a_part_without_known_nonzero_updates_counts_nothing(moment, size):
+    state = {"momentum_buffer": torch.full((size,), moment)}
+    state["momentum_buffer"][: size - 64] = 1.0
+    given = {"optimizer": {"state": {0: state}, "param_groups": [{"lr": 0.5, "params": [0], "param_names": ["w"]}]}}
+    a, b = ({"model": {"w": torch.ones(size)}, **given} for _ in range(2))
+    update = hu.audit(a, b).states["w"].update
+    assert (update.seen, update.cancelled, update.realised_share) == (size - 64, 0, 1.0 if size > 64 else None)
+
+
 def test_a_tied_weight_is_one_tensor(tmp_path):
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(64, 16), "head": torch.nn.Linear(16, 64, bias=False)})
     model["head"].weight = model["embed"].weight

@@ -69,6 +69,35 @@ def test_gradients_that_are_all_zero_in_a_narrow_format_underflowed_at_the_loss(
         assert finding.where == ("head",)
 
 
+@pytest.mark.parametrize(
+    ("fields", "source", "expected"),
+    [
+        ({}, {}, "error"),
+        ({}, {"dtype": HALF}, "error"),
+        ({}, {"amax": 2.0**-25}, "error"),
+        ({}, {"amax": 2.0**-24}, None),
+        ({}, {"amax": 0.0}, None),
+        ({}, {"nonfinite": 1}, None),
+        ({}, {"scale": 0.5}, None),
+        ({"steps": 2}, {}, None),
+        ({"amax": 2.0**-24}, {}, None),
+        ({"dtype": BRAIN}, {}, None),
+        ({"dtype": torch.float8_e5m2}, {}, None),
+    ],
+)
+def test_gradients_that_a_cast_makes_zero_underflowed_there(fields, source, expected):
+    zeros = {"dtype": HALF, "histogram": {}, "amax": 0.0, **fields}
+    record = tensors(
+        ("activation gradient", "head", {"dtype": SINGLE}),
+        ("activation gradient", "cast", {"dtype": SINGLE, "histogram": {-40: 9}, "amax": 1e-12, **source}),
+        ("weight gradient", "body.weight", zeros),
+        ("activation gradient", "body", zeros),
+        ("activation gradient", "gate", zeros),
+    )
+    assert severity("gradient-underflow", record) == expected
+    assert [one.where for one in found("gradient-underflow", record)] == ([("body",)] if expected else [])
+
+
 def test_the_cure_of_an_underflow_depends_on_whether_the_loss_is_scaled():
     record = tensor("weight gradient", histogram={-24: 1000})
     assert "GradScaler, or hu.AdaptiveGradScaler" in found("gradient-underflow", record)[0].cure

@@ -235,6 +235,7 @@ def test_a_rate_of_zero_is_no_update():
         (({"w": torch.ones(2)}, 0.1), {"optimizer": "adamx"}, ValueError, "did you mean"),
         (({"w": torch.ones(2)}, 0.1), {"schedule": "cosine"}, ValueError, "give steps="),
         (({"w": torch.ones(2)}, 0.1), {"dtype": "bf61"}, ValueError, "bf61"),
+        (({"w": torch.ones(2)}, 0.1), {"dtype": "e2m3fn"}, ValueError, "torch has no dtype of e2m3fn; give"),
     ],
 )
 def test_what_is_wrong_is_said(arguments, options, error, words):

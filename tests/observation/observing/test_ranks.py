@@ -201,7 +201,7 @@ train(model, optimizer, 5, each=each)
 seen.stop()
 assert len(seen) == 5 - rank
 assert not seen.record.replicas  # a step was not taken
-wanted = ["end run step: it raised RuntimeError"] if rank else []
+wanted = ["could not end run step: it raised RuntimeError"] if rank else []
 assert seen.record.unseen == [*wanted, f"{OTHERS}{1 - rank}"], seen.record.unseen
 """
 THREE = """
@@ -364,7 +364,7 @@ with hu.observe(model, optimizer, interval=1) as seen:
     for _ in range(3):
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
-assert seen.record.unseen == ["begin observing: it raised RuntimeError"], seen.record.unseen
+assert seen.record.unseen == ["could not begin observing: it raised RuntimeError"], seen.record.unseen
 dist.destroy_process_group()
 """
     )

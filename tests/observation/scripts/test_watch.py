@@ -2,12 +2,14 @@
 
 import copy
 import gc
+import sys
 
 import pytest
 import torch
 from torch import nn
 
-from halfulp.observation.scripts import ScriptWatch, listen_to_backward_losses
+import halfulp as hu
+from halfulp.observation.scripts import ScriptWatch, listen_to_backward_losses, run_script
 from halfulp.observation.scripts._watch import JointModel, find_trained_model
 
 
@@ -137,3 +139,22 @@ def test_losses_are_those_before_the_scaler(share):
     weight = weight.detach()
     assert seen == pytest.approx([weight.square().sum().item() * share, weight.sum().item(), weight.prod().item()])
     assert (torch.autograd.backward, torch.amp.GradScaler.scale) == before
+
+
+def test_a_script_in_a_folder_that_is_gone_crashes_and_leaves_argv_and_path(tmp_path, monkeypatch):
+    argv, search = sys.argv, list(sys.path)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert run_script("train.py", ["3"]) == (1, "crashed")
+    assert sys.argv is argv
+    assert sys.path == search
+
+
+def test_a_hook_that_fails_is_a_sentence(monkeypatch):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hu.observe(model, optimizer) as seen:
+        monkeypatch.setattr(seen.recorder, "count_tensor", None)
+        train(model, optimizer, 1)
+    assert "could not observe outputs: it raised TypeError" in seen.record.unseen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -303,8 +304,11 @@ class GradientUnderflow(FindingKind):
         found = [one for one in list_tensors_of_roles(record, *GRADIENT_ROLES) if one.elements]
         steps = min((one.steps for one in found), default=0)
         nothing_arrives = steps >= FEWEST_VANISHED_STEPS and all(one.is_all_zero for one in found)
+        outputs = [one for one in found if one.role == "activation gradient"]
+        sources = {after.name: before for before, after in itertools.pairwise(outputs)}
         for tensor in found:
             held_in, count, own, told = get_storage_format(tensor), count_nonzero(tensor), cure, {"write": self.write}
+            source = sources.get(tensor.name) if tensor.role == "activation gradient" else None
             if held_in is None:
                 continue
             if nothing_arrives:
@@ -313,6 +317,10 @@ class GradientUnderflow(FindingKind):
                     continue
                 name, sure, subnormal, vanished = name_dtype(tensor.dtype), 1 - 0.5**steps, 0.0, 1.0
                 said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
+            elif source is not None and _is_cast_to_zero(tensor, source, held_in):
+                name, sure, subnormal, vanished = held_in.name, 1 - 0.5**tensor.steps, 0.0, 1.0
+                said = f"all gradients are 0 in {name} in all {tensor.steps} sampled steps, and up to "
+                said += f"{source.amax:.3g} before the cast"
             elif count >= FEWEST_GRADIENTS:
                 name, sure = held_in.name, compute_confidence(count, FEWEST_GRADIENTS)
                 subnormal, vanished = measure_subnormal_share(tensor, held_in), estimate_vanished_share(tensor, held_in)
@@ -329,6 +337,16 @@ class GradientUnderflow(FindingKind):
                 yield self.found(tensor.name, severity, sure, said, cure=own, **told, **evidence)
                 if nothing_arrives:
                     return
+
+
+def _is_cast_to_zero(tensor: TensorRecord, source: TensorRecord, format: Format) -> bool:
+    """Return whether an output's gradients are zeros because those that the backward pass had before are too small."""
+    # Zeros of other causes, such as a mask or a gate, stand before gradients of any size.
+    if tensor.steps < FEWEST_VANISHED_STEPS or not tensor.is_all_zero or tensor.scale != source.scale:
+        return False
+    # A format of 8 bits has a scale.
+    is_narrow = format.bits >= 16 and format.emin > NARROW_RANGE_EMIN
+    return is_narrow and not source.nonfinite and 0 < source.amax <= format.smallest_subnormal / 2
 
 
 # From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.

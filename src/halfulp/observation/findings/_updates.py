@@ -89,7 +89,7 @@ SIZES_FROM_STATE = "the optimizer's state"
 
 @register_finding
 class FreezeAhead(FindingKind):
-    """Under this schedule the learning rate falls so low that rounding to nearest holds a layer where it is."""
+    """At the learning rates of this schedule rounding to nearest holds a layer where it is."""
 
     code = "freeze-ahead"
     cure = "weight_update='kahan' or 'stochastic' of hu.optim, or keep these in float32"
@@ -121,7 +121,7 @@ class FreezeAhead(FindingKind):
                 severity,
                 1.0 if worst.updates == SIZES_FROM_STATE else 0.8,
                 said,
-                says=FROZEN_FROM_START_DIAGNOSIS if worst.freeze_step == forecast.start else self.says,
+                says=FROZEN_FROM_START_DIAGNOSIS if steps == [forecast.start] else self.says,
                 write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
                 cure=self.choose_cure(worst.dtype),
                 **evidence,

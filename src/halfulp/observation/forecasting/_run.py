@@ -101,7 +101,11 @@ def forecast(
     options = {name: value for name, value in given.items() if value is not None}
     if betas is not None and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
         raise ValueError(f"betas={betas!r}: give two numbers from 0 on and below 1, as (0.9, 0.999)")
-    dtype = formats.get(dtype).torch_dtype if isinstance(dtype, str) else dtype
+    if isinstance(dtype, str):
+        asked = formats.get(dtype)
+        if asked.torch_dtype is None:
+            raise ValueError(f"dtype={dtype!r}: torch has no dtype of {asked.name}; give one that it has, as 'bf16'")
+        dtype = asked.torch_dtype
     optimizer_or_lr = find_inner_optimizer(optimizer_or_lr)
     named = model_or_state.named_parameters() if isinstance(model_or_state, nn.Module) else ()
     weights = [(name, parameter) for name, parameter in named if parameter.requires_grad]

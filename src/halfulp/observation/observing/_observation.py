@@ -383,9 +383,10 @@ class RunStepTracker:
     def note_step_end(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note that an optimizer has stepped; return whether the run's step ends with it."""
         self._stepped.append(optimizer)
-        if optimizer is self._lead:
+        is_end = optimizer is self._lead
+        if is_end:
             self._stepped.clear()
-        return not self._stepped
+        return is_end
 
     def note_step_begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """Note that an optimizer begins to step; return the one that ended the step before, if it shows only now."""

@@ -128,7 +128,8 @@ def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: 
                 function(*arguments)
     except Exception as error:
         # Its words may hold paths, hosts or values, which neither page nor JSON is to hold.
-        recorder.note_unseen(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
+        doing = function.__name__.strip("_").replace("_", " ")
+        recorder.note_unseen(f"could not {doing}: it raised {type(error).__name__}")
     finally:
         torch._C._set_grad_enabled(records_gradients)
         recorder._free.append(None)

@@ -159,7 +159,7 @@ def take_sample(flat: torch.Tensor, key: int) -> torch.Tensor:
     runs, rest = draw_sampled_runs(key, elements).to(given.device), elements % SAMPLED_RUN_LENGTH
     if not rest:
         return given.view(-1, SAMPLED_RUN_LENGTH).index_select(0, runs).view(-1).cpu().double()
-    short = runs[runs == elements // SAMPLED_RUN_LENGTH]  # than 128
+    short = runs[runs == elements // SAMPLED_RUN_LENGTH]  # the last run, of fewer than 128 elements
     whole = given[: elements - rest].view(-1, SAMPLED_RUN_LENGTH)
     taken = whole.index_select(0, runs[: RUNS_PER_SAMPLE - len(short)]).view(-1)
     return (torch.cat([taken, given[elements - rest :]]) if len(short) else taken).cpu().double()

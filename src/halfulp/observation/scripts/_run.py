@@ -62,10 +62,10 @@ def run_script(
     `passing` are the caller's exceptions and not the script's.
     """
     argv, search = sys.argv, list(sys.path)
-    sys.argv = [path, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0:1] = [os.getcwd() if module else str(Path(path).resolve().parent)]
     try:
+        sys.argv = [path, *arguments]
+        if not sys.flags.safe_path:
+            sys.path[0:1] = [os.getcwd() if module else str(Path(path).resolve().parent)]
         if module:
             names = runpy.run_module(path, run_name="__main__", alter_sys=True)
         else:
