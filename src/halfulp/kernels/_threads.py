@@ -111,7 +111,7 @@ def _wait_for_pieces(futures: list[Future]) -> None:
         raise interrupted
 
 
-@functools.cache
+@functools.lru_cache(4)  # threads of a pool that falls out end when its last caller has left it
 def _make_thread_pool(threads: int) -> ThreadPoolExecutor:
     # A thread begins as the one that starts it, which may flush.
     return ThreadPoolExecutor(threads, "halfulp", initializer=lambda: torch.set_flush_denormal(False))
