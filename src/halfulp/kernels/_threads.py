@@ -69,7 +69,7 @@ MOST_SERIAL_ELEMENTS = 65_536
 
 
 def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
-    """Call kernel(first, last, *arguments), which releases the GIL, so that every chunk in [first, last) runs once.
+    """Call kernel(first, last, *arguments), which works on the chunks [first, last) without the GIL, by threads.
 
     `lengths`, an int64 array of shape (chunks,), are the elements of each chunk, by which threads get equal parts.
     """
