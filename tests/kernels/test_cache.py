@@ -139,6 +139,11 @@ def test_a_folder_that_cannot_be_made(tmp_path, forked_python):
     assert_told(forked_python(TOLD, QUANTIZE, HALFULP_CACHE_DIR=str(blocker / "cache")))
 
 
+def test_a_folder_that_the_system_cannot_look_into(tmp_path, forked_python):
+    """Such as another user's: root may look into those, but not into one whose name is too long."""
+    assert_told(forked_python(TOLD, QUANTIZE, HALFULP_CACHE_DIR=str(tmp_path / ("x" * 300))))
+
+
 def test_a_read_only_home(tmp_path, forked_python):
     """As an ordinary user; root may write everywhere, and there the folder is on a file instead."""
     home = tmp_path / "home"

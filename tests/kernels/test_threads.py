@@ -51,6 +51,20 @@ def test_four_callers_at_once(forked_python):
     assert forked_python(PROGRAM, program) == "[True, True, True, True]\n"
 
 
+def test_changing_counts_leave_few_threads(forked_python):
+    program = """
+        import time
+        for count in range(2, 40):
+            torch.set_num_threads(count)
+            assert torch.equal(work(), wanted), count
+        end = time.monotonic() + 20
+        while (left := sum(one.name.startswith("halfulp") for one in threading.enumerate())) > 100:
+            assert time.monotonic() < end, left
+            time.sleep(0.01)
+    """
+    forked_python(PROGRAM, program)
+
+
 def test_four_first_callers_at_once(forked_python, cache):
     """Compilation itself may happen in several threads."""
     program = """

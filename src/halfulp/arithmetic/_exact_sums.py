@@ -466,10 +466,11 @@ def normalize_dims(count: int, dim: Dim) -> list[int]:
     given = list(dim) if isinstance(dim, list | tuple) else [dim]
     if not all(isinstance(d, int) for d in given):
         raise TypeError(f"dim={dim!r}: give a whole number, several in a tuple, or None for all dimensions")
+    most = max(count, 1)
     for d in given:
-        if not -max(count, 1) <= d < max(count, 1):
-            raise IndexError(f"dimension {d} is out of range of {count}: allowed are {-count} to {count - 1}")
-    found = sorted(d % max(count, 1) for d in given)
+        if not -most <= d < most:
+            raise IndexError(f"dimension {d} is out of range of {count}: allowed are {-most} to {most - 1}")
+    found = sorted(d % most for d in given)
     if len(set(found)) < len(found):
         raise ValueError(f"dim {tuple(given)} names a dimension twice: give each one once")
     return (found or list(range(count))) if count else []

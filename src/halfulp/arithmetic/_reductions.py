@@ -147,7 +147,8 @@ def _is_finite(x: torch.Tensor) -> bool:
 
 def _restore_special_values(made: Parts, plain: torch.Tensor) -> Parts:
     """Return a result with the infinities and NaN that the leading components' reduction has."""
-    # Where components are narrower, that one is not finite where an element is not; of float64 a sum's steps may be.
+    # The plain reduction of narrower components is not finite only where an element is not. Of float64 its steps may
+    # leave the range though the sum does not: there the result decides.
     judge = made[0] if made[0].dtype == torch.float64 else plain
     lost = (judge - judge) != 0.0
     first = torch.where(lost, plain.to(made[0].dtype), made[0])
@@ -270,8 +271,8 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, sh
     """Reduce every segment; return the results in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
     engine = select_engine(parts[0].device.type)
-    if engine == "triton" and (use_device := _find_triton_kernel(reduction, parts[0].device)) is not None:
-        return tuple([part.reshape(shape) for part in _run_on_triton(reduction, use_device, parts, cut)])
+    if engine == "triton" and (triton_kernel := _find_triton_kernel(reduction, parts[0].device)) is not None:
+        return tuple([part.reshape(shape) for part in _run_on_triton(reduction, triton_kernel, parts, cut)])
     if engine != "llvm":
         return tuple([part.reshape(shape) for part in _reduce_by_reference(reduction, parts, cut)])
     made = tuple([torch.empty(shape, dtype=reduction.dtype, device="cpu") for _ in range(reduction.components)])

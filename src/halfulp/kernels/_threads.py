@@ -69,7 +69,7 @@ MOST_SERIAL_ELEMENTS = 65_536
 
 
 def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
-    """Call kernel(first, last, *arguments), which releases the GIL, so that every chunk in [first, last) runs once.
+    """Call kernel(first, last, *arguments), which works on the chunks [first, last) without the GIL, by threads.
 
     `lengths`, an int64 array of shape (chunks,), are the elements of each chunk, by which threads get equal parts.
     """
@@ -111,7 +111,7 @@ def _wait_for_pieces(futures: list[Future]) -> None:
         raise interrupted
 
 
-@functools.cache
+@functools.lru_cache(4)  # threads of a pool that falls out end when its last caller has left it
 def _make_thread_pool(threads: int) -> ThreadPoolExecutor:
     # A thread begins as the one that starts it, which may flush.
     return ThreadPoolExecutor(threads, "halfulp", initializer=lambda: torch.set_flush_denormal(False))

@@ -180,7 +180,7 @@ def find_cache_file(name: str, key: str, compiler_version: str) -> Path | None:
 
 def _load_kernel_file(path: Path | None) -> int | None:
     """Return the address of a kept kernel's function; None where there is no file, or none that can be read."""
-    if path is None or not path.is_file():
+    if path is None:
         return None
     try:
         blob = path.read_bytes()
@@ -188,6 +188,8 @@ def _load_kernel_file(path: Path | None) -> int | None:
         if tag != _KERNEL_FILE_TAG or hashlib.sha256(payload).digest() != checksum:
             raise ValueError("damaged")
         return _link_object(payload)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (OSError, ValueError, RuntimeError) as e:  # the last one is LLVM's
         note_fallback("cache", f"unreadable kernel cache entry ignored ({type(e).__name__}); compiled again")
         return None

@@ -112,12 +112,13 @@ class TableLoop(VectorBuilder):
                     place = self.pointer(b.add(constants, own), self.word(name[1]), self.type_of_kind(kind, 1))
                     self.set_scalar_input(name, b.load(place, align=size))
             if table.stream_start:
-                # The counter of the chunk's first element and the stream's own word.
+                # The counter of the chunk's first element, and the stream's own word if it has one.
                 key, start = self.load_word_at(keys, row, 0), table.stream_start
                 halves = b.trunc(key, self.i32), b.trunc(b.lshr(key, self.word(32)), self.i32)
                 values = InstructionWriter(b, start.trace, 1).run([*halves, index])
-                self.first_counter, own_word = (values[number] for number in start.results)
-                self.set_scalar_input(RANDOM_STREAM_INPUTS[1], own_word)
+                self.first_counter, *own_words = (values[number] for number in start.results)
+                for name, value in zip(RANDOM_STREAM_INPUTS[1:], own_words):
+                    self.set_scalar_input(name, value)
             kinds = self.trace.kinds
             wide = [how == "sum" or (how == "max" and kinds[number] == "f64") for how, number in self.trace.sums]
             vectors = [self.vector_type(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
