@@ -186,11 +186,11 @@ PARTS = ("step", "model")
 
 def stepper(run, optimizer, scaler):
     """One function of forward, backward and step."""
-    from halfulp.recipes._optimizer import backpropagate_and_step
+    from halfulp.recipes._optimizer import run_backward_and_step
 
     def step(batch):
         loss = run(**batch)["loss"]
-        backpropagate_and_step(loss, optimizer, scaler)
+        run_backward_and_step(loss, optimizer, scaler)
         return loss
 
     return step

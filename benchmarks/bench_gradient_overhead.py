@@ -53,7 +53,7 @@ def contenders(case: str, compiled: bool, **sizes: int) -> list[Contender]:
         controller.backward.measuring = measuring
         other.zero_grad()
         scaler.scale(loss_of(ours)).backward()
-        controller.backward.measurements.read_all([])
+        controller.backward.measurements.read_flags_and_measurements([])
         controller.backward.end_iteration()
         controller.losses.clear()
 

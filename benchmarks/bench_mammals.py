@@ -50,7 +50,7 @@ def points(name: str, mammals, data, seed: int):
 
 def train(name: str, mammals, data, seed: int, epochs: int) -> dict:
     """One run and what it ends with."""
-    from halfulp.trials.tasks._mammals import score_points
+    from halfulp.trials.tasks._mammals import compute_ranking_scores
 
     edges = data.train[0][:, :2]
     weight = points(name, mammals, data, seed)
@@ -60,7 +60,7 @@ def train(name: str, mammals, data, seed: int, epochs: int) -> dict:
     plain = weight.detach()
     first = plain.components[0] if VARIANTS[name][1] > 1 else plain
     ends = {"lowest": float(first[:, 1].min()), "farthest": float(first.abs().max())}
-    return {**score_points(plain, edges), **ends, "seconds": seconds, "diverged_at": course["diverged_at"]}
+    return {**compute_ranking_scores(plain, edges), **ends, "seconds": seconds, "diverged_at": course["diverged_at"]}
 
 
 def trained(mammals, data, names: list[str], seeds: int, epochs: int, keep: Path | None) -> dict[str, list[dict]]:
@@ -129,7 +129,7 @@ def epoch(name: str, mammals, data, autograd: bool = False):
     import torch
 
     from halfulp.hyperbolic import RankingSets, RiemannianSGD, ranking_gradient, ranking_loss
-    from halfulp.trials.tasks._mammals import DISTANCE_SCALE
+    from halfulp.trials.tasks._mammals import RANKING_LOSS_DISTANCE_SCALE
 
     edges = data.train[0][:, :2]
     weight = points(name, mammals, data, 0)
@@ -140,9 +140,9 @@ def epoch(name: str, mammals, data, autograd: bool = False):
         for chosen in sets.epoch(generator):
             if autograd:
                 optimizer.zero_grad()
-                ranking_loss(weight, chosen, DISTANCE_SCALE).backward()
+                ranking_loss(weight, chosen, RANKING_LOSS_DISTANCE_SCALE).backward()
             else:
-                _, weight.grad = ranking_gradient(weight.detach(), chosen, DISTANCE_SCALE)
+                _, weight.grad = ranking_gradient(weight.detach(), chosen, RANKING_LOSS_DISTANCE_SCALE)
             optimizer.step()
 
     return run

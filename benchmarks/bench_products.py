@@ -62,7 +62,11 @@ def digits(seed: int) -> Table:
     import torch
 
     from halfulp.arithmetic._float32_products import multiply_in_float32
-    from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, compute_products_in_float32, find_native_dtypes
+    from halfulp.environment._narrow_products import (
+        SIXTEEN_BIT_DTYPES,
+        find_natively_multiplied_dtypes,
+        force_float32_products,
+    )
 
     columns = {"operator": "", "dtype": "", "shapes": "", "from float64": ".3f", "gradients from float64": ".3f"}
     table = Table(f"Units of the last place, {SHAPES} shapes, seed {seed}", columns | {"from torch's own": ".3f"})
@@ -83,11 +87,11 @@ def digits(seed: int) -> Table:
             cotangent = torch.randn_like(function(*(y.float() for y in x), **options)).to(dtype)
             exact = run(function, [y.double() for y in x], options, cotangent)
             sums = run(function, [y.double().abs() for y in x], options, cotangent.abs())
-            with compute_products_in_float32(dtype):
+            with force_float32_products(dtype):
                 mine = run(lambda *y, f=function, **o: multiply_in_float32(f, y, o), x, options, cotangent)
             row = [_distance(mine[0], exact[0], sums[0], dtype)]
             row.append(max(_distance(a, b, s, dtype) for a, b, s in zip(mine[1:], exact[1:], sums[1:])))
-            if dtype in find_native_dtypes():
+            if dtype in find_natively_multiplied_dtypes():
                 row.append(_distance(mine[0], function(*x, **options).double(), sums[0], dtype))
             key = name, str(dtype).removeprefix("torch.")
             before = found.setdefault(key, [0.0] * len(row))
@@ -143,10 +147,14 @@ def speed() -> Table:
     import torch
 
     from halfulp.arithmetic._float32_products import multiply_in_float32
-    from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, compute_products_in_float32, find_native_dtypes
+    from halfulp.environment._narrow_products import (
+        SIXTEEN_BIT_DTYPES,
+        find_natively_multiplied_dtypes,
+        force_float32_products,
+    )
 
     set_threads(1)
-    natives = {str(dtype).removeprefix("torch.") for dtype in find_native_dtypes()}
+    natives = {str(dtype).removeprefix("torch.") for dtype in find_natively_multiplied_dtypes()}
     figures = ("forward", "forward, torch's own", "with backward", "with backward, torch's own")
     columns = {"operator": "", "dtype": "", **dict.fromkeys(figures, ".2f"), "float32 ms": ".3f"}
     table = Table("Multiples of float32's CPU time, one thread", columns)
@@ -167,7 +175,7 @@ def speed() -> Table:
     for name, (function, shapes, options) in _speed_cases().items():
         for dtype in SIXTEEN_BIT_DTYPES:
             cells: dict[str, Any] = {"operator": name, "dtype": str(dtype).removeprefix("torch.")}
-            with compute_products_in_float32(dtype):
+            with force_float32_products(dtype):
                 for backward, at in ((False, 0), (True, 2)):
                     calls = {
                         "float32": call(function, torch.float32, shapes, options, False, backward),
@@ -182,9 +190,9 @@ def speed() -> Table:
     for kind in ("LSTM", "GRU", "RNN"):
         for dtype in SIXTEEN_BIT_DTYPES:
             plain, mine = _recurrent(kind, torch.float32), _recurrent(kind, dtype)
-            with compute_products_in_float32(dtype):
+            with force_float32_products(dtype):
                 timed = measure([Contender("float32", plain), Contender("mine", mine)], "float32", threads=1, rounds=7)
-            with compute_products_in_float32():
+            with force_float32_products():
                 own = measure([Contender("float32", plain), Contender("own", mine)], "float32", threads=1, rounds=7)
             cells = {"operator": kind, "dtype": str(dtype).removeprefix("torch."), "with backward": timed["mine"].ratio}
             cells |= {"with backward, torch's own": own["own"].ratio, "float32 ms": timed["float32"].milliseconds}

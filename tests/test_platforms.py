@@ -178,10 +178,10 @@ assert hu.quantize(torch.tensor([1.3]), "e5m2").tolist() == [1.25]
 from halfulp.environment import describe_environment
 assert describe_environment()["processor"]["cores"] >= 1
 from halfulp.trials.running import _pool
-assert _pool.describe_exit(-15) == "was killed by SIGTERM"
-assert _pool.describe_exit(-9) == "was killed by SIGKILL, as where memory is short"
-from halfulp.observation.scripts._run import report_termination
-with report_termination(lambda ending: ending.code):
+assert _pool.describe_exit_code(-15) == "was killed by SIGTERM"
+assert _pool.describe_exit_code(-9) == "was killed by SIGKILL, as where memory is short"
+from halfulp.observation.scripts._run import report_and_exit_on_sigterm
+with report_and_exit_on_sigterm(lambda ending: ending.code):
     pass
 print("stepped")
 """

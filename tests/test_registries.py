@@ -7,7 +7,7 @@ import torch
 from torch.ops import aten
 
 import halfulp as hu
-from halfulp._names import read_descriptions
+from halfulp._names import read_registered_descriptions
 from halfulp.observation.findings import FINDING_KINDS, FindingKind, register_finding
 from halfulp.optim._storage import BF16
 from halfulp.scaled._registry import FAMILIES, Family, register_family
@@ -67,9 +67,9 @@ def state_store(name, words):
 KIND = {
     "format": (form, "e5m2", hu.formats.names),
     "block format": (block_format, "mxfp8_e4m3", hu.formats.block_names),
-    "weight update": (weight_update, "kahan", lambda: read_descriptions("weight update")),
+    "weight update": (weight_update, "kahan", lambda: read_registered_descriptions("weight update")),
     "optimizer": (optimizer, "AdamW", lambda: hu.optim.OPTIMIZERS),
-    "policy": (policy, "dynamic", lambda: read_descriptions("policy")),
+    "policy": (policy, "dynamic", lambda: read_registered_descriptions("policy")),
     "recipe": (
         lambda name, words: hu.recipes.register(hu.Recipe(name=name, description=words)),
         "fp32",
@@ -78,7 +78,7 @@ KIND = {
     "task": (task, "digits", task_names),
     "finding": (finding, "updates-lost", lambda: FINDING_KINDS),
     "rounding": (rounding, "nearest", hu.rounding.rounding_names),
-    "state store": (state_store, "8bit", lambda: ["8bit", *read_descriptions("state store")]),
+    "state store": (state_store, "8bit", lambda: ["8bit", *read_registered_descriptions("state store")]),
     "family": (lambda name, words: register_family(Family(name, words or "", "s")), "bilinear", lambda: FAMILIES),
 }
 SAYS_WHAT_IT_IS = ("format", "block format")

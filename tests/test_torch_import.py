@@ -12,7 +12,7 @@ import torch
 
 import halfulp as hu
 from halfulp import _torch_floor, _torch_import
-from halfulp._messages import ENVIRONMENT
+from halfulp._messages import ENV_HINT
 
 
 def in_a_fresh_process(code: str, *arguments: str) -> str:
@@ -52,7 +52,7 @@ def test_every_function_that_files_name_is_listed():
         hu.ScaledTensor.encode(torch.ones(2, dtype=torch.float32)),
     ):
         function = x.__reduce_ex__(2)[0]
-        assert f"{function.__module__}.{function.__qualname__}" in _torch_import.SAVED_FUNCTIONS
+        assert f"{function.__module__}.{function.__qualname__}" in _torch_import.REBUILD_FUNCTIONS_OF_SAVED_TENSORS
         file = io.BytesIO()
         torch.save(x, file)
         file.seek(0)
@@ -62,7 +62,7 @@ def test_every_function_that_files_name_is_listed():
 def test_every_package_that_defines_operators_is_listed():
     root = Path(hu.__file__).parent
     users = {p.relative_to(root).parts[0] for p in root.rglob("*.py") if "= define_operator(" in p.read_text()}
-    assert users == set(_torch_import.OPERATOR_PACKAGES)
+    assert users == set(_torch_import.PACKAGES_DEFINING_OPERATORS)
 
 
 def test_an_import_of_torch_that_fails_is_tried_again(tmp_path):
@@ -100,7 +100,7 @@ def test_a_torch_below_the_floor_is_one_sentence(in_bare_process):
         """
     )
     floor = _torch_floor.OLDEST_TORCH
-    remedy = f"run pip install --upgrade 'torch>={floor}'; {ENVIRONMENT}"
+    remedy = f"run pip install --upgrade 'torch>={floor}'; {ENV_HINT}"
     assert said == f"halfulp needs torch {floor} or newer and found torch 2.5.1+cu124: {remedy}\n"
 
 

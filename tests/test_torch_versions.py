@@ -127,10 +127,10 @@ def test_hooks_of_saved_tensors_are_known(older):
 
 def test_products_are_whole_by_the_setting_for_all_backends(older):
     module = older((type(torch.backends.mkldnn), "matmul"))
-    assert module.has_whole_products("cpu")
+    assert module.has_full_precision_float32_products("cpu")
     try:
         torch.set_float32_matmul_precision("medium")
-        assert not module.has_whole_products("cpu")
+        assert not module.has_full_precision_float32_products("cpu")
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -142,7 +142,7 @@ def test_frames_are_skipped_by_switching_dynamo_off(older, monkeypatch):
         strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
         skip_code = lambda code: frames.set_code_exec_strategy(code, strategy)  # noqa: E731
         monkeypatch.setattr(frames, "skip_code", skip_code, raising=False)
-    skipped = older((frames, "_FrameExecStrategy")).skip_frames(_twice)
+    skipped = older((frames, "_FrameExecStrategy")).hide_frames_from_dynamo(_twice)
     captured = []
 
     def backend(module, inputs):
@@ -186,7 +186,7 @@ def test_inductor_partitions_by_a_function_of_ours():
     before, halves = compile_fx.min_cut_rematerialization_partition, Halves()
 
     def compiled(graph, inputs):
-        with _torch_versions.partition_graphs_by(halves, {}) as settings:
+        with _torch_versions.use_graph_partitioner(halves, {}) as settings:
             return compile_fx.compile_fx(graph, inputs, config_patches=settings)
 
     x = torch.ones(3, requires_grad=True)

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from halfulp.trials._defaults import REFERENCE_RECIPE
-from halfulp.trials.evidence._row import FinishedTrials, Row, choose_verdict, compute_interval, compute_tolerance
-from halfulp.trials.evidence._table import format_cells, name_judged_loss, write_table_notes
+from halfulp.trials.evidence._row import FinishedTrials, Row, choose_verdict, compute_gap_bound, compute_gap_tolerance
+from halfulp.trials.evidence._table import describe_judged_loss, format_row_cells, list_table_notes
 
 _BF16_PAPER = "arXiv 2010.06192"
 _SCALES_PAPER = "arXiv 1910.12385"
@@ -160,8 +160,8 @@ def _compare_with_best(evidence: FinishedTrials, row: Row, others: Sequence[Row]
         gap, limit, verdict = row.gap or 0.0, row.noise, row.verdict
     else:
         gaps = evidence.gaps(row.task, row.recipe, best.recipe)
-        gap, limit = statistics.fmean(gaps), compute_interval(gaps, [], best.loss)
-        verdict = choose_verdict(gap, limit, compute_tolerance([], best.loss))
+        gap, limit = statistics.fmean(gaps), compute_gap_bound(gaps, [], best.loss)
+        verdict = choose_verdict(gap, limit, compute_gap_tolerance([], best.loss))
     reach = "" if limit is None else f" ± {limit:.2g}"
     beside = "" if best.recipe == REFERENCE_RECIPE else f" beside {best.recipe}"
     return verdict, f"{gap:+.2g}{reach}{beside} ({verdict or 'too few seeds'})"
@@ -214,11 +214,11 @@ def _describe_run(evidence: FinishedTrials) -> list[str]:
 
 
 def _write_task_section(evidence: FinishedTrials, task: str) -> str:
-    loss = name_judged_loss(evidence, task)
+    loss = describe_judged_loss(evidence, task)
     shown = (loss, "gap to fp32", "verdict", "accuracy", "movement kept", "bytes/param", "step time")
     rows = []
     for row in evidence.rows(task):
-        words = format_cells(evidence, row)
+        words = format_row_cells(evidence, row)
         found = (record["result"]["diverged_at"] for record in evidence.of_recipe(task, row.recipe))
         steps = [str(step) for step in found if step is not None]
         if row.diverged and steps:
@@ -228,7 +228,7 @@ def _write_task_section(evidence: FinishedTrials, task: str) -> str:
         rows.append([row.recipe, *(words[name] for name in shown), reported, _describe_disagreement(row)])
     title = evidence.of_task(task)[0]["settings"]["task"]["title"]
     headers = ("recipe", *shown, "its paper, on its own application", "ours differs")
-    notes = "\n".join(f"- {note}" for note in write_table_notes(evidence, task))
+    notes = "\n".join(f"- {note}" for note in list_table_notes(evidence, task))
     return _write_section(f"{task}: {title}", headers, rows, notes)
 
 

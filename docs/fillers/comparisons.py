@@ -14,10 +14,10 @@ def _lines(file: str, task: str) -> list[dict[str, str]]:
     if not path.exists():
         return []
     from halfulp.trials import Evidence
-    from halfulp.trials.evidence._table import format_cells
+    from halfulp.trials.evidence._table import format_row_cells
 
     evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
-    return [format_cells(evidence, row) for row in evidence.rows(task)] if task in evidence.tasks() else []
+    return [format_row_cells(evidence, row) for row in evidence.rows(task)] if task in evidence.tasks() else []
 
 
 def _comparison(task: str, columns: Sequence[str]) -> str:
@@ -99,10 +99,10 @@ def _notes(task: str) -> str:
     if not path.exists():
         return ""
     from halfulp.trials import Evidence
-    from halfulp.trials.evidence._table import write_table_notes
+    from halfulp.trials.evidence._table import list_table_notes
 
     evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
-    return write_table_notes(evidence, task)[0]
+    return list_table_notes(evidence, task)[0]
 
 
 @place

@@ -40,12 +40,12 @@ def block_formats() -> str:
 def tasks() -> str:
     """What can be trained."""
     from halfulp.trials.tasks import kind_of, names
-    from halfulp.trials.tasks._registry import needs_data_folder
+    from halfulp.trials.tasks._registry import has_data_folder_field
 
     lines = []
     for kind in map(kind_of, names()):
         hyper = ", ".join(f"{key} {value}" for key, value in kind.hyper.items())
-        reads = "`--data`" if needs_data_folder(kind) else "embedded"
+        reads = "`--data`" if has_data_folder_field(kind) else "embedded"
         loss = kind.judged_by.replace("_", " ").replace("train ", "training ")
         lines.append(
             [f"`{kind.name}`", kind.title, f"{kind.rule}, {hyper}", f"{kind.steps:,}", str(kind.batch), loss, reads]

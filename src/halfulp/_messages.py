@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 _MOST_LISTED = 5
 # Packages whose lines no user wrote.
-_PACKAGES_OF_NO_USER = {"halfulp", "torch", "contextlib"}
+_PACKAGES_WITHOUT_USER_CODE = {"halfulp", "torch", "contextlib"}
 # Ends the message of whatever a platform, a device, a version or a missing package is to blame for.
-ENVIRONMENT = "`halfulp env` prints what there is, and what a report needs"
+ENV_HINT = "`halfulp env` prints what there is, and what a report needs"
 
 
 def name_type(given: object) -> str:
@@ -47,20 +47,20 @@ def align_columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
     return [gap.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
-def name_differences(missing: Iterable[object], unknown: Iterable[object]) -> str:
+def write_differing_names(missing: Iterable[object], unknown: Iterable[object]) -> str:
     """Return the words for the names that a file lacks and those that it has in excess.
 
-    >>> name_differences(["a"], []), name_differences(["a"], ["b"])
+    >>> write_differing_names(["a"], []), write_differing_names(["a"], ["b"])
     ("lacks 'a'", "lacks 'a' and has the unknown 'b'")
     """
     lacks = [f"lacks {quote(missing)}"] if missing else []
     return " and ".join(lacks + ([f"has the unknown {quote(unknown)}"] if unknown else []))
 
 
-def read_first_line(error: object) -> str:
+def get_first_line_of_error(error: object) -> str:
     """Return the first line of an error's message; "" of one that has none.
 
-    >>> read_first_line(ValueError("no such task", )), read_first_line(KeyboardInterrupt())
+    >>> get_first_line_of_error(ValueError("no such task", )), get_first_line_of_error(KeyboardInterrupt())
     ('no such task', '')
     """
     return str(error).strip().partition("\n")[0]
@@ -72,7 +72,10 @@ def find_user_stack_level() -> int:
     That is the innermost one outside this package and torch, whose hooks and decorators stand between.
     """
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES_OF_NO_USER:
+    while (
+        frame.f_back is not None
+        and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES_WITHOUT_USER_CODE
+    ):
         frame = frame.f_back
         # warnings.warn does not count the frames of an import that goes on.
         level += "importlib" not in frame.f_code.co_filename or "_bootstrap" not in frame.f_code.co_filename

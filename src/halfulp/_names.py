@@ -35,11 +35,11 @@ def register_entry(kind: str, registry: dict[str, Any], name: str, entry: object
     _DESCRIPTIONS_BY_KIND.setdefault(kind, {})[name] = " ".join(words.partition("\n\n")[0].split())
 
 
-def read_class_docstring(cls: type) -> str | None:
+def read_own_docstring(cls: type) -> str | None:
     """Return a class's own docstring; None for one that it inherits, and for the signature that dataclass writes.
 
     >>> import dataclasses
-    >>> read_class_docstring(dataclasses.make_dataclass("Point", ["x", "y"])), read_class_docstring(dict)[:6]
+    >>> read_own_docstring(dataclasses.make_dataclass("Point", ["x", "y"])), read_own_docstring(dict)[:6]
     (None, 'dict()')
     """
     text = vars(cls).get("__doc__")
@@ -47,7 +47,7 @@ def read_class_docstring(cls: type) -> str | None:
     return None if signature else text
 
 
-def read_descriptions(kind: str) -> dict[str, str]:
+def read_registered_descriptions(kind: str) -> dict[str, str]:
     """Return the registered names of one kind, each with the first paragraph of its description, and import nothing."""
     return dict(_DESCRIPTIONS_BY_KIND.get(kind, {}))
 

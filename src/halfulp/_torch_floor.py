@@ -3,7 +3,7 @@
 import re
 import sys
 
-from ._messages import ENVIRONMENT
+from ._messages import ENV_HINT
 
 # The oldest version that is taken; docs/compatibility.md says what the test suite gives on it and on later ones.
 OLDEST_TORCH = "2.6"
@@ -15,7 +15,7 @@ def check_torch_version() -> None:
     if found is not None and is_older(found):
         raise ImportError(
             f"halfulp needs torch {OLDEST_TORCH} or newer and found torch {found}: run pip install --upgrade "
-            f"'torch>={OLDEST_TORCH}'; {ENVIRONMENT}"
+            f"'torch>={OLDEST_TORCH}'; {ENV_HINT}"
         )
 
 

@@ -12,10 +12,13 @@ from typing import Any
 from ._torch_floor import is_older
 
 # The functions that files of torch.save name, under the names that the files hold.
-SAVED_FUNCTIONS = ("halfulp.mctensor._mctensor.rebuild_mctensor", "halfulp.scaled._scaled_tensor.rebuild_scaled_tensor")
+REBUILD_FUNCTIONS_OF_SAVED_TENSORS = (
+    "halfulp.mctensor._mctensor.rebuild_mctensor",
+    "halfulp.scaled._scaled_tensor.rebuild_scaled_tensor",
+)
 # The packages that define operators, halfulp::name, when they are imported.
-OPERATOR_PACKAGES = ("rounding", "arithmetic", "mctensor", "scaled", "gradients")
-_here = threading.local()
+PACKAGES_DEFINING_OPERATORS = ("rounding", "arithmetic", "mctensor", "scaled", "gradients")
+_operator_lookup_state = threading.local()
 
 
 def call_after_import(name: str, call: Callable[[ModuleType], None]) -> None:
@@ -59,7 +62,9 @@ def register_with_torch(torch: ModuleType) -> None:
     """Let torch.load read halfulp's tensors and torch.ops.halfulp find its operators, unless torch is too old."""
     if is_older(torch.__version__):
         return
-    torch.serialization.add_safe_globals([(import_when_called(name), name) for name in SAVED_FUNCTIONS])
+    torch.serialization.add_safe_globals(
+        [(import_when_called(name), name) for name in REBUILD_FUNCTIONS_OF_SAVED_TENSORS]
+    )
     torch.ops.halfulp = _make_operator_namespace(torch)
 
 
@@ -74,13 +79,13 @@ def import_when_called(name: str) -> Callable:
 
 
 @contextlib.contextmanager
-def defining_operators() -> Iterator[None]:
+def suspend_imports_by_operator_lookup() -> Iterator[None]:
     """Return a context for defining operators, in which looking up an operator imports nothing."""
-    _here.defining = True
+    _operator_lookup_state.defining = True
     try:
         yield
     finally:
-        _here.defining = False
+        _operator_lookup_state.defining = False
 
 
 def _make_operator_namespace(torch: ModuleType) -> Any:
@@ -96,9 +101,9 @@ def _make_operator_namespace(torch: ModuleType) -> Any:
             try:
                 return super().__getattr__(name)
             except AttributeError:
-                if getattr(_here, "defining", False):
+                if getattr(_operator_lookup_state, "defining", False):
                     raise
-                for package in OPERATOR_PACKAGES:
+                for package in PACKAGES_DEFINING_OPERATORS:
                     importlib.import_module(f"halfulp.{package}")
                 return super().__getattr__(name)
 

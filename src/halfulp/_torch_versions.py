@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import _needs_torch  # noqa: F401
-from ._messages import ENVIRONMENT
+from ._messages import ENV_HINT
 
 _torch_C: Any = torch._C
 _eval_frame, _torch_autograd = _torch_C._dynamo.eval_frame, _torch_C._autograd
@@ -22,22 +22,22 @@ _distributed: Any = torch.distributed  # without its functions in a build withou
 TensorGuards: Any = getattr(getattr(_torch_C._dynamo, "guards", None), "TensorGuards", None)
 
 
-def make_version_refusal(feature: str, remedy: str) -> NotImplementedError:
+def make_torch_too_old_error(feature: str, remedy: str) -> NotImplementedError:
     """Return the refusal of a feature that the installed torch cannot give.
 
-    >>> print(make_version_refusal("hu.float32_gradients needs Tensor.grad_dtype", "keep float32 parameters"))
+    >>> print(make_torch_too_old_error("hu.float32_gradients needs Tensor.grad_dtype", "keep float32 parameters"))
     torch ... lacks it: hu.float32_gradients needs Tensor.grad_dtype; install a newer torch, or keep float32 parameters;
     `halfulp env` prints what there is, and what a report needs
     """
     return NotImplementedError(
-        f"torch {torch.__version__} lacks it: {feature}; install a newer torch, or {remedy}; {ENVIRONMENT}"
+        f"torch {torch.__version__} lacks it: {feature}; install a newer torch, or {remedy}; {ENV_HINT}"
     )
 
 
 # Older: nothing is lost but about 1 us a call, as a wrapper switches Dynamo off while the function runs.
 if hasattr(_eval_frame, "_FrameExecStrategy"):
 
-    def skip_frames(function: Callable) -> Callable:
+    def hide_frames_from_dynamo(function: Callable) -> Callable:
         """Let Dynamo capture neither a function's frames nor those of what it calls; the function is returned."""
         skip = _eval_frame._FrameAction.SKIP
         _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
@@ -45,7 +45,7 @@ if hasattr(_eval_frame, "_FrameExecStrategy"):
 
 else:
 
-    def skip_frames(function: Callable) -> Callable:
+    def hide_frames_from_dynamo(function: Callable) -> Callable:
         """Return a function whose frames, and those of what it calls, Dynamo does not capture."""
 
         @functools.wraps(function)
@@ -64,27 +64,31 @@ else:
 
 
 # Older: an operator that the host decides about refuses to be captured into a CUDA graph, where it would be left out.
-CUDAGRAPH_UNSAFE: torch.Tag | None = getattr(torch.Tag, "cudagraph_unsafe", None)
+CUDAGRAPH_UNSAFE_TAG: torch.Tag | None = getattr(torch.Tag, "cudagraph_unsafe", None)
 
 # Older: hu.float32_gradients refuses.
 HAS_GRADIENT_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 # Older: torch.compile breaks its graph at an emulated model for a reason in torch's words.
-BREAKS_WITH_REASON = hasattr(_eval_frame, "_FrameExecStrategy")  # of the same version as graph_break's argument
+HAS_GRAPH_BREAK_REASON_ARGUMENT = hasattr(
+    _eval_frame, "_FrameExecStrategy"
+)  # of the same version as graph_break's argument
 
 # Older: a parameter sharded along one dimension twice (_StridedShard) is refused, whose map would ask other ranks.
-HAS_SOURCE_RANK = hasattr(_torch_autograd, "_top_saved_tensors_default_hooks")  # of the same version
+HAS_SRC_DATA_RANK_ARGUMENT = hasattr(_torch_autograd, "_top_saved_tensors_default_hooks")  # of the same version
 
 
 # Nothing is lost: older names of the same functions, which newer versions warn of.
-_HAS_SINGLE_NAMES = hasattr(_distributed, "all_gather_single")
-ALL_GATHER: Any = getattr(_distributed, "all_gather_single" if _HAS_SINGLE_NAMES else "all_gather_into_tensor", None)
+_HAS_ALL_GATHER_SINGLE = hasattr(_distributed, "all_gather_single")
+ALL_GATHER_FUNCTION: Any = getattr(
+    _distributed, "all_gather_single" if _HAS_ALL_GATHER_SINGLE else "all_gather_into_tensor", None
+)
 
 
-def find_dtype(name: str) -> torch.dtype | None:
+def find_torch_dtype(name: str) -> torch.dtype | None:
     """Return torch's dtype of a name. Older: float8_e8m0fnu and float4_e2m1fn_x2 are no dtypes, so no tensor has them.
 
-    >>> find_dtype("float16"), find_dtype("float17")
+    >>> find_torch_dtype("float16"), find_torch_dtype("float17")
     (torch.float16, None)
     """
     found = getattr(torch, name, None)
@@ -116,7 +120,7 @@ vars(_is_traced_for_export)["_dynamo_marked_constant"] = True  # Dynamo calls it
 _HAS_PRECISION_PER_BACKEND = hasattr(torch.backends.mkldnn, "matmul")
 
 
-def has_whole_products(device_type: str) -> bool:
+def has_full_precision_float32_products(device_type: str) -> bool:
     """Return whether torch multiplies float32 matrices in float32, not in TensorFloat32 or bfloat16."""
     if not _HAS_PRECISION_PER_BACKEND:
         return torch.get_float32_matmul_precision() == "highest"
@@ -127,7 +131,7 @@ def has_whole_products(device_type: str) -> bool:
 
 # Older: nothing is lost; the factors that a solution keeps are the transpose's, as those of a determinant are.
 @functools.cache
-def solves_by_transpose() -> bool:
+def has_transposed_factors_in_solve_backward() -> bool:
     """Return whether torch.linalg.solve's backward pass takes the factors of a contiguous matrix's transpose."""
     with _disable_current_modes():
         matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float32, device="cpu")
@@ -136,12 +140,12 @@ def solves_by_transpose() -> bool:
 
 
 # Older: nothing is lost; the partitioner's tag says which nodes of a joint graph are the backward pass's.
-_MARKS_BACKWARD_NODES = hasattr(torch.fx.traceback, "_mark_autograd_backward")
+_HAS_BACKWARD_NODE_MARKS = hasattr(torch.fx.traceback, "_mark_autograd_backward")
 
 
 def is_backward(node: torch.fx.Node) -> bool:
     """Return whether a node of a joint graph is the backward pass's."""
-    if _MARKS_BACKWARD_NODES:
+    if _HAS_BACKWARD_NODE_MARKS:
         return bool(node.meta.get("autograd_backward"))
     return node.meta.get("partitioner_tag") == "is_backward"
 
@@ -156,12 +160,12 @@ def name_dynamo_source(source: Any) -> str:
 def get_reduction_name(boxed: Any) -> str:
     """Return the name of a collective's reduction, such as SUM, or raise NotImplementedError if torch does not say."""
     if not hasattr(boxed, "op"):
-        raise make_version_refusal("collectives of scaled tensors need to read the ReduceOp", "send x.decode()")
+        raise make_torch_too_old_error("collectives of scaled tensors need to read the ReduceOp", "send x.decode()")
     return torch.distributed.ReduceOp.RedOpType(boxed.op()).name
 
 
 @contextlib.contextmanager
-def partition_graphs_by(partition: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def use_graph_partitioner(partition: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Let Inductor partition joint graphs by a function, without its caches; yield the settings to compile with."""
     from torch._functorch import config as functorch
     from torch._inductor import compile_fx, config, custom_graph_pass

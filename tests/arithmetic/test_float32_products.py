@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from halfulp.arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION, multiply_in_float32
-from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, compute_products_in_float32, find_native_dtypes
+from halfulp.environment._narrow_products import (
+    SIXTEEN_BIT_DTYPES,
+    find_natively_multiplied_dtypes,
+    force_float32_products,
+)
 from halfulp.kernels import report, same_bits
 
 from .product_cases import CALLS, Call, lstm
@@ -27,7 +31,7 @@ def _seeded(seed):
 def widened(call: Call, operands: list[Tensor], cotangent: Tensor | None = None) -> list[Tensor]:
     """The product and, with a gradient of it, the operands' gradients."""
     leaves = [x.detach().requires_grad_(cotangent is not None) for x in operands]
-    with compute_products_in_float32(*SIXTEEN_BIT_DTYPES):
+    with force_float32_products(*SIXTEEN_BIT_DTYPES):
         out = _through(call, leaves)
     return _results(out, leaves, cotangent)
 
@@ -86,7 +90,7 @@ def test_is_the_exact_product_rounded_once(call, dtype):
 @BY_NAME
 @DTYPES
 def test_differs_from_torchs_narrow_kernels_by_the_order_of_sums(call, dtype, needs_torch):
-    if dtype not in find_native_dtypes() or not call.linear or call.name in ROUNDED_ON_THE_WAY:
+    if dtype not in find_natively_multiplied_dtypes() or not call.linear or call.name in ROUNDED_ON_THE_WAY:
         pytest.skip("torch has no kernel of instructions for it here, and its loops round their sums on the way")
     if call.name == "addmv":
         needs_torch("addmv of bfloat16 that rounds once")
@@ -103,7 +107,7 @@ def test_a_recurrent_layer_runs_in_float32_as_a_whole(dtype):
     function, arguments = lstm(dtype)
     wide = [x.float() if isinstance(x, Tensor) else x for x in arguments]
     wide[1], wide[2] = tuple(x.float() for x in wide[1]), [x.float() for x in wide[2]]
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         got = multiply_in_float32(function, arguments, {})
     assert all(same_bits(a, b.to(dtype)) for a, b in zip(got, function(*wide)))
 
@@ -123,7 +127,7 @@ def test_special_values_are_those_of_the_plain_product(dtype):
         dtype=dtype,
     )
     columns = torch.eye(2, dtype=dtype)
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         got = multiply_in_float32(torch.mm, (rows, columns), {})
         far = multiply_in_float32(torch.mm, (rows[4:5], rows[4:5].t()), {})
     wanted = (rows.double() @ columns.double()).to(dtype)
@@ -135,7 +139,7 @@ def test_special_values_are_those_of_the_plain_product(dtype):
 def test_views_empty_sums_and_scalars(dtype):
     x = torch.randn(8, 12).to(dtype)
     transposed, strided, expanded = x.t(), x[:, ::2], x[:1].expand(6, 12)
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         for a, b in ((x, transposed), (strided, x[:6]), (expanded, transposed), (x[:, :0], x[:0]), (x[:0], transposed)):
             a = a.detach().requires_grad_()
             got = multiply_in_float32(torch.matmul, (a, b), {})
@@ -157,7 +161,7 @@ def test_the_backward_pass_keeps_narrow_operands(dtype):
         copies.append(weakref.ref(wide))
         return wide
 
-    with compute_products_in_float32(dtype), pytest.MonkeyPatch.context() as patch:
+    with force_float32_products(dtype), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "float", counted)
         out = multiply_in_float32(torch.mm, (x, w), {})
     gc.collect()
@@ -170,7 +174,7 @@ def test_the_backward_pass_keeps_narrow_operands(dtype):
 @DTYPES
 def test_an_operand_that_was_written_since_is_an_error(dtype):
     x, w = torch.randn(4, 4).to(dtype), torch.randn(4, 4).to(dtype).requires_grad_()
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         out = multiply_in_float32(torch.mm, (x, w), {})
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -188,7 +192,7 @@ def test_second_derivatives_and_transforms(dtype):
     def wide_loss(w):
         return (x.float() @ w).square().sum()
 
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         w.requires_grad_()
         (first,) = torch.autograd.grad(loss(w), w, create_graph=True)
         (second,) = torch.autograd.grad(first.float().sum(), w)
@@ -209,7 +213,7 @@ def test_second_derivatives_and_transforms(dtype):
 
 def test_other_operands_are_left_to_torch():
     x = torch.randn(3, 3)
-    with compute_products_in_float32(torch.float16):
+    with force_float32_products(torch.float16):
         before = report()
         multiply_in_float32(torch.mm, (x, x), {})
         multiply_in_float32(torch.mm, (x.bfloat16(), x.bfloat16()), {})
@@ -224,7 +228,7 @@ def test_other_operands_are_left_to_torch():
 
 def test_autocast_decides_the_dtype():
     x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
-    with compute_products_in_float32(torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+    with force_float32_products(torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
         got = multiply_in_float32(torch.nn.functional.linear, (x, w), {})
         kept = multiply_in_float32(torch.mv, (x, x[0]), {})
     assert kept.dtype == torch.float32  # mv is none of those that autocast lowers

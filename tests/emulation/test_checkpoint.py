@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from halfulp._messages import ENVIRONMENT
+from halfulp._messages import ENV_HINT
 from halfulp.emulation import emulate
 from halfulp.rounding import Nearest, Stochastic
 from halfulp.subclass.models._conversion import capture_reentrant_recomputation
@@ -115,7 +115,5 @@ def test_other_saved_tensor_hooks_are_left_alone():
 
 def test_checkpointing_of_another_make_is_refused_by_name():
     name = "OtherCheckpointFunctionBackward"
-    with pytest.raises(
-        NotImplementedError, match=f"emulate does not know the checkpointing of {name}: .*{ENVIRONMENT}"
-    ):
+    with pytest.raises(NotImplementedError, match=f"emulate does not know the checkpointing of {name}: .*{ENV_HINT}"):
         capture_reentrant_recomputation(object(), name, lambda function: function, "emulate")

@@ -6,18 +6,24 @@ import sys
 
 import pytest
 
-from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, list_widened_dtypes
+from halfulp.environment._narrow_products import (
+    SIXTEEN_BIT_DTYPES,
+    find_natively_multiplied_dtypes,
+    list_dtypes_multiplied_in_float32,
+)
 
 PROGRAM = """
 import torch
-from halfulp.environment._narrow_products import list_widened_dtypes
-print([str(dtype) for dtype in list_widened_dtypes()])
+from halfulp.environment._narrow_products import list_dtypes_multiplied_in_float32
+print([str(dtype) for dtype in list_dtypes_multiplied_in_float32()])
 """
 
 
 def test_every_dtype_is_native_or_widened():
-    if list_widened_dtypes() != SIXTEEN_BIT_DTYPES:
-        assert sorted(map(str, find_native_dtypes() + list_widened_dtypes())) == sorted(map(str, SIXTEEN_BIT_DTYPES))
+    if list_dtypes_multiplied_in_float32() != SIXTEEN_BIT_DTYPES:
+        assert sorted(map(str, find_natively_multiplied_dtypes() + list_dtypes_multiplied_in_float32())) == sorted(
+            map(str, SIXTEEN_BIT_DTYPES)
+        )
 
 
 @pytest.mark.parametrize(("wish", "wanted"), [("always", SIXTEEN_BIT_DTYPES), ("never", ())])
@@ -38,8 +44,8 @@ def test_an_unknown_wish_is_refused(in_bare_process):
     script = """
         import torch
         try:
-            from halfulp.environment._narrow_products import list_widened_dtypes
-            list_widened_dtypes()
+            from halfulp.environment._narrow_products import list_dtypes_multiplied_in_float32
+            list_dtypes_multiplied_in_float32()
         except ValueError as error:
             print(error)
     """

@@ -17,7 +17,7 @@ def system(tmp_path, monkeypatch):
     """Let another system be asked, by what its cpuinfo holds."""
 
     def become(cpuinfo: str = "") -> None:
-        for function in (_processor.read_processor_name, _processor.list_instructions):
+        for function in (_processor.read_processor_name, _processor.list_processor_instructions):
             function.cache_clear()
         path = tmp_path / "cpuinfo"
         path.write_text(cpuinfo, encoding="utf-8")
@@ -29,7 +29,7 @@ def system(tmp_path, monkeypatch):
         monkeypatch.setattr(_processor, "_call_llvm", told.get)
 
     yield become
-    for function in (_processor.read_processor_name, _processor.list_instructions):
+    for function in (_processor.read_processor_name, _processor.list_processor_instructions):
         function.cache_clear()
 
 
@@ -44,12 +44,12 @@ def system(tmp_path, monkeypatch):
 )
 def test_linux(which: str, name: str, system) -> None:
     system(CPUINFO[which])
-    assert (_processor.read_processor_name(), _processor.list_instructions()) == (name, ("neon", "fullfp16"))
+    assert (_processor.read_processor_name(), _processor.list_processor_instructions()) == (name, ("neon", "fullfp16"))
 
 
 def test_other_systems(system) -> None:
     system()
-    assert (_processor.read_processor_name(), _processor.list_instructions()) == (
+    assert (_processor.read_processor_name(), _processor.list_processor_instructions()) == (
         "neoverse-v1",
         ("neon", "fullfp16"),
     ), "of LLVM"
@@ -70,11 +70,11 @@ def test_other_systems(system) -> None:
     ],
 )
 def test_one_line_to_stand_beside_times(has, limits, line, monkeypatch) -> None:
-    for name in _processor.LIMITING_VARIABLES:
+    for name in _processor.INSTRUCTION_LIMIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in limits.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(_processor, "read_processor_name", lambda: "Chip")
-    monkeypatch.setattr(_processor, "list_instructions", lambda: has)
+    monkeypatch.setattr(_processor, "list_processor_instructions", lambda: has)
     monkeypatch.setattr(_processor, "count_cores", lambda: 2)
     assert describe_processor() == line

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import halfulp.formats as formats
-from halfulp._torch_versions import find_dtype
+from halfulp._torch_versions import find_torch_dtype
 from halfulp.formats import Format, get, names, parse
 
 WIDE = ["fp64", "fp32", "tf32", "fp16", "bf16", "e8m5", "e8m3", "e8m1"]
@@ -74,7 +74,7 @@ def test_every_type_of_ml_dtypes_has_a_format_of_its_numbers(name):
     assert _numbers(format, "eps") == _numbers(ml_dtypes.finfo(getattr(ml_dtypes, name)), "eps")
 
 
-@pytest.mark.parametrize("dtype", sorted(TORCH - {find_dtype("float4_e2m1fn_x2")}, key=str), ids=str)
+@pytest.mark.parametrize("dtype", sorted(TORCH - {find_torch_dtype("float4_e2m1fn_x2")}, key=str), ids=str)
 def test_every_dtype_has_a_format_of_its_numbers(dtype):
     # torch.finfo's eps of float8_e5m2fnuz is half of the distance from 1 to the next number.
     assert get(dtype).torch_dtype is dtype

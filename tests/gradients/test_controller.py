@@ -10,7 +10,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.gradients import Constant, Dynamic, _controller
-from halfulp.gradients._controller import is_measured
+from halfulp.gradients._controller import is_measured_iteration
 from halfulp.gradients._site import OverflowMemory
 
 from ..samples import drawn
@@ -436,7 +436,7 @@ def test_the_memory_of_an_overflow_ends(seed):
         iterate()
     every = list(scaler._controller.sites)
     before = {site: site.exponent for site in every}
-    remembered = _controller._REMEMBERED_INTERVALS * interval
+    remembered = _controller._OVERFLOW_MEMORY_INTERVALS * interval
     for site in every:
         site.memory.note_overflow(site.exponent, scaler._controller.iteration + remembered)
         site.exponent -= 8
@@ -476,20 +476,20 @@ def test_processes_agree_on_the_least_exponent(in_two_processes):
 def test_the_lowest_exponent_that_overflowed_is_remembered_until_the_last_one_is_old():
     memory = OverflowMemory()
     memory.note_overflow(14, 48)
-    assert memory.recall_exponent(47) == 14
+    assert memory.recall_overflow_exponent(47) == 14
     memory.note_overflow(12, 60)
     memory.note_overflow(13, 61)
-    assert memory.recall_exponent(60) == 12
-    assert memory.recall_exponent(61) is None
+    assert memory.recall_overflow_exponent(60) == 12
+    assert memory.recall_overflow_exponent(61) is None
     memory.note_overflow(13, 90)
-    assert memory.recall_exponent(61) == 13
+    assert memory.recall_overflow_exponent(61) == 13
 
 
 SPANS = 400
 
 
 def measured(interval, restart, count):
-    return [k for k in range(restart, restart + count) if is_measured(k, restart, interval)]
+    return [k for k in range(restart, restart + count) if is_measured_iteration(k, restart, interval)]
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 5, 8, 16, 50])

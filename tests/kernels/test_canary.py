@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from halfulp._torch_versions import find_dtype
+from halfulp._torch_versions import find_torch_dtype
 from halfulp.kernels import KernelMismatchError, _canary, check_bits, same_bits
 from halfulp.kernels.vector._machine_function import Kernel
 from halfulp.rounding import _kernels, _quantize, quantize
@@ -31,9 +31,9 @@ def test_same_bits_of_every_two_elements(dtype):
     codes = _codes(dtype)
     values = codes.view(dtype)
     # Two float4 numbers lie in one byte, and none of them is NaN.
-    numbers = [1.0] * len(codes) if dtype == find_dtype("float4_e2m1fn_x2") else values.double().tolist()
+    numbers = [1.0] * len(codes) if dtype == find_torch_dtype("float4_e2m1fn_x2") else values.double().tolist()
     nans = [i for i, number in enumerate(numbers) if math.isnan(number)]
-    assert nans or dtype == find_dtype("float4_e2m1fn_x2")
+    assert nans or dtype == find_torch_dtype("float4_e2m1fn_x2")
     for i in {*range(0, len(codes), 25), *nans[:2], *nans[-2:]}:
         for k in range(len(codes)):
             wanted = i == k or (math.isnan(numbers[i]) and math.isnan(numbers[k]))

@@ -32,6 +32,6 @@ def test_under_every_policy_zero_gradients_stop_nothing(policy, format, seed):
 
 def test_policies_are_those_of_the_scaler() -> None:
     from halfulp.gradients._policy import _POLICIES_BY_NAME
-    from halfulp.recipes._recipe import GRADIENT_SCALES
+    from halfulp.recipes._recipe import DESCRIPTION_BY_GRADIENT_SCALE
 
-    assert set(GRADIENT_SCALES) == set(_POLICIES_BY_NAME)
+    assert set(DESCRIPTION_BY_GRADIENT_SCALE) == set(_POLICIES_BY_NAME)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from halfulp.pages import check_writable, render_template, require_packages, write_file_atomically
+from halfulp.pages import check_writable, render_template, require_page_packages, write_file_atomically
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_numbers_that_json_lacks_are_refused(template: str, number: float) -> No
 
 def test_what_is_missing_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"the page needs nowhere_to_be: pip install 'halfulp\[cli\]', or rest"):
-        require_packages("nowhere_to_be", instead="rest")
+        require_page_packages("nowhere_to_be", instead="rest")
     real = importlib.import_module
 
     def without(name: str, package: str | None = None) -> object:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfulp import recipes
 from halfulp.kernels import same_bits
-from halfulp.recipes._casts import cast_within_range
+from halfulp.recipes._casts import cast_with_clamping
 
 LEAST = torch.finfo(torch.float32).min
 NARROW = ["bf16-kahan", "bf16-mixed", "fp16-kahan"]
@@ -38,11 +38,11 @@ def test_a_cast_keeps_finite_numbers_finite(dtype: torch.dtype, wide: torch.dtyp
         wanted.reshape(3, 37).T,
     ]
     for given, right in zip(views, expected, strict=True):
-        assert same_bits(cast_within_range(given, dtype), right)
-    whole = torch.vmap(lambda row: cast_within_range(row, dtype))(x.reshape(3, 37))
+        assert same_bits(cast_with_clamping(given, dtype), right)
+    whole = torch.vmap(lambda row: cast_with_clamping(row, dtype))(x.reshape(3, 37))
     assert same_bits(whole, wanted.reshape(3, 37))
     leaf = x.clone().requires_grad_()
-    cast_within_range(leaf, dtype).sum().backward()
+    cast_with_clamping(leaf, dtype).sum().backward()
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, torch.ones_like(x))
 
@@ -50,18 +50,18 @@ def test_a_cast_keeps_finite_numbers_finite(dtype: torch.dtype, wide: torch.dtyp
 def test_a_cast_of_what_is_stored_otherwise(seed: int) -> None:
     dense = torch.tensor([[0.0, LEAST], [-math.inf, 2.0]])
     wanted = torch.tensor([[0.0, torch.finfo(torch.float16).min], [-math.inf, 2.0]], dtype=torch.float16)
-    assert torch.equal(cast_within_range(dense.to_sparse(), torch.float16).to_dense(), wanted)
+    assert torch.equal(cast_with_clamping(dense.to_sparse(), torch.float16).to_dense(), wanted)
     nested = torch.nested.nested_tensor(list(dense), layout=torch.jagged)
-    assert torch.equal(cast_within_range(nested, torch.float16).values(), wanted.flatten())
-    meta = cast_within_range(dense.to("meta"), torch.bfloat16)
+    assert torch.equal(cast_with_clamping(nested, torch.float16).values(), wanted.flatten())
+    meta = cast_with_clamping(dense.to("meta"), torch.bfloat16)
     assert (meta.dtype, meta.shape) == (torch.bfloat16, (2, 2))
-    assert cast_within_range(dense.long(), torch.float16).dtype == torch.int64
+    assert cast_with_clamping(dense.long(), torch.float16).dtype == torch.int64
 
 
 def test_a_compiled_cast_is_the_eager_one(seed: int) -> None:
     x = torch.tensor(SPECIAL)
-    compiled = torch.compile(lambda x: cast_within_range(x, torch.bfloat16), backend="aot_eager", fullgraph=True)
-    assert same_bits(compiled(x), cast_within_range(x, torch.bfloat16))
+    compiled = torch.compile(lambda x: cast_with_clamping(x, torch.bfloat16), backend="aot_eager", fullgraph=True)
+    assert same_bits(compiled(x), cast_with_clamping(x, torch.bfloat16))
 
 
 def test_what_is_given_twice_stays_one_tensor(seed: int) -> None:

@@ -16,7 +16,7 @@ from halfulp.recipes import _verify, verify
 from halfulp.recipes._training_step import (
     compute_relative_difference,
     run_one_step,
-    select_gradients,
+    select_gradient_results,
 )
 from halfulp.scaled import ScaledTensor, scalify, unscalify
 from halfulp.scaled._registry import RULES
@@ -221,7 +221,7 @@ def test_a_report_is_the_maximum_over_trials(monkeypatch, offs):
 
     def step(*arguments, **options):
         run, off = run_one_step(*arguments, **options), left.pop(0)
-        return run | {name: grad * (1 + off) for name, grad in select_gradients(run).items()}
+        return run | {name: grad * (1 + off) for name, grad in select_gradient_results(run).items()}
 
     monkeypatch.setattr(_verify, "run_one_step", step)
     found = verify(model, torch.ones(4, 3), "scaled-fp16", trials=3)

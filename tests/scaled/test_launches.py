@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from halfulp.environment._narrow_products import compute_products_in_float32
+from halfulp.environment._narrow_products import force_float32_products
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
 
@@ -42,7 +42,7 @@ def counts_of_plain_tensors():
 def test_a_training_step_waits_for_nothing(launches, storage, with_kernels, counts_of_plain_tensors):
     plain = counts_of_plain_tensors or launches.counted("plain")
     counts_of_plain_tensors.update(plain)
-    with compute_products_in_float32():  # none, as on a device: products in float32 are more launches
+    with force_float32_products():  # none, as on a device: products in float32 are more launches
         scaled = launches.counted(storage, with_kernels)
     waits = {part: counts.synchronisations for part, counts in scaled.items()}
     asked = [counts for part, counts in waits.items() if part != "torch's AdamW"]

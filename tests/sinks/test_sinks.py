@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from halfulp.sinks import Outlet, RowFile, make_outlet
+from halfulp.sinks import GuardedSink, JsonLinesFile, make_guarded_sink
 
 ROW = {"step": 3, "loss": 0.5, "updates_lost/layers.*.norm.weight": None}
 needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -19,7 +19,7 @@ needs_full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="n
 def test_lines_of_json_hold_what_was_given_and_are_continued(tmp_path):
     rows = [{**ROW, "step": step} for step in range(4)]
     for start in (0, 2):
-        file = RowFile(tmp_path / "seen.jsonl")
+        file = JsonLinesFile(tmp_path / "seen.jsonl")
         file.check()
         for row in rows[start : start + 2]:
             file.write(row)
@@ -27,7 +27,7 @@ def test_lines_of_json_hold_what_was_given_and_are_continued(tmp_path):
 
 
 def test_what_json_has_no_word_for_is_a_word(tmp_path):
-    RowFile(tmp_path / "seen.jsonl").write({"a": math.nan, "b": [-math.inf], "c": {"d": math.inf}})
+    JsonLinesFile(tmp_path / "seen.jsonl").write({"a": math.nan, "b": [-math.inf], "c": {"d": math.inf}})
 
     def refuse(word):
         raise AssertionError(word)
@@ -39,7 +39,7 @@ def test_what_json_has_no_word_for_is_a_word(tmp_path):
 def test_anew_replaces_at_the_first_row_and_not_before(tmp_path):
     path = tmp_path / "seen.jsonl"
     path.write_text("old\n")
-    file = RowFile(path, anew=True)
+    file = JsonLinesFile(path, anew=True)
     file.check()
     assert path.read_text() == "old\n"
     file.write({"step": 0})
@@ -49,20 +49,20 @@ def test_anew_replaces_at_the_first_row_and_not_before(tmp_path):
 
 def test_files_that_cannot_be_written_are_refused_before_any_work(tmp_path):
     with pytest.raises(ValueError, match=r"a \.jsonl file, got .*seen\.csv.*pandas\.read_json"):
-        RowFile(tmp_path / "seen.csv")
+        JsonLinesFile(tmp_path / "seen.csv")
     with pytest.raises(ValueError, match=r"cannot write .*missing.*No such file or directory; give another path"):
-        RowFile(tmp_path / "missing" / "seen.jsonl").check()
+        JsonLinesFile(tmp_path / "missing" / "seen.jsonl").check()
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"cannot write .*folder\.jsonl.*Is a directory"):
-        RowFile(tmp_path / "folder.jsonl").check()
+        JsonLinesFile(tmp_path / "folder.jsonl").check()
     assert [path.name for path in tmp_path.iterdir()] == ["folder.jsonl"]
 
 
 def test_a_killed_process_leaves_whole_lines(tmp_path):
     script = (
         "import os, signal\n"
-        "from halfulp.sinks import RowFile\n"
-        "file = RowFile('seen.jsonl')\n"
+        "from halfulp.sinks import JsonLinesFile\n"
+        "file = JsonLinesFile('seen.jsonl')\n"
         "os.mkdir('elsewhere'); os.chdir('elsewhere')\n"
         "for step in range(5):\n"
         "    file.write({'step': step})\n"
@@ -77,7 +77,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
 @needs_full_device
 def test_a_full_disk_closes_the_outlet_with_one_warning_and_nothing_later(tmp_path):
     (tmp_path / "secret.jsonl").symlink_to("/dev/full")
-    one = make_outlet(tmp_path / "secret.jsonl")
+    one = make_guarded_sink(tmp_path / "secret.jsonl")
     with pytest.warns(RuntimeWarning, match=r"No space left on device\) at step 3; the training goes on"):
         one.put(ROW)
     one.put(ROW)
@@ -86,7 +86,7 @@ def test_a_full_disk_closes_the_outlet_with_one_warning_and_nothing_later(tmp_pa
 
 
 def test_an_error_is_told_where_warnings_are_errors_and_raises_nothing():
-    one = Outlet("the run", lambda row: 1 / 0)
+    one = GuardedSink("the run", lambda row: 1 / 0)
     one.put(ROW)  # the suite makes warnings errors
     one.put(ROW)
     assert "ZeroDivisionError" in one.said
@@ -97,7 +97,7 @@ def test_keyboard_interrupts_pass():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Outlet("the function", interrupt).put(ROW)
+        GuardedSink("the function", interrupt).put(ROW)
 
 
 class Writer:
@@ -126,7 +126,7 @@ class Metrics(Run):
 def test_loggers_get_what_is_known_under_a_name_of_its_own():
     writer, run, metrics, rows = Writer(), Run(), Metrics(), []
     for sink in (writer, run, metrics, rows.append):
-        make_outlet(sink).put(ROW)
+        make_guarded_sink(sink).put(ROW)
     assert writer.told == [("halfulp/loss", 0.5, 3)]
     assert run.told == [({"halfulp/step": 3, "halfulp/loss": 0.5}, 3)]
     assert metrics.told == [({"halfulp/step": 3, "halfulp/loss": 0.5}, {"step": 3})]
@@ -137,7 +137,7 @@ def test_loggers_get_what_is_known_under_a_name_of_its_own():
 def test_a_summary_writer_takes_rows(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed")
     writer = tensorboard.SummaryWriter(str(tmp_path))
-    one = make_outlet(writer)
+    one = make_guarded_sink(writer)
     one.put({**ROW, "loss": math.nan})
     one.put(ROW)
     writer.close()
@@ -147,4 +147,4 @@ def test_a_summary_writer_takes_rows(tmp_path):
 
 def test_what_takes_no_rows_is_refused():
     with pytest.raises(TypeError, match=r"a sink is a path .* or a function of a dict; got an int"):
-        make_outlet(3)
+        make_guarded_sink(3)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_versions import get_saved_tensor_hooks
-from ..environment._narrow_products import SIXTEEN_BIT_DTYPES, list_widened_dtypes
+from ..environment._narrow_products import SIXTEEN_BIT_DTYPES, list_dtypes_multiplied_in_float32
 from ..kernels import assume_constant_result, note_fallback
 
 # By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.
@@ -96,7 +96,7 @@ def _count_product(name: str, dtype: torch.dtype) -> None:
 
 def _find_dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
     """Return the narrow dtype of operands that are to be multiplied in float32; None to leave the call as it is."""
-    dtypes = list_widened_dtypes()
+    dtypes = list_dtypes_multiplied_in_float32()
     if not dtypes or any(kwargs.get(key) is not None for key in ("dtype", "out_dtype", "out")):
         return None
     if name == "lstm" and torch.compiler.is_compiling():

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .._torch_versions import has_whole_products
+from .._torch_versions import has_full_precision_float32_products
 from ..kernels import define_operator, exponent, floor, is_finite, power_of_two, scale_by_power, select
 from ._operators import (
     Terms,
@@ -227,7 +227,7 @@ def _round_to_sixteen_bits(x: Any, dtype: torch.dtype) -> Any:
 def multiply_plain_matrices(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
     """x @ y into `out`: matrices or stacks of as many, float32 or float64; never in TensorFloat32 or bfloat16."""
     function = torch.mm if x.dim() == 2 else torch.bmm
-    if x.dtype == torch.float32 and not has_whole_products(x.device.type):
+    if x.dtype == torch.float32 and not has_full_precision_float32_products(x.device.type):
         out.copy_(function(x.double(), y.double()))
     else:
         function(x, y, out=out)

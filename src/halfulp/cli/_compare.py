@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..pages import require_packages, write_file_atomically
+from ..pages import require_page_packages, write_file_atomically
 from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from ._conventions import (
     JsonOption,
@@ -42,9 +42,9 @@ def run_trials(train: Callable[..., Any], *arguments: Any, out: str, **options: 
             why += f" (more in {Path(out, 'error.log')})"
     except ValueError as error:  # such as a disk that fills up
         why = str(error)
-        if not progress.kept_count:
+        if not progress.finished_trial_count:
             exit_with_error(why)
-    kept = f"{progress.kept_count} of {progress.trial_count} trials are kept in {out}"
+    kept = f"{progress.finished_trial_count} of {progress.trial_count} trials are kept in {out}"
     exit_with_error(f"{why}; {kept}, --resume continues")
 
 
@@ -63,7 +63,7 @@ def compare_script(script: str, arguments: list[str], recipes: Sequence[str], ou
 
     if not Path(script).is_file():
         exit_with_error(f"there is no file {script!r}: give the path of a training script, or tasks by --task")
-    require_packages("matplotlib")
+    require_page_packages("matplotlib")
     prepare_out_folder(out, "compare-script")
     try:
         found = compare(script, arguments, recipes, lambda recipe, said: print(f"{recipe:<20} {said}", file=sys.stderr))
@@ -134,15 +134,15 @@ _TABLE_STYLES_BY_VERDICT_TONE = {"good": "green", "bad": "red", "open": "yellow"
 
 def _print_task_tables(evidence: Any) -> None:
     from ..trials._defaults import VERDICT_TONES
-    from ..trials.evidence._table import format_cells, list_headers, write_table_notes
+    from ..trials.evidence._table import format_row_cells, list_filled_column_headers, list_table_notes
 
     for task in evidence.tasks():
-        rows, headers = evidence.rows(task), list_headers(evidence, task)
-        cells = [[format_cells(evidence, row)[header] for header in headers] for row in rows]
+        rows, headers = evidence.rows(task), list_filled_column_headers(evidence, task)
+        cells = [[format_row_cells(evidence, row)[header] for header in headers] for row in rows]
         styles = [_TABLE_STYLES_BY_VERDICT_TONE.get(VERDICT_TONES.get(row.verdict or "", ""), "") for row in rows]
         print(f"\n{task}")
         print_table(headers, cells, styles, cut=4)
-        make_stdout_console().print(*write_table_notes(evidence, task), sep="\n", style="dim")
+        make_stdout_console().print(*list_table_notes(evidence, task), sep="\n", style="dim")
 
 
 def tune(

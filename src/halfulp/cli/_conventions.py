@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..pages import check_writable, require_packages, write_file_atomically
+from ..pages import check_writable, require_page_packages, write_file_atomically
 from ._errors import print_json
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def prepare_out_folder(out: str | None, name: Instrument | Literal["compare-scri
         return
     if out.endswith((".html", ".json")) and not Path(out).is_dir():
         raise ValueError(f"--out {out} looks like a file: give a folder, and {name}.html and {name}.json stand in it")
-    require_packages(instead="leave --out away")
+    require_page_packages(instead="leave --out away")
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Options behind the script's name are the script's.
 OBSERVE_CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-_VERBS_OF_EARLY_ENDINGS = {"crashed": "crashed", "interrupted": "was interrupted", "terminated": "was terminated"}
+_VERB_BY_EARLY_ENDING = {"crashed": "crashed", "interrupted": "was interrupted", "terminated": "was terminated"}
 
 
 def observe(
@@ -43,7 +43,7 @@ def observe(
     observed. While the script runs, each sampled step becomes a line of observe.jsonl, which a killed run leaves. With
     --json what the script prints goes to stderr. Under torchrun the first process alone writes.
     """
-    from ..observation.scripts import ScriptWatch, report_termination, run_script
+    from ..observation.scripts import ScriptWatch, report_and_exit_on_sigterm, run_script
 
     rank = os.environ.get("RANK", "0")
     first = not rank.isdigit() or int(rank) == 0  # of torchrun's processes
@@ -69,7 +69,7 @@ def observe(
                 return ending.code
             return _write_observation_report(watch, ending, out, folder, json)
 
-        with report_termination(report) as report_undisturbed:
+        with report_and_exit_on_sigterm(report) as report_undisturbed:
             with watch:
                 ending = run_script(script, arguments or [], module=module)
             return report_undisturbed(ending)
@@ -80,7 +80,7 @@ def _write_observation_report(watch: ScriptWatch, ending: ScriptEnding, out: str
     from ..observation.scripts import CHILD_PROCESS_REMEDY
 
     report = watch.make_report(ending.reason)
-    how = _VERBS_OF_EARLY_ENDINGS.get(ending.reason)
+    how = _VERB_BY_EARLY_ENDING.get(ending.reason)
     if report is None:
         if ending.code:
             said = f"the script {how or ending.reason} before a torch optimizer had stepped twice"

@@ -5,7 +5,7 @@ from typing import Any
 from ._conventions import JsonOption, print_table
 from ._errors import print_json
 
-_FORMAT_COLUMNS = {
+_FORMAT_TABLE_HEADER_BY_FIELD = {
     "name": "name",
     "bits": "bits",
     "exponent_bits": "exp",
@@ -27,8 +27,8 @@ def formats(json: JsonOption = False) -> None:
     if json:
         print_json({"formats": rows(), "block_formats": block_rows()})
     else:
-        cells = [[row[field] for field in _FORMAT_COLUMNS] for row in rows()]
-        print_table(list(_FORMAT_COLUMNS.values()), cells, cut=8)
+        cells = [[row[field] for field in _FORMAT_TABLE_HEADER_BY_FIELD] for row in rows()]
+        print_table(list(_FORMAT_TABLE_HEADER_BY_FIELD.values()), cells, cut=8)
 
 
 def recipes(json: JsonOption = False) -> None:
@@ -45,11 +45,11 @@ def recipes(json: JsonOption = False) -> None:
 def tasks(json: JsonOption = False) -> None:
     """Print the tasks that recipes can be compared on."""
     from ..trials.tasks import kind_of, names
-    from ..trials.tasks._registry import needs_data_folder
+    from ..trials.tasks._registry import has_data_folder_field
 
     fields = ("name", "title", "steps", "judged_by")
     rows: list[dict[str, Any]] = [
-        {**{field: getattr(kind, field) for field in fields}, "needs_data": needs_data_folder(kind)}
+        {**{field: getattr(kind, field) for field in fields}, "needs_data": has_data_folder_field(kind)}
         for kind in map(kind_of, names())
     ]
     if json:

@@ -15,7 +15,7 @@ from ._errors import exit_with_error, print_json
 if TYPE_CHECKING:
     from ..recipes import Recipe
 
-_MODEL_WIDTH = 256  # whole blocks of 8-bit states
+_WARMED_MODEL_WIDTH = 256  # whole blocks of 8-bit states
 
 
 def warm(
@@ -92,13 +92,15 @@ def _train_small_model(recipe: Recipe, rule: str) -> None:
     from torch import nn
 
     from .. import recipes
-    from ..recipes._optimizer import backpropagate_and_step
+    from ..recipes._optimizer import run_backward_and_step
 
-    model = nn.Sequential(nn.Embedding(4, _MODEL_WIDTH), nn.LayerNorm(_MODEL_WIDTH), nn.Linear(_MODEL_WIDTH, 2))
+    model = nn.Sequential(
+        nn.Embedding(4, _WARMED_MODEL_WIDTH), nn.LayerNorm(_WARMED_MODEL_WIDTH), nn.Linear(_WARMED_MODEL_WIDTH, 2)
+    )
     recipes.convert(model, recipe)
     scaler = recipes.scaler(recipe, model)
     options: dict[str, Any] = {"momentum": 0.9} if rule == "SGD" else {}
     for interval in (0, 1):  # another kernel counts lost updates
         optimizer = recipes.optimizer(model, rule, lr=1e-3, report_interval=interval, **options)
         loss = model(torch.arange(4, dtype=torch.int64, device="cpu")).float().square().mean()
-        backpropagate_and_step(loss, optimizer, scaler)
+        run_backward_and_step(loss, optimizer, scaler)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .._torch_versions import BREAKS_WITH_REASON, is_exporting
+from .._torch_versions import HAS_GRAPH_BREAK_REASON_ARGUMENT, is_exporting
 from ..formats import Format
 from ..gradients.eager._attach import NotScriptedError
 from ..rounding import Nearest, Rounding
@@ -58,7 +58,7 @@ class Emulation:
         """
         if is_exporting():
             raise NotImplementedError(describe_refusal("torch.export"))
-        if BREAKS_WITH_REASON and torch.compiler.is_compiling():
+        if HAS_GRAPH_BREAK_REASON_ARGUMENT and torch.compiler.is_compiling():
             torch._dynamo.graph_break(
                 "an emulated model runs eagerly, and every operator is rounded: no fullgraph=True"
             )

@@ -8,5 +8,5 @@ from ._describe import describe_environment as describe_environment
 from ._describe import list_environment_lines as list_environment_lines
 from ._processor import count_cores as count_cores
 from ._processor import describe_processor as describe_processor
-from ._processor import list_instructions as list_instructions
+from ._processor import list_processor_instructions as list_processor_instructions
 from ._processor import read_processor_name as read_processor_name

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._torch_floor import OLDEST_TORCH, is_older
-from ._processor import count_cores, list_instructions, read_processor_name
+from ._processor import count_cores, list_processor_instructions, read_processor_name
 
 _LISTED_PACKAGES = ("torch", "numpy", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
 _VARIABLE_PREFIXES = (
@@ -34,7 +34,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform,
         "processor": _describe_processor_parts,
         "torch": _describe_torch,
-        "products": _describe_products,
+        "products": _describe_16_bit_products,
         "engines": _describe_engines,
         "cache": describe_cache,
         "devices": _list_devices,
@@ -71,7 +71,7 @@ def find_version(package: str) -> str | None:
 
 
 def _describe_processor_parts() -> dict[str, Any]:
-    return {"name": read_processor_name(), "cores": count_cores(), "instructions": list(list_instructions())}
+    return {"name": read_processor_name(), "cores": count_cores(), "instructions": list(list_processor_instructions())}
 
 
 def _describe_torch() -> dict[str, Any]:
@@ -87,12 +87,12 @@ def _describe_torch() -> dict[str, Any]:
     }
 
 
-def _describe_products() -> dict[str, str]:
+def _describe_16_bit_products() -> dict[str, str]:
     """Say what runs products of 16-bit tensors: oneDNN's kernels, float32, or torch's loops."""
-    from ._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, list_widened_dtypes
+    from ._narrow_products import SIXTEEN_BIT_DTYPES, find_natively_multiplied_dtypes, list_dtypes_multiplied_in_float32
 
-    native = dict.fromkeys(find_native_dtypes(), "instructions of the processor")
-    found = native | dict.fromkeys(list_widened_dtypes(), "float32")
+    native = dict.fromkeys(find_natively_multiplied_dtypes(), "instructions of the processor")
+    found = native | dict.fromkeys(list_dtypes_multiplied_in_float32(), "float32")
     return {str(dtype).removeprefix("torch."): found.get(dtype, "torch's loops") for dtype in SIXTEEN_BIT_DTYPES}
 
 

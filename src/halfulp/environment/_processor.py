@@ -19,7 +19,7 @@ _INSTRUCTIONS = (
 _SIXTEEN_BIT_SUFFIXES = ("bf16", "fp16", "avxneconvert")
 _VECTOR_INSTRUCTIONS = ("avx512f", "avx2", "sve", "neon")
 # What makes torch use less than the processor has.
-LIMITING_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+INSTRUCTION_LIMIT_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 def describe_processor() -> str:
@@ -28,14 +28,14 @@ def describe_processor() -> str:
     >>> describe_processor().endswith(("core", "cores")) or "limited by" in describe_processor()
     True
     """
-    found = list_instructions()
+    found = list_processor_instructions()
     shown = [next((name for name in _VECTOR_INSTRUCTIONS if name in found), "")]
     shown += [name for name in found if name.endswith(_SIXTEEN_BIT_SUFFIXES)]
     if found and len(shown) == 1:
         shown.append("no 16-bit arithmetic")
     count = count_cores()
     words = ", ".join(name for name in shown if name)
-    limits = [f"{name}={os.environ[name]}" for name in LIMITING_VARIABLES if os.environ.get(name)]
+    limits = [f"{name}={os.environ[name]}" for name in INSTRUCTION_LIMIT_VARIABLES if os.environ.get(name)]
     line = f"{read_processor_name()}{f' ({words})' if words else ''}, {count} core{'s' if count > 1 else ''}"
     return line + (f", limited by {', '.join(limits)}" if limits else "")
 
@@ -57,10 +57,10 @@ def read_processor_name() -> str:
 
 
 @functools.cache
-def list_instructions() -> tuple[str, ...]:
+def list_processor_instructions() -> tuple[str, ...]:
     """Return the names of the instructions that matter here and that LLVM finds in the processor; empty without it.
 
-    >>> set(list_instructions()) <= {*_INSTRUCTIONS}
+    >>> set(list_processor_instructions()) <= {*_INSTRUCTIONS}
     True
     """
     found = _call_llvm("get_host_cpu_features") or {}

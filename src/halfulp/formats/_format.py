@@ -187,9 +187,9 @@ class Format:
         name = self.torch_dtype_name
         if name is None:
             return None
-        from .._torch_versions import find_dtype
+        from .._torch_versions import find_torch_dtype
 
-        return find_dtype(name)
+        return find_torch_dtype(name)
 
     @property
     def torch_dtype_name(self) -> str | None:

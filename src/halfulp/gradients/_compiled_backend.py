@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from .._torch_versions import is_backward, name_dynamo_source, partition_graphs_by
+from .._torch_versions import is_backward, name_dynamo_source, use_graph_partitioner
 from ..kernels import define_operator
-from ._compiled_placement import HALF_DTYPES, Edge, SitePlacement, SitePlan, name_nested_function
+from ._compiled_placement import HALF_DTYPES, EdgeBetweenSites, SitePlacement, SitePlan, name_nested_function
 from ._functions import OperatorKind, classify_function, get_function_name
 from .eager._attach import mark_scaled_output
-from .eager._backward import BACKWARDS_BY_HANDLE, Backward, list_nodes_behind, refuse_float16_gradient
+from .eager._backward import BACKWARDS_BY_HANDLE, Backward, list_nodes_reached_by_backward, refuse_float16_gradient
 
 # Separates what a string argument of an operator lists; a site's key has neither.
 ITEM_SEPARATOR, PART_SEPARATOR = "\n", "\t"
@@ -72,7 +72,7 @@ def _observe_gradients(gradients: list[Tensor], scaler: str, key: str, kinds: st
         site = backward.sites.open_site(key)
         backward.reached.setdefault(site)
         for kind, gradient in zip(kinds.split(PART_SEPARATOR), gradients):
-            backward.measurements.add_gradient(site, kind, gradient, None)
+            backward.measurements.measure_gradient_on_device(site, kind, gradient, None)
 
 
 compute_edge_factors = define_operator(
@@ -90,10 +90,10 @@ observe_gradients = define_operator(
 torch.fx.node.has_side_effect(observe_gradients)
 
 
-def move_gradients(module: GraphModule, plan: SitePlan, scaler: str) -> None:
+def insert_edges_and_measurements(module: GraphModule, plan: SitePlan, scaler: str) -> None:
     """Write moves between sites, and measurements, into a backward graph, with the values of new nodes in meta."""
     graph, placement = module.graph, SitePlacement(module, plan)
-    edges = placement.list_edges()
+    edges = placement.list_edges_between_sites()
     index = {key: str(i) for i, key in enumerate(placement.site_keys)}
     pairs = list(dict.fromkeys((edge.source, edge.target) for edge in edges))
     edges_text = ITEM_SEPARATOR.join(
@@ -106,7 +106,7 @@ def move_gradients(module: GraphModule, plan: SitePlan, scaler: str) -> None:
         node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda x: x.meta["val"]))
         return node
 
-    def write_move(edge: Edge) -> Node:
+    def write_move(edge: EdgeBetweenSites) -> Node:
         """Multiply a node by its edge's factor (16-bit ones in float32), and let its readers take the product."""
         value = edge.node.meta["val"]
         if value.device not in factor_vectors:
@@ -153,13 +153,13 @@ def name_forward_functions(joint: GraphModule) -> None:
 
 # the backend ------------------------------------------------------------------------------------------------
 
-_COMPILERS = ("inductor", "aot_eager")
+_SUPPORTED_COMPILERS = ("inductor", "aot_eager")
 
 
-def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
+def make_torch_compile_backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
     """Return a backend of torch.compile for models with a scaler."""
-    if name not in _COMPILERS:
-        raise ValueError(f"the backend is one of {', '.join(_COMPILERS)}, got {name!r}")
+    if name not in _SUPPORTED_COMPILERS:
+        raise ValueError(f"the backend is one of {', '.join(_SUPPORTED_COMPILERS)}, got {name!r}")
     if backward.format is not None or backward.policy.wants_operands:
         reason = "format= rounds" if backward.format is not None else f"policy {backward.policy.name!r} reads"
         raise NotImplementedError(
@@ -169,7 +169,7 @@ def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., An
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
         warn_of_graph_breaks(inputs, backward)
-        partition = MovingPartitioner(backward.handle, plan_sites(module, inputs, backward))
+        partition = GradientMovingPartitioner(backward.handle, plan_sites(module, inputs, backward))
         for node in list(module.graph.nodes):
             if node.target is mark_scaled_output and node.args[1] == backward.handle:
                 node.replace_all_uses_with(node.args[0])
@@ -185,30 +185,30 @@ def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., An
         from torch._inductor.compile_fx import compile_fx
 
         patches = {**list_mode_options(mode or "default"), **(options or {})}
-        with partition_graphs_by(partition, patches) as patches:
+        with use_graph_partitioner(partition, patches) as patches:
             return compile_fx(module, inputs, config_patches=patches)
 
     return compile_scaled
 
 
-class MovingPartitioner:
+class GradientMovingPartitioner:
     """Partitions a joint graph as torch does, and moves gradients in its backward graph: a CustomPartitionerFn."""
 
     def __init__(self, scaler: str, plan: SitePlan) -> None:
         self.scaler = scaler
         self.plan = plan
-        # What partitions, where `partition_graphs_by` sets another function than torch's own.
+        # What partitions, where `use_graph_partitioner` sets another function than torch's own.
         self.inner: Any = None
 
     def __call__(self, module: GraphModule, inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         name_forward_functions(module)
         part = self.inner or torch._functorch.partitioners.min_cut_rematerialization_partition
         forward, backward = part(module, inputs, **kwargs)
-        move_gradients(backward, self.plan, self.scaler)
+        insert_edges_and_measurements(backward, self.plan, self.scaler)
         return forward, backward
 
     def uuid(self) -> None:
-        """Return no key, which torch asks for even where its caches are off (`partition_graphs_by`)."""
+        """Return no key, which torch asks for even where its caches are off (`use_graph_partitioner`)."""
 
 
 # the forward graph ------------------------------------------------------------------------------------------
@@ -222,10 +222,10 @@ def warn_of_graph_breaks(inputs: Sequence, backward: Backward) -> None:
         return node.name() == "CompiledFunctionBackward" or backward.sites.global_site in node.metadata
 
     broken = set()
-    for node in list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends):
+    for node in list_nodes_reached_by_backward([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends):
         parameter = getattr(node, "variable", None)
         if isinstance(parameter, Tensor):
-            name = find_owning_module(parameter, backward)
+            name = find_owning_module_name(parameter, backward)
             if name is not None:
                 broken.add(repr(name))
             elif isinstance(parameter, nn.Parameter) and any(one.is_sharded() for one in backward.names):
@@ -243,7 +243,7 @@ def warn_of_graph_breaks(inputs: Sequence, backward: Backward) -> None:
 # sites of a forward graph ------------------------------------------------------------------------------------
 
 # The higher-order operator that dynamo makes of torch.utils.checkpoint, by name.
-_CHECKPOINT_OPERATOR = "tag_activation_checkpoint"
+_ACTIVATION_CHECKPOINT_OPERATOR = "tag_activation_checkpoint"
 _ATTRIBUTE_IN_SOURCE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]|__self__\.(\w+)")
 
 
@@ -254,9 +254,9 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
     for parameter in parameters.values():
         refuse_float16_gradient(parameter)
     plan = SitePlan(tuple(node in parameters for node in placeholders), {})
-    parts = {str(key): name for one in backward.names for key, name in one.list_parts_by_id().items()}
+    parts = {str(key): name for one in backward.names for key, name in one.map_part_names_by_module_id().items()}
     owners = {
-        node: find_owning_module(x, backward) or _read_owner_from_source(node) or "model"
+        node: find_owning_module_name(x, backward) or _read_owning_module_name_from_source(node) or "model"
         for node, x in parameters.items()
         if x.requires_grad
     }
@@ -281,7 +281,7 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
             if stack and outer:
                 # All checkpoints have one name there.
                 stack = node.meta["source_fn_stack"] = [*outer, stack[-1]]
-            if getattr(node.target, "__name__", "") == _CHECKPOINT_OPERATOR:
+            if getattr(node.target, "__name__", "") == _ACTIVATION_CHECKPOINT_OPERATOR:
                 body = getattr(graph_module, node.args[0].target)
                 given = zip(body.graph.find_nodes(op="placeholder"), node.args[1:])
                 owners.update((x, owners[y]) for x, y in given if y in owners)
@@ -298,12 +298,12 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
     return plan
 
 
-def find_owning_module(parameter: Tensor, backward: Backward) -> str | None:
+def find_owning_module_name(parameter: Tensor, backward: Backward) -> str | None:
     """Return the module that holds a parameter, where a scaler's model lists it; else None."""
-    return next((name for name in (one.find_module_name(parameter) for one in backward.names) if name), None)
+    return next((name for name in (one.find_holding_module_name(parameter) for one in backward.names) if name), None)
 
 
-def _read_owner_from_source(node: Node) -> str:
+def _read_owning_module_name_from_source(node: Node) -> str:
     """Return the module that holds the parameter that a graph reads, as far as its source tells."""
     names = _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source))
     return ".".join(a or b for a, b in names[:-1])

@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from ._site import GLOBAL_KEY
+from ._site import GLOBAL_SITE_KEY
 
 GradientUse = Literal["product", "linear", "part", "widening", "shape", "other"]
 
 # Functions of a gradient and one more operand, by the places of both.
-_FACTOR_PLACES = {
+_FACTOR_POSITIONS_BY_PRODUCT = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "outer"), (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), (1, 2)),
 }
 _RECURRENT_BACKWARD_NAMES = ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward")
 # Linear in all tensors of floating point together: none of them may be a constant but zero.
-_LINEAR_MOVE_NAMES = {
+_LINEAR_OPERATOR_NAMES = {
     *("add", "sub", "rsub", "neg", "sum", "mean", "cumsum", "cat", "stack", "where", "masked_fill", "tril", "triu"),
     *("view", "_unsafe_view", "reshape", "_reshape_copy", "permute", "transpose", "t", "expand", "squeeze"),
     *("unsqueeze", "clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "view_of"),
@@ -37,21 +37,21 @@ _LINEAR_MOVE_NAMES = {
     *("_fft_r2c", "_fft_c2r", "_fft_c2c", "view_copy", "permute_copy", "expand_copy", "slice_copy", "select_copy"),
 }
 # Arguments that may be a number, and then fill in or are added: zero alone is linear.
-_FILL_VALUE_PLACES = {
+_FILL_VALUE_POSITIONS_BY_OPERATOR = {
     **dict.fromkeys(("add", "sub", "rsub"), (0, 1)),
     **{"where": (1, 2), "masked_fill": (2,), "constant_pad_nd": (2,), "scatter": (3,), "index_fill": (3,)},
 }
 # a * b + c, by the places of a and b.
-_MULTIPLY_ADD_PLACES = {"fma": (0, 1), "addcmul": (1, 2)}
+_FACTOR_POSITIONS_BY_MULTIPLY_ADD = {"fma": (0, 1), "addcmul": (1, 2)}
 # Of a gradient's shape alone.
-_SHAPE_ONLY_NAMES = {
+_SHAPE_READING_OPERATOR_NAMES = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "sym_size", "sym_stride"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "sym_numel", "sym_storage_offset", "new_empty_strided"),
 }
-_VIEW_NAMES = {
+_VIEW_OPERATOR_NAMES = {
     *("view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "reshape", "_unsafe_view", "clone")
 }
-_CAST_NAMES = ("_to_copy", "convert_element_type")
+_CAST_OPERATOR_NAMES = ("_to_copy", "convert_element_type")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -62,12 +62,12 @@ def classify_gradient_use(node: Node, gradients: Mapping[Node, None]) -> Gradien
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims", "mkldnn"):
         return "other"
     name = node.target._opname
-    if name in _SHAPE_ONLY_NAMES:
+    if name in _SHAPE_READING_OPERATOR_NAMES:
         return "shape"
     if not is_floating_tensor(node):
         return "other"
-    if name in _FACTOR_PLACES:
-        return "product" if _has_one_gradient_factor(node, gradients, *_FACTOR_PLACES[name]) else "other"
+    if name in _FACTOR_POSITIONS_BY_PRODUCT:
+        return "product" if _has_one_gradient_factor(node, gradients, *_FACTOR_POSITIONS_BY_PRODUCT[name]) else "other"
     if name == "_trilinear":
         return "product" if sum(x in gradients for x in node.args[:3]) == 1 else "other"
     if name.endswith(("_backward", "_backward_data")) or name in ("_fused_rms_norm_backward",):
@@ -76,8 +76,10 @@ def classify_gradient_use(node: Node, gradients: Mapping[Node, None]) -> Gradien
             return "other"
         product = name == "convolution_backward" or "attention" in name or name in _RECURRENT_BACKWARD_NAMES
         return "product" if product else "linear"
-    if name in _MULTIPLY_ADD_PLACES:
-        return "linear" if _has_one_gradient_factor(node, gradients, *_MULTIPLY_ADD_PLACES[name]) else "other"
+    if name in _FACTOR_POSITIONS_BY_MULTIPLY_ADD:
+        return (
+            "linear" if _has_one_gradient_factor(node, gradients, *_FACTOR_POSITIONS_BY_MULTIPLY_ADD[name]) else "other"
+        )
     if name == "mul":
         return "linear" if (node.args[0] in gradients) != (node.args[1] in gradients) else "other"
     if name == "copy":
@@ -89,15 +91,15 @@ def classify_gradient_use(node: Node, gradients: Mapping[Node, None]) -> Gradien
     if name == "div":
         plain = node.kwargs.get("rounding_mode") is None
         return "linear" if plain and node.args[0] in gradients and node.args[1] not in gradients else "other"
-    if name not in _LINEAR_MOVE_NAMES:
+    if name not in _LINEAR_OPERATOR_NAMES:
         return "other"
-    fill_values = [node.args[i] for i in _FILL_VALUE_PLACES.get(name, ()) if i < len(node.args)]
+    fill_values = [node.args[i] for i in _FILL_VALUE_POSITIONS_BY_OPERATOR.get(name, ()) if i < len(node.args)]
     fills = any(isinstance(x, int | float) and x != 0 for x in [*fill_values, node.kwargs.get("value", 0)])
     tensors = [x for x in node.all_input_nodes if _is_tensor_node(x) and is_floating_tensor(x)]
     only_gradients = all(x in gradients or _is_made_of_zeros(x) for x in tensors)
     if fills or not only_gradients:
         return "other"
-    widens = name in _CAST_NAMES and node.all_input_nodes[0].meta["val"].dtype in HALF_DTYPES
+    widens = name in _CAST_OPERATOR_NAMES and node.all_input_nodes[0].meta["val"].dtype in HALF_DTYPES
     return "widening" if widens and node.meta["val"].dtype not in HALF_DTYPES else "linear"
 
 
@@ -131,7 +133,11 @@ def _is_made_of_zeros(node: object) -> bool:
         return isinstance(value, int | float) and value == 0
     if name == "copy":
         return _is_made_of_zeros(node.args[1])
-    one = len(node.all_input_nodes) == 1 and name in _LINEAR_MOVE_NAMES and name not in _FILL_VALUE_PLACES
+    one = (
+        len(node.all_input_nodes) == 1
+        and name in _LINEAR_OPERATOR_NAMES
+        and name not in _FILL_VALUE_POSITIONS_BY_OPERATOR
+    )
     return one and _is_made_of_zeros(node.all_input_nodes[0])
 
 
@@ -154,7 +160,7 @@ def name_nested_function(stack: Sequence[tuple]) -> str:
 
 
 @dataclasses.dataclass
-class Edge:
+class EdgeBetweenSites:
     """A gradient that moves from one site to another for some of its readers."""
 
     node: Node
@@ -184,10 +190,10 @@ class SitePlacement:
         self._product_sites: dict[Node, str] = {}
         self._collect_gradients(module.graph.nodes)
         # In the order of the forward pass: the global site first, then those that it does not have.
-        ranks = {key: i for i, key in enumerate(dict.fromkeys(plan.site_keys.values()), 1)} | {GLOBAL_KEY: -1}
+        ranks = {key: i for i, key in enumerate(dict.fromkeys(plan.site_keys.values()), 1)} | {GLOBAL_SITE_KEY: -1}
         self._get_rank = lambda key: ranks.get(key, 0)
         # A module may be called "global", too.
-        self.site_keys = sorted(dict.fromkeys([GLOBAL_KEY, *self._product_sites.values()]), key=self._get_rank)
+        self.site_keys = sorted(dict.fromkeys([GLOBAL_SITE_KEY, *self._product_sites.values()]), key=self._get_rank)
         output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
         made = pytree.tree_leaves(output.args)
         # Which outputs are gradients of parameters, by the first place of each; of some graphs that is not known.
@@ -196,7 +202,7 @@ class SitePlacement:
         self._leads_beyond_parameters: dict[Node, bool] = {}
         self._preferred: dict[Node, str | None] = {}
         for node in reversed(self.gradients):
-            wanted = [site for reader in node.users if (site := self._find_needed_site(reader)) is not None]
+            wanted = [site for reader in node.users if (site := self._find_site_needed_by_reader(reader)) is not None]
             self._preferred[node] = max(wanted, key=self._get_rank) if wanted else None
             self._leads_beyond_parameters[node] = any(
                 is_known and not is_of_parameter[node]
@@ -224,13 +230,13 @@ class SitePlacement:
                 if use != "shape" and is_floating_tensor(node):
                     self.gradients[node] = None
 
-    def _find_needed_site(self, reader: Node) -> str | None:
+    def _find_site_needed_by_reader(self, reader: Node) -> str | None:
         """Return the site at which a reader needs its gradients; None if any will do."""
         if reader.op == "output" or self._uses[reader] in ("shape", "widening"):
             return None
         if self._uses[reader] == "product":
             return self._product_sites[reader]
-        return GLOBAL_KEY if self._uses[reader] == "other" else self._preferred[reader]
+        return GLOBAL_SITE_KEY if self._uses[reader] == "other" else self._preferred[reader]
 
     def _find_site(self, node: Node) -> str:
         """Return the site at which a gradient is made."""
@@ -238,7 +244,7 @@ class SitePlacement:
         if use == "product":
             return self._product_sites[node]
         if use == "other":
-            return GLOBAL_KEY
+            return GLOBAL_SITE_KEY
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
         if use in ("part", "widening"):
             return inputs[0]
@@ -247,18 +253,20 @@ class SitePlacement:
             inputs += [site for x in node.all_input_nodes if (site := self._preferred.get(x))]
         return self._preferred[node] or max(inputs, key=self._get_rank)
 
-    def list_edges(self) -> list[Edge]:
+    def list_edges_between_sites(self) -> list[EdgeBetweenSites]:
         """Return every gradient that moves, once for each site that it moves to."""
-        found: dict[tuple[Node, str], Edge] = {}
+        found: dict[tuple[Node, str], EdgeBetweenSites] = {}
         for node, source in self.sites.items():
             for reader in node.users:
                 use = "other" if reader.op == "output" else self._uses[reader]
-                target = GLOBAL_KEY if use == "other" else self.sites[reader if use in ("product", "linear") else node]
+                target = (
+                    GLOBAL_SITE_KEY if use == "other" else self.sites[reader if use in ("product", "linear") else node]
+                )
                 if target != source:
-                    found.setdefault((node, target), Edge(node, source, target, [])).readers.append(reader)
+                    found.setdefault((node, target), EdgeBetweenSites(node, source, target, [])).readers.append(reader)
         return list(found.values())
 
-    def list_measured_gradients(self, moved: Mapping[Node, Edge]) -> dict[str, list[MeasuredGradient]]:
+    def list_measured_gradients(self, moved: Mapping[Node, EdgeBetweenSites]) -> dict[str, list[MeasuredGradient]]:
         """Return, by site, the gradients to measure: all that may overflow there, each tensor once.
 
         That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it.
@@ -267,7 +275,7 @@ class SitePlacement:
 
         def add(key: str, node: Node, kind: str) -> None:
             viewed = node
-            while isinstance(viewed.target, torch._ops.OpOverload) and viewed.target._opname in _VIEW_NAMES:
+            while isinstance(viewed.target, torch._ops.OpOverload) and viewed.target._opname in _VIEW_OPERATOR_NAMES:
                 viewed = viewed.all_input_nodes[0]
             found.setdefault(key, {}).setdefault(viewed, (node, kind))
 
@@ -283,15 +291,15 @@ class SitePlacement:
                 if x in self.gradients and is_floating_tensor(x):
                     add(key, x, name_kind(x))
         for node, edge in moved.items():
-            if edge.target != GLOBAL_KEY and _is_float16(node):
+            if edge.target != GLOBAL_SITE_KEY and _is_float16(node):
                 add(edge.target, node, "received")
             # Before it became wider, which it does before it moves.
             left = edge.node.all_input_nodes[0] if self._uses.get(edge.node) == "widening" else edge.node
-            if edge.source != GLOBAL_KEY and _is_float16(left):
+            if edge.source != GLOBAL_SITE_KEY and _is_float16(left):
                 add(edge.source, left, name_kind(left))
         for node, key in self.sites.items():
-            narrows = _is_float16(node) and getattr(node.target, "_opname", None) in _CAST_NAMES
-            if key != GLOBAL_KEY and narrows and not _is_float16(node.all_input_nodes[0]):
+            narrows = _is_float16(node) and getattr(node.target, "_opname", None) in _CAST_OPERATOR_NAMES
+            if key != GLOBAL_SITE_KEY and narrows and not _is_float16(node.all_input_nodes[0]):
                 # It was wide when it came to the site.
                 add(key, node, "received")
         return {key: list(gradients.values()) for key, gradients in found.items()}

@@ -19,7 +19,7 @@ from ..subclass import list_shard_groups, list_sharded_modules
 from ._policy import Amax, Policy
 from ._reports import LastStep
 from ._site import (
-    GLOBAL_KEY,
+    GLOBAL_SITE_KEY,
     MAX_EXPONENT,
     MIN_EXPONENT,
     GradientReading,
@@ -30,13 +30,13 @@ from ._site import (
     copy_to_host,
     get_local_values,
     group_readings_by_site,
-    recover_vanished_sizes,
+    restore_sizes_lost_in_moves,
 )
 from ._state import load_sites
 from .eager._backward import Backward
 
 
-def is_measured(iteration: int, restart: int, interval: int) -> bool:
+def is_measured_iteration(iteration: int, restart: int, interval: int) -> bool:
     """Return whether an iteration is measured.
 
     From ``restart`` on, which is the start of the training or the iteration after a skipped step, these are the 0th,
@@ -44,9 +44,9 @@ def is_measured(iteration: int, restart: int, interval: int) -> bool:
     every further span of that length. Which one of a span it is, is pseudo-random: measurements at a fixed distance
     would fall on the same task of losses that take turns.
 
-    >>> [k for k in range(64) if is_measured(k, 0, 16)]
+    >>> [k for k in range(64) if is_measured_iteration(k, 0, 16)]
     [0, 1, 2, 6, 14, 23, 33, 51]
-    >>> all(is_measured(k, 0, 1) for k in range(64))
+    >>> all(is_measured_iteration(k, 0, 1) for k in range(64))
     True
     """
     since = iteration - restart
@@ -85,11 +85,11 @@ def is_overflow_near(kinds: dict[str, GradientReading], exponent: int) -> bool:
 
 
 # For so many intervals an overflow is remembered.
-_REMEMBERED_INTERVALS = 8
+_OVERFLOW_MEMORY_INTERVALS = 8
 # After so many skipped steps in a row all exponents of the iteration fall as one scale, by so many powers of two.
 _SKIPS_BEFORE_COMMON_FALL, _COMMON_FALL = 4, 8
 # So far a site stays below the exponent at which it overflowed.
-_MARGIN_BELOW_OVERFLOW = 4
+_MAX_MARGIN_BELOW_OVERFLOW_EXPONENT = 4
 
 
 # processes that share gradients -------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ class GradientSharingProcesses:
     def add_model(self, model: nn.Module) -> None:
         """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
         self._models.append(weakref.ref(model))
-        self._add_groups(model if isinstance(model, nn.parallel.DistributedDataParallel) else None, [model])
+        self._add_process_groups(model if isinstance(model, nn.parallel.DistributedDataParallel) else None, [model])
 
-    def find_groups(self) -> None:
+    def find_process_groups(self) -> None:
         """Look for wrappers again, once in an iteration, in the forward pass of a model."""
         if dist.is_available() and dist.is_initialized():
-            self._add_groups(nn.parallel.DistributedDataParallel._active_ddp_module, self._list_models())
+            self._add_process_groups(nn.parallel.DistributedDataParallel._active_ddp_module, self._list_models())
 
-    def _add_groups(self, wrapper: nn.parallel.DistributedDataParallel | None, models: list[nn.Module]) -> None:
+    def _add_process_groups(self, wrapper: nn.parallel.DistributedDataParallel | None, models: list[nn.Module]) -> None:
         """Add the process groups of a wrapper, and of FSDP2 in models."""
         found = [group for model in models for group in _list_fsdp_groups(model)]
         if wrapper is not None:
@@ -233,12 +233,12 @@ class ExponentController:
         self.sites = Sites(start, uniform=not policy.per_site)
         self.backward = Backward(self.sites, policy, format, rounding)
         self.processes = GradientSharingProcesses()
-        self.backward.find_groups = self.processes.find_groups
+        self.backward.find_process_groups = self.processes.find_process_groups
         self.policy = policy
         self.interval = interval
         self.floor, self.ceiling, self.start = floor, ceiling, start
         self.iteration = 0
-        # The iteration from which `is_measured` counts, and how many steps in a row were skipped before it.
+        # The iteration from which `is_measured_iteration` counts, and how many steps in a row were skipped before it.
         self._restart_iteration = 0
         self._skips_in_row = 0
         self.loss_follower = self.backward.loss_follower
@@ -254,13 +254,13 @@ class ExponentController:
         self._has_overflowed = False
         self._measures_next = False
 
-    def read_overflow(self, flags: list[Tensor]) -> bool:
+    def read_overflow_and_measurements(self, flags: list[Tensor]) -> bool:
         """Read whether any flag is set, and the iteration's measurements, by one copy from the device."""
         binades: list[Tensor] = []
         if self.backward.measuring:
             held, self.loss_follower.binades = self.loss_follower.binades, []
             binades = [torch.as_tensor(binade, dtype=torch.float32, device=flags[0].device) for binade in held]
-        values, measured = self.backward.measurements.read_all([*flags, *binades])
+        values, measured = self.backward.measurements.read_flags_and_measurements([*flags, *binades])
         self._measured += measured
         self.loss_follower.read_binades += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
         found = any(value != 0 for value in values[: len(flags)])
@@ -338,7 +338,7 @@ class ExponentController:
             self._set_exponent(self.sites[key], values["exponent"])
         self.iteration, self.steps_since_change, self.backward.measuring = progress[:3]
         self._restart_iteration, self._skips_in_row = progress[4:6]
-        self.sites.global_site.loss_binade, self.loss_follower.resumes = given[GLOBAL_KEY]["reference"]
+        self.sites.global_site.loss_binade, self.loss_follower.resumes = given[GLOBAL_SITE_KEY]["reference"]
         self.loss_follower.begin_iteration(self.iteration)
         self.sites.note_lowest_exponent()
 
@@ -354,30 +354,32 @@ class ExponentController:
             return
         narrow = any(one.reading.format for one in self._measured)
         if self.sites.global_site.loss_binade is None:
-            self.loss_follower.update_reference(narrow, self.floor, self.ceiling)
+            self.loss_follower.update_reference_binade(narrow, self.floor, self.ceiling)
         readings = group_readings_by_site(self._measured)
-        fallen = self._lower_overflowed_sites(readings)
-        lost = recover_vanished_sizes(self.backward.edge_hooks, readings, self.loss_follower.measured_lift)
+        fallen = self._lower_exponents_after_overflow(readings)
+        lost = restore_sizes_lost_in_moves(
+            self.backward.edge_hooks, readings, self.loss_follower.lift_of_measured_iteration
+        )
         for site, kinds in readings.items():
             if site not in fallen and all(reading.is_finite for reading in kinds.values()):
-                self._set_site_by_policy(site, kinds, site in lost)
-        self._measures_next = bool(lost) or self._raise_vanished_sites(readings)
+                self._set_exponent_by_policy(site, kinds, site in lost)
+        self._measures_next = bool(lost) or self._increase_exponents_if_all_vanished(readings)
         global_site = self.sites.global_site
         if measuring and not self._overflow_sources and not global_site.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
             higher = min(self.start, global_site.exponent + 1)
-            self._set_exponent(global_site, self._limit_exponent(global_site, higher))
-        self.loss_follower.update_reference(narrow, self.floor, self.ceiling)
+            self._set_exponent(global_site, self._limit_below_remembered_overflow(global_site, higher))
+        self.loss_follower.update_reference_binade(narrow, self.floor, self.ceiling)
         self.sites.note_lowest_exponent()
 
-    def _lower_overflowed_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> Collection[Site]:
+    def _lower_exponents_after_overflow(self, readings: dict[Site, dict[str, GradientReading]]) -> Collection[Site]:
         """Lower the sites that overflowed, or may have, and those that the overflow reached; return them."""
-        self._count_overflows()
+        self._record_overflows_of_sites()
         if self._skips_in_row > _SKIPS_BEFORE_COMMON_FALL:
             # Lowering single sites did not stop the overflows. No losses are followed for a while where one pass
             # reaches several outputs, of which the first one may mislead.
             if self.loss_follower.has_several_outputs:
-                self.loss_follower.resumes = self.iteration + _REMEMBERED_INTERVALS * self.interval
+                self.loss_follower.resumes = self.iteration + _OVERFLOW_MEMORY_INTERVALS * self.interval
             fallen = {**self.backward.reached, self.sites.global_site: None}
             # The global exponent falls at once to the others, which are far below it by now.
             own = [site for site in fallen if not site.follows_global]
@@ -396,14 +398,14 @@ class ExponentController:
             self._set_exponent(site, after if wanted is None else min(after, wanted))
         return fallen
 
-    def _count_overflows(self) -> None:
+    def _record_overflows_of_sites(self) -> None:
         """Count and remember the overflow of each site that is to blame."""
         for site in self._overflow_sources:
             site.overflows += 1
-            site.memory.recall_exponent(self.iteration)  # forgets what is old
-            site.memory.note_overflow(site.exponent, self.iteration + _REMEMBERED_INTERVALS * self.interval)
+            site.memory.recall_overflow_exponent(self.iteration)  # forgets what is old
+            site.memory.note_overflow(site.exponent, self.iteration + _OVERFLOW_MEMORY_INTERVALS * self.interval)
 
-    def _set_site_by_policy(self, site: Site, kinds: dict[str, GradientReading], lost: bool) -> None:
+    def _set_exponent_by_policy(self, site: Site, kinds: dict[str, GradientReading], lost: bool) -> None:
         """Set the exponent of a measured site that did not overflow; ``lost``: all gradients arrive as zero."""
         site.store_readings(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
@@ -414,33 +416,33 @@ class ExponentController:
             # The measurement limits the exponent better than the memory does.
             site.memory.exponent = None
         if exponent is not None:
-            limit = self._limit_halfway if lost else self._limit_exponent
+            limit = self._limit_to_halfway_to_overflow if lost else self._limit_below_remembered_overflow
             self._set_exponent(site, limit(site, exponent))
 
-    def _raise_vanished_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> bool:
+    def _increase_exponents_if_all_vanished(self, readings: dict[Site, dict[str, GradientReading]]) -> bool:
         """Raise all measured sites if every gradient was stored as zero."""
         narrow = [reading for kinds in readings.values() for reading in kinds.values() if reading.format]
         if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
             return False
         for site in readings:
             higher = 2 * site.exponent - self.policy.exponent_after_overflow(site)
-            self._set_exponent(site, self._limit_halfway(site, higher))
+            self._set_exponent(site, self._limit_to_halfway_to_overflow(site, higher))
         return True
 
-    def _limit_exponent(self, site: Site, exponent: int) -> int:
+    def _limit_below_remembered_overflow(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent, limited below the last overflow while that is remembered."""
-        overflowed = site.memory.recall_exponent(self.iteration)
+        overflowed = site.memory.recall_overflow_exponent(self.iteration)
         if overflowed is None:
             return exponent
         return min(exponent, overflowed - self._find_overflow_margin(site))
 
     def _find_overflow_margin(self, site: Site) -> int:
         """Return how many powers of two a site stays below the exponent at which it overflowed."""
-        return min(_MARGIN_BELOW_OVERFLOW, site.exponent - self.policy.exponent_after_overflow(site))
+        return min(_MAX_MARGIN_BELOW_OVERFLOW_EXPONENT, site.exponent - self.policy.exponent_after_overflow(site))
 
-    def _limit_halfway(self, site: Site, exponent: int) -> int:
+    def _limit_to_halfway_to_overflow(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent, or one halfway to the last overflow's where it is not below that."""
-        overflowed = site.memory.recall_exponent(self.iteration)
+        overflowed = site.memory.recall_overflow_exponent(self.iteration)
         if overflowed is None or not site.exponent < overflowed <= exponent:
             # A site that is at the overflow's exponent, or above, does not overflow there any more.
             return exponent
@@ -458,20 +460,20 @@ class ExponentController:
         readings = group_readings_by_site(self._measured)
         for site, kinds in readings.items():
             site.store_readings(kinds)
-        self._count_overflows()
+        self._record_overflows_of_sites()
         self.steps_since_change += 1
         since, step = self.steps_since_change, self.iteration + 1
         wanted = self.policy.global_exponent(global_site.exponent, self._is_skipped, since, step)
         if wanted is None:
             if not self._is_skipped and not self.backward.measuring:
                 return
-            found = self._find_measured_exponent(readings)
+            found = self._find_exponent_allowed_by_all_sites(readings)
             wanted = self.policy.exponent_after_overflow(global_site) if self._is_skipped else found
         if wanted is not None and (wanted != global_site.exponent or self._is_skipped):
             self.steps_since_change = 0
             self._set_exponent(global_site, wanted)
 
-    def _find_measured_exponent(self, readings: dict[Site, dict[str, GradientReading]]) -> int | None:
+    def _find_exponent_allowed_by_all_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> int | None:
         """Return the exponent that all measured gradients allow, below an overflow of a loss outside the model."""
         global_site = self.sites.global_site
         found = [self.policy.exponent(site) for site in self.sites if site.history]
@@ -484,7 +486,7 @@ class ExponentController:
             return wanted
         if any(is_overflow_near(kinds, overflowed) for kinds in readings.values()):
             global_site.memory.exponent = None
-        return self._limit_halfway(global_site, wanted)
+        return self._limit_to_halfway_to_overflow(global_site, wanted)
 
     def _set_exponent(self, site: Site, exponent: int) -> None:
         """Set a site's exponent, clamped to floor and ceiling."""
@@ -497,7 +499,7 @@ class ExponentController:
         if self._is_skipped:
             # An overflow left sites without a measurement, and what comes may overflow, too.
             self._restart_iteration = self.iteration
-        is_due = is_measured(self.iteration, self._restart_iteration, self.interval)
+        is_due = is_measured_iteration(self.iteration, self._restart_iteration, self.interval)
         self.backward.measuring = self._measures_next or is_due
         followed = self.loss_follower.on
         self.loss_follower.begin_iteration(self.iteration)

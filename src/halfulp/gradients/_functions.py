@@ -22,7 +22,7 @@ get_function_name = functools.cache(_float32_products.read_operator_name)
 OperatorKind = Literal["product", "cell", "shape", "fact", "in-place", "plain", "property"]
 
 # Only their first argument has a gradient.
-_FIRST_ARGUMENT_FUNCTIONS = {"view_as", "expand_as", "reshape_as", "type_as"}
+_FUNCTIONS_SHAPED_BY_SECOND_ARGUMENT = {"view_as", "expand_as", "reshape_as", "type_as"}
 # What they give has no gradient, so that reading a parameter by them opens no site.
 _FUNCTIONS_WITHOUT_GRADIENT = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
@@ -35,7 +35,7 @@ _FUNCTIONS_BY_KIND: tuple[tuple[OperatorKind, set[str]], ...] = (
     ("product", PRODUCT_NAMES),
     # All steps share a site, that of the state, which several parts of such a function read.
     ("cell", RECURRENT_CELL_NAMES),
-    ("shape", _FIRST_ARGUMENT_FUNCTIONS),
+    ("shape", _FUNCTIONS_SHAPED_BY_SECOND_ARGUMENT),
     ("fact", _FUNCTIONS_WITHOUT_GRADIENT),
 )
 
@@ -62,16 +62,16 @@ def classify_function(function: Callable[..., Any]) -> OperatorKind:
 GradientSide = Literal["left", "right", "convolution", "transposed convolution"]
 
 # The places of the two factors.
-_MATRIX_FACTOR_PLACES = {
+_FACTOR_POSITIONS_BY_MATRIX_PRODUCT = {
     **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm"), (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm"), (1, 2)),
 }
 _CONVOLUTION_NAMES = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_GROUPS_PLACE = 6
+_CONVOLUTION_GROUPS_POSITION = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Operands:
+class BackwardProductOperands:
     """The operands of a product in backward, as sums over k of gradient[..., k] weight[k, ...]."""
 
     gradient: Tensor
@@ -89,7 +89,7 @@ class SecondFactor:
     gradient_side: GradientSide
     groups: int = 1
 
-    def align_operands(self, gradient: Tensor) -> Operands:
+    def align_operands(self, gradient: Tensor) -> BackwardProductOperands:
         """Return gradient and weight with the summed dimensions last and first; complex ones as real numbers."""
         gradient, weight = gradient.detach(), self.tensor.detach()
         if self.gradient_side == "left":
@@ -106,7 +106,7 @@ class SecondFactor:
         if gradient.is_complex():
             gradient, weight = torch.cat([gradient.real, gradient.imag], -1), torch.cat([weight.real, weight.imag])
             fan *= 2
-        return Operands(gradient, weight, fan)
+        return BackwardProductOperands(gradient, weight, fan)
 
 
 def list_second_factors(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[SecondFactor]:
@@ -116,15 +116,17 @@ def list_second_factors(function: Callable, args: tuple, kwargs: Mapping[str, An
     """
     name = get_function_name(function)
     given = [*args, *kwargs.values()]
-    first, second = _MATRIX_FACTOR_PLACES.get(name, (0, 1))
-    if (name not in _MATRIX_FACTOR_PLACES and name not in _CONVOLUTION_NAMES) or len(given) <= second:
+    first, second = _FACTOR_POSITIONS_BY_MATRIX_PRODUCT.get(name, (0, 1))
+    if (name not in _FACTOR_POSITIONS_BY_MATRIX_PRODUCT and name not in _CONVOLUTION_NAMES) or len(given) <= second:
         return
     a, b = given[first], given[second]
     if not all(isinstance(x, Tensor) and x.dim() > 1 for x in (a, b)):
         return
     left, right = a.detach(), b.detach()
     if name in _CONVOLUTION_NAMES:
-        groups = kwargs.get("groups", args[_GROUPS_PLACE] if len(args) > _GROUPS_PLACE else 1)
+        groups = kwargs.get(
+            "groups", args[_CONVOLUTION_GROUPS_POSITION] if len(args) > _CONVOLUTION_GROUPS_POSITION else 1
+        )
         yield SecondFactor(right, "transposed convolution" if "transpose" in name else "convolution", groups)
         return
     # A layer's input counts even where nothing is passed on to it.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from .._messages import name_differences, name_type
-from .._torch_versions import ALL_GATHER
+from .._messages import name_type, write_differing_names
+from .._torch_versions import ALL_GATHER_FUNCTION
 from ..subclass.models._conversion import check_module
 
 STATE_VERSION = 1
@@ -36,7 +36,7 @@ class NarrowReduction:
         self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         # What rounding has kept back, by parameter: of what this rank sent, and of the sums that it computed for all.
         self._remainders: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-        self._scale = self._read_scale()
+        self._scale = self._read_scaler_scale()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, under a key with its rank: every rank saves its own, in a file or by DCP."""
@@ -59,7 +59,7 @@ class NarrowReduction:
             )
         unknown = [name for name in state_dict[mine] if name not in self.names.values()]
         if unknown:
-            raise ValueError(f"the state is of another model: it {name_differences([], unknown)}")
+            raise ValueError(f"the state is of another model: it {write_differing_names([], unknown)}")
         numbers = {name: parameter.numel() for parameter, name in self.names.items()}
         for name, held in state_dict[mine].items():
             sizes = {"sent": numbers[name], "summed": -(-numbers[name] // self.size)}
@@ -74,7 +74,7 @@ class NarrowReduction:
         if bucket.buffer().is_sparse:
             raise NotImplementedError("sparse gradients are not sent in bfloat16: make the embedding with sparse=False")
         if self.size > 1:
-            scale = self._read_scale()
+            scale = self._read_scaler_scale()
             if scale != self._scale:
                 # The remainders are kept in units of the gradients that arrive.
                 ratio, self._scale = scale / self._scale, scale
@@ -124,11 +124,11 @@ class NarrowReduction:
         """Return every rank's row."""
         sent = mine.view(torch.uint8)
         received = torch.empty(self.size * sent.numel(), dtype=torch.uint8, device=sent.device)
-        ALL_GATHER(received, sent, group=self.group)
+        ALL_GATHER_FUNCTION(received, sent, group=self.group)
         self.bytes_sent += sent.numel() * (self.size - 1)
         return received.view(_SENT_DTYPE).view(self.size, -1)
 
-    def _read_scale(self) -> float:
+    def _read_scaler_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
 

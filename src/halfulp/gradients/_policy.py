@@ -9,14 +9,14 @@ import statistics
 from typing import ClassVar
 
 from .._messages import name_type
-from .._names import read_class_docstring, register_entry
+from .._names import read_own_docstring, register_entry
 from ..formats import Format
-from ._functions import Operands
+from ._functions import BackwardProductOperands
 from ._site import ExponentProposal, Site
 
 _POLICIES_BY_NAME: dict[str, type[Policy]] = {}
 # Beyond 2^15 more room in the format serves nobody, and sums of squares would leave float32.
-_HIGHEST_USED_EXPONENT = 15
+_HIGHEST_TARGET_EXPONENT = 15
 # Powers of two left free above peaks; above what is usual, where so many binades stay below it.
 _HEADROOM_ABOVE_PEAK, _HEADROOM_ABOVE_MEDIAN, _BINADES_BELOW_MEDIAN = 3, 8, 27
 
@@ -39,7 +39,7 @@ class Policy(abc.ABC):
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
-            register_entry("policy", _POLICIES_BY_NAME, cls.name, cls, read_class_docstring(cls))
+            register_entry("policy", _POLICIES_BY_NAME, cls.name, cls, read_own_docstring(cls))
 
     @abc.abstractmethod
     def exponent(self, site: Site) -> int | None:
@@ -60,7 +60,7 @@ class Policy(abc.ABC):
         """
         return None
 
-    def propose_bounds(self, site: Site, operands: Operands, format: Format) -> ExponentProposal | None:
+    def propose_bounds(self, site: Site, operands: BackwardProductOperands, format: Format) -> ExponentProposal | None:
         """Return bounds of a site's exponent from a product's operands, for policies with ``wants_operands``, or None.
 
         Args:
@@ -118,12 +118,15 @@ class Amax(Policy):
             for kind, size in entry.items():
                 if size > 0:
                     sizes_by_kind.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
-        highest = min(site.format.emax, _HIGHEST_USED_EXPONENT)
-        limits = [highest - _find_peak_exponent(sizes, self.headroom, site.format) for sizes in sizes_by_kind.values()]
+        highest = min(site.format.emax, _HIGHEST_TARGET_EXPONENT)
+        limits = [
+            highest - _find_peak_exponent_with_headroom(sizes, self.headroom, site.format)
+            for sizes in sizes_by_kind.values()
+        ]
         return min(limits, default=None)
 
 
-def _find_peak_exponent(sizes: list[float], room: int | None, format: Format) -> int:
+def _find_peak_exponent_with_headroom(sizes: list[float], room: int | None, format: Format) -> int:
     """Return the power of two that must fit under the format's largest number: the largest size plus headroom.
 
     3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,

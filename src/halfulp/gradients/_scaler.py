@@ -20,8 +20,8 @@ from ..rounding import Rounding
 from ._controller import ExponentController
 from ._policy import Policy, get_policy
 from ._reports import LastStep, SiteRow, SiteTable
-from ._site import GLOBAL_KEY, MAX_EXPONENT, parse_scale_exponent
-from ._state import check_sites, read_sites, save_sites
+from ._site import GLOBAL_SITE_KEY, MAX_EXPONENT, get_exponent_of_power_of_two_scale
+from ._state import check_saved_sites_match, convert_sites_to_plain_data, read_sites_from_state_dict
 from .eager._attach import attach_scaler, get_wrapped_model
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
@@ -101,7 +101,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._growth_interval = getattr(policy, "growth_interval", 2000)
         self._controller = ExponentController(
             policy,
-            start=parse_scale_exponent("init_scale", init_scale),
+            start=get_exponent_of_power_of_two_scale("init_scale", init_scale),
             format=format,
             rounding=rounding,
             interval=interval,
@@ -146,7 +146,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         backward = self._controller.backward
         backward.deactivate_hooks_outside_backward()
         if outputs.grad_fn is not None and not backward.second_order:
-            backward.refuse_inner_tensors(outputs.grad_fn)
+            backward.refuse_tensors_from_inside_models(outputs.grad_fn)
         scaled = outputs * self._make_scale_tensor(outputs.device)
         if scaled.requires_grad:
             node: Any = scaled.grad_fn
@@ -233,14 +233,14 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         if self._controller.backward.passes:
-            self._controller.backward.warn_if_unwatched()
+            self._controller.backward.warn_if_no_watched_forward_ran()
         flags = list(state["found_inf_per_device"].values())
         if not flags:
             raise ValueError(
                 "the optimizer's parameters have no gradients: there is nothing to step with. Leave this step out"
             )
         state["stage"] = OptState.STEPPED
-        overflowed = self._controller.read_overflow(flags)
+        overflowed = self._controller.read_overflow_and_measurements(flags)
         self.last_step = self._controller.record_skipped_step() if overflowed else LastStep(applied=True)
         return None if overflowed else optimizer.step(*args, **kwargs)
 
@@ -262,10 +262,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "update() before a step: no gradients were checked since the last update(); call "
                 "scaler.step(optimizer), or scaler.unscale_(optimizer), first"
             )
-        exponent = None if new_scale is None else parse_scale_exponent("new_scale", float(new_scale))
+        exponent = None if new_scale is None else get_exponent_of_power_of_two_scale("new_scale", float(new_scale))
         unread = [state for state in states if state["stage"] is OptState.UNSCALED]
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
-        if flags and self._controller.read_overflow(flags):
+        if flags and self._controller.read_overflow_and_measurements(flags):
             self.last_step = self._controller.record_skipped_step()
         self._controller.update_exponents(by_hand=exponent)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
@@ -341,12 +341,12 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: a backend without a backward graph to put exponents in.
         """
-        from ._compiled_backend import make_backend
+        from ._compiled_backend import make_torch_compile_backend
 
         # Compiled graphs cannot lift exponents by the loss.
         loss_follower = self._controller.loss_follower
         loss_follower.wanted = loss_follower.on = False
-        return make_backend(self._controller.backward, name)
+        return make_torch_compile_backend(self._controller.backward, name)
 
     # what is saved --------------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             return {}
         state = {**super().state_dict(), "scale": self._compute_global_scale()}
         controller = self._controller
-        sites = save_sites(controller.sites, controller.loss_follower.resumes)
+        sites = convert_sites_to_plain_data(controller.sites, controller.loss_follower.resumes)
         return {**state, "sites": sites, "progress": controller.progress}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -383,14 +383,14 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             return
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
-        controller, given = self._controller, read_sites(state_dict)
+        controller, given = self._controller, read_sites_from_state_dict(state_dict)
         # The qualified names of all modules, with which sites' keys begin.
-        module_names = {"model", "", GLOBAL_KEY}
+        module_names = {"model", "", GLOBAL_SITE_KEY}
         for i, model in enumerate(one() for one in self._models):
             names = () if model is None else (name for name, _ in get_wrapped_model(model).named_modules())
             prefix = str(i) if len(self._models) > 1 else ""
             module_names |= {f"{prefix}.{name}".strip(".") for name in names}
-        check_sites(given, {site.key for site in controller.sites}, module_names)
+        check_saved_sites_match(given, {site.key for site in controller.sites}, module_names)
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
         controller.load_state(given, state_dict["progress"])

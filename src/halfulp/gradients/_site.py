@@ -15,10 +15,10 @@ from torch import Tensor
 from ..formats import Format, fp16
 from ..kernels import disable_tracing
 
-GLOBAL_KEY = "global"
+GLOBAL_SITE_KEY = "global"
 # Differences of two exponents must be powers of two that float32 holds.
 MIN_EXPONENT, MAX_EXPONENT = -60, 60
-HISTORY_LENGTH = 64
+AMAX_HISTORY_LENGTH = 64
 # Why a site is merged where its policy has no other exponent than the global one.
 UNIFORM_SCALE_REASON = "one scale for all"
 
@@ -67,7 +67,7 @@ class OverflowMemory:
         self.exponent = exponent if self.exponent is None else min(self.exponent, exponent)
         self.until = until
 
-    def recall_exponent(self, iteration: int) -> int | None:
+    def recall_overflow_exponent(self, iteration: int) -> int | None:
         """Return the remembered exponent, or None once the overflow is too old."""
         if iteration >= self.until:
             self.exponent = None
@@ -94,7 +94,7 @@ class Site:
         # What a policy made of each product's operands, in this iteration.
         self.proposals: list[ExponentProposal] = []
         # Largest magnitudes by kind, of the latest measurements, in units of 2^reference_binade.
-        self.history: deque[dict[str, float]] = deque(maxlen=HISTORY_LENGTH)
+        self.history: deque[dict[str, float]] = deque(maxlen=AMAX_HISTORY_LENGTH)
         # The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
         self.format: Format | None = None
         self.measured: bool = False
@@ -146,8 +146,8 @@ class Sites:
     """The sites of a scaler's models by key, in order of first use, the global one first; if uniform, all follow it."""
 
     def __init__(self, exponent: int, uniform: bool = False) -> None:
-        self.global_site: Site = Site(GLOBAL_KEY, None, exponent)
-        self._sites = {GLOBAL_KEY: self.global_site}
+        self.global_site: Site = Site(GLOBAL_SITE_KEY, None, exponent)
+        self._sites = {GLOBAL_SITE_KEY: self.global_site}
         self.start = exponent
         # The least exponent of a site that was measured, or overflowed; None where none was.
         self.lowest: int | None = None
@@ -192,7 +192,7 @@ class Sites:
     def merge_sites(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass any key is taken."""
         keys = list(keys)
-        unknown = [key for key in keys if key == GLOBAL_KEY or (key not in self._sites and len(self) > 1)]
+        unknown = [key for key in keys if key == GLOBAL_SITE_KEY or (key not in self._sites and len(self) > 1)]
         if unknown:
             raise ValueError(f"no sites {', '.join(unknown)} to merge; the sites are {', '.join(self._sites)}")
         for key in keys:
@@ -211,7 +211,7 @@ class Sites:
         return self._sites[key]
 
 
-def parse_scale_exponent(field: str, scale: float) -> int:
+def get_exponent_of_power_of_two_scale(field: str, scale: float) -> int:
     """Return the exponent of a scale that is a power of two."""
     fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
     if fraction != 0.5 or not MIN_EXPONENT <= exponent - 1 <= MAX_EXPONENT:
@@ -235,20 +235,20 @@ class Measurement(NamedTuple):
     reading: GradientReading
 
 
-class Measurements:
-    """Statistics of the gradients of one iteration, on their devices until `read_all`."""
+class PendingMeasurements:
+    """Statistics of the gradients of one iteration, on their devices until `read_flags_and_measurements`."""
 
     def __init__(self) -> None:
         # Each with its site, kind, narrow format, count of elements, and statistics.
         self.unread: list[tuple[Site, str, Format | None, int, Tensor]] = []
 
-    def add_gradient(self, site: Site, kind: str, gradient: Tensor, format: Format | None) -> None:
+    def measure_gradient_on_device(self, site: Site, kind: str, gradient: Tensor, format: Format | None) -> None:
         """Measure a gradient that is stored at the site's exponent."""
         if gradient.numel():
             stored = format or find_narrow_format(gradient.dtype)
             self.unread.append((site, kind, stored, gradient.numel(), _compute_statistics(gradient, stored)))
 
-    def read_all(self, flags: list[Tensor]) -> tuple[list[float], list[Measurement]]:
+    def read_flags_and_measurements(self, flags: list[Tensor]) -> tuple[list[float], list[Measurement]]:
         """Return the values of ``flags`` and all measurements, in order, by one copy per device."""
         rows, self.unread = self.unread, []
         lines = [torch.stack([flag.float()] * 3) for flag in flags]
@@ -269,7 +269,7 @@ def group_readings_by_site(measured: list[Measurement]) -> dict[Site, dict[str, 
     return found
 
 
-def recover_vanished_sizes(
+def restore_sizes_lost_in_moves(
     edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, GradientReading]], lift: int = 0
 ) -> set[Site]:
     """Return the sites where all received gradients underflowed to zero; their size before the move is filled in.
@@ -418,7 +418,7 @@ class LossFollower:
         self._reached_outputs = 0
         self._factors: dict[tuple, Tensor] = {}
 
-    def begin_backward_pass(self, measuring: bool) -> None:
+    def reset_lift_for_backward_pass(self, measuring: bool) -> None:
         """Begin a backward pass with its lift unknown; ``measuring``: read binades at its end."""
         self.lift = 0
         self._is_lift_found = not measuring and self._global_site.loss_binade is None
@@ -434,12 +434,12 @@ class LossFollower:
         self.has_several_outputs = False
 
     @property
-    def measured_lift(self) -> int:
+    def lift_of_measured_iteration(self) -> int:
         """The lift of the measured iteration, from the binades that were read."""
         binade = self._global_site.loss_binade
         return binade - max(self.read_binades) if self.read_binades and binade is not None and self.on else 0
 
-    def update_reference(self, narrow: bool, floor: int, ceiling: int) -> None:
+    def update_reference_binade(self, narrow: bool, floor: int, ceiling: int) -> None:
         """Make this iteration's largest loss gradient the reference, as far as exponents allow."""
         known = self._global_site.loss_binade
         if not (self.read_binades and self.wanted and (narrow or known is not None)):
@@ -452,16 +452,16 @@ class LossFollower:
             most, least = max(0, min(own) - floor), min(0, max(own) - ceiling)
             self._sites.set_reference_binade(known + max(least, min(most, largest - known)))
 
-    def move_between_sites(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
+    def rescale_gradient_between_sites(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
         """Return a gradient stored at ``target``'s exponent, multiplied to ``source``'s; strides are kept."""
-        return self.move_gradient_by(gradient, *self.find_move(source, target))
+        return self.multiply_by_power_and_lift(gradient, *self.find_move_exponent_and_lift_sign(source, target))
 
-    def find_move(self, source: Site, target: Site) -> tuple[int, int]:
+    def find_move_exponent_and_lift_sign(self, source: Site, target: Site) -> tuple[int, int]:
         """Return the power of two from ``target`` to ``source``, and how often the lift counts: 1, 0 or -1."""
         sign = target.follows_global - source.follows_global if self.wanted else 0
         return source.exponent - target.exponent, sign
 
-    def move_gradient_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
+    def multiply_by_power_and_lift(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
         """Return a gradient times 2^(exponent + sign lift); strides are kept."""
         if sign > 0:
             self._reached_outputs += 1

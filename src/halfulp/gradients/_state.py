@@ -9,12 +9,19 @@ from typing import Any
 
 import torch
 
-from .._messages import name_differences
+from .._messages import write_differing_names
 from ..formats import Format
-from ._site import GLOBAL_KEY, UNIFORM_SCALE_REASON, OverflowMemory, Site, Sites, parse_scale_exponent
+from ._site import (
+    GLOBAL_SITE_KEY,
+    UNIFORM_SCALE_REASON,
+    OverflowMemory,
+    Site,
+    Sites,
+    get_exponent_of_power_of_two_scale,
+)
 
 
-def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
+def convert_sites_to_plain_data(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
     """Return exponents and histories as plain data: pairs of a site's key and its entries.
 
     A tuple is one entry to torch.distributed.checkpoint, which of a dict loads only the names that it finds before.
@@ -32,11 +39,11 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
         for site in sites
     }
     # Processes have exponents of their own, and any may write this entry: what they are meant for belongs in it, too.
-    found[GLOBAL_KEY]["reference"] = [sites.global_site.loss_binade, resumes]
+    found[GLOBAL_SITE_KEY]["reference"] = [sites.global_site.loss_binade, resumes]
     return tuple(found.items())
 
 
-def read_sites(state_dict: Any) -> dict[str, dict[str, Any]]:
+def read_sites_from_state_dict(state_dict: Any) -> dict[str, dict[str, Any]]:
     """Read a scaler's state and return its sites by key; a GradScaler's, which has none, is refused."""
     place = "the state_dict"
     if isinstance(state_dict, Mapping) and "scale" in state_dict and not {"sites", "progress"} & state_dict.keys():
@@ -45,24 +52,26 @@ def read_sites(state_dict: Any) -> dict[str, dict[str, Any]]:
             f"AdaptiveGradScaler(model, init_scale={state_dict['scale']!r})"
         )
     try:
-        exponent = parse_scale_exponent("'scale' of the state_dict", _read_entry(state_dict, "scale", int, float))
+        exponent = get_exponent_of_power_of_two_scale(
+            "'scale' of the state_dict", _read_entry(state_dict, "scale", int, float)
+        )
         _read_entry(state_dict, "_growth_tracker", int)
         progress = _read_entry(state_dict, "progress", list, tuple)
-        if len([_read_entry(progress, i, int) for i in range(len(progress))]) != _PROGRESS_LENGTH:
-            raise ValueError(f"'progress' has {_PROGRESS_LENGTH} numbers")
+        if len([_read_entry(progress, i, int) for i in range(len(progress))]) != _PROGRESS_COUNTERS_LENGTH:
+            raise ValueError(f"'progress' has {_PROGRESS_COUNTERS_LENGTH} numbers")
         given = dict(_read_entry(state_dict, "sites", list, tuple, dict))
         found = {}
-        for key in (*given, GLOBAL_KEY):
+        for key in (*given, GLOBAL_SITE_KEY):
             place = f"site {key!r} of the state_dict"
             found[key] = _read_site_entries(_read_entry(given, key, Mapping))
-        reference = _read_entry(given[GLOBAL_KEY], "reference", list, tuple)
-        found[GLOBAL_KEY]["reference"] = [_read_entry(reference, 0, int, NoneType), _read_entry(reference, 1, int)]
+        reference = _read_entry(given[GLOBAL_SITE_KEY], "reference", list, tuple)
+        found[GLOBAL_SITE_KEY]["reference"] = [_read_entry(reference, 0, int, NoneType), _read_entry(reference, 1, int)]
     except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{place} is damaged ({type(error).__name__}: {error}), got {reprlib.repr(state_dict)}: load what a "
             "scaler's state_dict() gave"
         ) from error
-    if found[GLOBAL_KEY]["exponent"] != exponent:
+    if found[GLOBAL_SITE_KEY]["exponent"] != exponent:
         raise ValueError(
             f"'scale' of the state_dict is 2^{exponent}, and that of its sites is not: load what a "
             "scaler's state_dict() gave"
@@ -70,9 +79,9 @@ def read_sites(state_dict: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-_PROGRESS_LENGTH = 7
+_PROGRESS_COUNTERS_LENGTH = 7
 # The types of a site's entries that hold one value.
-_SITE_ENTRY_TYPES: dict[str, tuple[type, ...]] = {
+_TYPES_BY_SITE_ENTRY: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("exponent", "overflows"), (int,)),
     **dict.fromkeys(("measured", "narrow"), (bool,)),
     "merged": (str, NoneType),
@@ -92,20 +101,20 @@ def _read_site_entries(values: Mapping[str, Any]) -> dict[str, Any]:
     if len(memory) != 2:
         raise ValueError("'memory' has two numbers")
     return {
-        **{name: _read_entry(values, name, *types) for name, types in _SITE_ENTRY_TYPES.items()},
+        **{name: _read_entry(values, name, *types) for name, types in _TYPES_BY_SITE_ENTRY.items()},
         "memory": [_read_entry(memory, i, int, NoneType) for i in range(2)],
         "history": [{kind: _read_entry(entry, kind, int, float) for kind in dict(entry)} for entry in history],
     }
 
 
-def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None:
+def check_saved_sites_match(given: dict[str, Any], own: set[str], modules: set[str]) -> None:
     """Compare the sites of a state with those of a scaler, or with the modules of models that have not run yet."""
     known = len(own) > 1
     missing = sorted(own - given.keys()) if known else []
     unknown = sorted(key for key in given.keys() - own if known or not _is_key_of_module(key, modules))
     if missing or unknown:
         raise ValueError(
-            f"this state_dict is of another model: it {name_differences(missing, unknown)}. Load the one that was "
+            f"this state_dict is of another model: it {write_differing_names(missing, unknown)}. Load the one that was "
             "saved with this model"
         )
 
@@ -121,7 +130,7 @@ def _is_key_of_module(key: str, modules: set[str]) -> bool:
 def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
     """Load every site of a state; ``narrow`` is the format of those that have one."""
     for key, values in given.items():
-        site: Site = sites.global_site if key == GLOBAL_KEY else sites.open_site(key)
+        site: Site = sites.global_site if key == GLOBAL_SITE_KEY else sites.open_site(key)
         site.exponent = values["exponent"]
         # Whether one scale serves all sites comes from the current policy, not from the file.
         if site.merged != UNIFORM_SCALE_REASON:

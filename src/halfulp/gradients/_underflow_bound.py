@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ._functions import Operands
+from ._functions import BackwardProductOperands
 from ._policy import Policy
 from ._site import MAX_EXPONENT, ExponentProposal, Site
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorMoments:
+class OperandStats:
     """Statistics of a tensor that the rules read."""
 
     # Over all elements, zeros too; std divides by the count (no Bessel correction).
@@ -36,14 +36,14 @@ class TensorMoments:
     finite: bool
 
     @classmethod
-    def measure(cls, x: Tensor) -> TensorMoments:
+    def measure(cls, x: Tensor) -> OperandStats:
         """Measure a floating-point tensor of any shape on its device, with one copy to the host.
 
         Sums are made in float32 (float64 for a float64 tensor) of x divided by its largest magnitude, so that the
         squares of no finite tensor overflow or vanish.
 
-        >>> TensorMoments.measure(torch.tensor([0.0, -4.0, 1.0, 3.0]))
-        TensorMoments(mean=0.0, std=2.549..., amax=4.0, smallest=1.0, finite=True)
+        >>> OperandStats.measure(torch.tensor([0.0, -4.0, 1.0, 3.0]))
+        OperandStats(mean=0.0, std=2.549..., amax=4.0, smallest=1.0, finite=True)
         """
         x = widen_to_float32(x)
         if not x.numel():
@@ -67,12 +67,12 @@ def widen_to_float32(x: Tensor) -> Tensor:
 
 # The papers' constants.
 PAPER_UNDERFLOW_SHARE = 1e-3
-PAPER_FLOOR_OF_PRODUCT = 1e-15  # abs_range takes no product of minima for smaller than this
+PAPER_LEAST_PRODUCT_OF_MINIMA = 1e-15  # abs_range takes no product of minima for smaller than this
 
-_ROUNDING_OF_LOGS = 2.0**-36  # a sum of a few logarithms below 2^11 is nearer than this to the true one
+_LOG2_ROUNDING_ERROR = 2.0**-36  # a sum of a few logarithms below 2^11 is nearer than this to the true one
 
 
-class LogScale(NamedTuple):
+class LogScaleBounds(NamedTuple):
     """Bounds of log2(alpha): alpha is at least 1 and what keeps from underflow, unless an overflow forbids it."""
 
     # -infinity where nothing asks for it.
@@ -86,20 +86,20 @@ class LogScale(NamedTuple):
         return min(max(self.lower, 0.0), self.upper)
 
 
-NO_BOUNDS = LogScale(-math.inf, math.inf)
+UNLIMITED_LOG_SCALE_BOUNDS = LogScaleBounds(-math.inf, math.inf)
 # Of operands that are not finite.
-_UNKNOWN_BOUNDS = LogScale(math.nan, math.nan)
+_NAN_LOG_SCALE_BOUNDS = LogScaleBounds(math.nan, math.nan)
 
 
 def underflow_bound(
-    gradient: TensorMoments,
-    weight: TensorMoments | None = None,
+    gradient: OperandStats,
+    weight: OperandStats | None = None,
     fan: int = 1,
     *,
     share: float = PAPER_UNDERFLOW_SHARE,
     u_min: float,
     u_max: float,
-) -> LogScale:
+) -> LogScaleBounds:
     """Return the papers' rule: the least scale at which a Gaussian output underflows with probability ``share``.
 
     The gradient g (with moments mu_g, s_g) meets the weight W in sums of K = ``fan`` products. With
@@ -111,12 +111,12 @@ def underflow_bound(
     Without a weight o is the gradient: s_o = s_g, and K = 1 whatever ``fan`` says. The upper bound may be less than 1,
     and wins. s_o = 0 gives alpha = 1. arXiv 1910.12385 has the same rule without 0.5 K.
 
-    >>> g, w = TensorMoments.measure(torch.tensor([-1e-6, 1e-6])), TensorMoments.measure(torch.tensor([-1.0, 1.0]))
+    >>> g, w = OperandStats.measure(torch.tensor([-1e-6, 1e-6])), OperandStats.measure(torch.tensor([-1.0, 1.0]))
     >>> underflow_bound(g, w, 512, u_min=6e-8, u_max=65504.0).log2_alpha
     1.581...
     """
     if not (gradient.finite and (weight is None or weight.finite)):
-        return _UNKNOWN_BOUNDS
+        return _NAN_LOG_SCALE_BOUNDS
     if weight is None:
         log_sigma, log_largest = _compute_log2(gradient.std), _compute_log2(gradient.amax)
     else:
@@ -127,15 +127,15 @@ def underflow_bound(
         # The largest of the four corner products of the two ranges is the product of the largest magnitudes.
         log_largest = math.log2(fan) + _compute_log2(gradient.amax) + _compute_log2(weight.amax)
     if log_sigma == -math.inf:
-        return NO_BOUNDS
+        return UNLIMITED_LOG_SCALE_BOUNDS
     threshold = math.sqrt(2) * torch.special.erfinv(torch.tensor(share, dtype=torch.float64, device="cpu")).item()
-    return LogScale(math.log2(u_min) - math.log2(threshold) - log_sigma, math.log2(u_max) - log_largest)
+    return LogScaleBounds(math.log2(u_min) - math.log2(threshold) - log_sigma, math.log2(u_max) - log_largest)
 
 
-def floor_to_exponent(log2_alpha: float) -> int:
+def floor_log2_to_exponent(log2_alpha: float) -> int:
     """Return the exponent of the largest power of two that is at most alpha: 2^floor(log2 alpha)."""
     # Logarithms may leave an exact power of two a rounding short of its exponent.
-    return math.floor(log2_alpha + _ROUNDING_OF_LOGS)
+    return math.floor(log2_alpha + _LOG2_ROUNDING_ERROR)
 
 
 def _compute_log2(value: float) -> float:
@@ -164,21 +164,23 @@ class OperandStatisticsPolicy(Policy):
     wants_operands = True
 
     @abc.abstractmethod
-    def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
+    def list_bounds_by_each_rule(self, operands: BackwardProductOperands, format: Format) -> list[LogScaleBounds]:
         """Return the bounds of log2 alpha, by each rule of the policy; NaN where an operand is not finite."""
 
-    def propose_bounds(self, site: Site, operands: Operands, format: Format) -> ExponentProposal | None:
+    def propose_bounds(self, site: Site, operands: BackwardProductOperands, format: Format) -> ExponentProposal | None:
         """Return the bounds of a site's exponent by a product's operands; the gradient is stored at the present one."""
         # Zeros alone say nothing of how far to go.
         if not bool(operands.gradient.any()):
             return None
-        bounds = self.list_bounds(operands, format)
+        bounds = self.list_bounds_by_each_rule(operands, format)
         if any(math.isnan(one.upper) for one in bounds):
             return None
         lower, upper = max([0.0, *(one.lower for one in bounds)]), min(one.upper for one in bounds)
         # Up for what must be reached, down for what must not be passed.
-        least = site.exponent - floor_to_exponent(-lower)
-        return ExponentProposal(least, MAX_EXPONENT if upper == math.inf else site.exponent + floor_to_exponent(upper))
+        least = site.exponent - floor_log2_to_exponent(-lower)
+        return ExponentProposal(
+            least, MAX_EXPONENT if upper == math.inf else site.exponent + floor_log2_to_exponent(upper)
+        )
 
     def exponent(self, site: Site) -> int | None:
         """Return the largest lower bound of all proposals, at most the smallest upper one."""
@@ -205,10 +207,10 @@ class UnderflowBound(OperandStatisticsPolicy):
         if not isinstance(self.share, (int, float)) or not 0 < self.share < 1:
             raise ValueError(f"share is between 0 and 1, both excluded; got {self.share!r}")
 
-    def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
+    def list_bounds_by_each_rule(self, operands: BackwardProductOperands, format: Format) -> list[LogScaleBounds]:
         """Return the bounds by the rule for the product and by the one for the gradient alone."""
         limits: dict[str, Any] = {"share": self.share, "u_min": format.smallest_subnormal, "u_max": format.max}
-        gradient, weight = TensorMoments.measure(operands.gradient), TensorMoments.measure(operands.weight)
+        gradient, weight = OperandStats.measure(operands.gradient), OperandStats.measure(operands.weight)
         return [underflow_bound(gradient, weight, operands.fan, **limits), underflow_bound(gradient, **limits)]
 
 
@@ -224,20 +226,22 @@ class ElementWise(OperandStatisticsPolicy):
 
     name = "element-wise"
 
-    def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
+    def list_bounds_by_each_rule(self, operands: BackwardProductOperands, format: Format) -> list[LogScaleBounds]:
         """Return the bounds that the class describes."""
         g, w = widen_to_float32(operands.gradient), widen_to_float32(operands.weight)
         if not (g.numel() and w.numel()):
-            return [NO_BOUNDS]
+            return [UNLIMITED_LOG_SCALE_BOUNDS]
         g, w = g.reshape(-1, g.shape[-1]), w.reshape(w.shape[0], -1).T
         table = torch.stack([*_find_column_extremes(g), *_find_column_extremes(w)]).to("cpu").double().log2()
         if not (table[1::2] < math.inf).all():
-            return [_UNKNOWN_BOUNDS]
+            return [_NAN_LOG_SCALE_BOUNDS]
         least, largest = (table[0] + table[2]).min().item(), (table[1] + table[3]).max().item()
         if largest == -math.inf:
-            return [NO_BOUNDS]
+            return [UNLIMITED_LOG_SCALE_BOUNDS]
         log_fan = math.log2(operands.fan)
-        return [LogScale(math.log2(format.smallest_subnormal) - least, math.log2(format.max) - (log_fan + largest))]
+        return [
+            LogScaleBounds(math.log2(format.smallest_subnormal) - least, math.log2(format.max) - (log_fan + largest))
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,15 +257,15 @@ class AbsRange(OperandStatisticsPolicy):
 
     name = "abs-range"
 
-    def list_bounds(self, operands: Operands, format: Format) -> list[LogScale]:
+    def list_bounds_by_each_rule(self, operands: BackwardProductOperands, format: Format) -> list[LogScaleBounds]:
         """Return the bounds that the class describes."""
-        gradient, weight = TensorMoments.measure(operands.gradient), TensorMoments.measure(operands.weight)
+        gradient, weight = OperandStats.measure(operands.gradient), OperandStats.measure(operands.weight)
         if not (gradient.finite and weight.finite):
-            return [_UNKNOWN_BOUNDS]
+            return [_NAN_LOG_SCALE_BOUNDS]
         if not (gradient.amax and weight.amax):
-            return [NO_BOUNDS]
+            return [UNLIMITED_LOG_SCALE_BOUNDS]
         log_fan = math.log2(operands.fan)
-        least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_FLOOR_OF_PRODUCT))
+        least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_LEAST_PRODUCT_OF_MINIMA))
         largest = math.log2(gradient.amax) + math.log2(weight.amax)
         u_min, u_max = format.smallest_subnormal, format.max
-        return [LogScale(math.log2(u_min) - log_fan - least, math.log2(u_max) - (log_fan + largest))]
+        return [LogScaleBounds(math.log2(u_min) - log_fan - least, math.log2(u_max) - (log_fan + largest))]

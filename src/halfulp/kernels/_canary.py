@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .._messages import ENVIRONMENT
-from .._torch_versions import find_dtype
+from .._messages import ENV_HINT
+from .._torch_versions import find_torch_dtype
 from ._threads import keeping_subnormals
 
 
@@ -39,7 +39,7 @@ def check_bits(
                 raise KernelMismatchError(
                     f"kernel {name}: result {position} of the compiled kernel differs from its reference on fixed "
                     "elements. Remove the kernel cache (HALFULP_CACHE_DIR or ~/.cache/halfulp); if it persists, set "
-                    f"HALFULP_ENGINE=reference and report it; {ENVIRONMENT}"
+                    f"HALFULP_ENGINE=reference and report it; {ENV_HINT}"
                 )
     if key is not None:
         _compared_kernels.add(key)
@@ -68,7 +68,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return bool(torch.equal(a, b))
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[a.element_size()]
     equal = a.resolve_neg().contiguous().view(words) == b.resolve_neg().contiguous().view(words)
-    if equal.all() or a.dtype == find_dtype("float4_e2m1fn_x2"):  # of which torch 2.8 cannot ask whether it is NaN
+    if equal.all() or a.dtype == find_torch_dtype(
+        "float4_e2m1fn_x2"
+    ):  # of which torch 2.8 cannot ask whether it is NaN
         return bool(equal.all())
     return bool((equal | (a.isnan() & b.isnan())).all())
 
@@ -99,7 +101,7 @@ def require_float64(device: torch.device, what: str) -> None:
     """
     if not has_float64(device):
         raise NotImplementedError(
-            f"{what} on {device.type}: the device has no float64. Keep them on the CPU; {ENVIRONMENT}"
+            f"{what} on {device.type}: the device has no float64. Keep them on the CPU; {ENV_HINT}"
         )
 
 
@@ -137,7 +139,7 @@ def require_same_bits(
         with disable_callers_modes():
             _device_verdicts[device, key] = _describe_difference(device, run)
     if reason := _device_verdicts[device, key]:
-        raise NotImplementedError(f"{what} on {device.type}: {reason}. {otherwise}; {ENVIRONMENT}")
+        raise NotImplementedError(f"{what} on {device.type}: {reason}. {otherwise}; {ENV_HINT}")
 
 
 def _describe_difference(device: torch.device, run: Callable[[torch.device], list[torch.Tensor]]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .._messages import ENVIRONMENT, find_user_stack_level
+from .._messages import ENV_HINT, find_user_stack_level
 from .vector._processor import check_features, explain_unsupported_machine
 
 ENGINES = ("auto", "llvm", "triton", "reference")
@@ -92,7 +92,7 @@ def choose_engine(device: str) -> tuple[str, str]:
     """Return `select_engine`'s engine, and, unsaid, why it is not the fast one; "" where it is or there is no other."""
     wish = _find_wanted_engine()
     if wish not in ENGINES:
-        raise ValueError(f"HALFULP_ENGINE={wish!r} {_UNKNOWN_ENGINE_MESSAGE}; {ENVIRONMENT}")
+        raise ValueError(f"HALFULP_ENGINE={wish!r} {_UNKNOWN_ENGINE_MESSAGE}; {ENV_HINT}")
     if wish == "triton" or (wish == "auto" and device == "cuda"):
         return _choose_triton_or_reference(device, wish)
     if wish == "reference" or device != "cpu":
@@ -100,7 +100,7 @@ def choose_engine(device: str) -> tuple[str, str]:
     check_features()
     if why := _explain_missing_package("llvmlite") or explain_unsupported_machine():
         if wish == "llvm":
-            raise ImportError(f"engine 'llvm' was asked for, but {why}; {ENVIRONMENT}")
+            raise ImportError(f"engine 'llvm' was asked for, but {why}; {ENV_HINT}")
         return "reference", f"{why}: kernels run as plain torch, slower and with the same bits"
     return "llvm", ""
 
@@ -127,11 +127,11 @@ def _choose_triton_or_reference(device: str, wish: str) -> tuple[str, str]:
     if wish == "triton" and not (device == "cuda" or (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")):
         interpreted = ", or set TRITON_INTERPRET=1 for Triton's interpreter" if device == "cpu" else ""
         raise ValueError(
-            f"engine 'triton' runs on CUDA tensors, got tensors on {device}: choose 'auto'{interpreted}; {ENVIRONMENT}"
+            f"engine 'triton' runs on CUDA tensors, got tensors on {device}: choose 'auto'{interpreted}; {ENV_HINT}"
         )
     if why := _explain_missing_package("triton"):
         if wish == "triton":
-            raise ImportError(f"engine 'triton' was asked for, but {why}; {ENVIRONMENT}")
+            raise ImportError(f"engine 'triton' was asked for, but {why}; {ENV_HINT}")
         return "reference", f"{why}: kernels on CUDA run as plain torch operations, slower and with the same bits"
     # Tensors of ROCm say "cuda", and no Triton kernel has run there. Whoever asks for them gets them, compared with the
     # reference before their first use as everywhere.

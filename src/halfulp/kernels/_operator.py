@@ -9,9 +9,9 @@ import torch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
-from .._messages import ENVIRONMENT
-from .._torch_import import defining_operators
-from .._torch_versions import CUDAGRAPH_UNSAFE, make_version_refusal, skip_frames
+from .._messages import ENV_HINT
+from .._torch_import import suspend_imports_by_operator_lookup
+from .._torch_versions import CUDAGRAPH_UNSAFE_TAG, hide_frames_from_dynamo, make_torch_too_old_error
 
 _operator_library = torch.library.Library("halfulp", "DEF")
 
@@ -29,9 +29,9 @@ def define_operator(
     tags = [torch.Tag.pt2_compliant_tag]
     tags += [torch.Tag.nondeterministic_seeded] if random else []
     if random or host:
-        tags += [CUDAGRAPH_UNSAFE] if CUDAGRAPH_UNSAFE else []
-        implementation = implementation if CUDAGRAPH_UNSAFE else _refuse_cuda_graphs(name, implementation)
-    with defining_operators():
+        tags += [CUDAGRAPH_UNSAFE_TAG] if CUDAGRAPH_UNSAFE_TAG else []
+        implementation = implementation if CUDAGRAPH_UNSAFE_TAG else _refuse_cuda_graphs(name, implementation)
+    with suspend_imports_by_operator_lookup():
         _operator_library.define(schema, tags=tuple(tags))
     _operator_library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfulp::{name}", fake, lib=_operator_library)
@@ -44,7 +44,7 @@ def _refuse_cuda_graphs(name: str, implementation: Callable) -> Callable:
     def run(*arguments: Any) -> Any:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             feature = f"halfulp::{name} must be left out of CUDA graphs, which needs Tag.cudagraph_unsafe"
-            raise make_version_refusal(feature, 'compile without mode="reduce-overhead" and "max-autotune"')
+            raise make_torch_too_old_error(feature, 'compile without mode="reduce-overhead" and "max-autotune"')
         return implementation(*arguments)
 
     return run
@@ -115,7 +115,7 @@ class TorchOperators:
 
     def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
         raise NotImplementedError(
-            f"torch {torch.__version__} has no operator {self._name}: install another torch; {ENVIRONMENT}"
+            f"torch {torch.__version__} has no operator {self._name}: install another torch; {ENV_HINT}"
         )
 
     def overloads(self) -> list[str]:
@@ -143,7 +143,7 @@ def disable_tracing(function: Function) -> Function:
     """
     if not hasattr(function, "__code__"):
         raise TypeError(f"disable_tracing takes a Python function, got {type(function).__name__}")
-    return cast(Function, skip_frames(function))
+    return cast(Function, hide_frames_from_dynamo(function))
 
 
 def disable_compilation(function: Function) -> Function:

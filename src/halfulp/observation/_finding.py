@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from string import Formatter
 from typing import Any, Literal
 
-from .._names import read_descriptions
+from .._names import read_registered_descriptions
 from .._qualified_names import join_numbered_names, make_name_pattern
 from ._record import to_plain_data
 from ._text import describe_lr, format_percent, pluralize
@@ -188,7 +188,7 @@ def group_by_cause(findings: Iterable[Finding]) -> list[list[Finding]]:
     at = 0
     while at < len(groups):
         group = groups[at]
-        other = next((k for k in range(at + 1, len(groups)) if _have_one_cause(group, groups[k])), None)
+        other = next((k for k in range(at + 1, len(groups)) if _is_same_cause(group, groups[k])), None)
         if other is None:
             at += 1
         else:
@@ -196,7 +196,7 @@ def group_by_cause(findings: Iterable[Finding]) -> list[list[Finding]]:
     return groups
 
 
-def _have_one_cause(group: Sequence[Finding], others: Sequence[Finding]) -> bool:
+def _is_same_cause(group: Sequence[Finding], others: Sequence[Finding]) -> bool:
     """Return whether others have the cure of a group, or one of them and one of the group have one cause."""
     head = group[0]
     for other in others:
@@ -210,7 +210,7 @@ def _have_one_cause(group: Sequence[Finding], others: Sequence[Finding]) -> bool
     return False
 
 
-def diagnose_findings(findings: Sequence[Finding]) -> str:
+def write_diagnosis_sentence(findings: Sequence[Finding]) -> str:
     """Return one sentence for all findings of one code, with the numbers of the worst.
 
     >>> says = "{place} [loses|lose] {lost:share} of [its|their] updates: {dtype} weights{at_lr}"
@@ -218,9 +218,9 @@ def diagnose_findings(findings: Sequence[Finding]) -> str:
     ...     Finding("updates-lost", (f"h.4.mlp.{name}",), "error", 1.0, {"lost": lost, "dtype": "bf16"}, says=says)
     ...     for name, lost in (("up.weight", 0.5), ("up.bias", 0.25), ("down.weight", 0.5))
     ... ]
-    >>> diagnose_findings(rows[:1])
+    >>> write_diagnosis_sentence(rows[:1])
     'h.4.mlp.up loses 50% of its updates: bf16 weights'
-    >>> diagnose_findings(rows)
+    >>> write_diagnosis_sentence(rows)
     'h.4.mlp.up, h.4.mlp.down lose up to 50% of their updates: bf16 weights'
     """
     names = [name for one in findings for name in one.where]
@@ -228,12 +228,20 @@ def diagnose_findings(findings: Sequence[Finding]) -> str:
     place = describe_names(modules)
     template = findings[0].says
     share = next((key for _, key, spec, _ in Formatter().parse(template) if key and spec == "share"), None)
-    worst = max(findings, key=lambda one: _read_number(one.evidence.get(share))) if share else findings[0]
+    worst = (
+        max(findings, key=lambda one: _convert_to_number_or_minus_one(one.evidence.get(share)))
+        if share
+        else findings[0]
+    )
     if template:
         several = len(modules) > 1
         words = _SINGULAR_OR_PLURAL_PATTERN.sub(lambda match: match[2] if several else match[1], template)
         values = {"place": place or "the model", "at_lr": describe_lr(worst.evidence), **worst.evidence}
-        others = {format_percent(_read_number(one.evidence.get(share))) for one in findings} if share else set()
+        others = (
+            {format_percent(_convert_to_number_or_minus_one(one.evidence.get(share))) for one in findings}
+            if share
+            else set()
+        )
         try:
             said = _EvidenceFormatter(len(others) > 1).vformat(words, (), values)
             begins_with_name = said.split(" ", 1)[0] not in ("the", "gradients", "outputs")
@@ -258,19 +266,19 @@ class _EvidenceFormatter(Formatter):
         return format(value, format_spec or (".3g" if isinstance(value, float) else ""))
 
 
-def _read_number(value: Any) -> float:
+def _convert_to_number_or_minus_one(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else -1.0
 
 
-def describe_cause(group: Sequence[Finding]) -> dict[str, Any]:
+def make_cause_dict(group: Sequence[Finding]) -> dict[str, Any]:
     """Return the diagnosis of findings of one cause as plain data that JSON can hold."""
     head = group[0]
     alike = [one for one in group if (one.code, one.cure, one.severity) == (head.code, head.cure, head.severity)]
     return {
-        "headline": diagnose_findings(alike),
+        "headline": write_diagnosis_sentence(alike),
         "code": head.code,
         "severity": find_worst_severity(group),
-        "meaning": read_descriptions("finding").get(head.code, ""),
+        "meaning": read_registered_descriptions("finding").get(head.code, ""),
         "cure": head.cure,
         "write": head.write,
     }
@@ -279,7 +287,9 @@ def describe_cause(group: Sequence[Finding]) -> dict[str, Any]:
 def group_causes_as_dicts(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return causes as plain data that JSON can hold; their findings as positions in the list that is given."""
     at = {id(one): k for k, one in enumerate(findings)}
-    return [{**describe_cause(group), "findings": [at[id(one)] for one in group]} for group in group_by_cause(findings)]
+    return [
+        {**make_cause_dict(group), "findings": [at[id(one)] for one in group]} for group in group_by_cause(findings)
+    ]
 
 
 def choose_headline(causes: Sequence[Any], of: str) -> str:
@@ -345,7 +355,7 @@ def format_findings(findings: Sequence[Finding]) -> list[str]:
 
 
 def _format_cause_lines(group: Sequence[Finding]) -> list[str]:
-    cause = describe_cause(group)
+    cause = make_cause_dict(group)
     own = [one for one in group if (one.code, one.cure) == (cause["code"], cause["cure"])]
     lines = [f"{cause['severity']:<8} {cause['code']}: {cause['headline']}"]
     said = [cause["meaning"], f"cure: {cause['cure']}" if cause["cure"] else ""]

@@ -20,14 +20,14 @@ from ..optim.step._kernel import compute_rule_change
 from ..recipes import revert
 from ..recipes._convert import is_converted
 from .observing._updates import (
-    ELEMENTWISE_OPTIMIZERS,
-    WHOLE_TENSOR_STATES,
+    DECOUPLES_DECAY_BY_OPTIMIZER_CLASS,
+    WHOLE_TENSOR_STATE_NAMES,
     ShadowOptimizer,
     has_elementwise_rule,
     has_float32_weight,
 )
 
-_MOST_SIMPSON_PARTS = 32
+_MOST_SIMPSON_INTERVALS = 32
 _INTEGRATION_TOLERANCE = 0.25e-3
 
 LossFunction = Callable[[nn.Module], Tensor]
@@ -76,7 +76,7 @@ class LossAllocation:
         if math.isnan(self.first):
             self.first = self.last
         self._handles = [
-            self._optimizer.register_step_pre_hook(self._note_wanted_changes),
+            self._optimizer.register_step_pre_hook(self._record_unrounded_changes),
             self._optimizer.register_step_post_hook(self._allocate_step),
         ]
         return self
@@ -101,7 +101,7 @@ class LossAllocation:
         return abs(self.allocated - self.change) / abs(self.change) if self.change else abs(self.allocated)
 
     @torch.no_grad()
-    def _note_wanted_changes(self, *_: Any) -> None:
+    def _record_unrounded_changes(self, *_: Any) -> None:
         """Note the changes that a step would make without rounding the weights, by name; None where one is unknown."""
         self._before, self._wanted = self._copy_weights(), None
         wanted: NamedTensors = {}
@@ -127,7 +127,7 @@ class LossAllocation:
         odd: NamedTensors = {}
         even, parts = {name: torch.zeros_like(step) for name, step in moved.items()}, 1
         total, wanted = math.inf, loss - self.last
-        while parts < _MOST_SIMPSON_PARTS and abs(total - wanted) > _INTEGRATION_TOLERANCE * abs(wanted):
+        while parts < _MOST_SIMPSON_INTERVALS and abs(total - wanted) > _INTEGRATION_TOLERANCE * abs(wanted):
             parts *= 2
             even = {name: even[name] + odd[name] for name in odd} or even
             points = [{n: start[n] + moved[n] * (k / parts) for n in end} for k in range(1, parts, 2)]
@@ -254,12 +254,12 @@ def _compute_wanted_change(
         decoded = [codec.decode(tensors).view(weight.shape) for codec, tensors in zip(plan.spec.codecs, plan.states)]
         values = rule.values(group, plan.state["step"] + 1)
         return compute_rule_change(rule, weight, gradient, decoded, values)[0]
-    if type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
+    if type(optimizer) not in DECOUPLES_DECAY_BY_OPTIMIZER_CLASS:
         return None
     weight = parameter.detach().double().reshape(-1)
     states = {
         key: value.detach().clone()
-        if key in WHOLE_TENSOR_STATES or not isinstance(value, Tensor)
+        if key in WHOLE_TENSOR_STATE_NAMES or not isinstance(value, Tensor)
         else value.double().reshape(-1)
         for key, value in optimizer.state.get(parameter, {}).items()
     }

@@ -97,7 +97,7 @@ class TensorRecord:
     rms: float = 0.0
 
     @property
-    def is_all_zero(self) -> bool:
+    def is_zero_in_all_steps(self) -> bool:
         """Whether all elements were zeros in all these steps."""
         return bool(self.elements) and not self.amax and not self.nonfinite
 
@@ -164,7 +164,7 @@ class ParameterRecord:
     rounding: RoundingRecord | None = None
 
     @property
-    def is_of_halfulp(self) -> bool:
+    def is_held_by_halfulp_optimizer(self) -> bool:
         """Whether one of halfulp's optimizers holds it."""
         return self.optimizer_module.startswith("halfulp.")
 

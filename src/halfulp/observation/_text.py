@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import formats
-from .._torch_versions import find_dtype
+from .._torch_versions import find_torch_dtype
 from ..optim import OPTIMIZERS
 
 # The words for what rounding takes of updates, the same in tables, pages and docs. In code and JSON they are the lost
@@ -89,7 +89,7 @@ def compute_confidence(count: int, half: int = 64) -> float:
 # Bits of float32's significand, the implicit one included, from which a lost change is no practical loss: what rounds
 # away there is below 2^-24 of its number, and ten thousand such steps change it by a thousandth. A bias before a batch
 # normalization, whose gradient is rounding noise around 0, loses such updates in health.
-FLOAT32_PRECISION = 24
+FLOAT32_SIGNIFICAND_BITS = 24
 
 
 def name_dtype(dtype: torch.dtype | None) -> str:
@@ -104,10 +104,10 @@ def name_dtype(dtype: torch.dtype | None) -> str:
         return str(dtype).removeprefix("torch.")
 
 
-def get_precision(dtype: torch.dtype | None) -> int | None:
+def get_significand_bits(dtype: torch.dtype | None) -> int | None:
     """Return the bits of a dtype's significand with the implicit one, None where it is no floating-point format.
 
-    >>> get_precision(torch.bfloat16), get_precision(torch.int8), get_precision(torch.complex64)
+    >>> get_significand_bits(torch.bfloat16), get_significand_bits(torch.int8), get_significand_bits(torch.complex64)
     (8, None, 24)
     """
     try:
@@ -126,7 +126,7 @@ def holds_signed_floats(dtype: torch.dtype) -> bool:
     >>> holds_signed_floats(torch.float8_e4m3fn), holds_signed_floats(torch.int8)
     (True, False)
     """
-    if not dtype.is_floating_point or dtype == find_dtype("float4_e2m1fn_x2"):
+    if not dtype.is_floating_point or dtype == find_torch_dtype("float4_e2m1fn_x2"):
         return False
     try:
         return formats.get(dtype).signed
@@ -136,12 +136,12 @@ def holds_signed_floats(dtype: torch.dtype) -> bool:
 
 def is_narrow_dtype(dtype: torch.dtype | None) -> bool:
     """Return whether it is a floating-point dtype with fewer digits than float32."""
-    return (get_precision(dtype) or FLOAT32_PRECISION) < FLOAT32_PRECISION
+    return (get_significand_bits(dtype) or FLOAT32_SIGNIFICAND_BITS) < FLOAT32_SIGNIFICAND_BITS
 
 
 def is_wide_dtype(dtype: torch.dtype) -> bool:
     """Return whether it is a floating-point dtype with float32's digits or more."""
-    return (get_precision(dtype) or 0) >= FLOAT32_PRECISION
+    return (get_significand_bits(dtype) or 0) >= FLOAT32_SIGNIFICAND_BITS
 
 
 IMPORT_LINE = "import halfulp as hu"

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFIX
 
-from .._messages import name_differences, quote
+from .._messages import quote, write_differing_names
 from ..kernels import keeping_subnormals
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
@@ -353,7 +353,9 @@ class CheckpointMixin(torch.optim.Optimizer):
         state_dict = dict(zip(strip_wrapper_names(state_dict), state_dict.values()))
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
-            raise ValueError(f"the state_dict {name_differences(missing, foreign)}: give one with the model's names")
+            raise ValueError(
+                f"the state_dict {write_differing_names(missing, foreign)}: give one with the model's names"
+            )
         extra = {names[name]: state_dict.pop(name) for name in tuple(state_dict) if name.endswith(EXTRA_STATE_SUFFIX)}
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
@@ -492,7 +494,9 @@ def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     rules = (defaults.keys() | _HYPERPARAMETER_NAMES) & mine.keys()
     lacking = sorted(rules - theirs.keys() - HALFULP_OPTION_NAMES - _DEFAULTS_OF_LATER_OPTIONS.keys())
     if unknown or lacking:
-        raise ValueError(f"the state_dict is another optimizer's: a group of it {name_differences(lacking, unknown)}")
+        raise ValueError(
+            f"the state_dict is another optimizer's: a group of it {write_differing_names(lacking, unknown)}"
+        )
     by_name = _is_keyed_by_name(theirs)
     names, other = mine.get("param_names"), theirs.get("params" if by_name else "param_names")
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._messages import name_differences, quote
+from .._messages import quote, write_differing_names
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
@@ -265,7 +265,9 @@ class EMA:
             refuse_other_random_stream("the EMA", "the state_dict", state_dict)
         missing, foreign = sorted(tensors.keys() - given.keys()), sorted(given.keys() - tensors.keys())
         if missing or foreign:
-            raise ValueError(f"the state_dict {name_differences(missing, foreign)}: give one of an EMA of this model")
+            raise ValueError(
+                f"the state_dict {write_differing_names(missing, foreign)}: give one of an EMA of this model"
+            )
         for name, tensor in tensors.items():
             wanted, found = ((one.dtype, tuple(one.shape)) for one in (tensor, given[name]))
             if wanted != found:

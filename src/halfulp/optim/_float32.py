@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .._torch_versions import HAS_GRADIENT_DTYPE, make_version_refusal
+from .._torch_versions import HAS_GRADIENT_DTYPE, make_torch_too_old_error
 from ..kernels import (
     IndexMap,
     Trace,
@@ -69,7 +69,7 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
     """
     check_module(model, "float32_gradients")
     if not HAS_GRADIENT_DTYPE:
-        raise make_version_refusal(
+        raise make_torch_too_old_error(
             "gradients wider than their parameter need Tensor.grad_dtype", "train float32 parameters under autocast"
         )
     for parameter in model.parameters():

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar, overload
 import torch
 
 from .._messages import name_type
-from .._names import describe_unknown_name, read_class_docstring, register_entry
+from .._names import describe_unknown_name, read_own_docstring, register_entry
 from ..formats import Format
 from ..kernels import disable_compilation, keeping_subnormals
 from ..subclass.models._parameter_holders import wrap_checkpoint_functions
@@ -515,7 +515,7 @@ def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
         raise TypeError(f"an optimizer is a subclass of hu.optim.Optimizer, got {kind!r}")
     if kind.rule is Optimizer.rule and kind._rule is None:
         raise TypeError(f"{kind.__name__} has no rule: write rule(self, group), which gives an UpdateRule")
-    register_entry("optimizer", OPTIMIZERS, kind.__name__, kind, read_class_docstring(kind))
+    register_entry("optimizer", OPTIMIZERS, kind.__name__, kind, read_own_docstring(kind))
     return kind
 
 

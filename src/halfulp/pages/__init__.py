@@ -9,5 +9,5 @@ from ._page import format_number as format_number
 from ._page import format_share as format_share
 from ._page import make_table as make_table
 from ._page import render_template as render_template
-from ._page import require_packages as require_packages
+from ._page import require_page_packages as require_page_packages
 from ._page import write_file_atomically as write_file_atomically

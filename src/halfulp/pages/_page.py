@@ -130,7 +130,7 @@ def format_number(value: float | str | None, digits: int = 3) -> str:
     return value if isinstance(value, str) else f"{value:.{digits}g}"
 
 
-def require_packages(*modules: str, instead: str = "write no page") -> None:
+def require_page_packages(*modules: str, instead: str = "write no page") -> None:
     """Raise ValueError, before any work, unless jinja2 and other modules of a page are there; say what else to do."""
     for name in ("jinja2", *modules):
         try:
@@ -145,7 +145,7 @@ def render_template(package: str, template: str, **values: Any) -> str:
     The template extends "base.html.j2". It may call ``source(name)`` for a style sheet or script, of its own folder or
     of the base; ``data | tojson`` is plain data as JSON inside a script element.
     """
-    require_packages()
+    require_page_packages()
     import jinja2
     from markupsafe import Markup
 

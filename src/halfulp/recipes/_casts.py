@@ -21,7 +21,7 @@ class ArgumentsWithCopies(dict):
 
     def __init__(self, kwargs: dict, given: Any, made: Any) -> None:
         super().__init__(kwargs)
-        self.copies = [(copy, _read_contents(copy)) for copy in _list_copied_values(given, made)]
+        self.copies = [(copy, _get_items_by_key(copy)) for copy in _list_copied_values(given, made)]
 
 
 def _list_copied_values(given: Any, made: Any) -> Iterator[Any]:
@@ -31,12 +31,12 @@ def _list_copied_values(given: Any, made: Any) -> Iterator[Any]:
     if not isinstance(given, tuple):
         yield made
     if not isinstance(given, Tensor):
-        now = _read_contents(made)
-        for key, item in _read_contents(given).items():
+        now = _get_items_by_key(made)
+        for key, item in _get_items_by_key(given).items():
             yield from _list_copied_values(item, now[key])
 
 
-def _read_contents(x: Any) -> dict:
+def _get_items_by_key(x: Any) -> dict:
     """Return the values in a list, tuple, dict or data class, by key; of a tensor one entry that a write replaces."""
     if isinstance(x, Tensor):
         return {x._version: None}
@@ -51,7 +51,7 @@ def _read_contents(x: Any) -> dict:
 _CAST_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Measured on the CPU, and as torch.autocast has it: with float32 weights these take narrow inputs and compute in
 # float32; without weights they keep narrow means. layer_norm sums its weight's gradient in the narrow dtype.
-_MIXED_DTYPE_NORMS = (nn.modules.batchnorm._NormBase,)
+_NORMS_TAKING_MIXED_DTYPES = (nn.modules.batchnorm._NormBase,)
 
 
 class CastHook:
@@ -78,8 +78,8 @@ class CastInputsHook(CastHook):
             if args[0].dtype == dtype:
                 return None
             if not finds_writes:
-                return (cast_within_range(args[0], dtype),), kwargs
-        once = memoize_by_tensor(lambda x: cast_within_range(x, dtype))
+                return (cast_with_clamping(args[0], dtype),), kwargs
+        once = memoize_by_tensor(lambda x: cast_with_clamping(x, dtype))
         cast_args, cast_kwargs = map_tensors(args, once, False), map_tensors(kwargs, once, False)
         if finds_writes:
             cast_kwargs = ArgumentsWithCopies(cast_kwargs, (args, kwargs), (cast_args, cast_kwargs))
@@ -110,7 +110,7 @@ class CastOutputsHook(CastHook):
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Return the outputs, cast."""
-        return map_tensors(output, lambda x: cast_within_range(x, self.dtype), False)
+        return map_tensors(output, lambda x: cast_with_clamping(x, self.dtype), False)
 
 
 class RefuseWritesHook(CastHook):
@@ -121,7 +121,7 @@ class RefuseWritesHook(CastHook):
         if torch.compiler.is_compiling() or not isinstance(kwargs, ArgumentsWithCopies):
             return
         for copy, before in kwargs.copies:
-            now = _read_contents(copy)
+            now = _get_items_by_key(copy)
             if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
                 what = f"a tensor of {copy.dtype}" if isinstance(copy, Tensor) else name_type(copy)
                 raise RuntimeError(
@@ -131,7 +131,7 @@ class RefuseWritesHook(CastHook):
                 )
 
 
-def cast_within_range(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_with_clamping(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a plain floating tensor in another dtype, finite where it is finite; any other tensor as it is.
 
     A mask of `torch.finfo(torch.float32).min` becomes the dtype's own: minus infinity would make masked rows NaN.
@@ -169,7 +169,7 @@ def install_cast_hooks(model: nn.Module, float32_modules: Container[str], dtype:
         if is_inside_modules(name, float32_modules) and any(x is not None for x in module._parameters.values()):
             module.register_forward_pre_hook(RefuseCastParametersHook(name))
         if name in float32_modules:
-            if not isinstance(module, _MIXED_DTYPE_NORMS) or module.weight is None:
+            if not isinstance(module, _NORMS_TAKING_MIXED_DTYPES) or module.weight is None:
                 install_input_cast_hooks(module, torch.float32, is_fixed=True)
             if module is not model:
                 module.register_forward_hook(CastOutputsHook(dtype))
@@ -183,7 +183,7 @@ def install_cast_hooks(model: nn.Module, float32_modules: Container[str], dtype:
             install_input_cast_hooks(module, torch.float32, is_fixed=True)
             for layer in filter(has_weights, module.modules()):
                 layer.register_forward_hook(CastOutputsHook(torch.float32))
-        elif isinstance(module, _MIXED_DTYPE_NORMS) or _multiplies_by_weights(module):
+        elif isinstance(module, _NORMS_TAKING_MIXED_DTYPES) or _multiplies_by_weights(module):
             install_input_cast_hooks(module, dtype)
     model.register_forward_hook(CastOutputsHook(torch.float32))
 

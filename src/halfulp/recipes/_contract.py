@@ -21,7 +21,7 @@ from ..scaled import ScaledTensor
 
 CONTRACT_KEY = "precision_contract"
 _CONTRACT_VERSION = 1
-_PRECISION_FIELDS = ("dtype", "storage", "weight_update", "states", "scale")
+_TENSOR_PRECISION_FIELDS = ("dtype", "storage", "weight_update", "states", "scale")
 _MOST_PRINTED_DIFFERENCES = 5
 
 
@@ -172,7 +172,9 @@ def contract(
         )
     names = strip_wrapper_names(name for name, _ in held)
     tensors = {name: tensor for name, (_, tensor) in zip(names, held, strict=True)}
-    return Contract({name: _read_precision(x, *stepped.get(id(x), (None, {}))) for name, x in tensors.items()})
+    return Contract(
+        {name: _describe_tensor_precision(x, *stepped.get(id(x), (None, {}))) for name, x in tensors.items()}
+    )
 
 
 def _list_differences(
@@ -185,7 +187,7 @@ def _list_differences(
             a, b = ("absent" if x is None else _describe_precision(x) for x in (ours, theirs))
             yield name, "tensor", f"tensor was {a}, is {b}"
             continue
-        for key in _PRECISION_FIELDS:
+        for key in _TENSOR_PRECISION_FIELDS:
             old, new = getattr(ours, key), getattr(theirs, key)
             unknown = key in ("weight_update", "states") and (not with_optimizer or not old or not new)
             if old != new and not unknown:
@@ -204,7 +206,7 @@ def _read_update_and_states(
     return update, {key: _name_dtype(x.dtype) for key, x in states.items() if key != "step" and "checksum" not in key}
 
 
-def _read_precision(tensor: Tensor, weight_update: str | None, states: dict[str, str]) -> TensorPrecision:
+def _describe_tensor_precision(tensor: Tensor, weight_update: str | None, states: dict[str, str]) -> TensorPrecision:
     inner = getattr(tensor, "_local_tensor", tensor)
     storage, scale = _name_dtype(inner.dtype), "none"
     if isinstance(inner, MCTensor):

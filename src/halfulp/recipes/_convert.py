@@ -18,12 +18,18 @@ from ..subclass.models._parameter_holders import check_holders, list_holding_opt
 from . import _casts, _operands
 from . import _recipe as _catalog
 from ._multipoint import MultipointLayer
-from ._plan import assign, check_float16_range, check_float32_model, find_float32_modules, list_float32_parameters
+from ._plan import (
+    assign,
+    check_float32_model,
+    find_float32_modules,
+    list_float32_parameter_ids,
+    refuse_values_beyond_float16,
+)
 from ._recipe import Recipe
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
-_CONVERSION_ATTRIBUTE = "_halfulp_conversion"
+_CONVERSION_RECORD_ATTRIBUTE = "_halfulp_conversion"
 
 
 class _ConversionRecord(NamedTuple):
@@ -96,9 +102,9 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     kept = find_float32_modules(model, recipe)
     assign(recipe, model)
     if recipe.narrow:
-        check_float16_range(model, recipe, list_float32_parameters(model, kept))
+        refuse_values_beyond_float16(model, recipe, list_float32_parameter_ids(model, kept))
         _refuse_stepped_parameters(model, "convert")
-    _check_parameter_holders(model, recipe, "convert")
+    _refuse_parameters_held_elsewhere(model, recipe, "convert")
     buffers: tuple[str, ...] = ()
     if recipe.perturb:
         generator = torch.Generator().manual_seed(seed)
@@ -120,9 +126,9 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
             if _casts.has_weights(module):
                 _casts.install_input_cast_hooks(module, torch.float64)
     elif recipe.narrow:
-        buffers = _narrow_parameters(model, kept, _get_param_dtype(recipe))
-    _operands.install_rounding_hooks(model, recipe)
-    model.__dict__[_CONVERSION_ATTRIBUTE] = _ConversionRecord(recipe, buffers)
+        buffers = _cast_parameters_to_narrow_dtype(model, kept, _get_param_dtype(recipe))
+    _operands.install_operand_rounding(model, recipe)
+    model.__dict__[_CONVERSION_RECORD_ATTRIBUTE] = _ConversionRecord(recipe, buffers)
     return model
 
 
@@ -147,12 +153,12 @@ def revert(model: ModuleType) -> ModuleType:
     >>> torch.equal(revert(convert(model, "bf16-split")).weight, start)
     True
     """
-    if not isinstance(model, nn.Module) or _CONVERSION_ATTRIBUTE not in model.__dict__:
+    if not isinstance(model, nn.Module) or _CONVERSION_RECORD_ATTRIBUTE not in model.__dict__:
         raise ValueError("the model is not converted: revert takes the module that halfulp.convert was given")
-    record = model.__dict__[_CONVERSION_ATTRIBUTE]
+    record = model.__dict__[_CONVERSION_RECORD_ATTRIBUTE]
     recipe = record.recipe
     _refuse_stepped_parameters(model, "revert")
-    _check_parameter_holders(model, recipe, "revert")
+    _refuse_parameters_held_elsewhere(model, recipe, "revert")
     if recipe.components:
         single_component(model)
     elif recipe.payload:
@@ -163,12 +169,14 @@ def revert(model: ModuleType) -> ModuleType:
                 widen_parameter(parameter)
             mark_as_float32(parameter, False)
         _cast_buffers(model, record.buffers, torch.float32)
-    remove_forward_hooks(model.modules(), lambda hook: isinstance(hook, _casts.CastHook | _operands.ROUNDING_HOOKS))
+    remove_forward_hooks(
+        model.modules(), lambda hook: isinstance(hook, _casts.CastHook | _operands.ROUNDING_HOOK_TYPES)
+    )
     for module in model.modules():
         if isinstance(vars(module).get("forward"), _operands.BlockProductForward):
             del vars(module)["forward"]
     float32_products(model, False)
-    del model.__dict__[_CONVERSION_ATTRIBUTE]
+    del model.__dict__[_CONVERSION_RECORD_ATTRIBUTE]
     return model
 
 
@@ -184,13 +192,17 @@ def read_recipe_of_model(model: nn.Module) -> Recipe:
 
 def is_converted(model: nn.Module, recipe: Recipe | None = None) -> bool:
     """Return whether `convert` has converted this very module, by that recipe if one is given."""
-    record = vars(model).get(_CONVERSION_ATTRIBUTE)
+    record = vars(model).get(_CONVERSION_RECORD_ATTRIBUTE)
     return record is not None and recipe in (None, record.recipe)
 
 
 def _list_conversion_records(model: nn.Module) -> list[_ConversionRecord]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [module.__dict__[_CONVERSION_ATTRIBUTE] for module in modules if _CONVERSION_ATTRIBUTE in module.__dict__]
+    return [
+        module.__dict__[_CONVERSION_RECORD_ATTRIBUTE]
+        for module in modules
+        if _CONVERSION_RECORD_ATTRIBUTE in module.__dict__
+    ]
 
 
 def _get_param_dtype(recipe: Recipe) -> torch.dtype:
@@ -198,9 +210,9 @@ def _get_param_dtype(recipe: Recipe) -> torch.dtype:
     return dtype
 
 
-def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtype) -> tuple[str, ...]:
+def _cast_parameters_to_narrow_dtype(model: nn.Module, kept: Container[str], dtype: torch.dtype) -> tuple[str, ...]:
     """Narrow the parameters that are not kept, and install casts between the two kinds."""
-    keeps = list_float32_parameters(model, kept)
+    keeps = list_float32_parameter_ids(model, kept)
     for parameter in model.parameters():
         if id(parameter) in keeps:
             mark_as_float32(parameter)
@@ -229,7 +241,7 @@ def _cast_buffers(model: nn.Module, names: Sequence[str], dtype: torch.dtype) ->
         owner._buffers[key] = owner.get_buffer(key).to(dtype)
 
 
-def _check_parameter_holders(model: nn.Module, recipe: Recipe, what: str) -> None:
+def _refuse_parameters_held_elsewhere(model: nn.Module, recipe: Recipe, what: str) -> None:
     """Refuse a change of dtype where others hold the parameters (multicomponent and scalify check by themselves)."""
     if recipe.components or not (recipe.narrow or recipe.param_dtype == "float64"):
         return

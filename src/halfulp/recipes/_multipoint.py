@@ -17,10 +17,10 @@ from .._messages import name_type
 from ._training_step import call_model_on_batch
 
 _CONVOLUTION_CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_SEARCHED_SCALE_SHARES = torch.linspace(0.3, 1.0, 15, dtype=torch.float64, device="cpu").tolist()
-_MOST_POINTS = 4
+_TRIED_SCALE_SHARES = torch.linspace(0.3, 1.0, 15, dtype=torch.float64, device="cpu").tolist()
+_MOST_POINTS_PER_CHANNEL = 4
 _SCALE_BYTES = 4
-_CHANNEL_BYTES = 4  # the index of a channel beside an extra point
+_CHANNEL_INDEX_BYTES = 4  # the index of a channel beside an extra point
 
 
 @dataclass
@@ -187,16 +187,20 @@ def multipoint(
             f"budget={budget!r} is met by no choice: one point of {bits} bits per channel already takes {single:,} "
             "bytes, which counts as 1; give 1 or more, or fewer bits"
         )
-    moments = _measure_input_moments(model, chosen, batches)
-    ladders = {name: _ChannelPoints(layer, bits, moments[name]) for name, layer in chosen.items()}
-    points = _choose_points(ladders, sizes, single * (budget - 1))
+    moments = _measure_input_second_moments(model, chosen, batches)
+    ladders = {name: _CandidatePoints(layer, bits, moments[name]) for name, layer in chosen.items()}
+    points = _choose_point_counts_by_channel(ladders, sizes, single * (budget - 1))
     made, quantized = {}, {}
     for name, ladder in ladders.items():
         count, channels = int(points[name].sum()), len(points[name])
-        held = count * sizes[name] + (count - channels) * _CHANNEL_BYTES
+        held = count * sizes[name] + (count - channels) * _CHANNEL_INDEX_BYTES
         errors = ladder.compute_error(points[name]), ladder.compute_error(torch.ones_like(points[name]))
         made[name] = LayerPoints(name, points[name], held, *errors)
-        k, c = (torch.arange(_MOST_POINTS, dtype=torch.int64, device="cpu")[:, None] < points[name]).nonzero().unbind(1)
+        k, c = (
+            (torch.arange(_MOST_POINTS_PER_CHANNEL, dtype=torch.int64, device="cpu")[:, None] < points[name])
+            .nonzero()
+            .unbind(1)
+        )
         quantized[chosen[name]] = MultipointLayer(chosen[name], bits, ladder.codes[k, c], ladder.scales[k, c], c)
     for owner in [*model.modules()]:  # a layer may stand in several places
         for key, layer in owner._modules.items():
@@ -205,7 +209,7 @@ def multipoint(
     return Multipoint(made, single, kept)
 
 
-class _ChannelPoints:
+class _CandidatePoints:
     """Points of all channels of a layer, most first: codes [points, channels, inputs], scales [points, channels].
 
     `errors` [points + 1, channels] are what n points leave of E (r . x)^2, over the mean square of an output.
@@ -214,8 +218,8 @@ class _ChannelPoints:
     def __init__(self, layer: Any, bits: int, moment: Tensor) -> None:
         residual = layer.weight.detach().to("cpu", torch.float64).flatten(1)
         errors, codes, scales = [_compute_output_errors(residual, moment)], [], []
-        for k in range(_MOST_POINTS):
-            code, a = _find_best_point(residual, 2 ** (bits - 1) - 1, None if k else moment)
+        for k in range(_MOST_POINTS_PER_CHANNEL):
+            code, a = _fit_codes_and_scale_to_rows(residual, 2 ** (bits - 1) - 1, None if k else moment)
             residual = residual - a[:, None] * code
             codes.append(code)
             scales.append(a)
@@ -228,12 +232,12 @@ class _ChannelPoints:
         return float(self.errors.gather(0, points[None]).mean())
 
 
-def _find_best_point(residual: Tensor, most: int, moment: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fit_codes_and_scale_to_rows(residual: Tensor, most: int, moment: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the codes and scale of each row that leave the smallest error, of outputs or of weights."""
     largest = residual.abs().amax(1)
     best = torch.full_like(largest, torch.inf)
     codes, scales = torch.zeros_like(residual), torch.zeros_like(largest)
-    for share in _SEARCHED_SCALE_SHARES:
+    for share in _TRIED_SCALE_SHARES:
         a = torch.where(largest > 0, share * largest / most, 1.0)
         code = (residual / a[:, None]).round().clamp(-most, most)
         norm = code.square().sum(1)
@@ -252,10 +256,12 @@ def _compute_output_errors(rows: Tensor, moment: Tensor) -> Tensor:
     return ((grouped @ moment) * grouped).sum(2).flatten()
 
 
-def _choose_points(ladders: Mapping[str, _ChannelPoints], sizes: Mapping[str, int], left: float) -> dict[str, Tensor]:
+def _choose_point_counts_by_channel(
+    ladders: Mapping[str, _CandidatePoints], sizes: Mapping[str, int], left: float
+) -> dict[str, Tensor]:
     """Return the points of each channel: one, and then that which removes most error per byte while bytes are left."""
     points = {name: torch.ones_like(ladder.scales[0], dtype=torch.int64) for name, ladder in ladders.items()}
-    costs = {name: size + _CHANNEL_BYTES for name, size in sizes.items()}
+    costs = {name: size + _CHANNEL_INDEX_BYTES for name, size in sizes.items()}
     # What one more point adds to the error, per byte: by layer and channel.
     added_errors = {name: (ladder.errors.diff(dim=0) / costs[name]).tolist() for name, ladder in ladders.items()}
     heap = [
@@ -269,12 +275,14 @@ def _choose_points(ladders: Mapping[str, _ChannelPoints], sizes: Mapping[str, in
         left -= costs[name]
         points[name][channel] += 1
         n = int(points[name][channel])
-        if n < _MOST_POINTS:
+        if n < _MOST_POINTS_PER_CHANNEL:
             heapq.heappush(heap, (added_errors[name][n][channel], name, channel))
     return points
 
 
-def _measure_input_moments(model: nn.Module, chosen: Mapping[str, Any], batches: Iterable[Any]) -> dict[str, Tensor]:
+def _measure_input_second_moments(
+    model: nn.Module, chosen: Mapping[str, Any], batches: Iterable[Any]
+) -> dict[str, Tensor]:
     """Return E x x^T of what each layer's output channels read, [groups, inputs, inputs], in float64 on the CPU."""
     sums: dict[str, Tensor] = {}
     counts = dict.fromkeys(chosen, 0)

@@ -53,7 +53,7 @@ class RefuseLayerCopiesHook:
             _raise_for_layer_copy(layer, self.forward.format)
 
 
-ROUNDING_HOOKS = RoundOperandsHook | RoundResultHook | RefuseLayerCopiesHook
+ROUNDING_HOOK_TYPES = RoundOperandsHook | RoundResultHook | RefuseLayerCopiesHook
 
 
 def _raise_for_layer_copy(layer: nn.Module, format: str) -> NoReturn:
@@ -91,19 +91,19 @@ class BlockProductForward:
         return result
 
     @property
-    def spatial_dimensions(self) -> int:
+    def spatial_dimension_count(self) -> int:
         """The number of position dimensions behind the channels."""
         return len(getattr(self.layer, "kernel_size", ()))
 
-    def round_channel_blocks(self, x: Tensor) -> Tensor:
+    def quantize_in_channel_blocks(self, x: Tensor) -> Tensor:
         """Quantize inputs, results or their gradients in blocks of channels."""
-        return quantize(x, self.format, dim=-1 - self.spatial_dimensions)
+        return quantize(x, self.format, dim=-1 - self.spatial_dimension_count)
 
-    def round_example_blocks(self, x: Tensor) -> Tensor:
+    def quantize_in_example_blocks(self, x: Tensor) -> Tensor:
         """Quantize inputs or result gradients in blocks of examples, a linear layer's positions included."""
         if isinstance(self.layer, nn.Linear):
             return quantize(x.reshape(-1, x.shape[-1]), self.format, dim=0).view(x.shape)
-        if x.ndim == 1 + self.spatial_dimensions:  # one example
+        if x.ndim == 1 + self.spatial_dimension_count:  # one example
             return quantize(x.unsqueeze(0), self.format, dim=0).squeeze(0)
         return quantize(x, self.format, dim=0)
 
@@ -117,7 +117,9 @@ class _BlockProductFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProductForward, size: Any) -> Tensor:
-        return layer.run_forward(layer.round_channel_blocks(input), layer.round_weight(weight, inputs=True), size, bias)
+        return layer.run_forward(
+            layer.quantize_in_channel_blocks(input), layer.round_weight(weight, inputs=True), size, bias
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -136,13 +138,13 @@ class _BlockProductFunction(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 whole = input.detach().requires_grad_()
                 result = layer.run_forward(whole, layer.round_weight(weight.detach(), inputs=False), ctx.size)
-                (found[0],) = torch.autograd.grad(result, whole, layer.round_channel_blocks(gradient))
+                (found[0],) = torch.autograd.grad(result, whole, layer.quantize_in_channel_blocks(gradient))
             if ctx.needs_input_grad[1]:
                 whole = weight.detach().requires_grad_()
-                result = layer.run_forward(layer.round_example_blocks(input.detach()), whole, ctx.size)
-                (found[1],) = torch.autograd.grad(result, whole, layer.round_example_blocks(gradient))
+                result = layer.run_forward(layer.quantize_in_example_blocks(input.detach()), whole, ctx.size)
+                (found[1],) = torch.autograd.grad(result, whole, layer.quantize_in_example_blocks(gradient))
         if ctx.biased and ctx.needs_input_grad[2]:
-            channels = gradient.ndim - 1 - layer.spatial_dimensions
+            channels = gradient.ndim - 1 - layer.spatial_dimension_count
             others = [k for k in range(gradient.ndim) if k != channels]
             found[2] = gradient.sum(others) if others else gradient
         return *found, None, None
@@ -155,13 +157,13 @@ class _BlockProductFunction(torch.autograd.Function):
         if input_tangent is not None:
             tangents.append(layer.run_forward(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
         if weight_tangent is not None:
-            tangents.append(layer.run_forward(layer.round_channel_blocks(input), weight_tangent, ctx.size))
+            tangents.append(layer.run_forward(layer.quantize_in_channel_blocks(input), weight_tangent, ctx.size))
         if bias_tangent is not None:
-            tangents.append(bias_tangent.view(-1, *(1,) * layer.spatial_dimensions))
+            tangents.append(bias_tangent.view(-1, *(1,) * layer.spatial_dimension_count))
         return sum(tangents[1:], tangents[0])
 
 
-def install_rounding_hooks(model: nn.Module, recipe: Recipe) -> None:
+def install_operand_rounding(model: nn.Module, recipe: Recipe) -> None:
     """Let the layers of a model round what they read and give."""
     for name, module in model.named_modules():
         if not has_rounded_operands(recipe, name, module):

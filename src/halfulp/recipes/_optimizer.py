@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import optim
-from .._names import describe_unknown_name, read_descriptions
+from .._names import describe_unknown_name, read_registered_descriptions
 from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer
 from ..optim._algorithms import MuonChoice
@@ -81,7 +81,10 @@ def optimizer(
                 f"model by recipe.replace({name}=...)"
             )
     kind = optim.OPTIMIZERS[rule]
-    choices: dict[str, Any] = {"state_dtype": choose_state_dtype(recipe, kind, hyper), "format": recipe.format}
+    choices: dict[str, Any] = {
+        "state_dtype": choose_optimizer_state_dtype(recipe, kind, hyper),
+        "format": recipe.format,
+    }
     is_float32 = recipe.narrow and all(parameter.dtype == torch.float32 for parameter in model.parameters())
     if isinstance(recipe.weight_update, str) and not is_float32:
         choices["weight_update"] = _make_weight_update(recipe.weight_update)
@@ -129,7 +132,7 @@ def scaler(recipe: Recipe, model: nn.Module) -> AdaptiveGradScaler | None:
     return AdaptiveGradScaler(model, **_make_scaler_options(recipe))
 
 
-def backpropagate_and_step(loss: Tensor, optimizer: torch.optim.Optimizer, scaler: AdaptiveGradScaler | None) -> None:
+def run_backward_and_step(loss: Tensor, optimizer: torch.optim.Optimizer, scaler: AdaptiveGradScaler | None) -> None:
     """Backpropagate a loss and step, by a scaler where there is one."""
     if scaler is None:
         loss.backward()
@@ -184,7 +187,7 @@ def split_groups_by_update(
     ]
 
 
-def choose_state_dtype(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> object:
+def choose_optimizer_state_dtype(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> object:
     """Return the optimizer's ``state_dtype``; values of a format live in float32 states.
 
     States that the rule uses to the last digits, a running maximum and the state that it is taken of stay as the
@@ -198,7 +201,7 @@ def choose_state_dtype(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, A
     chosen: Any = recipe.state_dtype
     if chosen == "bfloat16x2":
         return {state.name: chosen for state in held if state.degree == 2} or None
-    if chosen not in ("8bit", "4bit", "fp8", *read_descriptions("state store")):
+    if chosen not in ("8bit", "4bit", "fp8", *read_registered_descriptions("state store")):
         chosen = torch.float32 if chosen == recipe.format else getattr(torch, chosen)
     left = set() if chosen == torch.float32 else {state.name for state in held if state.exact}
     if chosen not in (torch.float32, torch.float16):

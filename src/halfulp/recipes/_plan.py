@@ -55,7 +55,7 @@ def find_float32_modules(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     matched: set[str] = set()
     keeps_norms = set(NORM_GLOBS) <= set(recipe.float32)
     for name, module in model.named_modules():
-        globs = [glob for glob in recipe.float32 if _matches_module(glob, name, module)]
+        globs = [glob for glob in recipe.float32 if _is_module_matched_by_glob(glob, name, module)]
         matched.update(globs)
         if is_inside_modules(name, found):
             continue
@@ -84,7 +84,7 @@ def _has_only_vectors(module: nn.Module) -> bool:
     return bool(own) and all(parameter.ndim <= 1 for parameter in own)
 
 
-def check_float16_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> None:
+def refuse_values_beyond_float16(model: nn.Module, recipe: Recipe, keeps: set[int]) -> None:
     """Raise for a value that float16 would make infinite, in a parameter that is not kept."""
     for name, parameter in model.named_parameters():
         if recipe.param_dtype != "float16" or id(parameter) in keeps or parameter.is_meta:
@@ -97,7 +97,7 @@ def check_float16_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> No
             )
 
 
-def list_float32_parameters(model: nn.Module, kept: Container[str]) -> set[int]:
+def list_float32_parameter_ids(model: nn.Module, kept: Container[str]) -> set[int]:
     """Return the ids of the parameters that stay float32, under any of their names."""
     inner = [module for name, module in model.named_modules() if is_inside_modules(name, kept)]
     return {id(p) for module in inner for p in module._parameters.values() if p is not None}
@@ -129,7 +129,7 @@ def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
     return found
 
 
-def _matches_module(glob: str, name: str, module: nn.Module) -> bool:
+def _is_module_matched_by_glob(glob: str, name: str, module: nn.Module) -> bool:
     """Return whether a glob matches a module's name, or the class of one without children: wrappers share names."""
     if fnmatch.fnmatchcase(name, glob):
         return True
@@ -139,7 +139,7 @@ def _matches_module(glob: str, name: str, module: nn.Module) -> bool:
 
 _CONVOLUTION_CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RECURRENT_LAYERS = (nn.RNNBase, nn.RNNCellBase)
-_MULTIPLYING_LAYERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.modules.conv._ConvNd, *_RECURRENT_LAYERS)
+_LAYERS_WITH_PRODUCTS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.modules.conv._ConvNd, *_RECURRENT_LAYERS)
 
 
 def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
@@ -154,7 +154,7 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     is_called = not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     if not is_called or find_eight_bit_forward(module) is None:
         words = "fp8 is for products that linear layers compute by their own forward"
-        return None, words if isinstance(module, _MULTIPLYING_LAYERS) else _explain_missing_product(module)
+        return None, words if isinstance(module, _LAYERS_WITH_PRODUCTS) else _explain_missing_narrow_product(module)
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     sides = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else list(weight.shape)
@@ -165,16 +165,20 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
 def has_rounded_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
     """Return whether a recipe rounds a module's operands: of linear layers and convolutions that it does not exempt."""
     layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and "weight" in module._parameters
-    if not recipe.operand_format or not layer or any(_matches_module(glob, name, module) for glob in recipe.float32):
+    if (
+        not recipe.operand_format
+        or not layer
+        or any(_is_module_matched_by_glob(glob, name, module) for glob in recipe.float32)
+    ):
         return False
     # Block formats replace torch's own forward, so that a class or an object with another one is left as it is.
     forward = vars(module).get("forward")
-    is_plain = forward is None or hasattr(forward, "round_example_blocks")
+    is_plain = forward is None or hasattr(forward, "quantize_in_example_blocks")
     is_torchs = get_original_class(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTION_CLASSES)}
     return recipe.operand_format not in block_names() or (is_plain and is_torchs)
 
 
-def _explain_missing_product(module: nn.Module) -> str:
+def _explain_missing_narrow_product(module: nn.Module) -> str:
     """Describe a module that is none of torch's layers that multiply."""
     return "no product" if type(module).__module__.startswith("torch.nn.") else "only where its forward multiplies"
 
@@ -257,7 +261,7 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     recipe = _catalog.get(recipe)
     check_float32_model(model)
     float32_modules = find_float32_modules(model, recipe)
-    keeps, updates = list_float32_parameters(model, float32_modules), assign(recipe, model)
+    keeps, updates = list_float32_parameter_ids(model, float32_modules), assign(recipe, model)
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     given = recipe, float32_modules, keeps, updates, first
     plans = tuple(_plan_module(name, module, *given) for name, module in model.named_modules())
@@ -334,10 +338,10 @@ def _describe_narrow_products(recipe: Recipe, name: str, module: nn.Module) -> t
     elif recipe.operand_format:
         why = "operands are rounded in linear layers and convolutions that are not exempt"
         why += ", by torch's own forward" if recipe.operand_format in block_names() else ""
-    if recipe.gradient_format and isinstance(module, _MULTIPLYING_LAYERS):
+    if recipe.gradient_format and isinstance(module, _LAYERS_WITH_PRODUCTS):
         narrow.append(f"gradients in {recipe.gradient_format}")
     elif recipe.gradient_format:
-        why = _explain_missing_product(module)
+        why = _explain_missing_narrow_product(module)
     return ", ".join(narrow) or None, why
 
 

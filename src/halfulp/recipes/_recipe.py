@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .._names import describe_unknown_name, read_descriptions, register_entry
+from .._names import describe_unknown_name, read_registered_descriptions, register_entry
 from ..formats import block_names
 from ..formats import get as get_format
 
@@ -24,10 +24,10 @@ MATMUL_FORMATS = ("fp8",)
 NORM_GLOBS = ("*Norm*",)
 
 GRADIENT_ROUNDINGS = ("nearest", "stochastic")
-_FORMAT_FIELDS = ("format", "emulate", "operand_format", "gradient_format")
+_FIELDS_NAMING_FORMATS = ("format", "emulate", "operand_format", "gradient_format")
 
 # The weight updates, each with what `Recipe.explain` says of it.
-WEIGHT_UPDATES = {
+DESCRIPTION_BY_WEIGHT_UPDATE = {
     "nearest": "rounded to the nearest value, so that a small update is lost",
     "stochastic": "rounded up or down at random, right on average",
     "kahan": "with a second 16-bit number per weight that keeps what rounding dropped",
@@ -43,7 +43,7 @@ WEIGHT_UPDATES = {
 }
 
 # The policies of gradient scales, each with what `Recipe.explain` says of it.
-GRADIENT_SCALES = {
+DESCRIPTION_BY_GRADIENT_SCALE = {
     "amax": "each layer has a scale of its own, by the largest gradient seen lately",
     "underflow-bound": "each layer has a scale of its own, so that few underflow if gradients are Gaussian",
     "element-wise": "each layer has a scale of its own, so that no product of two elements underflows",
@@ -54,7 +54,10 @@ GRADIENT_SCALES = {
     "rising-floor": "all have one scale, halved after an overflow, above a least one that rises by schedule",
 }
 # The fields of a recipe that are described by names: their registries and the library's own descriptions.
-_WORDS_BY_FIELD = {"weight_update": ("weight update", WEIGHT_UPDATES), "gradient_scale": ("policy", GRADIENT_SCALES)}
+_KIND_AND_DESCRIPTIONS_BY_FIELD = {
+    "weight_update": ("weight update", DESCRIPTION_BY_WEIGHT_UPDATE),
+    "gradient_scale": ("policy", DESCRIPTION_BY_GRADIENT_SCALE),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,23 +134,30 @@ class Recipe:
             raise ValueError(f"a recipe needs a name, got {self.name!r}")
         self._convert_fields()
         own_format = (self.format,) if self.format else ()
-        updates = _list_allowed_names(WEIGHT_UPDATES, "weight update")
-        _check_names("param_dtype", PARAMETER_DTYPES, self.param_dtype)
-        _check_names("state_dtype", (*_list_allowed_names(STATE_DTYPES, "state store"), *own_format), self.state_dtype)
-        _check_names("weight update", updates, *self.update_names())
-        _check_names("payload", PAYLOAD_DTYPES, self.payload)
-        _check_names("matmul", MATMUL_FORMATS, self.matmul)
-        _check_names("gradient rounding", GRADIENT_ROUNDINGS, self.gradient_rounding)
-        for field in _FORMAT_FIELDS:
+        updates = _list_builtin_and_registered_names(DESCRIPTION_BY_WEIGHT_UPDATE, "weight update")
+        _refuse_unknown_names("param_dtype", PARAMETER_DTYPES, self.param_dtype)
+        _refuse_unknown_names(
+            "state_dtype",
+            (*_list_builtin_and_registered_names(STATE_DTYPES, "state store"), *own_format),
+            self.state_dtype,
+        )
+        _refuse_unknown_names("weight update", updates, *self.update_names())
+        _refuse_unknown_names("payload", PAYLOAD_DTYPES, self.payload)
+        _refuse_unknown_names("matmul", MATMUL_FORMATS, self.matmul)
+        _refuse_unknown_names("gradient rounding", GRADIENT_ROUNDINGS, self.gradient_rounding)
+        for field in _FIELDS_NAMING_FORMATS:
             name = getattr(self, field)
             if name not in (None, *block_names()):
                 get_format(name)
             elif name is not None and field != "operand_format":
                 only = "whose scales products read: it goes with operand_format= alone"
                 raise ValueError(f"{name} is a block format, {only}")
-        scale, policies = self.gradient_scale, _list_allowed_names(GRADIENT_SCALES, "policy")
+        scale, policies = (
+            self.gradient_scale,
+            _list_builtin_and_registered_names(DESCRIPTION_BY_GRADIENT_SCALE, "policy"),
+        )
         if isinstance(scale, str):
-            _check_names("gradient scale", policies, scale)
+            _refuse_unknown_names("gradient scale", policies, scale)
         elif scale is not None and not (
             isinstance(scale, float) and math.frexp(scale)[0] == 0.5 and 2.0**-30 <= scale <= 2.0**60
         ):
@@ -165,7 +175,7 @@ class Recipe:
     def _convert_fields(self) -> None:
         """Hold dtypes and formats as their names, pairs and globs as tuples, a whole number as a float."""
         given = {**vars(self)}
-        for field in ("param_dtype", "payload", "state_dtype", *_FORMAT_FIELDS):
+        for field in ("param_dtype", "payload", "state_dtype", *_FIELDS_NAMING_FORMATS):
             if given[field] is not None and not isinstance(given[field], str):
                 given[field] = getattr(given[field], "name", None) or str(given[field]).removeprefix("torch.")
         if isinstance(given["gradient_scale"], int) and not isinstance(given["gradient_scale"], bool):
@@ -240,7 +250,7 @@ class Recipe:
 
     def replace(self, **changes: Any) -> Recipe:
         """Return a copy with some fields changed; an unknown field is a ValueError with near names."""
-        _check_field_names(changes)
+        _refuse_unknown_fields(changes)
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,7 +268,7 @@ class Recipe:
         Traceback (most recent call last):
         ValueError: unknown field of a recipe 'param_dtyp'; did you mean 'param_dtype'? Allowed: ...
         """
-        _check_field_names(data)
+        _refuse_unknown_fields(data)
         if "name" not in data:
             raise ValueError(f"a recipe needs a name, got the fields {', '.join(data) or 'none'}")
         return cls(**data)
@@ -301,26 +311,26 @@ def _describe_field(field: str, value: Any) -> list[str]:
     """Return a field's value in words; pairs of globs and weight updates one by one."""
     if field == "weight_update" and isinstance(value, tuple):
         return [f"{glob!r} {said}" for glob, name in value for said in _describe_field(field, name)]
-    registry, words = _WORDS_BY_FIELD.get(field, ("", {}))
+    registry, words = _KIND_AND_DESCRIPTIONS_BY_FIELD.get(field, ("", {}))
     if isinstance(value, tuple):
         written = ", ".join(value) or "none"
     else:
         written = f"{value:g}" if isinstance(value, float) else str(value)
-    return [", ".join(filter(None, (written, {**read_descriptions(registry), **words}.get(value))))]
+    return [", ".join(filter(None, (written, {**read_registered_descriptions(registry), **words}.get(value))))]
 
 
-def _list_allowed_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
+def _list_builtin_and_registered_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
     """Return the library's names followed by those that were registered."""
-    return (*names, *(name for name in read_descriptions(kind) if name not in names))
+    return (*names, *(name for name in read_registered_descriptions(kind) if name not in names))
 
 
-def _check_names(kind: str, allowed: tuple[str, ...], *given: object) -> None:
+def _refuse_unknown_names(kind: str, allowed: tuple[str, ...], *given: object) -> None:
     for one in given:
         if one is not None and one not in allowed:
             raise ValueError(describe_unknown_name(kind, one, allowed))
 
 
-def _check_field_names(data: Mapping[str, Any]) -> None:
+def _refuse_unknown_fields(data: Mapping[str, Any]) -> None:
     allowed = [field.name for field in dataclasses.fields(Recipe)]
     for key in data:
         if key not in allowed:

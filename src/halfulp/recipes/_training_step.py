@@ -20,13 +20,13 @@ from ..kernels._plain_memory import is_floating
 from ..scaled import ScaledTensor
 
 # Two results agree if their bits do or, behind a sum in another order, their leading 20 bits.
-RELATIVE_TOLERANCE = 1e-6
+SUM_ORDER_TOLERANCE = 1e-6
 # An element may be off by this many times what float32 itself is off by among elements of its size.
 _FLOAT32_ERROR_FACTOR = 32.0
 # Elements up to this many binades larger count as of its size.
-_COMPARED_BINADES = 6
+_NEIGHBOURING_BINADES = 6
 # Beyond float32's binades, for 0.
-_EXPONENT_OF_ZERO = -1100
+_BINADE_STANDING_FOR_ZERO = -1100
 
 
 def is_close_to_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor | None) -> bool:
@@ -53,18 +53,21 @@ def is_close_to_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor
     finite = wanted.isfinite()
     wanted, got = wanted[finite], got[finite]
     if exact is None or exact.numel() != finite.numel():
-        is_close = compute_relative_difference(wanted, got) <= RELATIVE_TOLERANCE
+        is_close = compute_relative_difference(wanted, got) <= SUM_ORDER_TOLERANCE
         return is_close and not bool(((wanted == 0) != (got == 0)).any())
     exact = exact.double().flatten()[finite]
     if not exact.numel():
         return True
-    if (got - exact).norm() > max(RELATIVE_TOLERANCE * exact.norm(), _FLOAT32_ERROR_FACTOR * (wanted - exact).norm()):
+    if (got - exact).norm() > max(SUM_ORDER_TOLERANCE * exact.norm(), _FLOAT32_ERROR_FACTOR * (wanted - exact).norm()):
         return False
-    binades = torch.where(exact == 0, _EXPONENT_OF_ZERO, torch.frexp(exact).exponent.long()) - _EXPONENT_OF_ZERO
-    largest = torch.zeros(int(binades.max()) + 1 + _COMPARED_BINADES, dtype=torch.float64, device=exact.device)
+    binades = (
+        torch.where(exact == 0, _BINADE_STANDING_FOR_ZERO, torch.frexp(exact).exponent.long())
+        - _BINADE_STANDING_FOR_ZERO
+    )
+    largest = torch.zeros(int(binades.max()) + 1 + _NEIGHBOURING_BINADES, dtype=torch.float64, device=exact.device)
     largest.scatter_reduce_(0, binades, (wanted - exact).abs(), "amax")
-    own_errors = torch.cummax(largest, 0).values[binades + _COMPARED_BINADES]
-    allowed = torch.maximum(RELATIVE_TOLERANCE * exact.abs(), _FLOAT32_ERROR_FACTOR * own_errors)
+    own_errors = torch.cummax(largest, 0).values[binades + _NEIGHBOURING_BINADES]
+    allowed = torch.maximum(SUM_ORDER_TOLERANCE * exact.abs(), _FLOAT32_ERROR_FACTOR * own_errors)
     return bool(((got - exact).abs() <= allowed).all())
 
 
@@ -91,7 +94,7 @@ def _has_other_nonfinite(wanted: Tensor, got: Tensor) -> bool:
 
 
 # Every run begins with these random bits.
-_STEP_SEED = 0
+_FIXED_STEP_SEED = 0
 
 
 def copy_model(model: nn.Module) -> nn.Module:
@@ -111,14 +114,14 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def seed_random_state() -> Iterator[None]:
+def use_fixed_random_state() -> Iterator[None]:
     """Run a block from the same state of Python's, NumPy's and torch's generators; restore them."""
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng():
         try:
-            torch.manual_seed(_STEP_SEED)
-            random.seed(_STEP_SEED)
-            numpy.random.seed(_STEP_SEED)
+            torch.manual_seed(_FIXED_STEP_SEED)
+            random.seed(_FIXED_STEP_SEED)
+            numpy.random.seed(_FIXED_STEP_SEED)
             yield
         finally:
             random.setstate(python_state)
@@ -149,28 +152,28 @@ def forbid_model_changes(model: nn.Module) -> Iterator[None]:
 
 
 # A payload that stands for more may saturate under another scale, or overflow; models take such numbers for "no value".
-_LARGEST_VALUE = 2.0**96
+_LARGEST_COMPARED_MAGNITUDE = 2.0**96
 
 LossOfOutput = Callable[[Any], Tensor]
 # The decoded results of one step of a model, by what they are called in a report: "the loss", "output 0",
 # "buffer 'mean'", "gradient 'weight'", which is None where there is none.
 StepResults = dict[str, Tensor | None]
-GRADIENT_PREFIX = "gradient "
+GRADIENT_RESULT_PREFIX = "gradient "
 
 # A run in float64 that is farther from float32's than this drew other random numbers, or computed
 # something else.
-_SAME_RUN_TOLERANCE = 1e-2
+_SAME_COMPUTATION_TOLERANCE = 1e-2
 
 
-def select_gradients(results: StepResults) -> StepResults:
+def select_gradient_results(results: StepResults) -> StepResults:
     """Return the gradients of a run, by what they are called."""
-    return {name: value for name, value in results.items() if name.startswith(GRADIENT_PREFIX)}
+    return {name: value for name, value in results.items() if name.startswith(GRADIENT_RESULT_PREFIX)}
 
 
 def run_float32_step(model: nn.Module, batch: Any, loss_of: LossOfOutput) -> StepResults:
     """Run a step of a copy in plain float32, which must be finite, and the same when it is run again."""
     run = run_one_step(copy_model(model), batch, loss_of)
-    loss, gradients = run["the loss"], select_gradients(run)
+    loss, gradients = run["the loss"], select_gradient_results(run)
     assert loss is not None
     if not bool(loss.isfinite().all()):
         raise ValueError(f"in plain float32 the loss is {loss.item()}: nothing to compare with; give another batch")
@@ -178,7 +181,7 @@ def run_float32_step(model: nn.Module, batch: Any, loss_of: LossOfOutput) -> Ste
         raise ValueError("in plain float32 no parameter has a gradient: give a loss that depends on one that trains")
     for name, grad in gradients.items():
         if grad is not None and not bool(grad.isfinite().all()):
-            of = name.removeprefix(GRADIENT_PREFIX)
+            of = name.removeprefix(GRADIENT_RESULT_PREFIX)
             raise ValueError(
                 f"in plain float32 the gradient of {of} is not finite: nothing to compare with; give another batch"
             )
@@ -210,12 +213,12 @@ def run_float64_step(
     ):
         return None
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
-    for names in (["the loss"], [*select_gradients(plain)]):
+    for names in (["the loss"], [*select_gradient_results(plain)]):
         ours, theirs = (
             torch.cat([x.double().flatten() for name in names if (x := run.get(name)) is not None])
             for run in (plain, found)
         )
-        if not compute_relative_difference(ours, theirs) < _SAME_RUN_TOLERANCE:
+        if not compute_relative_difference(ours, theirs) < _SAME_COMPUTATION_TOLERANCE:
             return None
     return found
 
@@ -229,7 +232,7 @@ def run_one_step(
 ) -> StepResults:
     """Run a model on a batch, and backward from what ``scaled`` makes of the loss, under ``watch``."""
     model.zero_grad()
-    with seed_random_state(), watch or contextlib.nullcontext():
+    with use_fixed_random_state(), watch or contextlib.nullcontext():
         output = call_model_on_batch(model, batch)
         loss = loss_of(output)
         check_loss(loss)
@@ -257,7 +260,7 @@ def list_named_outputs(output: Any) -> dict[str, Tensor]:
 
 def list_named_gradients(model: nn.Module) -> StepResults:
     """Return the gradients of the parameters that train, by what they are called."""
-    return {f"{GRADIENT_PREFIX}{name!r}": p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {f"{GRADIENT_RESULT_PREFIX}{name!r}": p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
 def pair_results_by_name(wanted: StepResults, got: StepResults) -> list[tuple[str, Tensor | None, Tensor | None]]:
@@ -379,8 +382,8 @@ def _clamp_huge_values(x: Tensor, other: Tensor) -> Tensor:
     """Return the tensor, clamped to 2^96 where both are beyond: there equal signs count as equal."""
     if x.shape != other.shape:
         return x
-    are_huge = (x.abs() >= _LARGEST_VALUE) & (other.abs() >= _LARGEST_VALUE)
-    return torch.where(are_huge, x.clamp(-_LARGEST_VALUE, _LARGEST_VALUE), x)
+    are_huge = (x.abs() >= _LARGEST_COMPARED_MAGNITUDE) & (other.abs() >= _LARGEST_COMPARED_MAGNITUDE)
+    return torch.where(are_huge, x.clamp(-_LARGEST_COMPARED_MAGNITUDE, _LARGEST_COMPARED_MAGNITUDE), x)
 
 
 def _decode_to_dtype(x: Any, dtype: torch.dtype) -> Any:

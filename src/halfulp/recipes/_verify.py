@@ -22,7 +22,7 @@ from ..subclass import fallbacks
 from . import _recipe as _catalog
 from ._recipe import Recipe
 from ._training_step import (
-    GRADIENT_PREFIX,
+    GRADIENT_RESULT_PREFIX,
     LossOfOutput,
     OperatorCheckMode,
     OperatorDifference,
@@ -36,11 +36,11 @@ from ._training_step import (
     run_float32_step,
     run_float64_step,
     run_one_step,
-    select_gradients,
+    select_gradient_results,
 )
 
 # Scales between 2^-SPREAD and 2^SPREAD times the measured one.
-SCALE_EXPONENT_RANGE = 12
+MAX_RANDOM_SCALE_EXPONENT = 12
 # How many wrong results a report names.
 _MOST_SHOWN_RESULTS = 5
 
@@ -49,9 +49,9 @@ _MOST_SHOWN_RESULTS = 5
 MIN_EXPONENT, MAX_EXPONENT = -12, 24
 _GLOBAL_SITE = "global"
 # So many steps show whether the graph is known: two forward passes are watched, the others are not.
-_REPLAYED_STEPS = 4
+_STEPS_OF_REPLAY_CHECK = 4
 # The number of an iteration that is not measured.
-_UNMEASURED_ITERATION = 3
+_NUMBER_OF_UNMEASURED_ITERATION = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class Verification:
         return f"{head}: " + "; ".join(said)
 
 
-class Proof:
+class VerificationRuns:
     """Runs of copies of a model, compared with a plain one: the largest relative differences, and what is wrong."""
 
     def __init__(self, model: nn.Module, batch: Any, loss: LossOfOutput, seed: int) -> None:
@@ -164,14 +164,18 @@ class Proof:
 
     def make_verification(self, technique: str, trials: int, **fields: Any) -> Verification:
         """Return a Verification of the runs, with given fields that the runs do not determine."""
-        own = {name: _read_parameter_name(name) for name in self.off if name.startswith(GRADIENT_PREFIX)}
+        own = {
+            name: _get_parameter_name_of_result(name) for name in self.off if name.startswith(GRADIENT_RESULT_PREFIX)
+        }
         return Verification(
             technique=technique,
             gradients={name: self.off[result] for result, name in own.items()},
             values={name: off for name, off in self.off.items() if name not in own},
             wrong=list(self.wrong),
             unused=[
-                _read_parameter_name(name) for name, value in select_gradients(self.plain).items() if value is None
+                _get_parameter_name_of_result(name)
+                for name, value in select_gradient_results(self.plain).items()
+                if value is None
             ],
             trials=trials,
             seed=self._seed,
@@ -194,7 +198,7 @@ class Proof:
             left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
             for parameter in other.parameters():
                 if isinstance(values := parameter.data, ScaledTensor):
-                    (power,) = self.draw_random_integers(-SCALE_EXPONENT_RANGE, SCALE_EXPONENT_RANGE, 1)
+                    (power,) = self.draw_random_integers(-MAX_RANDOM_SCALE_EXPONENT, MAX_RANDOM_SCALE_EXPONENT, 1)
                     scale = (values.scale * 2.0**power).clamp(2.0**-126, 2.0**127)
                     parameter.data = values.with_scale(scale).detach()
             check = OperatorCheckMode(other)
@@ -207,7 +211,7 @@ class Proof:
         return self.make_verification("scaled", trials, first=first, **more)
 
 
-class ExponentProof(Proof):
+class ExponentVerificationRuns(VerificationRuns):
     """Copies of a model, each with a scaler of its own, run under random exponents.
 
     Each run is compared with one whose exponents are all 0, and that one with the plain model, so that what attaching a
@@ -241,7 +245,7 @@ class ExponentProof(Proof):
             self.compare_with_float32(found)
         return merged
 
-    def check_replayed_passes(self, merged: list[str]) -> int:
+    def verify_replayed_passes(self, merged: list[str]) -> int:
         """Check replayed forward passes, and return how many were not watched, as their graph was known.
 
         One copy runs several steps beside a plain one, each under other exponents, which follow the loss besides.
@@ -251,7 +255,7 @@ class ExponentProof(Proof):
         assert self._state is not None  # `merge_inexact_sites` ran
         scaler.load_state_dict(self._state)
         (binade,) = self.draw_random_integers(MIN_EXPONENT, -MIN_EXPONENT - 1, 1)
-        for step in range(1, _REPLAYED_STEPS + 1):
+        for step in range(1, _STEPS_OF_REPLAY_CHECK + 1):
             scaler.set_exponents({})
             state = scaler.state_dict()
             drawn = self._draw_exponents([key for key in dict(state["sites"]) if key not in merged])
@@ -260,7 +264,7 @@ class ExponentProof(Proof):
             # Meant for a loss that sends gradients of this binade into the model, the exponents follow the one that
             # there is: of two steps one at least then has exponents that are not what they are meant for.
             state["sites"][_GLOBAL_SITE]["reference"] = [binade + step, 0]
-            state["progress"] = [_UNMEASURED_ITERATION, 0, False, 0, 0, 0, state["progress"][-1]]
+            state["progress"] = [_NUMBER_OF_UNMEASURED_ITERATION, 0, False, 0, 0, 0, state["progress"][-1]]
             scaler.load_state_dict(state)
             wanted = run_one_step(theirs, self._batch, self._loss)
             found = self._unscale_gradients(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
@@ -284,7 +288,9 @@ class ExponentProof(Proof):
 
     def _unscale_gradients(self, run: StepResults, scaler: AdaptiveGradScaler) -> StepResults:
         scale = scaler.get_scale()
-        return run | {name: None if value is None else value / scale for name, value in select_gradients(run).items()}
+        return run | {
+            name: None if value is None else value / scale for name, value in select_gradient_results(run).items()
+        }
 
     def _set_exponents(self, given: Mapping[str, Any], exponents: dict[str, int], merged: list[str]) -> dict[str, Any]:
         state = copy.deepcopy({**given, "sites": dict(given["sites"])})
@@ -295,9 +301,9 @@ class ExponentProof(Proof):
         return state
 
 
-def _read_parameter_name(name: str) -> str:
+def _get_parameter_name_of_result(name: str) -> str:
     """Return the name of the parameter whose gradient is called so."""
-    return name.removeprefix(GRADIENT_PREFIX).strip("'")
+    return name.removeprefix(GRADIENT_RESULT_PREFIX).strip("'")
 
 
 def has_different_results(baseline: StepResults, found: StepResults) -> bool:
@@ -354,10 +360,10 @@ def verify(
         raise ValueError("the scaler is not this model's alone: make one for the model, AdaptiveGradScaler(model)")
     with forbid_model_changes(model):
         if recipe.payload:
-            return Proof(model, batch, loss_of, seed).run_under_scales(recipe, trials)
-        proof = ExponentProof(model, batch, loss_of, seed)
+            return VerificationRuns(model, batch, loss_of, seed).run_under_scales(recipe, trials)
+        proof = ExponentVerificationRuns(model, batch, loss_of, seed)
         merged = proof.merge_inexact_sites(trials)
-        replays = 0 if proof.wrong else proof.check_replayed_passes(merged)
+        replays = 0 if proof.wrong else proof.verify_replayed_passes(merged)
     found = proof.make_verification("gradients", trials, merged=merged, replays=replays)
     if scaler is not None:
         scaler.merge(*found.merged, reason="not exact by itself")

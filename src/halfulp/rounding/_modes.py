@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from .._names import read_class_docstring, register_entry
+from .._names import read_own_docstring, register_entry
 from ..kernels import Traced
 from ..kernels._device_function import Recording, call_users_function
 
@@ -173,7 +173,7 @@ def register_rounding(kind: RoundingClass) -> RoundingClass:
     if name in _BUILT_IN_NAMES or (own is not None and _recorded_decisions[name] != recorded):
         # Kernels of the other one may have been compiled.
         raise ValueError(f"rounding {name!r} exists already: choose another name for {kind.__name__}")
-    register_entry("rounding", MODES, name, kind, read_class_docstring(kind))
+    register_entry("rounding", MODES, name, kind, read_own_docstring(kind))
     _recorded_decisions[name] = recorded
     return kind
 

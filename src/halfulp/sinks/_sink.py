@@ -17,7 +17,7 @@ from .._messages import name_type
 Row = Mapping[str, Any]
 
 
-class Outlet:
+class GuardedSink:
     """Gives rows to a function until it raises; then it is closed, and `said` says why.
 
     Args:
@@ -29,7 +29,7 @@ class Outlet:
 
     >>> def full(row):
     ...     raise OSError(28, "No space left on device")
-    >>> outlet = Outlet("the file", full)
+    >>> outlet = GuardedSink("the file", full)
     >>> with warnings.catch_warnings(record=True):
     ...     outlet.put({"step": 3})
     >>> outlet.said
@@ -55,7 +55,7 @@ class Outlet:
                 warnings.warn(f"halfulp: {self.said}{more}; the training goes on", RuntimeWarning, stacklevel=2)
 
 
-class RowFile:
+class JsonLinesFile:
     """A file of rows, a JSON object per line.
 
     The file is open only while a row is written, so that a run that is killed keeps all rows of before. Rows go behind
@@ -63,7 +63,7 @@ class RowFile:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     file = RowFile(Path(folder, "seen.jsonl"))
+    ...     file = JsonLinesFile(Path(folder, "seen.jsonl"))
     ...     file.write({"step": 0, "loss": math.nan})
     ...     file.write({"step": 50, "loss": 1.5})
     ...     print(file.path.read_text(encoding="utf-8"), end="")
@@ -91,58 +91,58 @@ class RowFile:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row; a full disk, or a folder that is gone, is an OSError."""
-        text = json.dumps(replace_nonfinite_numbers(row), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(replace_nonfinite_by_strings(row), ensure_ascii=False, allow_nan=False)
         with open(self.path, self._mode, encoding="utf-8") as file:
             self._mode = "a"
             file.write(f"{text}\n")
 
 
-def replace_nonfinite_numbers(value: Any) -> Any:
+def replace_nonfinite_by_strings(value: Any) -> Any:
     """Return plain data with "nan", "inf" and "-inf" for the numbers that JSON has no word for."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {key: replace_nonfinite_numbers(item) for key, item in value.items()}
-    return [replace_nonfinite_numbers(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: replace_nonfinite_by_strings(item) for key, item in value.items()}
+    return [replace_nonfinite_by_strings(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-# A path, a function of a dict, an Outlet, or a logger with `add_scalar`, `log` or `log_metrics`.
+# A path, a function of a dict, an GuardedSink, or a logger with `add_scalar`, `log` or `log_metrics`.
 Sink: TypeAlias = Any
 
 
-def make_outlet(sink: Sink, check: bool = True) -> Outlet:
+def make_guarded_sink(sink: Sink, check: bool = True) -> GuardedSink:
     """Return the outlet of a sink, whose rows have a "step"; check that a file can be written.
 
-    >>> make_outlet(print).put({"step": 3})
+    >>> make_guarded_sink(print).put({"step": 3})
     {'step': 3}
     """
-    if isinstance(sink, Outlet):
+    if isinstance(sink, GuardedSink):
         return sink
     if isinstance(sink, str | os.PathLike):
-        file = RowFile(sink)
+        file = JsonLinesFile(sink)
         if check:
             file.check()
-        return Outlet("the file of JSON lines", file.write)
+        return GuardedSink("the file of JSON lines", file.write)
     name = f"the {type(sink).__name__}"
     if callable(add := getattr(sink, "add_scalar", None)):  # before the others: a SummaryWriter may have more than one
 
         def add_scalars(row: Row) -> None:
-            for key, value in _name_logged_numbers(row).items():
+            for key, value in _name_row_entries_for_loggers(row).items():
                 if key != "halfulp/step":
                     add(key, value, row["step"])
 
-        return Outlet(name, add_scalars)
+        return GuardedSink(name, add_scalars)
     log = next((log for log in (getattr(sink, "log", None), getattr(sink, "log_metrics", None)) if callable(log)), None)
     if log is not None:
-        return Outlet(name, lambda row: log(_name_logged_numbers(row), step=row["step"]))
+        return GuardedSink(name, lambda row: log(_name_row_entries_for_loggers(row), step=row["step"]))
     if callable(sink):
-        return Outlet("the function", lambda row: sink(dict(row)))
+        return GuardedSink("the function", lambda row: sink(dict(row)))
     raise TypeError(
         "a sink is a path that ends in .jsonl, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a "
         f"dict and step=, or a function of a dict; got {name_type(sink)}"
     )
 
 
-def _name_logged_numbers(row: Row) -> dict[str, Any]:
+def _name_row_entries_for_loggers(row: Row) -> dict[str, Any]:
     """Return a row under the names for loggers, without the entries that are None."""
     return {f"halfulp/{key}": value for key, value in row.items() if value is not None}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import formats, recipes
-from .._torch_versions import find_dtype
+from .._torch_versions import find_torch_dtype
 from ..mctensor import MCTensor
 from ..observation import Finding, observe
 from ..observation._finding import format_findings
@@ -20,7 +20,7 @@ from ..recipes import Recipe
 from ..recipes._optimizer import emulate_recipe
 from ..recipes._plan import check_float32_model
 from ..recipes._training_step import (
-    GRADIENT_PREFIX,
+    GRADIENT_RESULT_PREFIX,
     LossOfOutput,
     StepResults,
     call_model_on_batch,
@@ -31,7 +31,7 @@ from ..recipes._training_step import (
     list_named_outputs,
     make_loss_function,
     run_float32_step,
-    seed_random_state,
+    use_fixed_random_state,
 )
 from ..scaled import ScaledTensor
 
@@ -71,12 +71,14 @@ def run_short_training(
     seen = observe(model, optimizer, interval=1, scaler=scaler)
     with emulate_recipe(recipe, model) as under, seen:
         while len(losses) < steps and skipped < MAX_SKIPPED_STEPS:
-            with seed_random_state():
+            with use_fixed_random_state():
                 output = call_model_on_batch(model, batch)
                 loss = under(loss_of)(output)
                 check_loss(loss)
                 outputs = list_named_outputs(output)
-                new_norms = _record_loss_term_norms(outputs.values()) if recipe == recipes.get("fp32") else []
+                new_norms = (
+                    _collect_loss_term_norms_in_backward(outputs.values()) if recipe == recipes.get("fp32") else []
+                )
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -100,7 +102,7 @@ def run_short_training(
     return ShortTraining(losses, norms, first_results, seen.findings, skipped, seen.record.unseen)
 
 
-def _record_loss_term_norms(outputs: Iterable[Tensor]) -> list[float]:
+def _collect_loss_term_norms_in_backward(outputs: Iterable[Tensor]) -> list[float]:
     """Return a list that backward fills with norms of x dL/dx, whose terms may cancel in L, unlike errors of x."""
     norms: list[float] = []
     for x in outputs:
@@ -122,12 +124,12 @@ TOLERANCE_IN_EPS = 32
 MIN_TOLERANCE = 1e-4
 MAX_TOLERANCE = 0.5
 # How much farther than its twin, a float32 run from a start that differs by 1e-7, a run may be for that reason alone.
-TWIN_DIFFERENCE_FACTOR = 4
+ALLOWED_MULTIPLE_OF_TWIN_DIFFERENCE = 4
 # A gradient that is 0 but for rounding is measured beside the others: by this share of their root mean square.
 GRADIENT_NORM_FLOOR = 0.1
 # Losses that are small differences are measured beside their terms: by a share that makes an allowance of 32 eps
 # one of 4 eps of the terms.
-LOSS_FLOOR_SHARE = 0.125
+LOSS_DIFFERENCE_FLOOR_SHARE = 0.125
 _MAX_SHOWN_DIFFERENCES = 8
 
 
@@ -280,7 +282,7 @@ def assert_precision_ok(
     tolerance = compute_default_tolerance(recipe) if tolerance is None else float(tolerance)
     loss_of = make_loss_function(loss, seed)
     hyper = {"lr": lr, **hyper}
-    with torch.inference_mode(False), torch.enable_grad(), seed_random_state(), forbid_model_changes(model):
+    with torch.inference_mode(False), torch.enable_grad(), use_fixed_random_state(), forbid_model_changes(model):
         run_float32_step(model, batch, loss_of)
         plain, twin, narrow = (
             run_short_training(copy_model(model), batch, one, loss_of, rule, hyper, steps, seed)
@@ -311,7 +313,7 @@ def compute_default_tolerance(recipe: Recipe) -> float:
     names = [recipe.emulate, recipe.gradient_format, recipe.payload, recipe.param_dtype]
     if recipe.matmul == "fp8":
         names.append("e5m2")
-    spacing = max((formats.get(find_dtype(name) or name).eps for name in names if name), default=0.0)
+    spacing = max((formats.get(find_torch_dtype(name) or name).eps for name in names if name), default=0.0)
     if recipe.components:
         spacing = spacing**recipe.components
     return min(MAX_TOLERANCE, max(MIN_TOLERANCE, TOLERANCE_IN_EPS * spacing))
@@ -322,19 +324,23 @@ def _list_differences_from_float32(
 ) -> list[DifferenceFromFloat32]:
     """Return the differences of a run from float32's, the one that is farthest beyond its allowance first."""
     losses = (torch.tensor(run.losses, dtype=torch.float64, device="cpu") for run in (plain, twin, narrow))
-    floor = LOSS_FLOOR_SHARE * math.hypot(*plain.loss_term_norms)
+    floor = LOSS_DIFFERENCE_FLOOR_SHARE * math.hypot(*plain.loss_term_norms)
     rows: list[tuple[Any, ...]] = [(f"losses of {len(plain.losses)} steps", *losses, floor)]
-    gradients = [x for name, x in plain.results.items() if name.startswith(GRADIENT_PREFIX)]
+    gradients = [x for name, x in plain.results.items() if name.startswith(GRADIENT_RESULT_PREFIX)]
     elements = sum(x.numel() for x in gradients)
     typical = math.sqrt(sum(float(x.square().sum()) for x in gradients) / max(1, elements))
     for name, wanted in plain.results.items():
-        floor = GRADIENT_NORM_FLOOR * typical * math.sqrt(wanted.numel()) if name.startswith(GRADIENT_PREFIX) else 0.0
+        floor = (
+            GRADIENT_NORM_FLOOR * typical * math.sqrt(wanted.numel())
+            if name.startswith(GRADIENT_RESULT_PREFIX)
+            else 0.0
+        )
         rows.append((name, wanted, twin.results[name], narrow.results.get(name), floor))
     found = [
         DifferenceFromFloat32(
             name,
             _compute_relative_difference(wanted, mine, floor),
-            tolerance + TWIN_DIFFERENCE_FACTOR * _compute_relative_difference(wanted, other, floor),
+            tolerance + ALLOWED_MULTIPLE_OF_TWIN_DIFFERENCE * _compute_relative_difference(wanted, other, floor),
         )
         for name, wanted, other, mine, floor in rows
     ]

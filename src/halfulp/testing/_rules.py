@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels._plain_memory import is_floating
 from ..scaled import ScaledTensor
 
-_LARGEST_SCALE_EXPONENT = 16
+_LARGEST_TRIED_SCALE_EXPONENT = 16
 
 
 class RuleError(AssertionError):
@@ -82,7 +82,7 @@ def check_rule(
             drawn: list[int] = []
 
             def exponent(chance: random.Random = chance, drawn: list[int] = drawn) -> int:
-                drawn.append(chance.randint(-_LARGEST_SCALE_EXPONENT, _LARGEST_SCALE_EXPONENT))
+                drawn.append(chance.randint(-_LARGEST_TRIED_SCALE_EXPONENT, _LARGEST_TRIED_SCALE_EXPONENT))
                 return drawn[-1]
 
             found = _run_operator(operator, arguments, number, gradients, exponent)

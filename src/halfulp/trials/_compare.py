@@ -53,5 +53,5 @@ def compare(
     """
     trials = plan_trials(task, recipes, seeds, steps, data)
     with open_training_run(out, workers, listen, resume, overwrite) as run:
-        run.train_missing(trials)
+        run.train_trials_without_result(trials)
     return run.make_evidence()

@@ -25,19 +25,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import __version__, optim, recipes
 from .._extensions import load_inherited_extensions
 from ..environment import count_cores, describe_processor
-from ..observation.scripts import ScriptEnding, find_model, listen_to_backward_losses, run_script
+from ..observation.scripts import ScriptEnding, find_module_of_parameters, listen_to_backward_losses, run_script
 from ..recipes import Recipe
-from ..recipes._optimizer import choose_state_dtype, split_groups_by_update
+from ..recipes._optimizer import choose_optimizer_state_dtype, split_groups_by_update
 from ._defaults import REFERENCE_RECIPE, TWIN_RECIPE
 from .evidence._evidence import Evidence
 from .evidence._row import Row
-from .running._pool import describe_exit
+from .running._pool import describe_exit_code
 from .tasks._task import replace_nonfinite_by_none
 
 REPLACED_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 # What chooses an implementation in torch, and no other training.
-_KERNEL_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
-_WHAT_IS_REPLACED = "recipes replace one optimizer, torch.optim's SGD, Adam or AdamW, and no subclasses of them"
+_TORCH_IMPLEMENTATION_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+_REPLACED_OPTIMIZERS_HINT = "recipes replace one optimizer, torch.optim's SGD, Adam or AdamW, and no subclasses of them"
 
 
 class RecipeRefusal(BaseException):
@@ -45,7 +45,7 @@ class RecipeRefusal(BaseException):
 
 
 @dataclass
-class Substitution:
+class SubstitutedOptimizer:
     """The optimizer made for a script's model, which it does not keep alive, and the steps of all optimizers."""
 
     optimizer: Callable[[], Any] | None = None
@@ -55,7 +55,7 @@ class Substitution:
         """Count a step of an optimizer (a step hook); refuse one that no recipe replaces."""
         kind = type(optimizer)
         if kind not in REPLACED_OPTIMIZERS and kind.__module__.partition(".")[0] != "halfulp":
-            raise RecipeRefusal(f"it trains by {kind.__name__}; {_WHAT_IS_REPLACED}")
+            raise RecipeRefusal(f"it trains by {kind.__name__}; {_REPLACED_OPTIMIZERS_HINT}")
         self.step_count += 1
 
     def bytes_per_parameter(self) -> float | None:
@@ -65,7 +65,7 @@ class Substitution:
 
 
 @contextlib.contextmanager
-def substitute_optimizers(recipe: Recipe) -> Iterator[Substitution]:
+def substitute_optimizers(recipe: Recipe) -> Iterator[SubstitutedOptimizer]:
     """Give whoever makes torch.optim's SGD, Adam or AdamW a converted model and the recipe's optimizer.
 
     Recipes that scale or round gradients or emulate a format, by objects that the script has to use, are refused.
@@ -76,9 +76,9 @@ def substitute_optimizers(recipe: Recipe) -> Iterator[Substitution]:
             "optimizer of hu.optim with format="
         )
     inits: dict[Any, Any] = {kind: kind.__init__ for kind in REPLACED_OPTIMIZERS}
-    done = Substitution()
+    done = SubstitutedOptimizer()
     for kind in inits:
-        kind.__init__ = _make_converting_init(kind, recipe, done)
+        kind.__init__ = _make_optimizer_init_that_converts(kind, recipe, done)
     counting = register_optimizer_step_post_hook(done.count_step)
     try:
         yield done
@@ -88,7 +88,7 @@ def substitute_optimizers(recipe: Recipe) -> Iterator[Substitution]:
             kind.__init__ = init
 
 
-def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
+def _make_optimizer_init_that_converts(kind: Any, recipe: Recipe, done: SubstitutedOptimizer) -> Any:
     """Return a constructor that converts the model first; a narrow recipe's optimizer becomes halfulp's on the way.
 
     The constructor is replaced, and not the class, which a script may have imported before; subclasses stay theirs.
@@ -101,10 +101,10 @@ def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
             init(optimizer, *args, **options)
             return
         if done.optimizer is not None:
-            raise RecipeRefusal(f"it makes several optimizers; {_WHAT_IS_REPLACED}")
+            raise RecipeRefusal(f"it makes several optimizers; {_REPLACED_OPTIMIZERS_HINT}")
         given = dict(inspect.signature(init).bind(optimizer, *args, **options).arguments)
         groups = _list_param_groups(given.pop("params"))
-        model = find_model(parameter for group in groups for parameter in group["params"])
+        model = find_module_of_parameters(parameter for group in groups for parameter in group["params"])
         if model is None:
             raise RecipeRefusal("no module holds the optimizer's parameters, so that there is no model to convert")
         given.pop("self")
@@ -118,8 +118,8 @@ def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
                     for group in groups
                     for part in split_groups_by_update(recipe, model, [(names[id(p)], p) for p in group["params"]])
                 ]
-                given = {key: value for key, value in given.items() if key not in _KERNEL_OPTIONS}
-                given["state_dtype"] = choose_state_dtype(recipe, own, given)
+                given = {key: value for key, value in given.items() if key not in _TORCH_IMPLEMENTATION_OPTIONS}
+                given["state_dtype"] = choose_optimizer_state_dtype(recipe, own, given)
                 own.__init__(optimizer, groups, **given)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise RecipeRefusal(" ".join(str(error).split())) from error
@@ -143,12 +143,12 @@ def _list_param_groups(params: Any) -> list[dict[str, Any]]:
 
 
 # The loss is the mean over this share of the backward passes at the end.
-_FINAL_SHARE = 0.1
+_SHARE_OF_LAST_LOSSES = 0.1
 # A recipe counts as different beyond so many times what the twin differs by, and this share of float32's loss.
 _TWIN_GAP_FACTOR = 2.0
 GAP_TOLERANCE = 0.01
 # Curves are means over as many stretches.
-_CURVE_POINTS = 200
+_MOST_CURVE_POINTS = 200
 _NOTES = (
     "One run for each recipe, with the script's own seeds.",
     f"The loss is what backward passes began with, without a scaler's factor, as the mean over the last tenth. A gap "
@@ -173,14 +173,14 @@ class ScriptRun:
     failure: str | None = None
     bytes_per_parameter: float | None = None
 
-    def compute_loss(self) -> float:
+    def compute_final_mean_loss(self) -> float:
         """Return the mean over the last losses."""
-        count = max(1, math.ceil(_FINAL_SHARE * len(self.losses)))
+        count = max(1, math.ceil(_SHARE_OF_LAST_LOSSES * len(self.losses)))
         return sum(self.losses[-count:]) / count
 
-    def compute_curve(self) -> list[list[float]]:
+    def compute_loss_curve(self) -> list[list[float]]:
         """Return the loss curve, [backward passes so far, mean loss since the point before], where it is finite."""
-        width = max(1, math.ceil(len(self.losses) / _CURVE_POINTS))
+        width = max(1, math.ceil(len(self.losses) / _MOST_CURVE_POINTS))
         parts = [(k, self.losses[k : k + width]) for k in range(0, len(self.losses), width)]
         points = [[float(k + len(part)), sum(part) / len(part)] for k, part in parts]
         return [point for point in points if math.isfinite(point[1])]
@@ -191,7 +191,7 @@ def run_worker() -> None:
     load_inherited_extensions()
     recipe, result, script, *arguments = sys.argv[1:]
     losses: list[float] = []
-    done = Substitution()
+    done = SubstitutedOptimizer()
 
     def write(ending: ScriptEnding) -> None:
         why = None
@@ -200,7 +200,7 @@ def run_worker() -> None:
         elif not losses:
             why = "called no backward of a loss"
         elif done.optimizer is None:
-            why = f"made no optimizer to replace; {_WHAT_IS_REPLACED}"
+            why = f"made no optimizer to replace; {_REPLACED_OPTIMIZERS_HINT}"
         elif not done.step_count:
             why = "never stepped its optimizer"
         write_run(ScriptRun(losses, done.step_count, why, None if why else done.bytes_per_parameter()))
@@ -241,9 +241,9 @@ class ScriptEvidence(Evidence):
         return list(found.values())
 
 
-def _make_record(name: str, run: ScriptRun) -> dict[str, Any]:
+def _make_trial_record(name: str, run: ScriptRun) -> dict[str, Any]:
     """Return a run as the trial of a comparison."""
-    unknown, loss = {"loss": None, "accuracy": None}, replace_nonfinite_by_none(run.compute_loss())
+    unknown, loss = {"loss": None, "accuracy": None}, replace_nonfinite_by_none(run.compute_final_mean_loss())
     task = {"name": "script", "title": "a training script of one's own", "rule": "the script's own", "hyper": {}}
     task |= {"batch": "the script's own", "judged_by": "train_loss", "target": ""}
     versions = {"halfulp": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -251,7 +251,7 @@ def _make_record(name: str, run: ScriptRun) -> dict[str, Any]:
     return {
         "settings": {**settings, "steps": run.steps, "versions": versions},
         "result": {
-            "curve": run.compute_curve(),
+            "curve": run.compute_loss_curve(),
             "float32": {"train": {"loss": loss, "accuracy": None}, "validation": unknown},
             "bytes_per_parameter": run.bytes_per_parameter,
             **dict.fromkeys(("step_ms", "cancelled", "realised", "diverged_at")),
@@ -284,20 +284,20 @@ def compare_script(
     runs: dict[str, ScriptRun] = {}
     start = time.monotonic()
     for name in dict.fromkeys([REFERENCE_RECIPE, TWIN_RECIPE, *names]):
-        run = runs[name] = _run_script_under(script, arguments, name)
+        run = runs[name] = _run_script_under_recipe(script, arguments, name)
         if name == REFERENCE_RECIPE and run.failure:
             raise ValueError(f"the script cannot be compared under recipes: fp32 {run.failure}")
-        listen(name, run.failure or f"loss {run.compute_loss():.4g} after {run.steps:,} steps")
+        listen(name, run.failure or f"loss {run.compute_final_mean_loss():.4g} after {run.steps:,} steps")
     facts = {
         "notes": _NOTES,
         "refused": [{"recipe": name, "why": run.failure} for name, run in runs.items() if run.failure],
         **{"workers": 1, "cores": count_cores(), "seconds": round(time.monotonic() - start, 1)},
         **{"trained": len(runs), "reused": 0, "processor": describe_processor()},
     }
-    return ScriptEvidence(tuple(_make_record(name, run) for name, run in runs.items() if not run.failure), facts)
+    return ScriptEvidence(tuple(_make_trial_record(name, run) for name, run in runs.items() if not run.failure), facts)
 
 
-def _run_script_under(script: str, arguments: Sequence[str], recipe: str) -> ScriptRun:
+def _run_script_under_recipe(script: str, arguments: Sequence[str], recipe: str) -> ScriptRun:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         code = f"from {__name__} import run_worker; run_worker()"
@@ -305,4 +305,4 @@ def _run_script_under(script: str, arguments: Sequence[str], recipe: str) -> Scr
         ended = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
         if result.exists() and ended >= 0:
             return ScriptRun(**json.loads(result.read_text(encoding="utf-8")))
-    return ScriptRun(failure=describe_exit(ended))
+    return ScriptRun(failure=describe_exit_code(ended))

@@ -43,7 +43,7 @@ class Candidate:
     gap: float | None = None
 
 
-def count_bytes(task: Task, model: nn.Module, recipe: Recipe) -> float:
+def count_bytes_per_parameter(task: Task, model: nn.Module, recipe: Recipe) -> float:
     """Return the bytes per parameter of a recipe as the optimizer that goes with it counts them.
 
     A recipe that does not go with the model or the optimizer is a ValueError.
@@ -57,12 +57,14 @@ def list_candidates(task: Task, model: nn.Module) -> list[Candidate]:
     by_cost: dict[tuple[float, str], Candidate] = {}
     for name in ("bf16", "bf16-stochastic", "bf16-split8", "bf16-kahan", "bf16-split"):
         base = catalog.get(name)
-        for state in dict.fromkeys([base.state_dtype, *_STATE_SUFFIXES]):
+        for state in dict.fromkeys([base.state_dtype, *_NAME_SUFFIX_BY_STATE_DTYPE]):
             recipe, words = base, f"{name} with states in {state or 'bfloat16'}"
             if state != base.state_dtype:
-                recipe = base.replace(state_dtype=state, name=f"{name}{_STATE_SUFFIXES[state]}", description=words)
+                recipe = base.replace(
+                    state_dtype=state, name=f"{name}{_NAME_SUFFIX_BY_STATE_DTYPE[state]}", description=words
+                )
             try:
-                found = Candidate(recipe, count_bytes(task, model, recipe))
+                found = Candidate(recipe, count_bytes_per_parameter(task, model, recipe))
             except ValueError:
                 continue  # an optimizer of one's own may have no states of 8 bits
             # Where an optimizer has no states, their dtype makes no difference.
@@ -70,12 +72,12 @@ def list_candidates(task: Task, model: nn.Module) -> list[Candidate]:
     return sorted(by_cost.values(), key=attrgetter("bytes_per_parameter"))
 
 
-_STATE_SUFFIXES: dict[str | None, str] = {None: "-state16", "8bit": "-state8", "float32": "-state32"}
+_NAME_SUFFIX_BY_STATE_DTYPE: dict[str | None, str] = {None: "-state16", "8bit": "-state8", "float32": "-state32"}
 # A first seed that lies so many times the tolerance above float32 needs no further seeds.
 _CLEAR_GAP_FACTOR = 3.0
 
 
-def _try_candidate(
+def _train_and_judge_candidate(
     candidate: Candidate, task: Task, seeds: Sequence[int], steps: int, tolerance: float | None, run: TrainingRun
 ) -> Candidate:
     """Train a candidate, from one seed first; return it with its outcome.
@@ -84,7 +86,7 @@ def _try_candidate(
     recipes: it must not depend on how many were tried before.
     """
     for part in (seeds[:1], seeds):
-        run.train_missing([Trial(task, candidate.recipe, seed, steps) for seed in part])
+        run.train_trials_without_result([Trial(task, candidate.recipe, seed, steps) for seed in part])
         evidence = run.make_evidence()
         row, reference = (evidence.row(task.name, name) for name in (candidate.recipe.name, REFERENCE_RECIPE))
         if row.diverged or row.gap is None:
@@ -222,11 +224,15 @@ def tune(
     if len(numbers) < 3:
         raise ValueError(f"a verdict needs three seeds, got {len(numbers)}: give seeds=3 or more")
     model = kind.model(kind.load(), numbers[0])
-    best = reference = Candidate(controls[0], count_bytes(kind, model, controls[0]), "holds", "the reference", 0.0)
-    candidates = [Candidate(one, count_bytes(kind, model, one)) for one in given] or list_candidates(kind, model)
+    best = reference = Candidate(
+        controls[0], count_bytes_per_parameter(kind, model, controls[0]), "holds", "the reference", 0.0
+    )
+    candidates = [Candidate(one, count_bytes_per_parameter(kind, model, one)) for one in given] or list_candidates(
+        kind, model
+    )
     considered = [reference]
     with open_training_run(out, workers, listen, resume, overwrite) as run:
-        run.train_missing([Trial(kind, one, seed, length) for seed in numbers for one in controls])
+        run.train_trials_without_result([Trial(kind, one, seed, length) for seed in numbers for one in controls])
         if diverged := run.make_evidence().row(kind.name, REFERENCE_RECIPE).diverged:
             raise ValueError(
                 f"task {kind.name!r} diverges in float32 from {diverged} of {len(numbers)} seeds: "
@@ -236,7 +242,7 @@ def tune(
             if best is not reference:
                 tried = dataclasses.replace(candidate, why=f"{best.recipe.name} holds at fewer bytes")
             else:
-                tried = _try_candidate(candidate, kind, numbers, length, tolerance, run)
+                tried = _train_and_judge_candidate(candidate, kind, numbers, length, tolerance, run)
                 best = tried if tried.outcome == "holds" else best
             considered.append(tried)
     considered.sort(key=attrgetter("bytes_per_parameter"))

@@ -9,9 +9,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import halfulp as hu
-from halfulp.gradients._compiled_backend import make_backend
+from halfulp.gradients._compiled_backend import make_torch_compile_backend
 from halfulp.gradients._policy import get_policy
-from halfulp.gradients._site import GLOBAL_KEY, Sites
+from halfulp.gradients._site import GLOBAL_SITE_KEY, Sites
 from halfulp.gradients.eager._attach import attach_scaler
 from halfulp.gradients.eager._backward import Backward
 from halfulp.kernels import same_bits
@@ -52,7 +52,7 @@ def _watched(model: nn.Module, exponent: int = 0) -> Backward:
 
 
 def _compiled(model: nn.Module, backward: Backward, name: str = "aot_eager", **given):
-    return torch.compile(model, backend=make_backend(backward, name), **given)
+    return torch.compile(model, backend=make_torch_compile_backend(backward, name), **given)
 
 
 def _backpropagate(loss: torch.Tensor, model: nn.Module, backward: Backward | None = None) -> dict:
@@ -155,14 +155,14 @@ def test_sites_have_the_keys_of_the_eager_front_end_and_are_reached_from_the_los
 
 
 def test_a_module_that_is_called_global_has_the_global_exponent(seed):
-    model, x = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("first", GLOBAL_KEY, "last")}), torch.randn(4, 6)
-    model.forward = lambda x: model["last"](model[GLOBAL_KEY](model["first"](x)).relu())
+    model, x = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("first", GLOBAL_SITE_KEY, "last")}), torch.randn(4, 6)
+    model.forward = lambda x: model["last"](model[GLOBAL_SITE_KEY](model["first"](x)).relu())
     expected = _backpropagate(model(x).square().sum(), model)
     backward = _watched(model)
     run = _compiled(model, backward)
     _shuffle(backward)
     assert _same(_backpropagate(run(x).square().sum(), model, backward), expected)
-    assert [site.key for site in backward.sites] == [GLOBAL_KEY, "first", "last"]
+    assert [site.key for site in backward.sites] == [GLOBAL_SITE_KEY, "first", "last"]
 
 
 class Adapted(nn.Module):
@@ -185,7 +185,7 @@ def test_a_product_with_a_frozen_parameter_has_the_key_of_the_eager_front_end(se
         run = _compiled(model, backward) if compiled else model
         _backpropagate(run(torch.randn(2, 6)).square().sum(), model, backward)
         keys.append([site.key for site in backward.sites])
-    assert keys[0] == keys[1] == [GLOBAL_KEY, "first", "linear", "last"]
+    assert keys[0] == keys[1] == [GLOBAL_SITE_KEY, "first", "linear", "last"]
 
 
 def test_inductor_keeps_no_graph_in_its_caches(seed):
@@ -298,9 +298,9 @@ def test_readings_are_those_of_the_eager_front_end(seed):
         backward.measuring = False
         _backpropagate(run(x).square().sum(), model, backward)
         backward.measuring = True
-        backward.measurements.read_all([])
+        backward.measurements.read_flags_and_measurements([])
         _backpropagate(run(x).square().sum(), model, backward)
-        rows = backward.measurements.read_all([])[1]
+        rows = backward.measurements.read_flags_and_measurements([])[1]
         read.append({(one.site.key, one.kind): one.reading for one in rows if one.reading.elements > 16})
         del model.forward
     kinds = {(key, kind) for key in ("0", "2", "4") for kind in ("passed", "weight")} - {("0", "passed")}
@@ -317,7 +317,7 @@ def test_nothing_is_measured_unless_asked(seed):
         backward.measuring = measuring
         _backpropagate(compiled(torch.randn(5, 6)).sum(), model, backward)
         assert bool(backward.measurements.unread) is measuring
-    backward.measurements.read_all([])
+    backward.measurements.read_flags_and_measurements([])
     compiled(torch.randn(5, 6)).sum().backward()
     assert not backward.measurements.unread
 
@@ -355,7 +355,7 @@ def test_a_model_compiled_by_the_backend_of_another_scaler_is_refused(seed):
     model, other = _mlp(), Backward(Sites(0), get_policy("amax"), None, Nearest())
     _watched(model)
     with pytest.raises(ValueError, match="of the same scaler"):
-        torch.compile(model, backend=make_backend(other, "aot_eager"))(torch.randn(5, 6))
+        torch.compile(model, backend=make_torch_compile_backend(other, "aot_eager"))(torch.randn(5, 6))
 
 
 def test_a_model_that_is_evaluated_may_be_compiled_by_any(seed):
@@ -439,14 +439,14 @@ def test_input_gradients_are_at_the_global_exponent(seed):
     for _ in range(3):
         x.grad = None
         _backpropagate(compiled(x).square().sum(), model, backward)
-        assert torch.equal(x.grad * 2.0 ** -backward.sites[GLOBAL_KEY].exponent, expected)
+        assert torch.equal(x.grad * 2.0 ** -backward.sites[GLOBAL_SITE_KEY].exponent, expected)
         _shuffle(backward)
 
 
 def test_names_of_backends(seed):
     backward = Backward(Sites(0), get_policy("amax"), None, Nearest())
     with pytest.raises(ValueError, match="one of inductor, aot_eager, got 'eager'"):
-        make_backend(backward, "eager")
+        make_torch_compile_backend(backward, "eager")
 
 
 def test_a_model_is_compiled_by_the_scalers_backend_alone(seed):

@@ -8,7 +8,7 @@ import torch._inductor.inductor_prims  # which defines prims.fma
 
 from halfulp._torch_floor import is_older
 from halfulp.gradients import _compiled_placement
-from halfulp.gradients._compiled_placement import _FACTOR_PLACES, classify_gradient_use
+from halfulp.gradients._compiled_placement import _FACTOR_POSITIONS_BY_PRODUCT, classify_gradient_use
 
 aten = torch.ops.aten
 # All matrix products of two dimensions and more, and the shapes of their arguments; what is added comes first.
@@ -29,13 +29,13 @@ SHAPES = {
 @pytest.mark.parametrize(
     "table",
     [
-        "_LINEAR_MOVE_NAMES",
-        "_VIEW_NAMES",
-        "_SHAPE_ONLY_NAMES",
-        "_CAST_NAMES",
-        "_FILL_VALUE_PLACES",
-        "_FACTOR_PLACES",
-        "_MULTIPLY_ADD_PLACES",
+        "_LINEAR_OPERATOR_NAMES",
+        "_VIEW_OPERATOR_NAMES",
+        "_SHAPE_READING_OPERATOR_NAMES",
+        "_CAST_OPERATOR_NAMES",
+        "_FILL_VALUE_POSITIONS_BY_OPERATOR",
+        "_FACTOR_POSITIONS_BY_PRODUCT",
+        "_FACTOR_POSITIONS_BY_MULTIPLY_ADD",
     ],
 )
 def test_functions_that_are_known_by_name_are_torchs(table):
@@ -59,7 +59,7 @@ def _node(name: str, shapes: tuple, space: Any = aten) -> tuple[torch.fx.Node, l
 
 
 def test_every_matrix_product_is_in_the_table():
-    assert _FACTOR_PLACES.keys() == SHAPES.keys()
+    assert _FACTOR_POSITIONS_BY_PRODUCT.keys() == SHAPES.keys()
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -70,7 +70,7 @@ def test_a_product_is_linear_in_the_factors_at_its_places(name, seed):
     def of(*given):
         return operator(*given)
 
-    for place in _FACTOR_PLACES[name]:
+    for place in _FACTOR_POSITIONS_BY_PRODUCT[name]:
         zero, twice = list(values), list(values)
         zero[place], twice[place] = torch.zeros_like(values[place]), 2 * values[place]
         rest = of(*zero)

@@ -16,7 +16,7 @@ from torch.overrides import _get_current_function_mode_stack, handle_torch_funct
 from torch.utils.checkpoint import checkpoint
 
 import halfulp as hu
-from halfulp.gradients.eager._backward import thread_state
+from halfulp.gradients.eager._backward import thread_region_state
 from halfulp.kernels import same_bits
 
 from ..exponents import (
@@ -35,7 +35,7 @@ from ..exponents import (
 
 
 def assert_nothing_is_left():
-    assert thread_state.region is None
+    assert thread_region_state.region is None
     assert _get_current_function_mode_stack() == []
     assert "apply" not in vars(_SingleLevelFunction)
 

@@ -8,7 +8,7 @@ import torch
 import halfulp as hu
 from halfulp.gradients.eager import _attach, _replay
 from halfulp.gradients.eager._attach import WatchedForward
-from halfulp.gradients.eager._replay import walk_graph
+from halfulp.gradients.eager._replay import compute_graph_shape_and_nodes
 
 from ...samples import drawn
 from ..exponents import ALL, WIDTH, assert_same, batch, case_of, clear, gradients, mean_square, plainly, scramble
@@ -359,9 +359,9 @@ def test_a_walk_tells_nodes_of_before_from_those_of_now():
     inner = w.tanh()
     begun = torch._C._autograd._get_sequence_nr()
     old, new = inner.exp(), w.tanh().exp()
-    shapes = [walk_graph([(x.grad_fn, 0)], begun, frozenset())[0] for x in (old, new)]
+    shapes = [compute_graph_shape_and_nodes([(x.grad_fn, 0)], begun, frozenset())[0] for x in (old, new)]
     assert shapes[0] != shapes[1]
-    assert walk_graph([(old.grad_fn, 0)], 0, frozenset([inner.grad_fn]))[0] == shapes[0]
+    assert compute_graph_shape_and_nodes([(old.grad_fn, 0)], 0, frozenset([inner.grad_fn]))[0] == shapes[0]
 
 
 class Remembers(torch.nn.Module):

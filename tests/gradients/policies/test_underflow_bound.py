@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from halfulp.formats import fp16
 from halfulp.gradients import AbsRange, ElementWise, UnderflowBound
 from halfulp.gradients import _underflow_bound as rules
-from halfulp.gradients._functions import Operands
+from halfulp.gradients._functions import BackwardProductOperands
 
 # The constants of the papers' code for fp16: u_min is about 2^-24.
 U = {"u_min": 6e-8, "u_max": 65504.0}
@@ -32,13 +32,13 @@ def random_moments():
     low, high = sorted((torch.randn(2, dtype=torch.float64) * 2.0 ** int(torch.randint(-40, 10, ()))).tolist())
     mean, std = low + (high - low) * float(torch.rand(())), (high - low) * float(torch.rand(()))
     amax = max(abs(low), abs(high))
-    return rules.TensorMoments(mean, std, amax, amax * float(torch.rand(())) + 1e-18, True)
+    return rules.OperandStats(mean, std, amax, amax * float(torch.rand(())) + 1e-18, True)
 
 
 def bounds(policy, g, w, fan, u_min, u_max):
     """The bounds of a policy for a format of these limits."""
     format = types.SimpleNamespace(smallest_subnormal=u_min, max=u_max)
-    (found,) = policy.list_bounds(Operands(g, w, fan), format)
+    (found,) = policy.list_bounds_by_each_rule(BackwardProductOperands(g, w, fan), format)
     return found
 
 
@@ -82,13 +82,13 @@ def test_moments_of_any_size(dtype, power, seed):
     x = x.to(dtype)
     wide = x.double()
     if not wide.isfinite().all():
-        assert not rules.TensorMoments.measure(x).finite
+        assert not rules.OperandStats.measure(x).finite
         return
     numbers = wide.flatten().tolist()
     exact = [Fraction(number) for number in numbers]
     mean = sum(exact) / len(exact)
     variance = sum((number - mean) ** 2 for number in exact) / len(exact)
-    found, amax = rules.TensorMoments.measure(x), max(map(abs, numbers))
+    found, amax = rules.OperandStats.measure(x), max(map(abs, numbers))
     rounding = 1e-13 if dtype == torch.float64 else 1e-5
     assert found.finite
     assert abs(found.mean - mean) <= rounding * amax
@@ -100,31 +100,31 @@ def test_moments_of_any_size(dtype, power, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_moments_at_the_edges(dtype):
-    assert rules.TensorMoments.measure(torch.empty(0, 3, dtype=dtype)) == rules.TensorMoments(0, 0, 0, 0, True)
-    assert rules.TensorMoments.measure(torch.zeros(7, dtype=dtype)) == rules.TensorMoments(0, 0, 0, 0, True)
-    assert rules.TensorMoments.measure(-torch.zeros((), dtype=dtype)) == rules.TensorMoments(0, 0, 0, 0, True)
+    assert rules.OperandStats.measure(torch.empty(0, 3, dtype=dtype)) == rules.OperandStats(0, 0, 0, 0, True)
+    assert rules.OperandStats.measure(torch.zeros(7, dtype=dtype)) == rules.OperandStats(0, 0, 0, 0, True)
+    assert rules.OperandStats.measure(-torch.zeros((), dtype=dtype)) == rules.OperandStats(0, 0, 0, 0, True)
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    one = rules.TensorMoments.measure(torch.tensor(-smallest, dtype=dtype))
-    assert one == rules.TensorMoments(-smallest, 0, smallest, smallest, True)
+    one = rules.OperandStats.measure(torch.tensor(-smallest, dtype=dtype))
+    assert one == rules.OperandStats(-smallest, 0, smallest, smallest, True)
     tenth = torch.full((1001,), 0.1, dtype=dtype)
-    assert rules.TensorMoments.measure(tenth).std == 0
-    assert rules.TensorMoments.measure(tenth).mean == pytest.approx(tenth[0].item(), rel=1e-6)
+    assert rules.OperandStats.measure(tenth).std == 0
+    assert rules.OperandStats.measure(tenth).mean == pytest.approx(tenth[0].item(), rel=1e-6)
     for bad in (math.nan, math.inf, -math.inf):
         x = torch.tensor([1.0, bad, 0.0], dtype=dtype)
-        assert not rules.TensorMoments.measure(x).finite
+        assert not rules.OperandStats.measure(x).finite
 
 
 def test_equal_numbers_have_no_std_where_a_mean_is_a_sum_times_the_inverse_count(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "mean", lambda x: x.sum() * (1 / torch.tensor(float(x.numel()))))
     assert torch.ones(41).mean() != 1
-    assert rules.TensorMoments.measure(torch.full((41,), 0.1)).std == 0
+    assert rules.OperandStats.measure(torch.full((41,), 0.1)).std == 0
 
 
 def test_moments_are_copied_once_and_leave_no_graph(seed):
     x = torch.randn(20, requires_grad=True)
     saved = []
     with Watch() as watch, torch.autograd.graph.saved_tensors_hooks(saved.append, lambda kept: kept):
-        found = (rules.TensorMoments.measure(x),)
+        found = (rules.OperandStats.measure(x),)
     assert (watch.reads, saved) == (0, [])
     assert all(type(number) in (float, int, bool) for moments in found for number in vars(moments).values())
 
@@ -152,7 +152,7 @@ def test_abs_range_is_the_formula(seed):
         for _ in range(10):
             g, w, fan = wild(9, 7, low=low, high=low + 8), wild(7, 5), int(torch.randint(1, 500, ()))
             a, b = ([mpmath.mpf(abs(n)) for n in x.flatten().tolist() if n] for x in (g, w))
-            least = max(min(a) * min(b), mpmath.mpf(rules.PAPER_FLOOR_OF_PRODUCT))
+            least = max(min(a) * min(b), mpmath.mpf(rules.PAPER_LEAST_PRODUCT_OF_MINIMA))
             wanted = least_and_most(U["u_min"] / (fan * least), U["u_max"] / (fan * max(a) * max(b)))
             found = abs_range(g, w, fan, **U)
             assert found.log2_alpha == pytest.approx(wanted, abs=NEAR)
@@ -204,7 +204,7 @@ def share_below(outputs, log2_alpha, expected):
 
 def test_gaussian_gradients_underflow_at_the_share(seed):
     g, share = torch.randn(200_000) * 1e-4, 0.02
-    alone = rules.underflow_bound(rules.TensorMoments.measure(g), share=share, **FREE)
+    alone = rules.underflow_bound(rules.OperandStats.measure(g), share=share, **FREE)
     assert abs(share_below(g, alone.log2_alpha, share)) < DEVIATIONS
 
 
@@ -213,7 +213,7 @@ def test_gaussian_sums_underflow_at_most_at_the_share(seed):
     g, w = torch.randn(40_000, fan) * 1e-4, torch.randn(40_000, fan) * 1e-2
     outputs = torch.einsum("ik,ik->i", g.double(), w.double())
     alpha = rules.underflow_bound(
-        rules.TensorMoments.measure(g), rules.TensorMoments.measure(w), fan, share=share, **FREE
+        rules.OperandStats.measure(g), rules.OperandStats.measure(w), fan, share=share, **FREE
     )
     assert share_below(outputs, alpha.log2_alpha, share) < DEVIATIONS
     # Without a ReLU no term is missing, so that the outputs are wider by the square root of 2; a sum of
@@ -224,14 +224,14 @@ def test_gaussian_sums_underflow_at_most_at_the_share(seed):
 
 def test_the_upper_bound_keeps_every_sum_finite(seed):
     g, w = torch.randn(50, 64) * 1e6, torch.randn(64, 30)
-    moments = rules.TensorMoments.measure(g), rules.TensorMoments.measure(w)
+    moments = rules.OperandStats.measure(g), rules.OperandStats.measure(w)
     for found in (
         rules.underflow_bound(*moments, 64, **U),
         abs_range(g, w, 64, **U),
         element_wise(g, w, 64, **U),
     ):
         assert found.log2_alpha < 0
-        worst = (g.double().abs() @ w.double().abs()).amax() * 2.0 ** rules.floor_to_exponent(found.log2_alpha)
+        worst = (g.double().abs() @ w.double().abs()).amax() * 2.0 ** rules.floor_log2_to_exponent(found.log2_alpha)
         assert worst <= fp16.max
 
 
@@ -242,25 +242,25 @@ def test_nothing_to_scale():
     zero, one = torch.zeros(3, 3), torch.ones(3, 3) * 1e-9
     for x in (zero, zero[:0], zero[:, :0]):
         for g, w in ((x, one), (one, x), (x, x)):
-            moments = rules.TensorMoments.measure(g), rules.TensorMoments.measure(w)
-            assert rules.underflow_bound(*moments, 3, **U) == rules.NO_BOUNDS
-            assert abs_range(g, w, 3, **U) == rules.NO_BOUNDS
-        assert rules.underflow_bound(rules.TensorMoments.measure(x), **U) == rules.NO_BOUNDS
-    assert rules.underflow_bound(rules.TensorMoments.measure(one), **U) == rules.NO_BOUNDS
+            moments = rules.OperandStats.measure(g), rules.OperandStats.measure(w)
+            assert rules.underflow_bound(*moments, 3, **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
+            assert abs_range(g, w, 3, **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
+        assert rules.underflow_bound(rules.OperandStats.measure(x), **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
+    assert rules.underflow_bound(rules.OperandStats.measure(one), **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
     left, right = torch.tensor([[1e-9, 0.0]]), torch.tensor([[0.0], [1.0]])
     for g, w in ((zero, one), (one, zero), (left, right), (zero[:0], one), (one, one[:, :0]), (zero[:, :0], zero[:0])):
-        assert element_wise(g, w, 2, **U) == rules.NO_BOUNDS
+        assert element_wise(g, w, 2, **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_gives_nan(bad):
     x, one = torch.tensor([[bad, 1.0], [0.0, 0.0]]), torch.ones(2, 2)
     for g, w in ((x, one), (one, x)):
-        moments = rules.TensorMoments.measure(g), rules.TensorMoments.measure(w)
+        moments = rules.OperandStats.measure(g), rules.OperandStats.measure(w)
         assert math.isnan(rules.underflow_bound(*moments, 2, **U).upper)
         assert math.isnan(abs_range(g, w, 2, **U).upper)
         assert math.isnan(element_wise(g, w, 2, **U).upper)
-    assert math.isnan(rules.underflow_bound(rules.TensorMoments.measure(x), **U).upper)
+    assert math.isnan(rules.underflow_bound(rules.OperandStats.measure(x), **U).upper)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +285,8 @@ def test_power_of_two_is_the_exact_floor(seed):
         if power % 2:  # here alpha is a power of two, and the logarithms are not exact
             g, w = mantissa * 2.0 ** (power % 30 - 50), 1.0
         tensors = (torch.tensor(number, dtype=torch.float64) for number in (g, w))
-        found = rules.floor_to_exponent(abs_range(*tensors, 1, u_min=u_min, u_max=u_max).log2_alpha)
+        found = rules.floor_log2_to_exponent(abs_range(*tensors, 1, u_min=u_min, u_max=u_max).log2_alpha)
         product = abs(Fraction(g) * Fraction(w))
-        lower = Fraction(u_min) / max(product, Fraction(rules.PAPER_FLOOR_OF_PRODUCT))
+        lower = Fraction(u_min) / max(product, Fraction(rules.PAPER_LEAST_PRODUCT_OF_MINIMA))
         alpha = min(max(lower, Fraction(1)), Fraction(u_max) / product)
         assert Fraction(2) ** found <= alpha < Fraction(2) ** (found + 1)

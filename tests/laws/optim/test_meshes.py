@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfulp._torch_versions import HAS_SOURCE_RANK
+from halfulp._torch_versions import HAS_SRC_DATA_RANK_ARGUMENT
 
 ON_MESHES = """
 import functools, gc, os, sys, warnings
@@ -98,6 +98,8 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(not HAS_SOURCE_RANK, reason="this torch cannot distribute a tensor that all processes have")
+@pytest.mark.skipif(
+    not HAS_SRC_DATA_RANK_ARGUMENT, reason="this torch cannot distribute a tensor that all processes have"
+)
 def test_meshes_step_save_and_load_as_one_process(in_processes):
     in_processes(ON_MESHES, 4, RANKS="4")  # any even number will do

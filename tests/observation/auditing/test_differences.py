@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfulp import formats
-from halfulp.observation.auditing._tensors import COMPARED_CHUNK_SIZE, TensorDifferences, count_differences
+from halfulp.observation.auditing._tensors import COMPARED_CHUNK_SIZE, TensorDifferences, add_difference_counts
 
 DTYPES = [
     torch.float64,
@@ -67,7 +67,7 @@ def special_values(dtype: torch.dtype) -> torch.Tensor:
 
 def measured(a: torch.Tensor, b: torch.Tensor):
     found = TensorDifferences()
-    count_differences(found, a, b)
+    add_difference_counts(found, a, b)
     return found
 
 
@@ -124,7 +124,7 @@ def test_parts_give_what_the_whole_gives(dtype):
     b[7], b[count - 1] = math.nan, math.inf
     whole, parts = measured(a, b), TensorDifferences()
     for x, y in zip(a.split(70_000), b.split(70_000), strict=True):
-        count_differences(parts, x, y)
+        add_difference_counts(parts, x, y)
     assert (whole.a, whole.b, whole.same, whole.finite) == (parts.a, parts.b, parts.same, parts.finite)
     assert torch.equal(whole.table, parts.table)
     assert whole.largest == parts.largest

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from halfulp.observation._finding import describe_cause, group_by_cause
+from halfulp.observation._finding import group_by_cause, make_cause_dict
 from halfulp.observation.findings import FINDING_KINDS
 
 from ..plants.registry import PLANTS
@@ -24,11 +24,11 @@ def test_a_plant_is_found_and_its_healthy_twin_is_silent(code, seed, needs_torch
             assert [finding.code for finding in loud][:1] == [code], list(map(str, loud))
             (first, *_) = group_by_cause(loud)
             assert first[0].code == code
-            assert not first[0].says or "{" not in re.sub(r"\{[\d,-]+\}", "", describe_cause(first)["headline"]), (
+            assert not first[0].says or "{" not in re.sub(r"\{[\d,-]+\}", "", make_cause_dict(first)["headline"]), (
                 "a place in the template"
             )
             last = first[0].where[0].removesuffix(".weight").removesuffix(".bias") if first[0].where else ""
-            assert re.sub(r"\d+.*", "", last) in describe_cause(first)["headline"], "the diagnosis names the layer"
+            assert re.sub(r"\d+.*", "", last) in make_cause_dict(first)["headline"], "the diagnosis names the layer"
         else:
             assert loud == [], list(map(str, loud))
 

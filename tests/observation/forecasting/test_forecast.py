@@ -10,10 +10,10 @@ from torch import nn
 import halfulp as hu
 from halfulp import formats
 from halfulp.observation.forecasting._layers import (
-    UpdateSizes,
-    compute_noise_size,
+    UpdateModel,
     find_freeze_step,
     find_neighbour_gaps,
+    simulate_adam_rms,
     simulate_weight_walk,
 )
 
@@ -28,10 +28,10 @@ def test_gaps_are_those_between_neighbours_of_a_whole_format(dtype):
     assert torch.equal(down[1:], values.diff())
 
 
-def normal_sizes(count: int, deviation: float, steps: int) -> UpdateSizes:
+def normal_sizes(count: int, deviation: float, steps: int) -> UpdateModel:
     zeros = torch.zeros(count, dtype=torch.float64)
     ones = torch.ones(steps, dtype=torch.float64)
-    return UpdateSizes(torch.ones(count, dtype=torch.bool), zeros, zeros + deviation, ones, 1.0, False, "a test")
+    return UpdateModel(torch.ones(count, dtype=torch.bool), zeros, zeros + deviation, ones, 1.0, False, "a test")
 
 
 def test_the_share_that_moves_is_that_of_real_additions(seed):
@@ -71,11 +71,11 @@ def test_crossing_is_that_of_binomial_numbers(count):
 
 
 def test_adams_size_on_noise_is_the_known_one():
-    sizes = compute_noise_size(0.9, 0.95, torch.float32, 300)
+    sizes = simulate_adam_rms(0.9, 0.95, torch.float32, 300)
     assert float(sizes[0]) == pytest.approx(1.0, abs=1e-3)
     # sqrt((1 - beta1) / (1 + beta1)) is 0.229, and a little less as both moments hold the same large gradients.
     assert 0.22 < float(sizes[-100:].mean()) < 0.23
-    stuck = compute_noise_size(0.9, 0.999, torch.bfloat16, 5000)
+    stuck = simulate_adam_rms(0.9, 0.999, torch.bfloat16, 5000)
     assert float(stuck[3000]) < 0.21, "a bfloat16 second moment that cannot decay stays too large"
     assert len(stuck) == 5000
     assert stuck[4000:].unique().numel() == 1

@@ -6,7 +6,7 @@ import random
 import torch
 
 import halfulp as hu
-from halfulp.observation.observing._ranks import hash_parameters
+from halfulp.observation.observing._ranks import hash_sampled_elements
 
 WATCHED = """
 import copy, os, sys, torch
@@ -115,7 +115,7 @@ from torch.nn.parallel import DistributedDataParallel
 import halfulp as hu
 from halfulp.observation.observing import _ranks
 
-_ranks.RANK_WAIT_SECONDS = 30.0  # of a loaded machine
+_ranks.OTHER_RANKS_WAIT_SECONDS = 30.0  # of a loaded machine
 rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
 APART = "ranks are not compared: not all began to observe at the same step"
@@ -279,14 +279,14 @@ for begins in (0, 1):  # which rank does so three steps later
     agree(seen.record)
 """
 STOPPED = """
-_ranks.RANK_WAIT_SECONDS = 0.2 if rank else 30.0  # rank 1 stops first: rank 0 cannot have stopped then
+_ranks.OTHER_RANKS_WAIT_SECONDS = 0.2 if rank else 30.0  # rank 1 stops first: rank 0 cannot have stopped then
 model, optimizer = run()
 seen = hu.observe(model, optimizer, interval=2).start()
 train(model, optimizer, 9, each=lambda step: seen.stop() if rank and step == 4 else None)
 seen.stop()
 assert seen.record.unseen == [f"{OTHERS}{1 - rank}"], seen.record.unseen
 
-_ranks.RANK_WAIT_SECONDS = 30.0
+_ranks.OTHER_RANKS_WAIT_SECONDS = 30.0
 model, optimizer = run()
 with hu.observe(model, optimizer, interval=2 + rank) as seen:
     train(model, optimizer, 8)
@@ -381,7 +381,7 @@ def test_hashes_differ_wherever_a_sampled_element_does(seed):
     }
 
     def hashed(**other) -> dict[str, int]:
-        return hash_parameters({**start, **other}, 5)
+        return hash_sampled_elements({**start, **other}, 5)
 
     before = hashed()
     assert before == hashed(**{name: one.clone() for name, one in start.items()})

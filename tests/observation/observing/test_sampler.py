@@ -13,12 +13,12 @@ from halfulp.observation.observing._sampler import (
     SAMPLE_SIZE,
     SAMPLED_RUN_LENGTH,
     ObservedTensor,
-    count_sample,
+    add_sample_to_histogram,
     draw_sampled_runs,
     make_sampling_key,
-    measure_amax,
     read_numbers,
     take_sample,
+    update_tensor_totals,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -40,9 +40,9 @@ def hard_values(count: int, dtype: torch.dtype) -> torch.Tensor:
 def observed(x: torch.Tensor, key: int = 99) -> tuple[TensorRecord, torch.Tensor]:
     found = read_numbers(x)
     totals = ObservedTensor(TensorRecord("weight", "w", "", found.dtype))
-    measure_amax(found, totals, 0)
+    update_tensor_totals(found, totals, 0)
     sample = take_sample(found.flat, key)
-    count_sample(sample, totals.record)
+    add_sample_to_histogram(sample, totals.record)
     return totals.record, sample
 
 
@@ -84,7 +84,7 @@ def test_extremes_are_those_of_the_whole_tensor(seed, size, dtype):
     assert (record.elements, record.nonfinite) == (size, size - len(finite))
     assert record.largest == int((x.abs() == torch.finfo(dtype).max).sum())
     assert record.amax == record.last_amax == (float(finite.max()) if len(finite) else 0.0)
-    assert record.is_all_zero == (size > 0 and not x.ne(0).any())
+    assert record.is_zero_in_all_steps == (size > 0 and not x.ne(0).any())
 
 
 def test_subnormal_numbers_are_counted_by_their_powers_where_the_thread_flushes_them():

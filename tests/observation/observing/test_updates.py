@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfulp as hu
 from halfulp.observation._record import RealisedChanges
-from halfulp.observation.observing._updates import count_changes, find_rounding_neighbours
+from halfulp.observation.observing._updates import find_neighbours_in_16_bit_dtype, record_realised_changes
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, weight_decay=0.01),
@@ -144,7 +144,7 @@ def test_directions_of_stochastic_rounding(seed):
 def test_neighbours_are_those_of_the_dtype(seed):
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.randn(1000, dtype=torch.float64)
-        low, high = find_rounding_neighbours(
+        low, high = find_neighbours_in_16_bit_dtype(
             torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)]), dtype
         )
         given = torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)])
@@ -194,9 +194,9 @@ def test_a_registered_class_is_run_on_shadows():
             step(model, optimizer, torch.ones(2, 8))
         assert seen.record.parameters["weight"].update.known
     finally:
-        from halfulp.observation.observing._updates import ELEMENTWISE_OPTIMIZERS
+        from halfulp.observation.observing._updates import DECOUPLES_DECAY_BY_OPTIMIZER_CLASS
 
-        del ELEMENTWISE_OPTIMIZERS[Mine]
+        del DECOUPLES_DECAY_BY_OPTIMIZER_CLASS[Mine]
     with pytest.raises(TypeError, match="subclass of"):
         hu.observation.register_elementwise(nn.Linear)
 
@@ -277,7 +277,7 @@ def test_counts_are_those_of_each_element(seed, decreases):
     after = torch.where(torch.rand(len(before)) < 0.3, before, before + wanted * torch.randn(len(before)))
     for start, end in itertools.pairwise(ends):
         record, own = RealisedChanges(), [x[start:end] for x in (before, after, wanted)]
-        count_changes(record, *own, decreases_only=decreases)
+        record_realised_changes(record, *own, decreases_only=decreases)
         right = expected(*(x.numpy() for x in own), decreases)
         assert (record.seen, record.cancelled, record.wanted) == (right.seen, right.cancelled, right.wanted)
         assert math.isclose(record.kept, right.kept, rel_tol=1e-9, abs_tol=1e-12) or not math.isfinite(right.kept)

@@ -10,7 +10,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.observation.scripts import ScriptWatch, listen_to_backward_losses, run_script
-from halfulp.observation.scripts._watch import JointModel, find_trained_model
+from halfulp.observation.scripts._watch import JointlyTrainedModels, find_trained_model
 
 
 def net() -> nn.Sequential:
@@ -81,7 +81,7 @@ def test_a_model_that_several_optimizers_step_is_observed_with_all():
 
 def test_what_holds_models_together_is_not_found_as_a_model():
     model, other = net(), net()
-    together = JointModel({"a": model, "b": other})
+    together = JointlyTrainedModels({"a": model, "b": other})
     assert find_trained_model([torch.optim.SGD(model.parameters(), lr=0.1)]) is model
     both = find_trained_model([torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.1)])
     assert both is not together

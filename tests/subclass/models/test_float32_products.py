@@ -21,7 +21,11 @@ from torch.utils.checkpoint import checkpoint
 import halfulp as hu
 from halfulp import recipes
 from halfulp.arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION
-from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, compute_products_in_float32, list_widened_dtypes
+from halfulp.environment._narrow_products import (
+    SIXTEEN_BIT_DTYPES,
+    force_float32_products,
+    list_dtypes_multiplied_in_float32,
+)
 from halfulp.kernels import report, same_bits
 from halfulp.subclass.models._float32_products import _MARK_ATTRIBUTE
 
@@ -125,7 +129,7 @@ def test_every_layer_that_multiplies(name, dtype):
     make, shapes = LAYERS[name]
     model = make().to(dtype)
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]
-    with compute_products_in_float32(*SIXTEEN_BIT_DTYPES):
+    with force_float32_products(*SIXTEEN_BIT_DTYPES):
         plain = model(*inputs)
         before = products()
         hu.float32_products(model)
@@ -161,7 +165,7 @@ def test_no_layer_of_torch_is_forgotten():
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch has no LinearCrossEntropyLoss")
 def test_the_loss_that_multiplies():
     loss = hu.float32_products(nn.LinearCrossEntropyLoss(8, 10).half())
-    with compute_products_in_float32(torch.float16), NarrowProducts() as narrow:
+    with force_float32_products(torch.float16), NarrowProducts() as narrow:
         loss(torch.randn(3, 8).half(), torch.randint(0, 10, (3,))).backward()
     assert narrow.found == []
 
@@ -176,7 +180,7 @@ def _first(out):
 def test_attention_rounds_its_intermediate_products(dtype):
     """As hardware does: queries, keys and values are rounded before they are multiplied."""
     model, x = nn.MultiheadAttention(8, 2, batch_first=True).to(dtype), torch.randn(2, 5, 8).to(dtype)
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         got, weights = hu.float32_products(model)(x, x, x)
     q, k, v = (x.float() @ w.float().mT for w in model.in_proj_weight.chunk(3))
     q, k, v = ((y.to(dtype).float() + b.float()) for y, b in zip((q, k, v), model.in_proj_bias.chunk(3)))
@@ -189,7 +193,7 @@ def test_attention_rounds_its_intermediate_products(dtype):
 @DTYPES
 def test_copies_and_pickles_compute_alike_and_with_their_own_weights(dtype):
     model, x = net(dtype), torch.randn(2, 5, 8).to(dtype)
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         wanted = step(model, x)
         file = io.BytesIO()
         torch.save(model, file)
@@ -207,7 +211,7 @@ def test_copies_and_pickles_compute_alike_and_with_their_own_weights(dtype):
 def test_a_forward_that_is_bound_anew_runs_the_module_it_is_bound_to(dtype):
     """accelerate wraps `model.forward.__func__` and binds it to the model; a deepcopy of that is bound to the copy."""
     model, x = net(dtype), torch.randn(2, 5, 8).to(dtype)
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         wanted = model(x)
         inner = model.forward.__func__
 
@@ -234,7 +238,7 @@ def test_what_a_checkpoint_computes_again_has_the_same_bits(dtype, reentrant):
     model, x = net(dtype), torch.randn(2, 5, 8).to(dtype)
     other = net(dtype, Checkpointed)
     other.load_state_dict(model.state_dict())
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         if reentrant:
             # What runs again is a function, not a module: its layers are widened, its own products are torch's.
             other.norm.weight.requires_grad_(True)
@@ -253,7 +257,7 @@ def test_hooks_of_others_keep_narrow_tensors(dtype):
         kept.append(tensor.dtype)
         return tensor
 
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         wanted = step(model, x)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             got = step(model, x)
@@ -269,7 +273,7 @@ def test_errors_and_interrupts_leave_no_mode_behind(dtype):
 
     model = hu.float32_products(Failing())
     for error in (ValueError("so"), KeyboardInterrupt()):
-        with compute_products_in_float32(dtype), pytest.raises(type(error)):
+        with force_float32_products(dtype), pytest.raises(type(error)):
             model(error)
         assert torch._C._len_torch_function_stack() == 0
 
@@ -287,7 +291,7 @@ def test_modes_of_others_see_the_products_that_the_model_asked_for(dtype):
             return function(*args, **(kwargs or {}))
 
     model, x = net(dtype), torch.randn(2, 5, 8).to(dtype)
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         wanted = model(x)
         with Seen() as seen:
             assert same_bits(model(x), wanted)
@@ -300,7 +304,7 @@ def test_parts_called_by_themselves_and_models_inside_models(dtype):
     model = net(dtype)
     outer = hu.float32_products(nn.Sequential(model, nn.Linear(8, 2).to(dtype)))
     x = torch.randn(2, 5, 8).to(dtype)
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         before = products()
         part = model.second(x)
         assert products() == before + 1
@@ -324,14 +328,14 @@ def test_threads_do_not_share_the_mode(dtype):
             thread.join()
             return x
 
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         hu.float32_products(nn.Sequential(Starting(), model))(x)
     assert found == [0]
 
 
 def test_where_the_processor_has_instructions_nothing_changes():
     model, x = Net().bfloat16(), torch.randn(2, 5, 8).bfloat16()
-    with compute_products_in_float32():
+    with force_float32_products():
         wanted = step(model, x)
         before = products()
         assert agree(step(hu.float32_products(model), x), wanted)
@@ -345,7 +349,7 @@ def test_it_is_taken_off_again(dtype):
     hu.float32_products(model, False)
     assert not any(_MARK_ATTRIBUTE in vars(module) for module in model.modules())
     assert not any("forward" in vars(module) for module in model.modules())
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         before = products()
         model(x)
         assert products() == before
@@ -353,7 +357,7 @@ def test_it_is_taken_off_again(dtype):
     inner = model.forward
     model.forward = lambda *args: inner(*args)  # somebody wraps it
     hu.float32_products(model, False)
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         model(x)
         assert products() == before
 
@@ -362,8 +366,8 @@ def test_it_is_taken_off_again(dtype):
 def test_float32_models_under_autocast(dtype):
     model, x = hu.float32_products(Net()), torch.randn(2, 5, 8)
     with torch.autocast("cpu", dtype):
-        plain = model(x) if dtype not in list_widened_dtypes() else None
-        with compute_products_in_float32(dtype):
+        plain = model(x) if dtype not in list_dtypes_multiplied_in_float32() else None
+        with force_float32_products(dtype):
             before = products()
             got = step(model, x)
             assert products() == before + 4
@@ -376,7 +380,7 @@ def test_float32_models_under_autocast(dtype):
 def test_converted_models_have_it_and_reverted_ones_do_not():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     hu.convert(model, "bf16-kahan")
-    with compute_products_in_float32(torch.bfloat16):
+    with force_float32_products(torch.bfloat16):
         before = products()
         model(torch.randn(2, 4))
         assert products() == before + 1
@@ -385,9 +389,9 @@ def test_converted_models_have_it_and_reverted_ones_do_not():
 
 def test_scaled_payloads_of_bfloat16_multiply_in_float32():
     x, y = (hu.ScaledTensor.encode(torch.randn(5, 33), dtype=torch.bfloat16) for _ in range(2))
-    with compute_products_in_float32():
+    with force_float32_products():
         native = (x @ y.mT).decode()
-    with compute_products_in_float32(torch.bfloat16):
+    with force_float32_products(torch.bfloat16):
         got = (x @ y.mT).decode()
     exact = x.decode(torch.float64) @ y.decode(torch.float64).mT
     eps = torch.finfo(torch.bfloat16).eps
@@ -406,7 +410,7 @@ def test_an_adaptive_scaler_sees_the_same_sites_and_gradients(dtype):
             hu.float32_products(model)
         scaler = hu.AdaptiveGradScaler(model, policy="constant", init_scale=4.0)
         opt = hu.optim.SGD(model.named_parameters(), lr=1e-3)
-        with compute_products_in_float32(dtype):
+        with force_float32_products(dtype):
             scaler.scale(model(torch.ones(2, 5, 8, dtype=dtype)).float().square().mean()).backward()
             scaler.step(opt)
             scaler.update()
@@ -426,7 +430,7 @@ def test_compiled_products_are_those_of_eager(backend, fresh_compiler):
             return self.second(functional.scaled_dot_product_attention(query, key, value, is_causal=True))
 
     model, x = net(torch.bfloat16, Chain), torch.randn(2, 5, 8).bfloat16()
-    with compute_products_in_float32(torch.bfloat16):
+    with force_float32_products(torch.bfloat16):
         wanted, before = step(model, x), products()
         got = step(torch.compile(model, backend=backend, fullgraph=True), x)
         # Inductor leaves out a rounding between operators that it runs as one.
@@ -446,7 +450,7 @@ def test_the_graphs_of_a_scalers_backend_keep_the_models_products(first, fresh_c
         hu.float32_products(model)
     scaler = hu.AdaptiveGradScaler(model)
     hu.float32_products(model)
-    with compute_products_in_float32(torch.float16):
+    with force_float32_products(torch.float16):
         left = "float32 products: left to torch in a graph that an AdaptiveGradScaler's backend compiles"
         before = report().get(left, 0)
         compiled = torch.compile(model, backend=scaler.backend("aot_eager"))
@@ -463,7 +467,7 @@ def test_the_graphs_of_a_scalers_backend_keep_the_models_products(first, fresh_c
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_an_exported_program_has_the_models_own_operators(strict, fresh_compiler):
     model = hu.float32_products(nn.Linear(4, 4).bfloat16())
-    with compute_products_in_float32(torch.bfloat16):
+    with force_float32_products(torch.bfloat16):
         graph = torch.export.export(model, (torch.randn(2, 4).bfloat16(),), strict=strict).graph
     assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.aten.linear.default]
 
@@ -486,7 +490,7 @@ class Scripted(nn.Module):
 def test_a_script_has_the_models_own_operators():
     model, x = hu.float32_products(Scripted().bfloat16()), torch.randn(2, 4).bfloat16()
     script = torch.jit.script(model)
-    with compute_products_in_float32(torch.bfloat16):
+    with force_float32_products(torch.bfloat16):
         before = products()
         script(x)
         assert products() == before
@@ -495,7 +499,7 @@ def test_a_script_has_the_models_own_operators():
 @DTYPES
 def test_shallow_copies_and_replicas_compute_with_their_own_weights(dtype):
     layer, x = hu.float32_products(nn.Linear(4, 4).to(dtype)), torch.randn(2, 4).to(dtype)
-    with compute_products_in_float32(dtype):
+    with force_float32_products(dtype):
         for other in (copy.copy(layer), layer._replicate_for_data_parallel()):
             other._parameters = {"weight": nn.Parameter(torch.zeros(4, 4, dtype=dtype)), "bias": None}
             before = products()
@@ -528,7 +532,7 @@ def test_models_without_numbers_of_the_dtype_run_as_they_did(dtype):
     depths: list[int] = []
     model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).to(dtype).eval()
     x = torch.randn(2, 5, 16).to(dtype)
-    with torch.no_grad(), compute_products_in_float32(torch.float16):
+    with torch.no_grad(), force_float32_products(torch.float16):
         wanted = model(x)
         assert same_bits(hu.float32_products(model)(x), wanted)
         hu.float32_products(nn.Sequential(Depth(), model, Depth()))(x)
@@ -545,7 +549,7 @@ def test_narrow_models_inside_wide_ones_are_found():
         def forward(self, x):
             return self.outer(x) + self.inner[0](x.half()).float()
 
-    with compute_products_in_float32(torch.float16):
+    with force_float32_products(torch.float16):
         before = products()
         hu.float32_products(Teacher())(torch.randn(2, 4))
         assert products() == before + 1
@@ -563,7 +567,7 @@ def test_the_class_keeps_its_name_its_signature_and_its_instances():
 def test_parametrizations_after_it():
     layer, x = hu.float32_products(nn.Linear(4, 4).half()), torch.randn(2, 4).half()
     nn.utils.parametrizations.weight_norm(layer)
-    with compute_products_in_float32(torch.float16):
+    with force_float32_products(torch.float16):
         for one in (layer, copy.deepcopy(layer)):
             before = products()
             one(x)
@@ -579,7 +583,7 @@ def test_a_forward_that_a_module_was_given_itself_is_covered_inside_a_model():
     own = layer.forward
     layer.forward = lambda x: own(x)
     model = hu.float32_products(nn.Sequential(layer))
-    with compute_products_in_float32(torch.float16):
+    with force_float32_products(torch.float16):
         before = products()
         model(x)
         assert products() == before + 1
@@ -594,7 +598,7 @@ def test_hooks_of_others_may_change_the_order_in_memory(change):
         hu.float32_products(layer.half())
         x = torch.randn(shape).half()
         x = x.to(memory_format=torch.channels_last) if x.dim() == 4 else x.t()
-        with compute_products_in_float32(torch.float16):
+        with force_float32_products(torch.float16):
             wanted = step(layer, x)
             with torch.autograd.graph.saved_tensors_hooks(change, lambda x: x):
                 got = step(layer, x)
@@ -605,7 +609,7 @@ def test_what_the_backward_pass_does_not_need_is_freed():
     frozen = hu.float32_products(nn.Linear(4, 4).half().requires_grad_(False))
     x = torch.randn(2, 4).half().requires_grad_() * 1
     held = weakref.ref(x)
-    with compute_products_in_float32(torch.float16):
+    with force_float32_products(torch.float16):
         y = frozen(x)
     del x
     gc.collect()
@@ -643,7 +647,7 @@ def test_views_stay_views_and_autocast_narrows_what_it_narrows():
         def forward(self, t):
             return torch.einsum("i,j->ij", t, t)
 
-    with compute_products_in_float32(torch.float16):
+    with force_float32_products(torch.float16):
         assert (hu.float32_products(Views())(torch.zeros(3, 3).half()).diagonal() == 1).all()
         with torch.autocast("cpu", torch.float16):
             assert hu.float32_products(Angles())(torch.tensor([1001.0, 10.01])).dtype == torch.float32
@@ -655,7 +659,7 @@ def test_what_torch_refuses_in_16_bits_stays_refused(dtype):
         def forward(self, x):
             return torch.linalg.matrix_power(x, -1)
 
-    with compute_products_in_float32(dtype), pytest.raises(RuntimeError, match="Low precision dtypes not supported"):
+    with force_float32_products(dtype), pytest.raises(RuntimeError, match="Low precision dtypes not supported"):
         hu.float32_products(Inverse())(torch.eye(3, dtype=dtype))
 
 
@@ -671,7 +675,7 @@ def test_compiled_derivatives_of_derivatives(fresh_compiler):
     def second(weight):
         return torch.func.jvp(torch.func.grad(loss), (weight,), (weight,))[1]["weight"]
 
-    with compute_products_in_float32(torch.float16):
+    with force_float32_products(torch.float16):
         wanted = second(weight)
         assert wanted.any()
         torch.testing.assert_close(torch.compile(second, backend="eager")(weight), wanted)
@@ -679,7 +683,7 @@ def test_compiled_derivatives_of_derivatives(fresh_compiler):
 
 def test_results_that_are_kept_make_no_cycle():
     layer = hu.float32_products(nn.GRU(4, 4).half())
-    with compute_products_in_float32(torch.float16):
+    with force_float32_products(torch.float16):
         gc.collect()
         gc.disable()
         try:
@@ -700,7 +704,7 @@ def test_operands_that_torch_copies_are_kept_narrow():
     kept = []
     pack = lambda x: (kept.append(x.dtype), x)[1]  # noqa: E731
     x, y = (torch.randn(2, 5, 3, 4).half().requires_grad_() for _ in range(2))
-    with compute_products_in_float32(torch.float16), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with force_float32_products(torch.float16), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         hu.float32_products(Scores())(x, y).sum().backward()
     assert set(kept) == {torch.float16}
 
@@ -718,7 +722,7 @@ def test_checkpoints_around_functions_and_covered_layers(covered):
 
     model = Around().half()
     hu.float32_products(model if covered == "whole" else model.layer)
-    with compute_products_in_float32(torch.float16):
+    with force_float32_products(torch.float16):
         model(torch.randn(2, 2, 5, 8).half().requires_grad_()).sum().backward()
     assert model.layer.weight.grad.isfinite().all()
 
@@ -738,7 +742,7 @@ def test_classes_that_allow_none_made_of_them_are_covered_inside_a_model():
         model = hu.float32_products(nn.Sequential(layer.half()))
         why = "parametrizations" if kind is not Strict else "no subclass"
         assert any(f"{kind.__name__}, which" in told and why in told for told in report())
-        with compute_products_in_float32(torch.float16):
+        with force_float32_products(torch.float16):
             for one in (model, copy.deepcopy(model)):
                 before = products()
                 one(torch.randn(2, 4).half())
@@ -751,7 +755,7 @@ def test_lazy_layers_before_their_first_batch():
     model = hu.float32_products(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)))
     x = torch.randn(2, 4)
     assert model(x).shape == model.half()(x.half()).shape
-    with compute_products_in_float32(torch.float16):
+    with force_float32_products(torch.float16):
         before = products()
         model(x.half())
         assert products() == before + 2

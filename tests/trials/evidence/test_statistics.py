@@ -10,14 +10,14 @@ import pytest
 from scipy import stats
 
 from halfulp.trials.evidence._row import (
-    LEAST_RELATIVE_GAP,
-    choose_pooled_level,
+    LEAST_NOTABLE_RELATIVE_GAP,
     choose_verdict,
-    compute_interval,
+    compute_gap_bound,
+    compute_gap_tolerance,
     compute_noise,
     compute_quantile,
-    compute_tolerance,
-    pool_deviations,
+    get_quantile_level,
+    pool_standard_deviations,
 )
 
 
@@ -31,26 +31,26 @@ def test_noise_is_students_interval(count: int, seed: int) -> None:
 def test_noise_is_at_least_what_the_twin_scatters_and_the_margin() -> None:
     width = stats.t.ppf(0.975, 2) * math.sqrt((0.02**2 + 0.03**2) / 2) / math.sqrt(3)
     assert compute_noise([0.1, 0.1, 0.1], [0.02, -0.03], 2.0) == pytest.approx(width, rel=1e-3)
-    assert compute_noise([0.1, 0.1, 0.1], [], 2.0) == 2.0 * LEAST_RELATIVE_GAP
+    assert compute_noise([0.1, 0.1, 0.1], [], 2.0) == 2.0 * LEAST_NOTABLE_RELATIVE_GAP
 
 
 def test_several_recipes_scatter_at_least_as_all_do() -> None:
     close, wide = [0.30, 0.31, 0.32], [0.1, 0.4, 0.7]
     compared = [close, wide]
-    assert compute_noise(close, [], 0.0, [close]) == compute_noise(close, [], 0.0) == compute_interval(close, [], 0.0)
-    assert pool_deviations(compared) == pytest.approx(math.sqrt((0.01**2 + 0.3**2) / 2))
-    assert pool_deviations([[0.0, 2.0], [0.0] * 5]) == pytest.approx(math.sqrt(2 / 5))
+    assert compute_noise(close, [], 0.0, [close]) == compute_noise(close, [], 0.0) == compute_gap_bound(close, [], 0.0)
+    assert pool_standard_deviations(compared) == pytest.approx(math.sqrt((0.01**2 + 0.3**2) / 2))
+    assert pool_standard_deviations([[0.0, 2.0], [0.0] * 5]) == pytest.approx(math.sqrt(2 / 5))
     limit = stats.t.isf(0.037 / 2, 2)  # two recipes of three seeds need no more than one does
     assert compute_noise(wide, [], 0.0, compared) == pytest.approx(limit * 0.3 / math.sqrt(3))
     # The wide one does not hide what is certain of the close one by Bonferroni's correction.
     bonferroni = stats.t.isf(0.005 / 2 / 2, 2) * 0.01 / math.sqrt(3)
-    assert bonferroni < limit * pool_deviations(compared) / math.sqrt(3)
+    assert bonferroni < limit * pool_standard_deviations(compared) / math.sqrt(3)
     assert compute_noise(close, [], 0.0, compared) == pytest.approx(bonferroni)
     assert compute_noise(close, [], 0.0, [close, [0.1, 0.12, 0.14]]) == pytest.approx(
         limit * math.sqrt((0.01**2 + 0.02**2) / 2) / math.sqrt(3)
     )
-    assert compute_noise([0.3, 0.3, 0.3], [], 1.0, [[0.3, 0.3, 0.3], wide]) == LEAST_RELATIVE_GAP
-    assert compute_noise(close, [], 0.0, [close, [9.0, -9.0], []]) == compute_interval(close, [], 0.0)
+    assert compute_noise([0.3, 0.3, 0.3], [], 1.0, [[0.3, 0.3, 0.3], wide]) == LEAST_NOTABLE_RELATIVE_GAP
+    assert compute_noise(close, [], 0.0, [close, [9.0, -9.0], []]) == compute_gap_bound(close, [], 0.0)
 
 
 def test_no_difference_is_said_of_one_recipe_alone() -> None:
@@ -69,7 +69,7 @@ def test_chance_calls_any_of_five_recipes_worse_or_better_in_a_twentieth_of_comp
     for _ in range(1000):
         compared = [[draws.gauss(0.0, width) for _ in range(3)] for width in widths]
         means = [abs(statistics.fmean(gaps)) for gaps in compared]
-        alone += any(mean > compute_interval(gaps, [0.0] * 3, 1.0) for mean, gaps in zip(means, compared))
+        alone += any(mean > compute_gap_bound(gaps, [0.0] * 3, 1.0) for mean, gaps in zip(means, compared))
         together += any(mean > compute_noise(gaps, [0.0] * 3, 1.0, compared) for mean, gaps in zip(means, compared))
     # A share of 1,000 draws exceeds 5% by .033 once in a million times.
     assert together < 83
@@ -115,7 +115,7 @@ def test_gaps_that_move_together_alarm_no_more_often(
 
 
 def test_the_level_falls_with_more_than_five_recipes() -> None:
-    levels = [choose_pooled_level(recipes) for recipes in (2, 5, 6, 10, 20, 40)]
+    levels = [get_quantile_level(recipes) for recipes in (2, 5, 6, 10, 20, 40)]
     assert levels[0] == levels[1] == 0.037
     assert levels[1:] == sorted(levels[1:], reverse=True)
     assert levels[-1] == pytest.approx(0.037 / 2)
@@ -141,17 +141,17 @@ def test_verdicts() -> None:
 def test_tolerance_is_the_larger_of_a_hundredth_and_three_times_the_twins_scatter() -> None:
     twins = [0.1, -0.05, 0.02]
     assert (
-        compute_tolerance([], 2.0)
-        == compute_tolerance([1e-3, 1e-3], -2.0)
-        == compute_tolerance([1e-7, 0.0, 0.0], 2.0)
+        compute_gap_tolerance([], 2.0)
+        == compute_gap_tolerance([1e-3, 1e-3], -2.0)
+        == compute_gap_tolerance([1e-7, 0.0, 0.0], 2.0)
         == 0.02
     )
-    assert compute_tolerance(twins, 2.0) == pytest.approx(3 * math.sqrt((0.1**2 + 0.05**2 + 0.02**2) / 3))
+    assert compute_gap_tolerance(twins, 2.0) == pytest.approx(3 * math.sqrt((0.1**2 + 0.05**2 + 0.02**2) / 3))
 
 
 def judged(gaps: list[float], twins: list[float], reference: float) -> str | None:
     return choose_verdict(
-        statistics.fmean(gaps), compute_noise(gaps, twins, reference), compute_tolerance(twins, reference)
+        statistics.fmean(gaps), compute_noise(gaps, twins, reference), compute_gap_tolerance(twins, reference)
     )
 
 

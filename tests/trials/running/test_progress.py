@@ -28,4 +28,4 @@ def test_each_trial_that_ends_is_a_line(tiny, monkeypatch: pytest.MonkeyPatch, t
     assert progress.console.is_terminal == terminal
     assert re.search(r"1/3  tiny · fp32 · seed 0 +validation loss 1\.5000  kept", said)
     assert re.search(r"3/3  tiny · fp32 · seed 2 +validation loss 1\.5000\n", said)
-    assert progress.kept_count == progress.trial_count == 3
+    assert progress.finished_trial_count == progress.trial_count == 3

@@ -23,11 +23,11 @@ def result(make_record):
 
 def test_what_is_kept_is_found_again(tmp_path: Path, trials, result) -> None:
     store = TrialStore(tmp_path / "out")
-    store.begin_comparison(resume=False)
+    store.open_results_folder(resume=False)
     store.write_trial(trials[0], result)
     again = TrialStore(tmp_path / "out")
-    again.begin_comparison(resume=True)
-    assert again.read_finished(trials) == {trials[0].key: result}
+    again.open_results_folder(resume=True)
+    assert again.read_finished_results(trials) == {trials[0].key: result}
 
 
 @pytest.mark.parametrize("damage", [{}, None, {"curve": []}])
@@ -35,7 +35,7 @@ def test_a_file_without_a_result_is_refused(tmp_path: Path, trials, damage) -> N
     store = TrialStore(tmp_path / "out")
     store.write_trial(trials[0], damage)
     with pytest.raises(ValueError, match=r"is not a finished trial .* delete it and resume again"):
-        store.read_finished(trials)
+        store.read_finished_results(trials)
 
 
 def test_other_settings_are_refused(tmp_path: Path, trials) -> None:
@@ -43,7 +43,7 @@ def test_other_settings_are_refused(tmp_path: Path, trials) -> None:
     store.write_trial(trials[0], {})
     longer = plan_trials("digits", ["fp32"], 1, 6, None)
     with pytest.raises(ValueError, match="steps = 5, this run has 6"):
-        store.read_finished(longer)
+        store.read_finished_results(longer)
 
 
 @pytest.mark.parametrize("content", ['{"settings": ', "[1]", '{"settings": null, "result": {}}'])
@@ -51,7 +51,7 @@ def test_a_broken_file_is_refused(tmp_path: Path, trials, content: str) -> None:
     store = TrialStore(tmp_path / "out")
     (store.trials / f"{trials[0].key}.json").write_text(content)
     with pytest.raises(ValueError, match="is not a finished trial"):
-        store.read_finished(trials)
+        store.read_finished_results(trials)
 
 
 def test_any_version_change_refuses_reuse(tmp_path: Path, trials, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_any_version_change_refuses_reuse(tmp_path: Path, trials, monkeypatch: p
         other = {**settings, "versions": {**settings["versions"], name: "0.0.1"}}
         monkeypatch.setattr(Trial, "settings", lambda self, other=other: other)
         with pytest.raises(ValueError, match=rf"versions\.{name} = .*, this run has '0\.0\.1'"):
-            store.read_finished(trials[:1])
+            store.read_finished_results(trials[:1])
 
 
 @pytest.mark.parametrize("complete", [False, True])
@@ -74,11 +74,11 @@ def test_a_comparison_is_deleted_only_on_request(tmp_path: Path, trials, complet
         store.report.write_text("{}")
     before = {path: path.read_bytes() for path in store.root.rglob("*.json")}
     with pytest.raises(ValueError, match=r"--resume .* --overwrite .* --out"):
-        store.begin_comparison(resume=False)
+        store.open_results_folder(resume=False)
     with pytest.raises(ValueError, match="give one"):
-        store.begin_comparison(resume=True, overwrite=True)
+        store.open_results_folder(resume=True, overwrite=True)
     assert {path: path.read_bytes() for path in store.root.rglob("*.json")} == before
-    store.begin_comparison(resume=False, overwrite=True)
+    store.open_results_folder(resume=False, overwrite=True)
     assert not list(store.root.rglob("*.json"))
 
 

@@ -56,8 +56,8 @@ def test_linear_regression_has_a_solution() -> None:
 def test_data_are_held_as_the_weights_are() -> None:
     x = torch.tensor([[1 / 3, 2.0]], dtype=torch.float64)
     model = recipes.convert(nn.Linear(2, 1), HALF)
-    assert [part.dtype for part in _trial._convert_to_weight_dtype(model, (x, x))] == [torch.float16] * 2
-    two, _ = _trial._convert_to_weight_dtype(recipes.convert(nn.Linear(2, 1), "fp16-mc2"), (x, x))
+    assert [part.dtype for part in _trial._convert_batch_to_weight_dtype(model, (x, x))] == [torch.float16] * 2
+    two, _ = _trial._convert_batch_to_weight_dtype(recipes.convert(nn.Linear(2, 1), "fp16-mc2"), (x, x))
     assert isinstance(two, MCTensor)
     assert (two.decode(torch.float64) - x).abs().max() < 2**-22
 

@@ -9,7 +9,7 @@ import torch
 from halfulp import recipes
 from halfulp.hyperbolic import HalfSpace
 from halfulp.mctensor import MCTensor
-from halfulp.trials.tasks._mammals import DISTANCE_SCALE, Mammals, make_points, score_points
+from halfulp.trials.tasks._mammals import RANKING_LOSS_DISTANCE_SCALE, Mammals, compute_ranking_scores, make_points
 
 
 def recipe(dtype: str | None = "float64", components: int = 1, **other) -> recipes.Recipe:
@@ -96,9 +96,9 @@ def test_the_loss_of_all_edges(task, seed):
     total = 0.0
     for u, v in edges.tolist():
         others = [k for k in range(len(names)) if k not in (u, v) and (u, k) not in known]
-        logits = -DISTANCE_SCALE * HalfSpace().distance(points[u], points[[v, *others]])
+        logits = -RANKING_LOSS_DISTANCE_SCALE * HalfSpace().distance(points[u], points[[v, *others]])
         total += float(logits.logsumexp(0) - logits[0])
-    assert score_points(points, edges)["loss"] == pytest.approx(total / len(edges))
+    assert compute_ranking_scores(points, edges)["loss"] == pytest.approx(total / len(edges))
 
 
 @pytest.mark.parametrize("name", ["bf16-kahan", "e8m3"])

@@ -14,7 +14,7 @@ from halfulp.trials.running import _trial
 from halfulp.trials.running._plan import Trial
 from halfulp.trials.tasks._digits import (
     CELL_PIXELS,
-    CLASSES,
+    CLASS_COUNT_WITH_BACKGROUND,
     PAGE_CELLS,
     TwoHeads,
     classify_images,
@@ -76,7 +76,7 @@ def test_pages_by_hand(data) -> None:
 def test_losses_by_hand(data, seed: int) -> None:
     task = TwoHeads()
     targets = data.validation[1][:3]
-    boxes, classes = 50 * torch.rand(3, 4), torch.randn(3, CLASSES, PAGE_CELLS, PAGE_CELLS)
+    boxes, classes = 50 * torch.rand(3, 4), torch.randn(3, CLASS_COUNT_WITH_BACKGROUND, PAGE_CELLS, PAGE_CELLS)
     squares, distances, cross, image = 0.0, 0.0, 0.0, 0.0
     for n, (digit, across, down, width, height) in enumerate(targets.tolist()):
         errors = [boxes[n, k].item() - side for k, side in enumerate((across, down, width, height))]
@@ -95,7 +95,7 @@ def test_losses_by_hand(data, seed: int) -> None:
 
 def test_hits() -> None:
     targets = torch.tensor([[3, 48, 48, 40, 40], [4, 48, 48, 40, 40]])
-    classes = torch.zeros(2, CLASSES, PAGE_CELLS, PAGE_CELLS)
+    classes = torch.zeros(2, CLASS_COUNT_WITH_BACKGROUND, PAGE_CELLS, PAGE_CELLS)
     classes[:, 0] = 30
     classes[:, 4, 5, 5] = 29
     assert task_hits(classes, targets) == [True, False]

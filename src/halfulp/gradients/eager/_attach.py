@@ -19,8 +19,8 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, get_original_class, leave_compiled_products
 from .._functions import map_tensors
-from ._backward import Backward, is_differentiating, thread_state
-from ._region import ParameterNames, Region, is_compiler_active
+from ._backward import Backward, is_in_backward_pass, thread_region_state
+from ._region import ModuleNameCache, Region, is_compiler_active
 from ._replay import GraphReplay
 
 
@@ -60,7 +60,7 @@ class WatchedForward(GraphReader):
         module: nn.Module,
         backward: Backward,
         wide: bool | None,
-        names: ParameterNames,
+        names: ModuleNameCache,
         place: str,
         role: ModuleRole,
     ) -> None:
@@ -98,7 +98,7 @@ class WatchedForward(GraphReader):
         if torch.compiler.is_compiling():
             # One expression: where a graph breaks in it, Dynamo goes on inside of the module.
             return self.inner(*args, **kwargs) if is_exporting() else self._mark_outputs(self.inner(*args, **kwargs))
-        if thread_state.region is None and is_compiler_active():
+        if thread_region_state.region is None and is_compiler_active():
             # Dynamo has given this call up, and would compile parts of it.
             return torch.compiler.disable(self._run_with_edges)(args, kwargs)
         return self._run_with_edges(args, kwargs)
@@ -107,7 +107,7 @@ class WatchedForward(GraphReader):
         """Mark the model's outputs in a compiled graph for the scaler's backend."""
         if self._role != "model":
             return out
-        wide = self._is_widening()
+        wide = self._is_output_widened_to_float32()
         widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
         return map_tensors(widened, lambda x: mark_scaled_output(x, self._backward.handle))
 
@@ -123,20 +123,20 @@ class WatchedForward(GraphReader):
 
     def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
         """Run the forward pass in the region around it, in one of its own, or as a replay."""
-        region = thread_state.region
+        region = thread_region_state.region
         if region is None and (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()):
             return self.inner(*args, **kwargs)
-        if region is None and is_differentiating():
+        if region is None and is_in_backward_pass():
             # What a checkpoint runs again has its edges already, or is differentiated where all are shut.
             self._backward.forwards += 1
             return self.inner(*args, **kwargs)
         if (region is None or self._role == "model") and not self._backward.reached and not self._backward.forwards:
-            self._backward.find_groups()
+            self._backward.find_process_groups()
         if region is None:
-            replay = self._replay if self._backward.can_replay() else None
+            replay = self._replay if self._backward.is_replay_allowed() else None
             if replay is None or not replay.is_ready_to_replay():
                 return self._run_in_region(args, kwargs, replay)
-            return replay.run_forward(self.inner, args, kwargs, self._is_widening)
+            return replay.run_forward(self.inner, args, kwargs, self._is_output_widened_to_float32)
         if self._role != "part" or region.is_replaying:
             return self.inner(*args, **kwargs)
         depth = len(region.path)
@@ -152,14 +152,14 @@ class WatchedForward(GraphReader):
         with Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
             recording = region.recording = None if replay is None else replay.start_recording()
-            region.mark_outer_arguments((args, kwargs))
+            region.mark_arguments_at_global_exponent((args, kwargs))
             out = self.inner(*args, **kwargs)
             if replay is not None and recording is not None:
                 region.recording = None
-                replay.learn_from(recording, (args, kwargs), out, region.begun)
-            return region.move_output_to_global_exponent(out, self._is_widening())
+                replay.learn_from_recording(recording, (args, kwargs), out, region.begun)
+            return region.move_output_to_global_exponent(out, self._is_output_widened_to_float32())
 
-    def _is_widening(self) -> bool:
+    def _is_output_widened_to_float32(self) -> bool:
         if self._wide is not None:
             return self._wide
         devices = ("cpu", "cuda", "mps", "xpu")
@@ -212,7 +212,7 @@ def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, pr
     """Attach a scaler's edges to a model; returns a function that detaches them."""
     model = get_wrapped_model(model)
     refuse_unwatchable_model(model)
-    names = ParameterNames(model, prefix)
+    names = ModuleNameCache(model, prefix)
     backward.names.add(names)
     # The backend of a compiler finds sites by the products that the model writes.
     leave_compiled_products(model)

@@ -20,15 +20,15 @@ from ...kernels import disable_tracing
 from ...rounding import Rounding, quantize
 from .._functions import SecondFactor
 from .._policy import Policy
-from .._site import LossFollower, Measurements, Site, Sites, find_narrow_format
+from .._site import LossFollower, PendingMeasurements, Site, Sites, find_narrow_format
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
-FIRST_LEAF_NUMBER = 2**62
+FIRST_LEAF_SEQUENCE_NUMBER = 2**62
 # How many forward passes without edges are remembered: of one iteration, and of those before.
 _REMEMBERED_PASSES, _REMEMBERED_EARLIER_PASSES = 4096, 64
 
 
-def list_nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
+def list_nodes_reached_by_backward(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
     """Return the nodes that a backward pass from some nodes reaches, each once, up to those where it ``ends``."""
     seen: set[Any] = set()
     pending = list(nodes)
@@ -53,7 +53,7 @@ class _ThreadState(threading.local):
     region: Any = None
 
 
-thread_state = _ThreadState()
+thread_region_state = _ThreadState()
 
 
 class FloatWideningView(torch.autograd.Function):
@@ -88,14 +88,14 @@ class Backward:
         # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
         self.idle = not policy.per_site and not policy.measures and format is None
         # Looks for the processes that add their gradients to these.
-        self.find_groups: Callable[[], None] = lambda: None
+        self.find_process_groups: Callable[[], None] = lambda: None
         self.active = False
         self.measuring = True
         self.passes = 0
         self.second_order = False
         # Whether reentrant checkpoints ran, whose backward passes begin inside of this one.
         self.replayed = False
-        self.measurements = Measurements()
+        self.measurements = PendingMeasurements()
         # Of the latest forward passes without edges, autograd's sequence numbers before and after; and their number.
         self.unmarked_passes: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED_PASSES)
         self.replays = 0
@@ -123,12 +123,12 @@ class Backward:
     def activate_edge_hooks(self, gradients: tuple) -> None:
         """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
-            self._deactivate_hooks_for_second_order()
+            self._use_one_scale_for_second_order()
         self.passes += 1
         if self.second_order or self.active:
             return
         self.active = True
-        self.loss_follower.begin_backward_pass(self.measuring)
+        self.loss_follower.reset_lift_for_backward_pass(self.measuring)
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self.deactivate_edge_hooks)
 
@@ -139,14 +139,14 @@ class Backward:
 
     def deactivate_hooks_outside_backward(self) -> None:
         """Deactivate the edges unless a backward pass runs, also after one that raised."""
-        if not is_differentiating():
+        if not is_in_backward_pass():
             self.deactivate_edge_hooks()
 
-    def refuse_inner_tensors(self, node: Any) -> None:
+    def refuse_tensors_from_inside_models(self, node: Any) -> None:
         """Check that a tensor read outside of models depends on their forward passes through their outputs only."""
         # From any other tensor of a model every path leads over an edge, and all edges are marked.
         global_site = self.sites.global_site
-        behind = list(list_nodes_behind([node], lambda one: global_site in one.metadata))
+        behind = list(list_nodes_reached_by_backward([node], lambda one: global_site in one.metadata))
         marks = {one: one.metadata[global_site] for one in behind if global_site in one.metadata}
         site = next((mark for mark in marks.values() if mark is not global_site), None)
         if site is not None:
@@ -160,27 +160,27 @@ class Backward:
         # A forward pass without edges cannot be told from other ways by its marks.
         numbers = [one._sequence_nr() for one in behind if one not in marks]
         if any(begin <= number < end for begin, end in self.unmarked_passes for number in numbers):
-            self.use_one_scale()
+            self.fall_back_to_one_scale()
 
-    def mark_outer_node(self, node: Any) -> None:
+    def mark_node_at_global_exponent(self, node: Any) -> None:
         """Mark a node that was made before a forward pass as one at the global exponent."""
         global_site = self.sites.global_site
         if node is not None and node.metadata.get(global_site) is not global_site:
-            self.refuse_inner_tensors(node)
+            self.refuse_tensors_from_inside_models(node)
             node.metadata[global_site] = global_site
 
-    def use_one_scale(self) -> None:
+    def fall_back_to_one_scale(self) -> None:
         """Use one global scale until the next update, and never replay a known graph again."""
         self.second_order, self._may_replay = True, False
         # A backward pass that runs had its gradients moved by edges, and goes on so.
         self.deactivate_hooks_outside_backward()
 
-    def can_replay(self) -> bool:
+    def is_replay_allowed(self) -> bool:
         """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
         wanted = self._may_replay and not self.measuring and not self.second_order and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
 
-    def warn_if_unwatched(self) -> None:
+    def warn_if_no_watched_forward_ran(self) -> None:
         """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""
         if self._is_watching_checked or self.idle:
             return
@@ -214,22 +214,22 @@ class Backward:
             if self.has_inactive_hooks() or gradient is None:
                 return None
             self.reached[source] = None
-            changed = self._store_gradient(gradient, target, "passed")
-            changed = self.loss_follower.move_between_sites(changed, source, target)
-            changed = self._store_gradient(changed, source, "received")
+            changed = self._round_and_measure_gradient(gradient, target, "passed")
+            changed = self.loss_follower.rescale_gradient_between_sites(changed, source, target)
+            changed = self._round_and_measure_gradient(changed, source, "received")
             return None if changed is gradient else (changed,)
 
         self.edge_hooks[source, target] = move_gradient
         return move_gradient
 
-    def _store_gradient(self, gradient: Tensor, site: Site, kind: str) -> Tensor:
+    def _round_and_measure_gradient(self, gradient: Tensor, site: Site, kind: str) -> Tensor:
         """Return a gradient as a site stores it, and measure it; at the global exponent products read none."""
         stored = None if site is self.sites.global_site else self.format or site.stored
         if stored is self.format:
             gradient = self.round_to_format(gradient)
         # What is received in a wide format cannot leave its range.
         if self.measuring and (stored is not None or kind == "passed"):
-            self.measurements.add_gradient(site, kind, gradient, stored)
+            self.measurements.measure_gradient_on_device(site, kind, gradient, stored)
         return gradient
 
     @disable_tracing
@@ -253,7 +253,7 @@ class Backward:
         overflow = "inf" if self.format.infinities else "nan"
         return quantize(gradient, self.format, self._rounding, overflow=overflow)
 
-    def make_operand_hook(self, site: Site, factor: SecondFactor) -> GradientHook:
+    def make_operand_reporting_hook(self, site: Site, factor: SecondFactor) -> GradientHook:
         """Return a hook of a product's result that shows the policy both factors."""
 
         @disable_tracing
@@ -280,10 +280,10 @@ class Backward:
                 return None
             changed = self.round_to_format(gradient)
             if self.measuring:
-                self.measurements.add_gradient(site, "weight", changed, stored)
+                self.measurements.measure_gradient_on_device(site, "weight", changed, stored)
             # A float16 parameter sums its gradients in float32 (`refuse_float16_gradient`), where leaving is exact.
             changed = changed.float() if changed.dtype == torch.float16 else changed
-            changed = self.loss_follower.move_between_sites(changed, self.sites.global_site, site)
+            changed = self.loss_follower.rescale_gradient_between_sites(changed, self.sites.global_site, site)
             return None if changed is gradient else (changed,)
 
         self._weight_edge_hooks[key] = move_weight_gradient
@@ -293,12 +293,12 @@ class Backward:
         """Return whether edges are inactive, as they are for a whole iteration with a second derivative."""
         if not self.active:
             if torch.is_grad_enabled() and not self.second_order:
-                self._deactivate_hooks_for_second_order()
+                self._use_one_scale_for_second_order()
             return True
         # A backward pass inside of this one is none of a scaled loss, unless it is a checkpoint's.
         return torch._C._current_graph_task_id() != self._task and not self.replayed
 
-    def _deactivate_hooks_for_second_order(self) -> None:
+    def _use_one_scale_for_second_order(self) -> None:
         """Deactivate the edges until the next update, and warn, once."""
         self.second_order = True
         self.active = False
@@ -311,7 +311,7 @@ class Backward:
             )
 
 
-def is_differentiating() -> bool:
+def is_in_backward_pass() -> bool:
     """Return whether this thread is in a backward pass."""
     return torch._C._current_graph_task_id() != -1
 

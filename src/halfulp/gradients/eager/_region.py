@@ -29,12 +29,12 @@ from .._functions import (
 )
 from .._site import CopyWithStrides, Site, copy_with_strides, find_narrow_format
 from ._backward import (
-    FIRST_LEAF_NUMBER,
+    FIRST_LEAF_SEQUENCE_NUMBER,
     Backward,
     FloatWideningView,
     GradientHook,
     refuse_float16_gradient,
-    thread_state,
+    thread_region_state,
 )
 
 # Sets and returns what is not None while something that torch.compile was given runs. The function that only returns it
@@ -59,7 +59,7 @@ def refuse_compiled_part() -> None:
         )
 
 
-class ParameterNames:
+class ModuleNameCache:
     """A cached map from parameters to the modules that hold them, looked up again for an unknown parameter."""
 
     def __init__(self, model: nn.Module, prefix: str) -> None:
@@ -67,7 +67,7 @@ class ParameterNames:
         self._prefix = f"{prefix}." if prefix else ""
         self._names: dict[int, str | None] = {}
 
-    def find_module_name(self, parameter: Tensor) -> str | None:
+    def find_holding_module_name(self, parameter: Tensor) -> str | None:
         """Return the qualified name of the module that holds a parameter; None where the model does not list it."""
         if id(parameter) not in self._names:
             model = self._model()
@@ -76,7 +76,7 @@ class ParameterNames:
             self._names.setdefault(id(parameter), None)
         return self._names[id(parameter)]
 
-    def list_parts_by_id(self) -> dict[int, str]:
+    def map_part_names_by_module_id(self) -> dict[int, str]:
         """Return the qualified names of the modules that have children, by their ids."""
         model = self._model()
         modules = () if model is None else model.named_modules()
@@ -103,7 +103,7 @@ class CallRecording:
         self.scalar_results: list[weakref.ref] = []
         self._calls: list[tuple[int, int, Site]] = []
 
-    def add_call(self, begun: int, site: Site) -> None:
+    def record_call_nodes(self, begun: int, site: Site) -> None:
         """Note that the nodes that were made since a sequence number are at a site."""
         end = torch._C._autograd._get_sequence_nr()
         if end > begun:
@@ -155,14 +155,14 @@ class ArgumentGradientMoves:
         begun = torch._C._autograd._get_sequence_nr()
         out = function(*args, **kwargs)
         if recording is not None:
-            recording.add_call(begun, self._site)
+            recording.record_call_nodes(begun, self._site)
         if self.hooks or self.leaves or self.views:
-            self._hook_readers(
+            self._hook_nodes_reading_arguments(
                 out if written is None else [written, written._base], out if written is None else written, begun
             )
         return out
 
-    def _hook_readers(self, made: Any, out: Any, begun: int) -> None:
+    def _hook_nodes_reading_arguments(self, made: Any, out: Any, begun: int) -> None:
         """Hook the views of parameters, and the nodes behind ``made`` that read noted tensors."""
         if isinstance(out, list | tuple):
             out = next((x for x in out if isinstance(x, Tensor)), None)
@@ -178,25 +178,32 @@ class ArgumentGradientMoves:
                 node.register_prehook(leaving)
             node.metadata[global_site] = self._site
         if self.hooks or self.leaves:
-            for node, moves in self._list_readers(made, leaving, begun):
+            for node, moves in self._list_nodes_reading_arguments(made, leaving, begun):
                 node.register_hook(_make_slot_hook(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
                 node.metadata[global_site] = self._site
 
-    def _list_readers(self, made: Any, leaving: GradientHook, begun: int) -> Iterator[tuple[Any, SlotHooks]]:
+    def _list_nodes_reading_arguments(
+        self, made: Any, leaving: GradientHook, begun: int
+    ) -> Iterator[tuple[Any, SlotHooks]]:
         """Yield the nodes of the call that read noted tensors, each with its hooks."""
         leaf_hooks = {leaf: hook or leaving for leaf, hook in self.leaves.items()}
         pending: list[Any] = [x.grad_fn for x in list_differentiable_tensors(made)]
         seen = {None}
         while pending:
             node = pending.pop()
-            if node in seen or not begun <= node._sequence_nr() < FIRST_LEAF_NUMBER:
+            if node in seen or not begun <= node._sequence_nr() < FIRST_LEAF_SEQUENCE_NUMBER:
                 continue
             seen.add(node)
             moves = []
             for slot, link in enumerate(node.next_functions):
                 source, hook = link[0], self.hooks.get(link)
-                if leaf_hooks and hook is None and source is not None and source._sequence_nr() >= FIRST_LEAF_NUMBER:
+                if (
+                    leaf_hooks
+                    and hook is None
+                    and source is not None
+                    and source._sequence_nr() >= FIRST_LEAF_SEQUENCE_NUMBER
+                ):
                     hook = leaf_hooks.get(id(source.variable))
                 if hook is None:
                     pending.append(source)
@@ -241,7 +248,7 @@ class Region(TorchFunctionMode):
 
     is_replaying = False
 
-    def __init__(self, backward: Backward, names: ParameterNames) -> None:
+    def __init__(self, backward: Backward, names: ModuleNameCache) -> None:
         super().__init__()
         self.path: list[str] = []
         self._backward = backward
@@ -253,17 +260,17 @@ class Region(TorchFunctionMode):
         self._rank: dict[Site, int] = {}
 
     def __enter__(self) -> Region:
-        self._outer = thread_state.region
+        self._outer = thread_region_state.region
         self._backward.deactivate_hooks_outside_backward()
         self.begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
-        thread_state.region = self
-        _watch_custom_functions(1)
+        thread_region_state.region = self
+        _update_custom_function_interception(1)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _watch_custom_functions(-1)
-        thread_state.region = self._outer
+        _update_custom_function_interception(-1)
+        thread_region_state.region = self._outer
         self._backward.forwards += 1
         super().__exit__(*error)
 
@@ -300,19 +307,19 @@ class Region(TorchFunctionMode):
         if watches and isinstance(out, Tensor) and not out.is_leaf:
             node: Any = out.grad_fn
             for factor in list_second_factors(function, args, kwargs):
-                node.register_prehook(self._backward.make_operand_hook(site, factor))
+                node.register_prehook(self._backward.make_operand_reporting_hook(site, factor))
         return made
 
-    def _fail_recording(self) -> None:
+    def _mark_recording_as_failed(self) -> None:
         if self.recording is not None:
             self.recording.failed = True
 
-    def mark_outer_arguments(self, arguments: Any) -> None:
+    def mark_arguments_at_global_exponent(self, arguments: Any) -> None:
         """Put the model's arguments at the global exponent, whichever thread made them."""
         with torch._C.DisableTorchFunction():
             for x in list_differentiable_tensors(arguments):
                 if self._get_assigned_site(x) is None:
-                    self._backward.mark_outer_node(x.grad_fn)
+                    self._backward.mark_node_at_global_exponent(x.grad_fn)
 
     # sites ----------------------------------------------------------------------------------------------------
 
@@ -334,14 +341,14 @@ class Region(TorchFunctionMode):
     def _refuse_unwatched(self, tensor: Tensor) -> None:
         """Refuse a tensor that an unwatched function made in this region, as its gradient's exponent is unknown."""
         node: Any = tensor.grad_fn
-        made_here = node is not None and self.begun <= node._sequence_nr() < FIRST_LEAF_NUMBER
+        made_here = node is not None and self.begun <= node._sequence_nr() < FIRST_LEAF_SEQUENCE_NUMBER
         if made_here and node.metadata.get(self._global_site) is not self._global_site:
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
                 f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
                 "torch.func): call it inside a torch.autograd.Function, or take policy='dynamic'"
             )
-        self._backward.mark_outer_node(node)
+        self._backward.mark_node_at_global_exponent(node)
 
     def _find_call_site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
         """Return the site of a function's inputs and results; of a cell that of its state, if any."""
@@ -354,7 +361,7 @@ class Region(TorchFunctionMode):
     def _open_site(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the site of this call of a product."""
         parameter = next((x for x in differentiable if is_parameter(x)), None)
-        module = None if parameter is None else self._names.find_module_name(parameter)
+        module = None if parameter is None else self._names.find_holding_module_name(parameter)
         key = module or ".".join([*self.path[-1:], get_function_name(function)])
         call = self._calls[key]
         self._calls[key] = call + 1
@@ -387,7 +394,7 @@ class Region(TorchFunctionMode):
                 return self._read_parameter(x, site, reads, function)
             source = self.find_site(x)
             if reads is None or source is site or not reads.can_move_by_hook(x):
-                return self.add_edge(x, source, site)
+                return self.insert_edge_between_sites(x, source, site)
             hook = self._backward.get_edge_hook(source, site)
             if x.is_leaf:
                 reads.leaves[id(x)] = hook
@@ -402,9 +409,9 @@ class Region(TorchFunctionMode):
     ) -> Tensor:
         """Return a parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
         refuse_float16_gradient(parameter, self._names.is_sharded)
-        known = self._names.find_module_name(parameter) is not None and type(parameter) is nn.Parameter
+        known = self._names.find_holding_module_name(parameter) is not None and type(parameter) is nn.Parameter
         if not known or parameter.dtype == torch.float16:
-            self._fail_recording()
+            self._mark_recording_as_failed()
         if site is self._global_site or reads is None:
             return parameter
         if reads.can_move_by_hook(parameter):
@@ -421,7 +428,7 @@ class Region(TorchFunctionMode):
             self.recording.edge_nodes.add(view.grad_fn)
         return view
 
-    def add_edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
+    def insert_edge_between_sites(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
         """Return a view or copy for a reader at ``target``; ``leaving``: a reader that may write into it."""
         if source is target:
             return tensor
@@ -480,7 +487,7 @@ class Region(TorchFunctionMode):
             node.register_prehook(self._backward.round_gradients)
         if out.dim() == 0 and site is not self._global_site and not out._is_view():
             # Numbers are losses: they may leave the model by other ways than its output.
-            out = self.add_edge(out, site, self._global_site, leaving=True)
+            out = self.insert_edge_between_sites(out, site, self._global_site, leaving=True)
             site = self._global_site
             if self.recording is not None:
                 self.recording.scalar_results.append(weakref.ref(out))
@@ -496,7 +503,7 @@ class Region(TorchFunctionMode):
 
     def call_at_global_exponent(self, apply: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a function with its incoming and outgoing gradients at the global exponent; return its results."""
-        self._fail_recording()
+        self._mark_recording_as_failed()
         with torch._C.DisableTorchFunction():
             moved = self._move_arguments(args, self._global_site, None)
             versions = [x._version for x in list_differentiable_tensors(moved)]
@@ -521,7 +528,7 @@ class Region(TorchFunctionMode):
                 node: Any = left.grad_fn
                 node.register_prehook(self._backward.get_edge_hook(site, self._global_site))
             else:
-                left = self.add_edge(out, site, self._global_site, leaving=True)
+                left = self.insert_edge_between_sites(out, site, self._global_site, leaving=True)
                 node = left.grad_fn
             node.metadata[self._global_site] = self._global_site
             # It is at the global exponent, wherever it goes.
@@ -533,28 +540,28 @@ class Region(TorchFunctionMode):
 
 
 # Its ``apply`` is inherited from a class in C++.
-_FUNCTION_BASE: Any = _SingleLevelFunction
-_region_count_lock = threading.Lock()
-_region_count = 0
+_AUTOGRAD_FUNCTION_BASE: Any = _SingleLevelFunction
+_active_region_count_lock = threading.Lock()
+_active_region_count = 0
 
 
-def _watch_custom_functions(change: int) -> None:
+def _update_custom_function_interception(change: int) -> None:
     """Begin (1) or end (-1) a region, while any of which custom Functions are intercepted as they are applied.
 
     Function modes do not see them: the method that ``Function.apply`` ends in is replaced, for the whole process.
     """
-    global _region_count
-    with _region_count_lock:
-        _region_count += change
-        if _region_count:
-            _FUNCTION_BASE.apply = classmethod(_intercept_function)
+    global _active_region_count
+    with _active_region_count_lock:
+        _active_region_count += change
+        if _active_region_count:
+            _AUTOGRAD_FUNCTION_BASE.apply = classmethod(_intercept_function_apply)
         else:
-            del _FUNCTION_BASE.apply
+            del _AUTOGRAD_FUNCTION_BASE.apply
 
 
-def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    apply = super(_FUNCTION_BASE, cls).apply
-    region = thread_state.region
+def _intercept_function_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    apply = super(_AUTOGRAD_FUNCTION_BASE, cls).apply
+    region = thread_region_state.region
     if (
         region is None
         or region.is_replaying
@@ -565,18 +572,18 @@ def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     refuse_compiled_part()
     if cls is checkpoint.CheckpointFunction:
         run, *rest = args
-        args = (functools.partial(_recompute_in_region, run, region), *rest)
+        args = (functools.partial(_rerun_checkpoint_in_region, run, region), *rest)
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
-        region._fail_recording()
+        region._mark_recording_as_failed()
         return apply(*args, **kwargs)
     # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
     return region.call_at_global_exponent(apply, args, kwargs)
 
 
-def _recompute_in_region(run: Callable[..., Any], region: Region, *args: Any, **kwargs: Any) -> Any:
+def _rerun_checkpoint_in_region(run: Callable[..., Any], region: Region, *args: Any, **kwargs: Any) -> Any:
     """Run what reentrant checkpointing runs again during backward, with edges of its own."""
-    if thread_state.region is not None or not torch.is_grad_enabled():
+    if thread_region_state.region is not None or not torch.is_grad_enabled():
         return run(*args, **kwargs)
     region._backward.replayed = True
     with Region(region._backward, region._names) as again:

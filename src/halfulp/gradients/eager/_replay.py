@@ -14,8 +14,8 @@ from torch import Tensor
 from ...kernels import disable_tracing
 from .._functions import is_parameter, list_differentiable_tensors, map_tensors, memoize_by_tensor
 from .._site import Site, copy_with_strides, make_power_of_two
-from ._backward import FIRST_LEAF_NUMBER, Backward, thread_state
-from ._region import CallRecording, ParameterNames
+from ._backward import FIRST_LEAF_SEQUENCE_NUMBER, Backward, thread_region_state
+from ._region import CallRecording, ModuleNameCache
 
 # Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
 GraphLink = tuple[int, int]
@@ -25,7 +25,7 @@ GraphLink = tuple[int, int]
 class GraphShape:
     """The structure of an autograd graph and the parameters that it reads, by which a known forward pass is recognised.
 
-    Nodes are numbered in the order in which `walk_graph` meets them.
+    Nodes are numbered in the order in which `compute_graph_shape_and_nodes` meets them.
     """
 
     # The nodes of the outputs.
@@ -39,7 +39,7 @@ class GraphShape:
     leaves: tuple[tuple[int, torch.dtype, int | None], ...]
 
 
-def walk_graph(
+def compute_graph_shape_and_nodes(
     roots: Iterable[tuple[Any, int]], begun: int, inputs: Collection, skipped: Collection = ()
 ) -> tuple[GraphShape, list[Any]]:
     """Return a graph's shape and nodes, from outputs to leaves and to nodes made before the forward pass.
@@ -64,7 +64,7 @@ def walk_graph(
 
     found: list[Any] = [link(*root) for root in roots]
     for node in nodes:
-        leaf = node._sequence_nr() >= FIRST_LEAF_NUMBER
+        leaf = node._sequence_nr() >= FIRST_LEAF_SEQUENCE_NUMBER
         if leaf:
             held = node.variable
             leaves.append((len(node_types), held.dtype, id(held) if is_parameter(held) else None))
@@ -75,7 +75,7 @@ def walk_graph(
 
 
 # Nodes whose gradients are new tensors, which nobody else reads: these are multiplied where they are.
-_NODES_THAT_MAKE_NEW_GRADIENTS = {
+_NODE_NAMES_MAKING_NEW_GRADIENTS = {
     *("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "ConvolutionBackward0"),
     *("NativeLayerNormBackward0", "NativeBatchNormBackward0"),
 }
@@ -86,7 +86,7 @@ def make_multiplying_hook(backward: Backward, node_name: str, moves: tuple[tuple
 
     ``moves``: which gradient, by which power, and how often the pass's lift counts (see LossFollower).
     """
-    following, new = backward.loss_follower, node_name in _NODES_THAT_MAKE_NEW_GRADIENTS
+    following, new = backward.loss_follower, node_name in _NODE_NAMES_MAKING_NEW_GRADIENTS
 
     @disable_tracing
     def multiply(gradients: tuple, given: tuple) -> tuple | None:
@@ -102,16 +102,16 @@ def make_multiplying_hook(backward: Backward, node_name: str, moves: tuple[tuple
         found = list(gradients)
         for slot, exponent, sign in moves:
             if found[slot] is not None:
-                found[slot] = following.move_gradient_by(found[slot], exponent, sign)
+                found[slot] = following.multiply_by_power_and_lift(found[slot], exponent, sign)
         return tuple(found)
 
     return multiply
 
 
 # Nodes that hand a gradient on in another shape, as the transposition of a linear layer's weight.
-_VIEW_NODES = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0"}
+_RESHAPING_NODE_NAMES = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0"}
 # Where a region's edge would change what is written into, or a node has a backward pass of its own.
-_UNREPLAYABLE_NODES = {"CopySlices", "AsStridedBackward0", "AsStridedBackward1", "CompiledFunctionBackward"}
+_UNREPLAYABLE_NODE_NAMES = {"CopySlices", "AsStridedBackward0", "AsStridedBackward1", "CompiledFunctionBackward"}
 
 
 class LearnedGraph:
@@ -146,7 +146,11 @@ class LearnedGraph:
                 (slot, *move)
                 for slot, link in enumerate(links)
                 if link is not None
-                and any(move := self._backward.loss_follower.find_move(self._sites[link[0]], self._sites[place]))
+                and any(
+                    move := self._backward.loss_follower.find_move_exponent_and_lift_sign(
+                        self._sites[link[0]], self._sites[place]
+                    )
+                )
             ]
             if moves and node_type is not None:
                 key = node_type.__name__, tuple(moves)
@@ -163,8 +167,10 @@ def learn_graph(
     kept = {id(x) for x in outputs}
     if recording.failed or any(one() is not None and id(one()) not in kept for one in recording.scalar_results):
         return None
-    shape, nodes = walk_graph(((x.grad_fn, x.output_nr) for x in outputs), begun, inputs, recording.edge_nodes)
-    refused = any(one is not None and one.__name__ in _UNREPLAYABLE_NODES for one in shape.node_types)
+    shape, nodes = compute_graph_shape_and_nodes(
+        ((x.grad_fn, x.output_nr) for x in outputs), begun, inputs, recording.edge_nodes
+    )
+    refused = any(one is not None and one.__name__ in _UNREPLAYABLE_NODE_NAMES for one in shape.node_types)
     # The gradient of a leaf in float16 would need an edge of its own.
     refused = refused or any(dtype == torch.float16 for _, dtype, _ in shape.leaves)
     # Gradients of several readers that are summed in 16 bits before a region moves the sum: hooks of nodes move each of
@@ -181,7 +187,7 @@ def learn_graph(
         if site is None:
             return None
         # Views of a leaf are at the global site, so that the node behind them moves the gradient.
-        is_view = node_type is not None and node_type.__name__ in _VIEW_NODES
+        is_view = node_type is not None and node_type.__name__ in _RESHAPING_NODE_NAMES
         is_leaf_view = is_view and [link and link[0] in leaves for link in links] == [True]
         sites.append(global_site if is_leaf_view else site)
     return LearnedGraph(shape, sites, recording.opened_sites, backward)
@@ -201,7 +207,7 @@ class GraphReplay:
 
     is_replaying = True
 
-    def __init__(self, backward: Backward, names: ParameterNames) -> None:
+    def __init__(self, backward: Backward, names: ModuleNameCache) -> None:
         self._backward = backward
         self._global_site = backward.sites.global_site
         self._names = names
@@ -217,7 +223,7 @@ class GraphReplay:
         """Return a recording for the next region to fill; None where no forward pass will be replayed."""
         return None if self._has_given_up or self._names.is_sharded() else CallRecording()
 
-    def learn_from(self, recording: CallRecording, arguments: Any, output: Any, begun: int) -> None:
+    def learn_from_recording(self, recording: CallRecording, arguments: Any, output: Any, begun: int) -> None:
         """Store the graph that a region recorded."""
         with torch._C.DisableTorchFunction():
             outputs, inputs = list_output_tensors(output), list_input_nodes(arguments)
@@ -231,32 +237,34 @@ class GraphReplay:
 
     def run_forward(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
         """Return the forward output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
-        outer, cached = thread_state.region, torch.is_autocast_cache_enabled()
+        outer, cached = thread_region_state.region, torch.is_autocast_cache_enabled()
         self._backward.deactivate_hooks_outside_backward()
         begun = torch._C._autograd._get_sequence_nr()
-        thread_state.region = self
+        thread_region_state.region = self
         # A region's views of parameters are cast for each reader, and the graph is to be the same.
         torch.set_autocast_cache_enabled(False)
         try:
             inputs = list_input_nodes((args, kwargs))
             for node in inputs:
-                self._mark_outer_node(node)
+                self._mark_node_at_global_exponent(node)
             output = call(*args, **kwargs)
             outputs = list_output_tensors(output)
-            return self._hook_graph(output, outputs, begun, inputs, wide()) if outputs else output
+            return self._hook_nodes_of_known_graph(output, outputs, begun, inputs, wide()) if outputs else output
         finally:
-            thread_state.region = outer
+            thread_region_state.region = outer
             torch.set_autocast_cache_enabled(cached)
             self._backward.forwards += 1
             self._backward.replays += 1
             self._backward.unmarked_passes.append((begun, torch._C._autograd._get_sequence_nr()))
 
-    def _hook_graph(self, output: Any, outputs: list[Tensor], begun: int, inputs: Collection, wide: bool) -> Any:
+    def _hook_nodes_of_known_graph(
+        self, output: Any, outputs: list[Tensor], begun: int, inputs: Collection, wide: bool
+    ) -> Any:
         """Return the output at the global exponent, with its graph's nodes hooked if the graph is known."""
-        shape, nodes = walk_graph([(x.grad_fn, x.output_nr) for x in outputs], begun, inputs)
+        shape, nodes = compute_graph_shape_and_nodes([(x.grad_fn, x.output_nr) for x in outputs], begun, inputs)
         for node, node_type in zip(nodes, shape.node_types):
             if node_type is None:
-                self._mark_outer_node(node)
+                self._mark_node_at_global_exponent(node)
         learned = self._graphs.get(shape)
         if learned is None:
             self._known_in_row = 0
@@ -272,18 +280,18 @@ class GraphReplay:
 
         return map_tensors(output, memoize_by_tensor(move_to_global_exponent))
 
-    def _mark_outer_node(self, node: Any) -> None:
+    def _mark_node_at_global_exponent(self, node: Any) -> None:
         """Note that a node made before the forward pass is at the global exponent."""
         try:
-            self._backward.mark_outer_node(node)
+            self._backward.mark_node_at_global_exponent(node)
         except ValueError:
             # A region knows the sites of tensors that another one made, by whatever way they come.
-            self._backward.use_one_scale()
+            self._backward.fall_back_to_one_scale()
             node.metadata[self._global_site] = self._global_site
 
     def _move_to_global_exponent(self, out: Tensor, site: Site, opened: dict[Site, None], wide: bool) -> Tensor:
         """Return an output of the model whose gradient arrives at the global exponent; ``wide``: in float32."""
-        move = self._backward.loss_follower.find_move(site, self._global_site)
+        move = self._backward.loss_follower.find_move_exponent_and_lift_sign(site, self._global_site)
         node: Any = out.grad_fn
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
@@ -311,7 +319,7 @@ def _move_output_gradient(
     gradient = gradients[0]
     if gradient is None or not any(move):
         return None
-    return backward.loss_follower.move_gradient_by(gradient, *move), *gradients[1:]
+    return backward.loss_follower.multiply_by_power_and_lift(gradient, *move), *gradients[1:]
 
 
 def count_replays(scaler: Any) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._messages import ENVIRONMENT
+from ..._messages import ENV_HINT
 from .._engine import note_and_warn_once, note_fallback
 from ._processor import find_processor
 
@@ -151,7 +151,7 @@ def _make_target_machine() -> Any:
     )
 
 
-_CACHE_FOLDER_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}"
+_CACHE_FOLDER_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENV_HINT}"
 _KERNEL_FILE_TAG = b"halfulp-kernel-1"
 # How many kernels this process found, compiled and wrote, and the bytes that it wrote.
 cache_statistics = Counter[str]()

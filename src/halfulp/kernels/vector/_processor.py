@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 
-from ..._messages import ENVIRONMENT
+from ..._messages import ENV_HINT
 
 
 def find_processor() -> tuple[str, str, str]:
@@ -56,8 +56,7 @@ def check_features() -> None:
     for feature in filter(None, os.environ.get("HALFULP_CPU_FEATURES", "").split(",")):
         if feature[0] not in "+-":
             raise ValueError(
-                f"HALFULP_CPU_FEATURES names {feature!r}: features are +name or -name, separated by commas; "
-                f"{ENVIRONMENT}"
+                f"HALFULP_CPU_FEATURES names {feature!r}: features are +name or -name, separated by commas; {ENV_HINT}"
             )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import arithmetic
-from ..._torch_versions import solves_by_transpose
+from ..._torch_versions import has_transposed_factors_in_solve_backward
 from ...arithmetic import Parts
 from ...arithmetic._matmul import find_largest_magnitude, multiply_float16_in_float32, split_into_float16
 from ...kernels import define_operator, find_torch_operators
@@ -244,7 +244,7 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
 implements(aten._linalg_solve_ex.default)(
     lambda a, b, *, left=True, check_errors=False: (
         _solve_system(a, b, left, result_type((a, b))),
-        *_factor_for_backward(a, solves_by_transpose()),
+        *_factor_for_backward(a, has_transposed_factors_in_solve_backward()),
         _make_information(a),
     )
 )

@@ -17,7 +17,7 @@ from ..page import write_page
 
 TensorStatus = Literal["nonfinite", "dtype-changed", "unchanged", "constant", "changed"]
 TensorRole = Literal["parameter", "average", "buffer", "unknown"]
-STATUS_WORDS: dict[TensorStatus, str] = {
+WORDS_BY_TENSOR_STATUS: dict[TensorStatus, str] = {
     "nonfinite": "has NaN or infinity",
     "dtype-changed": "another dtype",
     "unchanged": "did not move",
@@ -235,7 +235,7 @@ def _make_layer_group(rows: list[TensorAudit], found: Finding | None) -> LayerGr
     elif not first.numel:
         verdict = "empty"
     elif first.status != "changed":
-        verdict = STATUS_WORDS[first.status]
+        verdict = WORDS_BY_TENSOR_STATUS[first.status]
     elif not medians or first.role == "buffer":
         verdict = f"moved in {1 - unchanged:.3g} of its elements"
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._messages import name_type
-from ..checkpoints._names import name_optimizer_states, read_checkpoint_content
+from ..checkpoints._names import name_optimizer_states, sort_checkpoint_content
 from ..checkpoints._open import open_checkpoint
 from ..findings import collect_findings
 from ._audit import Audit
@@ -61,13 +61,13 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) 
         same = name_type(a) if isinstance(a, Mapping) else a
         raise ValueError(f"A and B are the same checkpoint, {same}: give an earlier and a later one of a run")
     before, after = (
-        read_checkpoint_content(given, which) if isinstance(given, Mapping) else open_checkpoint(Path(given))
+        sort_checkpoint_content(given, which) if isinstance(given, Mapping) else open_checkpoint(Path(given))
         for given, which in ((a, "A"), (b, "B"))
     )
     unseen = [*before.unseen, *after.unseen]
     earlier, later = name_optimizer_states(before, unseen), name_optimizer_states(after, unseen)
     after.unseen.clear()
-    complete = len(later) >= after.stepped_count
+    complete = len(later) >= after.stepped_parameter_count
     tensors = compare_tensors(before, after, set(earlier) | set(later))
     states = compare_optimizer_states(earlier, later, after, lr)
     unseen += [said for said in after.unseen if said not in unseen]

@@ -12,16 +12,24 @@ from ... import formats
 from ..._messages import quote
 from ...rounding import quantize
 from .._record import RealisedChanges
-from .._text import get_precision
+from .._text import get_significand_bits
 from ..checkpoints._names import Checkpoint, NamedParameterState
 from ._audit import StateAudit
-from ._tensors import count_same_elements, split_tensors
+from ._tensors import count_same_elements, split_tensors_into_chunks
 
 # What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.
-_COMPENSATION_STATES = ("residual", "low_bits", "master", "kahan_comp", "kahan_compensation", "master_param", "shift")
-_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
-_SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
-_OPTION_NAMES = ("lr", "weight_decay", "betas", "eps", "momentum", "amsgrad", "maximize")
+_COMPENSATION_STATE_NAMES = (
+    "residual",
+    "low_bits",
+    "master",
+    "kahan_comp",
+    "kahan_compensation",
+    "master_param",
+    "shift",
+)
+_FIRST_MOMENT_STATE_NAMES = ("exp_avg", "momentum_buffer")
+_SECOND_MOMENT_STATE_NAMES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
+_COPIED_OPTION_NAMES = ("lr", "weight_decay", "betas", "eps", "momentum", "amsgrad", "maximize")
 
 
 def compare_optimizer_states(
@@ -35,7 +43,7 @@ def compare_optimizer_states(
         weight = weights.tensors[name]
         state = found[name] = _compare_parameter_states(name, a.get(name), after, weight, lr)
         is_rounded = not state.compensated and state.weight_update in (None, "nearest")
-        is_number = get_precision(weight.dtype) is not None and weight.numel() > 0
+        is_number = get_significand_bits(weight.dtype) is not None and weight.numel() > 0
         if state.update is None and is_rounded and is_number and _get_state_tensors(after):
             missing.append(name)
     if missing:
@@ -49,20 +57,20 @@ def compare_optimizer_states(
 def _compare_parameter_states(
     name: str, before: NamedParameterState | None, after: NamedParameterState, weight: Tensor, lr: float | None
 ) -> StateAudit:
-    found = {key: after.options[key] for key in _OPTION_NAMES if after.options.get(key) is not None}
+    found = {key: after.options[key] for key in _COPIED_OPTION_NAMES if after.options.get(key) is not None}
     options = {key: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for key, x in found.items()}
     if lr is not None:
         options["lr"] = lr
     ours = {} if before is None else _get_state_tensors(before)
     theirs = _get_state_tensors(after)
     steps = None if before is None else _read_step(before), _read_step(after)
-    compensation = [key for key in _COMPENSATION_STATES if key in theirs]
+    compensation = [key for key in _COMPENSATION_STATE_NAMES if key in theirs]
     weight_update = _read_weight_update(after.options, theirs)
     to_nearest = not compensation and weight_update in (None, "nearest")
-    numbers = weight.dtype.is_floating_point and get_precision(weight.dtype) is not None
+    numbers = weight.dtype.is_floating_point and get_significand_bits(weight.dtype) is not None
     alike = {key: stored.dtype for key, stored in theirs.items() if stored.shape == weight.shape}
-    first = [theirs[key] for key in _FIRST_MOMENTS if key in theirs]
-    second = [theirs[key] for key in _SECOND_MOMENTS if key in theirs]
+    first = [theirs[key] for key in _FIRST_MOMENT_STATE_NAMES if key in theirs]
+    second = [theirs[key] for key in _SECOND_MOMENT_STATE_NAMES if key in theirs]
     return StateAudit(
         name,
         options,
@@ -73,7 +81,7 @@ def _compare_parameter_states(
         any(x not in ours or count_same_elements(ours[x], theirs[x]) < theirs[x].numel() for x in compensation),
         all(moment.shape == weight.shape for moment in (*first, *second)),
         any(not int(moment.count_nonzero()) for moment in first),
-        replay_last_update(weight, theirs, options, steps[1]) if to_nearest and numbers else None,
+        replay_last_update_rounded(weight, theirs, options, steps[1]) if to_nearest and numbers else None,
     )
 
 
@@ -99,18 +107,18 @@ def _read_weight_update(group: Mapping[str, Any], states: Mapping[str, Tensor]) 
     return str(given.get("name")) if isinstance(given, Mapping) else str(given)
 
 
-def replay_last_update(
+def replay_last_update_rounded(
     weight: Tensor, states: Mapping[str, Tensor], options: Mapping[str, Any], step: int | None
 ) -> RealisedChanges | None:
     """Return what nearest rounding left of the last update; None where the names of its states tell no known rule."""
-    rule = _find_update_rule(states, options, step)
+    rule = _find_states_and_update_function(states, options, step)
     if rule is None or weight.numel() == 0:
         return None
     stored, compute_update = rule
     if any(moment.shape != weight.shape or not moment.dtype.is_floating_point for moment in stored):
         return None
     seen, lost, squares, products = 0, 0, 0.0, 0.0
-    for parts in split_tensors(weight, *stored):
+    for parts in split_tensors_into_chunks(weight, *stored):
         w, *moments = (part.double() for part in parts)
         u = -compute_update(*moments) if options.get("maximize") else compute_update(*moments)
         known = w.isfinite() & u.isfinite() & (u != 0)
@@ -129,7 +137,7 @@ def replay_last_update(
     return RealisedChanges(seen, lost, seen, seen * (share if math.isfinite(share) else 1.0))
 
 
-def _find_update_rule(
+def _find_states_and_update_function(
     states: Mapping[str, Tensor], options: Mapping[str, Any], step: int | None
 ) -> tuple[list[Tensor], Callable[..., Tensor]] | None:
     """Return the states that an update is made of, and the function that makes it; None where they are not known.

@@ -14,7 +14,7 @@ from ... import formats
 from ..._messages import quote
 from ...formats import Format
 from .._text import holds_signed_floats
-from ..checkpoints._names import RUNNING_STATISTICS, Checkpoint
+from ..checkpoints._names import RUNNING_STATISTICS_NAMES, Checkpoint
 from ._audit import TensorAudit, TensorRole, TensorStatistics, TensorStatus
 
 # Changes in ulps by binade, from 2^LOWEST_BINADE on, and by the first FRACTION_BITS bits of their fraction.
@@ -24,7 +24,7 @@ COMPARED_CHUNK_SIZE = 1 << 16
 
 
 @dataclass(slots=True)
-class ValueCounts:
+class ElementCounts:
     """Counts of one tensor's elements, summed over its parts; `first` is its first element."""
 
     nan: int = 0
@@ -50,8 +50,8 @@ class ValueCounts:
 class TensorDifferences:
     """The differences of two floating-point tensors, summed over the parts that were compared."""
 
-    a: ValueCounts = field(default_factory=ValueCounts)
-    b: ValueCounts = field(default_factory=ValueCounts)
+    a: ElementCounts = field(default_factory=ElementCounts)
+    b: ElementCounts = field(default_factory=ElementCounts)
     same: int = 0  # NaN being equal to NaN and -0 to +0
     finite: int = 0  # in both
     largest: float = 0.0  # change in ulps
@@ -69,16 +69,16 @@ class TensorDifferences:
         return math.ldexp(1 + (slot % (1 << FRACTION_BITS)) / (1 << FRACTION_BITS), binade) if slot else 0.0
 
 
-def split_tensors(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def split_tensors_into_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the elements of tensors of one size in parts, side by side."""
     yield from zip(*(one.reshape(-1).split(COMPARED_CHUNK_SIZE) for one in tensors), strict=True)
 
 
-def count_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
+def add_difference_counts(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
     """Count how two tensors of one shape differ, in float32 unless one of the two is float64."""
     both = formats.get(a.dtype), formats.get(b.dtype)
     dtype = torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
-    for parts in split_tensors(a, b):
+    for parts in split_tensors_into_chunks(a, b):
         if not parts[0].numel():
             return
         x, y = (part.to("cpu", dtype) for part in parts)
@@ -88,10 +88,10 @@ def count_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
             x, y = x[finite], y[finite]
         if len(x):
             found.finite += len(x)
-            _count_finite_differences(found, x, y, both)
+            _add_finite_difference_counts(found, x, y, both)
 
 
-def _count_finite_differences(found: TensorDifferences, x: Tensor, y: Tensor, both: tuple[Format, Format]) -> None:
+def _add_finite_difference_counts(found: TensorDifferences, x: Tensor, y: Tensor, both: tuple[Format, Format]) -> None:
     """Count |y - x| by the spacings of the coarser of two formats at x, all float32 or float64.
 
     Comparisons of elements cost several times what arithmetic on them and on their words does.
@@ -109,7 +109,7 @@ def _count_finite_differences(found: TensorDifferences, x: Tensor, y: Tensor, bo
     change = (y - x).abs_().mul_(binade.neg_().add_(2 * bias + 1 << bits).view(x.dtype))
     largest = float(change.amax())
     if largest == math.inf and x.dtype == torch.float32:
-        return _count_finite_differences(found, x.double(), y.double(), both)
+        return _add_finite_difference_counts(found, x.double(), y.double(), both)
     found.same += len(x) - int(change.count_nonzero())
     found.largest = max(found.largest, largest * 2.0 ** (precision - 1))
     sizes = (change.view(words) >> (bits - FRACTION_BITS)).bincount(minlength=2 * bias + 2 << FRACTION_BITS)
@@ -120,7 +120,7 @@ def _count_finite_differences(found: TensorDifferences, x: Tensor, y: Tensor, bo
 
 def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str]) -> dict[str, TensorAudit]:
     """Return how each tensor of A differs from that of its name in B."""
-    _check_same_model(a, b)
+    _refuse_unrelated_checkpoints(a, b)
     return {
         name: _compare_tensor(name, (stored, b.tensors[name]), parameters)
         for name, stored in a.tensors.items()
@@ -128,7 +128,7 @@ def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str]) -> dict[
     }
 
 
-def _check_same_model(a: Checkpoint, b: Checkpoint) -> None:
+def _refuse_unrelated_checkpoints(a: Checkpoint, b: Checkpoint) -> None:
     ours, theirs = a.tensors, b.tensors
     missing = [name for name in ours if name not in theirs]
     foreign = [name for name in theirs if name not in ours]
@@ -150,13 +150,13 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
     numbers = all(holds_signed_floats(one.dtype) for one in (a, b))
     found = TensorDifferences()
     if numbers:
-        count_differences(found, a, b)
+        add_difference_counts(found, a, b)
     unchanged = found.same if numbers else count_same_elements(a, b)
     before, after = (
         TensorStatistics(one.dtype, x.nan, x.infinite, x.zeros, None if x.varies else x.first)
         for one, x in zip(pair, (found.a, found.b), strict=True)
     )
-    is_average = name.rpartition(".")[2] in RUNNING_STATISTICS
+    is_average = name.rpartition(".")[2] in RUNNING_STATISTICS_NAMES
     role: TensorRole = "buffer" if not numbers else "average" if is_average else "unknown"
     role = "parameter" if name in parameters else role
     status: TensorStatus = "changed"
@@ -177,10 +177,13 @@ def count_same_elements(a: Tensor, b: Tensor) -> int:
     """Return how many elements of two tensors of one shape are equal, NaN being equal to none."""
     if a.shape != b.shape:
         return 0
-    return sum(int((_make_comparable(x) == _make_comparable(y)).sum()) for x, y in split_tensors(a, b))
+    return sum(
+        int((_convert_for_comparison(x) == _convert_for_comparison(y)).sum())
+        for x, y in split_tensors_into_chunks(a, b)
+    )
 
 
-def _make_comparable(x: Tensor) -> Tensor:
+def _convert_for_comparison(x: Tensor) -> Tensor:
     if x.dtype.is_floating_point and x.dtype.itemsize == 1:
         return x.view(torch.uint8)
     return x.float() if x.dtype in (torch.uint16, torch.uint32) else x

@@ -51,13 +51,13 @@ class Checkpoint:
     config: Path | None = None  # the model's config of transformers beside it
 
     @property
-    def stepped_count(self) -> int:
+    def stepped_parameter_count(self) -> int:
         """The number of parameters that its optimizers hold."""
         return sum(len(keys) for optimizer in self.optimizers for keys in optimizer.keys_by_group)
 
 
 # As `Trainer.get_decay_parameter_names` of transformers has them (transformers/trainer.py).
-_NO_DECAY_PATTERN = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+_UNDECAYED_NAME_PATTERN = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 def list_parameter_names_by_config(config: Path, tensors: Mapping[str, Tensor]) -> list[str] | None:
@@ -86,7 +86,7 @@ def list_parameter_names_by_config(config: Path, tensors: Mapping[str, Tensor]) 
     return [name for name, _ in model.named_parameters() if name in tensors]
 
 
-RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
+RUNNING_STATISTICS_NAMES = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
 _TENSOR_PART_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
 
 
@@ -118,7 +118,7 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
     found: dict[str, NamedParameterState] = {}
     for optimizer in checkpoint.optimizers:
         groups = {key: group for keys, group in zip(optimizer.keys_by_group, optimizer.groups) for key in keys}
-        names = _read_saved_names(optimizer, list(groups))
+        names = _read_parameter_names_of_optimizer(optimizer, list(groups))
         names = _name_states_in_order(checkpoint, optimizer, len(groups)) if names is None else names
         if names is None:
             order = ", or install the transformers that saved it, which has the model's order"
@@ -141,7 +141,7 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
     return found
 
 
-def _read_saved_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] | None:
+def _read_parameter_names_of_optimizer(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] | None:
     if keys and all(isinstance(key, str) for key in keys):
         return dict(zip(keys, strip_wrapper_names(keys), strict=True))
     given = [group.get("param_names") for group in optimizer.groups]
@@ -156,7 +156,8 @@ def _name_states_in_order(checkpoint: Checkpoint, optimizer: OptimizerStates, co
     candidates = {
         name: tensor
         for name, tensor in checkpoint.tensors.items()
-        if name.rpartition(".")[2] not in RUNNING_STATISTICS and (tensor.is_floating_point() or tensor.is_complex())
+        if name.rpartition(".")[2] not in RUNNING_STATISTICS_NAMES
+        and (tensor.is_floating_point() or tensor.is_complex())
     }
     order = None if checkpoint.config is None else list_parameter_names_by_config(checkpoint.config, candidates)
     order = list(candidates) if checkpoint.ordered else order
@@ -168,7 +169,7 @@ def _name_states_in_order(checkpoint: Checkpoint, optimizer: OptimizerStates, co
     weights = [name for name in candidates if name.rpartition(".")[2] == "weight"]
     vectors = {name.rpartition(".")[0] for name in weights if len(candidates[name].shape) == 1}
     others = {name for name in candidates if name.rpartition(".")[0] not in vectors}
-    by_name = {name for name in others if not _NO_DECAY_PATTERN.search(name.lower())}
+    by_name = {name for name in others if not _UNDECAYED_NAME_PATTERN.search(name.lower())}
     found: list[dict[Any, str]] = []
     for decaying in (by_name, matrices):
         names = _assign_parameter_names(candidates, optimizer, decaying)
@@ -210,7 +211,7 @@ _DEEPEST_NESTING = 64
 _TensorsByPath = dict[tuple[Any, ...], Tensor]
 
 
-def read_checkpoint_content(content: object, path: str) -> Checkpoint:
+def sort_checkpoint_content(content: object, path: str) -> Checkpoint:
     """Return the parts of what a file holds: nested mappings and lists of tensors and plain data."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds {name_type(content)}: give a checkpoint with a model's state_dict")

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from ..._messages import quote
 from ...optim.parameters._random_identity import strip_wrapper_names
-from ._names import Checkpoint, OptimizerStates, read_checkpoint_content, refuse_tensor_parts, walk_checkpoint_leaves
+from ._names import Checkpoint, OptimizerStates, refuse_tensor_parts, sort_checkpoint_content, walk_checkpoint_leaves
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WEIGHT_FILE_STEMS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
-_OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
-_NO_WEIGHTS_PATTERN = re.compile(r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I)
+_OPTIMIZER_FILE_NAMES = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
+_FILES_WITHOUT_WEIGHTS_PATTERN = re.compile(
+    r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I
+)
 _NUMBERED_OPTIMIZER_PATTERN = re.compile(r"^optimizer_\d+\.(pt|bin|pth)$")
 CHECKPOINT_REMEDY = "give a file of safetensors or torch.save, or a sharded folder with its index"
 
@@ -65,7 +67,7 @@ def _open_file(path: Path) -> Checkpoint:
     is_safe = head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
     if path.suffix == ".safetensors" or is_safe:
         return _open_safetensors([path])
-    return read_checkpoint_content(load_torch_file(path), str(path))
+    return sort_checkpoint_content(load_torch_file(path), str(path))
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -76,7 +78,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         )
     files = sorted(path for path in folder.iterdir() if path.is_file())
     found = _open_weight_files(folder, files)
-    for path in (folder / name for name in _OPTIMIZER_FILES):
+    for path in (folder / name for name in _OPTIMIZER_FILE_NAMES):
         if path.is_file() and not found.optimizers:
             leaves = walk_checkpoint_leaves(load_torch_file(path), ())
             found.optimizers = [leaf for _, leaf in leaves if isinstance(leaf, OptimizerStates)]
@@ -94,8 +96,12 @@ def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
     indices = sorted(path for path in files if path.name.endswith((".safetensors.index.json", ".bin.index.json")))
     if indices:
         return _open_sharded(indices[0])
-    tensors = [path for path in files if path.suffix == ".safetensors" and not _NO_WEIGHTS_PATTERN.match(path.name)]
-    saved = [path for path in files if path.suffix in _TORCH_SUFFIXES and not _NO_WEIGHTS_PATTERN.match(path.name)]
+    tensors = [
+        path for path in files if path.suffix == ".safetensors" and not _FILES_WITHOUT_WEIGHTS_PATTERN.match(path.name)
+    ]
+    saved = [
+        path for path in files if path.suffix in _TORCH_SUFFIXES and not _FILES_WITHOUT_WEIGHTS_PATTERN.match(path.name)
+    ]
     for group in (tensors, saved):
         known = [path for path in group if path.stem in _WEIGHT_FILE_STEMS]
         if len(known) == 1 or len(group) == 1:
@@ -157,8 +163,8 @@ def _open_safetensors(paths: list[Path]) -> Checkpoint:
     return Checkpoint(str(paths[0]), named, ordered=False)
 
 
-_REFUSED_GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
-_READING_ERRORS = (
+_GLOBAL_REFUSED_BY_TORCH_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
+_TORCH_LOAD_ERRORS = (
     *(RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, MemoryError),
     *(OverflowError, zipfile.BadZipFile, struct.error, pickle.UnpicklingError),
 )
@@ -170,8 +176,8 @@ def load_torch_file(path: Path) -> Any:
     try:
         if not is_zip or all(one.compress_type == zipfile.ZIP_STORED for one in zipfile.ZipFile(path).infolist()):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
-    except _READING_ERRORS as error:
-        found = isinstance(error, pickle.UnpicklingError) and _REFUSED_GLOBAL_PATTERN.search(str(error))
+    except _TORCH_LOAD_ERRORS as error:
+        found = isinstance(error, pickle.UnpicklingError) and _GLOBAL_REFUSED_BY_TORCH_PATTERN.search(str(error))
         if found:
             raise ValueError(
                 f"{path} was not loaded: it holds {found[1]}, which weights_only refuses, since loading it would run "

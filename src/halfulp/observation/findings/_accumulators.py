@@ -8,14 +8,21 @@ from typing import Any
 from ...optim import OPTIMIZERS
 from .._finding import Finding, Severity
 from .._record import ParameterRecord, RealisedChanges, Record
-from .._text import compute_confidence, format_percent, get_precision, is_wide_dtype, name_dtype, write_optimizer_code
+from .._text import (
+    compute_confidence,
+    format_percent,
+    get_significand_bits,
+    is_wide_dtype,
+    name_dtype,
+    write_optimizer_code,
+)
 from ._kind import FindingKind, register_finding
-from ._updates import is_explained_by_chance, make_change_evidence
+from ._updates import is_explained_by_chance, make_lost_change_evidence
 
 FEWEST_ADDED_ELEMENTS = 32
 # What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.
-REALISED_SUMS_WARNING = 0.9
-REALISED_SUMS_ERROR = 0.5
+WARNING_BELOW_KEPT_SHARE_OF_SUMS = 0.9
+ERROR_BELOW_KEPT_SHARE_OF_SUMS = 0.5
 
 
 @register_finding
@@ -33,19 +40,19 @@ class AccumulationSwamped(FindingKind):
         for name, parameter in record.parameters.items():
             sums = parameter.accumulation or RealisedChanges()
             realised = sums.realised_share
-            if realised is None or realised >= REALISED_SUMS_WARNING or sums.seen < FEWEST_ADDED_ELEMENTS:
+            if realised is None or realised >= WARNING_BELOW_KEPT_SHARE_OF_SUMS or sums.seen < FEWEST_ADDED_ELEMENTS:
                 continue
             held_in = parameter.gradient_dtype or parameter.dtype
-            severity: Severity = "error" if realised < REALISED_SUMS_ERROR else "warning"
+            severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_SUMS else "warning"
             sure, cure = compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS), self.choose_cure(held_in)
             said = f"{format_percent(1 - realised)} of what is added to .grad is lost in {name_dtype(held_in)}"
-            yield self.found(name, severity, sure, said, cure=cure, **make_change_evidence(sums, held_in))
+            yield self.found(name, severity, sure, said, cure=cure, **make_lost_change_evidence(sums, held_in))
 
 
 FEWEST_AVERAGE_CHANGES = 16
 # An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
-REALISED_AVERAGE_WARNING = 0.5
-REALISED_AVERAGE_ERROR = 0.1
+WARNING_BELOW_KEPT_SHARE_OF_AVERAGE = 0.5
+ERROR_BELOW_KEPT_SHARE_OF_AVERAGE = 0.1
 
 
 @register_finding
@@ -64,11 +71,13 @@ class AverageStuck(FindingKind):
             realised = change.realised_share
             if change.seen < FEWEST_AVERAGE_CHANGES or realised is None or is_wide_dtype(average.dtype):
                 continue
-            if realised < REALISED_AVERAGE_WARNING:
-                severity: Severity = "error" if realised < REALISED_AVERAGE_ERROR else "warning"
+            if realised < WARNING_BELOW_KEPT_SHARE_OF_AVERAGE:
+                severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_AVERAGE else "warning"
                 sure, cure = compute_confidence(change.seen, FEWEST_AVERAGE_CHANGES), self.choose_cure(average.dtype)
                 said = f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}"
-                yield self.found(name, severity, sure, said, cure=cure, **make_change_evidence(change, average.dtype))
+                yield self.found(
+                    name, severity, sure, said, cure=cure, **make_lost_change_evidence(change, average.dtype)
+                )
 
 
 @register_finding
@@ -84,7 +93,7 @@ class PositionsCollide(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, positions in record.positions.items():
-            digits = get_precision(positions.dtype)
+            digits = get_significand_bits(positions.dtype)
             assert digits is not None
             dtype, counted = name_dtype(positions.dtype), 2**digits
             said = f"of {positions.length} positions those from {counted} on are rounded to {dtype}'s whole numbers"
@@ -93,8 +102,8 @@ class PositionsCollide(FindingKind):
 
 FEWEST_RESIDUAL_CHANGES = 256
 # Rounding a sum is right on average while what is added is larger than half a spacing; where half is gone it is not.
-REALISED_RESIDUAL_WARNING = 0.5
-REALISED_RESIDUAL_ERROR = 0.1
+WARNING_BELOW_KEPT_SHARE_OF_RESIDUAL = 0.5
+ERROR_BELOW_KEPT_SHARE_OF_RESIDUAL = 0.1
 
 
 @register_finding
@@ -113,19 +122,23 @@ class ResidualSwamped(FindingKind):
         for name, residual in record.residuals.items():
             change = residual.change
             realised = change.realised_share
-            if realised is None or change.seen < FEWEST_RESIDUAL_CHANGES or not realised < REALISED_RESIDUAL_WARNING:
+            if (
+                realised is None
+                or change.seen < FEWEST_RESIDUAL_CHANGES
+                or not realised < WARNING_BELOW_KEPT_SHARE_OF_RESIDUAL
+            ):
                 continue
-            severity: Severity = "error" if realised < REALISED_RESIDUAL_ERROR else "warning"
+            severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_RESIDUAL else "warning"
             said = f"{format_percent(min(1.0, 1 - realised))} of what it adds to the residual stream is lost in "
             said += f"{name_dtype(residual.dtype)}: it adds {residual.added:.3g} to numbers of {residual.stream:.3g}"
             evidence: dict[str, Any] = {"added": residual.added, "stream": residual.stream}
-            evidence |= make_change_evidence(change, residual.dtype)
+            evidence |= make_lost_change_evidence(change, residual.dtype)
             yield self.found(name, severity, compute_confidence(change.seen, FEWEST_RESIDUAL_CHANGES), said, **evidence)
 
 
 # As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
-SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
-FEWEST_DECREASES = 32
+SECOND_MOMENT_STATE_NAMES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
+FEWEST_MOMENT_DECREASES = 32
 # With half of its changes missing the average follows a different, slower horizon than beta2 says.
 STUCK_MOMENT_SHARE = 0.5
 # Squares of gradients spread over decades, and a few of the largest decide how much movement took place: 400 decreases
@@ -149,17 +162,17 @@ class SecondMomentStuck(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             for state, change in parameter.states.items():
-                is_moment = state in SECOND_MOMENTS and change.seen >= FEWEST_DECREASES
+                is_moment = state in SECOND_MOMENT_STATE_NAMES and change.seen >= FEWEST_MOMENT_DECREASES
                 dtype = parameter.state_dtypes.get(state)
                 if not is_moment or is_wide_dtype(dtype or parameter.dtype) or not _is_moment_stuck(parameter, change):
                     continue
                 code = ""  # for an optimizer that is not here
                 if parameter.optimizer in OPTIMIZERS:
                     argument = "state_dtype=torch.float32"
-                    code = write_optimizer_code(parameter.optimizer, argument, parameter.is_of_halfulp)
-                sure = compute_confidence(change.seen, FEWEST_DECREASES)
+                    code = write_optimizer_code(parameter.optimizer, argument, parameter.is_held_by_halfulp_optimizer)
+                sure = compute_confidence(change.seen, FEWEST_MOMENT_DECREASES)
                 said = f"{format_percent(change.lost_share)} of decreases of {state} lost in {name_dtype(dtype)}"
-                evidence: dict[str, Any] = {"state": state, **make_change_evidence(change, dtype)}
+                evidence: dict[str, Any] = {"state": state, **make_lost_change_evidence(change, dtype)}
                 yield self.found(name, "warning", sure, said, write=code, **evidence)
 
 

@@ -12,7 +12,7 @@ from ._kind import FindingKind, register_finding
 
 # Another order of a layer's sums changes a float32 result by some units in the last place; a rounding to 16 bits that
 # one side leaves out is thousands of them.
-FLOAT32_TOLERANCE_UNITS = 64
+FLOAT32_TOLERANCE_IN_EPS = 64
 FLOAT32_EPS = 2.0**-23
 
 
@@ -22,7 +22,7 @@ def is_explained_by_sum_order(difference: OutputDifference) -> bool:
         eps = max(formats.get(dtype).eps for dtype in difference.dtypes)
     except ValueError:
         return difference.differing == 0
-    return difference.relative <= (eps if eps > FLOAT32_EPS else FLOAT32_TOLERANCE_UNITS * eps)
+    return difference.relative <= (eps if eps > FLOAT32_EPS else FLOAT32_TOLERANCE_IN_EPS * eps)
 
 
 @register_finding
@@ -47,7 +47,7 @@ class CompiledDiffers(FindingKind):
 
 
 # Where neighbouring numbers are as far apart as the loss changes from step to step, half of its changes are not seen.
-LOSS_GAP_LIMIT = 1.0
+LOSS_SPACING_TO_CHANGE_LIMIT = 1.0
 FEWEST_LOSSES = 4
 
 
@@ -65,7 +65,7 @@ class LossCancels(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         losses, gap = sum(step.loss is not None for step in record.history), record.loss_gap
-        if gap is None or losses < FEWEST_LOSSES or not gap >= LOSS_GAP_LIMIT:
+        if gap is None or losses < FEWEST_LOSSES or not gap >= LOSS_SPACING_TO_CHANGE_LIMIT:
             return
         dtype = name_dtype(record.loss_dtype)
         said = f"neighbouring losses in {dtype} are {gap:.3g} times as far apart as the loss changes from step to step"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..._names import describe_unknown_name, read_class_docstring, register_entry
+from ..._names import describe_unknown_name, read_own_docstring, register_entry
 from .._finding import Finding, Severity, rank_findings
 from .._text import is_wide_dtype
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from .._record import Record
 
 FINDING_KINDS: dict[str, type[FindingKind]] = {}
-_INSTRUMENT_METHODS = {"observe": "find_in_record", "audit": "find_in_audit", "forecast": "find_in_forecast"}
+_METHOD_NAME_BY_INSTRUMENT = {"observe": "find_in_record", "audit": "find_in_audit", "forecast": "find_in_forecast"}
 # The most that a forecast is sure: the schedule, and the gradients that make the updates, are still to come.
-MOST_FORECAST_CONFIDENCE = 0.9
+MAX_FORECAST_CONFIDENCE = 0.9
 
 
 class FindingKind:
@@ -98,7 +98,7 @@ class FindingKind:
     @classmethod
     def instruments(cls) -> tuple[str, ...]:
         """Return the instruments that can show it."""
-        methods = _INSTRUMENT_METHODS.items()
+        methods = _METHOD_NAME_BY_INSTRUMENT.items()
         return tuple(name for name, method in methods if getattr(cls, method) is not getattr(FindingKind, method))
 
 
@@ -114,7 +114,7 @@ def register_finding(kind: type[FindingKind]) -> type[FindingKind]:
     for attribute in ("code", "cure"):
         if not getattr(kind, attribute, ""):
             raise ValueError(f"finding {kind.__name__} has no {attribute}: give it one as a class attribute")
-    register_entry("finding", FINDING_KINDS, kind.code, kind, read_class_docstring(kind))
+    register_entry("finding", FINDING_KINDS, kind.code, kind, read_own_docstring(kind))
     return kind
 
 
@@ -128,7 +128,9 @@ def get_finding_kind(code: str) -> type[FindingKind]:
 def collect_findings(instrument: str, measured: Any) -> list[Finding]:
     """Return everything that an instrument's measurements show, the worst first."""
     found = (
-        one for kind in FINDING_KINDS.values() for one in getattr(kind(), _INSTRUMENT_METHODS[instrument])(measured)
+        one
+        for kind in FINDING_KINDS.values()
+        for one in getattr(kind(), _METHOD_NAME_BY_INSTRUMENT[instrument])(measured)
     )
     classes: dict[str, str] = {}  # of the module of each name; checkpoints tell none, but how many dimensions there are
     if instrument == "observe":
@@ -136,8 +138,8 @@ def collect_findings(instrument: str, measured: Any) -> list[Finding]:
         classes |= {name: parameter.kind for name, parameter in measured.parameters.items()}
     elif instrument == "audit":
         classes = {name: f"{len(row.shape)} dimensions" for name, row in measured.tensors.items()}
-    most = MOST_FORECAST_CONFIDENCE if instrument == "forecast" else 1.0
-    return rank_by_causes(
+    most = MAX_FORECAST_CONFIDENCE if instrument == "forecast" else 1.0
+    return rank_findings_by_registered_causes(
         # What a finding's names have in common; nothing where they differ, or are not known.
         replace(
             one,
@@ -148,7 +150,7 @@ def collect_findings(instrument: str, measured: Any) -> list[Finding]:
     )
 
 
-def rank_by_causes(findings: Iterable[Finding]) -> list[Finding]:
+def rank_findings_by_registered_causes(findings: Iterable[Finding]) -> list[Finding]:
     """Return findings joined and ranked as `rank_findings` does, with what the registered codes say of causes."""
     causes = {code: kind.explained_by for code, kind in FINDING_KINDS.items()}
     worst = {code: kind.worst for code, kind in FINDING_KINDS.items()}

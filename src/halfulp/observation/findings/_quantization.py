@@ -8,7 +8,7 @@ from .._finding import Finding, Severity
 from .._record import Record
 from .._text import compute_confidence, format_percent, name_dtype
 from ._kind import FindingKind, register_finding
-from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_float32_range, list_tensors_of_roles
+from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_float32_range, list_tensor_records_of_roles
 
 FEWEST_BLOCK_ELEMENTS = 64
 # Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.
@@ -45,7 +45,7 @@ class BlockHidden(FindingKind):
 
 # "FP4 All the Way", arXiv 2505.19115, section 4: training with quantized gradients stalls where the gradient's norm
 # falls below sqrt(3) times the standard deviation of the quantization noise times the square root of the size.
-STALLING_NOISE_RATIO = math.sqrt(3.0)
+STALLING_GRADIENT_TO_NOISE_RATIO = math.sqrt(3.0)
 
 
 @register_finding
@@ -58,12 +58,12 @@ class GradientBelowNoise(FindingKind):
     explained_by = ("block-hidden", "gradient-underflow", "payload-saturated", "quantized-to-zero")
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in list_tensors_of_roles(record, *GRADIENT_ROLES):
+        for tensor in list_tensor_records_of_roles(record, *GRADIENT_ROLES):
             noise = tensor.quantization_error
-            if tensor.asked_format is None or not noise or not tensor.rms < STALLING_NOISE_RATIO * noise:
+            if tensor.asked_format is None or not noise or not tensor.rms < STALLING_GRADIENT_TO_NOISE_RATIO * noise:
                 continue
             said = f"{tensor.role} is {tensor.rms / noise:.2g} times the quantization noise of {tensor.asked_format}; "
-            said += f"training stalls below {STALLING_NOISE_RATIO:.2f}"
+            said += f"training stalls below {STALLING_GRADIENT_TO_NOISE_RATIO:.2f}"
             evidence: dict[str, Any] = {"ratio": tensor.rms / noise, "rms": tensor.rms, "noise": noise}
             evidence |= {"role": tensor.role, "steps": tensor.steps}
             yield self.found(tensor.name, "warning", max(0.5, compute_confidence(tensor.steps, 4)), said, **evidence)
@@ -128,11 +128,11 @@ class QuantizedToZero(FindingKind):
     explained_by = ("activation-underflow", "dtype-not-asked")
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in list_tensors_of_roles(record, "activation"):
+        for tensor in list_tensor_records_of_roles(record, "activation"):
             entered = tensor.input_amax
             # Zeros in 16 bits and more are those of a ReLU, a mask or a zero weight, unless a quantizer made them.
             quantizes = tensor.dtype.itemsize == 1 or "quant" in tensor.kind.lower()
-            if not quantizes or not tensor.is_all_zero or not entered:
+            if not quantizes or not tensor.is_zero_in_all_steps or not entered:
                 continue
             said = f"all {tensor.elements} outputs in {name_dtype(tensor.dtype)} are 0, of inputs up to {entered:.3g}"
             evidence: dict[str, Any] = {"elements": tensor.elements, "input_amax": entered, "steps": tensor.steps}

@@ -18,7 +18,7 @@ from ..auditing._audit import Audit, TensorAudit
 from ._kind import FindingKind, register_finding
 
 # bfloat16's and float32's largest numbers are beyond this power of two.
-WIDE_RANGE_MAX = 2.0**100
+FLOAT32_RANGE_THRESHOLD = 2.0**100
 GRADIENT_ROLES: tuple[Role, ...] = ("activation gradient", "weight gradient")
 
 
@@ -30,7 +30,7 @@ def get_storage_format(tensor: TensorRecord) -> Format | None:
         return None
 
 
-def list_tensors_of_roles(record: Record, *roles: Role) -> list[TensorRecord]:
+def list_tensor_records_of_roles(record: Record, *roles: Role) -> list[TensorRecord]:
     """Return the tensors of some roles, in order of computation."""
     return sorted((tensor for (role, _), tensor in record.tensors.items() if role in roles), key=lambda t: t.order)
 
@@ -64,15 +64,15 @@ def measure_overflow_margin(tensor: TensorRecord, format: Format) -> float:
 
 def has_float32_range(format: Format | None) -> bool:
     """Return whether a format reaches as far as float32 does: what leaves it finds no more room in bfloat16 either."""
-    return format is not None and format.max >= WIDE_RANGE_MAX
+    return format is not None and format.max >= FLOAT32_RANGE_THRESHOLD
 
 
-def has_scaled_loss(record: Record) -> bool:
+def has_gradient_scaler(record: Record) -> bool:
     """Return whether a gradient scaler was seen."""
     return any(step.loss_scale is not None for step in record.history) or bool(record.sites)
 
 
-FEWEST_ACTIVATIONS = 32
+FEWEST_NONZERO_ACTIVATION_ELEMENTS = 32
 # Products sum activations, so what counts is the error's energy: small ones beside large ones, as in a softmax, harm
 # nothing. e4m3 rounds with a relative error of 2^-4 / sqrt(3) = 3.6%; a float16 tensor that is worse has lost its use.
 ROUNDING_NOISE_WARNING = 0.036
@@ -96,24 +96,28 @@ class ActivationUnderflow(FindingKind):
     explained_by = ("dtype-not-asked",)
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in list_tensors_of_roles(record, "activation"):
+        for tensor in list_tensor_records_of_roles(record, "activation"):
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
                 continue
-            all_zero = tensor.steps >= FEWEST_ZERO_STEPS and tensor.is_all_zero
+            all_zero = tensor.steps >= FEWEST_ZERO_STEPS and tensor.is_zero_in_all_steps
             if all_zero and _is_rounded_to_zero(tensor.input_amax or 0.0, tensor.weight_amax, held_in):
                 # Inputs times weights underflow; of zeros no histogram tells.
                 weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
                 said = f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
                 said += f"{tensor.input_amax:.3g}{weights}"
                 sure, subnormal, noise = 1 - 0.5**tensor.steps, 0.0, math.inf
-            elif count >= FEWEST_ACTIVATIONS and tensor.rms > 0 and tensor.amax < held_in.smallest_normal * 2:
+            elif (
+                count >= FEWEST_NONZERO_ACTIVATION_ELEMENTS
+                and tensor.rms > 0
+                and tensor.amax < held_in.smallest_normal * 2
+            ):
                 # Rounding to multiples of q errs by q / sqrt(12) on average.
                 noise = held_in.smallest_subnormal / (math.sqrt(12) * tensor.rms)
                 subnormal = measure_subnormal_share(tensor, held_in)
                 said = f"{format_percent(subnormal)} of nonzero activations are subnormal in {held_in.name}, with a "
                 said += f"rounding error of {format_percent(min(1.0, noise))} of their size"
-                sure = compute_confidence(count, FEWEST_ACTIVATIONS)
+                sure = compute_confidence(count, FEWEST_NONZERO_ACTIVATION_ELEMENTS)
             else:
                 continue
             if noise >= ROUNDING_NOISE_WARNING:
@@ -136,7 +140,7 @@ def _is_rounded_to_zero(entered: float, weight: float | None, format: Format) ->
 
 
 # Where the optimizer's states are kept in float32, its denominators are.
-DENOMINATOR_STATES = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
+DENOMINATOR_STATE_NAMES = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
 
 
 @register_finding
@@ -158,7 +162,9 @@ class EpsZero(FindingKind):
             # Others add eps in float32 whatever they store.
             if not parameter.optimizer_module.startswith("torch.optim.") or eps is None or not eps > 0:
                 continue
-            found = [parameter.state_dtypes[state] for state in DENOMINATOR_STATES if state in parameter.state_dtypes]
+            found = [
+                parameter.state_dtypes[state] for state in DENOMINATOR_STATE_NAMES if state in parameter.state_dtypes
+            ]
             dtype = found[0] if found else parameter.dtype
             if dtype.is_floating_point and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
                 cure = self.wide_cure if has_float32_range(formats.get(dtype)) else self.cure
@@ -168,7 +174,7 @@ class EpsZero(FindingKind):
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
 FEWEST_NONFINITE_STEPS = 3
-NONFINITE_CURES: dict[Role, str] = {
+NONFINITE_CURE_BY_ROLE: dict[Role, str] = {
     "activation": "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates",
     "activation gradient": (
         "see what takes this output, the next layer or the loss: what its backward pass divides by (sqrt, norm or log "
@@ -177,7 +183,7 @@ NONFINITE_CURES: dict[Role, str] = {
     "weight gradient": "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside",
 }
 LAST_CLEAN_CHECKPOINT_ADVICE = "load the last clean checkpoint, which `halfulp audit` finds"
-OBSERVE_ADVICE = "observe the steps after it (hu.observe)"
+OBSERVE_LATER_STEPS_ADVICE = "observe the steps after it (hu.observe)"
 OBSERVE_EVERY_STEP_ADVICE = (
     LAST_CLEAN_CHECKPOINT_ADVICE + ", and observe from there with interval=1 to see where the first one comes from"
 )
@@ -188,7 +194,7 @@ class FirstNonfinite(FindingKind):
     """NaN or infinity appeared; this is the first module or tensor that had it."""
 
     code = "first-nonfinite"
-    cure = NONFINITE_CURES["activation"]
+    cure = NONFINITE_CURE_BY_ROLE["activation"]
     says = "{place} [has|have] the first NaN or infinity: [its|their] {role}, in step {step}"
     wide_cure = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
     explained_by = ("eps-zero",)
@@ -197,7 +203,7 @@ class FirstNonfinite(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         found = [tensor for tensor in record.tensors.values() if tensor.first_nonfinite is not None]
         outputs_alone = all(tensor.role == "activation" for tensor in found)
-        if has_scaled_loss(record):
+        if has_gradient_scaler(record):
             found = [
                 one
                 for one in found
@@ -225,7 +231,7 @@ class FirstNonfinite(FindingKind):
             severity = "note" if outputs_alone and is_finite and (not others or has_gradients) else "error"
             counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
             said = f"{first.role} has the first NaN or infinity, {counted}; {others} more tensors have some since"
-            cure = NONFINITE_CURES.get(first.role, LAST_CLEAN_CHECKPOINT_ADVICE)
+            cure = NONFINITE_CURE_BY_ROLE.get(first.role, LAST_CLEAN_CHECKPOINT_ADVICE)
             if first.role == "activation" and has_float32_range(get_storage_format(first)):
                 cure = self.wide_cure
         told |= {"nonfinite": first.nonfinite, "elements": first.elements, "role": first.role}
@@ -239,7 +245,7 @@ class FirstNonfinite(FindingKind):
             said += " of the two"
             nan, infinite = sum(row.b.nan for row in new), sum(row.b.infinite for row in new)
             names = [row.name for row in new]
-            cure = f"go on from A, and {OBSERVE_ADVICE}: the first module with NaN is the cause"
+            cure = f"go on from A, and {OBSERVE_LATER_STEPS_ADVICE}: the first module with NaN is the cause"
             yield self.found(names, "error", 1.0, said, cure=cure, nan=nan, infinite=infinite, last_clean="A")
         for row in old:
             told: dict[str, Any] = {"nan": row.b.nan, "infinite": row.b.infinite, "last_clean": None}
@@ -249,7 +255,7 @@ class FirstNonfinite(FindingKind):
                 yield self.found(row.name, "note", 0.5, said, cure=cure, **told)
             else:
                 said = f"{_describe_nonfinite_counts([row])}, in A already"
-                cure = f"go on from a checkpoint before A, and {OBSERVE_ADVICE}"
+                cure = f"go on from a checkpoint before A, and {OBSERVE_LATER_STEPS_ADVICE}"
                 yield self.found(row.name, "error", 1.0, said, cure=cure, **told)
 
 
@@ -264,28 +270,28 @@ def _describe_nonfinite_counts(rows: list[TensorAudit]) -> str:
     return " and ".join(f"{count} {word}" for word, count in counts.items() if count) + f" of {elements} elements"
 
 
-FEWEST_GRADIENTS = 32
+FEWEST_NONZERO_GRADIENT_ELEMENTS = 32
 # Gradients span many binades and each drives its own weight, so shares count, not energy. Of a tensor whose typical
 # element has lost digits half is subnormal; with a fifth at zero whole rows of weights stop.
 SUBNORMAL_SHARE_WARNING = 0.5
 VANISHED_SHARE_WARNING = 0.05
 VANISHED_SHARE_ERROR = 0.2
 # float32's and bfloat16's numbers begin below this power of two: gradients that are all 0 in these are no underflow.
-NARROW_RANGE_EMIN = -100
+FLOAT32_RANGE_EMIN_THRESHOLD = -100
 FEWEST_VANISHED_STEPS = 3
-UNSCALED_LOSS_REMEDY = (
+REMEDY_IF_LOSS_IS_UNSCALED = (
     "scale the loss: torch.amp.GradScaler, or hu.AdaptiveGradScaler, which gives each layer its own scale"
 )
-SCALER_CODE = (
+ADAPTIVE_SCALER_CODE = (
     "import halfulp as hu\n"
     "scaler = hu.AdaptiveGradScaler(model)\n"
     "scaler.scale(loss).backward()\n"
     "scaler.step(optimizer)\n"
     "scaler.update()"
 )
-SUBNORMAL_DIAGNOSIS = "gradients of {place} are too small for {format}: {subnormal:share} have lost digits"
-SCALED_LOSS_REMEDY = "hu.AdaptiveGradScaler, which gives each layer its own scale, or gradients in bfloat16"
-WIDE_RANGE_REMEDY = "hu.AdaptiveGradScaler, which gives each layer its own scale"
+SUBNORMAL_GRADIENTS_DIAGNOSIS = "gradients of {place} are too small for {format}: {subnormal:share} have lost digits"
+REMEDY_IF_LOSS_IS_SCALED = "hu.AdaptiveGradScaler, which gives each layer its own scale, or gradients in bfloat16"
+REMEDY_IF_RANGE_IS_WIDE = "hu.AdaptiveGradScaler, which gives each layer its own scale"
 
 
 @register_finding
@@ -293,17 +299,17 @@ class GradientUnderflow(FindingKind):
     """Gradients lie in the subnormal range of their format or below it, and become zero."""
 
     code = "gradient-underflow"
-    cure = UNSCALED_LOSS_REMEDY
+    cure = REMEDY_IF_LOSS_IS_UNSCALED
     says = "gradients of {place} are too small for {format}: {vanished:share} became zero"
-    write = SCALER_CODE
+    write = ADAPTIVE_SCALER_CODE
     worst = "vanished"
     explained_by = ("site-holds-scale", "scale-collapsed", "dtype-not-asked", "activation-underflow")
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        cure = SCALED_LOSS_REMEDY if has_scaled_loss(record) else UNSCALED_LOSS_REMEDY
-        found = [one for one in list_tensors_of_roles(record, *GRADIENT_ROLES) if one.elements]
+        cure = REMEDY_IF_LOSS_IS_SCALED if has_gradient_scaler(record) else REMEDY_IF_LOSS_IS_UNSCALED
+        found = [one for one in list_tensor_records_of_roles(record, *GRADIENT_ROLES) if one.elements]
         steps = min((one.steps for one in found), default=0)
-        nothing_arrives = steps >= FEWEST_VANISHED_STEPS and all(one.is_all_zero for one in found)
+        nothing_arrives = steps >= FEWEST_VANISHED_STEPS and all(one.is_zero_in_all_steps for one in found)
         outputs = [one for one in found if one.role == "activation gradient"]
         sources = {after.name: before for before, after in itertools.pairwise(outputs)}
         for tensor in found:
@@ -313,7 +319,7 @@ class GradientUnderflow(FindingKind):
                 continue
             if nothing_arrives:
                 # Of a loss whose first gradient is zero no later gradient tells.
-                if tensor.role != "activation gradient" or held_in.emin <= NARROW_RANGE_EMIN:
+                if tensor.role != "activation gradient" or held_in.emin <= FLOAT32_RANGE_EMIN_THRESHOLD:
                     continue
                 name, sure, subnormal, vanished = name_dtype(tensor.dtype), 1 - 0.5**steps, 0.0, 1.0
                 said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
@@ -321,13 +327,15 @@ class GradientUnderflow(FindingKind):
                 name, sure, subnormal, vanished = held_in.name, 1 - 0.5**tensor.steps, 0.0, 1.0
                 said = f"all gradients are 0 in {name} in all {tensor.steps} sampled steps, and up to "
                 said += f"{source.amax:.3g} before the cast"
-            elif count >= FEWEST_GRADIENTS:
-                name, sure = held_in.name, compute_confidence(count, FEWEST_GRADIENTS)
+            elif count >= FEWEST_NONZERO_GRADIENT_ELEMENTS:
+                name, sure = held_in.name, compute_confidence(count, FEWEST_NONZERO_GRADIENT_ELEMENTS)
                 subnormal, vanished = measure_subnormal_share(tensor, held_in), estimate_vanished_share(tensor, held_in)
                 said = f"{format_percent(subnormal)} of nonzero {tensor.role}s are subnormal in {name}, about "
                 said += f"{format_percent(vanished)} became zero"
-                own = WIDE_RANGE_REMEDY if cure == SCALED_LOSS_REMEDY and has_float32_range(held_in) else cure
-                told["says"] = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_DIAGNOSIS
+                own = (
+                    REMEDY_IF_RANGE_IS_WIDE if cure == REMEDY_IF_LOSS_IS_SCALED and has_float32_range(held_in) else cure
+                )
+                told["says"] = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_GRADIENTS_DIAGNOSIS
             else:
                 continue
             if vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING:
@@ -342,10 +350,10 @@ class GradientUnderflow(FindingKind):
 def _is_cast_to_zero(tensor: TensorRecord, source: TensorRecord, format: Format) -> bool:
     """Return whether an output's gradients are zeros because those that the backward pass had before are too small."""
     # Zeros of other causes, such as a mask or a gate, stand before gradients of any size.
-    if tensor.steps < FEWEST_VANISHED_STEPS or not tensor.is_all_zero or tensor.scale != source.scale:
+    if tensor.steps < FEWEST_VANISHED_STEPS or not tensor.is_zero_in_all_steps or tensor.scale != source.scale:
         return False
     # A format of 8 bits has a scale.
-    is_narrow = format.bits >= 16 and format.emin > NARROW_RANGE_EMIN
+    is_narrow = format.bits >= 16 and format.emin > FLOAT32_RANGE_EMIN_THRESHOLD
     return is_narrow and not source.nonfinite and 0 < source.amax <= format.smallest_subnormal / 2
 
 
@@ -368,8 +376,8 @@ class OverflowNear(FindingKind):
     explained_by = ("dtype-not-asked", "payload-saturated", "first-nonfinite")
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        gradients = () if has_scaled_loss(record) else ("activation gradient", "weight gradient")
-        for tensor in list_tensors_of_roles(record, "activation", "weight", *gradients):
+        gradients = () if has_gradient_scaler(record) else ("activation gradient", "weight gradient")
+        for tensor in list_tensor_records_of_roles(record, "activation", "weight", *gradients):
             held_in = get_storage_format(tensor)
             # What has a scale fills the range on purpose; what is stored in 8 bits has one that nothing tells.
             if held_in is None or tensor.dtype.itemsize < 2 or tensor.scale != 1.0:

@@ -12,16 +12,16 @@ from ._ranges import (
     count_nonzero,
     estimate_vanished_share,
     get_storage_format,
-    has_scaled_loss,
-    list_tensors_of_roles,
+    has_gradient_scaler,
+    list_tensor_records_of_roles,
     measure_overflow_margin,
     measure_subnormal_share,
 )
 
 # A loss scale is there to make gradients larger. Below 1 it makes them smaller than they are.
-SMALLEST_USEFUL_SCALE = 1.0
+SMALLEST_USEFUL_LOSS_SCALE = 1.0
 # float32 underflows 166 halvings after 2^16, and the scale is exactly 0; 2^-24 is float16's smallest number.
-VANISHED_SCALE = 2.0**-24
+VANISHED_LOSS_SCALE = 2.0**-24
 
 
 @register_finding
@@ -39,12 +39,12 @@ class ScaleCollapsed(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         read = [*(step.loss_scale for step in record.history), record.loss_scale]
         scales = [scale for scale in read if scale is not None]
-        if not scales or not min(scales) < SMALLEST_USEFUL_SCALE:
+        if not scales or not min(scales) < SMALLEST_USEFUL_LOSS_SCALE:
             return
         lowest, steps = min(scales), len(record.history)
         share = record.skipped / max(1, steps + record.skipped)
         start = f"from {max(scales):.4g} " if max(scales) > lowest else ""
-        is_lasting = lowest < VANISHED_SCALE or scales[-1] < SMALLEST_USEFUL_SCALE
+        is_lasting = lowest < VANISHED_LOSS_SCALE or scales[-1] < SMALLEST_USEFUL_LOSS_SCALE
         severity: Severity = "error" if is_lasting else "warning"
         said = f"the loss scale fell {start}to {lowest:.4g}, with {format_percent(share)} of steps skipped"
         evidence: dict[str, Any] = {
@@ -57,9 +57,9 @@ class ScaleCollapsed(FindingKind):
 
 
 # Until its first scale fits, a scaler skips one to three steps of every run.
-USUAL_SKIPPED_STEPS = 3
+USUAL_SKIPPED_STEPS_AT_START = 3
 # A schedule that is a hundredth ahead of its steps changes no result.
-SKIPPED_SHARE_WARNING = 0.01
+SKIPPED_STEPS_SHARE_WARNING = 0.01
 
 
 @register_finding
@@ -80,10 +80,10 @@ class SchedulerOnSkips(FindingKind):
         taken = record.history[-1].step + 1
         ahead = scheduled - taken
         # One step more than was taken is what the constructor of a scheduler makes.
-        if ahead <= 1 or ahead < record.skipped - USUAL_SKIPPED_STEPS:
+        if ahead <= 1 or ahead < record.skipped - USUAL_SKIPPED_STEPS_AT_START:
             return
         share = record.skipped / (taken + record.skipped)
-        is_unusual = record.skipped > USUAL_SKIPPED_STEPS and share >= SKIPPED_SHARE_WARNING
+        is_unusual = record.skipped > USUAL_SKIPPED_STEPS_AT_START and share >= SKIPPED_STEPS_SHARE_WARNING
         severity: Severity = "warning" if is_unusual else "note"
         said = f"the scheduler made {scheduled} steps and the optimizer {taken}: {record.skipped} were skipped "
         said += f"({format_percent(share)})"
@@ -93,9 +93,9 @@ class SchedulerOnSkips(FindingKind):
 
 # A dynamic scale is the largest at which nothing overflows. What is this near to the largest number stops it, by itself
 # or in a weight gradient, which is its sum over a batch.
-OVERFLOW_MARGIN_BINADES = 6.0
+SMALL_OVERFLOW_MARGIN_BINADES = 6.0
 # Everything else could take a scale larger by as many powers of two.
-MARGIN_GAP_BINADES = 6.0
+LEAST_MARGIN_DIFFERENCE_BINADES = 6.0
 # Harm done, which a larger scale would save of another tensor.
 HARMFUL_VANISHED_SHARE = 0.05
 HARMFUL_SUBNORMAL_SHARE = 0.5
@@ -112,11 +112,11 @@ class SiteHoldsScale(FindingKind):
     spreads = True
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
-        if not has_scaled_loss(record) or record.sites:
+        if not has_gradient_scaler(record) or record.sites:
             return
         room = [
             (tensor, held_in)
-            for tensor in list_tensors_of_roles(record, "activation gradient")
+            for tensor in list_tensor_records_of_roles(record, "activation gradient")
             # A loss scale is there for formats without float32's range.
             if (held_in := get_storage_format(tensor)) is not None and held_in.emin > -100 and tensor.amax > 0
         ]
@@ -131,7 +131,7 @@ class SiteHoldsScale(FindingKind):
         vanished = max(estimate_vanished_share(*pair) for pair in room[gap:])
         subnormal = max(measure_subnormal_share(*pair) for pair in room[gap:])
         is_harmful = vanished >= HARMFUL_VANISHED_SHARE or subnormal >= HARMFUL_SUBNORMAL_SHARE
-        if margins[0] <= OVERFLOW_MARGIN_BINADES and apart >= MARGIN_GAP_BINADES and is_harmful:
+        if margins[0] <= SMALL_OVERFLOW_MARGIN_BINADES and apart >= LEAST_MARGIN_DIFFERENCE_BINADES and is_harmful:
             names = [tensor.name for tensor, _ in room[:gap]]
             sure = compute_confidence(min(count_nonzero(tensor) for tensor, _ in room), 32)
             said = f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows "

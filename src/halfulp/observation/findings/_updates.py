@@ -15,7 +15,7 @@ from .._text import (
     compute_confidence,
     describe_lr,
     format_percent,
-    get_precision,
+    get_significand_bits,
     is_narrow_dtype,
     is_wide_dtype,
     name_dtype,
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 # Fewer elements say nothing of a share of 10%.
 FEWEST_UPDATES = 32
 # A tenth of the movement missing is a learning rate a tenth smaller, which no training shows; half is a different run.
-REALISED_UPDATES_WARNING = 0.9
-REALISED_UPDATES_ERROR = 0.5
+WARNING_BELOW_KEPT_SHARE_OF_UPDATES = 0.9
+ERROR_BELOW_KEPT_SHARE_OF_UPDATES = 0.5
 # Large updates are most of the movement and survive, so that nearly all of it may take place while most elements stand
 # still: a character GPT in bfloat16 that loses 51% of its updates and realises 99% ends with a validation loss of 2.16
 # instead of float32's 2.12 (docs/compare.md).
-CANCELLED_SHARE_WARNING = 0.5
+WARNING_ABOVE_CANCELLED_SHARE = 0.5
 
 
-def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: float) -> Severity | None:
+def grade_severity_of_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: float) -> Severity | None:
     """Return how bad it is, where updates of weights of a dtype are rounded to nearest; None where few are lost.
 
     `realised`, the share of the wanted movement that took place, is None or NaN where it is not known; `cancelled` is
@@ -48,9 +48,9 @@ def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: f
     """
     if realised is None or realised != realised or is_wide_dtype(dtype):
         return None
-    if realised < REALISED_UPDATES_WARNING:
-        return "error" if realised < REALISED_UPDATES_ERROR else "warning"
-    return "warning" if cancelled >= CANCELLED_SHARE_WARNING else None
+    if realised < WARNING_BELOW_KEPT_SHARE_OF_UPDATES:
+        return "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_UPDATES else "warning"
+    return "warning" if cancelled >= WARNING_ABOVE_CANCELLED_SHARE else None
 
 
 def is_explained_by_chance(change: RealisedChanges, realised: float, spread: float = 1.0) -> bool:
@@ -68,23 +68,23 @@ def is_explained_by_chance(change: RealisedChanges, realised: float, spread: flo
     return kept > 0 and (1 - realised) ** 2 < 16 * (spread / kept - 1) / change.seen
 
 
-def make_change_evidence(change: RealisedChanges, dtype: torch.dtype | None) -> dict[str, Any]:
+def make_lost_change_evidence(change: RealisedChanges, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return what a finding of changes that rounding loses has as evidence."""
     shares = {"lost": change.lost_share, "realised": change.realised_share}
     return {**shares, "seen": change.seen, "dtype": name_dtype(dtype)}
 
 
-def is_update_kept_beside(parameter: ParameterRecord) -> bool:
+def has_compensated_rounding(parameter: ParameterRecord) -> bool:
     """Return whether a weight update of halfulp's keeps what rounding drops, beside the weight or on average."""
     return parameter.weight_update not in ("nearest", "none")
 
 
-NO_GRADIENT_CURE = "see whether the loss depends on it; set requires_grad=False if it is to stay"
+MISSING_GRADIENT_CURE = "see whether the loss depends on it; set requires_grad=False if it is to stay"
 # Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
 FROZEN_SHARE_WARNING = 0.02
 FROZEN_SHARE_ERROR = 0.5
 FROZEN_FROM_START_DIAGNOSIS = "{place} [is|are] frozen from the first step on: {dtype} weights at lr {freeze_lr}"
-SIZES_FROM_STATE = "the optimizer's state"
+UPDATE_SOURCE_OPTIMIZER_STATE = "the optimizer's state"
 
 
 @register_finding
@@ -119,7 +119,7 @@ class FreezeAhead(FindingKind):
             yield self.found(
                 [layer.name for layer in layers],
                 severity,
-                1.0 if worst.updates == SIZES_FROM_STATE else 0.8,
+                1.0 if worst.updates == UPDATE_SOURCE_OPTIMIZER_STATE else 0.8,
                 said,
                 says=FROZEN_FROM_START_DIAGNOSIS if steps == [forecast.start] else self.says,
                 write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
@@ -128,7 +128,7 @@ class FreezeAhead(FindingKind):
             )
 
 
-UNTRAINED_COPY_CURE = "set requires_grad=False if it is a copy of weights; else see whether the loss depends on it"
+POSSIBLE_COPY_CURE = "set requires_grad=False if it is a copy of weights; else see whether the loss depends on it"
 
 
 @register_finding
@@ -149,24 +149,24 @@ class NeverStepped(FindingKind):
                 continue
             if parameter.optimizer is None:
                 gradient, numel = record.tensors.get(("weight gradient", name)), parameter.numel
-                if not steps or (gradient is not None and not gradient.is_all_zero):
+                if not steps or (gradient is not None and not gradient.is_zero_in_all_steps):
                     yield self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)
                 else:  # perhaps a copy
                     said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a "
                     said += "target or average"
                     told: dict[str, Any] = {"numel": numel, "sampled_steps": steps}
-                    yield self.found(name, "note", 1 - 0.5**steps, said, cure=UNTRAINED_COPY_CURE, **told)
+                    yield self.found(name, "note", 1 - 0.5**steps, said, cure=POSSIBLE_COPY_CURE, **told)
             # Of a shard without elements the gradient goes to other ranks.
             elif steps and parameter.gradients == 0 and parameter.numel:
                 said = f"no gradient in any of {steps} sampled steps"
-                yield self.found(name, "warning", 1 - 0.5**steps, said, cure=NO_GRADIENT_CURE, sampled_steps=steps)
+                yield self.found(name, "warning", 1 - 0.5**steps, said, cure=MISSING_GRADIENT_CURE, sampled_steps=steps)
 
 
 # In units of the standard deviation: a chance of one in 10^8 per tensor, of which a model has hundreds.
-DEVIATION_LIMIT = 6.0
+ROUNDING_BIAS_LIMIT_SIGMAS = 6.0
 # A correlation below a tenth leaves at least 99% of the variance independent: it slows no average down.
-CORRELATION_LIMIT = 0.1
-FEWEST_ROUNDED = 256
+ROUNDING_CORRELATION_LIMIT = 0.1
+FEWEST_ROUNDING_DECISIONS = 256
 # Of small updates few are rounded up, and each that is by chance in two steps looks like a large correlation.
 FEWEST_EXPECTED_COINCIDENCES = 6
 
@@ -182,17 +182,21 @@ class RandomBitsRepeat(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             rounding = parameter.rounding
-            if rounding is None or rounding.seen < FEWEST_ROUNDED:
+            if rounding is None or rounding.seen < FEWEST_ROUNDING_DECISIONS:
                 continue
             seen, variance = rounding.seen, rounding.variance
-            sure = compute_confidence(seen, FEWEST_ROUNDED)
+            sure = compute_confidence(seen, FEWEST_ROUNDING_DECISIONS)
             # A correlation is between two steps; of n decisions n times their mean variance are as good as open.
             opened = variance / max(1, len(record.sampled_steps))
             least = float("inf")
             if opened:
                 # No decision's variance is over a quarter, so that chance correlates them by at most half of 1 over
                 # the root.
-                least = max(CORRELATION_LIMIT, DEVIATION_LIMIT / 2 / opened**0.5, FEWEST_EXPECTED_COINCIDENCES / opened)
+                least = max(
+                    ROUNDING_CORRELATION_LIMIT,
+                    ROUNDING_BIAS_LIMIT_SIGMAS / 2 / opened**0.5,
+                    FEWEST_EXPECTED_COINCIDENCES / opened,
+                )
             correlation = rounding.repeated
             if correlation is not None and correlation > least:
                 said = f"two steps round the same way, with a correlation of {correlation:.2g}"
@@ -200,14 +204,14 @@ class RandomBitsRepeat(FindingKind):
             deviations = rounding.excess / variance**0.5 if variance > 0 else 0.0
             # A bias of a hundredth of a spacing per rounding is as small as the rounding of float32 arithmetic before.
             bias = rounding.excess / seen
-            if abs(deviations) > DEVIATION_LIMIT and abs(bias) > 0.01:
+            if abs(deviations) > ROUNDING_BIAS_LIMIT_SIGMAS and abs(bias) > 0.01:
                 way = "up" if bias > 0 else "down"
                 said = f"rounds {way} too often by {abs(bias):.2g}, {abs(deviations):.3g} standard deviations"
                 yield self.found(name, "error", sure, said, bias=bias, deviations=deviations, seen=seen)
 
 
 # Without a computed update only the count of unchanged elements is left; half of them is more than a schedule explains.
-UNKNOWN_LOST_SHARE = 0.5
+WARNING_UNCHANGED_SHARE_OF_UNKNOWN_UPDATES = 0.5
 
 
 @register_finding
@@ -227,14 +231,14 @@ class UpdatesLost(FindingKind):
             update = parameter.update
             if parameter.optimizer is None or update.seen < FEWEST_UPDATES or not update.cancelled:
                 continue
-            severity = _grade_lost_updates(parameter)
+            severity = _grade_severity_of_lost_updates(parameter)
             if severity is None:
                 continue
             sure = compute_confidence(update.seen, FEWEST_UPDATES) * (1.0 if update.known else 0.5)
             said = _describe_lost_updates(update, parameter.dtype, parameter.options)
             says = self.says if update.known else ""
-            code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
-            evidence = make_change_evidence(update, parameter.dtype)
+            code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer)
+            evidence = make_lost_change_evidence(update, parameter.dtype)
             evidence["lr"] = read_option_number(parameter.options, "lr")
             yield self.found(name, severity, sure, said, says=says, write=code, **evidence)
 
@@ -243,20 +247,20 @@ class UpdatesLost(FindingKind):
             row, update = audit.tensors.get(name), state.update
             if row is None or update is None or update.seen < FEWEST_UPDATES:
                 continue
-            severity = grade_lost_movement(row.b.dtype, update.realised_share, update.lost_share)
+            severity = grade_severity_of_lost_movement(row.b.dtype, update.realised_share, update.lost_share)
             if severity is None:
                 continue
             said, sure = _describe_lost_updates(update, row.b.dtype, state.options), 1.0
             # Weights that move although their format loses nearly every update are copies of wider ones, and so may be
             # those whose states have more digits. An optimizer of halfulp holds the states that it was asked for.
-            digits = [get_precision(dtype) or 0 for _, dtype in state.dtypes.values()]
-            has_wider_states = bool(digits) and min(digits) > (get_precision(row.b.dtype) or 0)
+            digits = [get_significand_bits(dtype) or 0 for _, dtype in state.dtypes.values()]
+            has_wider_states = bool(digits) and min(digits) > (get_significand_bits(row.b.dtype) or 0)
             is_copy = update.lost_share > 0.99 and row.share_unchanged < 0.5
             if is_copy or (state.weight_update is None and has_wider_states):
                 severity, sure = "warning", 0.5
                 said += ", unless wider weights are kept elsewhere"
             code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
-            evidence: dict[str, Any] = {**make_change_evidence(update, row.b.dtype), "lr": state.options.get("lr")}
+            evidence: dict[str, Any] = {**make_lost_change_evidence(update, row.b.dtype), "lr": state.options.get("lr")}
             yield self.found(name, severity, sure, said, write=code, **evidence)
 
 
@@ -265,22 +269,22 @@ def _describe_lost_updates(update: RealisedChanges, dtype: torch.dtype, options:
     if realised is None:
         return f"{lost} of elements with a gradient unchanged{describe_lr(options)}"
     said = f"{lost} of updates lost in {name_dtype(dtype)}{describe_lr(options)}"
-    if realised < REALISED_UPDATES_WARNING:
+    if realised < WARNING_BELOW_KEPT_SHARE_OF_UPDATES:
         return said
     return f"{said}, the smaller ones, though {format_percent(min(1.0, realised))} of the movement took place"
 
 
-def _grade_lost_updates(parameter: ParameterRecord) -> Severity | None:
+def _grade_severity_of_lost_updates(parameter: ParameterRecord) -> Severity | None:
     """Return how bad it is; None where stochastic rounding cancels updates and is right on average, or few are lost."""
     update = parameter.update
     if not update.known:
-        if is_update_kept_beside(parameter) or is_wide_dtype(parameter.dtype):
+        if has_compensated_rounding(parameter) or is_wide_dtype(parameter.dtype):
             return None
         lr = parameter.options.get("lr", 1.0)
-        return "warning" if lr != 0 and update.lost_share >= UNKNOWN_LOST_SHARE else None
+        return "warning" if lr != 0 and update.lost_share >= WARNING_UNCHANGED_SHARE_OF_UNKNOWN_UPDATES else None
     realised = update.realised_share
     to_nearest = parameter.rounding is None and parameter.weight_update == "nearest"
-    found = grade_lost_movement(parameter.dtype, realised, update.lost_share if to_nearest else 0.0)
+    found = grade_severity_of_lost_movement(parameter.dtype, realised, update.lost_share if to_nearest else 0.0)
     if realised is None or parameter.rounding is None:
         return found
     # Of so many that are kept by chance, as variance tells for small probabilities, none is left in e^-16 of the cases.
@@ -289,7 +293,7 @@ def _grade_lost_updates(parameter: ParameterRecord) -> Severity | None:
 
 
 # Decay is a regularizer: half of it is the decay of another experiment, a little less is a slightly weaker one.
-DECAY_REALISED_WARNING = 0.5
+WARNING_BELOW_KEPT_SHARE_OF_DECAY = 0.5
 
 
 @register_finding
@@ -312,11 +316,11 @@ class WeightDecayLost(FindingKind):
             if decay is None or decay.seen < FEWEST_UPDATES or is_wide_dtype(parameter.dtype):
                 continue
             realised = decay.realised_share
-            if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED_WARNING:
+            if (realised if realised is not None else 1 - decay.lost_share) < WARNING_BELOW_KEPT_SHARE_OF_DECAY:
                 lr, rate = (read_option_number(parameter.options, key) for key in ("lr", "weight_decay"))
                 said = f"{format_percent(decay.lost_share)} of weight decay lost in {name_dtype(parameter.dtype)}"
                 said += "" if lr is None or rate is None else f" (1 - {lr * rate:.3g} a step)"
-                code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
+                code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer)
                 evidence: dict[str, Any] = {"realised": realised, "seen": decay.seen, "lost": decay.lost_share}
                 evidence |= {"lr": lr, "weight_decay": rate}
                 sure = compute_confidence(decay.seen, FEWEST_UPDATES)
@@ -329,7 +333,7 @@ class WeightDecayLost(FindingKind):
             if layer.decay_lost is not None
             and layer.weight_update == "nearest"
             and not is_wide_dtype(layer.dtype)
-            and layer.decay_lost > 1 - DECAY_REALISED_WARNING
+            and layer.decay_lost > 1 - WARNING_BELOW_KEPT_SHARE_OF_DECAY
         ]
         if losing:
             lost, worst = max(losing, key=lambda pair: pair[0])
@@ -344,12 +348,12 @@ class WeightDecayLost(FindingKind):
 # A smaller sample, as of a scalar, may stand still by chance for some steps.
 FEWEST_FROZEN_ELEMENTS = 8
 # Rows of an embedding that no batch has stand still in health.
-DENSE_GRADIENT_SHARE = 0.5
+DENSE_GRADIENT_NONZERO_SHARE = 0.5
 # An element at a power of two may go down and come back: so rare, movement is no sign of somebody who writes.
-MOSTLY_LOST_SHARE = 0.9
+LOST_SHARE_OF_FROZEN_BY_ROUNDING = 0.9
 FEWEST_MOVED_ELEMENTS = 16
 FROZEN_BY_ROUNDING_CURE = "keep it in float32, or step it with weight_update='kahan' of hu.optim"
-WRITTEN_BACK_CURE = (
+OVERWRITTEN_WEIGHT_CURE = (
     "find what writes its old value back after each step (copy_, load_state_dict, a weight made anew in forward); "
     "hu.optim's weight updates need a parameter that stays"
 )
@@ -376,12 +380,12 @@ class WeightFrozen(FindingKind):
                 continue
             if not parameter.nonzero_gradients or update.seen < FEWEST_FROZEN_ELEMENTS:
                 continue
-            rounded, moves = update.lost_share >= MOSTLY_LOST_SHARE, update.seen - update.cancelled
+            rounded, moves = update.lost_share >= LOST_SHARE_OF_FROZEN_BY_ROUNDING, update.seen - update.cancelled
             gradient = record.tensors.get(("weight gradient", name))
             nonzero = 0.0 if gradient is None else sum(gradient.histogram.values()) / max(1, gradient.sampled)
-            if not rounded and (moves < FEWEST_MOVED_ELEMENTS or nonzero <= DENSE_GRADIENT_SHARE):
+            if not rounded and (moves < FEWEST_MOVED_ELEMENTS or nonzero <= DENSE_GRADIENT_NONZERO_SHARE):
                 continue
-            if is_update_kept_beside(parameter) and not _is_movement_due(record, parameter):
+            if has_compensated_rounding(parameter) and not _is_compensated_movement_overdue(record, parameter):
                 continue
             severity: Severity = "note" if rounded and is_wide_dtype(parameter.dtype) else "error"
             sure = compute_confidence(update.seen, 32) * compute_confidence(steps, 1) * (1.0 if update.known else 0.5)
@@ -389,10 +393,12 @@ class WeightFrozen(FindingKind):
             said = f"has not moved in {steps} sampled steps in {dtype}{describe_lr(parameter.options)}"
             told: dict[str, Any] = {"cure": self.choose_cure(parameter.dtype)}
             if rounded:
-                told["write"] = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
+                told["write"] = write_optimizer_code(
+                    parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer
+                )
             else:
                 said += ", though updates changed it"
-                told = {"cure": WRITTEN_BACK_CURE, "says": "", "write": ""}
+                told = {"cure": OVERWRITTEN_WEIGHT_CURE, "says": "", "write": ""}
             evidence: dict[str, Any] = {"moved": 0.0, "sampled_steps": steps, "seen": update.seen}
             evidence |= {"lost": update.lost_share, "dtype": dtype, "lr": lr}
             yield self.found(name, severity, sure, said, **told, **evidence)
@@ -402,7 +408,7 @@ class WeightFrozen(FindingKind):
         for name, row in audit.tensors.items():
             if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel:
                 continue
-            if get_precision(row.a.dtype) is None or row.b.nonfinite:
+            if get_significand_bits(row.a.dtype) is None or row.b.nonfinite:
                 continue
             if name in audit.states:
                 yield from self._find_frozen_when_stepped(row, audit.states[name])
@@ -418,7 +424,7 @@ class WeightFrozen(FindingKind):
         evidence: dict[str, Any] = {"moved": 0.0, "steps": steps, "elements": row.numel, "lr": lr}
         if state.all_zero:
             said += ", and its moments are 0: no gradient arrives"
-            yield self.found(row.name, "note", 0.9, said, cure=NO_GRADIENT_CURE, **evidence)
+            yield self.found(row.name, "note", 0.9, said, cure=MISSING_GRADIENT_CURE, **evidence)
         else:
             sure = 1.0 if row.numel >= FEWEST_UPDATES else 0.9
             code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
@@ -442,10 +448,10 @@ class WeightFrozen(FindingKind):
         return self.found(row.name, "note", 0.3, said, cure=on_purpose, **evidence)
 
 
-def _is_movement_due(record: Record, parameter: ParameterRecord) -> bool:
+def _is_compensated_movement_overdue(record: Record, parameter: ParameterRecord) -> bool:
     """Return whether updates that are kept until they show add up to more than the largest weight's spacing."""
     update, weight = record.tensors.get(("update", parameter.name)), record.tensors.get(("weight", parameter.name))
-    digits = get_precision(parameter.dtype)
+    digits = get_significand_bits(parameter.dtype)
     if not parameter.update.known or update is None or weight is None or not is_narrow_dtype(parameter.dtype):
         return False
     assert digits is not None  # of a narrow dtype

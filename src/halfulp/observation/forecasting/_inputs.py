@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..._messages import name_type, quote
 from ..._names import describe_unknown_name
 from .._text import holds_signed_floats
-from ..checkpoints._names import RUNNING_STATISTICS, Checkpoint, name_optimizer_states
+from ..checkpoints._names import RUNNING_STATISTICS_NAMES, Checkpoint, name_optimizer_states
 
 Schedule = str | LRScheduler | Callable[[int], float] | Sequence[float] | Tensor | None
 SCHEDULE_NAMES = ("constant", "linear", "cosine", "wsd")
 # What a run of unknown length is taken to have.
-DEFAULT_CONSTANT_STEPS = 1000
+DEFAULT_STEPS_OF_CONSTANT_SCHEDULE = 1000
 # Far more than any training makes; each costs some bytes and nanoseconds.
 MOST_FORECAST_STEPS = 10**8
 # "wsd" falls over the last fifth unless told otherwise.
@@ -62,9 +62,9 @@ def compute_learning_rates(
         else:
             if callable(schedule):
                 count = _count_steps_ahead(steps, "a function step -> learning rate", start)
-                given = [_read_scheduled_rate(schedule(step)) for step in range(start, start + count)]
+                given = [_check_scheduled_rate(schedule(step)) for step in range(start, start + count)]
             elif isinstance(schedule, Iterable):
-                listed = [_read_scheduled_rate(value) for value in schedule]
+                listed = [_check_scheduled_rate(value) for value in schedule]
                 if steps is not None and steps != len(listed):
                     raise ValueError(f"steps={steps} and a list of {len(listed)} learning rates: leave steps out")
                 _count_steps_ahead(len(listed), "a list", start)
@@ -86,7 +86,7 @@ def _compute_rates_by_name(
     if name not in SCHEDULE_NAMES:
         raise ValueError(describe_unknown_name("schedule", name, SCHEDULE_NAMES))
     if steps is None and name == "constant":
-        steps = start + DEFAULT_CONSTANT_STEPS
+        steps = start + DEFAULT_STEPS_OF_CONSTANT_SCHEDULE
     count = _count_steps_ahead(steps, f"schedule {name!r}", start)
     total = start + count
     fall = (decay if decay is not None else max(1, total // _WSD_DECAY_DIVISOR)) if name == "wsd" else total - warmup
@@ -120,7 +120,7 @@ def _count_steps_ahead(steps: int | None, what: str, start: int) -> int:
     return steps - start
 
 
-def _read_scheduled_rate(value: Any) -> float:
+def _check_scheduled_rate(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -150,13 +150,13 @@ def _compute_rates_by_scheduler_copy(scheduler: LRScheduler, count: int) -> Tens
 
 
 # torch's defaults, and those of the paper for Lion (arXiv 2302.06675).
-DEFAULT_OPTIMIZER_OPTIONS: dict[str, dict[str, Any]] = {
+DEFAULT_OPTIONS_BY_OPTIMIZER: dict[str, dict[str, Any]] = {
     "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
     "Adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     "SGD": {"momentum": 0.0, "weight_decay": 0.0},
     "Lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
 }
-RULE_NAMES = tuple(DEFAULT_OPTIMIZER_OPTIONS)
+OPTIMIZER_NAMES = tuple(DEFAULT_OPTIONS_BY_OPTIMIZER)
 
 
 class TrainedTensor(NamedTuple):
@@ -173,7 +173,7 @@ class TrainedTensor(NamedTuple):
     weight_update: str
 
 
-class Inputs(NamedTuple):
+class ForecastInputs(NamedTuple):
     """All parameters in the model's order, their optimizer's rule, and what could not be read."""
 
     parameters: tuple[TrainedTensor, ...]
@@ -189,7 +189,7 @@ class Inputs(NamedTuple):
 
 def make_inputs_from_optimizer(
     weights: Sequence[tuple[str, Tensor]], optimizer: torch.optim.Optimizer, rule: str | None, dtype: torch.dtype | None
-) -> Inputs:
+) -> ForecastInputs:
     """Return the parameters that an optimizer holds, with its states and options."""
     names = {id(tensor): name for name, tensor in weights}
     states: dict[str, Mapping[str, Any]] = {}
@@ -207,11 +207,11 @@ def make_inputs_from_optimizer(
         raise ValueError("the optimizer holds none of the model's parameters: give the one that trains this model")
     notes = (f"{others} parameters of the optimizer are not the model's: left out",) if others else ()
     held = [(name, tensor) for name, tensor in weights if name in saved]
-    rule = rule or next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in RULE_NAMES), None)
+    rule = rule or next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in OPTIMIZER_NAMES), None)
     if rule is None:
         raise NotImplementedError(
             f"the size of {type(optimizer).__name__}'s updates is not known before they are made, that of "
-            f"{', '.join(RULE_NAMES)} is: watch a run of it by hu.observe, or say which of these comes near by "
+            f"{', '.join(OPTIMIZER_NAMES)} is: watch a run of it by hu.observe, or say which of these comes near by "
             "optimizer="
         )
     return make_inputs_from_weights(held, states, None, rule, {}, dtype, saved, notes)
@@ -219,7 +219,7 @@ def make_inputs_from_optimizer(
 
 def make_inputs_from_checkpoint(
     opened: Checkpoint, lr: float | None, rule: str | None, options: Mapping[str, Any], dtype: torch.dtype | None
-) -> Inputs:
+) -> ForecastInputs:
     """Return the weights of a checkpoint that its optimizer steps, with the states and options saved beside them."""
     notes = list(opened.unseen)
     states = name_optimizer_states(opened, notes)
@@ -227,7 +227,7 @@ def make_inputs_from_checkpoint(
     if lr is None and not (saved and all("lr" in one for one in saved.values())):
         raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
     kept = list(opened.tensors)
-    if states and len(states) == opened.stepped_count:
+    if states and len(states) == opened.stepped_parameter_count:
         kept = [name for name in opened.tensors if name in states] or kept
     left = [name for name in opened.tensors if name not in kept]
     notes += [f"{quote(left)} are in no optimizer of the checkpoint: left out"] if left else []
@@ -245,7 +245,7 @@ def make_inputs_from_weights(
     dtype: torch.dtype | None,
     saved: Mapping[str, Mapping[str, Any]] | None = None,
     notes: tuple[str, ...] = (),
-) -> Inputs:
+) -> ForecastInputs:
     """Return the inputs of a forecast from floating-point weights, under a named optimizer and its saved states.
 
     The optimizer and its options are those given, else what a checkpoint saved for a parameter, else AdamW and an
@@ -253,17 +253,19 @@ def make_inputs_from_weights(
     have the same dict of options in `saved`.
     """
     saved = saved or {}
-    given = rule or next((_guess_saved_rule(saved[n], states.get(n, {})) for n, _ in weights if n in saved), None)
+    given = rule or next(
+        (_guess_optimizer_of_saved_state(saved[n], states.get(n, {})) for n, _ in weights if n in saved), None
+    )
     if given is None and saved:
         keys = ", ".join(next(iter(saved.values())))
         notes = (*notes, f"whose options {keys} are is not known: AdamW's updates are taken; optimizer= names others")
     given = given or "AdamW"
-    rule = next((one for one in RULE_NAMES if isinstance(given, str) and one.lower() == given.lower()), None)
+    rule = next((one for one in OPTIMIZER_NAMES if isinstance(given, str) and one.lower() == given.lower()), None)
     if rule is None:
-        raise ValueError(describe_unknown_name("optimizer", given, RULE_NAMES))
+        raise ValueError(describe_unknown_name("optimizer", given, OPTIMIZER_NAMES))
     is_halfulp = any("weight_update" in one for one in saved.values())
     groups = list({id(one): one for one in saved.values()}.values()) if lr is None else [{"lr": lr}]
-    top_rates = tuple(read_number(one.get("initial_lr", one.get("lr", 0.0))) for one in groups)
+    top_rates = tuple(convert_option_to_float(one.get("initial_lr", one.get("lr", 0.0))) for one in groups)
     numbers = {id(one): number for number, one in enumerate(groups)}
     found: list[TrainedTensor] = []
     others = []
@@ -272,23 +274,23 @@ def make_inputs_from_weights(
             # Other kinds of numbers, but no counters, indices and masks.
             is_code = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
             others += [name] if tensor.dim() > 0 and (tensor.dtype.is_complex or is_code) else []
-        elif name.rpartition(".")[2] not in RUNNING_STATISTICS:
+        elif name.rpartition(".")[2] not in RUNNING_STATISTICS_NAMES:
             before, state = saved.get(name, {}), states.get(name, {})
             group = numbers.get(id(before), 0)
-            merged = {**DEFAULT_OPTIMIZER_OPTIONS[rule], **before, **options, "lr": top_rates[group]}
-            value, trained = _take_plain_value(name, tensor, dtype), dtype or tensor.dtype
-            update = _name_weight_update(before, trained) if "weight_update" in before else "nearest"
+            merged = {**DEFAULT_OPTIONS_BY_OPTIMIZER[rule], **before, **options, "lr": top_rates[group]}
+            value, trained = _get_plain_local_weight(name, tensor, dtype), dtype or tensor.dtype
+            update = _get_weight_update_name(before, trained) if "weight_update" in before else "nearest"
             state = {key: _take_local_part(one) for key, one in state.items()}
             found.append(TrainedTensor(name, value, trained, state, merged, group, update))
     if others:
         notes = (*notes, f"{quote(others)} are complex, or codes of quantized weights: left out")
     if not found:
         raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
-    start = max(int(read_number(one.state.get("step", 0))) for one in found)
-    return Inputs(tuple(found), rule, top_rates, start, is_halfulp, notes)
+    start = max(int(convert_option_to_float(one.state.get("step", 0))) for one in found)
+    return ForecastInputs(tuple(found), rule, top_rates, start, is_halfulp, notes)
 
 
-def _guess_saved_rule(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+def _guess_optimizer_of_saved_state(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
     """Return which optimizer saved a parameter's options and states, or None."""
     if "momentum_buffer" in state or {"momentum", "nesterov"} <= options.keys():
         return "SGD"
@@ -301,7 +303,7 @@ def _guess_saved_rule(options: Mapping[str, Any], state: Mapping[str, Any]) -> s
     return "Adam" if options.get("decoupled_weight_decay") is False else "AdamW"
 
 
-def _take_plain_value(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _get_plain_local_weight(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return the local part of a weight of plain floating-point numbers; refuse others by name."""
     if is_lazy(tensor):
         raise NotImplementedError(f"{name} is uninitialized: run the model once, which makes a lazy module's weights")
@@ -322,7 +324,7 @@ def _take_local_part(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _name_weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
+def _get_weight_update_name(group: Mapping[str, Any], dtype: torch.dtype) -> str:
     """Return the name of the weight update by which halfulp's optimizer steps a parameter of a dtype."""
     chosen = group.get("weight_update") or "split8"
     # A mapping in state_dict().
@@ -330,6 +332,6 @@ def _name_weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
     return "exact" if dtype.itemsize > 2 else str(name)
 
 
-def read_number(value: Any) -> float:
+def convert_option_to_float(value: Any) -> float:
     """Return a number that may be a tensor of one element."""
     return float(value.item() if isinstance(value, Tensor) else value)

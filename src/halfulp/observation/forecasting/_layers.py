@@ -14,7 +14,7 @@ from ... import formats
 from ...formats import Format
 from ...rounding import quantize
 from .._record import to_plain_data
-from ._inputs import Inputs, TrainedTensor, read_number
+from ._inputs import ForecastInputs, TrainedTensor, convert_option_to_float
 
 _SIMULATED_ELEMENTS = 2048
 _MOST_SIMULATED_STEPS = 4000
@@ -23,13 +23,13 @@ _NOISE_SMOOTHING_STEPS = 31
 _PRIOR_ELEMENTS_PER_BINADE = 16
 _LARGEST_SIGNAL_SHARE = 0.99
 # Weights next to each other whose updates are smoothed, and how many standard deviations of chance are a drift.
-_SMOOTHED_NEIGHBOURS = 24
+_SMOOTHING_WINDOW_OF_NEIGHBOURS = 24
 _DEVIATIONS_OF_CLEAR_DRIFT = 4.0
-_TINY_SQUARE = 1e-300
+_LEAST_MEAN_SQUARE = 1e-300
 
 
 @dataclass(frozen=True)
-class UpdateSizes:
+class UpdateModel:
     """A model of the updates u(t) = lr(t) growth(t) (mean + deviation z(t)), z normal of variance 1, per element."""
 
     # Which of the sampled elements have an update that is not 0; mean and deviation are of them.
@@ -47,42 +47,50 @@ class UpdateSizes:
 
 
 def _model_adam_updates(
-    trained: TrainedTensor, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
-) -> UpdateSizes:
+    trained: TrainedTensor,
+    inputs: ForecastInputs,
+    index: Tensor,
+    weights: Tensor,
+    steps: int,
+    generator: torch.Generator,
+) -> UpdateModel:
     """Return the sizes of Adam's updates m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) (arXiv 1412.6980).
 
-    If gradients were noise of mean 0, the root mean square of that would be `compute_noise_size`; where the state shows
+    If gradients were noise of mean 0, the root mean square of that would be `simulate_adam_rms`; where the state shows
     more, the rest is a mean that lasts: with the share s of the mean in the gradients' squares,
     rms^2 = s + (1 - s) noise^2. The mean of an element is drawn from what its own m then says of it, and from the
     weights beside it: those that have walked far are those with a drift, which takes them further.
     """
-    beta1, beta2 = (read_number(beta) for beta in trained.options["betas"])
-    first, second = _get_state_tensor(trained, "exp_avg"), _get_state_tensor(trained, "max_exp_avg_sq", "exp_avg_sq")
-    eps = read_number(trained.options["eps"])
+    beta1, beta2 = (convert_option_to_float(beta) for beta in trained.options["betas"])
+    first, second = (
+        _get_first_plain_state(trained, "exp_avg"),
+        _get_first_plain_state(trained, "max_exp_avg_sq", "exp_avg_sq"),
+    )
+    eps = convert_option_to_float(trained.options["eps"])
     run = max(1.0, 0.5 / (1 - beta1)) if beta1 < 1 else 1.0
-    step = int(read_number(trained.state.get("step", inputs.start))) if first is not None else 0
+    step = int(convert_option_to_float(trained.state.get("step", inputs.start))) if first is not None else 0
     own = trained.dtype if second is None else second.dtype
     dtype = torch.float32 if inputs.is_halfulp or own.itemsize == 1 else own
-    noise = compute_noise_size(beta1, beta2, dtype, step + steps)
+    noise = simulate_adam_rms(beta1, beta2, dtype, step + steps)
     nonzero = torch.ones_like(weights, dtype=torch.bool)
     if first is None or second is None or step < 1:
         deviation = torch.ones_like(weights)
-        return UpdateSizes(nonzero, torch.zeros_like(weights), deviation, noise[step:], run, False, "Adam's on noise")
+        return UpdateModel(nonzero, torch.zeros_like(weights), deviation, noise[step:], run, False, "Adam's on noise")
     m, v = first.flatten()[index].cpu().double(), second.flatten()[index].cpu().double()
     size = -m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
     nonzero = (m != 0) & size.isfinite()
     size, held = size[nonzero], weights[nonzero]
     if not len(size):
-        return UpdateSizes(nonzero, size, size, noise[step:], run, False, "the optimizer's state")
+        return UpdateModel(nonzero, size, size, noise[step:], run, False, "the optimizer's state")
     reference = float(noise[step - 1]) ** 2
-    drift = _estimate_mean_updates(size, held).clamp(-1, 1)
+    drift = _estimate_lasting_mean_updates(size, held).clamp(-1, 1)
     rest = size - drift
-    square = _compute_binade_mean_square(rest, held).clamp_min(_TINY_SQUARE)
+    square = _compute_binade_mean_square(rest, held).clamp_min(_LEAST_MEAN_SQUARE)
     noises = reference * (1 - drift.square()).clamp_min(0)
     signal = ((square - noises) / (1 - reference)).clamp(0, _LARGEST_SIGNAL_SHARE) if reference < 1 else square * 0
     spread = (signal * (1 - signal) * reference / square).sqrt()
     drawn = torch.randn(len(size), generator=generator, dtype=torch.float64, device="cpu")
-    return UpdateSizes(
+    return UpdateModel(
         nonzero,
         drift + rest * signal / square + spread * drawn,
         (square - signal).clamp_min(0).sqrt(),
@@ -93,48 +101,50 @@ def _model_adam_updates(
     )
 
 
-def _model_sgd_updates(trained: TrainedTensor, index: Tensor, weights: Tensor, steps: int) -> UpdateSizes | None:
+def _model_sgd_updates(trained: TrainedTensor, index: Tensor, weights: Tensor, steps: int) -> UpdateModel | None:
     """Return the sizes of SGD's updates, its momentum buffer, taken to stay as they are; None without one."""
-    momentum = read_number(trained.options.get("momentum", 0.0))
-    known = _get_state_tensor(trained, "momentum_buffer")
+    momentum = convert_option_to_float(trained.options.get("momentum", 0.0))
+    known = _get_first_plain_state(trained, "momentum_buffer")
     if known is None:
         return None
     size = -known.flatten()[index].cpu().double()
     nonzero = (size != 0) & size.isfinite()
     size, held = size[nonzero], weights[nonzero]
-    drift = _estimate_mean_updates(size, held)
+    drift = _estimate_lasting_mean_updates(size, held)
     square = _compute_binade_mean_square(size - drift, held) if len(size) else size
     growth = torch.ones(steps, dtype=torch.float64, device="cpu")
     run = max(1.0, 0.5 / (1 - momentum)) if momentum < 1 else 1.0
-    return UpdateSizes(nonzero, drift, square.sqrt(), growth, run, False, "the momentum buffer")
+    return UpdateModel(nonzero, drift, square.sqrt(), growth, run, False, "the momentum buffer")
 
 
-def _estimate_mean_updates(size: Tensor, weights: Tensor) -> Tensor:
+def _estimate_lasting_mean_updates(size: Tensor, weights: Tensor) -> Tensor:
     """Return the mean update of all elements, and on top of it that of the weights next to each in order, where clear.
 
     Updates of mean 0 that are averaged over k elements have a mean of about their size / sqrt(k), by chance.
     """
     count = len(size)
-    if count < _SMOOTHED_NEIGHBOURS:
+    if count < _SMOOTHING_WINDOW_OF_NEIGHBOURS:
         return torch.zeros_like(size)
     order = torch.argsort(weights)
     common = _subtract_chance_from_mean(size.mean(), size.square().mean(), count)
     rest = (size - common)[order]
-    centered = torch.arange(count, dtype=torch.int64, device="cpu") - _SMOOTHED_NEIGHBOURS // 2
-    begin = centered.clamp(0, count - _SMOOTHED_NEIGHBOURS)
+    centered = torch.arange(count, dtype=torch.int64, device="cpu") - _SMOOTHING_WINDOW_OF_NEIGHBOURS // 2
+    begin = centered.clamp(0, count - _SMOOTHING_WINDOW_OF_NEIGHBOURS)
 
     def average_neighbours(values: Tensor) -> Tensor:
         total = torch.cat([values.new_zeros(1), values.cumsum(0)])
-        return (total[begin + _SMOOTHED_NEIGHBOURS] - total[begin]) / _SMOOTHED_NEIGHBOURS
+        return (total[begin + _SMOOTHING_WINDOW_OF_NEIGHBOURS] - total[begin]) / _SMOOTHING_WINDOW_OF_NEIGHBOURS
 
-    own = _subtract_chance_from_mean(average_neighbours(rest), average_neighbours(rest.square()), _SMOOTHED_NEIGHBOURS)
+    own = _subtract_chance_from_mean(
+        average_neighbours(rest), average_neighbours(rest.square()), _SMOOTHING_WINDOW_OF_NEIGHBOURS
+    )
     return torch.zeros_like(size).scatter(0, order, common + own)
 
 
 def _subtract_chance_from_mean(mean: Tensor, square: Tensor, count: int) -> Tensor:
     """Return a mean of some numbers less the part that chance explains; 0 where chance may explain it all."""
     chance = (square - mean.square()).clamp_min(0) / count
-    share = (1 - chance / mean.square().clamp_min(_TINY_SQUARE)).clamp_min(0)
+    share = (1 - chance / mean.square().clamp_min(_LEAST_MEAN_SQUARE)).clamp_min(0)
     return torch.where(mean.square() > _DEVIATIONS_OF_CLEAR_DRIFT**2 * chance, mean * share, 0.0)
 
 
@@ -149,14 +159,14 @@ def _compute_binade_mean_square(size: Tensor, weights: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def compute_noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: int) -> Tensor:
+def simulate_adam_rms(beta1: float, beta2: float, dtype: torch.dtype, steps: int) -> Tensor:
     """Return the root mean square of Adam's normalized update at each step from the first, on gradients N(0, 1).
 
     In float32 it goes from 1 to sqrt((1 - beta1) / (1 + beta1)) as the averages fill. Moments that are rounded to
     bfloat16 at each operation, as torch's loop does, follow other averages: a second moment that cannot decay any more
     stays larger. So the recurrence itself is run, in the moments' dtype; the last size stands for all beyond.
 
-    >>> round(float(compute_noise_size(0.9, 0.95, torch.float32, 200)[-1]), 1)
+    >>> round(float(simulate_adam_rms(0.9, 0.95, torch.float32, 200)[-1]), 1)
     0.2
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -178,7 +188,7 @@ def compute_noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: in
     return ((total[high] - total[low]) / (high - low)).sqrt()
 
 
-def _get_state_tensor(trained: TrainedTensor, *names: str) -> Tensor | None:
+def _get_first_plain_state(trained: TrainedTensor, *names: str) -> Tensor | None:
     """Return the first of some states that is there as plain floating-point numbers, one per element."""
     for name in names:
         state = trained.state.get(name)
@@ -256,7 +266,7 @@ _LARGEST_POISSON_MEAN = 1e6
 
 def simulate_weight_walk(
     weights: Tensor,
-    sizes: UpdateSizes,
+    sizes: UpdateModel,
     rates: Tensor,
     format: Format,
     *,
@@ -345,7 +355,7 @@ _MOST_SHOWN_STEPS = 12
 
 
 def forecast_layer(
-    trained: TrainedTensor, inputs: Inputs, rates: Tensor, *, start: int, sample: int, leaps: int, seed: int
+    trained: TrainedTensor, inputs: ForecastInputs, rates: Tensor, *, start: int, sample: int, leaps: int, seed: int
 ) -> LayerForecast:
     """Return the forecast of one parameter, by a sample of its elements."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -355,15 +365,15 @@ def forecast_layer(
     finite = weights.isfinite()
     index, weights = index[finite], weights[finite]
     decoupled = inputs.rule in ("AdamW", "Lion") or options.get("decoupled_weight_decay")
-    decay = read_number(options.get("weight_decay", 0.0)) if decoupled else 0.0
+    decay = convert_option_to_float(options.get("weight_decay", 0.0)) if decoupled else 0.0
     lr = float(rates.max())
     layer = LayerForecast(trained.name, trained.dtype, elements, trained.weight_update, lr=lr, weight_decay=decay)
     if not len(weights):
         return layer
-    sizes: UpdateSizes | None
+    sizes: UpdateModel | None
     if inputs.rule == "Lion":
         every, growth = torch.ones_like(weights), torch.ones(len(rates), dtype=torch.float64, device="cpu")
-        sizes = UpdateSizes(every.bool(), every * 0, every, growth, 1.0, True, "Lion's are the learning rate")
+        sizes = UpdateModel(every.bool(), every * 0, every, growth, 1.0, True, "Lion's are the learning rate")
     elif inputs.rule == "SGD":
         sizes = _model_sgd_updates(trained, index, weights, len(rates))
     else:

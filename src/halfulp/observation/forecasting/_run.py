@@ -14,12 +14,12 @@ from ... import formats
 from ..._messages import name_type, quote
 from ...kernels import to_float64
 from ...optim._optimizer import find_inner_optimizer
-from ..checkpoints._names import read_checkpoint_content
+from ..checkpoints._names import sort_checkpoint_content
 from ..checkpoints._open import open_checkpoint
 from ..findings import collect_findings
 from ._forecast import Forecast
 from ._inputs import (
-    Inputs,
+    ForecastInputs,
     Schedule,
     TrainedTensor,
     compute_learning_rates,
@@ -33,7 +33,7 @@ from ._layers import forecast_layer, sample_positions
 _ELEMENT_LEAPS_BUDGET = 2.4e7
 _MOST_SAMPLED_ELEMENTS = 2048
 _FEWEST_SAMPLED_ELEMENTS = 256
-_MOST_LEAPS = 400
+_MOST_LEAPS_PER_SCHEDULE = 400
 # Points of the learning-rate curve that a forecast keeps.
 _RATE_CURVE_POINTS = 240
 
@@ -126,7 +126,7 @@ def forecast(
         if isinstance(model_or_state, str | Path):
             opened = open_checkpoint(model_or_state)
         elif isinstance(model_or_state, Mapping):
-            opened = read_checkpoint_content(model_or_state, "the state dict")
+            opened = sort_checkpoint_content(model_or_state, "the state dict")
         else:
             raise TypeError(
                 f"forecast takes a module, state dict or checkpoint's path; got {name_type(model_or_state)}"
@@ -148,10 +148,10 @@ def _check_learning_rate(given: object) -> float:
     return float(given)
 
 
-def _forecast_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forecast:
+def _forecast_layers(inputs: ForecastInputs, rates: Tensor, schedule: str, start: int) -> Forecast:
     """Follow every layer, each by as many elements and leaps as some seconds allow for all of them."""
     count = len(inputs.parameters)
-    leaps = min(_MOST_LEAPS, rates.shape[1])
+    leaps = min(_MOST_LEAPS_PER_SCHEDULE, rates.shape[1])
     sample = int(max(_FEWEST_SAMPLED_ELEMENTS, min(_MOST_SAMPLED_ELEMENTS, _ELEMENT_LEAPS_BUDGET / (leaps * count))))
     leaps = int(max(1, min(leaps, _ELEMENT_LEAPS_BUDGET / (sample * count))))
     layers = tuple(

@@ -15,7 +15,7 @@ from ...optim._float32 import read_float32_weights
 from .._record import AverageRecord
 from ._recorder import Recorder
 from ._sampler import read_numbers, take_sample
-from ._updates import count_changes, has_float32_weight
+from ._updates import has_float32_weight, record_realised_changes
 
 
 class _AverageBeforeUpdate(NamedTuple):
@@ -71,7 +71,9 @@ class WeightAverageWatcher:
                 continue
             key, known = f"average.{name}", wanted is not None
             record = self.recorder.record.averages.setdefault(key, AverageRecord(key, tensor.dtype))
-            count_changes(record.change, before, after, gap if wanted is None else wanted, is_wanted_known=known)
+            record_realised_changes(
+                record.change, before, after, gap if wanted is None else wanted, is_wanted_known=known
+            )
 
     def _sample_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         key = self.recorder.get_sampling_key(name)

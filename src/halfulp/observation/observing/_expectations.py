@@ -22,7 +22,7 @@ from ._sampler import SAMPLED_RUN_LENGTH
 ExpectedFormats: TypeAlias = Mapping[str, torch.dtype | str | Format]
 
 
-def read_expected_formats(expect: ExpectedFormats | None) -> dict[str, Format]:
+def parse_expected_formats(expect: ExpectedFormats | None) -> dict[str, Format]:
     """Return the formats that are asked for, by globs over the names of modules and parameters."""
     expect = {} if expect is None else expect
     pairs = expect.items() if isinstance(expect, Mapping) else [(expect, None)]
@@ -67,7 +67,7 @@ FormatsByPattern: TypeAlias = Mapping[str, Format | BlockFormat | str | torch.dt
 QUANTIZED_ROLES: tuple[Role, ...] = ("activation", "activation gradient")
 
 
-def match_quantized_modules(model: nn.Module, given: FormatsByPattern | None) -> dict[str, Format | BlockFormat]:
+def map_module_names_to_formats(model: nn.Module, given: FormatsByPattern | None) -> dict[str, Format | BlockFormat]:
     """Return the formats that tensors of modules are quantized to, by name; of several patterns the first counts."""
     formats: dict[str, Format | BlockFormat] = {}
     if given is None:

@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ...kernels import to_float64
 from .._record import PositionsRecord, RealisedChanges, ResidualRecord
-from ._recorder import Recorder, find_float_tensors, make_safe_method
+from ._recorder import Recorder, find_float_tensors, make_safe_hook_method
 from ._sampler import PLAIN_TENSOR_TYPES, SAMPLE_SIZE, SIXTEEN_BIT_DTYPES, read_numbers, take_sample
-from ._second_runs import CompiledModuleCheck, OutputSample, compare_recomputed_output
-from ._updates import count_changes
+from ._second_runs import CompiledModuleCheck, OutputSample, keep_or_compare_recomputed_output
+from ._updates import record_realised_changes
 
 
 class ModuleHooks:
@@ -38,12 +38,12 @@ class ModuleHooks:
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
         for name in compiled:
             said = name or "the model"
-            recorder.note_unseen(
+            recorder.note_unobserved(
                 f"{said} is compiled: activations and their gradients inside it are not observed, as hooks run in "
                 "eager mode only; observe the run without torch.compile to see them"
             )
             if check and name not in wrappers:
-                recorder.note_unseen(f"{said} was compiled in place: there is no eager original to compare with")
+                recorder.note_unobserved(f"{said} was compiled in place: there is no eager original to compare with")
         self.expects_calls: bool = bool(names) and not compiled
         self._residuals = ResidualSums(recorder)
         self._compares_second_runs = check
@@ -68,7 +68,7 @@ class ModuleHooks:
         if self._compiled is not None:
             self._compiled.detach()
 
-    def end_step(self) -> None:
+    def clear_step_state(self) -> None:
         """Forget what belongs to one step."""
         while self._gradient_handles:
             self._gradient_handles.pop().remove()
@@ -83,18 +83,18 @@ class ModuleHooks:
             in_backward = torch._C._current_graph_task_id() != -1
             self._observe_outputs(name, module, inputs, output, in_backward)
 
-    @make_safe_method
+    @make_safe_hook_method
     def _observe_outputs(
         self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any, in_backward: bool
     ) -> None:
         if not in_backward:  # what runs again in a backward pass was noted in the first run
-            self._residuals.note_module_run(name, inputs, output)
+            self._residuals.track_residual_sums_of_module(name, inputs, output)
             for one in output if isinstance(output, tuple) else (output,):
                 if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > _FEWEST_POSITIONS:
                     _find_position_collisions(self.recorder, name, one)
         found = list(find_float_tensors(output))
         if self._compares_second_runs and found:
-            compare_recomputed_output(self.recorder, self._first_outputs, name, found[0], in_backward)
+            keep_or_compare_recomputed_output(self.recorder, self._first_outputs, name, found[0], in_backward)
         if not in_backward or name not in self._seen:
             for tensor in found:
                 # One that a module around hands on was observed last.
@@ -108,7 +108,7 @@ class ModuleHooks:
 
     def _observe_output(self, name: str, module: nn.Module, tensor: torch.Tensor, inputs: tuple[Any, ...]) -> None:
         kind = type(module).__name__
-        record = self.recorder.count_tensor("activation", name, kind, tensor)
+        record = self.recorder.record_tensor("activation", name, kind, tensor)
         if record is None:
             return
         # Of outputs that are all zeros the largest input and weight: did rounding make them so?
@@ -121,11 +121,11 @@ class ModuleHooks:
             hook = functools.partial(self._note_gradient, name, kind)
             self._gradient_handles.append(tensor.register_hook(hook))
 
-    @make_safe_method
+    @make_safe_hook_method
     def _note_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
         """Count the gradient of an output as it arrives."""
         if self.recorder.sampling:
-            self.recorder.count_tensor("activation gradient", name, kind, gradient, self.recorder.scale)
+            self.recorder.record_tensor("activation gradient", name, kind, gradient, self.recorder.scale)
 
 
 def _compute_amax(tensor: torch.Tensor) -> float:
@@ -176,7 +176,7 @@ class ResidualSums:
         self._outputs.clear()
         self._inputs.clear()
 
-    def note_module_run(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
+    def track_residual_sums_of_module(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
         """Note that a module has run; modules inside it have been noted before."""
         for tensor, maker in ((inputs[0] if inputs else None, None), (output, name)):
             if type(tensor) is not torch.Tensor or tensor.dtype not in SIXTEEN_BIT_DTYPES or tensor.grad_fn is None:
@@ -213,7 +213,7 @@ class ResidualSums:
             return
         record = self.recorder.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))
         record.stream, record.added = sizes[1 - small], sizes[small]
-        count_changes(record.change, samples[1 - small], _sample_rows(total), samples[small])
+        record_realised_changes(record.change, samples[1 - small], _sample_rows(total), samples[small])
 
 
 def make_graph_output_key(node: Any, number: int) -> tuple[int, int]:
@@ -289,18 +289,18 @@ class GradientHooks:
             self._handles.pop().remove()
         self._followed.clear()
 
-    def end_step(self) -> None:
+    def clear_step_state(self) -> None:
         """Forget what belongs to one step."""
         self.arrived.clear()
         self._addends.clear()
 
-    @make_safe_method
+    @make_safe_hook_method
     def _note_arriving_gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Count a gradient that arrives, and keep samples of it and of the one that it is added to, if there is one."""
         if not self.recorder.sampling:
             return
         kind, parameter = self.recorder.record.parameters[name].kind, self._named[name]
-        if self.recorder.count_tensor("weight gradient", name, kind, gradient, self.recorder.scale) is not None:
+        if self.recorder.record_tensor("weight gradient", name, kind, gradient, self.recorder.scale) is not None:
             self.arrived.add(name)
         self._addends.pop(name, None)
         held = None if parameter.grad is None else read_numbers(parameter.grad)
@@ -318,7 +318,7 @@ class GradientHooks:
             for other in [*hooks][:-1]:
                 hooks[other] = hooks.pop(other)
 
-    @make_safe_method
+    @make_safe_hook_method
     def _compare_accumulated_gradient(self, name: str, parameter: torch.Tensor) -> None:
         """Compare a gradient that has been added with the exact sum."""
         addends = self._addends.pop(name, None)
@@ -330,4 +330,4 @@ class GradientHooks:
         now = take_sample(found.flat, self.recorder.get_sampling_key(name))
         record = self.recorder.record.parameters[name]
         record.accumulation = record.accumulation or RealisedChanges()
-        count_changes(record.accumulation, held, now, incoming)
+        record_realised_changes(record.accumulation, held, now, incoming)

@@ -35,12 +35,12 @@ from ._expectations import (
     ExpectedFormats,
     FormatsByPattern,
     compare_expected_dtypes,
-    match_quantized_modules,
-    read_expected_formats,
+    map_module_names_to_formats,
+    parse_expected_formats,
 )
 from ._hooks import GradientHooks, ModuleHooks
 from ._ranks import RankComparison
-from ._recorder import Recorder, RowWriter, make_safe_method, run_safely
+from ._recorder import Recorder, RowWriter, make_safe_hook_method, run_safely
 from ._sampler import make_sampling_key, read_numbers, take_sample
 from ._updates import UpdateWatcher
 
@@ -76,10 +76,10 @@ class Observation:
         self.model: nn.Module = model
         self.optimizers: list[torch.optim.Optimizer] = self._steps.optimizers
         self.interval: int = interval
-        self.recorder: Recorder = Recorder(match_quantized_modules(model, quantized))
+        self.recorder: Recorder = Recorder(map_module_names_to_formats(model, quantized))
         self._parameters = ObservedParameters(model, self.optimizers, self.recorder.record)
         self._scales = ScalerTracker(self.recorder.record, scaler, scheduler)
-        self._expected = read_expected_formats(expect)
+        self._expected = parse_expected_formats(expect)
         self._modules = ModuleHooks(self.recorder, model, check)
         self._averages = None if average is None else WeightAverageWatcher(self.recorder, average, model)
         self._ranks = RankComparison(self.recorder, model, self._parameters.named)
@@ -109,7 +109,7 @@ class Observation:
         if not self.recorder.record.history:
             run_safely(self.recorder, self._parameters.record_moved_shares)
         run_safely(self.recorder, self._scales.begin_counting_skips)
-        run_safely(self.recorder, self._ranks.begin_observing, len(self))
+        run_safely(self.recorder, self._ranks.announce_observing_to_ranks, len(self))
         run_safely(self.recorder, self._begin_run_step, len(self), True)
         return self
 
@@ -227,7 +227,7 @@ class Observation:
             return (args[0], call_and_sample, *args[2:]), kwargs
         return args, {**kwargs, "closure": call_and_sample}
 
-    @make_safe_method
+    @make_safe_hook_method
     def _sample_before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._updates[id(optimizer)].sample_before_step(self._gradients.arrived)
 
@@ -238,7 +238,7 @@ class Observation:
         if self._steps.note_step_end(optimizer):
             self._end_run_step(optimizer)
 
-    @make_safe_method
+    @make_safe_hook_method
     def _end_run_step(self, optimizer: torch.optim.Optimizer) -> None:
         recorder, record = self.recorder, self.recorder.record
         scale, skipped = self._scales.read_scale_at_step(recorder.sampling)
@@ -254,7 +254,7 @@ class Observation:
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
                 if self._ranks.other_ranks:
-                    self._ranks.note_sampled_step()
+                    self._ranks.hash_replicas_after_step()
         finally:  # what failed is noted, and steps go on
             record.history.append(step)
             if len(record.history) > MOST_HISTORY_STEPS:
@@ -265,8 +265,8 @@ class Observation:
             self._sinks.write_row(step)
 
     def _begin_run_step(self, step: int, sampling: bool) -> None:
-        self._modules.end_step()
-        self._gradients.end_step()
+        self._modules.clear_step_state()
+        self._gradients.clear_step_state()
         recorder = self.recorder
         recorder.step, recorder.sampling, recorder.position = step, sampling, 0
         if sampling:
@@ -291,7 +291,7 @@ class Observation:
             self.recorder.record.loss_gap = measure_loss_spacing_ratio(self._losses, self.recorder.record.loss_dtype)
         return told
 
-    @make_safe_method
+    @make_safe_hook_method
     def _update_record(self) -> None:
         record = self.recorder.record
         # What scaler and scheduler did since the last optimizer step, such as skipping all that follow.
@@ -306,13 +306,13 @@ class Observation:
     def _note_missing_observations(self) -> None:
         record = self.recorder.record
         if not self.optimizers:
-            self.recorder.note_unseen(
+            self.recorder.note_unobserved(
                 "no optimizer was given: updates, moments, and which parameters are stepped, are not observed; give it "
                 "as hu.observe(model, optimizer)"
             )
         elif not record.history:
             if self._wall:
-                self.recorder.note_unseen(
+                self.recorder.note_unobserved(
                     "no optimizer step was seen: the run never stepped, or steps other optimizers"
                 )
         elif (
@@ -320,7 +320,7 @@ class Observation:
             and any(parameter.gradients for parameter in record.parameters.values())
             and not any(role == "activation" for role, _ in self.recorder.totals)
         ):
-            self.recorder.note_unseen(
+            self.recorder.note_unobserved(
                 "no module of the model was seen to run: it runs compiled, or under another object; activations and "
                 "their gradients are not observed"
             )

@@ -26,8 +26,8 @@ from ._recorder import Recorder
 from ._sampler import hash_name, make_sampling_key, read_numbers, take_sample
 
 # Seconds that a rank waits, where it stops, for what the others have yet to say.
-RANK_WAIT_SECONDS = 5.0
-_observation_starts: Counter[str] = Counter()
+OTHER_RANKS_WAIT_SECONDS = 5.0
+_observation_count_by_key: Counter[str] = Counter()
 
 
 @dataclass(slots=True)
@@ -50,10 +50,10 @@ class RankComparison:
 
     def __init__(self, recorder: Recorder, model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
         self.recorder, self._model, self._parameters = recorder, model, parameters
-        # None before `begin_observing` and behind `compare_ranks`.
+        # None before `announce_observing_to_ranks` and behind `compare_ranks`.
         self.other_ranks: list[int] = []
 
-    def begin_observing(self, step: int) -> None:
+    def announce_observing_to_ranks(self, step: int) -> None:
         """Say that this rank observes from a step on."""
         if not dist.is_available() or not dist.is_initialized():
             return
@@ -67,20 +67,20 @@ class RankComparison:
             return
         self._replicated = find_replicated_parameters(self._model, self._parameters)
         name = f"halfulp/observe/{mix64(*map(hash_name, (str(ranks), *sorted(self._parameters)))):016x}"
-        _observation_starts[name] += 1
+        _observation_count_by_key[name] += 1
         self._keys = {rank: f"{name}/{rank}" for rank in sorted(ranks)}
-        self._summary_key = f"{self._keys[self.rank]}/{_observation_starts[name]}"
-        _get_default_store().set(self._keys[self.rank], str(_observation_starts[name]))
+        self._summary_key = f"{self._keys[self.rank]}/{_observation_count_by_key[name]}"
+        _get_default_store().set(self._keys[self.rank], str(_observation_count_by_key[name]))
         self.other_ranks = [rank for rank in self._keys if rank != self.rank]
 
-    def note_sampled_step(self) -> None:
+    def hash_replicas_after_step(self) -> None:
         """Keep hashes of the replicated parameters as they are after a sampled step."""
         store, keys = _get_default_store(), list(self._keys.values())
         # Ranks that train together have all begun when one has made its first step.
         if self._own.step < 0 and store.check(keys):
             self._own.starts = [int(count) for count in store.multi_get(keys)]
         self._own.step = self.recorder.step - self._first
-        self._own.hashes = hash_parameters(self._replicated, self._own.step)
+        self._own.hashes = hash_sampled_elements(self._replicated, self._own.step)
 
     def compare_ranks(self) -> None:
         """Compare the summaries of other ranks with this one's, and note the missing ones."""
@@ -88,7 +88,7 @@ class RankComparison:
         if not others:
             return
         if not dist.is_initialized():
-            self.recorder.note_unseen(
+            self.recorder.note_unobserved(
                 "ranks are not compared: the process group was destroyed before observing stopped; keep it till then"
             )
             return
@@ -99,12 +99,12 @@ class RankComparison:
             return
         store.set(self._summary_key, pickle.dumps(own))
         if not own.starts:
-            self.recorder.note_unseen("ranks are not compared: not all began to observe at the same step")
+            self.recorder.note_unobserved("ranks are not compared: not all began to observe at the same step")
             return
         keys = {rank: f"{key}/{count}" for (rank, key), count in zip(self._keys.items(), own.starts)}
         wanted = others if self.rank < others[0] else others[:1]
         with contextlib.suppress(RuntimeError):  # those that are late are named
-            store.wait([keys[rank] for rank in wanted], datetime.timedelta(seconds=RANK_WAIT_SECONDS))
+            store.wait([keys[rank] for rank in wanted], datetime.timedelta(seconds=OTHER_RANKS_WAIT_SECONDS))
         missing = []
         for rank in wanted:
             theirs = pickle.loads(store.get(keys[rank])) if store.check([keys[rank]]) else None
@@ -116,7 +116,7 @@ class RankComparison:
                     replicas[name] = replicas.get(name, True) and own.hashes[name] == theirs.hashes[name]
         if missing:
             shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            self.recorder.note_unseen(
+            self.recorder.note_unobserved(
                 f"ranks that are not compared, as they began or ended at another step, or have not stopped: {shown}"
             )
 
@@ -147,7 +147,7 @@ def find_replicated_parameters(model: nn.Module, parameters: Mapping[str, torch.
     return found
 
 
-def hash_parameters(parameters: Mapping[str, torch.Tensor], step: int) -> dict[str, int]:
+def hash_sampled_elements(parameters: Mapping[str, torch.Tensor], step: int) -> dict[str, int]:
     """Return the CRC-32 of each parameter's size, scale and elements that are sampled at a step.
 
     It differs wherever one element of at most 32 bits alone does, and but for a chance of 2^-32 wherever several do.

@@ -15,17 +15,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import formats
 from ...formats import BlockFormat, Format
-from ...sinks import Outlet, Sink, make_outlet
+from ...sinks import GuardedSink, Sink, make_guarded_sink
 from .._record import Record, Role, StepRecord, TensorRecord
 from ._expectations import QUANTIZED_ROLES, record_quantization_error
 from ._sampler import (
     ObservedTensor,
     StoredNumbers,
-    count_sample,
+    add_sample_to_histogram,
     make_sampling_key,
-    measure_amax,
     read_numbers,
     take_sample,
+    update_tensor_totals,
 )
 
 HookMethod = TypeVar("HookMethod", bound=Callable[..., None])
@@ -54,12 +54,12 @@ class Recorder:
         """Return the key of the places at which tensors of a name are sampled in this step."""
         return make_sampling_key(0 if name in self.fixed else self.step, name)
 
-    def note_unseen(self, sentence: str) -> None:
+    def note_unobserved(self, sentence: str) -> None:
         """Note in words what could not be observed, once."""
         if sentence not in self.record.unseen:
             self.record.unseen.append(sentence)
 
-    def count_tensor(
+    def record_tensor(
         self, role: Role, name: str, kind: str, tensor: torch.Tensor, scale: float = 1.0
     ) -> TensorRecord | None:
         """Count a tensor under a role and a name; None where its numbers cannot be read."""
@@ -67,9 +67,9 @@ class Recorder:
             return None
         if scale != 1.0:
             found = found._replace(scale=found.scale * scale)
-        return self.count_numbers(role, name, kind, found, take_sample(found.flat, self.get_sampling_key(name)))
+        return self.record_numbers(role, name, kind, found, take_sample(found.flat, self.get_sampling_key(name)))
 
-    def count_numbers(
+    def record_numbers(
         self, role: Role, name: str, kind: str, numbers: StoredNumbers, sample: torch.Tensor
     ) -> TensorRecord:
         """Count all elements of a tensor and its sample, and note the first that are not finite."""
@@ -81,12 +81,12 @@ class Recorder:
         record = totals.record
         record.dtype, record.scale = numbers.dtype, numbers.scale
         was_broken = totals.step == self.step and totals.step_nonfinite > 0
-        measure_amax(numbers, totals, self.step)
+        update_tensor_totals(numbers, totals, self.step)
         if totals.step_nonfinite and not was_broken:
             record.first_nonfinite = record.first_nonfinite or (self.step, self.position)
             record.nonfinite_steps += 1
         self.position += 1
-        count_sample(sample, record)
+        add_sample_to_histogram(sample, record)
         format = self.quantized.get(name) if role in QUANTIZED_ROLES else None
         if format is not None and len(sample):
             wide = numbers.flat.dtype == torch.float64  # which block formats round in float64
@@ -94,7 +94,7 @@ class Recorder:
         return record
 
 
-def make_safe_method(function: HookMethod) -> HookMethod:
+def make_safe_hook_method(function: HookMethod) -> HookMethod:
     """Make a method of an object with a `recorder` a hook that runs as by `run_safely`."""
 
     @functools.wraps(function)
@@ -129,7 +129,7 @@ def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: 
     except Exception as error:
         # Its words may hold paths, hosts or values, which neither page nor JSON is to hold.
         doing = function.__name__.strip("_").replace("_", " ")
-        recorder.note_unseen(f"could not {doing}: it raised {type(error).__name__}")
+        recorder.note_unobserved(f"could not {doing}: it raised {type(error).__name__}")
     finally:
         torch._C._set_grad_enabled(records_gradients)
         recorder._free.append(None)
@@ -151,9 +151,9 @@ class RowWriter:
 
     def __init__(self, recorder: Recorder, sinks: Sequence[Sink]) -> None:
         self._recorder, self._record = recorder, recorder.record
-        self._before: list[float] = self._sum_record_counts()
+        self._before: list[float] = self._sum_counts_for_rows()
         # Of several processes the others may see another disk.
-        self._outlets: list[Outlet] = [make_outlet(sink, check=is_first_process()) for sink in sinks]
+        self._outlets: list[GuardedSink] = [make_guarded_sink(sink, check=is_first_process()) for sink in sinks]
 
     def write_row(self, step: StepRecord) -> None:
         """Give a sampled step that has ended to all sinks that still take rows."""
@@ -163,12 +163,12 @@ class RowWriter:
         for one in self._outlets:
             one.put(row)
             if one.said is not None:
-                self._recorder.note_unseen(f"rows of the steps: {one.said}")
+                self._recorder.note_unobserved(f"rows of the steps: {one.said}")
         self._outlets = [one for one in self._outlets if one.said is None]
 
     def _make_row(self, step: StepRecord) -> dict[str, Any]:
         """Return the row of a sampled step, whose counts and shares are of all since the row before."""
-        sums = self._sum_record_counts()
+        sums = self._sum_counts_for_rows()
         skipped, seen, lost, wanted, kept, nonzero, vanished = (b - a for a, b in zip(self._before, sums))
         self._before = sums
         smallest, largest = step.exponents or (None, None)
@@ -188,7 +188,7 @@ class RowWriter:
             "gradient_underflow": vanished / (nonzero + vanished) if nonzero else None,
         }
 
-    def _sum_record_counts(self) -> list[float]:
+    def _sum_counts_for_rows(self) -> list[float]:
         """Return the sums that a row tells the growth of, over all parameters and gradients."""
         updates = [parameter.update for parameter in self._record.parameters.values()]
         known = [update for update in updates if update.known]

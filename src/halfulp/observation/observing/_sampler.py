@@ -103,7 +103,7 @@ class ObservedTensor:
 
 
 @keeping_subnormals()
-def measure_amax(numbers: StoredNumbers, totals: ObservedTensor, step: int) -> None:
+def update_tensor_totals(numbers: StoredNumbers, totals: ObservedTensor, step: int) -> None:
     """Count all elements of a tensor, and note its largest, at a step."""
     record, flat = totals.record, widen_eight_bit_floats(numbers.flat)
     if totals.step != step:
@@ -127,7 +127,7 @@ def measure_amax(numbers: StoredNumbers, totals: ObservedTensor, step: int) -> N
 
 
 @keeping_subnormals()
-def count_sample(sample: torch.Tensor, record: TensorRecord) -> None:
+def add_sample_to_histogram(sample: torch.Tensor, record: TensorRecord) -> None:
     """Add a sample, float64 on the CPU, to the histogram of a record; float64's subnormal numbers as one power."""
     values = sample.numpy()
     record.sampled += len(values)

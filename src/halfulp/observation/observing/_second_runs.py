@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._record import OutputDifference
 from ..findings._comparisons import is_explained_by_sum_order
-from ._recorder import Recorder, find_float_tensors, make_safe_method
+from ._recorder import Recorder, find_float_tensors, make_safe_hook_method
 from ._sampler import read_numbers, take_sample
 
 # The dtype of an output, and a sample of it.
@@ -34,7 +34,7 @@ def sample_output(recorder: Recorder, name: str, output: torch.Tensor) -> Output
     return found.dtype, take_sample(found.flat, recorder.get_sampling_key(name)).mul_(found.scale)
 
 
-def measure_result_difference(name: str, first: OutputSample, second: OutputSample) -> OutputDifference:
+def measure_output_difference(name: str, first: OutputSample, second: OutputSample) -> OutputDifference:
     """Return how samples of two outputs of a module differ; NaN where the other has NaN counts as equal."""
     (dtype, a), (other, b) = first, second
     dtypes = str(dtype).removeprefix("torch."), str(other).removeprefix("torch.")
@@ -47,7 +47,7 @@ def measure_result_difference(name: str, first: OutputSample, second: OutputSamp
     return OutputDifference(name, dtypes, int(differing.sum()) / max(1, len(a)), distance)
 
 
-def record_larger_difference(records: list[OutputDifference], made: OutputDifference) -> None:
+def keep_larger_difference(records: list[OutputDifference], made: OutputDifference) -> None:
     """Put a module's difference into records, in place of one that is smaller."""
     there = next((k for k, one in enumerate(records) if one.name == made.name), None)
     if there is None:
@@ -60,7 +60,7 @@ def _make_difference_sort_key(one: OutputDifference) -> tuple[bool, float, float
     return one.dtypes[0] != one.dtypes[1], one.relative, one.differing
 
 
-def compare_recomputed_output(
+def keep_or_compare_recomputed_output(
     recorder: Recorder, first: dict[str, OutputSample | None], name: str, output: torch.Tensor, in_backward: bool
 ) -> None:
     """Keep a sample of a module's first output, or compare the one that checkpointing computes in the backward pass.
@@ -74,7 +74,7 @@ def compare_recomputed_output(
         first[name] = None if name in first else sample
     elif (before := first.get(name)) is not None:
         first[name] = None
-        record_larger_difference(recorder.record.recomputed, measure_result_difference(name, before, sample))
+        keep_larger_difference(recorder.record.recomputed, measure_output_difference(name, before, sample))
 
 
 class CompiledModuleCheck:
@@ -105,7 +105,7 @@ class CompiledModuleCheck:
         if self.recorder.sampling and name in self._modules and torch.is_grad_enabled():
             self._run_copies(name, module, args, kwargs)
 
-    @make_safe_method
+    @make_safe_hook_method
     def _run_copies(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the original twice in eager mode, before the compiled module changes inputs or buffers."""
         original = module._orig_mod
@@ -122,19 +122,19 @@ class CompiledModuleCheck:
         elif runs and (made := find_largest_difference(name, *samples)) and not is_explained_by_sum_order(made):
             reason = "two eager runs on the same inputs differ from each other"
         if reason:
-            self.recorder.note_unseen(f"{name or 'the model'}: compiled and eager are not compared: {reason}")
+            self.recorder.note_unobserved(f"{name or 'the model'}: compiled and eager are not compared: {reason}")
             del self._modules[name]
         else:
             self._expected[name] = samples[0]
 
-    @make_safe_method
+    @make_safe_hook_method
     def _compare_with_eager(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         expected = self._expected.pop(name, None)
         if expected is None:
             return
         found = [sample_output(self.recorder, name, one) for one in find_float_tensors(output)]
         if (made := find_largest_difference(name, expected, found)) is not None:
-            record_larger_difference(self.recorder.record.compiled, made)
+            keep_larger_difference(self.recorder.record.compiled, made)
 
 
 def find_largest_difference(
@@ -142,10 +142,10 @@ def find_largest_difference(
 ) -> OutputDifference | None:
     """Return the difference of the outputs that differ most; None where none is floating-point."""
     pairs = ((a, b) for a, b in zip(first, second) if a is not None and b is not None)
-    return max((measure_result_difference(name, a, b) for a, b in pairs), key=_make_difference_sort_key, default=None)
+    return max((measure_output_difference(name, a, b) for a, b in pairs), key=_make_difference_sort_key, default=None)
 
 
-_MODULE_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MODULE_HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def explain_incomparable_module(module: nn.Module) -> str | None:
@@ -155,8 +155,8 @@ def explain_incomparable_module(module: nn.Module) -> str | None:
     modes = torch.overrides._get_current_function_mode_stack()
     if torch._C._len_torch_dispatch_stack() or any(not isinstance(mode, DeviceContext) for mode in modes):
         return "it runs under a mode that changes or watches its functions"
-    own = any(getattr(one, table) for one in module.modules() for table in _MODULE_HOOK_TABLES)
-    if own or any(getattr(_torch_module, f"_global{table}") for table in _MODULE_HOOK_TABLES):
+    own = any(getattr(one, table) for one in module.modules() for table in _MODULE_HOOK_ATTRIBUTES)
+    if own or any(getattr(_torch_module, f"_global{table}") for table in _MODULE_HOOK_ATTRIBUTES):
         return "hooks on its modules would run a second time; remove them to compare"
     return None
 

@@ -27,9 +27,9 @@ from ._sampler import SIXTEEN_BIT_DTYPES, StoredNumbers, read_numbers, take_samp
 
 OptimizerOptions = Mapping[str, Any]
 # Whether weight decay multiplies the weight by 1 - lr wd, rounded by itself, before the update is subtracted.
-ELEMENTWISE_OPTIMIZERS: dict[type[torch.optim.Optimizer], Callable[[OptimizerOptions], bool]] = {}
+DECOUPLES_DECAY_BY_OPTIMIZER_CLASS: dict[type[torch.optim.Optimizer], Callable[[OptimizerOptions], bool]] = {}
 # State entries that belong to a whole tensor, whatever its shape.
-WHOLE_TENSOR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+WHOLE_TENSOR_STATE_NAMES = frozenset({"step", "mu_product", "eta", "mu"})
 _TORCH_WRAPPER_MODULES = ("torch.optim.optimizer", "torch.utils._contextlib")
 
 
@@ -49,7 +49,7 @@ def register_elementwise(
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise TypeError(f"register_elementwise takes a subclass of torch.optim.Optimizer, got {name_type(kind)}")
-    ELEMENTWISE_OPTIMIZERS[kind] = decouples if callable(decouples) else lambda options: decouples
+    DECOUPLES_DECAY_BY_OPTIMIZER_CLASS[kind] = decouples if callable(decouples) else lambda options: decouples
 
 
 for _name in ("SGD", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD"):
@@ -124,13 +124,13 @@ def sample_tensors(
     for record, one in zip(records, numbers, strict=True):
         sample = take_sample(one.flat, recorder.get_sampling_key(record.name))
         if role is not None:
-            recorder.count_numbers(role, record.name, record.kind, one, sample)
+            recorder.record_numbers(role, record.name, record.kind, one, sample)
         samples.append(sample if one.scale == 1.0 else sample * one.scale)
     return samples
 
 
 @keeping_subnormals()
-def count_changes(
+def record_realised_changes(
     record: RealisedChanges,
     before: torch.Tensor,
     after: torch.Tensor,
@@ -162,12 +162,12 @@ def count_changes(
 
 
 # Roles of states, by their names in torch.optim and here.
-ROLES_OF_STATES: dict[str, Role] = {
+ROLE_BY_STATE_NAME: dict[str, Role] = {
     **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg", "prev"), "first moment"),
     **dict.fromkeys(("exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq", "exp_inf", "acc_delta"), "second moment"),
 }
 # Averages of squares: what holds them too coarsely loses their decay and keeps their growth, so that decay alone tells.
-SQUARE_AVERAGE_STATES = ("exp_avg_sq", "square_avg", "acc_delta")
+SQUARE_AVERAGE_STATE_NAMES = ("exp_avg_sq", "square_avg", "acc_delta")
 
 
 # The change of packed samples of weights that an optimizer wants, and their states after it by name, in float64.
@@ -196,10 +196,10 @@ class ParameterBatch:
         """Return the sample of each parameter among packed ones."""
         return list(packed.split(self.counts))
 
-    def count_changes(self, records: Sequence[RealisedChanges], *packed: torch.Tensor, **how: Any) -> None:
-        """Call `count_changes` for each parameter's record and its part of packed samples."""
+    def record_realised_changes(self, records: Sequence[RealisedChanges], *packed: torch.Tensor, **how: Any) -> None:
+        """Call `record_realised_changes` for each parameter's record and its part of packed samples."""
         for record, *samples in zip(records, *map(self.split_samples, packed), strict=True):
-            count_changes(record, *samples, **how)
+            record_realised_changes(record, *samples, **how)
 
 
 class UpdateWatcher:
@@ -208,7 +208,7 @@ class UpdateWatcher:
     def __init__(self, recorder: Recorder, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
         self.recorder, self.optimizer, self._names = recorder, optimizer, names
         self._batches: list[ParameterBatch] = []
-        self._shadow = ShadowOptimizer(optimizer) if type(optimizer) in ELEMENTWISE_OPTIMIZERS else None
+        self._shadow = ShadowOptimizer(optimizer) if type(optimizer) in DECOUPLES_DECAY_BY_OPTIMIZER_CLASS else None
         # Directions of rounding in the step before less their probabilities, in standard deviations, by parameter.
         self._surprises: dict[str, torch.Tensor] = {}
 
@@ -226,10 +226,13 @@ class UpdateWatcher:
         batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[ParameterBeforeStep]]] = {}
         for group in self.optimizer.param_groups:
             options = {
-                key: _convert_tensor_option(value)
+                key: _convert_option_to_number(value)
                 for key, value in group.items()
                 if key not in _IGNORED_GROUP_KEYS
-                and (isinstance(value, _KNOWN_OPTION_TYPES) or (isinstance(value, torch.Tensor) and value.numel() == 1))
+                and (
+                    isinstance(value, _COMPARABLE_OPTION_TYPES)
+                    or (isinstance(value, torch.Tensor) and value.numel() == 1)
+                )
             }
             kind = tuple(options.items())
             for parameter in group["params"]:
@@ -253,14 +256,14 @@ class UpdateWatcher:
         """Return a parameter that is about to step; None where it has no numbers that can be read."""
         weight, slope = read_numbers(parameter), read_numbers(gradient)
         if weight is None or slope is None or weight.flat.numel() != slope.flat.numel():
-            self.recorder.note_unseen(f"{record.name}: a parameter or gradient whose numbers cannot be read")
+            self.recorder.note_unobserved(f"{record.name}: a parameter or gradient whose numbers cannot be read")
             return None
         if is_rounded_stochastically(self.optimizer, parameter):
             self.recorder.fixed.add(record.name)
         size = weight.flat.numel()
         if not size:
             return None
-        states = _read_states(self._get_state(parameter), size) if self._shadow is not None else None
+        states = _read_numbers_of_states(self._get_state(parameter), size) if self._shadow is not None else None
         return ParameterBeforeStep(record, parameter, weight, slope, states)
 
     def _get_batch_key(self, one: ParameterBeforeStep, group: dict[str, Any]) -> tuple[Any, ...]:
@@ -350,7 +353,7 @@ class UpdateWatcher:
         for batch in batches:
             numbers = [one for parameter in batch.parameters if (one := read_numbers(parameter)) is not None]
             now = torch.cat(sample_tensors(self.recorder, batch.records, numbers))
-            states_now = self._count_states(batch)
+            states_now = self._record_states_after_step(batch)
             if batch.is_unplanned:
                 continue
             if isinstance(self.optimizer, Optimizer):
@@ -359,30 +362,30 @@ class UpdateWatcher:
             if batch.compute_wanted is None:
                 change = now - batch.weight
                 updates = [record.update for record in batch.records]
-                batch.count_changes(updates, batch.weight, now, batch.gradient, is_wanted_known=False)
+                batch.record_realised_changes(updates, batch.weight, now, batch.gradient, is_wanted_known=False)
             else:
                 change, states = batch.compute_wanted(batch)
-                self._compare_with_wanted(batch, (change, states), now, states_now)
+                self._record_realised_updates(batch, (change, states), now, states_now)
             for record, part in zip(batch.records, batch.split_samples(change)):
                 dtype = record.dtype if record.dtype.is_floating_point else torch.float32
-                self.recorder.count_numbers("update", record.name, record.kind, StoredNumbers(part, dtype), part)
+                self.recorder.record_numbers("update", record.name, record.kind, StoredNumbers(part, dtype), part)
 
-    def _compare_with_wanted(
+    def _record_realised_updates(
         self, batch: ParameterBatch, wanted: WantedUpdate, now: torch.Tensor, states_now: Mapping[str, torch.Tensor]
     ) -> None:
         change, states = wanted
         for record, *pair in zip(batch.records, batch.split_samples(batch.weight + change), batch.split_samples(now)):
             if record.name in self.recorder.fixed:
-                self._count_rounding_directions(record, *pair)
-        batch.count_changes([one.update for one in batch.records], batch.weight, now, change)
+                self._record_rounding_directions(record, *pair)
+        batch.record_realised_changes([one.update for one in batch.records], batch.weight, now, change)
         for key, state in states.items():
             if key in states_now:
                 before = batch.states.get(key)
                 before = torch.zeros_like(state) if before is None else before
                 changes = [record.states.setdefault(key, RealisedChanges()) for record in batch.records]
-                falls = key in SQUARE_AVERAGE_STATES
-                batch.count_changes(changes, before, states_now[key], state - before, decreases_only=falls)
-        decouples, options = ELEMENTWISE_OPTIMIZERS.get(type(self.optimizer)), batch.records[0].options
+                falls = key in SQUARE_AVERAGE_STATE_NAMES
+                batch.record_realised_changes(changes, before, states_now[key], state - before, decreases_only=falls)
+        decouples, options = DECOUPLES_DECAY_BY_OPTIMIZER_CLASS.get(type(self.optimizer)), batch.records[0].options
         decay = options.get("weight_decay")
         # torch's loop rounds decoupled decay into the weight by itself, as a factor.
         if decouples is not None and decay and not options.get("fused") and decouples(options):
@@ -391,7 +394,7 @@ class UpdateWatcher:
                 record.decay = record.decay or RealisedChanges()
             changes = [record.decay for record in batch.records if record.decay is not None]
             decayed = (batch.weight.to(batch.parameters[0].dtype) * factor).double()
-            batch.count_changes(changes, batch.weight, decayed, batch.weight * (factor - 1))
+            batch.record_realised_changes(changes, batch.weight, decayed, batch.weight * (factor - 1))
 
     def _compute_by_shadow(self, batch: ParameterBatch) -> WantedUpdate:
         """Return the update of samples by the optimizer's own class, in float64."""
@@ -401,13 +404,13 @@ class UpdateWatcher:
         own = {
             key: value
             for key, value in found.items()
-            if key not in WHOLE_TENSOR_STATES and getattr(value, "shape", None) == batch.weight.shape
+            if key not in WHOLE_TENSOR_STATE_NAMES and getattr(value, "shape", None) == batch.weight.shape
         }
         return values - batch.weight, own
 
-    def _count_rounding_directions(self, record: ParameterRecord, wanted: torch.Tensor, after: torch.Tensor) -> None:
+    def _record_rounding_directions(self, record: ParameterRecord, wanted: torch.Tensor, after: torch.Tensor) -> None:
         """Count the directions in which float64 samples at the same places in each step were rounded to stored ones."""
-        low, high = find_rounding_neighbours(wanted, record.dtype)
+        low, high = find_neighbours_in_16_bit_dtype(wanted, record.dtype)
         up = after == high
         probability = (wanted - low) / (high - low)
         decided = (low < wanted) & (wanted < high) & (up | (after == low)) & (high - low).isfinite()
@@ -426,18 +429,18 @@ class UpdateWatcher:
                 rounding.repeated = correlation if rounding.repeated is None else max(rounding.repeated, correlation)
         self._surprises[record.name] = surprise
 
-    def _count_states(self, batch: ParameterBatch) -> dict[str, torch.Tensor]:
+    def _record_states_after_step(self, batch: ParameterBatch) -> dict[str, torch.Tensor]:
         """Count the states after the step, and return samples of those that all parameters of a batch have."""
         found: dict[str, list[torch.Tensor]] = {}
         for record, parameter, size in zip(batch.records, batch.parameters, batch.sizes):
             for key, value in self._get_state(parameter).items():
                 is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-                if key in WHOLE_TENSOR_STATES or not is_float:
+                if key in WHOLE_TENSOR_STATE_NAMES or not is_float:
                     continue
                 record.state_dtypes[key] = value.dtype
                 numbers = read_numbers(value)
                 if numbers is not None and numbers.flat.numel() == size:
-                    samples = sample_tensors(self.recorder, [record], [numbers], ROLES_OF_STATES.get(key))
+                    samples = sample_tensors(self.recorder, [record], [numbers], ROLE_BY_STATE_NAME.get(key))
                     found.setdefault(key, []).extend(samples)
         return {key: torch.cat(samples) for key, samples in found.items() if len(samples) == len(batch.records)}
 
@@ -447,11 +450,11 @@ class UpdateWatcher:
         return found
 
 
-def _read_states(given: Mapping[str, Any], size: int) -> dict[str, Any] | None:
+def _read_numbers_of_states(given: Mapping[str, Any], size: int) -> dict[str, Any] | None:
     """Return states, tensors of a parameter's elements as their numbers; None where one has no such numbers."""
     states: dict[str, Any] = {}
     for key, value in given.items():
-        if key not in WHOLE_TENSOR_STATES and isinstance(value, torch.Tensor):
+        if key not in WHOLE_TENSOR_STATE_NAMES and isinstance(value, torch.Tensor):
             value = read_numbers(value)
             if value is None or value.flat.numel() != size:
                 return None
@@ -473,13 +476,13 @@ def _convert_number_to_float(value: Any, otherwise: float) -> float:
     return float(value) if isinstance(value, int | float | torch.Tensor) else otherwise
 
 
-_KNOWN_OPTION_TYPES = (bool, int, float, str, tuple)
+_COMPARABLE_OPTION_TYPES = (bool, int, float, str, tuple)
 _IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "identities", "random_stream"})
 
 
-def _convert_tensor_option(value: Any) -> Any:
+def _convert_option_to_number(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_convert_tensor_option, value))
+        return tuple(map(_convert_option_to_number, value))
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
@@ -496,10 +499,10 @@ def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch
     return parameter.dtype in SIXTEEN_BIT_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))
 
 
-def find_rounding_neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def find_neighbours_in_16_bit_dtype(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the nearest numbers of a 16-bit dtype at or below and above float64 values, as float64.
 
-    >>> low, high = find_rounding_neighbours(torch.tensor([1.001, -1.001], dtype=torch.float64), torch.bfloat16)
+    >>> low, high = find_neighbours_in_16_bit_dtype(torch.tensor([1.001, -1.001], dtype=torch.float64), torch.bfloat16)
     >>> low.tolist(), high.tolist()
     ([1.0, -1.0078125], [1.0078125, -1.0])
     """

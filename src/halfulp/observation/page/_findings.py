@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ... import __version__, formats
-from ..._names import read_descriptions
+from ..._names import read_registered_descriptions
 from ...pages import Cell, format_count, format_number, format_share, render_template
 from .._finding import describe_names
 
@@ -14,7 +14,7 @@ PlainData = Mapping[str, Any]
 TableColumns = list[tuple[str, str, Callable[[PlainData], Cell]]]
 _MOST_SHOWN_NAMES = 60
 # What fewer elements or steps than these show is said to rest on few.
-_SURE_CONFIDENCE = 0.9
+_LEAST_CONFIDENCE_CALLED_SURE = 0.9
 
 
 def make_cause_cards(data: PlainData, forecast: bool = False) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def make_cause_cards(data: PlainData, forecast: bool = False) -> list[dict[str, 
                     "lines": [_make_finding_line(one, forecast) for one in findings],
                 }
             )
-        few = min(one["confidence"] for one in own) < _SURE_CONFIDENCE
+        few = min(one["confidence"] for one in own) < _LEAST_CONFIDENCE_CALLED_SURE
         sure = "of few samples" if few else ""
         lines = [_make_finding_line(one, forecast) for one in own]
         cards.append({**cause, "sure": "forecast" if forecast else sure, "lines": lines, "following": following})
@@ -49,19 +49,19 @@ def render_page(template: str, cards: Sequence[PlainData], charts: PlainData, **
 
     # A code that a user registered has no page in the documentation.
     own = {code for code, kind in FINDING_KINDS.items() if kind.__module__.startswith("halfulp.")}
-    meanings = read_descriptions("finding")
+    meanings = read_registered_descriptions("finding")
     named = [code for card in cards for code in (card["code"], *(one["code"] for one in card["following"]))]
     codes = [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(named)]
     given = {"findings": cards, "codes": codes, "versions": f"halfulp {__version__}", "data": charts}
     return render_template(__package__, template, **given, **words)
 
 
-_EVIDENCE_TITLES = {"lost": "share lost", "realised": "movement kept", "seen": "elements sampled"}
+_TITLE_BY_EVIDENCE_NAME = {"lost": "share lost", "realised": "movement kept", "seen": "elements sampled"}
 
 
 def _make_finding_line(one: PlainData, forecast: bool) -> dict[str, Any]:
     evidence = [
-        (_EVIDENCE_TITLES.get(key, key.replace("_", " ")), _format_evidence(value))
+        (_TITLE_BY_EVIDENCE_NAME.get(key, key.replace("_", " ")), _format_evidence(value))
         for key, value in one["evidence"].items()
     ]
     if not forecast:
@@ -102,13 +102,13 @@ def shorten_dtype(dtype: str | None) -> str:
         return dtype
 
 
-UNKNOWN_CELL = Cell("–", sort="")
-SEVERITY_TONES = {"error": "bad", "warning": "open", "note": "quiet"}
+CELL_OF_UNKNOWN_VALUE = Cell("–", sort="")
+TONE_BY_SEVERITY = {"error": "bad", "warning": "open", "note": "quiet"}
 
 
 def make_number_cell(value: Any) -> Cell:
     """Return the cell of a number, of anything else one without."""
-    return Cell(format_number(value), sort=value) if isinstance(value, int | float) else UNKNOWN_CELL
+    return Cell(format_number(value), sort=value) if isinstance(value, int | float) else CELL_OF_UNKNOWN_VALUE
 
 
 def make_count_cell(value: int, title: str = "") -> Cell:
@@ -119,7 +119,7 @@ def make_count_cell(value: int, title: str = "") -> Cell:
 def make_share_cell(part: float | None, bar: bool = False, lost: bool = False, title: str = "") -> Cell:
     """Return the cell of a share, which may be negative; the bar of a lost one has the colour of how bad it is."""
     if part is None:
-        return UNKNOWN_CELL
+        return CELL_OF_UNKNOWN_VALUE
     said, tone = format_share(part) if part >= 0 else f"{100 * part:.3g}%", ""
     if bar and lost and part >= 0.1:
         tone = "bad" if part >= 0.5 else "open"
@@ -129,7 +129,7 @@ def make_share_cell(part: float | None, bar: bool = False, lost: bool = False, t
 def make_changes_lost_cell(realised: PlainData | None, bar: bool = False) -> Cell:
     """Return the cell of the share that rounding lost of some changes, a `RealisedChanges` as plain data."""
     if realised is None or not realised["seen"]:
-        return UNKNOWN_CELL
+        return CELL_OF_UNKNOWN_VALUE
     said = f"{format_count(realised['cancelled'])} of {format_count(realised['seen'])} sampled"
     said += "" if realised["known"] else "; counted where the gradient is not zero"
     return make_share_cell(realised["lost_share"], bar, lost=True, title=said)
@@ -138,7 +138,7 @@ def make_changes_lost_cell(realised: PlainData | None, bar: bool = False) -> Cel
 def make_movement_kept_cell(realised: PlainData | None) -> Cell:
     """Return the cell of the share of a wanted movement that took place, of a `RealisedChanges` as plain data."""
     if realised is None:
-        return UNKNOWN_CELL
+        return CELL_OF_UNKNOWN_VALUE
     part = realised["realised_share"]
     if not isinstance(part, int | float):
         return Cell("not known", sort="", title="the optimizer's class computes no update that could be predicted")

@@ -13,7 +13,7 @@ from .._finding import choose_headline, count_causes_in_words
 from .._record import Role
 from .._text import KEPT_MOVEMENT_TITLE, LOST_AND_KEPT_EXPLANATION, LOST_UPDATES_TITLE, format_multiple, pluralize
 from ._findings import (
-    UNKNOWN_CELL,
+    CELL_OF_UNKNOWN_VALUE,
     PlainData,
     TableColumns,
     make_cause_cards,
@@ -27,7 +27,7 @@ from ._findings import (
 )
 
 # Formats that the map shows tensors in, whatever stores them.
-PAGE_FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn")
+FORMATS_MARKED_ON_PAGE = ("fp16", "bf16", "e5m2", "e4m3fn")
 
 
 def render_observation_page(data: PlainData) -> str:
@@ -83,7 +83,9 @@ def make_magnitude_map(
         if update is not None and update["seen"]:
             row["lost"] = [update["seen"], update["cancelled"]]
         rows.append(row)
-    named = dict.fromkeys([*PAGE_FORMATS, *(row["dtype"] for row in rows), *(one["asked_format"] for one in sampled)])
+    named = dict.fromkeys(
+        [*FORMATS_MARKED_ON_PAGE, *(row["dtype"] for row in rows), *(one["asked_format"] for one in sampled)]
+    )
     order = {role: place for place, role in enumerate(get_args(Role))}
     roles = sorted({row["role"] for row in rows}, key=lambda role: order.get(role, len(order)))
     for row in rows:
@@ -220,7 +222,7 @@ def make_storage_table(data: PlainData) -> Table:
         ),
         ("gradient", "minor", lambda one: Cell(shorten_dtype(one["gradient_dtype"]))),
         ("optimizer", "", make_optimizer_cell),
-        ("weight update", "", lambda one: Cell(one["weight_update"]) if one["optimizer"] else UNKNOWN_CELL),
+        ("weight update", "", lambda one: Cell(one["weight_update"]) if one["optimizer"] else CELL_OF_UNKNOWN_VALUE),
         ("states", "", _make_state_dtypes_cell),
     ]
     return make_table("storage", "What is stored how", data.get("parameters", ()), columns, "filter, as norm float32")
@@ -231,12 +233,12 @@ def _make_state_dtypes_cell(one: PlainData) -> Cell:
     for name, dtype in one["state_dtypes"].items():
         states.setdefault(shorten_dtype(dtype), []).append(name)
     said = "; ".join(f"{key}: {', '.join(names)}" for key, names in states.items())
-    return Cell(", ".join(states), title=said) if states else UNKNOWN_CELL
+    return Cell(", ".join(states), title=said) if states else CELL_OF_UNKNOWN_VALUE
 
 
 def _make_states_lost_cell(states: Mapping[str, PlainData]) -> Cell:
     found = {name: one["lost_share"] for name, one in states.items() if one["seen"]}
     if not found:
-        return UNKNOWN_CELL
+        return CELL_OF_UNKNOWN_VALUE
     worst = max(found, key=lambda name: found[name])
     return Cell(format_share(found[worst]), sort=found[worst], title=f"the worst, {worst}")

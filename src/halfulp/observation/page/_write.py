@@ -12,8 +12,8 @@ from ...pages import Cell, Table, format_count, format_share, make_table, write_
 from .._finding import choose_headline, count_causes_in_words
 from .._text import KEPT_MOVEMENT_TITLE, LOST_UPDATES_TITLE, pluralize
 from ._findings import (
-    SEVERITY_TONES,
-    UNKNOWN_CELL,
+    CELL_OF_UNKNOWN_VALUE,
+    TONE_BY_SEVERITY,
     PlainData,
     TableColumns,
     make_cause_cards,
@@ -54,7 +54,7 @@ def _make_groups_table(groups: Sequence[PlainData]) -> Table:
 
     columns: TableColumns = [
         ("tensors", "", lambda one: Cell(one["pattern"], title=", ".join(one["names"][:40]))),
-        ("verdict", "", lambda one: Cell(one["verdict"], tone=SEVERITY_TONES.get(one["severity"], ""))),
+        ("verdict", "", lambda one: Cell(one["verdict"], tone=TONE_BY_SEVERITY.get(one["severity"], ""))),
         ("dtype", "", lambda one: Cell(_join_dtypes(one["dtypes"].split(" -> ")))),
         ("how many", "number", lambda one: make_count_cell(len(one["names"]))),
         ("elements", "number minor", lambda one: make_count_cell(one["numel"])),
@@ -67,7 +67,7 @@ def _make_groups_table(groups: Sequence[PlainData]) -> Table:
 def _make_states_table(states: Sequence[PlainData]) -> Table:
     def make_dtypes_cell(one: PlainData) -> Cell:
         found = dict.fromkeys(_join_dtypes(pair) for pair in one["dtypes"].values())
-        return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else UNKNOWN_CELL
+        return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else CELL_OF_UNKNOWN_VALUE
 
     columns: TableColumns = [
         ("parameter", "", lambda one: Cell(one["name"])),

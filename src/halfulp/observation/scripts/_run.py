@@ -19,7 +19,7 @@ INTERRUPTED_EXIT_CODE = 130
 TERMINATED_EXIT_CODE = 143
 # What the script's names hold lives to the end of the process, as in Python: handlers at exit find it, and a process
 # group whose threads are still ending is not taken apart under their feet, which can wait for ever.
-_KEPT_SCRIPT_STATE: list[object] = []
+_SCRIPT_STATE_KEPT_ALIVE: list[object] = []
 # What trains in processes that a script starts is not seen.
 CHILD_PROCESS_REMEDY = (
     "where a script trains in processes that it starts, put `with hu.observe(model, optimizer, interval=50) as seen:` "
@@ -28,7 +28,7 @@ CHILD_PROCESS_REMEDY = (
 
 
 @contextlib.contextmanager
-def replace_function(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+def replace_function_temporarily(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Replace a function of a module or a class, for a while, by another that takes it as its first argument."""
     original = getattr(owner, name)
 
@@ -70,23 +70,23 @@ def run_script(
             names = runpy.run_module(path, run_name="__main__", alter_sys=True)
         else:
             names = runpy.run_path(path, run_name="__main__")
-        _KEPT_SCRIPT_STATE[:] = [names]
+        _SCRIPT_STATE_KEPT_ALIVE[:] = [names]
     except passing:
         raise
     except SystemExit as ending:
-        _KEPT_SCRIPT_STATE[:] = [ending]
+        _SCRIPT_STATE_KEPT_ALIVE[:] = [ending]
         if ending.code is None or isinstance(ending.code, int):
             return ScriptEnding((ending.code or 0) & 0xFF, "exited")
         print(ending.code, file=sys.stderr)
         return ScriptEnding(1, "exited")
     except KeyboardInterrupt as interrupt:
-        _KEPT_SCRIPT_STATE[:] = [interrupt]
+        _SCRIPT_STATE_KEPT_ALIVE[:] = [interrupt]
         return ScriptEnding(INTERRUPTED_EXIT_CODE, "interrupted")
     except BaseException as error:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         traceback.print_exception(error)
-        _KEPT_SCRIPT_STATE[:] = [error]
+        _SCRIPT_STATE_KEPT_ALIVE[:] = [error]
         return ScriptEnding(1, "crashed")
     finally:
         sys.argv = argv
@@ -95,7 +95,7 @@ def run_script(
 
 
 @contextlib.contextmanager
-def report_termination(report: Callable[[ScriptEnding], int]) -> Iterator[Callable[[ScriptEnding], int]]:
+def report_and_exit_on_sigterm(report: Callable[[ScriptEnding], int]) -> Iterator[Callable[[ScriptEnding], int]]:
     """Answer SIGTERM by a report and `os._exit` with its code, so that no code of the script holds that up.
 
     A script that handles SIGTERM itself, and processes forked from it, are as they would be without. Yielded is the

@@ -17,11 +17,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from ...gradients import AdaptiveGradScaler
 from ...kernels import to_float64
 from ...optim.parameters._narrow_groups import walk_group_parameters
-from ...sinks import Outlet, Row, RowFile
+from ...sinks import GuardedSink, JsonLinesFile, Row
 from ..observing._observation import Observation, RunSummary
 from ..observing._observe import observe
 from ..page import write_page
-from ._run import replace_function
+from ._run import replace_function_temporarily
 
 
 class ScriptWatch:
@@ -38,7 +38,7 @@ class ScriptWatch:
         self.observation: Observation | None = None
         # Sentences that say what could not be observed.
         self.unseen: list[str] = []
-        self._lines = None if lines is None else RowFile(lines, anew=True)
+        self._lines = None if lines is None else JsonLinesFile(lines, anew=True)
         if self._lines is not None:
             self._lines.check()
         self._own: int = os.getpid()
@@ -93,8 +93,8 @@ class ScriptWatch:
         self._observed.append(optimizer)
         if self.observation is not None:
             self.observation.stop()
-        sinks = [] if self._lines is None else [Outlet("the file of JSON lines", self._write_row)]
-        observed = observe(model, self._observed, interval=self.interval, scaler=find_scaler(), sinks=sinks)
+        sinks = [] if self._lines is None else [GuardedSink("the file of JSON lines", self._write_row)]
+        observed = observe(model, self._observed, interval=self.interval, scaler=find_living_scaler(), sinks=sinks)
         self.observation = observed.start()
         return None
 
@@ -128,14 +128,14 @@ class ScriptReport(NamedTuple):
 _SCALER_TYPES = (torch.amp.GradScaler, AdaptiveGradScaler)
 
 
-class JointModel(nn.ModuleDict):
+class JointlyTrainedModels(nn.ModuleDict):
     """Several models that are trained together, as one to observe."""
 
 
 def find_trained_model(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module | None:
     """Return the outermost module, without wrappers, that holds the parameters which optimizers step; None without one.
 
-    Several models are one `JointModel`, in which each is named by its class.
+    Several models are one `JointlyTrainedModels`, in which each is named by its class.
     """
     order = [id(parameter) for one in optimizers for _, _, parameter in walk_group_parameters(one)]
     wanted = {key: position for position, key in reversed(list(enumerate(order)))}
@@ -154,17 +154,17 @@ def find_trained_model(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module
     names = [type(model).__name__.replace(".", "_") for model in models]
     numbers = [names[:k].count(name) for k, name in enumerate(names)]
     named = (f"{name}_{number + 1}" if number else name for name, number in zip(names, numbers))
-    return JointModel(dict(zip(named, models)))
+    return JointlyTrainedModels(dict(zip(named, models)))
 
 
-def find_model(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
+def find_module_of_parameters(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     """Return the outermost module that holds all of some parameters, None where none does."""
     wanted = {id(parameter) for parameter in parameters}
     holding = [module for module in _find_living_modules() if wanted <= _collect_parameter_ids(module)]
     return _unwrap_module(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
 
 
-def find_scaler() -> torch.amp.GradScaler | None:
+def find_living_scaler() -> torch.amp.GradScaler | None:
     """Return the one gradient scaler that is alive; None without one, or of several."""
     found = _find_living_objects(_SCALER_TYPES)
     return found[0] if len(found) == 1 else None
@@ -178,7 +178,7 @@ def _find_living_objects(kind: Any) -> list[Any]:
 def _find_living_modules() -> list[nn.Module]:
     """Return the living modules whose construction is done, but those that hold models together for an observation."""
     ready = [one for one in _find_living_objects(nn.Module) if "_parameters" in vars(one) and "_modules" in vars(one)]
-    return [module for module in ready if not isinstance(module, JointModel)]
+    return [module for module in ready if not isinstance(module, JointlyTrainedModels)]
 
 
 def _collect_parameter_ids(module: nn.Module) -> set[int]:
@@ -224,7 +224,7 @@ def listen_to_backward_losses(listener: Callable[[torch.Tensor], None]) -> Itera
         return result
 
     with contextlib.ExitStack() as replaced:
-        replaced.enter_context(replace_function(torch.autograd, "backward", tell_loss_and_run_backward))
+        replaced.enter_context(replace_function_temporarily(torch.autograd, "backward", tell_loss_and_run_backward))
         for kind in _SCALER_TYPES:
-            replaced.enter_context(replace_function(kind, "scale", scale_and_note_factor))
+            replaced.enter_context(replace_function_temporarily(kind, "scale", scale_and_note_factor))
         yield

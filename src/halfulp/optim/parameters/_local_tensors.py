@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 
-from ..._torch_versions import HAS_SOURCE_RANK, make_version_refusal
+from ..._torch_versions import HAS_SRC_DATA_RANK_ARGUMENT, make_torch_too_old_error
 from ...kernels import IndexMap
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
@@ -78,8 +78,8 @@ def _make_whole_index_map(shape: torch.Size) -> IndexMap:
 
 def _find_strided_index_map(parameter: DTensor) -> IndexMap:
     """Return the map of a strided shard, found by sharding the coordinates themselves."""
-    if not HAS_SOURCE_RANK:
-        raise make_version_refusal(
+    if not HAS_SRC_DATA_RANK_ARGUMENT:
+        raise make_torch_too_old_error(
             "twice sharded dimensions need distribute_tensor(src_data_rank=)", "shard each dimension once"
         )
     from torch.distributed.tensor import distribute_tensor

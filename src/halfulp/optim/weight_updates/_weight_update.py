@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..._names import read_class_docstring, register_entry
+from ..._names import read_own_docstring, register_entry
 from ...kernels import Trace, run_on_tensors
 from ...kernels._device_function import Recording, bind_names
 from ...kernels._trace import RecordedFunction
@@ -151,7 +151,7 @@ def register_weight_update(weight_update: WeightUpdate) -> None:
     if weight_update.name in WEIGHT_UPDATES:
         raise ValueError(f"weight update {weight_update.name!r} exists already: choose another name")
     register_entry(
-        "weight update", WEIGHT_UPDATES, weight_update.name, weight_update, read_class_docstring(type(weight_update))
+        "weight update", WEIGHT_UPDATES, weight_update.name, weight_update, read_own_docstring(type(weight_update))
     )
 
 

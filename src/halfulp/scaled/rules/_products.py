@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...environment._narrow_products import list_widened_dtypes
+from ...environment._narrow_products import list_dtypes_multiplied_in_float32
 from ...kernels import define_operator, find_torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
@@ -168,7 +168,7 @@ def _choose_product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
     """
     payloads = [x._payload for x in tensors]
     # Processors without instructions for bfloat16 get float32 too.
-    native = tensors[0].device.type != "cpu" or torch.bfloat16 not in list_widened_dtypes()
+    native = tensors[0].device.type != "cpu" or torch.bfloat16 not in list_dtypes_multiplied_in_float32()
     if native and all(payload.dtype == torch.bfloat16 for payload in payloads):
         return payloads
     return [to_float32(x) for x in tensors]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._messages import ENVIRONMENT, name_type
+from ..._messages import ENV_HINT, name_type
 from ...kernels import disable_tracing
 from .. import _rule_table
 from .._in_backward import refuse_tracing_of
@@ -128,7 +128,7 @@ def capture_recomputation(pack: Callable[..., Any], wrap: Wrapper, what: str) ->
     if frame is None or not callable(getattr(frame, "recompute_fn", None)):
         raise NotImplementedError(
             f"{what} does not know the activation checkpointing of torch {torch.__version__}: {_CHECKPOINT_ADVICE}; "
-            f"{ENVIRONMENT}"
+            f"{ENV_HINT}"
         )
     if getattr(frame.recompute_fn, "_wrapped_by", None) is wrap:
         return
@@ -141,7 +141,7 @@ def capture_reentrant_recomputation(node: Any, name: str, wrap: Wrapper, what: s
     if name.endswith("CheckpointFunctionBackward"):
         if not callable(getattr(node, "run_function", None)):
             raise NotImplementedError(
-                f"{what} does not know the checkpointing of {name}: {_CHECKPOINT_ADVICE}; {ENVIRONMENT}"
+                f"{what} does not know the checkpointing of {name}: {_CHECKPOINT_ADVICE}; {ENV_HINT}"
             )
         node.run_function = wrap(node.run_function)
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ..._torch_versions import get_saved_tensor_hooks, is_exporting
 from ...arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION, iterate_tensors, multiply_in_float32
-from ...environment._narrow_products import list_widened_dtypes
+from ...environment._narrow_products import list_dtypes_multiplied_in_float32
 from ...kernels import assume_constant_result, note_fallback
 from ._conversion import capture_recomputation, check_module
 from ._parameter_holders import EMULATED_FORMAT_ATTRIBUTE
@@ -70,7 +70,7 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     torch.bfloat16
     """
     check_module(model, "float32_products")
-    list_widened_dtypes()
+    list_dtypes_multiplied_in_float32()
     if any(hasattr(parameter, EMULATED_FORMAT_ATTRIBUTE) for parameter in model.parameters()):
         raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
     for module in model.modules():
@@ -197,7 +197,7 @@ def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any
     mark = module.__dict__.get(_MARK_ATTRIBUTE)  # vars() of a module is more than torch 2.6 can trace
     if mark is None or is_exporting():
         return forward(*args, **kwargs)
-    dtypes = list_widened_dtypes()
+    dtypes = list_dtypes_multiplied_in_float32()
     if not dtypes or _is_mode_active():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():

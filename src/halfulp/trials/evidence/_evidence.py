@@ -8,21 +8,21 @@ import json
 import os
 from typing import Any, Self
 
-from ...pages import render_template, require_packages, write_file_atomically
+from ...pages import render_template, require_page_packages, write_file_atomically
 from .._defaults import VERDICT_TONES
 from ..page._curves import LineStyle, LossesByRecipe, choose_line_styles, draw_loss_curves
 from ._row import FinishedTrials, Row, check_trial_record
 from ._table import (
     compute_stored_bytes,
+    describe_judged_loss,
     describe_losing_recipes,
-    format_cells,
     format_number,
+    format_row_cells,
     format_tables,
     has_few_seeds,
-    list_headers,
-    name_judged_loss,
-    write_headline,
-    write_table_notes,
+    list_filled_column_headers,
+    list_table_notes,
+    write_comparison_headline,
 )
 
 _WIDE_SIZE, _NARROW_SIZE = (820, 560), (340, 560)
@@ -30,12 +30,12 @@ _WIDE_SIZE, _NARROW_SIZE = (820, 560), (340, 560)
 
 def render_comparison_page(evidence: FinishedTrials) -> str:
     """Return a comparison's page as HTML text; it refers to nothing outside itself."""
-    require_packages("matplotlib", instead="give no out folder")
+    require_page_packages("matplotlib", instead="give no out folder")
     first, refused = evidence.trials[0]["settings"], evidence.run.get("refused", [])
     return render_template(
         "halfulp.trials.page",
         "compare.html.j2",
-        headline=write_headline(evidence),
+        headline=write_comparison_headline(evidence),
         losers=[*describe_losing_recipes(evidence), *(f"{one['recipe']} {one['why']}." for one in refused)],
         indication=has_few_seeds(evidence),
         is_script="notes" in evidence.run,
@@ -62,9 +62,9 @@ def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     return {
         "name": task,
         "title": of_task["title"],
-        "loss_name": name_judged_loss(evidence, task),
-        "headers": list_headers(evidence, task),
-        "notes": write_table_notes(evidence, task),
+        "loss_name": describe_judged_loss(evidence, task),
+        "headers": list_filled_column_headers(evidence, task),
+        "notes": list_table_notes(evidence, task),
         "curves_in_words": f"Training loss over {settings['steps']} steps, and its difference to fp32; "
         f"{'; '.join(ends)}. The table has the same numbers.",
         "wide": draw_loss_curves(curves, task, *_WIDE_SIZE),
@@ -89,7 +89,7 @@ def _make_template_row(
     evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float
 ) -> dict[str, Any]:
     """Return one row for the template: the table's words, and lengths of bars in per cent."""
-    words = format_cells(evidence, row)
+    words = format_row_cells(evidence, row)
     return {
         "row": row,
         "recipe": row.recipe,
@@ -106,7 +106,7 @@ def _make_template_row(
     }
 
 
-JSON_SCHEMA = 1
+EVIDENCE_JSON_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Evidence(FinishedTrials):
     def to_dict(self) -> dict[str, Any]:
         """Return the trials and the rows computed from them, as plain data."""
         return {
-            "schema": JSON_SCHEMA,
+            "schema": EVIDENCE_JSON_VERSION,
             "run": self.run,
             "rows": [dataclasses.asdict(row) for row in self.rows()],
             "trials": list(self.trials),
@@ -145,8 +145,8 @@ class Evidence(FinishedTrials):
         """
         try:
             data = json.loads(text)
-            if data["schema"] != JSON_SCHEMA:
-                raise ValueError(f"schema {data['schema']}, this version reads {JSON_SCHEMA}")
+            if data["schema"] != EVIDENCE_JSON_VERSION:
+                raise ValueError(f"schema {data['schema']}, this version reads {EVIDENCE_JSON_VERSION}")
             trials = tuple(data["trials"])
             for record in trials:
                 check_trial_record(record)

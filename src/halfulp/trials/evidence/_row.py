@@ -38,17 +38,17 @@ def compute_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
     found = 1.0
     for scattering in range(1, recipes + 1):
         low = high = found
-        while _bound_false_alarms(high, seeds, recipes, scattering) > level:
+        while _bound_false_alarm_probability(high, seeds, recipes, scattering) > level:
             high *= 2
         while high - low > 1e-9 * high:
             middle = (low + high) / 2
-            is_low = _bound_false_alarms(middle, seeds, recipes, scattering) > level
+            is_low = _bound_false_alarm_probability(middle, seeds, recipes, scattering) > level
             low, high = (middle, high) if is_low else (low, middle)
         found = high
     return found
 
 
-def _bound_false_alarms(k: float, seeds: int, recipes: int, scattering: int) -> float:
+def _bound_false_alarm_probability(k: float, seeds: int, recipes: int, scattering: int) -> float:
     """Bound the chance that any of ``scattering`` recipes exceeds k standard errors (Bonferroni)."""
     degrees = seeds - 1
     if scattering == 1:
@@ -75,10 +75,10 @@ def _compute_student_tail(t: FloatArray, degrees: int) -> FloatArray:
     return 1 - (2 / math.pi * (angle + inside) if odd else inside)
 
 
-LEAST_RELATIVE_GAP = 1e-3
+LEAST_NOTABLE_RELATIVE_GAP = 1e-3
 
 # Where the twin stays with float32 to the last digits, it is enough to know the loss to a hundredth.
-_RELATIVE_TOLERANCE = 10 * LEAST_RELATIVE_GAP
+_RELATIVE_TOLERANCE_OF_GAP = 10 * LEAST_NOTABLE_RELATIVE_GAP
 
 # A gap of up to three times what the start alone changes is still called no difference.
 _TWIN_SCATTER_FACTOR = 3
@@ -89,7 +89,7 @@ _POOLED_LEVEL, _BONFERRONI_LEVEL = 0.037, 0.005
 _MOST_RECIPES_AT_FULL_LEVEL = 5
 
 
-def compute_interval(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float) -> float | None:
+def compute_gap_bound(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float) -> float | None:
     """Return how far a recipe's true gap may be from its mean gap: the largest of three bounds.
 
     - half the 95% confidence interval of the mean of the gaps, paired by seed (Student's t);
@@ -100,15 +100,19 @@ def compute_interval(gaps: Sequence[float], twin_gaps: Sequence[float], referenc
     The first two fall with the square root of the seeds, so that more seeds tell smaller differences.
     None where there are fewer than three seeds: then there is no verdict.
 
-    >>> compute_interval([0.060, 0.062, 0.064], [1e-5], 2.0)
+    >>> compute_gap_bound([0.060, 0.062, 0.064], [1e-5], 2.0)
     0.0049...
     """
     count = len(gaps)
     if count < 3:
         return None
     own = compute_quantile(count, 1) * math.sqrt(_compute_variance(gaps) / count)
-    twins = compute_quantile(len(twin_gaps) + 1, 1) * _compute_rms(twin_gaps) / math.sqrt(count) if twin_gaps else 0.0
-    return max(own, twins, LEAST_RELATIVE_GAP * abs(reference))
+    twins = (
+        compute_quantile(len(twin_gaps) + 1, 1) * _compute_rms_about_zero(twin_gaps) / math.sqrt(count)
+        if twin_gaps
+        else 0.0
+    )
+    return max(own, twins, LEAST_NOTABLE_RELATIVE_GAP * abs(reference))
 
 
 def compute_noise(
@@ -116,10 +120,10 @@ def compute_noise(
 ) -> float | None:
     """Return how large a mean gap must be to count as one among those of all recipes compared.
 
-    At least the `compute_interval`. Where several recipes are compared it also exceeds the lower of two, in standard
+    At least the `compute_gap_bound`. Where several recipes are compared it also exceeds the lower of two, in standard
     errors of the mean, so that chance calls any of them worse or better in about 5% of comparisons at most:
 
-    - the `compute_quantile` of so many recipes at the `choose_pooled_level`, where the deviation of a recipe's gaps is
+    - the `compute_quantile` of so many recipes at the `get_quantile_level`, where the deviation of a recipe's gaps is
       at least the pooled one: at three seeds a small deviation is mostly chance;
     - Student's quantile with Bonferroni's correction, for the recipe's own deviation: one recipe that scatters wildly
       does not hide what is certain of the others.
@@ -133,40 +137,42 @@ def compute_noise(
     >>> compute_noise([0.060, 0.062, 0.064], [], 2.0, [[0.060, 0.062, 0.064], [0.02, 0.01, 0.03]])
     0.0210...
     """
-    alone = compute_interval(gaps, twin_gaps, reference)
+    alone = compute_gap_bound(gaps, twin_gaps, reference)
     family = [one for one in compared if len(one) > 2]
     if alone is None or len(family) < 2:
         return alone
     count, own = len(gaps), math.sqrt(_compute_variance(gaps))
-    pooled = compute_quantile(count, len(family), choose_pooled_level(len(family))) * max(own, pool_deviations(family))
+    pooled = compute_quantile(count, len(family), get_quantile_level(len(family))) * max(
+        own, pool_standard_deviations(family)
+    )
     bonferroni = compute_quantile(count, 1, _BONFERRONI_LEVEL / len(family)) * own
     return max(alone, min(pooled, bonferroni) / math.sqrt(count))
 
 
-def choose_pooled_level(recipes: int) -> float:
+def get_quantile_level(recipes: int) -> float:
     """Return the level of the quantile for so many recipes: 3.7%, and less for more than five.
 
     Gaps to the same float32 run on the same batches are not drawn apart: of two or three that scatter by far the most,
     with correlations of 0.9 to 0.99, any exceeds the quantile up to 1.3 times as often as its level says among five
     recipes, 1.4 times among ten. This keeps all of that within 5%, by simulation (benchmarks/bench_verdicts.py).
 
-    >>> [round(choose_pooled_level(recipes), 4) for recipes in (2, 5, 10)]
+    >>> [round(get_quantile_level(recipes), 4) for recipes in (2, 5, 10)]
     [0.037, 0.037, 0.0294]
     """
     return float(_POOLED_LEVEL * min(1.0, _MOST_RECIPES_AT_FULL_LEVEL / recipes) ** (1 / 3))
 
 
-def pool_deviations(compared: Sequence[Sequence[float]]) -> float:
+def pool_standard_deviations(compared: Sequence[Sequence[float]]) -> float:
     """Return the root mean square of the standard deviations of several recipes' gaps, weighted by degrees of freedom.
 
-    >>> pool_deviations([[1.0, 3.0], [0.0, 0.0]])
+    >>> pool_standard_deviations([[1.0, 3.0], [0.0, 0.0]])
     1.0
     """
     degrees = sum(len(gaps) - 1 for gaps in compared)
     return math.sqrt(sum((len(gaps) - 1) * _compute_variance(gaps) for gaps in compared) / degrees)
 
 
-def compute_tolerance(twin_gaps: Sequence[float], reference: float) -> float:
+def compute_gap_tolerance(twin_gaps: Sequence[float], reference: float) -> float:
     """Return the sum of gap and interval that is still called no difference: the larger of two.
 
     - a hundredth of float32's loss;
@@ -174,10 +180,10 @@ def compute_tolerance(twin_gaps: Sequence[float], reference: float) -> float:
 
     Neither grows with the seeds, and an interval that falls below both always leads to a verdict.
 
-    >>> compute_tolerance([1e-5, 0.0, -1e-5], 2.0)
+    >>> compute_gap_tolerance([1e-5, 0.0, -1e-5], 2.0)
     0.02
     """
-    return max(_RELATIVE_TOLERANCE * abs(reference), _TWIN_SCATTER_FACTOR * _compute_rms(twin_gaps))
+    return max(_RELATIVE_TOLERANCE_OF_GAP * abs(reference), _TWIN_SCATTER_FACTOR * _compute_rms_about_zero(twin_gaps))
 
 
 def _compute_variance(gaps: Sequence[float]) -> float:
@@ -186,7 +192,7 @@ def _compute_variance(gaps: Sequence[float]) -> float:
     return math.fsum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)
 
 
-def _compute_rms(twin_gaps: Sequence[float]) -> float:
+def _compute_rms_about_zero(twin_gaps: Sequence[float]) -> float:
     """Return the root mean square of gaps whose true mean is 0."""
     return math.sqrt(math.fsum(gap * gap for gap in twin_gaps) / len(twin_gaps)) if twin_gaps else 0.0
 
@@ -269,13 +275,13 @@ def make_rows(task: str, records: Sequence[TrialRecord]) -> list[Row]:
     """Return one row per recipe of a task, in the order of the records, which are all of that task."""
     by_recipe = _group_by_recipe(records)
     reference = by_recipe.get(REFERENCE_RECIPE, {})
-    twins = _pair_gaps(by_recipe.get(TWIN_RECIPE, {}), reference)
+    twins = _compute_gaps_paired_by_seed(by_recipe.get(TWIN_RECIPE, {}), reference)
     compared = [
-        _pair_gaps(own, reference)
+        _compute_gaps_paired_by_seed(own, reference)
         for recipe, own in by_recipe.items()
-        if recipe not in (REFERENCE_RECIPE, TWIN_RECIPE) and not _count_diverged(own)
+        if recipe not in (REFERENCE_RECIPE, TWIN_RECIPE) and not _count_diverged_trials(own)
     ]
-    return [_make_row(task, recipe, own, reference, twins, compared) for recipe, own in by_recipe.items()]
+    return [_make_recipe_row(task, recipe, own, reference, twins, compared) for recipe, own in by_recipe.items()]
 
 
 def _group_by_recipe(records: Iterable[TrialRecord]) -> dict[str, dict[int, TrialRecord]]:
@@ -298,27 +304,27 @@ def check_trial_record(record: TrialRecord) -> None:
         raise ValueError(f"a field is of another kind: {error}") from None
 
 
-def read_judged_loss(record: TrialRecord) -> float | None:
+def get_judged_loss(record: TrialRecord) -> float | None:
     """Return the loss of a trial that judges its task; None where it diverged."""
     part = record["settings"]["task"]["judged_by"].removesuffix("_loss")
     loss: float | None = record["result"]["float32"][part]["loss"]
     return loss
 
 
-def _pair_gaps(own: dict[int, TrialRecord], reference: dict[int, TrialRecord]) -> list[float]:
+def _compute_gaps_paired_by_seed(own: dict[int, TrialRecord], reference: dict[int, TrialRecord]) -> list[float]:
     """Return the judged losses of trials minus those of others from the same seeds."""
-    pairs = ((read_judged_loss(own[seed]), read_judged_loss(reference[seed])) for seed in own if seed in reference)
+    pairs = ((get_judged_loss(own[seed]), get_judged_loss(reference[seed])) for seed in own if seed in reference)
     return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
-def _count_diverged(own: dict[int, TrialRecord]) -> int:
+def _count_diverged_trials(own: dict[int, TrialRecord]) -> int:
     """Return in how many trials the training loss or the judged loss was not finite."""
     return sum(
-        record["result"]["diverged_at"] is not None or read_judged_loss(record) is None for record in own.values()
+        record["result"]["diverged_at"] is not None or get_judged_loss(record) is None for record in own.values()
     )
 
 
-def _make_row(
+def _make_recipe_row(
     task: str,
     recipe: str,
     own: dict[int, TrialRecord],
@@ -329,11 +335,11 @@ def _make_row(
     """Return the row of one recipe, from its trials and float32's by seed and the gaps of all recipes."""
     results = [record["result"] for record in own.values()]
     settings = next(iter(own.values()))["settings"]["recipe"]
-    losses = [read_judged_loss(record) for record in own.values()]
-    diverged = _count_diverged(own)
-    gaps = _pair_gaps(own, reference) if not diverged else []
-    baseline = _compute_mean([read_judged_loss(record) for record in reference.values()])
-    alone, allowed = compute_interval(gaps, twins, baseline or 0.0), compute_tolerance(twins, baseline or 0.0)
+    losses = [get_judged_loss(record) for record in own.values()]
+    diverged = _count_diverged_trials(own)
+    gaps = _compute_gaps_paired_by_seed(own, reference) if not diverged else []
+    baseline = _compute_mean([get_judged_loss(record) for record in reference.values()])
+    alone, allowed = compute_gap_bound(gaps, twins, baseline or 0.0), compute_gap_tolerance(twins, baseline or 0.0)
     limit = compute_noise(
         gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE_RECIPE, TWIN_RECIPE) else ()
     )
@@ -356,15 +362,15 @@ def _make_row(
         seeds=len(results),
         diverged=diverged,
         loss=_compute_mean(losses),
-        loss_spread=_compute_spread(losses),
+        loss_spread=_compute_standard_deviation(losses),
         gap=gap,
-        gap_spread=_compute_spread(gaps),
+        gap_spread=_compute_standard_deviation(gaps),
         noise=limit,
         interval=alone,
         tolerance=allowed,
         verdict=judged,
         accuracy=_compute_mean(accuracies),
-        accuracy_spread=_compute_spread(accuracies),
+        accuracy_spread=_compute_standard_deviation(accuracies),
         speed=step_ms / statistics.fmean(step_ms_of_float32) if step_ms is not None and step_ms_of_float32 else None,
         emulated=settings["emulate"],
         gradient_format=settings.get("gradient_format"),
@@ -378,7 +384,7 @@ def _compute_mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
-def _compute_spread(values: Sequence[float | None]) -> float | None:
+def _compute_standard_deviation(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.stdev(known) if len(known) == len(values) > 1 else None
 
@@ -406,7 +412,7 @@ class FinishedTrials:
     def gaps(self, task: str, recipe: str, other: str = REFERENCE_RECIPE) -> list[float]:
         """Return a recipe's judged loss minus another's, for each seed that finished under both."""
         trials = _group_by_recipe(self.of_task(task))
-        return _pair_gaps(trials.get(recipe, {}), trials.get(other, {}))
+        return _compute_gaps_paired_by_seed(trials.get(recipe, {}), trials.get(other, {}))
 
     def rows(self, task: str | None = None) -> list[Row]:
         """Return one row per recipe, of one task or of all."""

@@ -6,7 +6,7 @@ from ... import formats
 from ..._messages import align_columns
 from ...pages import MISSING_VALUE_TEXT
 from .._defaults import PASSING_VERDICTS, REFERENCE_RECIPE
-from ._row import FinishedTrials, Row, read_judged_loss
+from ._row import FinishedTrials, Row, get_judged_loss
 
 
 def format_number(value: float | None, digits: int = 4, sign: bool = False) -> str:
@@ -46,23 +46,23 @@ def format_percent(value: float | None, digits: int = 1) -> str:
     return MISSING_VALUE_TEXT if value is None else f"{100 * value:.{digits}f}%"
 
 
-def name_judged_loss(evidence: FinishedTrials, task: str) -> str:
+def describe_judged_loss(evidence: FinishedTrials, task: str) -> str:
     """Return in words which loss judges the task."""
     judged_by = evidence.of_task(task)[0]["settings"]["task"]["judged_by"]
     return judged_by.replace("_", " ").replace("train ", "training ")
 
 
-def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
+def format_row_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     """Return the cells of a row as text, by column header, the same in every table."""
     float32 = [
-        abs(loss) for loss in map(read_judged_loss, evidence.of_recipe(row.task, REFERENCE_RECIPE)) if loss is not None
+        abs(loss) for loss in map(get_judged_loss, evidence.of_recipe(row.task, REFERENCE_RECIPE)) if loss is not None
     ]
     # On a task whose float32 loss would have no digits, losses have two that count.
     digits = None if float32 and max(float32) < 1e-4 else 4
     verdict = f"diverged ({row.diverged} of {row.seeds})" if row.diverged else row.verdict or "needs 3 seeds"
     cells = {
         "recipe": row.recipe,
-        name_judged_loss(evidence, row.task): format_with_spread(row.loss, row.loss_spread, digits),
+        describe_judged_loss(evidence, row.task): format_with_spread(row.loss, row.loss_spread, digits),
         "gap to fp32": MISSING_VALUE_TEXT
         if row.verdict == "reference"
         else format_with_spread(row.gap, row.gap_spread, digits, sign=True),
@@ -84,9 +84,9 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     return cells
 
 
-def list_headers(evidence: FinishedTrials, task: str) -> list[str]:
+def list_filled_column_headers(evidence: FinishedTrials, task: str) -> list[str]:
     """Return the columns of a task's table that hold something."""
-    lines = [format_cells(evidence, row) for row in evidence.rows(task)]
+    lines = [format_row_cells(evidence, row) for row in evidence.rows(task)]
     return [header for header in lines[0] if any(line[header] != MISSING_VALUE_TEXT for line in lines)]
 
 
@@ -102,7 +102,7 @@ def compute_stored_bytes(row: Row) -> float | None:
     return row.bytes_per_parameter * formats.get(row.emulated).bits / 32
 
 
-def write_table_notes(evidence: FinishedTrials, task: str) -> list[str]:
+def list_table_notes(evidence: FinishedTrials, task: str) -> list[str]:
     """Return the notes beneath the table of a task, which explain its columns."""
     if "notes" in evidence.run:
         return list(evidence.run["notes"])
@@ -140,14 +140,14 @@ def format_tables(evidence: FinishedTrials) -> str:
     """Return all tables as aligned plain text, with their notes."""
     parts = []
     for task in evidence.tasks():
-        headers = list_headers(evidence, task)
-        lines = [format_cells(evidence, row) for row in evidence.rows(task)]
+        headers = list_filled_column_headers(evidence, task)
+        lines = [format_row_cells(evidence, row) for row in evidence.rows(task)]
         table = align_columns([headers, *([line[header] for header in headers] for line in lines)])
-        parts += [task, *table, *write_table_notes(evidence, task), ""]
+        parts += [task, *table, *list_table_notes(evidence, task), ""]
     return "\n".join(parts).rstrip()
 
 
-def write_headline(evidence: FinishedTrials) -> str:
+def write_comparison_headline(evidence: FinishedTrials) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
     task = max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])
     reference = evidence.row(task, REFERENCE_RECIPE)

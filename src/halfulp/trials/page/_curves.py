@@ -70,7 +70,7 @@ SVG_SETTINGS: dict[Any, Any] = {
 # Stand-ins that matplotlib writes and that become var(--name) afterwards.
 _INK_COLOUR, _FAINT_COLOUR = "#010101", "#020202"
 _PANEL_TITLES = ("training loss, nats", "difference to fp32 on the same batches, nats", "the close ones, magnified")
-_STAND_IN_COLOURS = [f"#0a00{index:02x}" for index in range(COLOUR_COUNT)]
+_PLACEHOLDER_COLOURS = [f"#0a00{index:02x}" for index in range(COLOUR_COUNT)]
 
 
 def draw_loss_curves(curves: LossesByRecipe, key: str, width: float, height: float) -> str:
@@ -93,7 +93,7 @@ def draw_loss_curves(curves: LossesByRecipe, key: str, width: float, height: flo
         panels = figure.subplots(3 if near else 2, 1, sharex=True)
         styles = choose_line_styles(list(curves))
         for index, (recipe, seeds) in enumerate(curves.items()):
-            look = _choose_plot_options(styles[recipe], index)
+            look = _make_plot_options(styles[recipe], index)
             steps = _find_common_steps(list(seeds.values()))
             means = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
             panels[0].plot(steps, means, **look)
@@ -142,11 +142,11 @@ def _find_common_steps(curves: Sequence[Mapping[int, float]]) -> list[int]:
     return sorted(set.intersection(*(set(points) for points in curves))) if curves else []
 
 
-def _choose_plot_options(style: LineStyle, index: int) -> dict[str, Any]:
+def _make_plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     """Return matplotlib's plot options; markers stand at different places, so that overlapping lines show."""
     if style.colour == 0:
         return {"color": _INK_COLOUR, "linewidth": 3.6, "zorder": 2}
-    look = {"color": _STAND_IN_COLOURS[style.colour], "linewidth": 1.3, "zorder": 4}
+    look = {"color": _PLACEHOLDER_COLOURS[style.colour], "linewidth": 1.3, "zorder": 4}
     look["linestyle"] = "-" if style.dash is None else (0, style.dash)
     if style.marker is None:
         return {**look, "linewidth": 1.2, "zorder": 3}
@@ -181,7 +181,7 @@ def _replace_svg_colours(text: str, prefix: str) -> str:
     """Return an <svg> element with ids unique on the page, and colours and fonts left to the style sheet."""
     text = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{prefix}-", text)
     text = text.replace(_INK_COLOUR, "var(--ink)").replace(_FAINT_COLOUR, "var(--faint)")
-    for index, colour in enumerate(_STAND_IN_COLOURS):
+    for index, colour in enumerate(_PLACEHOLDER_COLOURS):
         text = text.replace(colour, f"var(--c{index})")
     text = re.sub(r"font: ([^;\"]*?)px '[^;\"]*", r"font-size: \1px", text)
     text = re.sub(r"font: ([^;\"]*?)px [^;\"]*", r"font-size: \1px", text)

@@ -61,7 +61,7 @@ def plan_trials(
     """
     tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
     rows = [catalog.get(one) for one in ([recipes] if isinstance(recipes, str | Recipe) else recipes)]
-    _check_control_recipes(rows)
+    _refuse_renamed_control_recipes(rows)
     if all(recipe.name != REFERENCE_RECIPE for recipe in rows):
         rows.insert(0, catalog.get(REFERENCE_RECIPE))
     numbers = _list_seeds(seeds)
@@ -70,7 +70,7 @@ def plan_trials(
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     for kind, found in (("task", [one.name for one in tasks]), ("recipe", [one.name for one in rows])):
-        _check_unique_names(kind, found)
+        _refuse_repeated_names(kind, found)
         for name in found:
             if not re.fullmatch(r"\w[\w.+-]*", name):
                 raise ValueError(
@@ -88,7 +88,7 @@ def plan_trials(
     ]
 
 
-def _check_control_recipes(recipes: Sequence[Recipe]) -> None:
+def _refuse_renamed_control_recipes(recipes: Sequence[Recipe]) -> None:
     """Refuse other recipes under the names of the reference and its twin, which gaps are measured by."""
     for recipe in recipes:
         if recipe.name not in (REFERENCE_RECIPE, TWIN_RECIPE):
@@ -111,11 +111,11 @@ def _list_seeds(seeds: int | Sequence[int]) -> list[int]:
     numbers = list(given)
     if not numbers or min(numbers) < 0:
         raise ValueError(f"{allowed}, got {seeds!r}")
-    _check_unique_names("seed", [str(number) for number in numbers])
+    _refuse_repeated_names("seed", [str(number) for number in numbers])
     return numbers
 
 
-def _check_unique_names(kind: str, names: list[str]) -> None:
+def _refuse_repeated_names(kind: str, names: list[str]) -> None:
     """Refuse names that are given more than once."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 from ..._extensions import load_inherited_extensions
-from ..._messages import read_first_line
+from ..._messages import get_first_line_of_error
 from ..tasks import Data
 from ._plan import Trial
 from ._trial import run_trial
 
 
-def describe_exit(code: int | None) -> str:
+def describe_exit_code(code: int | None) -> str:
     """Describe how a process ended, by its exit code: minus a signal's number where one killed it.
 
-    >>> describe_exit(3), describe_exit(-15), describe_exit(-99)
+    >>> describe_exit_code(3), describe_exit_code(-15), describe_exit_code(-99)
     ('ended with exit code 3', 'was killed by SIGTERM', 'was killed by signal 99')
-    >>> describe_exit(-9)
+    >>> describe_exit_code(-9)
     'was killed by SIGKILL, as where memory is short'
     """
     if code is None or code >= 0:
@@ -37,7 +37,7 @@ def describe_exit(code: int | None) -> str:
     return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-def serve_trials(connection: Connection, log: str) -> None:
+def train_received_trials(connection: Connection, log: str) -> None:
     """Serve trials until the parent hangs up; what is printed meanwhile goes to the file ``log``.
 
     Messages sent are ("ready", None), ("progress", (step, loss)), ("done", result) and ("failed",
@@ -73,7 +73,7 @@ def _run_and_report_trial(trial: Trial, loaded: dict[str, Data], connection: Con
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
-        return "failed", (f"{type(error).__name__}: {read_first_line(error)}", traceback.format_exc())
+        return "failed", (f"{type(error).__name__}: {get_first_line_of_error(error)}", traceback.format_exc())
 
 
 TrialEvent = tuple[str, Trial, Any]
@@ -97,7 +97,7 @@ class _WorkerProcess:
         self.log = Path(logs) / f"worker{number}.log"
         self.trial: Trial | None = None
         self.process: BaseProcess = context.Process(
-            target=serve_trials, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
+            target=train_received_trials, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
         )
         self.process.start()
         theirs.close()
@@ -146,7 +146,7 @@ def train_in_workers(trials: Sequence[Trial], workers: int) -> Generator[TrialEv
 def _make_death_error(worker: _WorkerProcess) -> TrialError:
     """Return the error of a worker that ended early: its exit code and its last output."""
     worker.process.join(10)
-    how = describe_exit(worker.process.exitcode)
+    how = describe_exit_code(worker.process.exitcode)
     output = worker.log.read_text(encoding="utf-8", errors="replace") if worker.log.exists() else ""
     if worker.trial is None:
         hint = 'in a script, call compare under `if __name__ == "__main__":`, since workers import the script again'
@@ -165,6 +165,6 @@ def train_trials(trials: Sequence[Trial], workers: int) -> Generator[TrialEvent,
             try:
                 result = run_trial(trial, trial.task.load())
             except Exception as error:
-                said = f"trial {trial} failed: {type(error).__name__}: {read_first_line(error)}"
+                said = f"trial {trial} failed: {type(error).__name__}: {get_first_line_of_error(error)}"
                 raise TrialError(said, trial, traceback.format_exc()) from error
         yield "done", trial, result

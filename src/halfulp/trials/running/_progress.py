@@ -26,7 +26,7 @@ class TrialProgress:
         return len(self._steps)
 
     @property
-    def kept_count(self) -> int:
+    def finished_trial_count(self) -> int:
         """How many of them have ended."""
         return len(self._ended)
 
@@ -48,7 +48,7 @@ class TrialProgress:
             self._done[trial.key] = trial.steps
             loss = content["float32"]["validation"]["loss"]
             said = f"validation loss {loss:.4f}" if loss is not None else f"diverged at step {content['diverged_at']}"
-            count = f"{self.kept_count:>{len(str(self.trial_count))}}/{self.trial_count}"
+            count = f"{self.finished_trial_count:>{len(str(self.trial_count))}}/{self.trial_count}"
             how = "  kept" if kind == "reused" else ""
             self.console.print(f"{count}  {trial!s:<38} {said}{how}", markup=False, soft_wrap=True)
         total, done = sum(self._steps.values()), sum(self._done.values())

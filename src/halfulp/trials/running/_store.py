@@ -30,7 +30,7 @@ class TrialStore:
                 f"cannot write into the output folder {self.root}: {error.strerror or error}; give another with --out"
             ) from None
 
-    def begin_comparison(self, resume: bool, overwrite: bool = False) -> None:
+    def open_results_folder(self, resume: bool, overwrite: bool = False) -> None:
         """Start the comparison, resume or overwrite that of the folder."""
         if resume and overwrite:
             raise ValueError("--resume keeps the finished trials of a folder and --overwrite deletes them: give one")
@@ -45,7 +45,7 @@ class TrialStore:
         for path in found if overwrite else ():
             path.unlink()
 
-    def read_finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
+    def read_finished_results(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
         """Return the results that the folder has of some trials, by key."""
         results = {}
         for trial in trials:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from ...environment import count_cores, describe_processor
-from ...pages import require_packages, write_file_atomically
+from ...pages import require_page_packages, write_file_atomically
 from ..evidence._evidence import Evidence
 from ._plan import Trial
 from ._pool import train_trials
@@ -39,11 +39,13 @@ class TrainingRun:
         self._seconds, self._trained = 0.0, 0
         self.results: dict[str, dict[str, Any]] = {}
 
-    def train_missing(self, trials: Sequence[Trial]) -> None:
+    def train_trials_without_result(self, trials: Sequence[Trial]) -> None:
         """Train what has no result yet."""
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
-            self.results |= self._store.read_finished([trial for trial in trials if trial.key not in self.results])
+            self.results |= self._store.read_finished_results(
+                [trial for trial in trials if trial.key not in self.results]
+            )
         missing = [trial for trial in trials if trial.key not in self.results]
         for trial in trials:
             if trial not in missing:
@@ -87,9 +89,9 @@ def open_training_run(
     if out is None:
         yield TrainingRun(workers, listen, None, False)
         return
-    require_packages("matplotlib", instead="give no out folder")
+    require_page_packages("matplotlib", instead="give no out folder")
     store = TrialStore(out)
-    store.begin_comparison(resume, overwrite)
+    store.open_results_folder(resume, overwrite)
     run = TrainingRun(workers, listen, store, resume)
     yield run
     evidence = run.make_evidence()

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ... import recipes
-from ...environment._narrow_products import compute_products_in_float32, list_widened_dtypes
+from ...environment._narrow_products import force_float32_products, list_dtypes_multiplied_in_float32
 from ...gradients import AdaptiveGradScaler
 from ...mctensor import MCTensor
 from ...mctensor._convert_model import plain_state_dict
 from ...recipes._optimizer import LossFunction, MeasuredOptimizer, emulate_recipe
 from ..tasks import Batch, Data, Task
-from ..tasks._task import LossCourse, ReportLoss, replace_nonfinite_by_none
+from ..tasks._task import LossCurveRecorder, ReportLoss, replace_nonfinite_by_none
 from ._plan import Trial
 
 _NO_SCORE = {"loss": None, "accuracy": None}
@@ -42,8 +42,10 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     # Plain float16 products run in float32: torch's float16 convolutions take ten to a hundred times as long, on
     # processors with float16 instructions too, and differ by the order of summation alone.
     is_float16 = recipe.param_dtype == "float16" and recipe.narrow
-    widened = (*list_widened_dtypes(), torch.float16) if is_float16 else list_widened_dtypes()
-    with compute_products_in_float32(*widened), emulate_recipe(recipe, model) as under:
+    widened = (
+        (*list_dtypes_multiplied_in_float32(), torch.float16) if is_float16 else list_dtypes_multiplied_in_float32()
+    )
+    with force_float32_products(*widened), emulate_recipe(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
         scaler = recipes.scaler(recipe, model)
         try:
@@ -81,11 +83,11 @@ def _train_model(
 ) -> dict[str, Any]:
     """Train a model in place; return the course of the training as plain data."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    course, memory, skipped = LossCourse(steps, report), None, 0
+    course, memory, skipped = LossCurveRecorder(steps, report), None, 0
     for step, given in enumerate(batches):
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * task.rate(step, steps)
-        batch = _convert_to_weight_dtype(model, given)
+        batch = _convert_batch_to_weight_dtype(model, given)
         start = time.process_time()
         loss = loss_of(task.outputs(model, batch[0]), batch[1])
         (loss if scaler is None else scaler.scale(loss)).backward()
@@ -99,10 +101,10 @@ def _train_model(
             skipped += scaler.last_step is None or not scaler.last_step.applied
         optimizer.zero_grad()
         course.seconds.append(time.process_time() - start)
-        if not course.add_loss(loss.item()):
+        if not course.record_step_loss(loss.item()):
             break
     lost = optimizer.report()
-    found = course.summarize_training(lost.cancelled, lost.realised, memory)
+    found = course.make_training_summary(lost.cancelled, lost.realised, memory)
     return found if scaler is None else {**found, "skipped": skipped}
 
 
@@ -114,7 +116,9 @@ def evaluate_model(
     total, right, count = 0.0, 0, 0
     model.eval()
     for start in range(0, len(part[0]), size):
-        inputs, chunk = _convert_to_weight_dtype(model, (part[0][start : start + size], part[1][start : start + size]))
+        inputs, chunk = _convert_batch_to_weight_dtype(
+            model, (part[0][start : start + size], part[1][start : start + size])
+        )
         logits = task.outputs(model, inputs)
         hit = task.hits(logits, chunk)
         total += loss(logits, chunk).item() * hit.numel()
@@ -124,7 +128,7 @@ def evaluate_model(
     return {"loss": replace_nonfinite_by_none(total / count), "accuracy": right / count if task.target else None}
 
 
-def _convert_to_weight_dtype(model: nn.Module, batch: Batch) -> Batch:
+def _convert_batch_to_weight_dtype(model: nn.Module, batch: Batch) -> Batch:
     """Return a batch with floating inputs in the dtype of the weights; float64 data as as many components."""
     weight, (inputs, targets) = next(model.parameters()), batch
     components = len(weight.components) if isinstance(weight, MCTensor) and inputs.dtype == torch.float64 else 0

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import FileTask, decode_file, read_parquet
-from ._task import Batch, Data, warm_cosine_rate
+from ._files import TaskWithDataFiles, decode_file_content, read_parquet
+from ._task import Batch, Data, compute_warm_cosine_rate
 
 
-class Cifar10(FileTask):
+class Cifar10(TaskWithDataFiles):
     """CIFAR-10, 32x32 photographs of ten classes; needs ``data``. Judged by the loss on the test images."""
 
     name: ClassVar[str] = "cifar10"
@@ -21,7 +21,7 @@ class Cifar10(FileTask):
     steps: ClassVar[int] = 800
     batch: ClassVar[int] = 64
     target: ClassVar[str] = "image"
-    rate = warm_cosine_rate
+    rate = compute_warm_cosine_rate
     folder: ClassVar[str] = "cifar10"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
     how: ClassVar[str] = (
@@ -81,7 +81,9 @@ def _read_images(path: str, rows: int | None = None) -> Batch:
         return np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("RGB"))
 
     images, labels = read_parquet(path, ["img", "label"], rows)
-    whole: Any = np.stack([decode_file(f"row {row} of {path}", pixels, image) for row, image in enumerate(images)])
+    whole: Any = np.stack(
+        [decode_file_content(f"row {row} of {path}", pixels, image) for row, image in enumerate(images)]
+    )
     pixels_first = torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous()
     return pixels_first, torch.tensor(labels, dtype=torch.long, device="cpu")
 

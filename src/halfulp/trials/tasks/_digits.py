@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._files import import_sklearn
-from ._task import Batch, Data, Task, warm_cosine_rate
+from ._task import Batch, Data, Task, compute_warm_cosine_rate
 
 
 class Digits(Task):
@@ -92,8 +92,8 @@ class DigitsFPU(Digits):
 
 # Cells of the image along each side, and pixels of the page along a cell.
 PAGE_CELLS, CELL_PIXELS = 24, 4
-CLASSES = 1 + 10
-CLASS_WEIGHT = 0.001
+CLASS_COUNT_WITH_BACKGROUND = 1 + 10
+CLASS_LOSS_WEIGHT = 0.001
 _COPIES_PER_DIGIT = 4
 
 BoxesAndClasses = tuple[Tensor, Tensor]
@@ -123,7 +123,7 @@ class TwoHeads(Task):
     steps: ClassVar[int] = 700
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "image"
-    rate = warm_cosine_rate
+    rate = compute_warm_cosine_rate
 
     def load(self) -> Data:
         """Place every digit at four positions; validate on digits that are not trained on."""
@@ -141,7 +141,9 @@ class TwoHeads(Task):
     def loss(self, logits: Tensor | BoxesAndClasses, targets: Tensor) -> Tensor:
         """Return the weighted sum of both heads' losses."""
         boxes, classes = logits
-        return (boxes - targets[:, 1:]).square().sum() + CLASS_WEIGHT * F.cross_entropy(classes, label_cells(targets))
+        return (boxes - targets[:, 1:]).square().sum() + CLASS_LOSS_WEIGHT * F.cross_entropy(
+            classes, label_cells(targets)
+        )
 
     def judge(self, logits: Tensor | BoxesAndClasses, targets: Tensor) -> Tensor:
         """Return both heads' loss in nats."""
@@ -164,14 +166,26 @@ class DigitDetector(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         twice = 2 * width
-        self.trunk = nn.Sequential(*_make_layer(1, width))
+        self.trunk = nn.Sequential(*_make_convolution_layer(1, width))
         down = nn.MaxPool2d(2)
-        layers = [*_make_layer(width, twice), down, *_make_layer(twice, twice), down, nn.Flatten()]
+        layers = [
+            *_make_convolution_layer(width, twice),
+            down,
+            *_make_convolution_layer(twice, twice),
+            down,
+            nn.Flatten(),
+        ]
         last = nn.Linear(32, 4)
         self.box = nn.Sequential(*layers, nn.Linear(twice * (PAGE_CELLS // 4) ** 2, 32), nn.ReLU(), last)
         nn.init.constant_(last.bias, PAGE_CELLS / 2)
-        layers = [*_make_layer(width, twice), down, *_make_layer(twice, twice), down, *_make_layer(twice, twice)]
-        self.classes = nn.Sequential(*layers, nn.ConvTranspose2d(twice, CLASSES, 4, stride=4))
+        layers = [
+            *_make_convolution_layer(width, twice),
+            down,
+            *_make_convolution_layer(twice, twice),
+            down,
+            *_make_convolution_layer(twice, twice),
+        ]
+        self.classes = nn.Sequential(*layers, nn.ConvTranspose2d(twice, CLASS_COUNT_WITH_BACKGROUND, 4, stride=4))
 
     def forward(self, images: Tensor) -> BoxesAndClasses:
         """Return the boxes of images, in pixels of the page, and the class logits of their cells."""
@@ -179,7 +193,7 @@ class DigitDetector(nn.Module):
         return (CELL_PIXELS * self.box(found)).float(), self.classes(found).float()
 
 
-def _make_layer(inputs: int, outputs: int) -> Iterator[nn.Module]:
+def _make_convolution_layer(inputs: int, outputs: int) -> Iterator[nn.Module]:
     yield nn.Conv2d(inputs, outputs, 3, padding=1)
     yield nn.GroupNorm(4, outputs)
     yield nn.ReLU()

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ..._messages import read_first_line
+from ..._messages import get_first_line_of_error
 from ._task import Task
 
 ReadContent = TypeVar("ReadContent")
 
 
 @dataclasses.dataclass(frozen=True)
-class FileTask(Task):
+class TaskWithDataFiles(Task):
     """A task on a data set that lies in files; ``data`` is the folder that holds them, or one above it.
 
     Attributes:
@@ -30,9 +30,9 @@ class FileTask(Task):
 
     def __post_init__(self) -> None:
         need = f"task {self.name!r} reads {' and '.join(self.files)}"
-        from ._registry import kind_of, names, needs_data_folder
+        from ._registry import has_data_folder_field, kind_of, names
 
-        free = [name for name in names() if not needs_data_folder(kind_of(name))]
+        free = [name for name in names() if not has_data_folder_field(kind_of(name))]
         more = f"{self.how}. Tasks that need no files: {', '.join(free)}"
         if self.data is None:
             raise ValueError(f"{need}; give their folder with --data DIR (data= in Python). {more}")
@@ -66,15 +66,15 @@ def read_parquet(path: str | Path, columns: list[str], rows: int | None = None) 
             raise ValueError(f"it has no column {', '.join(lacking)}")
         return parquet.read_table(path, columns=columns)
 
-    table = decode_file(str(path), read, columns)
+    table = decode_file_content(str(path), read, columns)
     table = table.slice(0, rows) if rows else table
     return [table[column].to_pylist() for column in columns]
 
 
-def decode_file(name: str, read: Callable[[Any], ReadContent], content: Any) -> ReadContent:
+def decode_file_content(name: str, read: Callable[[Any], ReadContent], content: Any) -> ReadContent:
     """Return ``read(content)``; an error names the file, and the row of it."""
     try:
         return read(content)
     except Exception as error:
-        line = re.sub(r" <[^>]* at 0x\w+>", "", read_first_line(error))
+        line = re.sub(r" <[^>]* at 0x\w+>", "", get_first_line_of_error(error))
         raise ValueError(f"{name} is broken ({type(error).__name__}: {line}): get the file again") from None

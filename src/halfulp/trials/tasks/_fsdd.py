@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import FileTask, decode_file, read_parquet
-from ._task import Batch, Data, warm_cosine_rate
+from ._files import TaskWithDataFiles, decode_file_content, read_parquet
+from ._task import Batch, Data, compute_warm_cosine_rate
 from ._text import LSTM
 
 RATE, WINDOW, HOP, FRAMES, BANDS = 8000, 256, 80, 64, 32
 
 
-class SpokenDigits(FileTask):
+class SpokenDigits(TaskWithDataFiles):
     """Recordings of six people, 0.64 seconds each, as spectra on the scale of hearing; needs ``data``.
 
     It stands where "Revisiting BFloat16 Training" (arXiv 2010.06192) has DeepSpeech2 on LibriSpeech: convolutions over
@@ -28,7 +28,7 @@ class SpokenDigits(FileTask):
     steps: ClassVar[int] = 500
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "recording"
-    rate = warm_cosine_rate
+    rate = compute_warm_cosine_rate
     folder: ClassVar[str] = "fsdd"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
     how: ClassVar[str] = (
@@ -75,7 +75,9 @@ class SpokenDigitNetwork(nn.Module):
 def _read_recordings(path: str) -> Batch:
     """Read the spectra (n, 1, FRAMES, BANDS) and labels of a file."""
     recordings, labels = read_parquet(path, ["audio", "label"])
-    samples = [decode_file(f"row {row} of {path}", _decode_wav, recording) for row, recording in enumerate(recordings)]
+    samples = [
+        decode_file_content(f"row {row} of {path}", _decode_wav, recording) for row, recording in enumerate(recordings)
+    ]
     return _compute_log_spectra(torch.stack(samples)), torch.tensor(labels, dtype=torch.int64, device="cpu")
 
 

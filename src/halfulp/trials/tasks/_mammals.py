@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from ...hyperbolic import HalfSpace, RankingSets, RiemannianSGD, ranking_gradient, reconstruction
 from ...mctensor import MCTensor
 from ...recipes import Recipe
-from ._files import FileTask, read_parquet
-from ._task import Data, LossCourse, ReportLoss
+from ._files import TaskWithDataFiles, read_parquet
+from ._task import Data, LossCurveRecorder, ReportLoss
 
-NEGATIVES = 50
-DISTANCE_SCALE = 0.3
-BURN_IN_PART = 0.02  # of all steps, at a hundredth of the learning rate
+NEGATIVES_PER_EDGE = 50
+RANKING_LOSS_DISTANCE_SCALE = 0.3
+BURN_IN_SHARE_OF_STEPS = 0.02  # of all steps, at a hundredth of the learning rate
 _POINT_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-class Mammals(FileTask):
+class Mammals(TaskWithDataFiles):
     """WordNet's 1,180 mammals as points of the hyperbolic half-plane; needs ``data``.
 
     The experiment of "MCTensor" (arXiv 2207.08867), which trains 1,000 epochs: an animal shall be closer to what it
@@ -33,7 +33,12 @@ class Mammals(FileTask):
     name: ClassVar[str] = "mammals"
     title: ClassVar[str] = "WordNet's mammals in the hyperbolic plane"
     rule: ClassVar[str] = "RiemannianSGD"
-    hyper: ClassVar[dict[str, Any]] = {"lr": 1.7, "others": NEGATIVES, "scale": DISTANCE_SCALE, "burn_in": BURN_IN_PART}
+    hyper: ClassVar[dict[str, Any]] = {
+        "lr": 1.7,
+        "others": NEGATIVES_PER_EDGE,
+        "scale": RANKING_LOSS_DISTANCE_SCALE,
+        "burn_in": BURN_IN_SHARE_OF_STEPS,
+    }
     batch: ClassVar[int] = 32
     steps: ClassVar[int] = 1000 * 205
     target: ClassVar[str] = "edge"
@@ -48,7 +53,7 @@ class Mammals(FileTask):
     def load(self) -> Data:
         """Return the edges, and of every edge a fixed set of negatives to validate on."""
         edges, names = self.read_edges()
-        sets = RankingSets(edges, len(names), NEGATIVES, self.batch)
+        sets = RankingSets(edges, len(names), NEGATIVES_PER_EDGE, self.batch)
         fixed = sets.draw(edges, torch.Generator().manual_seed(0))
         targets = torch.zeros(len(edges), dtype=torch.long, device="cpu")
         note = f"the closure of WordNet's mammals: {len(edges):,} edges between {len(names):,} synsets"
@@ -70,18 +75,18 @@ class Mammals(FileTask):
 
     def draw_ranking_sets(self, edges: Tensor, seed: int, steps: int) -> Iterator[Tensor]:
         """Yield shuffled epochs of ranking sets, an edge and its negatives a row; in the burn-in popular ones."""
-        drawn = RankingSets(edges, 1 + int(edges.max()), NEGATIVES, self.batch)
+        drawn = RankingSets(edges, 1 + int(edges.max()), NEGATIVES_PER_EDGE, self.batch)
         generator = torch.Generator().manual_seed(seed)
         done = 0
         while done < steps:
-            for sets in drawn.epoch(generator, popular=done < BURN_IN_PART * steps):
+            for sets in drawn.epoch(generator, popular=done < BURN_IN_SHARE_OF_STEPS * steps):
                 if done < steps:
                     yield sets
                 done += 1
 
     def rate(self, step: int, steps: int) -> float:
         """Return a hundredth during the first fiftieth of the steps (20 epochs of 1,000)."""
-        return 0.01 if step < BURN_IN_PART * steps else 1.0
+        return 0.01 if step < BURN_IN_SHARE_OF_STEPS * steps else 1.0
 
     def refuses(self, recipe: Recipe) -> str | None:
         """Return why a recipe cannot train points; None where it can."""
@@ -99,7 +104,7 @@ class Mammals(FileTask):
         points = make_points(recipe, self.model(data, seed).points.detach(), seed)
         edges = data.train[0][:, :2]
         course = self.train_points(points, edges, seed, steps, report)
-        scores = score_points(points.detach(), edges) if course["diverged_at"] is None else {}
+        scores = compute_ranking_scores(points.detach(), edges) if course["diverged_at"] is None else {}
         score = {"loss": scores.pop("loss", None), "accuracy": scores.get("map")}
         size = {"parameters": points.numel(), "targets": len(edges), "data": data.note}
         return {**course, "float32": {"validation": score, "train": score}, "own": score, **size, **scores}
@@ -108,17 +113,17 @@ class Mammals(FileTask):
         self, points: nn.Parameter, edges: Tensor, seed: int, steps: int, report: ReportLoss | None = None
     ) -> dict[str, Any]:
         """Train points in place; return the course of the training as plain data."""
-        optimizer, course = RiemannianSGD([points], lr=self.hyper["lr"]), LossCourse(steps, report)
+        optimizer, course = RiemannianSGD([points], lr=self.hyper["lr"]), LossCurveRecorder(steps, report)
         for step, sets in enumerate(self.draw_ranking_sets(edges, seed, steps)):
             optimizer.param_groups[0]["lr"] = self.hyper["lr"] * self.rate(step, steps)
             begun = time.process_time()
-            loss, points.grad = ranking_gradient(points.detach(), sets, DISTANCE_SCALE)
-            if not course.add_loss(float(loss)):
+            loss, points.grad = ranking_gradient(points.detach(), sets, RANKING_LOSS_DISTANCE_SCALE)
+            if not course.record_step_loss(float(loss)):
                 break
             optimizer.step()
             course.seconds.append(time.process_time() - begun)
         size = points.element_size() * (1.0 + len(getattr(points, "components", (0,))))
-        return course.summarize_training(bytes_per_parameter=size)
+        return course.make_training_summary(bytes_per_parameter=size)
 
 
 class PointTable(nn.Module):
@@ -139,7 +144,7 @@ def make_points(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
 
 
 @torch.no_grad()
-def score_points(points: Tensor, edges: Tensor) -> dict[str, float]:
+def compute_ranking_scores(points: Tensor, edges: Tensor) -> dict[str, float]:
     """Return the mean average precision, the mean rank, and the ranking loss of all edges against all other nodes."""
     found = reconstruction(points, edges)
     barred = torch.eye(len(points), dtype=torch.bool, device="cpu")
@@ -147,7 +152,7 @@ def score_points(points: Tensor, edges: Tensor) -> dict[str, float]:
     total = 0.0
     for rows in edges.split(256):
         distance = HalfSpace().distance(points[rows[:, 0]].unsqueeze(1), points.unsqueeze(0), dtype=torch.float64)
-        logits = -DISTANCE_SCALE * distance
+        logits = -RANKING_LOSS_DISTANCE_SCALE * distance
         mine = logits.gather(1, rows[:, 1:])
         others = logits.masked_fill(barred[rows[:, 0]], -torch.inf).logsumexp(1, keepdim=True)
         total += float((torch.logaddexp(mine, others) - mine).sum())

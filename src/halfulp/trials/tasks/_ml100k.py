@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import FileTask, decode_file, read_parquet
-from ._task import Data, warm_cosine_rate
+from ._files import TaskWithDataFiles, decode_file_content, read_parquet
+from ._task import Data, compute_warm_cosine_rate
 
 _GENRE_COUNT = 19
 LEAST_LIKED_STARS = 4  # of five stars
 
 
-class MovieLens(FileTask):
+class MovieLens(TaskWithDataFiles):
     """Prediction of whether a rating on MovieLens is four stars or more, by a network of DLRM's kind; needs ``data``.
 
     "Revisiting BFloat16 Training" (arXiv 2010.06192) trains DLRM (Naumov et al., arXiv 1906.00091) on clicks with
@@ -28,7 +28,7 @@ class MovieLens(FileTask):
     steps: ClassVar[int] = 3000
     batch: ClassVar[int] = 128
     target: ClassVar[str] = "rating"
-    rate = warm_cosine_rate
+    rate = compute_warm_cosine_rate
     folder: ClassVar[str] = "ml100k"
     files: ClassVar[tuple[str, ...]] = ("ratings.parquet", "users.parquet", "items.parquet")
     how: ClassVar[str] = (
@@ -52,7 +52,9 @@ class MovieLens(FileTask):
             return [users[user], items[item], *sorts, age, _parse_year(title), *genres, int(stars >= LEAST_LIKED_STARS)]
 
         path = f"{self.data}/ratings.parquet"
-        rows = [decode_file(f"row {number} of {path}", row, rating) for number, rating in enumerate(zip(*columns))]
+        rows = [
+            decode_file_content(f"row {number} of {path}", row, rating) for number, rating in enumerate(zip(*columns))
+        ]
         whole = torch.tensor(rows, dtype=torch.int64, device="cpu")
         generator = torch.Generator().manual_seed(0)
         whole = whole[torch.randperm(len(whole), generator=generator, dtype=torch.int64, device="cpu")]

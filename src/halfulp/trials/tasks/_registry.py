@@ -62,10 +62,10 @@ def get(task: str | Task, data: str | None = None) -> Task:
     if task not in _TASK_REGISTRY:
         raise ValueError(describe_unknown_name("task", task, _TASK_REGISTRY))
     kind: Callable[..., Task] = kind_of(task)
-    return kind(data=data) if needs_data_folder(kind) else kind()
+    return kind(data=data) if has_data_folder_field(kind) else kind()
 
 
-def needs_data_folder(kind: object) -> bool:
+def has_data_folder_field(kind: object) -> bool:
     """Return whether tasks of a class read files: it is a dataclass with a field ``data``, their folder."""
     return "data" in getattr(kind, "__dataclass_fields__", {})
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import FileTask, read_parquet
-from ._task import Batch, Data, warm_cosine_rate
+from ._files import TaskWithDataFiles, read_parquet
+from ._task import Batch, Data, compute_warm_cosine_rate
 from ._text import TransformerBlock, init_weights
 
 SENTENCE_LENGTH = 32
@@ -15,7 +15,7 @@ SENTENCE_LENGTH = 32
 _PAD_TOKEN, _CLASS_TOKEN, _RARE_TOKEN = 0, 1, 2
 
 
-class SST2(FileTask):
+class SST2(TaskWithDataFiles):
     """Sentiment of the sentences of SST-2, by a transformer from a random start; needs ``data``.
 
     "Revisiting BFloat16 Training" (arXiv 2010.06192) fine-tunes BERT with AdamW; this is its kind at a size for two
@@ -29,7 +29,7 @@ class SST2(FileTask):
     steps: ClassVar[int] = 650
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "sentence"
-    rate = warm_cosine_rate
+    rate = compute_warm_cosine_rate
     folder: ClassVar[str] = "sst2"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "validation.parquet")
     how: ClassVar[str] = (

@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 # Called with the number of steps done and the loss of late.
 ReportLoss = Callable[[int, float], None]
 # Points of a loss curve.
-_CURVE_POINTS = 60
+_MOST_CURVE_POINTS = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Data:
     note: str
 
 
-class LossCourse:
+class LossCurveRecorder:
     """The loss curve of one training, whose points are reported, the CPU time of its steps, and where it diverged.
 
     Attributes:
@@ -51,21 +51,21 @@ class LossCourse:
         self.seconds: list[float] = []
         self.diverged_at: int | None = None
 
-    def add_loss(self, loss: float) -> bool:
+    def record_step_loss(self, loss: float) -> bool:
         """Add the loss of the next step; return whether it is finite."""
         if not math.isfinite(loss):
             self.diverged_at = self._done
             return False
         self._done += 1
         self._window.append(loss)
-        if len(self._window) == max(1, self._steps // _CURVE_POINTS) or self._done == self._steps:
+        if len(self._window) == max(1, self._steps // _MOST_CURVE_POINTS) or self._done == self._steps:
             self._curve.append([self._done, statistics.fmean(self._window)])
             self._window = []
             if self._report is not None:
                 self._report(self._done, self._curve[-1][1])
         return True
 
-    def summarize_training(
+    def make_training_summary(
         self, cancelled: float | None = None, realised: float | None = None, bytes_per_parameter: float | None = None
     ) -> dict[str, Any]:
         """Return the course as plain data, with what the optimizer says of its updates and its memory."""
@@ -195,7 +195,7 @@ def warm_cosine(step: int, steps: int, warm: float = 0.1, last: float = 0.01) ->
     return rise * (last + (1 - last) * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def warm_cosine_rate(task: Task, step: int, steps: int) -> float:
+def compute_warm_cosine_rate(task: Task, step: int, steps: int) -> float:
     """Return `warm_cosine`, as the method ``rate`` of a task that is set to it."""
     return warm_cosine(step, steps)
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import FileTask, decode_file
-from ._task import Batch, Data, Task, warm_cosine_rate
+from ._files import TaskWithDataFiles, decode_file_content
+from ._task import Batch, Data, Task, compute_warm_cosine_rate
 
 
 class TransformerBlock(nn.Module):
@@ -129,7 +129,7 @@ class CharacterLSTM(nn.Module):
         return self.head(self.recurrent(self.tokens(ids)))
 
 
-TEXT_WINDOW = 64
+CHARACTERS_PER_WINDOW = 64
 
 
 class CharacterGPT(Task):
@@ -140,13 +140,13 @@ class CharacterGPT(Task):
     steps: ClassVar[int] = 600
     batch: ClassVar[int] = 16
     target: ClassVar[str] = "character"
-    rate = warm_cosine_rate
-    time: ClassVar[int] = TEXT_WINDOW
+    rate = compute_warm_cosine_rate
+    time: ClassVar[int] = CHARACTERS_PER_WINDOW
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build a GPT of width 96, two layers, four heads: a quarter of a million parameters."""
         torch.manual_seed(seed)
-        return GPT(count_characters(data), time=TEXT_WINDOW)
+        return GPT(count_distinct_characters(data), time=CHARACTERS_PER_WINDOW)
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
         """Yield windows of characters at random places of the training text."""
@@ -160,7 +160,7 @@ class CharacterGPT(Task):
             yield stream[places], stream[places + 1]
 
 
-def count_characters(data: Data) -> int:
+def count_distinct_characters(data: Data) -> int:
     """Return how many different characters a text has."""
     return int(max(data.train[0].max(), data.validation[0].max())) + 1
 
@@ -180,7 +180,7 @@ class Text(CharacterGPT):
         return encode_characters("\n".join(topics.topics.values()), "pydoc_data.topics of this Python")
 
 
-def encode_characters(text: str, source: str, time: int = TEXT_WINDOW, most: int | None = None) -> Data:
+def encode_characters(text: str, source: str, time: int = CHARACTERS_PER_WINDOW, most: int | None = None) -> Data:
     """Convert text to character ids: a training stream, and at most so many disjoint validation windows."""
     alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
     ids = torch.tensor([alphabet[character] for character in text], dtype=torch.int64, device="cpu")
@@ -198,7 +198,7 @@ def encode_characters(text: str, source: str, time: int = TEXT_WINDOW, most: int
     return Data(train=(train[:-1], train[1:]), validation=validation, note=note)
 
 
-class TinyShakespeare(FileTask, CharacterGPT):
+class TinyShakespeare(TaskWithDataFiles, CharacterGPT):
     """Next-character prediction on ``input.txt`` (1.1 million characters); needs ``data``."""
 
     name: ClassVar[str] = "tinyshakespeare"
@@ -213,7 +213,7 @@ class TinyShakespeare(FileTask, CharacterGPT):
     def load(self) -> Data:
         """Load text: the first nine tenths train; of the last tenth, 256 windows validate."""
         path = Path(self.data or "", "input.txt")
-        text = decode_file(str(path), bytes.decode, path.read_bytes())
+        text = decode_file_content(str(path), bytes.decode, path.read_bytes())
         return encode_characters(text, "tinyshakespeare", self.time, 256)
 
 
@@ -228,7 +228,7 @@ class TinyShakespeareLSTM(TinyShakespeare):
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build an LSTM of width 128."""
         torch.manual_seed(seed)
-        return CharacterLSTM(count_characters(data))
+        return CharacterLSTM(count_distinct_characters(data))
 
 
 class ScaledGPT(Text):
@@ -246,4 +246,6 @@ class ScaledGPT(Text):
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build a GPT of width 128, three layers, four heads."""
         torch.manual_seed(seed)
-        return GPT(count_characters(data), width=128, layers=3, heads=4, time=TEXT_WINDOW, fused=True)
+        return GPT(
+            count_distinct_characters(data), width=128, layers=3, heads=4, time=CHARACTERS_PER_WINDOW, fused=True
+        )

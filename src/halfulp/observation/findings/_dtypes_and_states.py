@@ -7,7 +7,7 @@ import torch
 
 from .._finding import Finding, Severity
 from .._record import Record
-from .._text import get_precision, name_dtype
+from .._text import get_significand_bits, name_dtype
 from ..auditing._audit import Audit
 from ._kind import FindingKind, register_finding
 
@@ -33,7 +33,7 @@ class DtypeChangedOnResume(FindingKind):
                 continue
             said = f"{key} {name_dtype(before)} in A, {name_dtype(after)} in B".lstrip()
             severity: Severity = "warning"
-            digits, left = get_precision(before), get_precision(after)
+            digits, left = get_significand_bits(before), get_significand_bits(after)
             if digits is not None and (left is None or left < digits):
                 severity = "error"
                 said += "" if left is None else f": {digits - left} digits fewer"
@@ -80,7 +80,7 @@ class PatternEmpty(FindingKind):
 
 
 @register_finding
-class StateMismatch(FindingKind):
+class InconsistentOptimizerState(FindingKind):
     """States of a torch optimizer have another dtype than their parameter: one was cast after the other was made."""
 
     code = "state-mismatch"
