@@ -40,13 +40,13 @@ def bytes_alone():
     import torch
 
     from halfulp.kernels import IndexMap, make_chunk_table, run_chunks
-    from halfulp.kernels._device_function import Recording
+    from halfulp.kernels._device_function import ElementRecording
     from halfulp.kernels._device_function import Table as Loop
     from halfulp.kernels._operations import add, load16, store16
-    from halfulp.kernels.vector._machine_function import address_of
+    from halfulp.kernels.vector._machine_function import get_array_address
     from halfulp.kernels.vector._table_loop import compile_table_kernel
 
-    element = Recording(4)
+    element = ElementRecording(4)
     weight, gradient, *states = element.arrays
     for array in (weight, *states):
         store16(array, element.index, add(load16(array, element.index), load16(gradient, element.index)))
@@ -54,7 +54,7 @@ def bytes_alone():
     held = [(p, p.grad, torch.zeros_like(p), torch.zeros_like(p)) for p in _workload.parameters(torch.bfloat16)]
     chunks = make_chunk_table([IndexMap.whole(tuple(row[0].shape)) for row in held])
     pointers = np.array([[tensor.data_ptr() for tensor in row] for row in held], np.int64)
-    lengths, given = chunks[:, 2], (address_of(chunks), address_of(pointers))
+    lengths, given = chunks[:, 2], (get_array_address(chunks), get_array_address(pointers))
 
     def call(kept=(held, chunks, pointers)) -> None:
         run_chunks(kernel, lengths, *given, *[0] * 4)

@@ -143,11 +143,16 @@ def weights_and_averages() -> Launches:
 
 def expansions() -> Launches:
     """Every function once, with dtypes and one to three components in turn, and those of scaled operands."""
-    from halfulp.arithmetic._pointwise import FUNCTIONS, pointwise, round_under_scale, run_on_scaled_operands
+    from halfulp.arithmetic._pointwise import (
+        EXPANSION_FUNCTION_BY_NAME,
+        pointwise,
+        round_under_scale,
+        run_on_scaled_operands,
+    )
 
     kinds = itertools.cycle(itertools.product((BF16, FP16, FP32, FP64), (1, 2, 3)))
-    for name, (dtype, count) in zip(FUNCTIONS, kinds):
-        operands = FUNCTIONS[name].operands
+    for name, (dtype, count) in zip(EXPANSION_FUNCTION_BY_NAME, kinds):
+        operands = EXPANSION_FUNCTION_BY_NAME[name].operands
         parts = tuple(numbers(dtype) * 2.0**-k for k in range(count))
         size = dtype.itemsize * count
         run = lambda: pointwise(name, *(parts,) * operands, components=count, dtype=dtype)  # noqa: E731

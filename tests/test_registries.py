@@ -10,7 +10,7 @@ import halfulp as hu
 from halfulp._names import read_registered_descriptions
 from halfulp.observation.findings import FINDING_KINDS, FindingKind, register_finding
 from halfulp.optim._storage import BF16
-from halfulp.scaled._registry import FAMILIES, Family, register_family
+from halfulp.scaled._registry import FAMILY_BY_NAME, Family, register_family
 from halfulp.trials.tasks import names as task_names
 
 
@@ -79,7 +79,7 @@ KIND = {
     "finding": (finding, "updates-lost", lambda: FINDING_KINDS),
     "rounding": (rounding, "nearest", hu.rounding.rounding_names),
     "state store": (state_store, "8bit", lambda: ["8bit", *read_registered_descriptions("state store")]),
-    "family": (lambda name, words: register_family(Family(name, words or "", "s")), "bilinear", lambda: FAMILIES),
+    "family": (lambda name, words: register_family(Family(name, words or "", "s")), "bilinear", lambda: FAMILY_BY_NAME),
 }
 SAYS_WHAT_IT_IS = ("format", "block format")
 

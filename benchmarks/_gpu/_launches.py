@@ -85,8 +85,8 @@ def _caller() -> str:
 def blind() -> Iterator[None]:
     """Let rules look at no value, as where tensors are on an accelerator."""
     with (
-        mock.patch.object(_powers, "is_concrete", return_value=False),
-        mock.patch.object(_derivation, "is_concrete", return_value=False),
+        mock.patch.object(_powers, "has_readable_values", return_value=False),
+        mock.patch.object(_derivation, "has_readable_values", return_value=False),
     ):
         yield
 

@@ -18,7 +18,7 @@ def trainings() -> dict[str, tuple]:
     """Name -> (dtype of parameters, autocast, optimizer: "torch", or options of halfulp's)."""
     import torch
 
-    from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATES
+    from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATE_BY_NAME
 
     wide, narrow = torch.float32, torch.bfloat16
     rows = {
@@ -28,7 +28,7 @@ def trainings() -> dict[str, tuple]:
         "float32, halfulp": (wide, False, {}),
     }
     states = {"state_dtype": torch.bfloat16}
-    updates = [name for name in WEIGHT_UPDATES if name != "exact"]
+    updates = [name for name in WEIGHT_UPDATE_BY_NAME if name != "exact"]
     rows |= {f"bfloat16, {name}": (narrow, False, {"weight_update": name, **states}) for name in updates}
     rows["bfloat16, split8, 8-bit states"] = (narrow, False, {"weight_update": "split8", "state_dtype": "8bit"})
     rows["bfloat16, stochastic, 8-bit states"] = (narrow, False, {"weight_update": "stochastic", "state_dtype": "8bit"})

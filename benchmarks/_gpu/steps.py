@@ -51,14 +51,14 @@ class Case:
 def updates() -> dict[str, object]:
     """Every registered weight update, and further forms of those that have options."""
     import halfulp as hu
-    from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATES
+    from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATE_BY_NAME
 
     more = {
         "kahan-nearest": hu.Kahan(residual="nearest"),
         "kahan-literal": hu.Kahan(literal=True),
         "components-3": hu.Components(3),
     }
-    return {**WEIGHT_UPDATES, **more}
+    return {**WEIGHT_UPDATE_BY_NAME, **more}
 
 
 @functools.cache

@@ -75,7 +75,7 @@ def optimizers(run: Run) -> dict[str, Callable[[], object]]:
     import torch
 
     import halfulp as hu
-    from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATES
+    from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATE_BY_NAME
 
     shapes = TINY_SHAPES if run.tiny else SHAPES
 
@@ -88,7 +88,7 @@ def optimizers(run: Run) -> dict[str, Callable[[], object]]:
         "torch AdamW, foreach": made(torch.optim.AdamW, torch.float32, foreach=True),
         "AdamW, float32": made(hu.optim.AdamW, torch.float32, **ours),
     }
-    for update in [name for name in WEIGHT_UPDATES if name != "exact"]:
+    for update in [name for name in WEIGHT_UPDATE_BY_NAME if name != "exact"]:
         rows[f"AdamW, {update}"] = made(hu.optim.AdamW, narrow, weight_update=update, state_dtype=narrow, **ours)
     eight = {"weight_update": "split8", "state_dtype": "8bit"}
     rows["AdamW, split8, 8-bit states"] = made(hu.optim.AdamW, narrow, **eight, **ours)

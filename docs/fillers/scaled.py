@@ -8,7 +8,7 @@ from ._tables import all_tables, benchmark_table, grid, text_and_note
 
 def _scaled_families() -> dict[str, list[str]]:
     """The library's own registered operators by family, in the order of the families."""
-    from halfulp.scaled._registry import FAMILIES, FAMILY_BY_OPERATOR
+    from halfulp.scaled._registry import FAMILY_BY_NAME, FAMILY_BY_OPERATOR
 
     found: dict[str, list[str]] = {}
     for operator, family in FAMILY_BY_OPERATOR.items():
@@ -16,15 +16,15 @@ def _scaled_families() -> dict[str, list[str]]:
         if namespace in ("aten", "c10d", "_c10d_functional", "halfulp"):
             name = name.removeprefix("_foreach_").removesuffix("_") if family == "foreach" else name
             found.setdefault(family, []).append(name)
-    return {name: found[name] for name in FAMILIES if name in found}
+    return {name: found[name] for name in FAMILY_BY_NAME if name in found}
 
 
 @place
 def scaled_rules() -> str:
     """What each family does to payload and scale."""
-    from halfulp.scaled._registry import FAMILIES
+    from halfulp.scaled._registry import FAMILY_BY_NAME
 
-    families = [(FAMILIES[name], len(found)) for name, found in _scaled_families().items()]
+    families = [(FAMILY_BY_NAME[name], len(found)) for name, found in _scaled_families().items()]
     lines = [[family.name, family.payload, family.scale, str(count)] for family, count in families]
     return grid(["family", "payload of the result", "its scale", "overloads"], lines)
 

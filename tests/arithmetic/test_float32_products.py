@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfulp.arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION, multiply_in_float32
+from halfulp.arithmetic._float32_products import NAME_BY_PRODUCT_FUNCTION, multiply_in_float32
 from halfulp.environment._narrow_products import (
     SIXTEEN_BIT_DTYPES,
     find_natively_multiplied_dtypes,
@@ -43,7 +43,7 @@ def plain(call: Call, operands: list[Tensor], cotangent: Tensor | None = None) -
 
 
 def _through(call: Call, leaves: list[Tensor]) -> Tensor:
-    if call.function in NAMES_BY_PRODUCT_FUNCTION:
+    if call.function in NAME_BY_PRODUCT_FUNCTION:
         return multiply_in_float32(call.function, tuple(leaves), dict(call.kwargs))
     # Written as a user's function: what it calls is widened by the model's mode.
     assert call.name == "einsum"

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from halfulp.emulation._region import _BACKWARD_ONLY_OUTPUTS, _RUNNING_STATISTICS_ARGUMENTS, read_operator_results
+from halfulp.emulation._region import (
+    _BACKWARD_ONLY_OUTPUTS_BY_OPERATOR,
+    _RUNNING_STATISTICS_BY_OPERATOR,
+    read_operator_results,
+)
 
 aten = torch.ops.aten
 
@@ -31,18 +35,18 @@ def test_statistics_stay():
     )
 
 
-@pytest.mark.parametrize("base", _BACKWARD_ONLY_OUTPUTS)
+@pytest.mark.parametrize("base", _BACKWARD_ONLY_OUTPUTS_BY_OPERATOR)
 def test_known_operators_exist(base, needs_torch):
     """The table names operators of this torch, and outputs that they have."""
     if base == "_fused_rms_norm":
         needs_torch("_fused_rms_norm with its statistics")
     packet = getattr(aten, base)
     returns = [len(getattr(packet, overload)._schema.returns) for overload in packet.overloads()]
-    assert max(returns) > max(_BACKWARD_ONLY_OUTPUTS[base])
+    assert max(returns) > max(_BACKWARD_ONLY_OUTPUTS_BY_OPERATOR[base])
 
 
 def test_known_operators_have_running_statistics():
-    for base, arguments in _RUNNING_STATISTICS_ARGUMENTS.items():
+    for base, arguments in _RUNNING_STATISTICS_BY_OPERATOR.items():
         schema = getattr(aten, base).default._schema
         for position, name in arguments:
             assert schema.arguments[position].name == name

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from halfulp import kernels
-from halfulp.kernels import address_of, compute_source_digest
+from halfulp.kernels import compute_source_digest, get_array_address
 from halfulp.kernels.vector._machine_function import compile_machine_function, find_cache_folder
 
 QUANTIZE = """
@@ -82,7 +82,7 @@ def doubles() -> list[int]:
             b.b.store(b.b.add(word, word), place, align=4)
 
     x = np.array([5, 7], np.uint32)
-    compile_machine_function("double", "of this test", 2, write)(2, address_of(x))
+    compile_machine_function("double", "of this test", 2, write)(2, get_array_address(x))
     return x.tolist()
 
 

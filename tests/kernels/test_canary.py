@@ -89,8 +89,8 @@ def test_a_wrong_kernel_raises(monkeypatch):
     monkeypatch.setattr(_canary, "_compared_kernels", set())
     idle = Kernel(lambda packed: None, lambda *arguments: b"")
     monkeypatch.setattr(_kernels, "_compile_kernel", lambda *arguments: idle)
-    _kernels.prepare_plan.cache_clear()
-    _quantize._plan_directly.cache_clear()
+    _kernels.prepare_rounding_plan.cache_clear()
+    _quantize._make_plan_without_operator.cache_clear()
     monkeypatch.setattr(_quantize, "_latest_call", (None,) * 6)
     with pytest.raises(KernelMismatchError, match="quantize"):
         quantize(torch.randn(10), "bf16")

@@ -18,7 +18,7 @@ ENVIRONMENT = "halfulp env"
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HALFULP_ENGINE", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(_canary, "_device_verdicts", {})
+    monkeypatch.setattr(_canary, "_refusal_by_device_and_key", {})
     monkeypatch.setattr(_engine, "_fallback_counts", type(_engine._fallback_counts)())
     monkeypatch.setattr(_engine, "_explain_missing_package", lambda name: "")
 
@@ -143,9 +143,9 @@ class _Batch:
 
 
 def _store(name: str):
-    from halfulp.optim._storage import STORES
+    from halfulp.optim._storage import STORE_BY_DTYPE
 
-    return STORES[torch.bfloat16] if torch.bfloat16 in STORES else STORES[name]
+    return STORE_BY_DTYPE[torch.bfloat16] if torch.bfloat16 in STORE_BY_DTYPE else STORE_BY_DTYPE[name]
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import halfulp as hu
 from halfulp.emulation import region
-from halfulp.kernels import address, has_own_memory, overlaps_itself, plain_address, to_plain_memory
+from halfulp.kernels import address, has_strided_values, overlaps_itself, plain_address, to_plain_memory
 
 SOURCE = Path(hu.__file__).parent
 VALUES = [1.0, -2.0, 0.5]
@@ -67,12 +67,12 @@ TRACED = ("FakeTensor", "wrapper subclass")  # torch runs operators on what they
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_numbers_without_an_address_are_none_unless_there_are_none(count):
-    assert has_own_memory(torch.zeros(count))
-    assert has_own_memory(torch.zeros(2, count))
-    assert has_own_memory(torch._efficientzerotensor(count)) == (count == 0)
+    assert has_strided_values(torch.zeros(count))
+    assert has_strided_values(torch.zeros(2, count))
+    assert has_strided_values(torch._efficientzerotensor(count)) == (count == 0)
     freed = torch.zeros(count)
     freed.untyped_storage().resize_(0)
-    assert has_own_memory(freed) == (count == 0)
+    assert has_strided_values(freed) == (count == 0)
 
 
 def _encoded(x):
@@ -181,7 +181,7 @@ def test_every_kind_is_converted_or_refused_everywhere(place, kind):
         found = []
         with contextlib.suppress(allowed):
             found.append(act(x))
-        assert not found or (kind in left_to_torch and not has_own_memory(found[0])), "numbers out of what has none"
+        assert not found or (kind in left_to_torch and not has_strided_values(found[0])), "numbers out of what has none"
         return
     result = act(x)
     result = result.decode() if hasattr(result, "decode") else result
@@ -239,10 +239,10 @@ def test_overlapping_elements_are_seen(x, overlaps):
 LOOKED_AT = {
     "optim/parameters/_outside_writes.py": {"renew_payload_version"},
     "subclass/models/_parameter_holders.py": {"refuse_overlapping_memory", "has_common_memory"},
-    "kernels/_plain_memory.py": {"address", "has_own_memory", "plain_address"},
+    "kernels/_plain_memory.py": {"address", "has_strided_values", "plain_address"},
     "rounding/_quantize.py": {"_quantize_plain_memory"},
-    "arithmetic/_pointwise.py": {"evaluate_alike", "run_on_broadcast_operands", "_is_written_before_read"},
-    "optim/parameters/_narrowing.py": {"narrow_parameter", "take_float32_values"},
+    "arithmetic/_pointwise.py": {"evaluate_on_like_operands", "run_on_broadcast_operands", "_is_written_before_read"},
+    "optim/parameters/_narrowing.py": {"narrow_parameter", "pop_kept_float32_values"},
     "optim/parameters/_parameter_plan.py": {"is_valid"},
     "optim/step/_run.py": {"_write_gradient_pointers"},
     "optim/step/_batch.py": {"is_valid_for", "_has_same_state_tensors", "renew_plan"},

@@ -126,7 +126,7 @@ def test_a_compiled_function_runs_without_the_gil(cache):
 
     import numpy as np
 
-    from halfulp.kernels import address_of
+    from halfulp.kernels import get_array_address
     from halfulp.kernels.vector._machine_function import compile_machine_function
 
     def meet(vectors, own, other, patience):
@@ -150,7 +150,7 @@ def test_a_compiled_function_runs_without_the_gil(cache):
 
     kernel = compile_machine_function("meet", "of the test", 3, meet)
     words = np.zeros((2, 2), np.int64)
-    places = [address_of(row) for row in words]
+    places = [get_array_address(row) for row in words]
     thread = threading.Thread(target=kernel, args=(*places, 1 << 33))
     thread.start()
     kernel(*reversed(places), 1 << 33)

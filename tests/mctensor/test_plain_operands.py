@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._entry import ENCODED_COMPOSITE_OPERATORS
+from halfulp.mctensor._before_autograd import ENCODED_COMPOSITE_OPERATORS
 from halfulp.subclass import strict
 
 N, FOUR = (torch.float64, 2), (2, 3, 4)

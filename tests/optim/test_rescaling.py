@@ -7,8 +7,8 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
-from halfulp.optim._storage import PAYLOAD_STORES
-from halfulp.optim.step._scales import SCALE_WINDOWS
+from halfulp.optim._storage import PAYLOAD_STORE_BY_DTYPE
+from halfulp.optim.step._scales import SCALE_WINDOW_BY_DTYPE
 from halfulp.scaled import ScaledTensor
 
 from .. import samples
@@ -18,7 +18,7 @@ SCALING = [name for name, update in UPDATES.items() if update.scales]
 
 
 def _goes(update, dtype):
-    store = PAYLOAD_STORES[dtype]
+    store = PAYLOAD_STORE_BY_DTYPE[dtype]
     try:
         UPDATES[update].check(store)
     except ValueError:
@@ -56,13 +56,13 @@ def _middle(update, store):
     return draws, 0.5 + low * 2.0**-32 * any(whole)
 
 
-PAIRS = [pair for pair in itertools.product(SCALING, PAYLOAD_STORES) if _goes(*pair)]
+PAIRS = [pair for pair in itertools.product(SCALING, PAYLOAD_STORE_BY_DTYPE) if _goes(*pair)]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("update", "dtype"), PAIRS, ids=str)
 def test_payload_plus_companion_is_invariant_under_powers_of_two(seed, update, dtype):
-    update, store = UPDATES[update], PAYLOAD_STORES[dtype]
+    update, store = UPDATES[update], PAYLOAD_STORE_BY_DTYPE[dtype]
     least = 2.0**-149 if update.name == "master" else 2.0 ** (store.emin - store.mantissa_bits)
     start, (draws, share) = _accompanied(update, store), _middle(update, store)
     most = share * least + (2.0**-149 if least > 2.0**-149 else 0.0)  # each part's product is rounded in float32 first
@@ -79,7 +79,7 @@ def test_payload_plus_companion_is_invariant_under_powers_of_two(seed, update, d
 
 def test_infinite_and_nan_payloads_stay_so_and_get_no_companion(seed):
     for name, dtype in itertools.product(SCALING, (torch.float16, torch.bfloat16)):
-        update, store = UPDATES[name], PAYLOAD_STORES[dtype]
+        update, store = UPDATES[name], PAYLOAD_STORE_BY_DTYPE[dtype]
         if _goes(name, dtype):
             parts = _accompanied(update, store)
             parts[0][:3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
@@ -127,7 +127,11 @@ def walk(update, dtype, factors, seed, chosen="reference", steps=3):
     own = UPDATES[update]
     chosen_update = None if dtype == torch.float32 else own  # float32 needs none, and refuses one
     optimizer = hu.optim.SGD(parameters, lr=1.0, weight_update=chosen_update, seed=seed, report_interval=1)
-    model, store, low = torch.nn.ParameterList(parameters), PAYLOAD_STORES[dtype], SCALE_WINDOWS[dtype][0]
+    model, store, low = (
+        torch.nn.ParameterList(parameters),
+        PAYLOAD_STORE_BY_DTYPE[dtype],
+        SCALE_WINDOW_BY_DTYPE[dtype][0],
+    )
     rounding = 0.5 if not own.draws(store) or getattr(own, "weight", "stochastic") == "nearest" else 1.0
     held, broken = [p.detach().decode() for p in parameters], []
     with engine(chosen):
@@ -161,7 +165,7 @@ def test_steps_by_every_factor_from_2_to_the_minus_40_to_2_to_the_40_are_float32
     seed, update, dtype
 ):
     # Every third factor: an update meets all of them in other payloads, a payload by other updates.
-    phase = SCALING.index(update) + [*PAYLOAD_STORES].index(dtype)
+    phase = SCALING.index(update) + [*PAYLOAD_STORE_BY_DTYPE].index(dtype)
     factors = torch.arange(-40.0, 41.0)
     broken, _, _ = walk(update, dtype, factors if samples.IS_WHOLE else factors[phase % 3 :: 3], seed, steps=2)
     assert not broken
@@ -178,7 +182,7 @@ def test_the_compiled_step_walks_the_same_way(seed, update, dtype):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", [dtype for dtype in PAYLOAD_STORES if dtype != torch.float32])
+@pytest.mark.parametrize("dtype", [dtype for dtype in PAYLOAD_STORE_BY_DTYPE if dtype != torch.float32])
 @pytest.mark.parametrize("update", [name for name in SCALING if name != "exact"])
 def test_a_step_that_takes_nearly_all_of_a_weight_away_leaves_the_rest(update, dtype):
     """What is stored does not overflow under the scale that the small rest would have."""

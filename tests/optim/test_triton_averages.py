@@ -11,7 +11,7 @@ from halfulp.kernels._device_function import Table
 from halfulp.kernels.triton._launch import TableKernel
 from halfulp.kernels.triton._writer import COMPILE_OPTIONS
 from halfulp.optim._float32 import _record_read_trace
-from halfulp.optim._storage import STORES
+from halfulp.optim._storage import STORE_BY_DTYPE
 from halfulp.optim.weight_updates._weight_update import find_weight_update
 
 from ..kernels.triton.compiled import inexact
@@ -90,7 +90,7 @@ def test_reading_is_written_in_what_triton_can_compile(update):
 
 
 def _kernel(update):
-    return TableKernel(Table(_record_read_trace(find_weight_update(update), STORES[torch.bfloat16]), 5))
+    return TableKernel(Table(_record_read_trace(find_weight_update(update), STORE_BY_DTYPE[torch.bfloat16]), 5))
 
 
 @pytest.mark.parametrize("capability", [80, 90])

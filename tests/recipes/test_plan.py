@@ -9,7 +9,7 @@ from torch import nn
 import halfulp as hu
 from halfulp import recipes
 from halfulp.recipes._operands import BlockProductForward
-from halfulp.subclass.models._float32_products import _MARK_ATTRIBUTE
+from halfulp.subclass.models._float32_products import _WIDENED_MARK_ATTRIBUTE
 
 CATALOGUE = recipes.names()
 
@@ -104,7 +104,7 @@ def test_what_is_said_is_what_is_done(name: str, kind: str, seed: int) -> None:
         assert bool(plan.weight_update) == bool(got)
         in_blocks = isinstance(vars(module).get("forward"), BlockProductForward)
         assert not in_blocks or plan.products == f"operands in {recipe.operand_format}"
-        has_fp8 = "forward" in vars(module) and not in_blocks and _MARK_ATTRIBUTE not in vars(module)
+        has_fp8 = "forward" in vars(module) and not in_blocks and _WIDENED_MARK_ATTRIBUTE not in vars(module)
         assert (plan.products == "fp8 products") == has_fp8 or plan.name == "attention.out_proj"
         asked_all = plan.asked == plan.gets
         assert asked_all or plan.why, "what is not got has a reason"

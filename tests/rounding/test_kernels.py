@@ -7,10 +7,10 @@ import torch
 import halfulp as hu
 from halfulp.formats import BlockFormat, e4m3fn, e8m0
 from halfulp.kernels import IndexMap, address, cut_into_chunks, run_chunks, same_bits
-from halfulp.kernels._device_function import Recording, Table
+from halfulp.kernels._device_function import ElementRecording, Table
 from halfulp.kernels._operations import load32
 from halfulp.kernels.triton import _launch, _writer
-from halfulp.kernels.vector._machine_function import address_of
+from halfulp.kernels.vector._machine_function import get_array_address
 from halfulp.kernels.vector._table_loop import compile_table_kernel
 from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import get_rounding
@@ -83,7 +83,7 @@ def test_the_compiler_fuses_and_flushes_nothing(name, rounding, dtype, capabilit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
     """The device functions that Triton's kernels store by, compiled for the processor, beside torch's casts."""
-    element = Recording(2)
+    element = ElementRecording(2)
     source, target = element.arrays
     choose_container_functions(dtype, inexact=True)["store"](target, element.index, load32(source, element.index))
     kernel = compile_table_kernel(f"narrowed_{dtype}".replace(".", "_"), Table(element.trace, 2))
@@ -96,7 +96,7 @@ def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
     out = torch.empty(x.numel(), dtype=dtype)
     whole = cut_into_chunks(IndexMap.whole(tuple(x.shape)), 0)
     pointers, rows = np.array([address(x), address(out)], np.int64), np.zeros(1, np.int64)
-    run_chunks(kernel, whole[:, 2], *map(address_of, (whole, pointers, rows)), 0, 0, 0)
+    run_chunks(kernel, whole[:, 2], *map(get_array_address, (whole, pointers, rows)), 0, 0, 0)
     assert same_bits(out, x.to(dtype))
 
 
@@ -107,7 +107,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monke
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
     monkeypatch.setattr(hu.kernels._engine, "_fallback_counts", type(hu.kernels._engine._fallback_counts)())
-    monkeypatch.setattr(_writer, "load_module", refuse)
+    monkeypatch.setattr(_writer, "load_triton_module", refuse)
     monkeypatch.setattr(_launch, "_checked_kernels", {})
     x = torch.randn(4, 64)
     for name, what in (("e4m3", "quantize of"), ("mxfp4", "quantize in blocks of")):

@@ -13,9 +13,9 @@ from .oracle import ROUNDED, random_patterns
 @pytest.fixture
 def registered():
     """Roundings that are forgotten afterwards."""
-    before, recorded = dict(_modes.MODES), dict(_modes._recorded_decisions)
+    before, recorded = dict(_modes.ROUNDING_CLASS_BY_NAME), dict(_modes._recorded_decision_by_name)
     yield register_rounding
-    for held, was in ((_modes.MODES, before), (_modes._recorded_decisions, recorded)):
+    for held, was in ((_modes.ROUNDING_CLASS_BY_NAME, before), (_modes._recorded_decision_by_name, recorded)):
         held.clear()
         held.update(was)
 
@@ -127,6 +127,6 @@ def test_classes_that_are_not_registered_are_refused(registered):
 def test_the_number_of_a_rounding_that_nobody_registered_says_so(registered):
     registered(rounding("gone", nearest))
     code = _modes.encode_rounding("gone")
-    del _modes.MODES["gone"]
+    del _modes.ROUNDING_CLASS_BY_NAME["gone"]
     with pytest.raises(ValueError, match=f"rounding number {code} is not known in this process"):
         _modes.decode_rounding(code)

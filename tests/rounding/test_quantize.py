@@ -315,11 +315,11 @@ def test_outs_that_torch_or_memory_do_not_allow(seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rounding", [hu.Nearest(), hu.Stochastic(seed=3)], ids=lambda mode: mode.name)
 def test_large_results_stored_past_the_caches_have_the_same_bits(dtype, rounding, seed, monkeypatch):
-    monkeypatch.setattr(_kernels, "STREAMED_BYTES", 1)
+    monkeypatch.setattr(_kernels, "LEAST_STREAMED_BYTES", 1)
     used: list[bool] = []
-    prepare = _kernels.prepare_plan
+    prepare = _kernels.prepare_rounding_plan
     monkeypatch.setattr(
-        _kernels, "prepare_plan", lambda *given: (used.append(given[2:] == (True,)), prepare(*given))[1]
+        _kernels, "prepare_rounding_plan", lambda *given: (used.append(given[2:] == (True,)), prepare(*given))[1]
     )
     generator = torch.Generator().manual_seed(seed)
     for count in (1, 31, 32, 33, 16_384, 40_007):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from halfulp.kernels._device_function import record_word_function
-from halfulp.kernels._tensor_writer import run_on_tensors, to_signed_integer
+from halfulp.kernels._interpreter import run_trace_on_tensors, to_signed_integer
 from halfulp.rounding import mix64, random_words
-from halfulp.rounding._random_bits import WEYL_STEP, compute_stream, draw_word, hash_element, stream_start
+from halfulp.rounding._random_bits import WEYL_STEP, compute_stream_counters, draw_word, hash_element, stream_start
 
 COUNT = 1 << 18
 LIMIT = 6.5  # beyond it once in ten million, a tail a little longer than a normal one's included
@@ -21,7 +21,7 @@ def list_drawn_words(key, number, count=COUNT, first=0):
     piece = record_word_function(lambda *x: draw_word(hash_element(*stream_start(*x)), number), "w32", "w32", "w64")
     halves = to_signed_integer(key & 0xFFFFFFFF, 32), to_signed_integer(key >> 32, 32)
     given = {0: halves[0], 1: halves[1], 2: torch.arange(first, first + count)}
-    return run_on_tensors(piece.trace, (), given, piece.results)[0][0].to(torch.int64) & 0xFFFFFFFF
+    return run_trace_on_tensors(piece.trace, (), given, piece.results)[0][0].to(torch.int64) & 0xFFFFFFFF
 
 
 def surprise(*parts, bits=5):
@@ -81,10 +81,10 @@ def test_streams_of_other_keys_are_no_shifted_copies(seed):
     first, second = [], []
     for k in range(pairs):
         one, other = mix64(seed, k, 1), mix64(seed, k, 2)
-        (a, _), (b, _) = (compute_stream(key, torch.zeros(1, dtype=torch.int64)) for key in (one, other))
+        (a, _), (b, _) = (compute_stream_counters(key, torch.zeros(1, dtype=torch.int64)) for key in (one, other))
         shift = (int(b) - int(a)) * inverse % (1 << 32)
         theirs, mine = random_words(other, torch.arange(count)), random_words(one, torch.arange(shift, shift + count))
-        agreeing = (compute_stream(key, torch.tensor([place]))[0] for key, place in ((one, shift), (other, 0)))
+        agreeing = (compute_stream_counters(key, torch.tensor([place]))[0] for key, place in ((one, shift), (other, 0)))
         assert torch.equal(*agreeing)
         assert (theirs == mine).sum() < 4
         first.append(mine)
@@ -96,7 +96,7 @@ def test_streams_of_other_keys_are_no_shifted_copies(seed):
 
 def test_elements_beyond_32_bits_are_no_copies_either(seed):
     key = mix64(seed, 3)
-    (a, own), (b, other) = (compute_stream(key, torch.tensor([place])) for place in (0, 1 << 32))
+    (a, own), (b, other) = (compute_stream_counters(key, torch.tensor([place])) for place in (0, 1 << 32))
     assert own != other
     shift = (int(b) - int(a)) * pow(int(WEYL_STEP), -1, 1 << 32) % (1 << 32)
     near, far = (random_words(key, place + torch.arange(1000)) for place in (shift, 1 << 32))

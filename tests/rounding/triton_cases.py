@@ -18,7 +18,7 @@ from halfulp.rounding import get_rounding
 from halfulp.rounding._blocks import choose_block_layout, make_block_target, round_blocks_by_reference
 from halfulp.rounding._kernels import make_triton_plan, round_by_reference
 from halfulp.rounding._quantize import find_target
-from halfulp.rounding._target import WORD64, choose_layout
+from halfulp.rounding._target import WORD64_LAYOUT, choose_word_layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MODES = ("nearest", "toward_zero", "up", "down", "stochastic")
@@ -47,7 +47,7 @@ def kernels() -> Iterator[tuple[torch.dtype, str, str, str | None, object]]:
             target = find_target(get(name), get_rounding(mode_of(mode)), policy, dtype)
         except ValueError:
             continue  # the dtype cannot hold the format's numbers
-        if target is None or (dtype != torch.float64 and choose_layout(target) is WORD64):
+        if target is None or (dtype != torch.float64 and choose_word_layout(target) is WORD64_LAYOUT):
             continue
         plan = make_triton_plan(dtype, target)
         if plan.kind not in seen:
@@ -63,7 +63,7 @@ def block_kernels() -> Iterator[tuple[torch.dtype, str, BlockFormat, object]]:
             target = make_block_target(format, get_rounding(mode_of(mode)), None, dtype)
             layout = choose_block_layout(dtype, target)
             if layout is not None:
-                work = torch.float64 if layout is WORD64 else dtype
+                work = torch.float64 if layout is WORD64_LAYOUT else dtype
                 yield dtype, mode, format, blocks.make_block_triton_plan(work, target, layout)
 
 

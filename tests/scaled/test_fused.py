@@ -7,10 +7,10 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels.triton import _launch
-from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_module
+from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_triton_module
 from halfulp.scaled import _fused as fused
 
-KINDS = list(fused.PAYLOAD_CODECS)
+KINDS = list(fused.PAYLOAD_CODEC_BY_DTYPE)
 POINTERS = dict(zip(KINDS, ("*fp32", "*bf16", "*fp16", "*u8", "*u8")))
 FORMS = [("product", count) for count in range(4)]
 FORMS += [("values", 1), ("factor", 2), ("levelled", 2), ("brought", 2)]
@@ -65,7 +65,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypa
     def refuse(source):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(fused, "load_module", refuse)
+    monkeypatch.setattr(fused, "load_triton_module", refuse)
     monkeypatch.setattr(_launch, "_checked_kernels", {})
     with pytest.warns(RuntimeWarning, match="no Triton kernel for finish .* no compiler here"):
         payload, scale = fused.multiply_payload(
@@ -135,7 +135,7 @@ def test_the_compiler_fuses_and_flushes_nothing(capability, monkeypatch, tmp_pat
         *((source, "i32") for source in sources),
         *((source, "i64") for source in sources[-12:]),
     ]:
-        kernel = load_module(text)[name]
+        kernel = load_triton_module(text)[name]
         types = _signature(kernel.arg_names, constants, payloads, integer)
         places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
         whole = {

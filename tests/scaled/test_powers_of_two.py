@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfulp.scaled import _powers_of_two as _powers
-from halfulp.scaled._powers_of_two import LARGEST_SCALE, SMALLEST_SCALE, round_number, round_to_power
+from halfulp.scaled._powers_of_two import LARGEST_SCALE, SMALLEST_SCALE, round_number_to_power, round_to_power
 
 
 def expected(value, rounding):
@@ -26,7 +26,7 @@ def test_rounding_is_exact_on_tensors_and_numbers(rounding, seed):
     values = values[(values >= SMALLEST_SCALE) & (values <= 2.0**126)].float()
     wanted = [expected(value, rounding) for value in values.tolist()]
     assert round_to_power(values, rounding).tolist() == wanted
-    assert [round_number(value, rounding) for value in values.tolist()] == wanted
+    assert [round_number_to_power(value, rounding) for value in values.tolist()] == wanted
 
 
 def test_the_ends_of_the_range_are_kept():
@@ -38,8 +38,8 @@ def test_the_ends_of_the_range_are_kept():
             SMALLEST_SCALE,
             LARGEST_SCALE,
         ]
-    assert round_number(0.0) == SMALLEST_SCALE
-    assert round_number(1e300) == LARGEST_SCALE
+    assert round_number_to_power(0.0) == SMALLEST_SCALE
+    assert round_number_to_power(1e300) == LARGEST_SCALE
 
 
 def test_other_ways_of_rounding_are_refused():

@@ -13,7 +13,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
 from halfulp.scaled._operands import choose_home, find_operand_preparation, is_outer_broadcast, round_to_home
-from halfulp.scaled._registry import FAMILIES, FAMILY_BY_OPERATOR, Family, implements, register_family
+from halfulp.scaled._registry import FAMILY_BY_NAME, FAMILY_BY_OPERATOR, Family, implements, register_family
 
 HOMES = (torch.float16, torch.bfloat16)
 
@@ -28,7 +28,7 @@ def kind(x: ScaledTensor) -> tuple:
 
 def test_every_family_says_what_it_does_to_storages():
     own = {family for operator, family in FAMILY_BY_OPERATOR.items() if "halfulp_doc" not in operator.name()}
-    assert own <= FAMILIES.keys()
+    assert own <= FAMILY_BY_NAME.keys()
     with pytest.raises(ValueError, match="'gated' already"):
         register_family(Family("gated", "f(p s) / s", "s"))
     with pytest.raises(ValueError, match="say in words"):

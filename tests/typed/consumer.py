@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 import halfulp as hu
-from halfulp.optim._storage import STORES
+from halfulp.optim._storage import STORE_BY_DTYPE
 from halfulp.scaled.rules import Family
 
 Parts = tuple[Tensor, ...]
@@ -481,7 +481,7 @@ def registries_read_only(operator: OpOverload, packet: OpOverloadPacket) -> None
     assert_type(hu.observation.register_finding(kind), type[hu.observation.FindingKind])
     hu.optim.register_weight_update(hu.Kahan(literal=True))
     assert_type(hu.rounding.register_rounding(hu.Nearest), type[hu.Nearest])
-    hu.optim.register_state_store(STORES[torch.float32], "float32 once more")
+    hu.optim.register_state_store(STORE_BY_DTYPE[torch.float32], "float32 once more")
     assert_type(hu.scaled.rules.register_family(Family("mine", "as it is", "as it is")), hu.scaled.rules.Family)
 
     @hu.mctensor.implements(operator)

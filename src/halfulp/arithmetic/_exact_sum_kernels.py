@@ -16,7 +16,7 @@ from .. import formats
 from ..formats import Format
 from ..kernels import _operations as o
 from ..kernels import product_error, select
-from ..kernels._device_function import Recording, Table
+from ..kernels._device_function import ElementRecording, Table
 from ..kernels._trace import block_largest
 from ..rounding._device_functions import widen_float16
 
@@ -27,8 +27,10 @@ LIMB_COUNT = 134  # up to 2^2112: 2^63 products of the two largest float64
 # Behind the limbs: how many terms are plus infinity, minus infinity (a NaN counts as both), -0, and how many there are.
 WORD_COUNT = LIMB_COUNT + 4
 # The formats of elements, and the integer types of their widths.
-ELEMENT_FORMATS = {dtype: formats.get(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-WORD_TYPES = {16: torch.int16, 32: torch.int32, 64: torch.int64}
+FORMAT_BY_ELEMENT_DTYPE = {
+    dtype: formats.get(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+WORD_DTYPE_BY_BITS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 WINDOW_BITS = 16
 _HEAD_BITS = 62  # bits of the leading part that is rounded
 _EXPONENT_OFFSET = 4096  # added to exponents, so that they are words
@@ -44,7 +46,7 @@ def _find_top_field(layout: Format) -> int:
 
 def _find_least_exponent(dtype: torch.dtype, product: bool) -> int:
     """Return the exponent of the smallest subnormal number, or of its square."""
-    return (1 + product) * (ELEMENT_FORMATS[dtype].emin - ELEMENT_FORMATS[dtype].mantissa_bits)
+    return (1 + product) * (FORMAT_BY_ELEMENT_DTYPE[dtype].emin - FORMAT_BY_ELEMENT_DTYPE[dtype].mantissa_bits)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class LimbRange:
         """Return the limbs of terms of a dtype, or of their products, and the float64 parts of blocks of them."""
         least = _find_least_exponent(dtype, product)
         first = (min(least, max(least, -1074) - 53) - MIN_EXPONENT) // LIMB_BITS
-        top = ((1 + product) * (ELEMENT_FORMATS[dtype].bias + 1) + 64 - MIN_EXPONENT) // LIMB_BITS
+        top = ((1 + product) * (FORMAT_BY_ELEMENT_DTYPE[dtype].bias + 1) + 64 - MIN_EXPONENT) // LIMB_BITS
         return cls(first, min(LIMB_COUNT, top + 1) - first, windows=True)
 
 
@@ -131,13 +133,13 @@ def _cut_integer(whole: Any, bits: int, count: int) -> list[tuple[Any, int]]:
 
 
 @functools.cache
-def make_term_adding_table(dtype: torch.dtype, product: bool, reach: LimbRange, apart: int = 0) -> Table:
+def make_term_adding_kernel(dtype: torch.dtype, product: bool, reach: LimbRange, apart: int = 0) -> Table:
     """Return the kernel that adds terms to the counters of a row.
 
     Columns: the elements, for products those of the other factor, then int64 (copies, counters) `apart` words apart.
     The last two count +infinity (and, times 2^32, -infinity; NaN as both) and terms that are -0.
     """
-    layout, element = ELEMENT_FORMATS[dtype], Recording(3 if product else 2)
+    layout, element = FORMAT_BY_ELEMENT_DTYPE[dtype], ElementRecording(3 if product else 2)
     *arrays, counters = element.arrays
     term, *other = (_read_term(layout, array, element.index) for array in arrays)
     parts = _cut_integer(term.integer, 26, 2 if layout.bits == 64 else 1)
@@ -178,10 +180,10 @@ def list_cut_counts(dtype: torch.dtype, product: bool) -> tuple[int, int]:
 
 
 @functools.cache
-def make_block_summing_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> Table:
+def make_block_summing_kernel(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> Table:
     """Return the kernel that sums a block into `cuts` + 1 float64 (or NaN), and counts its terms that are -0."""
-    element = Recording(1 + product)
-    words = [_LOADS_BY_BITS[ELEMENT_FORMATS[dtype].bits](array, element.index) for array in element.arrays]
+    element = ElementRecording(1 + product)
+    words = [_LOADS_BY_BITS[FORMAT_BY_ELEMENT_DTYPE[dtype].bits](array, element.index) for array in element.arrays]
     carries = count_block_elements(dtype, product).bit_length() - 1
     *parts, minus_zero = _split_term(dtype, product, cuts, carries, words)
     for part in parts:
@@ -199,7 +201,7 @@ def _split_term(dtype: torch.dtype, product: bool, cuts: int, carries: int, word
     float64 is the rounded product and, from the second cut on, its error. Where the sums would not be exact, as
     exponents are too far apart, or terms no finite numbers, the parts are NaN.
     """
-    layout, wide = ELEMENT_FORMATS[dtype], dtype == torch.float64
+    layout, wide = FORMAT_BY_ELEMENT_DTYPE[dtype], dtype == torch.float64
     # Of the term's own word, or of float64, the part with the exponent.
     own = not product and not wide
     values = [_convert_to_float64(dtype, word) for word in words]
@@ -256,20 +258,20 @@ def _convert_to_float64(dtype: torch.dtype, word: Any) -> Any:
 
 
 @functools.cache
-def make_accumulator_rounding_table(reach: LimbRange, dtype: torch.dtype | None) -> Table:
+def make_accumulator_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None) -> Table:
     """Return the kernel that passes carries on within an accumulator, and with a dtype rounds its value, ties to even.
 
     Columns: int64 of each counter; with a dtype how many terms there are, then the floats; without one int64 of each
     limb, of which all but the last are in [0, 2^32).
     """
-    element = Recording(reach.counter_count + (2 if dtype else reach.limbs))
+    element = ElementRecording(reach.counter_count + (2 if dtype else reach.limbs))
     read = [o.load64(array, element.index) for array in element.arrays[: reach.counter_count + bool(dtype)]]
     digits = _pass_carries(reach, read)
     if dtype is None:
         for array, digit in zip(element.arrays[reach.counter_count :], digits):
             o.store64(array, element.index, digit)
     else:
-        layout, (*specials, zeros, terms) = ELEMENT_FORMATS[dtype], read[(1 + reach.windows) * reach.limbs :]
+        layout, (*specials, zeros, terms) = FORMAT_BY_ELEMENT_DTYPE[dtype], read[(1 + reach.windows) * reach.limbs :]
         if reach.windows:
             specials = [o.bit_and(specials[0], LIMB_MASK), o.shr(specials[0], 32)]
         bits = _round_accumulator(

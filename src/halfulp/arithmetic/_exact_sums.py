@@ -13,13 +13,13 @@ import torch
 from ..kernels import (
     CHUNK_ELEMENTS,
     address,
-    address_of,
     check_bits,
     define_operator,
+    get_array_address,
     is_under_transform,
     require_float64,
     run_chunks,
-    run_on_tensors,
+    run_trace_on_tensors,
     select_engine,
 )
 from ..kernels._device_function import Table
@@ -27,22 +27,22 @@ from ..kernels._trace import COUNTER_COPIES
 from ..kernels.triton._launch import TILE_ELEMENTS, TableKernel, find_checked_kernel
 from ..kernels.vector._table_loop import compile_table_kernel
 from ._exact_sum_kernels import (
-    ELEMENT_FORMATS,
+    FORMAT_BY_ELEMENT_DTYPE,
     LIMB_BITS,
     LIMB_COUNT,
     LIMB_MASK,
     WORD_COUNT,
-    WORD_TYPES,
+    WORD_DTYPE_BY_BITS,
     LimbRange,
     count_block_elements,
     list_cut_counts,
-    make_accumulator_rounding_table,
-    make_block_summing_table,
-    make_term_adding_table,
+    make_accumulator_rounding_kernel,
+    make_block_summing_kernel,
+    make_term_adding_kernel,
 )
 
 # Elements whose windows are in memory at a time: of 2^18 of them none overflows, and blocks have fewer parts.
-_MOST_ELEMENTS_AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
+_MOST_ELEMENTS_AT_ONCE_BY_ENGINE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
 _MOST_ROWS_AT_ONCE = 4096  # of which windows are in memory at a time
 _PIECE_LENGTH = 1 << 16  # neighbours that are added up by themselves, for a thread
 _MOST_ELEMENTS_WITHOUT_BLOCKS = 1 << 15  # elements that are not worth blocks
@@ -69,7 +69,7 @@ def round_accumulators(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _sum_on_engine(engine: str, operands: Operands, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
     rows, columns = operands[0].shape
-    step = min(_MOST_ROWS_AT_ONCE, max(1, _MOST_ELEMENTS_AT_ONCE[engine] // max(1, columns)))
+    step = min(_MOST_ROWS_AT_ONCE, max(1, _MOST_ELEMENTS_AT_ONCE_BY_ENGINE[engine] // max(1, columns)))
     parts = [[x[top : top + step] for x in operands] for top in range(0, max(1, rows), step)]
     made = [_round_windows(engine, _fill_windows(engine, part, reach), reach, dtype) for part in parts]
     return made[0] if len(made) == 1 else torch.cat(made)
@@ -94,7 +94,7 @@ def _choose_engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
 
 def _fill_windows(engine: str, operands: Operands, reach: LimbRange) -> WindowCounters:
     """Return the counters of every row, and how many terms it has: (rows, counters + 1)."""
-    columns, step = operands[0].shape[1], _MOST_ELEMENTS_AT_ONCE[engine]
+    columns, step = operands[0].shape[1], _MOST_ELEMENTS_AT_ONCE_BY_ENGINE[engine]
     fill: Callable[..., WindowCounters] = {
         "llvm": _fill_windows_by_blocks,
         "triton": _fill_windows_by_triton,
@@ -122,7 +122,9 @@ def _fill_windows_by_torch(operands: Operands, reach: LimbRange) -> torch.Tensor
     first = operands[0]
     counters = torch.zeros(len(first), reach.counter_count + 1, dtype=torch.int64, device=first.device)
     if first.numel():
-        run_on_tensors(make_term_adding_table(first.dtype, len(operands) > 1, reach).trace, [*operands, counters])
+        run_trace_on_tensors(
+            make_term_adding_kernel(first.dtype, len(operands) > 1, reach).trace, [*operands, counters]
+        )
     return counters
 
 
@@ -138,7 +140,7 @@ def _fill_windows_by_triton(operands: Operands, reach: LimbRange) -> torch.Tenso
     pointers = [_find_row_addresses(x, rows_of // several) for x in operands]
     pointers.append(address(counters) + rows_of * (8 * words))
     if len(table):
-        _compile_table_kernel("triton", make_term_adding_table(first.dtype, len(operands) > 1, reach))(
+        _compile_table_kernel("triton", make_term_adding_kernel(first.dtype, len(operands) > 1, reach))(
             table, np.stack(pointers, 1), first.device
         )
     return counters[:, 0] if several == 1 else _pass_carries(counters).sum(1)
@@ -164,9 +166,9 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     pointers = np.stack([_find_row_addresses(x, row) for x in operands], 1)
     lost = np.ones((rows, len(begin)), bool)
     for cuts in list_cut_counts(dtype, product):
-        table, left = make_block_summing_table(dtype, product, cuts, size < whole), cut[lost]
+        table, left = make_block_summing_kernel(dtype, product, cuts, size < whole), cut[lost]
         sums = np.empty((len(left), table.sums))
-        given = address_of(left), address_of(pointers), 0, 0, 0, address_of(sums)
+        given = get_array_address(left), get_array_address(pointers), 0, 0, 0, get_array_address(sums)
         run_chunks(_compile_table_kernel("llvm", table), left[:, 2], *given)
         failed = np.isnan(sums[:, 0])
         sums[failed] = 0
@@ -200,11 +202,13 @@ def _fill_windows_of_pieces(
     for k, x in enumerate(operands):
         pointers[:, k] = _find_row_addresses(x, row) + begin * x.element_size()
     number = np.arange(len(row))
-    pointers[:, -1] = address_of(counters) + number * (8 * words * copies)
+    pointers[:, -1] = get_array_address(counters) + number * (8 * words * copies)
     cut = np.zeros((len(row), 4), np.int64)
     cut[:, 0], cut[:, 2] = number, length
-    table = make_term_adding_table(first.dtype, len(operands) > 1, reach, words if copies > 1 else 0)
-    run_chunks(_compile_table_kernel("llvm", table), length, address_of(cut), address_of(pointers), *[0] * 4)
+    table = make_term_adding_kernel(first.dtype, len(operands) > 1, reach, words if copies > 1 else 0)
+    run_chunks(
+        _compile_table_kernel("llvm", table), length, get_array_address(cut), get_array_address(pointers), *[0] * 4
+    )
     return counters[:, 0] if copies == 1 else counters.sum(1)
 
 
@@ -226,11 +230,11 @@ def _cut_line_into_chunks(count: int) -> np.ndarray:
 def _round_windows(engine: str, words: WindowCounters, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
     """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORD_COUNT)."""
     words = words if isinstance(words, torch.Tensor) else torch.from_numpy(words)
-    rows, table, columns = len(words), make_accumulator_rounding_table(reach, dtype), words.t().contiguous()
-    kind = torch.int64 if dtype is None else WORD_TYPES[ELEMENT_FORMATS[dtype].bits]
+    rows, table, columns = len(words), make_accumulator_rounding_kernel(reach, dtype), words.t().contiguous()
+    kind = torch.int64 if dtype is None else WORD_DTYPE_BY_BITS[FORMAT_BY_ELEMENT_DTYPE[dtype].bits]
     out = torch.empty(1 if dtype else reach.limbs, rows, dtype=kind, device=words.device)
     if engine == "reference":
-        run_on_tensors(table.trace, [*columns[: reach.counter_count + bool(dtype)], *out])
+        run_trace_on_tensors(table.trace, [*columns[: reach.counter_count + bool(dtype)], *out])
     elif rows:
         own = np.arange(reach.counter_count + bool(dtype))
         pointers = np.concatenate([_find_row_addresses(columns, own), _find_row_addresses(out, np.arange(len(out)))])
@@ -238,7 +242,13 @@ def _round_windows(engine: str, words: WindowCounters, reach: LimbRange, dtype: 
         if engine == "triton":
             _compile_table_kernel(engine, table)(cut, pointers[None], words.device)
         else:
-            run_chunks(_compile_table_kernel(engine, table), cut[:, 2], address_of(cut), address_of(pointers), *[0] * 4)
+            run_chunks(
+                _compile_table_kernel(engine, table),
+                cut[:, 2],
+                get_array_address(cut),
+                get_array_address(pointers),
+                *[0] * 4,
+            )
     if dtype is not None:
         return out[0].view(dtype)
     digits = out.t()
@@ -431,7 +441,7 @@ def _describe_type(x: object) -> str:
 
 
 def _check_operand(x: torch.Tensor, name: str) -> None:
-    if not isinstance(x, torch.Tensor) or x.dtype not in ELEMENT_FORMATS:
+    if not isinstance(x, torch.Tensor) or x.dtype not in FORMAT_BY_ELEMENT_DTYPE:
         raise TypeError(
             f"{name} takes float16, bfloat16, float32 and float64 tensors, got {_describe_type(x)}: integers need no "
             "rounding (torch.sum), complex numbers are summed as view_as_real(x)"
@@ -445,7 +455,7 @@ def _check_operand(x: torch.Tensor, name: str) -> None:
 
 def _check_result_dtype(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
     dtype = default if dtype is None else dtype
-    if dtype not in ELEMENT_FORMATS:
+    if dtype not in FORMAT_BY_ELEMENT_DTYPE:
         raise TypeError(f"an exact sum is rounded to float16, bfloat16, float32 or float64, got {dtype}")
     return dtype
 

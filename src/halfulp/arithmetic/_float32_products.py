@@ -14,7 +14,7 @@ from ..environment._narrow_products import SIXTEEN_BIT_DTYPES, list_dtypes_multi
 from ..kernels import assume_constant_result, note_fallback
 
 # By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.
-PRODUCT_NAMES = {
+PRODUCT_FUNCTION_NAMES = {
     *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv", "addr"),
     *("linear", "bilinear", "inner", "outer", "ger", "dot", "vdot", "einsum", "tensordot", "chain_matmul"),
     *("linalg_matmul", "linalg_vecdot", "linalg_multi_dot"),
@@ -56,10 +56,10 @@ _AUTOCAST_PRODUCT_NAMES = {
 _NAMES_NEEDING_SEVERAL_OPERANDS = ("einsum", "chain_matmul", "multi_dot")
 # By function and not by name: dynamo looks functions up as it traces, and cannot read their names.
 _TORCH_NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg, torch._VF, torch.functional)
-NAMES_BY_PRODUCT_FUNCTION: dict[Any, str] = {
+NAME_BY_PRODUCT_FUNCTION: dict[Any, str] = {
     getattr(holder, name): name
     for holder in _TORCH_NAMESPACES
-    for name in sorted((PRODUCT_NAMES | RECURRENT_CELL_NAMES) - _UNWIDENED_PRODUCT_NAMES)
+    for name in sorted((PRODUCT_FUNCTION_NAMES | RECURRENT_CELL_NAMES) - _UNWIDENED_PRODUCT_NAMES)
     if callable(getattr(holder, name, None))
 }
 _autograd: Any = torch._C._autograd
@@ -75,9 +75,9 @@ def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[
     are what instructions for 16-bit operands form too, so the result differs from theirs by the order of summation
     alone. The result is rounded once, and so is each gradient, which is a product itself. For the backward pass the
     narrow operands are kept, not their float32 copies. Operands that are not plain narrow tensors of one dtype on the
-    CPU, and `out=`, leave the function, one of `NAMES_BY_PRODUCT_FUNCTION`, as it is.
+    CPU, and `out=`, leave the function, one of `NAME_BY_PRODUCT_FUNCTION`, as it is.
     """
-    name = NAMES_BY_PRODUCT_FUNCTION[function]
+    name = NAME_BY_PRODUCT_FUNCTION[function]
     dtype = _find_dtype_to_widen(name, args, kwargs)
     if dtype is None:
         return function(*args, **kwargs)

@@ -23,8 +23,8 @@ from ..kernels import (
     floor,
     gather,
     is_finite,
-    nearest_integer,
     power_of_two,
+    round_to_integer,
     scale_by_power,
     select,
 )
@@ -34,17 +34,17 @@ from ._operators import (
     add,
     distill_terms,
     divide,
-    divide_in_range,
+    divide_with_scaling,
     fast_two_sum,
-    finish_special_values,
-    finish_zero_signs,
     multiply,
     negate,
     pad_or_cut_terms,
     scale_terms,
+    set_special_values,
+    set_zero_signs,
     sum_terms,
     take_root,
-    take_root_in_range,
+    take_root_with_scaling,
     two_product,
     two_sum,
 )
@@ -92,8 +92,8 @@ def split_exp(x: Terms, n: int) -> tuple[Value, Terms]:
     head = select(large, 800.0, select(low, -800.0, x[0]))
     # Components behind a head that is cut would shift what is left of it.
     x = [head, *(select(large | low, 0.0, t) for t in x[1:])]
-    k = nearest_integer(head * (128.0 / math.log(2.0)))
-    pieces = constants.split_into_chunks(constants.compute_log(2) / 128, 35, (53 * n + 50) // 35 + 1)
+    k = round_to_integer(head * (128.0 / math.log(2.0)))
+    pieces = constants.split_into_bit_chunks(constants.compute_log(2) / 128, 35, (53 * n + 50) // 35 + 1)
     steps = [-(k * c) for c in make_constants(k, pieces)]
     r = distill_terms(_interleave_terms([head, *x[1:]], steps), n)
     q = floor(k * (1.0 / 128.0) + 0.5)
@@ -119,7 +119,7 @@ def evaluate_exp(x: Terms, n: int) -> Terms:
 def exp(x: Terms, n: int) -> Terms:
     """e^x."""
     made = evaluate_exp(x, n)
-    return finish_special_values(made[0], made)
+    return set_special_values(made[0], made)
 
 
 def evaluate_expm1(x: Terms, n: int) -> Terms:
@@ -127,7 +127,7 @@ def evaluate_expm1(x: Terms, n: int) -> Terms:
     q, y = split_exp(x, n)
     one = make_constants(x[0], [1.0])
     power_of_e = [scale_by_power(t, q) for t in add(one, y, n)]
-    far = finish_special_values(power_of_e[0] - 1.0, add(power_of_e, negate(one), n))
+    far = set_special_values(power_of_e[0] - 1.0, add(power_of_e, negate(one), n))
     return _select_terms(q == 0.0, y, far)
 
 
@@ -138,7 +138,7 @@ def expm1(x: Terms, n: int) -> Terms:
 
 def keep_sign_of_zero(x: Terms, made: Terms) -> Terms:
     """Keep the sign of x in the result of a function that is zero at zero."""
-    return finish_special_values(select(x[0] == 0.0, x[0], made[0]), made)
+    return set_special_values(select(x[0] == 0.0, x[0], made[0]), made)
 
 
 def evaluate_log(x: Terms, n: int, more=0.0) -> Terms:
@@ -151,11 +151,11 @@ def evaluate_log(x: Terms, n: int, more=0.0) -> Terms:
     high = x[0] > math.sqrt(2.0)
     x = scale_terms(x, select(high, one * 0.5, one))
     e = e + select(high, one, zero)
-    index = nearest_integer(x[0] * 64.0) - 45.0
+    index = round_to_integer(x[0] * 64.0) - 45.0
     c = gather(constants.make_reciprocal_tables()[0], index)
     products = [t for part in x for t in two_product(part, c)]
     r = distill_terms([products[0], *make_constants(c, [-1.0]), *products[1:]], n)
-    pieces = constants.split_into_chunks(constants.compute_log(2), 40, (53 * n + 40) // 40 + 1)
+    pieces = constants.split_into_bit_chunks(constants.compute_log(2), 40, (53 * n + 40) // 40 + 1)
     whole = [(e - shift + more) * piece for piece in make_constants(c, pieces)]
     near = look_up_terms(constants.make_reciprocal_tables()[1], index, n + 1)
     return distill_terms(_interleave_terms(_interleave_terms(whole, near), _evaluate_small_log1p(r, n)), n)
@@ -175,7 +175,7 @@ def finish_logarithm(x, made: Terms) -> Terms:
     """Return a logarithm's terms with the special values of log x."""
     nan, lowest = make_constants(x, [math.nan, -math.inf])
     beyond = select(x < 0.0, nan, select(x == 0.0, lowest, x))
-    return finish_special_values(select((x > 0.0) & is_finite(x), made[0], beyond), made)
+    return set_special_values(select((x > 0.0) & is_finite(x), made[0], beyond), made)
 
 
 def log(x: Terms, n: int) -> Terms:
@@ -228,7 +228,7 @@ def asinh(x: Terms, n: int) -> Terms:
     total = distill_terms([one, *add(near, divide(square, below, n), n)], n + 1)
     padded = list(size[: n + 1]) + [zero] * (n + 1 - len(size))
     made = evaluate_log(_select_terms(large, padded, total), n, more=select(large, one, zero))
-    made = finish_special_values(select(is_finite(x[0]), made[0], size[0]), made)
+    made = set_special_values(select(is_finite(x[0]), made[0], size[0]), made)
     return keep_sign_of_zero(x, _copy_sign(x[0], made))
 
 
@@ -240,7 +240,7 @@ def sigmoid(x: Terms, n: int) -> Terms:
     made = divide(above, add(e, [one], n), n)
     # e^x is far below the middle of the range there, and 1 + e^x is 1.
     made = _select_terms(x[0] < -200.0, e, made)
-    return finish_special_values(made[0], made)
+    return set_special_values(made[0], made)
 
 
 def _is_integer_and_odd(x: Terms) -> tuple[Value, Value]:
@@ -278,9 +278,7 @@ def raise_to_power(x: Terms, y: Terms, n: int) -> Terms:
     for t in x[1:]:
         is_one = is_one & (t == 0.0)
     unit = (y[0] == 0.0) | is_one | ((x[0] == -1.0) & ~is_finite(y[0]) & (y[0] == y[0]))
-    return finish_special_values(
-        select(unit, one, head), [select(unit, one, head), *(select(unit, zero, t) for t in low)]
-    )
+    return set_special_values(select(unit, one, head), [select(unit, one, head), *(select(unit, zero, t) for t in low)])
 
 
 LARGEST_ANGLE = 2.0**20  # of the kernels' reduction
@@ -289,12 +287,12 @@ LARGEST_ANGLE = 2.0**20  # of the kernels' reduction
 def _find_sine_and_versine(x: Terms, n: int) -> tuple[Value, Terms, Terms]:
     """Return the table's index k, sin r and cos r - 1 for r = x - k pi / 32, |r| <= pi / 64."""
     head = select(abs(x[0]) > 2.0 * LARGEST_ANGLE, 0.0, x[0])
-    k = nearest_integer(head * (32.0 / math.pi))
+    k = round_to_integer(head * (32.0 / math.pi))
     # Cancellation may take 53 bits per component and the size of k; what is left must still be accurate.
-    pieces = constants.split_into_chunks(constants.compute_pi() / 32, 28, (53 * (2 * n) + 60) // 28 + 1)
+    pieces = constants.split_into_bit_chunks(constants.compute_pi() / 32, 28, (53 * (2 * n) + 60) // 28 + 1)
     steps = [-(k * c) for c in make_constants(x[0], pieces)]
     r = distill_terms([head, *steps[:2], *x[1:], *steps[2:]], n)
-    index = k - nearest_integer(k * (1.0 / 64.0) - 0.5 + 1.0 / 128.0) * 64.0
+    index = k - round_to_integer(k * (1.0 / 64.0) - 0.5 + 1.0 / 128.0) * 64.0
     square = multiply(r, r, n)
     bits = 8.69
     count = count_series_terms(n, bits, lambda k: math.factorial(2 * k + 1))
@@ -315,14 +313,14 @@ def sin(x: Terms, n: int) -> Terms:
     """Return the sine, for |x| <= 2^20."""
     index, sine, versine = _find_sine_and_versine(x, n)
     made = _rotate_table_entry(constants.make_sine_cosine_tables(), index, versine, sine, n, 1.0)
-    return keep_sign_of_zero(x, finish_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made))
+    return keep_sign_of_zero(x, set_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made))
 
 
 def cos(x: Terms, n: int) -> Terms:
     """Return the cosine, for |x| <= 2^20."""
     index, sine, versine = _find_sine_and_versine(x, n)
     made = _rotate_table_entry(constants.make_sine_cosine_tables()[::-1], index, versine, sine, n, -1.0)
-    return finish_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made)
+    return set_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made)
 
 
 @dataclass(frozen=True)
@@ -341,9 +339,9 @@ def _addcmul(a: Terms, b: Terms, c: Terms, n: int) -> Terms:
         product, error = two_product(c[0], b[0])
         high, low = two_sum(a[0], product)
         rest = low + (error + c[1] * b[0] if len(c) > 1 else error)
-        return finish_zero_signs(plain, list(fast_two_sum(high, a[1] + rest)))
+        return set_zero_signs(plain, list(fast_two_sum(high, a[1] + rest)))
     product = multiply(b, c, n if len(b) + len(c) > 2 else 2)
-    return finish_zero_signs(plain, add(a, product, n))
+    return set_zero_signs(plain, add(a, product, n))
 
 
 def _find_sign_of_difference(x: Terms, y: Terms, n: int) -> Terms:
@@ -358,14 +356,14 @@ def _find_sign_of_difference(x: Terms, y: Terms, n: int) -> Terms:
     return pad_or_cut_terms([select((a != a) | (b != b), 2.0, sign)], n)
 
 
-FUNCTIONS: dict[str, ExpansionFunction] = {
-    "add": ExpansionFunction(2, lambda x, y, n: finish_zero_signs(x[0] + y[0], add(x, y, n)), True),
-    "sub": ExpansionFunction(2, lambda x, y, n: finish_zero_signs(x[0] - y[0], add(x, negate(y), n)), True),
-    "mul": ExpansionFunction(2, lambda x, y, n: finish_zero_signs(x[0] * y[0], multiply(x, y, n)), True),
-    "div": ExpansionFunction(2, divide_in_range, True),
-    "sqrt": ExpansionFunction(1, take_root_in_range, True),
+EXPANSION_FUNCTION_BY_NAME: dict[str, ExpansionFunction] = {
+    "add": ExpansionFunction(2, lambda x, y, n: set_zero_signs(x[0] + y[0], add(x, y, n)), True),
+    "sub": ExpansionFunction(2, lambda x, y, n: set_zero_signs(x[0] - y[0], add(x, negate(y), n)), True),
+    "mul": ExpansionFunction(2, lambda x, y, n: set_zero_signs(x[0] * y[0], multiply(x, y, n)), True),
+    "div": ExpansionFunction(2, divide_with_scaling, True),
+    "sqrt": ExpansionFunction(1, take_root_with_scaling, True),
     "reciprocal": ExpansionFunction(
-        1, lambda x, n: divide_in_range([select(is_finite(x[0]), x[0], 0.0) * 0.0 + 1.0], x, n), True
+        1, lambda x, n: divide_with_scaling([select(is_finite(x[0]), x[0], 0.0) * 0.0 + 1.0], x, n), True
     ),
     "addcmul": ExpansionFunction(3, _addcmul, True),
     # All terms stay, so that the stored result is rounded from the whole sum.
@@ -376,4 +374,4 @@ FUNCTIONS: dict[str, ExpansionFunction] = {
     "pow": ExpansionFunction(2, raise_to_power),
 }
 for _function in (exp, expm1, log, log1p, tanh, asinh, sigmoid, sin, cos):
-    FUNCTIONS[_function.__name__] = ExpansionFunction(1, _function)
+    EXPANSION_FUNCTION_BY_NAME[_function.__name__] = ExpansionFunction(1, _function)

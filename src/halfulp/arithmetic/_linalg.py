@@ -112,7 +112,7 @@ def _run_solver(
     if b:
         batch = torch.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
         a, b = (tuple(part.expand(*batch, *part.shape[-2:]) for part in some) for some in (a, b))
-    made = _SOLVERS[name](_WorkingPrecision.for_result(components, dtype), a, b)
+    made = _SOLVER_BY_NAME[name](_WorkingPrecision.for_result(components, dtype), a, b)
     fit = [pointwise("renormalize", x, components=components, dtype=dtype) for x in made]
     return [part for x in fit for part in x]
 
@@ -140,7 +140,7 @@ _linalg_operator = define_operator(
 )
 
 
-_MOST_CORRECTIONS = 12
+_MOST_REFINEMENT_STEPS = 12
 _TEXT_NEARLY_SINGULAR = (
     "float64, in which the inverse starts, cannot tell the matrix from a singular one: its condition is beyond about "
     "1e15. Scale rows and columns, add a small multiple of the identity, or leave out dependent columns"
@@ -187,12 +187,12 @@ class _WorkingPrecision:
         return matmul(x, y, self.components, torch.float64)
 
 
-def _invert(work: _WorkingPrecision, a: Parts, near: torch.Tensor, task: str) -> Parts:
+def _refine_inverse(work: _WorkingPrecision, a: Parts, near: torch.Tensor, task: str) -> Parts:
     """Return the inverse of a from a float64 one by W += W (1 - a W), which squares 1 - a W."""
     one = torch.eye(a[0].shape[-1], dtype=torch.float64, device=near.device)
     found: Parts = work.to_float64((near,))
     before: torch.Tensor | None = None
-    for _ in range(_MOST_CORRECTIONS):
+    for _ in range(_MOST_REFINEMENT_STEPS):
         rest = work.subtract((one,), work.matmul(a, found))
         off = _refuse_unlike_identity(rest[0], task)
         found = work.add(found, work.matmul(found, rest))
@@ -244,7 +244,7 @@ def _scale_and_invert(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Par
     a, columns = _scale_rows_or_columns(a, -2)
     near, info = torch.linalg.inv_ex(a[0])
     _refuse_singular(info, task)
-    return a, _invert(work, a, near, task), rows, columns
+    return a, _refine_inverse(work, a, near, task), rows, columns
 
 
 def _compute_inverse(work: _WorkingPrecision, a: Parts) -> Parts:
@@ -284,7 +284,7 @@ def _refine_cholesky_factor(work: _WorkingPrecision, a: Parts, task: str) -> Par
     start, info = torch.linalg.cholesky_ex(a[0])
     _refuse_singular(info, task)
     factor, before = work.to_float64((start,)), torch.tensor(torch.inf, dtype=torch.float64, device=start.device)
-    for _ in range(_MOST_CORRECTIONS):
+    for _ in range(_MOST_REFINEMENT_STEPS):
         rest = work.subtract(a, work.matmul(factor, _transpose(factor)))[0]
         near = torch.linalg.solve_triangular(start, rest, upper=False)
         near = torch.linalg.solve_triangular(start.mT, near, upper=True, left=False)
@@ -319,9 +319,9 @@ def _factor_orthogonally(work: _WorkingPrecision, a: Parts, task: str) -> tuple[
     # Also proves that W is no further from the inverse than its digits reach.
     _refuse_unlike_identity(gram[0] - one, task)
     factor = _transpose(_refine_cholesky_factor(work, gram, task))
-    back = tuple(part.triu() for part in _invert(work, near, torch.linalg.inv(near[0]), task))
+    back = tuple(part.triu() for part in _refine_inverse(work, near, torch.linalg.inv(near[0]), task))
     r = tuple(part.triu() for part in work.matmul(factor, back))
-    q = work.matmul(q, _invert(work, factor, torch.linalg.inv(factor[0]), task))
+    q = work.matmul(q, _refine_inverse(work, factor, torch.linalg.inv(factor[0]), task))
     return q, _multiply_by_power_of_two(r, columns)
 
 
@@ -353,7 +353,7 @@ def _multiply_along_last_dimension(work: _WorkingPrecision, x: Parts) -> tuple[P
         x = tuple(torch.cat((part, old[..., 2 * half :]), -1) for part, old in zip(made, x, strict=True))
 
 
-_SOLVERS: dict[str, Callable[[_WorkingPrecision, Parts, Parts], Sequence[Parts]]] = {
+_SOLVER_BY_NAME: dict[str, Callable[[_WorkingPrecision, Parts, Parts], Sequence[Parts]]] = {
     "solve": lambda work, a, b: [_solve_system(work, a, b)],
     "inverse": lambda work, a, _: [_compute_inverse(work, a)],
     "cholesky": lambda work, a, _: [_factor_positive_definite(work, a)],

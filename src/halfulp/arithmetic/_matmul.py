@@ -25,8 +25,8 @@ from ..kernels import define_operator, exponent, floor, is_finite, power_of_two,
 from ._operators import (
     Terms,
     distill_terms,
-    finish_special_values,
     round_to_components,
+    set_special_values,
     sweep_terms,
     to_float64_terms,
     two_sum,
@@ -37,7 +37,7 @@ from ._reductions import total
 _MOST_PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time
 
 
-def _compute_entries(
+def _compute_single_entries(
     a: Parts, b: Parts, entries: tuple[torch.Tensor, ...], components: int, dtype: torch.dtype
 ) -> Parts:
     """Compute single entries of a @ b, given by one index tensor per dimension."""
@@ -110,7 +110,7 @@ def _allocate_workspace(layout: _WorkspaceLayout, device: torch.device) -> tuple
 _INNER_PIECE_LENGTH = 512  # inner length from which on a product is taken in pieces
 _MOST_INNER_PIECES = 4
 # Bits of a float32 that go in rounding to the type, and the type's smallest subnormal.
-_DROPPED_BITS_AND_LEAST_SUBNORMALS = {torch.float16: (13, 2.0**-24), torch.bfloat16: (16, 2.0**-133)}
+_DROPPED_BITS_AND_SUBNORMAL_BY_DTYPE = {torch.float16: (13, 2.0**-24), torch.bfloat16: (16, 2.0**-133)}
 
 
 def _multiply_in_wide_type(a: Parts, b: Parts, components: int, dtype: torch.dtype, work: torch.dtype) -> Parts:
@@ -163,12 +163,12 @@ def find_largest_magnitude(x: torch.Tensor) -> float:
 def split_into_float16(x: torch.Tensor, factor: float, components: int) -> Parts:
     """Return a float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15."""
     written = tuple([torch.empty((*x.shape,), dtype=torch.float16, device=x.device) for _ in range(components)])
-    _make_half_components_kernel(components)((x, torch.tensor(factor, dtype=torch.float32, device="cpu")), written)
+    _make_float16_splitting_kernel(components)((x, torch.tensor(factor, dtype=torch.float32, device="cpu")), written)
     return written
 
 
 @functools.cache
-def _make_half_components_kernel(components: int) -> ElementwiseKernels:
+def _make_float16_splitting_kernel(components: int) -> ElementwiseKernels:
     def scale_and_cut(x: Any, factor: Any) -> Terms:
         rest, out = x * factor, []
         for _ in range(components - 1):
@@ -184,7 +184,7 @@ def _make_half_components_kernel(components: int) -> ElementwiseKernels:
 @functools.cache
 def _make_merging_kernel(work: torch.dtype, dtype: torch.dtype, count: int) -> ElementwiseKernels:
     def add_components(*parts: Any) -> Terms:
-        return [parts[0] + 0.0 if len(parts) == 1 else _add_from_last(parts)]
+        return [parts[0] + 0.0 if len(parts) == 1 else _add_terms_from_last(parts)]
 
     return ElementwiseKernels("matmul_merge", add_components, work, (dtype,) * count, (work,))
 
@@ -196,7 +196,7 @@ def _make_splitting_kernel(work: torch.dtype, dtype: torch.dtype, components: in
             return _split_into_sixteen_bit_components(products[0], dtype, components)
         terms = list(products)
         if pieces > 1:
-            terms = finish_special_values(functools.reduce(operator.add, terms), distill_terms(terms, 2))
+            terms = set_special_values(functools.reduce(operator.add, terms), distill_terms(terms, 2))
         return round_to_components(terms, dtype, components) if dtype != work else terms[:1]
 
     return ElementwiseKernels("matmul_split", cut_product, work, (work,) * pieces, (dtype,) * components)
@@ -219,7 +219,7 @@ def _split_into_sixteen_bit_components(x: Any, dtype: torch.dtype, components: i
 
 def _round_to_sixteen_bits(x: Any, dtype: torch.dtype) -> Any:
     """Return a float32 below 2^100 as a 16-bit number (Veltkamp 1968; below the normal numbers by a fixed grid)."""
-    bits, smallest = _DROPPED_BITS_AND_LEAST_SUBNORMALS[dtype]
+    bits, smallest = _DROPPED_BITS_AND_SUBNORMAL_BY_DTYPE[dtype]
     magic, far = 1.5 * 2.0**23 * smallest, x * (2.0**bits + 1.0)
     return select(abs(x) < smallest * 2.0 ** (24 - bits), (x + magic) - magic, far - (far - x))
 
@@ -273,7 +273,7 @@ def make_slice_kernel(dtype: torch.dtype, count: int, slices: int) -> Elementwis
             magic = 1.5 * 2.0 ** (52 - count_covered_bits(k + 1))
             out.append((rest[0] + magic) - magic)
             rest = [rest[0] - out[-1], *rest[1:]]
-        return [*out, _add_from_last(rest), select(size < LEAST_JUDGED_MAGNITUDE, 0.0, size)]
+        return [*out, _add_terms_from_last(rest), select(size < LEAST_JUDGED_MAGNITUDE, 0.0, size)]
 
     inputs = (dtype,) * count + (torch.float64, torch.float64)
     outputs = (torch.float64,) * (slices + 1) + (torch.float32,)
@@ -302,15 +302,15 @@ def _sum_terms(terms: Terms, keep: int) -> Terms:
     """Return the sum to `keep` components, with an error of order u^(keep + 1) of the largest term."""
     if keep == 1:
         terms = sweep_terms(terms)
-        return [terms[0] + _add_from_last(terms[1:])] if len(terms) > 1 else terms
+        return [terms[0] + _add_terms_from_last(terms[1:])] if len(terms) > 1 else terms
     if keep > 2 or len(terms) < 3:
         return distill_terms(terms, keep)
     # n passes of VecSum and a plain sum are as good as n + 1 times the precision (Ogita, Rump, Oishi 2005).
     terms = sweep_terms(sweep_terms(terms))
-    return list(two_sum(terms[0], _add_from_last(terms[1:])))
+    return list(two_sum(terms[0], _add_terms_from_last(terms[1:])))
 
 
-def _add_from_last(terms: Sequence[Any]) -> Any:
+def _add_terms_from_last(terms: Sequence[Any]) -> Any:
     """Return the plain sum, added up from the last term."""
     return functools.reduce(operator.add, reversed(terms))
 
@@ -335,7 +335,7 @@ _ROW_EXPONENT_KERNEL = ElementwiseKernels(
 )
 
 
-_MOST_WAITING_PRODUCTS = 7  # products that wait for being summed
+_MOST_UNSUMMED_PRODUCTS = 7  # products that wait for being summed
 # What a product of two numbers costs in an entry computed alone, compared with one in a matrix product.
 _COST_OF_SINGLE_ENTRY = 250
 
@@ -381,7 +381,7 @@ def multiply_by_slices(a: Parts, b: Parts, components: int, dtype: torch.dtype) 
         uncovered = missed if uncovered is None else uncovered if missed is None else uncovered | missed
     if uncovered is not None:
         entries = uncovered.nonzero(as_tuple=True)
-        for target, value in zip(known, _compute_entries(a, b, entries, components, dtype), strict=True):
+        for target, value in zip(known, _compute_single_entries(a, b, entries, components, dtype), strict=True):
             target[entries] = value
     return known
 
@@ -412,7 +412,7 @@ def _multiply_block(block: _InnerBlock, known: Parts, last: bool) -> tuple[Parts
             if not wanted:
                 wanted, missed = _choose_slice_count(block, slices, sizes)
             if wanted == slices:
-                return _add_products(block, left, right, known, last, results), missed
+                return _add_slice_products(block, left, right, known, last, results), missed
         slices = wanted
 
 
@@ -424,7 +424,7 @@ def _plan_workspace(block: _InnerBlock, slices: int) -> _WorkspaceLayout:
     return (
         ((left, wide),) * (slices + 1) + ((right, wide),) * (slices + 1),
         ((left, narrow), (right, narrow), (block.shape, narrow)),
-        ((block.shape, wide),) * (_MOST_WAITING_PRODUCTS - spare),
+        ((block.shape, wide),) * (_MOST_UNSUMMED_PRODUCTS - spare),
     )
 
 
@@ -471,18 +471,18 @@ def _choose_cheapest_slice_count(block: _InnerBlock, slices: int, sums: torch.Te
     return min(range(slices, MOST_SLICES + 1), key=cost)
 
 
-def _add_products(
+def _add_slice_products(
     block: _InnerBlock, left: list[Any], right: list[Any], known: Parts, last: bool, results: list[Any]
 ) -> Parts:
     """Add all products of slices and tails to the sum of earlier blocks."""
     slices, device = len(left) - 1, left[0].device
     final, dtype = (block.components, block.dtype) if last else (block.components + 1, torch.float64)
     written = tuple(torch.empty(block.shape, dtype=dtype, device=device) for _ in range(final))
-    buffers = [*(part for part in written if part.dtype == torch.float64), *results][:_MOST_WAITING_PRODUCTS]
+    buffers = [*(part for part in written if part.dtype == torch.float64), *results][:_MOST_UNSUMMED_PRODUCTS]
     waiting: list[torch.Tensor] = []
     for level in range(slices):
         for i in range(level + 1):
-            if len(waiting) == _MOST_WAITING_PRODUCTS - 1:
+            if len(waiting) == _MOST_UNSUMMED_PRODUCTS - 1:
                 known, waiting = _add_scaled_sums(block, waiting, known, None), []
             multiply_plain_matrices(left[i], right[level - i], buffers[len(waiting)])
             waiting.append(buffers[len(waiting)])

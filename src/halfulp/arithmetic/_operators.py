@@ -14,6 +14,7 @@ import torch
 
 from ..kernels import (
     Value,
+    compile_out_of_line,
     is_finite,
     is_float64,
     power_of_two,
@@ -22,7 +23,6 @@ from ..kernels import (
     round_to_float32,
     scale_by_power,
     select,
-    shared_network,
     square_root,
 )
 
@@ -56,7 +56,7 @@ def sweep_terms(terms: Terms, first: int = 0) -> Terms:
     return out
 
 
-@shared_network
+@compile_out_of_line
 def distill_terms(terms: Terms, keep: int) -> Terms:
     """Return the `keep` leading components of a sum of any terms: pass after pass, each fixing one more of them.
 
@@ -71,15 +71,15 @@ def distill_terms(terms: Terms, keep: int) -> Terms:
     return out[:keep] + [out[0] * 0.0] * (keep - len(out))
 
 
-def finish_special_values(plain, terms: Terms) -> Terms:
+def set_special_values(plain, terms: Terms) -> Terms:
     """Return the terms with the plain operation's infinities, NaNs and signs of zero."""
     head = select(is_finite(plain) & (abs(terms[0]) > 0.0), terms[0], plain)
     sound = is_finite(plain) & is_finite(terms[0])
     return [head, *(select(sound, t, 0.0) for t in terms[1:])]
 
 
-def finish_zero_signs(plain, terms: Terms) -> Terms:
-    """Return the terms with the plain operation's zeros' signs; like `finish_special_values`, for sums and products."""
+def set_zero_signs(plain, terms: Terms) -> Terms:
+    """Return the terms with the plain operation's zeros' signs; like `set_special_values`, for sums and products."""
     sound = is_finite(terms[0])
     head = select(sound & (abs(terms[0]) > 0.0), terms[0], plain)
     return [head, *(select(sound, t, 0.0) for t in terms[1:])]
@@ -91,7 +91,7 @@ def sum_terms(x: Terms, keep: int) -> Terms:
     for t in x[1:]:
         plain = plain + t
     nothing = select(x[0] == 0.0, x[0], 0.0)
-    return finish_special_values(select(is_finite(plain), nothing, plain), distill_terms(x, keep))
+    return set_special_values(select(is_finite(plain), nothing, plain), distill_terms(x, keep))
 
 
 def negate(x: Terms) -> Terms:
@@ -104,7 +104,7 @@ def scale_terms(x: Terms, factor) -> Terms:
     return [t * factor for t in x]
 
 
-@shared_network
+@compile_out_of_line
 def add(x: Terms, y: Terms, n: int) -> Terms:
     """x + y to n components; special values are not looked after."""
     if len(x) < len(y):
@@ -124,7 +124,7 @@ def add(x: Terms, y: Terms, n: int) -> Terms:
     return distill_terms(merged, n)
 
 
-@shared_network
+@compile_out_of_line
 def multiply(x: Terms, y: Terms, n: int) -> Terms:
     """x y to n components; special values are not looked after."""
     if len(x) < len(y):
@@ -160,7 +160,7 @@ def _distill_product(x: Terms, y: Terms, n: int) -> Terms:
     return distill_terms(terms[: 2 * n], n)
 
 
-@shared_network
+@compile_out_of_line
 def divide(x: Terms, y: Terms, n: int) -> Terms:
     """x / y to n components, for y and the quotient away from the ends of the range."""
     if n == 1:
@@ -176,7 +176,7 @@ def divide(x: Terms, y: Terms, n: int) -> Terms:
     return distill_terms(quotient, n)
 
 
-@shared_network
+@compile_out_of_line
 def take_root(x: Terms, n: int) -> Terms:
     """Return the square root to n components, for x away from the ends of the range."""
     digits = [square_root(x[0])]
@@ -195,20 +195,20 @@ def take_root(x: Terms, n: int) -> Terms:
     return distill_terms(digits, n)
 
 
-def divide_in_range(x: Terms, y: Terms, n: int) -> Terms:
+def divide_with_scaling(x: Terms, y: Terms, n: int) -> Terms:
     """x / y for all operands: scaled to the middle of the range, and back with one rounding."""
     x, kx = center_exponents(x)
     y, ky = center_exponents(y)
     plain = x[0] / y[0]
-    return finish_special_values(scale_by_power(plain, kx - ky), [scale_by_power(t, kx - ky) for t in divide(x, y, n)])
+    return set_special_values(scale_by_power(plain, kx - ky), [scale_by_power(t, kx - ky) for t in divide(x, y, n)])
 
 
-def take_root_in_range(x: Terms, n: int) -> Terms:
+def take_root_with_scaling(x: Terms, n: int) -> Terms:
     """Return the square root for all operands; NaN below zero."""
     scaled_x, k = center_exponents(x)
     plain = square_root(scaled_x[0])
     digits = take_root(scaled_x, n)
-    return finish_special_values(scale_by_power(plain, k * 0.5), [scale_by_power(t, k * 0.5) for t in digits])
+    return set_special_values(scale_by_power(plain, k * 0.5), [scale_by_power(t, k * 0.5) for t in digits])
 
 
 def center_exponents(x: Terms) -> tuple[Terms, Value]:
@@ -226,14 +226,14 @@ def pad_or_cut_terms(terms: Terms, n: int) -> Terms:
 
 
 # Bits, exponent of the smallest normal number, largest number.
-SIXTEEN_BIT_LIMITS = {torch.float16: (11, -14, 65504.0), torch.bfloat16: (8, -126, (2.0 - 2.0**-7) * 2.0**127)}
+SIXTEEN_BIT_LIMITS_BY_DTYPE = {torch.float16: (11, -14, 65504.0), torch.bfloat16: (8, -126, (2.0 - 2.0**-7) * 2.0**127)}
 
 
 def round_to_narrow_dtype(x, dtype: torch.dtype):
     """Return a float64 rounded to a narrower type's numbers, ties to even, still as float64."""
     if dtype == torch.float32:
         return round_to_float32(x)
-    precision, lowest, largest = SIXTEEN_BIT_LIMITS[dtype]
+    precision, lowest, largest = SIXTEEN_BIT_LIMITS_BY_DTYPE[dtype]
     unit = power_of_two_below(x) * 2.0 ** (1 - precision)
     smallest = 2.0 ** (lowest + 1 - precision)
     unit = select(unit > smallest, unit, unit * 0.0 + smallest)
@@ -273,7 +273,7 @@ def to_float64_terms(parts: Terms) -> Terms:
     return list(parts) if len(parts) == 1 else sum_terms(list(parts), len(parts))
 
 
-def float16_to_float64(parts: Terms) -> Terms:
+def sum_float16_components(parts: Terms) -> Terms:
     """Components of float16, converted to float64, as one: all bits that they have lie between 2^16 and 2^-24."""
     total = parts[0]
     for part in parts[1:]:

@@ -40,13 +40,13 @@ from ..kernels import (
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
 from ..kernels.triton._expansions import MOST_POINTWISE_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
 from ..kernels.triton._launch import find_checked_kernel
-from ._functions import FUNCTIONS, LARGEST_ANGLE
+from ._functions import EXPANSION_FUNCTION_BY_NAME, LARGEST_ANGLE
 from ._operators import (
-    SIXTEEN_BIT_LIMITS,
+    SIXTEEN_BIT_LIMITS_BY_DTYPE,
     Terms,
     fast_two_sum,
-    float16_to_float64,
     round_to_components,
+    sum_float16_components,
     to_float64_terms,
     two_sum,
 )
@@ -54,24 +54,24 @@ from ._operators import (
 # Outside of these magnitudes float32 overflows, or loses bits below its normal numbers.
 _LEAST_SAFE_WORD, _GREATEST_SAFE_WORD = (127 - 100) << 24, (127 + 126) << 24
 _BFLOAT16_MASK, _SIGN_MASK = 0xFFFF0000, 0x80000000
-_ARITHMETIC_OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+_ARITHMETIC_OPERATOR_BY_NAME = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 
 def make_quick_function(
     name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype
 ) -> tuple[Callable[..., Terms], torch.dtype] | None:
     """Return a function of components of one dtype to a result's and a mask of those in doubt, and its arithmetic."""
-    if name not in _ARITHMETIC_OPERATORS or dtype not in SIXTEEN_BIT_LIMITS:
+    if name not in _ARITHMETIC_OPERATOR_BY_NAME or dtype not in SIXTEEN_BIT_LIMITS_BY_DTYPE:
         return None
     if dtype == torch.bfloat16 and components == 2 and max(counts) <= 2:
-        pair_function, count = _PAIR_FUNCTIONS[name], counts[0]
+        pair_function, count = _PAIR_FUNCTION_BY_NAME[name], counts[0]
         return lambda *values: pair_function(list(values[:count]), list(values[count:])), torch.float32
 
     def compute_in_float64(*values: Any) -> Terms:
         a, doubt_a = _add_components(list(values[: counts[0]]), dtype)
         b, doubt_b = _add_components(list(values[counts[0] :]), dtype)
-        rest = _ARITHMETIC_OPERATORS[name](a, b)
-        doubt = doubt_a | doubt_b | ~(abs(rest) < SIXTEEN_BIT_LIMITS[dtype][2] / 2)
+        rest = _ARITHMETIC_OPERATOR_BY_NAME[name](a, b)
+        doubt = doubt_a | doubt_b | ~(abs(rest) < SIXTEEN_BIT_LIMITS_BY_DTYPE[dtype][2] / 2)
         found = []
         for _ in range(components):
             found.append(_round_without_overflow(rest, dtype))
@@ -93,7 +93,7 @@ def _add_components(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
 
 def _round_without_overflow(x, dtype: torch.dtype):
     """Round a float64 that no rounding makes infinite: see `round_to_narrow_dtype`."""
-    precision, lowest, _ = SIXTEEN_BIT_LIMITS[dtype]
+    precision, lowest, _ = SIXTEEN_BIT_LIMITS_BY_DTYPE[dtype]
     magic, least = power_of_two_below(x) * (1.5 * 2.0 ** (53 - precision)), 1.5 * 2.0 ** (lowest + 53 - precision)
     magic = select(magic > least, magic, least)
     nearest = (x + magic) - magic
@@ -120,7 +120,7 @@ def _multiply_pairs(x: Terms, y: Terms) -> Terms:
     return [real(bit_or(bit_and(word(first), _BFLOAT16_MASK ^ _SIGN_MASK), sign)), second, doubt]
 
 
-_PAIR_FUNCTIONS: dict[str, Callable[[Terms, Terms], Terms]] = {
+_PAIR_FUNCTION_BY_NAME: dict[str, Callable[[Terms, Terms], Terms]] = {
     "add": _add_pairs,
     "sub": lambda x, y: _add_pairs(x, [-t for t in y]),
     "mul": _multiply_pairs,
@@ -156,7 +156,10 @@ PRECISION = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.floa
 MOST: int = 4
 ANGLE_FUNCTION_NAMES = ("sin", "cos")
 _ROW_LENGTH = 8192
-_ARRAY_TYPE_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arrays, which cost less to make than tensors
+_ARRAY_TYPE_CODE_BY_DTYPE = {
+    torch.float32: "f",
+    torch.float64: "d",
+}  # of Python's arrays, which cost less to make than tensors
 
 
 @dataclass(eq=False)
@@ -257,7 +260,9 @@ class PointwiseCall:
         """float32 where + - * / and roots of up to two float32 are asked for, else float64."""
         narrow = all(dtype == torch.float32 for dtype, _ in self.operands) and self.dtype == torch.float32
         few = max(self.components, *(count for _, count in self.operands)) <= 2
-        return torch.float32 if narrow and few and FUNCTIONS[self.name].any_precision else torch.float64
+        return (
+            torch.float32 if narrow and few and EXPANSION_FUNCTION_BY_NAME[self.name].any_precision else torch.float64
+        )
 
     def evaluate(self, *values: Any) -> Terms:
         """Return the function of all operands' components, in the arithmetic's type."""
@@ -265,11 +270,11 @@ class PointwiseCall:
         for dtype, count in self.operands:
             parts, rest = rest[:count], rest[count:]
             if dtype == torch.float16 == self.dtype and self.name != "renormalize":  # of which terms have no order
-                parts = float16_to_float64(parts)
+                parts = sum_float16_components(parts)
             elif dtype != self.arithmetic:
                 parts = to_float64_terms(parts)
             operands.append(parts)
-        network = FUNCTIONS[self.name].network
+        network = EXPANSION_FUNCTION_BY_NAME[self.name].network
         if self.dtype == self.arithmetic:
             return network(*operands, self.components)[: self.components]
         # So many components carry the result and a few bits more.
@@ -319,10 +324,10 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
             plain = plain and type(part) is torch.Tensor
     if out is None and (not plain or torch.compiler.is_compiling()):
         return tuple(_pointwise_operator(name, flat, [count for _, count in kinds], components, dtype))
-    return _run_pointwise_call(_make_call(name, tuple(kinds), components, dtype), flat, out)
+    return _run_pointwise_call(_make_pointwise_call(name, tuple(kinds), components, dtype), flat, out)
 
 
-def evaluate_alike(name: str, a: Parts, b: Parts) -> Parts:
+def evaluate_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
     """`pointwise` of two contiguous operands of one shape, dtype and number of components, and a result of these.
 
     In half the steps: small operators take as long as their steps in Python.
@@ -330,7 +335,7 @@ def evaluate_alike(name: str, a: Parts, b: Parts) -> Parts:
     first = a[0]
     if type(first) is not torch.Tensor or type(b[0]) is not torch.Tensor or torch.compiler.is_compiling():
         return pointwise(name, a, b, components=len(a), dtype=first.dtype)
-    elements, count = _find_alike_kernels(name, first.dtype, len(a)), first.numel()
+    elements, count = _find_kernels_of_like_operands(name, first.dtype, len(a)), first.numel()
     if not count or select_engine(first.device.type) != "llvm":
         return pointwise(name, a, b, components=len(a), dtype=first.dtype)
     made = tuple([torch.empty_like(first) for _ in a])
@@ -338,14 +343,14 @@ def evaluate_alike(name: str, a: Parts, b: Parts) -> Parts:
     words = [row, count]
     for part in (*a, *b, *made):
         words += (part.data_ptr(), row, 1)
-    _run_rows(elements.kernel, words)
+    _run_kernel_on_rows(elements.kernel, words)
     return made
 
 
 @functools.cache
-def _find_alike_kernels(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels:
-    """Return the kernels of `evaluate_alike`."""
-    return _make_call(name, ((dtype, components),) * 2, components, dtype).kernels
+def _find_kernels_of_like_operands(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels:
+    """Return the kernels of `evaluate_on_like_operands`."""
+    return _make_pointwise_call(name, ((dtype, components),) * 2, components, dtype).kernels
 
 
 def names() -> tuple[str, ...]:
@@ -354,14 +359,14 @@ def names() -> tuple[str, ...]:
     >>> "exp" in names()
     True
     """
-    return tuple(FUNCTIONS)
+    return tuple(EXPANSION_FUNCTION_BY_NAME)
 
 
 @functools.cache
-def _make_call(name: str, operands: tuple[Any, ...], components: int, dtype: torch.dtype) -> PointwiseCall:
-    if name not in FUNCTIONS:
+def _make_pointwise_call(name: str, operands: tuple[Any, ...], components: int, dtype: torch.dtype) -> PointwiseCall:
+    if name not in EXPANSION_FUNCTION_BY_NAME:
         raise ValueError(f"no function {name!r} of expansions: there are {', '.join(names())}")
-    wanted = FUNCTIONS[name].operands
+    wanted = EXPANSION_FUNCTION_BY_NAME[name].operands
     if len(operands) != wanted:
         raise ValueError(f"{name} takes {wanted} operands, got {len(operands)}")
     check_component_dtypes(*operands, (dtype, components))
@@ -429,16 +434,16 @@ def run_on_broadcast_operands(kernel: Callable[..., Any], flat: Sequence[torch.T
     for part in flat:
         at = part.data_ptr()
         if not at or part.is_neg() or part.shape != shape or not part.is_contiguous():
-            words, _alive = _describe_operands(flat, shape, count)
+            words, _alive = _make_operand_words(flat, shape, count)
             row = words[0]
             break
         words += (at, row, 1)
     for part in written:
         words += (part.data_ptr() or address(part), row, 1)
-    _run_rows(kernel, words)
+    _run_kernel_on_rows(kernel, words)
 
 
-def _run_rows(kernel: Callable[..., Any], words: list[int]) -> None:
+def _run_kernel_on_rows(kernel: Callable[..., Any], words: list[int]) -> None:
     """Run a kernel on a table that begins with the elements of a row and of all rows."""
     (row, count), table = words[:2], array.array("q", words)
     rows = -(-count // row)
@@ -448,7 +453,7 @@ def _run_rows(kernel: Callable[..., Any], words: list[int]) -> None:
         run_chunks(kernel, np.full(rows, row, np.int64), table.buffer_info()[0])
 
 
-def _describe_operands(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence[Any]]:
+def _make_operand_words(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence[Any]]:
     """Return the table's words for operands of any shapes and strides, and the tensors that own them."""
     row = count if count < _ROW_LENGTH else _ROW_LENGTH
     for part in flat:
@@ -459,7 +464,7 @@ def _describe_operands(flat: Sequence[torch.Tensor], shape: torch.Size, count: i
     alive: list[torch.Tensor | array.array[Any]] = []
     for part in map(to_plain_memory, flat):
         if part.shape != shape:
-            owner, entry = _repeat_operand_values(part, shape, row)
+            owner, entry = _lay_out_operand_values(part, shape, row)
             alive.append(owner)
             words += entry
         else:
@@ -469,13 +474,13 @@ def _describe_operands(flat: Sequence[torch.Tensor], shape: torch.Size, count: i
     return words, alive
 
 
-def _repeat_operand_values(
+def _lay_out_operand_values(
     part: torch.Tensor, shape: torch.Size, row: int
 ) -> tuple[torch.Tensor | array.array[Any], tuple[int, int, int]]:
     """Return a broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
     if part.numel() == 1:
-        if part.dtype in _ARRAY_TYPE_CODES:
-            copies = array.array(_ARRAY_TYPE_CODES[part.dtype], (part.item(),)) * BROADCAST_LANES
+        if part.dtype in _ARRAY_TYPE_CODE_BY_DTYPE:
+            copies = array.array(_ARRAY_TYPE_CODE_BY_DTYPE[part.dtype], (part.item(),)) * BROADCAST_LANES
             return copies, (copies.buffer_info()[0], 0, 0)
         part = part.reshape(1).expand(BROADCAST_LANES).contiguous()
         return part, (address(part), 0, 0)
@@ -494,7 +499,7 @@ def _run_pointwise_operator(
 ) -> list[torch.Tensor]:
     starts = itertools.accumulate(counts, initial=0)
     kinds = tuple((parts[start].dtype, count) for start, count in zip(starts, counts))
-    return list(_run_pointwise_call(_make_call(name, kinds, components, dtype), parts, None))
+    return list(_run_pointwise_call(_make_pointwise_call(name, kinds, components, dtype), parts, None))
 
 
 _pointwise_operator = define_operator(
@@ -562,7 +567,9 @@ def can_run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> 
     """Return whether `run_on_scaled_operands` computes a function of these operands, which no compiler follows."""
     if name in ANGLE_FUNCTION_NAMES or torch.compiler.is_compiling():
         return False
-    return all(type(part) is torch.Tensor for parts, scale in operands for part in (*parts, *_list_scale(scale)))
+    return all(
+        type(part) is torch.Tensor for parts, scale in operands for part in (*parts, *_list_scale_if_present(scale))
+    )
 
 
 def run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand], components: int) -> tuple[Parts, torch.Tensor]:
@@ -573,7 +580,7 @@ def run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand], compone
     model = next((parts[0] for parts, _ in operands if parts[0].dim()), operands[0][0][0])
     *made, size = _make_outputs_like(model, shape, torch.float64, components + 1)
     _make_scaled_kernels(name, kinds, components)(
-        [x for parts, scale in operands for x in (*parts, *_list_scale(scale))], (*made, size)
+        [x for parts, scale in operands for x in (*parts, *_list_scale_if_present(scale))], (*made, size)
     )
     return tuple(made), size
 
@@ -588,7 +595,7 @@ def round_under_scale(
     return made
 
 
-def _list_scale(scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _list_scale_if_present(scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     return () if scale is None else (scale,)
 
 
@@ -600,11 +607,11 @@ def _make_scaled_kernels(name: str, kinds: _OperandKinds, components: int) -> El
             parts, rest = rest[:count], rest[count:]
             if scaled:
                 scale, *rest = rest
-                terms = [t * scale for t in (float16_to_float64(parts) if dtype == torch.float16 else parts)]
+                terms = [t * scale for t in (sum_float16_components(parts) if dtype == torch.float16 else parts)]
             else:
                 terms = parts if dtype == torch.float64 else to_float64_terms(parts)
             operands.append(terms)
-        made = FUNCTIONS[name].network(*operands, components)[:components]
+        made = EXPANSION_FUNCTION_BY_NAME[name].network(*operands, components)[:components]
         return [*made, select(is_finite(made[0]), abs(made[0]), 0.0)]
 
     stored = tuple(one for dtype, count, scaled in kinds for one in [*[dtype] * count, *[torch.float32] * scaled])

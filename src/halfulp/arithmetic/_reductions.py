@@ -26,7 +26,7 @@ from ..kernels import (
 from ..kernels.triton._expansions import ReductionKernel
 from ..kernels.triton._launch import find_checked_kernel
 from ._exact_sums import find_result_shape, normalize_dims
-from ._operators import Terms, add, divide_in_range, multiply, round_to_components, sum_terms, two_sum
+from ._operators import Terms, add, divide_with_scaling, multiply, round_to_components, sum_terms, two_sum
 from ._pointwise import PRECISION, Parts, pointwise
 
 # Of a matrix from which on its rows are reduced in segments, each by one thread.
@@ -244,7 +244,7 @@ class _Reduction(NamedTuple):
         """Return the accumulators, divided by a mean's count, as the result's components."""
         *terms, count = values
         if self.kind == "mean":
-            terms = divide_in_range(terms, [count], self.width)
+            terms = divide_with_scaling(terms, [count], self.width)
         if self.dtype != torch.float64:
             return round_to_components(terms, self.dtype, self.components)
         return terms if self.width == self.components else sum_terms(terms, self.width)[: self.components]

@@ -41,11 +41,11 @@ def warm(
     from .. import optim
     from .._names import describe_unknown_name
     from ..environment import describe_cache
-    from ..kernels._engine import choose_engine
+    from ..kernels._engine import choose_engine_and_reason
     from ..kernels.vector._machine_function import cache_statistics
     from ..recipes import get, names
 
-    engine, reason = choose_engine("cpu")
+    engine, reason = choose_engine_and_reason("cpu")
     if engine != "llvm":
         exit_with_error(f"there is nothing to compile: {reason or 'HALFULP_ENGINE asks for ' + engine}")
     cache = describe_cache()

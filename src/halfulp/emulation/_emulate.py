@@ -15,7 +15,7 @@ from ..formats import Format
 from ..gradients.eager._attach import NotScriptedError
 from ..rounding import Nearest, Rounding
 from ..subclass.models._parameter_holders import EMULATED_FORMAT_ATTRIBUTE
-from ._region import Region, describe_refusal, refuse_recording, region
+from ._region import RoundingRegion, describe_refusal, refuse_recording, region
 from ._rounder import WIDE_DTYPES, Rounder
 
 
@@ -78,14 +78,14 @@ class Emulation:
         args, kwargs = _map_tensors_in_arguments(
             lambda x: x if _needs_gradient(x) else self.rounder.round_copy(x, "an argument"), (args, kwargs)
         )
-        with Region(self.rounder):
+        with RoundingRegion(self.rounder):
             # A clone is an operator, so that an argument with a gradient is rounded, and its gradient as well.
             args, kwargs = _map_tensors_in_arguments(lambda x: x.clone() if _needs_gradient(x) else x, (args, kwargs))
             return self._original_forward(*args, **kwargs)
 
-    def region(self) -> Region:
+    def region(self) -> RoundingRegion:
         """Return a `with` block under the same settings, counted here: for a loss outside the model."""
-        return Region(self.rounder)
+        return RoundingRegion(self.rounder)
 
     def remove(self) -> None:
         """Restore the model's own forward; calling it again does nothing.

@@ -17,11 +17,11 @@ from .._torch_versions import get_saved_tensor_hooks, is_exporting
 from ..formats import Format
 from ..rounding import Nearest, Rounding
 from ..subclass import is_written
-from ..subclass.models._conversion import Wrapper, capture_recomputation, capture_reentrant_recomputation
+from ..subclass.models._conversion import FunctionWrapper, capture_recomputation, capture_reentrant_recomputation
 from ._rounder import Rounder
 
 # Outputs other than the first that only the backward pass reads: they are inside the operator, in float32.
-_BACKWARD_ONLY_OUTPUTS = {
+_BACKWARD_ONLY_OUTPUTS_BY_OPERATOR = {
     **dict.fromkeys(("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm"), (1, 2)),
     **dict.fromkeys(("_native_batch_norm_legit", "_batch_norm_with_update", "miopen_batch_norm"), (1, 2)),
     **dict.fromkeys(("_fused_rms_norm", "_weight_norm_interface", "nll_loss_forward", "nll_loss2d_forward"), (1,)),
@@ -32,7 +32,7 @@ _BACKWARD_ONLY_OUTPUTS = {
     **{"_thnn_fused_lstm_cell": (2,), "_flash_attention_forward": (1, 4)},
 }
 # Arguments that are written although the schema does not say so.
-_RUNNING_STATISTICS_ARGUMENTS = dict.fromkeys(
+_RUNNING_STATISTICS_BY_OPERATOR = dict.fromkeys(
     ("native_batch_norm", "miopen_batch_norm", "cudnn_batch_norm"), ((3, "running_mean"), (4, "running_var"))
 )
 # A view although the schema does not say so, and memory without numbers.
@@ -68,10 +68,10 @@ def read_operator_results(operator: torch._ops.OpOverload) -> OperatorResults:
     known = namespace == "aten"
     if known and base in _OPERATORS_WITHOUT_NEW_NUMBERS:
         return OperatorResults(name, (), ())
-    statistics = _BACKWARD_ONLY_OUTPUTS.get(base, ()) if known else ()
+    statistics = _BACKWARD_ONLY_OUTPUTS_BY_OPERATOR.get(base, ()) if known else ()
     fresh = (i for i, value in enumerate(schema.returns) if value.alias_info is None and "Tensor" in str(value.type))
     written = tuple((i, argument.name) for i, argument in enumerate(schema.arguments) if is_written(argument))
-    written = written or (_RUNNING_STATISTICS_ARGUMENTS.get(base, ()) if known else ())
+    written = written or (_RUNNING_STATISTICS_BY_OPERATOR.get(base, ()) if known else ())
     return OperatorResults(name, tuple(i for i in fresh if i not in statistics), written)
 
 
@@ -85,7 +85,7 @@ class GradientRounding:
     passes through them, and they go when the graph goes. No node is held here.
     """
 
-    def __init__(self, rounder: Rounder, emulated: Wrapper) -> None:
+    def __init__(self, rounder: Rounder, emulated: FunctionWrapper) -> None:
         self.rounder = rounder
         self._emulated = emulated
         self.task = -1
@@ -251,7 +251,7 @@ def _get_entered_modes() -> list[_RoundingMode]:
     return modes
 
 
-class Region:
+class RoundingRegion:
     """A `with` block in which operators are rounded; inside a block of the same settings it joins that one.
 
     Entering raises RuntimeError inside a block of other settings, a transform of torch.func and forward mode, and
@@ -263,7 +263,7 @@ class Region:
         self._entered: list[tuple[_RoundingMode, bool] | None] = []
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
-    def __enter__(self) -> Region:
+    def __enter__(self) -> RoundingRegion:
         modes = _get_entered_modes()
         if modes and modes[-1].task == torch._C._current_graph_task_id():
             rounder, around = self.rounder, modes[-1].rounder
@@ -324,7 +324,7 @@ def _emulate_recomputation(rounder: Rounder, function: Callable) -> Callable:
 
     @wraps(function)
     def run_emulated(*args, **kwargs):
-        with Region(rounder):
+        with RoundingRegion(rounder):
             return function(*args, **kwargs)
 
     return run_emulated
@@ -335,7 +335,7 @@ def region(
     rounding: Rounding | str = Nearest(),  # noqa: B008  frozen
     *,
     overflow: str | None = None,
-) -> Region:
+) -> RoundingRegion:
     """Return a `with` block in which every operator's floating output is rounded, and the gradients of what it made.
 
     For losses and other code outside a model. The backward pass may run later and elsewhere: gradients are rounded
@@ -358,4 +358,4 @@ def region(
     ...     torch.ones(1) + 1.3
     tensor([2.])
     """
-    return Region(Rounder(format, rounding, overflow))
+    return RoundingRegion(Rounder(format, rounding, overflow))

@@ -97,12 +97,12 @@ def _describe_16_bit_products() -> dict[str, str]:
 
 
 def _describe_engines() -> dict[str, str]:
-    from ..kernels._engine import choose_engine
+    from ..kernels._engine import choose_engine_and_reason
 
     found = {}
     for kind in ("cpu", *dict.fromkeys(device.split()[0] for device in _list_devices())):
         try:
-            name, reason = choose_engine(kind)
+            name, reason = choose_engine_and_reason(kind)
             found[kind] = f"{name} ({reason})" if reason else name
         except (ValueError, ImportError) as error:
             found[kind] = f"refused: {error}"

@@ -101,7 +101,7 @@ mxfp4: BlockFormat = BlockFormat("mxfp4", e2m1fn, e8m0, 32)
 # NVIDIA's FP4 (arXiv 2509.25149).
 nvfp4: BlockFormat = BlockFormat("nvfp4", e2m1fn, e4m3fn, 16, tensor_scale=True, scale_rounding="nearest")
 
-BLOCK_FORMATS = {b.name: b for b in (mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4)}
+BLOCK_FORMAT_BY_NAME = {b.name: b for b in (mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4)}
 
 
 def block_names() -> list[str]:
@@ -110,7 +110,7 @@ def block_names() -> list[str]:
     >>> block_names()
     ['mxfp8_e4m3', 'mxfp8_e5m2', 'mxfp6_e3m2', 'mxfp6_e2m3', 'mxfp4', 'nvfp4']
     """
-    return list(BLOCK_FORMATS)
+    return list(BLOCK_FORMAT_BY_NAME)
 
 
 def get_block(format: BlockFormat | str) -> BlockFormat:
@@ -128,12 +128,12 @@ def get_block(format: BlockFormat | str) -> BlockFormat:
     if not isinstance(format, str):
         raise TypeError(f"a block format is a hu.BlockFormat or a name such as 'mxfp4'; got {type(format).__name__}")
     key = format.strip().lower().replace("-", "_")
-    if key not in BLOCK_FORMATS:
+    if key not in BLOCK_FORMAT_BY_NAME:
         raise ValueError(
-            f"unknown block format {format!r}: known are {', '.join(BLOCK_FORMATS)}; your own is"
+            f"unknown block format {format!r}: known are {', '.join(BLOCK_FORMAT_BY_NAME)}; your own is"
             ' hu.BlockFormat("mine", element=hu.formats.e2m1fn, scale=hu.formats.e8m0, block=32)'
         )
-    return BLOCK_FORMATS[key]
+    return BLOCK_FORMAT_BY_NAME[key]
 
 
 def get_format_or_block(format: Format | BlockFormat | str | torch.dtype) -> Format | BlockFormat:
@@ -146,7 +146,7 @@ def get_format_or_block(format: Format | BlockFormat | str | torch.dtype) -> For
         return format
     if isinstance(format, str):
         name = format.strip().lower()
-        if name.startswith(("mx", "nvfp")) or name in BLOCK_FORMATS:
+        if name.startswith(("mx", "nvfp")) or name in BLOCK_FORMAT_BY_NAME:
             return get_block(format)
     return get(format)
 
@@ -177,10 +177,10 @@ def register(format: AnyFormat) -> AnyFormat:
     """
     if not isinstance(format, Format | BlockFormat):
         raise TypeError(f"a format is a hu.Format or a hu.BlockFormat; got {type(format).__name__}")
-    registry: dict[str, Any] = CATALOG if isinstance(format, Format) else BLOCK_FORMATS
+    registry: dict[str, Any] = CATALOG if isinstance(format, Format) else BLOCK_FORMAT_BY_NAME
     if format.name != format.name.lower().replace("-", "_"):
         raise ValueError(f"a format is looked up in lower case and with _ for -: name it so, not {format.name!r}")
-    known = find_format(format.name) or BLOCK_FORMATS.get(format.name)
+    known = find_format(format.name) or BLOCK_FORMAT_BY_NAME.get(format.name)
     if known is not None and known != format and registry.get(format.name) != format:
         raise ValueError(f"the name {format.name!r} stands for {known.name} already: choose another name")
     register_entry("format", registry, format.name, format, str(format))
@@ -215,5 +215,5 @@ def block_rows() -> list[dict[str, Any]]:
     return [
         {"name": format.name, "element": format.element.name, "scale": format.scale.name}
         | {field: getattr(format, field) for field in fields}
-        for format in BLOCK_FORMATS.values()
+        for format in BLOCK_FORMAT_BY_NAME.values()
     ]

@@ -36,8 +36,8 @@ e8m0: Format = Format(
     "e8m0", 8, 0, infinities=False, nan="all_ones", subnormals=False, signed=False, zero=False, overflow="nan"
 )
 
-_WIDEST_FIRST = (fp64, fp32, tf32, fp16, bf16, e8m5, e8m3, e8m1, e5m2, e5m2fnuz, e4m3, e4m3fn, e4m3fnuz, e3m4)
-CATALOG = {format.name: format for format in (*_WIDEST_FIRST, e3m2fn, e2m3fn, e2m1fn, e8m0)}
+_FORMATS_WIDEST_FIRST = (fp64, fp32, tf32, fp16, bf16, e8m5, e8m3, e8m1, e5m2, e5m2fnuz, e4m3, e4m3fn, e4m3fnuz, e3m4)
+CATALOG = {format.name: format for format in (*_FORMATS_WIDEST_FIRST, e3m2fn, e2m3fn, e2m1fn, e8m0)}
 
 _FORMATS_BY_ALIAS = {
     "double": fp64,

@@ -16,7 +16,7 @@ FINITE_SPECIALS = (False, None, True, True, True, True)
 SCALE_SPECIALS = (False, "all_ones", False, False, False, False)
 
 # Format.layout -> name in torch. A packed dtype (float4_e2m1fn_x2: two values a byte) is no element dtype.
-TORCH_NAMES_BY_LAYOUT: dict[tuple[Any, ...], str] = {
+TORCH_NAME_BY_LAYOUT: dict[tuple[Any, ...], str] = {
     (11, 52, 1023, *IEEE_SPECIALS): "float64",
     (8, 23, 127, *IEEE_SPECIALS): "float32",
     (5, 10, 15, *IEEE_SPECIALS): "float16",
@@ -29,7 +29,7 @@ TORCH_NAMES_BY_LAYOUT: dict[tuple[Any, ...], str] = {
 }
 
 # Those that ml_dtypes has besides, which repeats no types of numpy.
-_NAMES_BEYOND_TORCH: dict[tuple[Any, ...], str] = {
+_ML_DTYPES_NAME_BY_LAYOUT: dict[tuple[Any, ...], str] = {
     (4, 3, 7, *IEEE_SPECIALS): "float8_e4m3",
     (4, 3, 11, *FNUZ_SPECIALS): "float8_e4m3b11fnuz",
     (3, 4, 3, *IEEE_SPECIALS): "float8_e3m4",
@@ -100,7 +100,7 @@ class Format:
         for field, value in _find_default_fields(self).items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
-        _check_existence(self)
+        _check_field_consistency(self)
         # A compiler takes integers of an argument for variables, a string for a constant (rounding._modes).
         object.__setattr__(self, "_key", repr(tuple(getattr(self, field.name) for field in fields(self))))
 
@@ -194,12 +194,12 @@ class Format:
     @property
     def torch_dtype_name(self) -> str | None:
         """Name of this layout in torch, or None; known without torch."""
-        return TORCH_NAMES_BY_LAYOUT.get(self.layout)
+        return TORCH_NAME_BY_LAYOUT.get(self.layout)
 
     @property
     def ml_dtypes_name(self) -> str | None:
         """Name of this layout in ml_dtypes, or None."""
-        name = _NAMES_BEYOND_TORCH.get(self.layout, self.torch_dtype_name)
+        name = _ML_DTYPES_NAME_BY_LAYOUT.get(self.layout, self.torch_dtype_name)
         return None if name in _NUMPY_NAMES else name
 
     def holds(self, other: Format) -> bool:
@@ -273,7 +273,7 @@ def _check_fields(format: Format) -> None:
             raise ValueError(f"{format.name}: {field} is one of {', '.join(allowed)}, or None; got {value!r}")
 
 
-def _check_existence(format: Format) -> None:
+def _check_field_consistency(format: Format) -> None:
     """Raise where the fields contradict each other or leave no number."""
     contradictions = [
         (

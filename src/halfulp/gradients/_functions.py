@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arithmetic import _float32_products
-from ..arithmetic._float32_products import PRODUCT_NAMES, RECURRENT_CELL_NAMES
+from ..arithmetic._float32_products import PRODUCT_FUNCTION_NAMES, RECURRENT_CELL_NAMES
 
 # A region asks at every call.
 get_function_name = functools.cache(_float32_products.read_operator_name)
@@ -32,7 +32,7 @@ _FUNCTIONS_WITHOUT_GRADIENT = {
     *("__repr__", "__format__", "__hash__", "__bool__", "__float__", "__int__", "backward", "grad"),
 }
 _FUNCTIONS_BY_KIND: tuple[tuple[OperatorKind, set[str]], ...] = (
-    ("product", PRODUCT_NAMES),
+    ("product", PRODUCT_FUNCTION_NAMES),
     # All steps share a site, that of the state, which several parts of such a function read.
     ("cell", RECURRENT_CELL_NAMES),
     ("shape", _FUNCTIONS_SHAPED_BY_SECOND_ARGUMENT),

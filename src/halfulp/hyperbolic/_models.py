@@ -30,7 +30,7 @@ def _round_all_to_plain(dtype: torch.dtype | None, *values: Tensor) -> tuple[Ten
     return values if dtype is None else tuple(round_to_plain(x, dtype) for x in values)
 
 
-def match_width(x: Tensor, other: Tensor) -> Tensor:
+def match_component_count(x: Tensor, other: Tensor) -> Tensor:
     """Return x as wide as another value: with all components beside an MCTensor, rounded beside a plain tensor."""
     return x if isinstance(other, MCTensor) else round_to_plain(x)
 
@@ -139,12 +139,12 @@ class Manifold(abc.ABC):
 
     def gradient(self, point: Tensor, gradient: Tensor) -> Tensor:
         """Return the Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
-        size = self.size(match_width(point, gradient))
+        size = self.size(match_component_count(point, gradient))
         return size * (size * gradient)
 
     def norm(self, point: Tensor, vector: Tensor) -> Tensor:
         """Return the length of a vector at a point; (..., 1)."""
-        size = self.size(match_width(point, vector))
+        size = self.size(match_component_count(point, vector))
         length: Tensor = torch.linalg.vector_norm(round_to_plain(vector / size), dim=-1, keepdim=True)
         return length
 
@@ -204,8 +204,8 @@ class PoincareBall(Manifold):
         s is the length of the step and n = 1 + 2 t <p, v> + t^2 |p|^2.
         """
         m = compute_margin_to_rim(point)
-        place = match_width(point, step)
-        direction, t, radius, inwards, both = self._compute_geodesic(place, match_width(m, step), step)
+        place = match_component_count(point, step)
+        direction, t, radius, inwards, both = self._compute_geodesic(place, match_component_count(m, step), step)
         n = inwards * inwards + radius * t * both
         return self.project(point + m * (t * (direction + t * place) / n))
 
@@ -223,10 +223,10 @@ class PoincareBall(Manifold):
         The geodesic ends along (1 - t^2 |p|^2) v + 2 t (1 + t <p, v>) p, the derivative by t of what `exp` gives: the
         direction from the point to its rounded end would turn vectors at small steps.
         """
-        point = match_width(point, vector)
+        point = match_component_count(point, vector)
         m = compute_margin_to_rim(point)
-        place = match_width(point, step)
-        before, t, radius, inwards, both = self._compute_geodesic(place, match_width(m, step), step)
+        place = match_component_count(point, step)
+        before, t, radius, inwards, both = self._compute_geodesic(place, match_component_count(m, step), step)
         x = t * radius
         after, _ = find_direction_and_length(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
         return compute_margin_to_rim(self.exp(point, step)) / m * rotate_vector(vector, before, after)
@@ -253,11 +253,11 @@ def compute_margin_to_rim(point: Tensor) -> Tensor:
     """Return 1 - |p|^2 without cancellation, (..., 1); of plain tensors exact, rounded once or to 2^-100."""
     if isinstance(point, MCTensor):
         return 1 - (point * point).sum(-1, keepdim=True)
-    rounded_once: Callable[..., Tensor] = _MarginFunction.apply
+    rounded_once: Callable[..., Tensor] = _RimMarginFunction.apply
     return rounded_once(point)
 
 
-class _MarginFunction(torch.autograd.Function):
+class _RimMarginFunction(torch.autograd.Function):
     """1 - |p|^2 of plain coordinates, by squares of two components each, with its derivative."""
 
     @staticmethod
@@ -315,11 +315,11 @@ class HalfSpace(Manifold):
         aside, rise, factor = self._compute_geodesic_move(y, step)[:3]
         # The sum keeps a small step's digits beyond the height's own; the product those of a height that shrinks.
         height = torch.where(round_to_plain(rise).abs() < 0.5, y + y * rise, y * factor)
-        return torch.cat([x + y * aside, _raise_above_zero(height)], -1)
+        return torch.cat([x + y * aside, _clamp_height_above_zero(height)], -1)
 
     def _compute_geodesic_move(self, y: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """Return 2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t), as in `exp`."""
-        direction, length = find_direction_and_length(step / match_width(y, step))
+        direction, length = find_direction_and_length(step / match_component_count(y, step))
         h, w = direction[..., :-1], direction[..., -1:]
         t, rest = compute_tanh_and_complement(length)
         flat = (h * h).sum(-1, keepdim=True)
@@ -332,7 +332,9 @@ class HalfSpace(Manifold):
 
     def transport(self, point: Tensor, step: Tensor, vector: Tensor) -> Tensor:
         """Move a vector along a geodesic (see Manifold): it keeps its length over the height, and its angle."""
-        _, _, factor, direction, t, rest, n = self._compute_geodesic_move(match_width(point[..., -1:], vector), step)
+        _, _, factor, direction, t, rest, n = self._compute_geodesic_move(
+            match_component_count(point[..., -1:], vector), step
+        )
         w = direction[..., -1:]
         end = torch.cat([direction[..., :-1] * factor, (w * (1 + t * t) - 2 * t) / n / rest], -1)
         return factor * rotate_vector(vector, direction, end)
@@ -343,13 +345,13 @@ class HalfSpace(Manifold):
 
     def project(self, point: Tensor) -> Tensor:
         """Raise heights below the smallest normal number to it."""
-        return torch.cat([point[..., :-1], _raise_above_zero(point[..., -1:])], -1)
+        return torch.cat([point[..., :-1], _clamp_height_above_zero(point[..., -1:])], -1)
 
     def _find_points_outside(self, point: Tensor) -> Tensor:
         return ~(round_to_plain(point[..., -1]) > 0)
 
 
-def _raise_above_zero(height: Tensor) -> Tensor:
+def _clamp_height_above_zero(height: Tensor) -> Tensor:
     least = torch.finfo(height.dtype).tiny
     if not isinstance(height, MCTensor):
         return height.clamp(min=least)

@@ -136,19 +136,19 @@ class Precision(_lightning_package.Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Show the averages of schedule-free optimizers in the module."""
-        self._switch_optimizers(trainer, False)
+        self._switch_schedule_free_mode(trainer, False)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Put the trained weights back."""
-        self._switch_optimizers(trainer, True)
+        self._switch_schedule_free_mode(trainer, True)
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Put the trained weights back."""
-        self._switch_optimizers(trainer, True)
+        self._switch_schedule_free_mode(trainer, True)
 
-    def _switch_optimizers(self, trainer: Any, is_training: bool) -> None:
+    def _switch_schedule_free_mode(self, trainer: Any, is_training: bool) -> None:
         for one in self._list_optimizers(trainer):
             if isinstance(one, optim.Optimizer):
                 one.train(is_training)

@@ -34,7 +34,7 @@ from ..pages import write_file_atomically
 from ..recipes import contract
 from ..recipes._contract import Contract
 
-CONTRACT_FILE, WEIGHTS_FILE = "precision_contract.json", "float32_weights.safetensors"
+CONTRACT_FILE_NAME, WEIGHTS_FILE_NAME = "precision_contract.json", "float32_weights.safetensors"
 
 
 def _make_optimizer(rule: str, weight_decay: float, model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -119,7 +119,7 @@ class PrecisionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Check the contract of the checkpoint that the run goes on from, where it lies in the output folder."""
-        saved = os.path.join(_name_checkpoint_folder(args, state), CONTRACT_FILE)
+        saved = os.path.join(_name_checkpoint_folder(args, state), CONTRACT_FILE_NAME)
         if state.global_step and os.path.exists(saved):
             with open(saved, encoding="utf-8") as file:
                 Contract.from_dict(json.load(file)).check(more["model"], find_inner_optimizer(more["optimizer"]))
@@ -131,12 +131,12 @@ class PrecisionCallback(TrainerCallback):
             return
         model, stepped = more["model"], find_inner_optimizer(more["optimizer"])
         held = contract(model, stepped)
-        write_file_atomically(os.path.join(folder, CONTRACT_FILE), json.dumps(held.to_dict(), indent=1))
+        write_file_atomically(os.path.join(folder, CONTRACT_FILE_NAME), json.dumps(held.to_dict(), indent=1))
         is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
         if isinstance(stepped, optim.Optimizer) and not is_sharded:
             weights = stepped.float32_state_dict(model).items()
             plain = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights}
-            path = os.path.join(folder, WEIGHTS_FILE)
+            path = os.path.join(folder, WEIGHTS_FILE_NAME)
             save_file(plain, f"{path}.part", metadata={"format": "pt", **held.metadata()})
             os.replace(f"{path}.part", path)
 

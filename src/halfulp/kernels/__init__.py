@@ -19,6 +19,7 @@ from ._canary import (
 )
 from ._engine import engine, note_and_warn_once, note_fallback, report, select_engine
 from ._index_map import CHUNK_ELEMENTS, IndexMap, cut_into_chunks, make_chunk_table
+from ._interpreter import run_trace_on_tensors
 from ._operations import divide, floor, maximum, select, sign_of, sqrt
 from ._operator import (
     assume_constant_result,
@@ -34,35 +35,34 @@ from ._plain_memory import (
     address,
     checksum,
     compute_row_checksums,
-    has_own_memory,
+    has_strided_values,
     overlaps_itself,
     plain_address,
     resolve_plain_memory,
     to_plain_memory,
 )
-from ._tensor_writer import run_on_tensors
 from ._threads import MOST_SERIAL_ELEMENTS, keeping_subnormals, run_chunks
 from ._trace import (
     Trace,
     Traced,
     Value,
+    compile_out_of_line,
     exponent,
     gather,
     is_finite,
     is_float64,
-    nearest_integer,
     power_of_two,
     power_of_two_below,
     product_error,
     record_function,
     round_to_float32,
+    round_to_integer,
     scale_by_power,
-    shared_network,
     square_root,
 )
 from .vector._loop import BROADCAST_LANES, ShortcutTrace, compile_trace
-from .vector._machine_function import address_of, compute_source_digest
-from .vector._processor import vector_bits
+from .vector._machine_function import compute_source_digest, get_array_address
+from .vector._processor import find_vector_bits
 from .vector._reductions import BLOCK_ROWS, NARROW_LANES, ReductionSteps, compile_reduction
 
 __all__ = ["KernelMismatchError", "divide", "engine", "floor", "maximum", "report", "same_bits"]

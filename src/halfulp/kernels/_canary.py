@@ -77,7 +77,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 # Metal has no float64; of other devices torch says so itself.
 _DEVICES_WITHOUT_FLOAT64 = frozenset(("mps",))
-_device_verdicts: dict[tuple[torch.device, Hashable], str] = {}
+_refusal_by_device_and_key: dict[tuple[torch.device, Hashable], str] = {}
 
 
 def has_float64(device: torch.device) -> bool:
@@ -134,11 +134,11 @@ def require_same_bits(
     """
     if device.type in ("cpu", "meta") or (device.type == "cuda" and not torch.version.hip):
         return  # known to give the reference's bits
-    if (device, key) not in _device_verdicts:
-        _device_verdicts[device, key] = ""  # while it is tried
+    if (device, key) not in _refusal_by_device_and_key:
+        _refusal_by_device_and_key[device, key] = ""  # while it is tried
         with disable_callers_modes():
-            _device_verdicts[device, key] = _describe_difference(device, run)
-    if reason := _device_verdicts[device, key]:
+            _refusal_by_device_and_key[device, key] = _describe_difference(device, run)
+    if reason := _refusal_by_device_and_key[device, key]:
         raise NotImplementedError(f"{what} on {device.type}: {reason}. {otherwise}; {ENV_HINT}")
 
 

@@ -87,7 +87,7 @@ def _is_device_function(value: object) -> TypeGuard[types.FunctionType]:
 
 
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
-_LANGUAGE_RULES = (
+_LANGUAGE_RULES_TEXT = (
     "a device function is written once for every processor, in + - * / and comparisons of values, & | ~ of masks, and "
     "select, floor, sqrt, divide, maximum and sign_of of halfulp.kernels; what torch or math compute comes in as its "
     "constants"
@@ -105,14 +105,14 @@ def call_users_function(function: Callable, *arguments: Any) -> Any:
             raise  # a function of the library itself
         line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
         where = f"{own[-1].filename}, line {own[-1].lineno}" + (f", {line!r}" if line else "")
-        raise TypeError(f"{where}: {error}; {_LANGUAGE_RULES}") from error
+        raise TypeError(f"{where}: {error}; {_LANGUAGE_RULES_TEXT}") from error
 
 
 # Inputs of whoever draws: what the start of a stream of random words gives.
 RANDOM_STREAM_INPUTS = (("counter", 0), ("own", 0))
 
 
-class Recording:
+class ElementRecording:
     """The trace of one element of a table of pointers, and the values that a device function takes."""
 
     def __init__(self, columns: int, constants: int = 0, kind: str = "f32") -> None:

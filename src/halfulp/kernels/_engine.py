@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from .._messages import ENV_HINT, find_user_stack_level
-from .vector._processor import check_features, explain_unsupported_machine
+from .vector._processor import check_feature_signs, explain_unsupported_machine
 
 ENGINES = ("auto", "llvm", "triton", "reference")
 _UNKNOWN_ENGINE_MESSAGE = (
@@ -82,13 +82,13 @@ def use_reference_in_thread() -> Iterator[None]:
 
 def select_engine(device: str) -> str:
     """Return the engine for tensors on a kind of device: "llvm" or "reference", on CUDA "triton" or "reference"."""
-    name, reason = choose_engine(device)
+    name, reason = choose_engine_and_reason(device)
     if reason:
         note_and_warn_once("engine", reason)
     return name
 
 
-def choose_engine(device: str) -> tuple[str, str]:
+def choose_engine_and_reason(device: str) -> tuple[str, str]:
     """Return `select_engine`'s engine, and, unsaid, why it is not the fast one; "" where it is or there is no other."""
     wish = _find_wanted_engine()
     if wish not in ENGINES:
@@ -97,7 +97,7 @@ def choose_engine(device: str) -> tuple[str, str]:
         return _choose_triton_or_reference(device, wish)
     if wish == "reference" or device != "cpu":
         return "reference", ""
-    check_features()
+    check_feature_signs()
     if why := _explain_missing_package("llvmlite") or explain_unsupported_machine():
         if wish == "llvm":
             raise ImportError(f"engine 'llvm' was asked for, but {why}; {ENV_HINT}")

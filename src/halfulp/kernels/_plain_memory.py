@@ -34,7 +34,7 @@ def address(x: Tensor) -> int:
     """Return the address of a plain strided tensor's elements, or raise TypeError as `to_plain_memory`."""
     at = 0 if type(x).__name__ in _TRACED_CLASS_NAMES else x.data_ptr()
     if (at == 0 and x.numel()) or x.is_neg():
-        refuse_tensor(x, "a tensor")
+        refuse_tensor_without_plain_memory(x, "a tensor")
     return at
 
 
@@ -84,11 +84,11 @@ def to_plain_memory(x: Tensor, what: str = "a tensor") -> Tensor:
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         if x.is_neg() or x.is_conj():
             x = x.resolve_conj().resolve_neg()
-    elif has_own_memory(x):
+    elif has_strided_values(x):
         with torch._C.DisableTorchFunctionSubclass():
             return to_plain_memory(x.detach().as_subclass(Tensor), what)
-    if not has_own_memory(x):
-        refuse_tensor(x, what)
+    if not has_strided_values(x):
+        refuse_tensor_without_plain_memory(x, what)
     return x
 
 
@@ -99,7 +99,7 @@ def resolve_plain_memory(x: Tensor, what: str = "a tensor") -> Tensor:
     return to_plain_memory(x, what)
 
 
-def has_own_memory(x: Tensor) -> bool:
+def has_strided_values(x: Tensor) -> bool:
     """Return whether a tensor's memory holds strided values of its dtype."""
     if x.layout is not torch.strided or x.is_quantized or x.is_nested or x.is_meta:
         return False
@@ -132,7 +132,9 @@ def overlaps_itself(x: Tensor) -> bool:
     return False
 
 
-def refuse_tensor(x: Tensor, what: str, otherwise: str = "give a plain tensor of its values") -> None:
+def refuse_tensor_without_plain_memory(
+    x: Tensor, what: str, otherwise: str = "give a plain tensor of its values"
+) -> None:
     """Raise TypeError, which says why a tensor has no plain memory and what to do; `otherwise` for unknown classes."""
     if x.layout is not torch.strided:
         kind, remedy = f"a {str(x.layout).removeprefix('torch.')} tensor", "give x.to_dense()"
@@ -157,7 +159,7 @@ def refuse_tensor(x: Tensor, what: str, otherwise: str = "give a plain tensor of
     raise TypeError(f"{what} is {kind}: {remedy}")
 
 
-_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORD_DTYPE_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # Odd 64-bit constants with about as many ones as zeros, as signed integers; the first is 2^64 / golden ratio (Knuth,
 # vol. 3, 6.4).
 _CHECKSUM_WEIGHT_STEP, _CHECKSUM_WEIGHT_FACTOR = -0x61C8864680B583EB, -0x4B47D0C5E2A3A5A7
@@ -177,7 +179,7 @@ def compute_row_checksums(values: Tensor) -> Tensor:
     words = rows.shape[1] * (2 if rows.element_size() == 8 else 1)
     numbers = torch.arange(1, words + 1, dtype=torch.int64, device=rows.device)
     weights = (((numbers * _CHECKSUM_WEIGHT_STEP) ^ _CHECKSUM_WEIGHT_FACTOR) * _CHECKSUM_WEIGHT_FACTOR) | 1
-    dtype = _WORD_DTYPES[rows.element_size()]
+    dtype = _WORD_DTYPE_BY_ITEMSIZE[rows.element_size()]
     return torch.cat([(part.contiguous().view(dtype).long() * weights).sum(1) for part in parts])
 
 

@@ -2,7 +2,7 @@
 
 A device function is a plain function over + - * / (and comparisons), the operations below and those of `_operations`.
 Given `Traced` values it writes itself down, without branches, for three writers: `vector` turns it into machine code,
-`triton` into source, and `_tensor_writer` runs it; the operations below compute on tensors, too. A traced value has a
+`triton` into source, and `_interpreter` runs it; the operations below compute on tensors, too. A traced value has a
 kind: a real ("f32", "f64"), an unsigned word ("w32", "w64"), a "mask", or the "address" of an array.
 """
 
@@ -21,12 +21,12 @@ from ._canary import compute_float32_root, to_float64
 
 Network = TypeVar("Network", bound=Callable[..., list[Any]])
 
-MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}
-_EXPONENT_BIAS = {torch.float32: 127, torch.float64: 1023}
-_WORD_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
-_REAL_KINDS = {torch.float32: "f32", torch.float64: "f64"}
+MANTISSA_BITS_BY_DTYPE = {torch.float32: 23, torch.float64: 52}
+_EXPONENT_BIAS_BY_DTYPE = {torch.float32: 127, torch.float64: 1023}
+_WORD_DTYPE_BY_REAL_DTYPE = {torch.float32: torch.int32, torch.float64: torch.int64}
+_REAL_KIND_BY_DTYPE = {torch.float32: "f32", torch.float64: "f64"}
 Number = float | np.number
-_NUMPY_KINDS: dict[type, str] = {
+_KIND_BY_NUMPY_TYPE: dict[type, str] = {
     **{np.float32: "f32", np.float64: "f64"},
     **{np.uint32: "w32", np.uint64: "w64", np.int64: "w64"},
 }
@@ -73,7 +73,7 @@ class Trace:
     def emit_binary(self, operation: str, a: Traced | Number, b: Traced | Number) -> Traced:
         """Append an operation on two reals or two words; comparisons give masks."""
         kind = self.find_kind(a, b)
-        kinds = {x.kind if isinstance(x, Traced) else _NUMPY_KINDS.get(type(x), kind) for x in (a, b)}
+        kinds = {x.kind if isinstance(x, Traced) else _KIND_BY_NUMPY_TYPE.get(type(x), kind) for x in (a, b)}
         if len(kinds) > 1:
             raise TypeError(
                 f"{operation} of {' and '.join(sorted(kinds))} in a device function, whose operands are of one kind: "
@@ -87,8 +87,8 @@ class Trace:
     def find_kind(self, *operands: Traced | Number) -> str:
         """Return the kind of the first traced value, or else of the first typed number, or else the trace's reals."""
         traced = [x.kind for x in operands if isinstance(x, Traced)]
-        typed = [_NUMPY_KINDS[type(x)] for x in operands if type(x) in _NUMPY_KINDS]
-        return (traced or typed or [_REAL_KINDS[self.dtype]])[0]
+        typed = [_KIND_BY_NUMPY_TYPE[type(x)] for x in operands if type(x) in _KIND_BY_NUMPY_TYPE]
+        return (traced or typed or [_REAL_KIND_BY_DTYPE[self.dtype]])[0]
 
     def emit_load(self, bits: int, address: Traced, index: Traced) -> Traced:
         """Load an array's element, or its block's one, as a word: the value stored before, if there was a store."""
@@ -122,7 +122,7 @@ class Trace:
         """
         self.counter_additions.append((address.number, place.number, word.number, apart))
 
-    def find_output_lines(self) -> list[int]:
+    def find_output_instructions(self) -> list[int]:
         """Return the instructions whose values leave the trace: what is stored, summed up and deposited."""
         deposited = [number for _, place, word, _ in self.counter_additions for number in (place, word)]
         return [*self.stores.values(), *(number for _, number in self.sums), *deposited]
@@ -138,7 +138,7 @@ class Trace:
 
         Arguments that are no lists belong to the function; the same value given twice is one input of it.
         """
-        real = _REAL_KINDS[self.dtype]
+        real = _REAL_KIND_BY_DTYPE[self.dtype]
         numbers = [[self._find_number(x, real) for x in a] if isinstance(a, list) else a for a in arguments]
         distinct = list(dict.fromkeys(k for a in numbers if isinstance(a, list) for k in a))
         shape = tuple(tuple(map(distinct.index, a)) if isinstance(a, list) else a for a in numbers)
@@ -169,7 +169,9 @@ class Trace:
             return x.number
         if kind[0] == "w":
             return self.emit("word", (), (int(x), int(kind[1:])), kind).number
-        other = kind if kind != _REAL_KINDS[self.dtype] else None  # reals of the trace's own dtype are plain constants
+        other = (
+            kind if kind != _REAL_KIND_BY_DTYPE[self.dtype] else None
+        )  # reals of the trace's own dtype are plain constants
         extra = float(x).hex() if other is None else (float(x).hex(), other)
         return self.emit("constant", (), extra, kind).number
 
@@ -191,7 +193,7 @@ def _record_called_function(function: Callable, shape: tuple, dtype: torch.dtype
     return RecordedFunction(trace, tuple(x.number for x in results))
 
 
-def shared_network(network: Network) -> Network:
+def compile_out_of_line(network: Network) -> Network:
     """Return a network, (lists of values and constants) -> a list of values, that large kernels hold once and call."""
 
     @functools.wraps(network)
@@ -277,7 +279,7 @@ def square_root(x: Any) -> Any:
     return torch.where(is_finite(better), better, s)
 
 
-def nearest_integer(x):
+def round_to_integer(x):
     """Round to an integer, ties to even."""
     return x.trace.emit("rint", (x,)) if isinstance(x, Traced) else x.round()
 
@@ -302,7 +304,7 @@ def _emit_word_operation(operation: str, x: Traced, number: int) -> Traced:
 def _find_real_layout(x: Any) -> tuple[int, int]:
     """Return the bits of a real's fraction, and the bias of its exponent."""
     dtype = torch.float64 if (x.kind == "f64" if isinstance(x, Traced) else x.dtype == torch.float64) else torch.float32
-    return MANTISSA_BITS[dtype], _EXPONENT_BIAS[dtype]
+    return MANTISSA_BITS_BY_DTYPE[dtype], _EXPONENT_BIAS_BY_DTYPE[dtype]
 
 
 def power_of_two_below(x):
@@ -311,14 +313,14 @@ def power_of_two_below(x):
     mask = (2 * bias + 1) << mantissa
     if isinstance(x, Traced):
         return _emit_bit_cast(_emit_word_operation("and", _emit_bit_cast(x), mask))
-    return (x.contiguous().view(_WORD_DTYPES[x.dtype]) & mask).view(x.dtype)
+    return (x.contiguous().view(_WORD_DTYPE_BY_REAL_DTYPE[x.dtype]) & mask).view(x.dtype)
 
 
 def exponent(x: Any) -> Any:
     """floor(log2 |x|) for a normal x, as a real number."""
     mantissa, bias = _find_real_layout(x)
     if not isinstance(x, Traced):
-        biased = (x.contiguous().view(_WORD_DTYPES[x.dtype]) >> mantissa) & (2 * bias + 1)
+        biased = (x.contiguous().view(_WORD_DTYPE_BY_REAL_DTYPE[x.dtype]) >> mantissa) & (2 * bias + 1)
         return (biased - bias).to(x.dtype)
     word, is_wide = _emit_word_operation("shr", _emit_bit_cast(x), mantissa), x.kind == "f64"
     word = x.trace.emit("low_word", (word,), None, "w32") if is_wide else word
@@ -331,7 +333,7 @@ def power_of_two(k: Any) -> Any:
     """2^k for an integer k in the range of normal numbers."""
     mantissa, bias = _find_real_layout(k)
     if not isinstance(k, Traced):
-        return ((k.nan_to_num(0.0).to(_WORD_DTYPES[k.dtype]) + bias) << mantissa).view(k.dtype)
+        return ((k.nan_to_num(0.0).to(_WORD_DTYPE_BY_REAL_DTYPE[k.dtype]) + bias) << mantissa).view(k.dtype)
     biased = select(k == k, k, 0.0) + float(bias)
     whole = k.trace.emit("to_word", (biased,), None, "w" + k.kind[1:])
     return _emit_bit_cast(_emit_word_operation("shl", whole, mantissa))

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from .._messages import name_type
 from ..arithmetic import MOST, PRECISION
-from ..subclass._in_backward import COMPONENTS, FIRST, check_gradients_mode
+from ..subclass._in_backward import COMPONENTS_GRADIENTS_MODE, FIRST_GRADIENTS_MODE, check_gradients_mode
 from ..subclass.models._conversion import (
     ParameterRef,
-    Where,
+    ParameterSelector,
     check_has_shape,
     check_module,
     convert_parameters,
@@ -22,8 +22,8 @@ from ..subclass.models._conversion import (
     decode_parameter,
     list_matching_parameters,
     list_module_parameters,
-    put_converted,
-    put_plain,
+    put_converted_parameters,
+    put_plain_parameters,
 )
 from ..subclass.models._parameter_holders import check_holders
 from ..subclass.models._state_dict import StateDictLayout, check_layout_version, check_state_dict, register_layout
@@ -32,7 +32,7 @@ from ._mctensor import MCTensor, decode_to_plain, wrap_components
 
 # Layout of the entries below; a file of another layout is refused.
 STATE_DICT_VERSION = 2
-_ENTRY_SUFFIX = re.compile(r"\.(component_[1-3]|component_scale)$")
+_ENTRY_SUFFIX_PATTERN = re.compile(r"\.(component_[1-3]|component_scale)$")
 _SCALE_SUFFIX = "component_scale"
 
 
@@ -57,22 +57,22 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     check_state_dict(state_dict, "plain_state_dict")
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_layout_version(metadata)
-    bases = {_ENTRY_SUFFIX.sub("", name) for name in state_dict if _ENTRY_SUFFIX.search(name)}
+    bases = {_ENTRY_SUFFIX_PATTERN.sub("", name) for name in state_dict if _ENTRY_SUFFIX_PATTERN.search(name)}
     plain = {}
     for name, value in state_dict.items():
-        base = _ENTRY_SUFFIX.sub("", name)
+        base = _ENTRY_SUFFIX_PATTERN.sub("", name)
         if base not in bases:
             plain[name] = value
         elif name == base:
-            whole = _read_tensor(state_dict, base)
+            whole = _read_mctensor(state_dict, base)
             assert whole is not None  # `name` is one of its entries
             plain[name] = decode_to_plain(whole, dtype)
     for base in bases - plain.keys():
-        _read_tensor(state_dict, base)
+        _read_mctensor(state_dict, base)
     return plain
 
 
-def _make_entries(name: str, value: MCTensor) -> dict[str, Tensor]:
+def _make_state_dict_entries(name: str, value: MCTensor) -> dict[str, Tensor]:
     """Return the entries of a parameter: under its own name the leading component times the scale, for any loader."""
     first, *rest = value._parts
     entries = {name: first} | {f"{name}.component_{i}": part for i, part in enumerate(rest, 1)}
@@ -91,9 +91,9 @@ def _copy_components(parameter: MCTensor, value: MCTensor) -> None:
             target.copy_(part)
 
 
-def _read_fitting_tensor(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> MCTensor | None:
+def _read_parameter_from_entries(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> MCTensor | None:
     """Convert a parameter's entries in a file to an MCTensor of its dtype and components; None where there are none."""
-    value = _read_tensor(state_dict, name, parameter.dtype)
+    value = _read_mctensor(state_dict, name, parameter.dtype)
     if value is None:
         return None
     count, own = len(value._parts), len(parameter._parts)
@@ -113,7 +113,7 @@ def _read_fitting_tensor(state_dict: Mapping[str, Any], name: str, parameter: MC
     return MCTensor.encode(value, own, parameter.dtype, scale, gradients=parameter._gradients)
 
 
-def _read_tensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
+def _read_mctensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
     """Return all entries of one parameter as an MCTensor; dtype: of a single component stored beside its scale."""
     first, scale = state_dict.get(name), state_dict.get(f"{name}.{_SCALE_SUFFIX}")
     rest = [state_dict.get(f"{name}.component_{i}") for i in range(1, MOST)]
@@ -159,9 +159,9 @@ register_layout(
         version=STATE_DICT_VERSION,
         what="components",
         plain="plain_state_dict",
-        suffix=_ENTRY_SUFFIX,
-        entries=_make_entries,
-        fitting=_read_fitting_tensor,
+        suffix=_ENTRY_SUFFIX_PATTERN,
+        entries=_make_state_dict_entries,
+        fitting=_read_parameter_from_entries,
         copy=_copy_components,
     )
 )
@@ -173,7 +173,11 @@ _FORMER_DTYPES_KEY = "_halfulp_dtypes"
 
 
 def multicomponent(
-    model: Model, components: int = 2, dtype: torch.dtype | None = None, where: Where = None, gradients: str = FIRST
+    model: Model,
+    components: int = 2,
+    dtype: torch.dtype | None = None,
+    where: ParameterSelector = None,
+    gradients: str = FIRST_GRADIENTS_MODE,
 ) -> Model:
     """Hold a model's parameters as sums of several components: in place, like nn.Module.to.
 
@@ -218,12 +222,12 @@ def multicomponent(
         check_dtype(dtype)
     found = list_matching_parameters(list_module_parameters(model, constants=True), where)
     for ref in found:
-        _check_parameter(ref)
+        _check_convertible_parameter(ref)
     check_holders([(ref.name, ref.value) for ref in found if ref.is_parameter], "multicomponent", replaced=True)
-    values = convert_parameters(found, lambda ref: _to_multicomponent(ref, components, dtype, gradients))
+    values = convert_parameters(found, lambda ref: _convert_parameter_to_mctensor(ref, components, dtype, gradients))
     for ref in found:
         ref.module.__dict__.setdefault(_FORMER_DTYPES_KEY, {}).setdefault(ref.key, ref.value.dtype)
-    put_converted(model, found, values)
+    put_converted_parameters(model, found, values)
     return model
 
 
@@ -257,13 +261,13 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
         before = ref.module.__dict__.get(_FORMER_DTYPES_KEY, {}).get(ref.key, ref.value.dtype)
         return decode_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
-    put_plain(model, found, convert_parameters(found, plain))
+    put_plain_parameters(model, found, convert_parameters(found, plain))
     for module in model.modules():
         module.__dict__.pop(_FORMER_DTYPES_KEY, None)
     return model
 
 
-def _check_parameter(ref: ParameterRef) -> None:
+def _check_convertible_parameter(ref: ParameterRef) -> None:
     check_has_shape(ref)
     if not isinstance(ref.value, MCTensor) and hasattr(ref.value, "decode"):
         raise ValueError(
@@ -276,7 +280,9 @@ def _check_parameter(ref: ParameterRef) -> None:
         raise ValueError(f"parameter {ref.name!r}: {error}; or leave it out by where=") from None
 
 
-def _to_multicomponent(ref: ParameterRef, components: int, dtype: torch.dtype | None, gradients: str) -> Tensor:
+def _convert_parameter_to_mctensor(
+    ref: ParameterRef, components: int, dtype: torch.dtype | None, gradients: str
+) -> Tensor:
     old = ref.value
     kind = dtype if dtype and ref.is_parameter else old.dtype
     try:
@@ -286,7 +292,7 @@ def _to_multicomponent(ref: ParameterRef, components: int, dtype: torch.dtype | 
         new = nn.Parameter(value, old.requires_grad)
         if old.grad is not None:
             grad = MCTensor.encode(old.grad.detach(), components, kind, gradients=gradients)
-            new.grad = grad if gradients == COMPONENTS else grad.decode(kind)
+            new.grad = grad if gradients == COMPONENTS_GRADIENTS_MODE else grad.decode(kind)
     except ValueError as error:
         raise ValueError(f"parameter {ref.name!r}: {error}") from None
     return copy_attributes(new, old)

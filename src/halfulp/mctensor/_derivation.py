@@ -52,11 +52,11 @@ def derive_rule(operator: OpOverload) -> Callable:
     if name in ("resize_", "resize_as_", "set_"):
         return functools.partial(refuse_operator, operator, "changes memory that views share")
     if operator._can_decompose():
-        return functools.partial(_decompose_and_run, operator)
+        return functools.partial(_run_decomposition_or_derived_rule, operator)
     return _derive_primitive_rule(operator)
 
 
-def _decompose_and_run(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def _run_decomposition_or_derived_rule(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run torch's own decomposition of a composite operator, or treat it as one that has none."""
     results = operator.decompose(*arguments, **options)
     return _derive_primitive_rule(operator)(*arguments, **options) if results is NotImplemented else results
@@ -100,7 +100,7 @@ def _run_without_rule(operator: OpOverload, *arguments: Any, **options: Any) -> 
         return run_in_float64(operator, arguments, options)
     decomposition, results = _collect_decompositions().get(operator), NotImplemented
     if decomposition is not None:
-        results = run_in_steps(decomposition, form, arguments, options)
+        results = run_rule_and_round_once(decomposition, form, arguments, options)
     return fall_back_to_float64(operator, *arguments, **options) if results is NotImplemented else results
 
 
@@ -162,12 +162,12 @@ def choose_float64_or_rule(operator: OpOverload, rule: Callable, exactly: bool =
         form = result_type(leaves)
         if form.fits_float64 and not (exactly and not all(map(_is_exact_in_float64, leaves))):
             return run_in_float64(operator, arguments, options)
-        return run_in_steps(rule, form, arguments, options)
+        return run_rule_and_round_once(rule, form, arguments, options)
 
     return run_either
 
 
-def run_in_steps(rule: Callable, form: ResultType, arguments: tuple, options: dict) -> Any:
+def run_rule_and_round_once(rule: Callable, form: ResultType, arguments: tuple, options: dict) -> Any:
     """Run a rule of several operators with every operand as an MCTensor, and round its results once, at the end."""
     if has_plain_operand(arguments, options) and not gives_plain_gradient(form.gradients, form.has_gradient):
         arguments, options = encode_plain_operands((arguments, options), form)

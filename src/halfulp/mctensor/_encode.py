@@ -92,7 +92,7 @@ def refuse_overflow(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def split_integers(x: Tensor) -> Parts:
+def split_integers_into_float64(x: Tensor) -> Parts:
     """Return an integer or boolean tensor exactly, as one or two float64 tensors."""
     if x.dtype.itemsize < 8:
         return (x.double(),)
@@ -100,7 +100,7 @@ def split_integers(x: Tensor) -> Parts:
     return renormalize(((x - low).double(), low.double()), 2, torch.float64)
 
 
-def split_number(x: Any, device: torch.device) -> Parts:
+def split_number_into_float64(x: Any, device: torch.device) -> Parts:
     """Return a Python number as 0-d float64 tensors: one, or several for a large integer."""
     if isinstance(x, complex):
         raise ValueError(f"{x!r} is complex, an MCTensor is real: keep the real and the imaginary part as two tensors")
@@ -138,7 +138,7 @@ def _make_requested_scale(scale: Any, value: Tensor, dtype: torch.dtype) -> Tens
         return make_scale(scale, value.device)
     if scale not in ("auto", "none"):
         raise ValueError(f"scale={scale!r}: allowed are a power of two, 'auto', 'none' and None")
-    return choose_scale(find_magnitude(value), dtype) if scale == "auto" else None
+    return choose_scale(find_largest_finite_magnitude(value), dtype) if scale == "auto" else None
 
 
 def _convert_to_components(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
@@ -245,7 +245,7 @@ def _has_no_values(x: Tensor) -> bool:
 
 # A payload's largest magnitude lies in [2^(top - HEADROOM - 1), 2^(top - HEADROOM)): writes in place may grow by 16.
 HEADROOM_BINADES = 4
-TOP_EXPONENTS = {torch.float16: 16, torch.bfloat16: 128, torch.float32: 128, torch.float64: 1024}
+TOP_EXPONENT_BY_DTYPE = {torch.float16: 16, torch.bfloat16: 128, torch.float32: 128, torch.float64: 1024}
 _FLOAT32_BIAS = 127
 
 
@@ -258,7 +258,7 @@ def convert_to_float64(parts: Parts, scale: Tensor | None) -> Parts:
     return wide if scale is None else tuple(part * scale for part in wide)
 
 
-def find_magnitude(x: Tensor) -> Tensor:
+def find_largest_finite_magnitude(x: Tensor) -> Tensor:
     """Return the largest finite magnitude as a 0-d tensor; 0 without elements."""
     if not x.numel():
         return x.new_zeros(())
@@ -269,7 +269,7 @@ def choose_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the power of two by which values of this largest magnitude fill a dtype up to HEADROOM binades."""
     # In float64: a product of scaled values may be out of float32's range where its payload is not.
     exponent = (largest.double().view(torch.int64) >> 52) - (
-        1023 - _FLOAT32_BIAS + min(TOP_EXPONENTS[dtype], 128) - HEADROOM_BINADES - 1
+        1023 - _FLOAT32_BIAS + min(TOP_EXPONENT_BY_DTYPE[dtype], 128) - HEADROOM_BINADES - 1
     )
     exponent = torch.where(largest == 0, _FLOAT32_BIAS, exponent.clamp(1, 2 * _FLOAT32_BIAS))
     return (exponent.to(torch.int32) << 23).view(torch.float32)

@@ -12,10 +12,15 @@ from torch._ops import OpOverload
 
 from ..arithmetic import PRECISION, Parts, merge
 from ..kernels import define_operator, disable_tracing, is_under_transform, list_present_operators
-from ..subclass._identity import CompositeTensor, check_layout, get_autograd_marks, restore_autograd_marks
+from ..subclass._composite_tensor import (
+    CompositeTensor,
+    check_pickled_layout,
+    get_autograd_marks,
+    restore_autograd_marks,
+)
 from ..subclass._in_backward import (
-    COMPONENTS,
-    FIRST,
+    COMPONENTS_GRADIENTS_MODE,
+    FIRST_GRADIENTS_MODE,
     check_gradients_mode,
     make_differentiable,
     refuse_jit_trace,
@@ -27,7 +32,7 @@ from ._encode import canonicalize_components, convert_to_float64, encode_compone
 _rule_table = RuleTable()
 RULES = _rule_table.rules
 find_rule = _rule_table.of
-register_derivation = _rule_table.derives
+register_derivation = _rule_table.register_derivation
 
 
 def implements(*operators: OpOverload) -> Callable[[Given], Given]:
@@ -65,7 +70,7 @@ def implements_each(*operators: OpOverload) -> Callable[[Given], Given]:
     return register
 
 
-def attach_history(x: Tensor, made: Any) -> Any:
+def attach_autograd_history(x: Tensor, made: Any) -> Any:
     """Return an encoded MCTensor with autograd's history, forward tangents included, back to x."""
     transformed = is_under_transform()
     if not transformed and not (x.requires_grad and torch.is_grad_enabled()):
@@ -108,7 +113,7 @@ class _ForwardModeEncodeFunction(_EncodeFunction):
 def _save_for_decoding_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.target = inputs
     ctx.kind, ctx.decoded = x.dtype, type(x)
-    ctx.count = len(x._parts) if hasattr(x, "_parts") and x._gradients == COMPONENTS else 0
+    ctx.count = len(x._parts) if hasattr(x, "_parts") and x._gradients == COMPONENTS_GRADIENTS_MODE else 0
 
 
 @disable_tracing
@@ -116,7 +121,7 @@ def _compute_decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, 
     """Return the gradient of a decoded tensor, with components where it keeps such gradients."""
     if not context.count or isinstance(gradient, context.decoded):
         return gradient.to(context.kind), None
-    return context.decoded.encode(gradient, context.count, context.kind, gradients=COMPONENTS), None
+    return context.decoded.encode(gradient, context.count, context.kind, gradients=COMPONENTS_GRADIENTS_MODE), None
 
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -193,7 +198,7 @@ class MCTensor(CompositeTensor):
         dtype: torch.dtype | None = None,
         scale: Tensor | float | str | None = None,
         *,
-        gradients: str = FIRST,
+        gradients: str = FIRST_GRADIENTS_MODE,
         device: torch.device | str | None = None,
     ) -> MCTensor:
         """Encode values as a sum of components, with every digit that fits.
@@ -226,12 +231,15 @@ class MCTensor(CompositeTensor):
         source = x.detach() if isinstance(x, Tensor) else x
         parts, held = encode_components(source, components, dtype, scale, device)
         made = wrap_components(parts, held, gradients)
-        connected: MCTensor = attach_history(x, made) if isinstance(x, Tensor) else made
+        connected: MCTensor = attach_autograd_history(x, made) if isinstance(x, Tensor) else made
         return connected
 
     @staticmethod
     def from_components(
-        components: Parts | list[Tensor], scale: Tensor | float | str | None = None, *, gradients: str = FIRST
+        components: Parts | list[Tensor],
+        scale: Tensor | float | str | None = None,
+        *,
+        gradients: str = FIRST_GRADIENTS_MODE,
     ) -> MCTensor:
         """Return the sum of plain tensors of one dtype as as many components, with |next| <= ulp(previous) / 2.
 
@@ -394,7 +402,11 @@ class MCTensor(CompositeTensor):
 
     @disable_tracing
     def __coerce_tangent_metadata__(self) -> MCTensor:
-        return wrap_components((round_to_plain(self),), None, FIRST) if self._gradients == FIRST else self
+        return (
+            wrap_components((round_to_plain(self),), None, FIRST_GRADIENTS_MODE)
+            if self._gradients == FIRST_GRADIENTS_MODE
+            else self
+        )
 
     @disable_tracing
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: Any = None) -> Tensor | None:
@@ -422,7 +434,7 @@ def rebuild_mctensor(
     layout: int, parts: Parts, scale: Tensor | None, gradients: str, requires_grad: bool, is_parameter: bool
 ) -> MCTensor:
     """Make the tensor that `__reduce_ex__` stored; files of torch.save hold this function's name."""
-    check_layout(layout, PICKLED_LAYOUT_VERSION, "MCTensor", "x.components and x.scale")
+    check_pickled_layout(layout, PICKLED_LAYOUT_VERSION, "MCTensor", "x.components and x.scale")
     return restore_autograd_marks(wrap_components(tuple(parts), scale, gradients), requires_grad, is_parameter)
 
 

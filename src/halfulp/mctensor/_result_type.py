@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
-from ..arithmetic._pointwise import can_run_on_scaled_operands, evaluate_alike, run_on_scaled_operands
+from ..arithmetic._pointwise import can_run_on_scaled_operands, evaluate_on_like_operands, run_on_scaled_operands
 from ..subclass._in_backward import (
-    COMPONENTS,
-    FIRST,
+    COMPONENTS_GRADIENTS_MODE,
+    FIRST_GRADIENTS_MODE,
     gives_plain_gradient,
     is_in_backward,
     refuse_jit_trace,
@@ -25,12 +25,12 @@ from ._encode import (
     choose_scale,
     convert_to_float64,
     divide_by_scale,
-    find_magnitude,
-    split_integers,
-    split_number,
+    find_largest_finite_magnitude,
+    split_integers_into_float64,
     split_number_in_float32,
+    split_number_into_float64,
 )
-from ._mctensor import MCTensor, attach_history, wrap_components
+from ._mctensor import MCTensor, attach_autograd_history, wrap_components
 
 # A sum of positive numbers is not to become 0 beside large ones: it may be divided by.
 SUM_FUNCTION_NAMES = ("add", "sub", "addcmul", "hypot")
@@ -62,14 +62,14 @@ def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Re
     kinds: list = [None, None]
     scales: tuple[torch.dtype, ...]
     device: Any
-    count, gradients, scales, device, has_gradient = 1, FIRST, (), None, False
+    count, gradients, scales, device, has_gradient = 1, FIRST_GRADIENTS_MODE, (), None, False
     for x in operands:
         if isinstance(x, MCTensor):
             kind = x.dtype
             if len(x._parts) > count:
                 count = len(x._parts)
-            if x._gradients == COMPONENTS:
-                gradients = COMPONENTS
+            if x._gradients == COMPONENTS_GRADIENTS_MODE:
+                gradients = COMPONENTS_GRADIENTS_MODE
             if x._seeds_backward or len(x._parts) == 1:  # a compiled pass begins with one component
                 has_gradient = True
             if x._scale is not None:
@@ -102,16 +102,16 @@ def to_components(x: Any, device: torch.device) -> Parts:
     if isinstance(x, MCTensor):
         return x._parts if x._scale is None else convert_to_float64(x._parts, x._scale)
     if isinstance(x, Tensor):
-        return (x,) if x.dtype.is_floating_point else split_integers(x)
-    return split_number(x, device)
+        return (x,) if x.dtype.is_floating_point else split_integers_into_float64(x)
+    return split_number_into_float64(x, device)
 
 
-def run_function(name: str, *operands: Any, form: ResultType | None = None) -> Tensor:
+def run_pointwise_function(name: str, *operands: Any, form: ResultType | None = None) -> Tensor:
     """Run a function of `arithmetic.pointwise` on MCTensors, tensors and numbers."""
     if form is None and len(operands) == 2 and are_operands_alike(*operands):
         x, y = operands
         if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():
-            return wrap_components(evaluate_alike(name, x._parts, y._parts), None, x._gradients)
+            return wrap_components(evaluate_on_like_operands(name, x._parts, y._parts), None, x._gradients)
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
         return wrap_components(parts, None, x._gradients)
     form = form or result_type(operands)
@@ -128,7 +128,7 @@ def run_function(name: str, *operands: Any, form: ResultType | None = None) -> T
         return pointwise(name, *converted, components=1, dtype=form.dtype)[0]
     if form.scaled:
         wide = pointwise(name, *converted, components=count_float64_components(form), dtype=torch.float64)
-        return _scale_result(wide, find_magnitude(wide[0]), form, name in SUM_FUNCTION_NAMES)
+        return _scale_result(wide, find_largest_finite_magnitude(wide[0]), form, name in SUM_FUNCTION_NAMES)
     parts = pointwise(name, *converted, components=form.components, dtype=form.dtype)
     return wrap_components(parts, None, form.gradients)
 
@@ -183,7 +183,7 @@ def make_result(parts: Parts, form: ResultType) -> Tensor:
 
 def _make_scaled_result(parts: Parts, form: ResultType) -> MCTensor:
     wide = tuple(part.double() for part in parts)
-    return _scale_result(wide, find_magnitude(wide[0]), form)
+    return _scale_result(wide, find_largest_finite_magnitude(wide[0]), form)
 
 
 def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps: bool = False) -> MCTensor:
@@ -203,15 +203,15 @@ def align_operands(operands: Iterable[Any], form: ResultType) -> tuple[list[Part
     large = {i: _find_outliers(wide[i][0]) for i in constants}
     if any(map(_may_hold_true, large.values())):
         others = [torch.where(large[i], 0.0, some[0]) if i in large else some[0] for i, some in enumerate(wide)]
-        limit = _find_limit(torch.stack([find_magnitude(part) for part in others]).amax())
+        limit = _find_large_element_limit(torch.stack([find_largest_finite_magnitude(part) for part in others]).amax())
         wide = [_clamp_components(some, large[i], limit) if i in large else some for i, some in enumerate(wide)]
-    scale = choose_scale(torch.stack([find_magnitude(some[0]) for some in wide]).amax(), form.dtype)
+    scale = choose_scale(torch.stack([find_largest_finite_magnitude(some[0]) for some in wide]).amax(), form.dtype)
     return [divide_by_scale(some, scale, form.components, form.dtype) for some in wide], scale
 
 
 def keep_component_gradients(x: MCTensor) -> MCTensor:
     """Return x with gradients="components", so that an operator's inner steps are not rounded in a backward pass."""
-    return wrap_components(x._parts, x._scale, COMPONENTS)
+    return wrap_components(x._parts, x._scale, COMPONENTS_GRADIENTS_MODE)
 
 
 def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -245,7 +245,9 @@ def limit_written_elements(result: Parts, operands: Sequence[Any]) -> Parts:
 
 
 def _limit_masked_elements(parts: Parts, mask: Tensor) -> Parts:
-    return _clamp_components(parts, mask, _find_limit(find_magnitude(torch.where(mask, 0.0, parts[0]))))
+    return _clamp_components(
+        parts, mask, _find_large_element_limit(find_largest_finite_magnitude(torch.where(mask, 0.0, parts[0])))
+    )
 
 
 def _find_outliers(x: Tensor, among_zeros: bool = True) -> Tensor:
@@ -258,7 +260,7 @@ def _may_hold_true(mask: Tensor) -> bool:
     return type(mask) is not Tensor or mask.device.type != "cpu" or bool(mask.any())
 
 
-def _find_limit(largest: Tensor) -> Tensor:
+def _find_large_element_limit(largest: Tensor) -> Tensor:
     """Return the bound for large elements beside others of this magnitude; infinity beside zeros."""
     # exp(-128) is 0 in float32; beside 2^8 times the largest of the others these keep all digits.
     return torch.where(largest == 0, torch.inf, (largest * 2.0**8).clamp(min=128.0))
@@ -299,6 +301,6 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
             made = _make_scaled_result(parts, form)
         else:
             made = wrap_components(renormalize(parts, form.components, form.dtype), None, form.gradients)
-        return attach_history(x, made) if with_gradients else made
+        return attach_autograd_history(x, made) if with_gradients else made
 
     return tree_map(encode_operand, operands)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Parts, renormalize
-from ._encode import HEADROOM_BINADES, choose_scale, divide_by_scale, find_magnitude
+from ._encode import HEADROOM_BINADES, choose_scale, divide_by_scale, find_largest_finite_magnitude
 from ._mctensor import MCTensor, decode_to_plain
 from ._result_type import ResultType, count_float64_components, to_components
 
@@ -17,14 +17,14 @@ from ._result_type import ResultType, count_float64_components, to_components
 _RESCALED_BELOW_BINADES = 8
 
 
-def list_inner_tensors(x: Tensor) -> list[Tensor]:
+def list_plain_tensors(x: Tensor) -> list[Tensor]:
     """Return the plain tensors that hold a tensor's value: components and scale, or the tensor itself."""
     return x._list_plain_tensors() if isinstance(x, MCTensor) else [x]
 
 
 def copy_received_value(x: Tensor, value: Tensor) -> None:
     """Copy a received value into a tensor: bit for bit between MCTensors alike that own their memory."""
-    mine, arrived = list_inner_tensors(x), list_inner_tensors(value)
+    mine, arrived = list_plain_tensors(x), list_plain_tensors(value)
     alike = isinstance(x, MCTensor) and isinstance(value, MCTensor) and x.shape == value.shape
     alike = alike and [part.dtype for part in mine] == [part.dtype for part in arrived]
     if alike and all(part.numel() * part.element_size() == part.untyped_storage().nbytes() for part in mine):
@@ -56,7 +56,7 @@ def write_components(
         return x.copy_(renormalize(parts, 1, x.dtype)[0])
     if x._scale is not None:
         wide = tuple(part.double() for part in parts)
-        _rescale(x, x._scale, _choose_written_scale(x, x._scale, find_magnitude(wide[0])))
+        _rescale(x, x._scale, _choose_written_scale(x, x._scale, find_largest_finite_magnitude(wide[0])))
         for target, part in zip(x._parts, divide_by_scale(wide, x._scale, len(x._parts), x.dtype, is_sum)):
             target.copy_(part)
         return x
@@ -134,7 +134,7 @@ def refuse_overflow_in_place(x: MCTensor, first: Tensor, exact: Callable[[], Ten
 def _choose_written_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> Tensor:
     """Return a scale for values up to `largest` beside those in x's memory: x's own if it leaves room."""
     if largest.numel() and not _covers_memory(x):
-        largest = torch.maximum(largest, find_magnitude(_view_whole_memory(x)[0]).double() * scale)
+        largest = torch.maximum(largest, find_largest_finite_magnitude(_view_whole_memory(x)[0]).double() * scale)
     ideal = choose_scale(largest, x.dtype)
     distance = torch.log2(ideal) - torch.log2(scale)
     fits = (distance < HEADROOM_BINADES) & (distance > -_RESCALED_BELOW_BINADES)

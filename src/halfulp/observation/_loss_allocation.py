@@ -248,7 +248,7 @@ def _compute_wanted_change(
 ) -> Tensor | None:
     if isinstance(optimizer, Optimizer):
         plan, rule = optimizer._plans.get(parameter), optimizer.rule(group)
-        if plan is None or plan.spec.in_parameter or not has_elementwise_rule(plan, rule):
+        if plan is None or plan.spec.has_components_in_parameter or not has_elementwise_rule(plan, rule):
             return None
         weight = read_float32_weights([plan])[0] if has_float32_weight(plan) else parameter.detach()
         decoded = [codec.decode(tensors).view(weight.shape) for codec, tensors in zip(plan.spec.codecs, plan.states)]

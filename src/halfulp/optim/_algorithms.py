@@ -16,7 +16,7 @@ from ._group_options import (
     OptimizerParams,
     check_number,
     make_init_arguments,
-    read_options,
+    parse_options,
 )
 from ._optimizer import Optimizer, register_optimizer
 from ._storage import Store
@@ -35,13 +35,13 @@ from .rules._second_moments import (
 from .rules._update_rule import UpdateRule
 
 # tok_embeddings.weight, transformer.wpe.weight, lm_head.weight, heads.0.weight; no multihead_attn.out_proj, no member.
-_EMBEDDING_OR_HEAD_NAME = re.compile(
+_EMBEDDING_OR_HEAD_NAME_PATTERN = re.compile(
     r"(^|[._])(emb\w*|[^._]*emb(s|ed|eds|edding|eddings)?|wte|wpe)([._]|$)|(^|\.)(head|(?!multi_?head)\w*heads?(\.|$))"
 )
 
 
 # Which parameters are Muon's: by a glob over names, or by name and parameter; None to tell them by shape and name.
-MuonChoice = str | Callable[[str, torch.Tensor], bool] | None
+MuonSelector = str | Callable[[str, torch.Tensor], bool] | None
 
 
 @register_optimizer
@@ -389,7 +389,7 @@ class Muon(Optimizer):
         super().__init__(**make_init_arguments(locals()))
 
     @classmethod
-    def split_groups(cls, params: OptimizerParams, use_muon: MuonChoice = None) -> list[dict[str, Any]]:
+    def split_groups(cls, params: OptimizerParams, use_muon: MuonSelector = None) -> list[dict[str, Any]]:
         """Return groups of matrices, and apart, with `use_muon=False`, of other shapes, embeddings and heads.
 
         Embeddings and heads are told by their names. A group that says `use_muon` stays as it is.
@@ -415,7 +415,7 @@ class Muon(Optimizer):
                 return fnmatch.fnmatchcase(name, use_muon)
             if use_muon is not None:
                 return use_muon(name, parameter)
-            return parameter.dim() == 2 and not _EMBEDDING_OR_HEAD_NAME.search(name)
+            return parameter.dim() == 2 and not _EMBEDDING_OR_HEAD_NAME_PATTERN.search(name)
 
         given: list[Any] = [*params]
         found: list[dict[str, Any]] = []
@@ -448,7 +448,9 @@ class Muon(Optimizer):
         own = {name.removeprefix("adamw_"): self.defaults[name] for name in self._adamw_options}
         own = {name: value for name, value in own.items() if value is not None} | {"amsgrad": False, "maximize": False}
         known = {"use_muon": True, **own}
-        param_group.update(read_options({name: param_group[name] for name in known.keys() & param_group.keys()}, known))
+        param_group.update(
+            parse_options({name: param_group[name] for name in known.keys() & param_group.keys()}, known)
+        )
         if not param_group.get("use_muon", True):
             for name, value in own.items():
                 param_group.setdefault(name, value)

@@ -23,18 +23,18 @@ from .parameters._local_tensors import get_local, is_dtensor, wrap_like_dtensor
 from .parameters._narrow_groups import read_parameter_name, walk_group_parameters
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
-    PAYLOAD_KEYS,
+    PAYLOAD_IDENTITY_KEYS,
     make_checksum_entries,
-    place_checksums,
     read_auxiliary_tensors,
     record_loaded_payload,
     set_weight,
+    wrap_checksums_like_parameter,
 )
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import list_identities, strip_wrapper_names
 from .parameters._state_tensors import (
-    BEGUN_KEY,
     STATE_NAME_SUFFIXES,
+    STATES_BEGUN_KEY,
     check_codec_version,
     is_auxiliary_name,
     set_initial_state_values,
@@ -202,7 +202,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                     tensor.zero_()
                 set_initial_state_values(plan.spec, group, plan.tensors)
                 held["step"] = 0
-                held.pop(BEGUN_KEY, None)
+                held.pop(STATES_BEGUN_KEY, None)
                 continue
             for name, value in tensors.items():
                 if name in plan.spec.tensor_names:
@@ -210,9 +210,9 @@ class CheckpointMixin(torch.optim.Optimizer):
                 else:
                     held[name] = copy.deepcopy(value)
             held["step"] = _read_saved_step(state, "")
-            held.pop(BEGUN_KEY, None)
-            if isinstance(begun := state.get(BEGUN_KEY), int) and 0 < begun <= held["step"]:
-                held[BEGUN_KEY] = begun
+            held.pop(STATES_BEGUN_KEY, None)
+            if isinstance(begun := state.get(STATES_BEGUN_KEY), int) and 0 < begun <= held["step"]:
+                held[STATES_BEGUN_KEY] = begun
             record_loaded_payload(plan, state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
@@ -276,7 +276,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         plan = self._find_valid_plan(group, position)
         _read_saved_step(state, plan.name)
         fitted: dict[str, Any] = {}
-        used = {"step", BEGUN_KEY, *plan.spec.rule.follows_from_step, *PAYLOAD_KEYS}
+        used = {"step", STATES_BEGUN_KEY, *plan.spec.rule.follows_from_step, *PAYLOAD_IDENTITY_KEYS}
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensor_names):
             used |= {f"{rule_state.name}{suffix}" for suffix in STATE_NAME_SUFFIXES}
             fitted |= _convert_saved_state(plan, group, codec, rule_state, names, state)
@@ -428,7 +428,7 @@ def _convert_states_to_dtensors(state: Mapping, parameter: Any, plan: ParameterP
     placed = dict(state)
     for name, value in state.items():
         if name == CHECKSUMS_KEY:
-            placed[name] = place_checksums(value, parameter)
+            placed[name] = wrap_checksums_like_parameter(value, parameter)
         elif isinstance(value, torch.Tensor) and get_local(value) is value:
             shape = shapes.get(name, parameter.shape if value.shape == get_local(parameter).shape else None)
             if shape is not None:

@@ -14,7 +14,7 @@ from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
 from ._checkpoint import refuse_other_random_stream
 from ._float32 import MAX_DEVICE_ELEMENTS_AT_ONCE, MAX_ELEMENTS_AT_ONCE, read_float32_weights, split_plans_by_elements
-from ._group_options import NarrowOptions, check_number
+from ._group_options import WeightUpdateOptions, check_number
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer, find_halfulp_optimizer
 from ._wrap import ExplicitGradientOptimizer
@@ -27,12 +27,12 @@ from .rules._update_rule import UpdateRule
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
 
-def move_average(w: Any, g: Any, take: Any) -> tuple[Any]:
+def compute_average_update(w: Any, g: Any, take: Any) -> tuple[Any]:
     """Return u = (1 - decay) (g - w), with the live weight in the gradient's place."""
     return (take * (g - w),)
 
 
-def read_decay(group: Mapping[str, Any], step: int) -> float:
+def compute_ema_decay(group: Mapping[str, Any], step: int) -> float:
     """Return the decay of an update; updates count from 1."""
     given = group["decay"]
     decay = given(step) if callable(given) else given
@@ -45,7 +45,7 @@ def read_decay(group: Mapping[str, Any], step: int) -> float:
 
 
 AVERAGING_RULE = UpdateRule(
-    "average", move_average, (), lambda group, step: (1 - read_decay(group, step),), decays=False
+    "average", compute_average_update, (), lambda group, step: (1 - compute_ema_decay(group, step),), decays=False
 )
 
 
@@ -116,7 +116,7 @@ class EMA:
     ) -> None:
         check_module(model, "EMA")
         stepping = None if optimizer is None else find_halfulp_optimizer(optimizer, "optimizer=", "leave it out")
-        read_decay({"decay": decay}, 1)
+        compute_ema_decay({"decay": decay}, 1)
         self.model: torch.nn.Module = model
         self.optimizer: Optimizer | None = stepping
         self.updates: int = 0
@@ -132,7 +132,11 @@ class EMA:
         self._copied = {name: value.detach().clone() for name, value in model.named_buffers()}
         self._averages = {name: torch.empty_like(w.detach(), dtype=dtype or w.dtype) for name, w in live.items()}
         named = [(f"average of {name}", average) for name, average in self._averages.items()]
-        options: NarrowOptions = {"weight_update": weight_update, "seed": seed, "report_interval": report_interval}
+        options: WeightUpdateOptions = {
+            "weight_update": weight_update,
+            "seed": seed,
+            "report_interval": report_interval,
+        }
         self._average_optimizer = AverageOptimizer(named, {"decay": decay}, **options)
         plans = self._average_optimizer.find_average_plans()
         with torch.no_grad():

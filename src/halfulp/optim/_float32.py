@@ -21,10 +21,10 @@ from ..kernels import (
     run_chunks,
     select_engine,
 )
-from ..kernels._device_function import Recording, Table, bind_names
+from ..kernels._device_function import ElementRecording, Table, bind_names
 from ..kernels._operations import store32, word
 from ..kernels.triton._launch import TableKernel, find_checked_kernel
-from ..kernels.vector._machine_function import address_of
+from ..kernels.vector._machine_function import get_array_address
 from ..kernels.vector._table_loop import compile_table_kernel
 from ..subclass.models._conversion import check_module
 from ._storage import Store
@@ -127,7 +127,7 @@ def _run_read_kernel(
     kernel: Callable[..., None], parts: list[list[torch.Tensor]], out: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     table, pointers = _make_read_tables(parts, out)
-    run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 4)
+    run_chunks(kernel, table[:, 2], get_array_address(table), get_array_address(pointers), *[0] * 4)
     return out
 
 
@@ -144,7 +144,7 @@ def _make_chunk_table(counts: tuple[int, ...]) -> np.ndarray:
 
 def _record_read_trace(update: WeightUpdate, store: Store) -> Trace:
     """Return the weight of an element as a device function: columns are the parameter, three tensors, the result."""
-    element, names = Recording(5), update.bindings(store)
+    element, names = ElementRecording(5), update.bindings(store)
     *arrays, out = element.arrays
     read: Any = names["read_weight"]
     store32(out, element.index, word(bind_names(read, names)(*arrays, element.index)[0]))

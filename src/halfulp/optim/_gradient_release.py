@@ -26,7 +26,7 @@ class GradientRelease:
         self.optimizer = optimizer
         self._model = model
         self._handles: dict[torch.Tensor, RemovableHandle] = {}
-        self._places: dict[torch.Tensor, tuple[dict[str, Any], int]] = {}
+        self._group_and_position: dict[torch.Tensor, tuple[dict[str, Any], int]] = {}
         self._is_stepping = self._has_begun = False
         self._attach_hooks()
 
@@ -61,13 +61,13 @@ class GradientRelease:
 
     def _attach_hooks(self) -> None:
         """Hook the parameters that require a gradient, also those that were frozen or in no group before."""
-        self._places = {}
+        self._group_and_position = {}
         for group, position, parameter in walk_group_parameters(self.optimizer):
-            self._places[parameter] = group, position
+            self._group_and_position[parameter] = group, position
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._step_parameter)
         # During a pass fully_shard shows other parameters than its shards.
-        is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in self._places)
+        is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in self._group_and_position)
         if not is_sharded and not any(parameter in self._handles for parameter in self._model.parameters()):
             raise ValueError(
                 f"the optimizer holds none of the parameters of this {type(self._model).__name__} that require a "
@@ -75,7 +75,7 @@ class GradientRelease:
             )
 
     def _step_parameter(self, parameter: torch.Tensor) -> None:
-        if parameter not in self._places:  # in no group any more
+        if parameter not in self._group_and_position:  # in no group any more
             return
         if not self._is_stepping:
             raise RuntimeError(
@@ -83,7 +83,7 @@ class GradientRelease:
                 "loss.backward(), a scaled loss's too, or released.remove() before; to sum gradients of several "
                 "batches or to clip them, call step() after backward instead"
             )
-        self.optimizer._step_one_parameter(parameter, *self._places[parameter])
+        self.optimizer._step_one_parameter(parameter, *self._group_and_position[parameter])
         parameter.grad = None
 
 

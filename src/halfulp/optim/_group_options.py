@@ -47,20 +47,20 @@ def read_default_arguments(make: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
-def read_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def parse_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as values, where some may be words for them.
 
-    >>> read_options({"lr": "1e-3", "betas": "0.9,0.95", "param_dtype": "bf16"}, {"lr": 0.1, "betas": (0.9, 0.999)})
+    >>> parse_options({"lr": "1e-3", "betas": "0.9,0.95", "param_dtype": "bf16"}, {"lr": 0.1, "betas": (0.9, 0.999)})
     {'lr': 0.001, 'betas': (0.9, 0.95), 'param_dtype': torch.bfloat16}
     """
-    return {name: _read_option(name, value, defaults.get(name)) for name, value in given.items()}
+    return {name: _parse_option(name, value, defaults.get(name)) for name, value in given.items()}
 
 
-def _read_option(name: str, given: Any, default: Any) -> Any:
+def _parse_option(name: str, given: Any, default: Any) -> Any:
     if name == "state_dtype" and isinstance(given, Mapping):
         return {slot: read_dtype(choice) for slot, choice in given.items()}
     if isinstance(given, list | tuple) and isinstance(default, tuple | list):
-        return tuple(_read_option(name, one, 0.0) for one in given)
+        return tuple(_parse_option(name, one, 0.0) for one in given)
     if not isinstance(given, str):
         return given
     word = given.strip()
@@ -76,7 +76,7 @@ def _read_option(name: str, given: Any, default: Any) -> Any:
     if name in ("weight_update", "format", "name"):
         return word
     if isinstance(default, tuple | list):
-        return tuple(_read_option(name, one, 0.0) for one in word.strip("()[] ").split(",") if one.strip())
+        return tuple(_parse_option(name, one, 0.0) for one in word.strip("()[] ").split(",") if one.strip())
     value = {"true": True, "false": False, "inf": math.inf, "-inf": -math.inf}.get(word.lower(), given)
     with contextlib.suppress(SyntaxError, ValueError):
         value = ast.literal_eval(word)
@@ -124,7 +124,7 @@ def read_halfulp_version() -> str:
     return version
 
 
-class NarrowOptions(TypedDict, total=False):
+class WeightUpdateOptions(TypedDict, total=False):
     """The options of Optimizer for updates that are computed elsewhere."""
 
     weight_update: WeightUpdate | str | None
@@ -134,7 +134,7 @@ class NarrowOptions(TypedDict, total=False):
     report_interval: int
 
 
-class OptimizerOptions(NarrowOptions, total=False):
+class OptimizerOptions(WeightUpdateOptions, total=False):
     """The options of Optimizer, which every optimizer takes beside its own."""
 
     state_dtype: StateChoice

@@ -11,7 +11,7 @@ from .._messages import name_type
 from .._names import describe_unknown_name, read_own_docstring, register_entry
 from ..formats import Format
 from ..kernels import disable_compilation, keeping_subnormals
-from ..subclass.models._parameter_holders import wrap_checkpoint_functions
+from ..subclass.models._parameter_holders import wrap_distributed_checkpoint_functions
 from ._checkpoint import CheckpointMixin
 from ._group_options import (
     NOT_NEGATIVE_OPTIONS,
@@ -21,11 +21,11 @@ from ._group_options import (
     check_hyperparameters,
     check_parameters,
     check_torch_switches,
+    parse_options,
     read_default_arguments,
-    read_options,
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
-from ._storage import PAYLOAD_STORES, STORES, Store
+from ._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store
 from .parameters._local_tensors import get_local, get_payload, get_scale, list_payloads
 from .parameters._narrow_groups import (
     check_data_parallel_ranks,
@@ -40,7 +40,7 @@ from .parameters._narrow_groups import (
 )
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
-    PAYLOAD_KEYS,
+    PAYLOAD_IDENTITY_KEYS,
     is_payload_version_current,
     record_loaded_payload,
     record_payload_version,
@@ -58,14 +58,14 @@ from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
 from .step._batch import (
     Batch,
+    BatchedParameters,
     GroupSetting,
     PlanCache,
-    Roster,
     choose_gradient_store,
     convert_to_plain_gradient,
     refuse_unwritable_parameter,
 )
-from .step._run import add_late_constants, compile_kernels, prepare_batch, reduce_batches, run_step
+from .step._run import add_late_constants, add_prepared_tensors, compile_kernels, compute_rule_sums, run_step
 from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")
@@ -116,7 +116,7 @@ class Optimizer(CheckpointMixin):
     # Whether a step of one parameter depends on no other.
     _can_step_one_parameter: ClassVar[bool] = True
     # Of copies, which have all groups and made no step.
-    _is_built, _stepped = True, 0
+    _is_built, _steps_taken = True, 0
     # The sums of a step's reductions, of its first parameter; the same for all where a reduction is over all.
     _reduction_sums: tuple[float, ...] = ()
 
@@ -142,7 +142,7 @@ class Optimizer(CheckpointMixin):
             allowed = [option for option in known if option not in self._fixed_options]
             raise TypeError(describe_unknown_name(f"option of {type(self).__name__}", name, allowed))
         switches = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
-        check_torch_switches(type(self).__name__, read_options(switches, dict.fromkeys(switches)))
+        check_torch_switches(type(self).__name__, parse_options(switches, dict.fromkeys(switches)))
         check_parameters(params)
         self._create_caches()
         self._is_built = False
@@ -154,7 +154,7 @@ class Optimizer(CheckpointMixin):
             "seed": seed,
             "report_interval": report_interval,
         }
-        super().__init__(params, read_options({**defaults, **own}, known))
+        super().__init__(params, parse_options({**defaults, **own}, known))
         complete_state_dict: Any = type(self)._complete_state_dict
         self.register_state_dict_post_hook(complete_state_dict)
         refuse_unused_weight_update(self, self.param_groups)
@@ -164,7 +164,7 @@ class Optimizer(CheckpointMixin):
 
     def _create_caches(self) -> None:
         """Create the empty caches by parameter, plans and identities; also in a copy."""
-        wrap_checkpoint_functions()
+        wrap_distributed_checkpoint_functions()
         self._plans = PlanCache()
         self._identities: Identities = {}
 
@@ -195,7 +195,7 @@ class Optimizer(CheckpointMixin):
         group = self.param_groups[-1]
         try:
             options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-            group.update(read_options(options, self.defaults))
+            group.update(parse_options(options, self.defaults))
             self._check_hyperparameters(group)
             check_group_options(group, self.defaults)
             for name in self._fixed_options:
@@ -264,7 +264,7 @@ class Optimizer(CheckpointMixin):
         plan = self._plans.renew_plan(parameter, spec, state, options, name, identity, beside)
         if CHECKSUMS_KEY in state:  # a copy, which says what a file does
             record_loaded_payload(plan, state)
-            for key in PAYLOAD_KEYS:
+            for key in PAYLOAD_IDENTITY_KEYS:
                 state.pop(key, None)
         return plan
 
@@ -274,7 +274,7 @@ class Optimizer(CheckpointMixin):
         plan, options = self._plans.get(parameter), self._plans.read_plan_options(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
-            likely = PAYLOAD_STORES.get(get_payload(parameter).dtype, STORES[torch.float32])
+            likely = PAYLOAD_STORE_BY_DTYPE.get(get_payload(parameter).dtype, STORE_BY_DTYPE[torch.float32])
             plan = self._make_plan(group, position, gradient or likely, options)
         return plan
 
@@ -323,7 +323,9 @@ class Optimizer(CheckpointMixin):
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
         places = self._make_plans_valid([alone], settings, plans, gradients, scales)
-        batches = Roster(settings, plans, [], places, {}, None).make_batches([alone], [parameter], gradients, scales)
+        batches = BatchedParameters(settings, plans, [], places, {}, None).make_batches(
+            [alone], [parameter], gradients, scales
+        )
         assert batches is not None, "one parameter is metered or not"
         self._step_batches(batches)
         # Schedulers ask whether there was a step.
@@ -340,7 +342,7 @@ class Optimizer(CheckpointMixin):
     def _take_step(self) -> None:
         """Step every parameter that has a gradient."""
         self._update_groups_if_edited()
-        if not self._stepped:  # before anything raises on one rank alone
+        if not self._steps_taken:  # before anything raises on one rank alone
             check_sharded_ranks(self)
         batches, waiting = self._collect_batches()
         self._step_batches(batches)
@@ -360,9 +362,9 @@ class Optimizer(CheckpointMixin):
             compile_kernels(batch)
         # What rules need before their updates: prepared tensors, sums, and the constants that follow.
         for batch in batches:
-            prepare_batch(batch)
+            add_prepared_tensors(batch)
         if any(batch.spec.rule.late_values is not None for batch in batches):
-            sums = reduce_batches(batches)
+            sums = compute_rule_sums(batches)
             self._reduction_sums = next((own for batch in sums for own in batch), ())
             add_late_constants(batches, sums)
         for batch in batches:
@@ -372,15 +374,15 @@ class Optimizer(CheckpointMixin):
                 warn_if_mostly_lost(batch.plans)
         # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.
         for batch in batches if len(batches) > 1 else ():
-            batch.record_versions_again()
+            batch.record_payload_versions_again()
 
     def _check_parameter_holders(self, has_gradients: bool) -> None:
         """Check at the first step what else holds the parameters."""
-        if not self._stepped:
+        if not self._steps_taken:
             check_data_parallel_ranks(self)
             if not has_gradients:
                 refuse_replaced_parameters(self)
-        self._stepped += 1
+        self._steps_taken += 1
 
     def _list_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the gradients that parameters step by, or None."""
@@ -415,9 +417,9 @@ class Optimizer(CheckpointMixin):
         if batches is None:
             scales: dict[int, torch.Tensor] = {}
             places = self._make_plans_valid(groups, settings, plans, gradients, scales)
-            roster = self._plans.roster = Roster(settings, plans, resting, places, self.state, roster)
+            roster = self._plans.roster = BatchedParameters(settings, plans, resting, places, self.state, roster)
             for table in roster.tables:
-                table.renew_tensor_guards(table.select_values(gradients))
+                table.renew_tensor_guards(table.select_batch_values(gradients))
             batches = roster.make_batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting

@@ -13,7 +13,7 @@ from ._optimizer import Optimizer, register_optimizer
 from .parameters._outside_writes import set_weight
 from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate_distance
 from .rules._adam_variants import LAMB as LAMB_RULE
-from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, compute_next_averaging_weights
+from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, compute_next_schedule_free_counters
 
 # What a schedule-free optimizer's groups count.
 _SCHEDULE_FREE_COUNTERS = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
@@ -185,7 +185,7 @@ class ScheduleFree(Optimizer):
             )
         super()._take_step()
         for group in self.param_groups:
-            _, group["lr_max"], group["weight_sum"] = compute_next_averaging_weights(group)
+            _, group["lr_max"], group["weight_sum"] = compute_next_schedule_free_counters(group)
             group["k"] += 1
 
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:

@@ -16,8 +16,8 @@ import torch
 
 from .. import formats
 from ..formats import Format
-from ..kernels import Trace, run_on_tensors
-from ..kernels._device_function import Recording, bind_names
+from ..kernels import Trace, run_trace_on_tensors
+from ..kernels._device_function import ElementRecording, bind_names
 from ..kernels._operations import (
     add,
     bit_and,
@@ -40,11 +40,11 @@ from ..kernels._trace import RecordedFunction
 from ..rounding._device_functions import (
     BEYOND_HALF,
     E4M3FN,
-    HALF_INFINITY,
-    HALF_NAN,
-    HALF_SIGN,
+    FLOAT16_INFINITY,
+    FLOAT16_LEAST_NORMAL_AS_FLOAT32,
+    FLOAT16_NAN,
+    FLOAT16_SIGN_MASK,
     REBIAS,
-    SINGLE_NORMAL,
     THIRTEEN,
     encode_float16,
     widen_bfloat16,
@@ -79,7 +79,7 @@ class Store:
     def decode(self, x: torch.Tensor) -> torch.Tensor:
         """Return the float32 numbers of a tensor of `dtype`."""
         piece = _record_decoder(self)
-        return run_on_tensors(piece.trace, [x], results=piece.results)[0][0]
+        return run_trace_on_tensors(piece.trace, [x], results=piece.results)[0][0]
 
     def function_digests(self) -> tuple[object, ...]:
         """Return a digest of what the device functions do, equal for a store that was made twice."""
@@ -91,7 +91,7 @@ class Store:
         """Return float32 numbers rounded to a tensor of `dtype`: to nearest, or by a random word per element."""
         out = torch.empty_like(x, dtype=self.dtype)
         inputs = {"value": x, "random": mask_random_words(random, self.random_bits)}
-        run_on_tensors(_record_encoder(self, random is not None), [out], inputs)
+        run_trace_on_tensors(_record_encoder(self, random is not None), [out], inputs)
         return out
 
 
@@ -136,14 +136,14 @@ def round_to_fp16_stochastically(x, random):
     bits = word(x)
     magnitude = bit_and(bits, MAGNITUDE_MASK)
     units = real(magnitude) * TWO_TO_24
-    below = to_word(select(magnitude < SINGLE_NORMAL, units, TWO_TO_24))
+    below = to_word(select(magnitude < FLOAT16_LEAST_NORMAL_AS_FLOAT32, units, TWO_TO_24))
     chance = to_real(shr(random, EIGHT)) * TWO_TO_MINUS_24
     tiny = add(below, select(chance < units - to_real(below), ONE, np.uint32(0)))
     normal = shr(sub(add(magnitude, shr(random, NINETEEN)), REBIAS), THIRTEEN)
-    finite = select(magnitude < SINGLE_NORMAL, tiny, normal)
-    special = select(magnitude > EXPONENT_MASK, HALF_NAN, HALF_INFINITY)
+    finite = select(magnitude < FLOAT16_LEAST_NORMAL_AS_FLOAT32, tiny, normal)
+    special = select(magnitude > EXPONENT_MASK, FLOAT16_NAN, FLOAT16_INFINITY)
     code = select(magnitude >= BEYOND_HALF, special, finite)
-    return bit_or(code, bit_and(shr(bits, SIXTEEN), HALF_SIGN))
+    return bit_or(code, bit_and(shr(bits, SIXTEEN), FLOAT16_SIGN_MASK))
 
 
 def make_nan_canonical(x):
@@ -160,14 +160,14 @@ def mask_random_words(random: torch.Tensor | None, random_bits: int) -> torch.Te
 
 @functools.cache
 def _record_decoder(store: Store) -> RecordedFunction:
-    element = Recording(1)
+    element = ElementRecording(1)
     found = bind_names(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
     return RecordedFunction(element.trace, (found.number,))
 
 
 @functools.cache
 def _record_encoder(store: Store, stochastic: bool) -> Trace:
-    element = Recording(1)
+    element = ElementRecording(1)
     value, random = make_nan_canonical(element.add_input("value")), element.add_input("random", "w32")
     rounded = bind_names(store.stochastic if stochastic else store.nearest, dict(store.constants))
     store.save(element.arrays[0], element.index, rounded(value, random))
@@ -181,9 +181,9 @@ FP16 = Store("fp16", torch.float16, load16, store16, *_FP16_CODEC, 32, 10, -14)
 F32 = Store("fp32", torch.float32, load32, store32, word_to_float32, float32_to_word, float32_to_word, 0, 23, -126)
 E4M3 = Store("e4m3fn", torch.float8_e4m3fn, load8, store8, *E4M3FN, 32, 3, -6)
 E5M2 = Store("e5m2", torch.float8_e5m2, load8, store8, *E5M2_CODEC, 32, 2, -14)
-STORES = {store.dtype: store for store in (BF16, FP16, F32)}
+STORE_BY_DTYPE = {store.dtype: store for store in (BF16, FP16, F32)}
 # What payloads of scaled tensors are stored in.
-PAYLOAD_STORES = {**STORES, E4M3.dtype: E4M3, E5M2.dtype: E5M2}
+PAYLOAD_STORE_BY_DTYPE = {**STORE_BY_DTYPE, E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 
 # Bound per format.

@@ -17,12 +17,18 @@ from ..formats import Format
 from ..scaled import ScaledTensor
 from ._checkpoint import HALFULP_OPTION_NAMES, check_state_dict, is_saved_by_halfulp, walk_saved_parameters
 from ._float32 import MAX_ELEMENTS_AT_ONCE, read_float32_weights, split_plans_by_elements
-from ._group_options import NarrowOptions, OptimizerParams, check_hyperparameters, read_default_arguments, read_options
+from ._group_options import (
+    OptimizerParams,
+    WeightUpdateOptions,
+    check_hyperparameters,
+    parse_options,
+    read_default_arguments,
+)
 from ._optimizer import Optimizer
 from ._storage import F32, Store
 from .parameters._local_tensors import get_local, is_dtensor, wrap_like_dtensor
 from .parameters._narrow_groups import read_parameter_name, walk_group_parameters
-from .parameters._outside_writes import reset_stale_tensors
+from .parameters._outside_writes import reset_stale_auxiliary_tensors
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import StepSpec
 from .rules._update_rule import UpdateRule
@@ -142,9 +148,9 @@ def wrap(
             f"wrap takes an optimizer's class and parameters, got {name_type(optimizer)}: give wrap(torch.optim.SGD, "
             "params)"
         )
-    narrow: NarrowOptions = {"weight_update": weight_update, "param_dtype": param_dtype, "format": format}
+    narrow: WeightUpdateOptions = {"weight_update": weight_update, "param_dtype": param_dtype, "format": format}
     narrow |= {"seed": seed, "report_interval": report_interval}
-    return WrappedOptimizer(optimizer, params, read_options(options, read_default_arguments(optimizer)), **narrow)
+    return WrappedOptimizer(optimizer, params, parse_options(options, read_default_arguments(optimizer)), **narrow)
 
 
 class WrappedOptimizer(ExplicitGradientOptimizer):
@@ -155,7 +161,11 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     _rule = ASSIGNMENT_RULE
 
     def __init__(
-        self, make: Callable[..., Any], params: Iterable[Any], options: dict[str, Any], **narrow: Unpack[NarrowOptions]
+        self,
+        make: Callable[..., Any],
+        params: Iterable[Any],
+        options: dict[str, Any],
+        **narrow: Unpack[WeightUpdateOptions],
     ) -> None:
         if isinstance(params, torch.Tensor):
             raise TypeError("params must be an iterable of tensors, of named tensors, or of groups, not one tensor")
@@ -170,7 +180,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             if not isinstance(members, set):  # which torch refuses
                 group["params"] = members = [members] if isinstance(members, torch.Tensor) else list(members)
             rest = {name: value for name, value in group.items() if name not in _UNSHARED_GROUP_KEYS}
-            inner.append({**rest, "params": [self._find_shadow(member) for member in members]})
+            inner.append({**rest, "params": [self._find_shadow_parameter(member) for member in members]})
         base = make(inner, **options)
         if not isinstance(base, torch.optim.Optimizer):
             raise TypeError(f"{make!r} made {base!r}, which is no torch.optim.Optimizer")
@@ -182,7 +192,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             group.update({name: value for name, value in own.items() if name not in _UNSHARED_GROUP_KEYS})
         super().__init__(groups, dict(base.defaults), **narrow)
 
-    def _find_shadow(self, member: Any) -> torch.Tensor:
+    def _find_shadow_parameter(self, member: Any) -> torch.Tensor:
         """Return the tensor that the wrapped optimizer steps instead of a parameter, or pair of name and parameter."""
         parameter = member[1] if isinstance(member, tuple) else member
         if not isinstance(parameter, torch.Tensor):
@@ -198,7 +208,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         del groups[len(self.param_groups) :]
         for k, own in enumerate(self.param_groups):
             shared = {name: value for name, value in own.items() if name not in _UNSHARED_GROUP_KEYS}
-            shared["params"] = [self._find_shadow(parameter) for parameter in own["params"]]
+            shared["params"] = [self._find_shadow_parameter(parameter) for parameter in own["params"]]
             if k == len(groups):
                 self.base.add_param_group(shared)
             else:
@@ -219,7 +229,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         ]
         self._check_parameter_holders(bool(plans))
         for plan in plans:
-            reset_stale_tensors(plan)
+            reset_stale_auxiliary_tensors(plan)
         self._update_base_groups()
         if type(self.base).__module__.startswith("torch.optim."):  # steps each parameter by itself
             whole = [plan for plan in plans if plan.spec.store is F32]
@@ -262,7 +272,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         _refuse_extra_saved_entries(self.base)  # some of which begin in a step
         state = saved["state"]
         for _, _, parameter, number in walk_saved_parameters(self.param_groups, saved["param_groups"]):
-            if held := self.base.state.get(self._find_shadow(parameter)):
+            if held := self.base.state.get(self._find_shadow_parameter(parameter)):
                 named = {f"{BASE_STATE_PREFIX}{name}": value for name, value in held.items()}
                 state[number] = {**state.get(number, {}), **named}
 
@@ -280,7 +290,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             inner = {
                 name.removeprefix(BASE_STATE_PREFIX): value for name, value in state.items() if name not in own[number]
             }
-            held, label = self.base.state.get(self._find_shadow(parameter), {}), read_parameter_name(group, k)
+            held, label = self.base.state.get(self._find_shadow_parameter(parameter), {}), read_parameter_name(group, k)
             if held and not inner and own[number].get("step"):
                 raise ValueError(
                     f"the file holds no states of {type(self.base).__name__} for parameter {label}, which it has "
@@ -297,7 +307,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                 move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
                 inner[name] = tree_map_only(torch.Tensor, move, value)
             if inner:
-                states[self._find_shadow(parameter)] = inner
+                states[self._find_shadow_parameter(parameter)] = inner
         super()._load_state_dict_without_hooks({**state_dict, "state": own})
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
@@ -307,7 +317,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         self.base.state.update(states)
 
     def _list_state_tensors(self, plan: ParameterPlan) -> list[torch.Tensor]:
-        leaves = tree_leaves(self.base.state.get(self._find_shadow(plan.parameter), {}))
+        leaves = tree_leaves(self.base.state.get(self._find_shadow_parameter(plan.parameter), {}))
         own = [get_local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return [*super()._list_state_tensors(plan), *own]
 

@@ -14,7 +14,7 @@ from .. import optim
 from .._names import describe_unknown_name, read_registered_descriptions
 from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer
-from ..optim._algorithms import MuonChoice
+from ..optim._algorithms import MuonSelector
 from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import list_payloads
 from ..rounding import Nearest, Stochastic, quantize
@@ -34,7 +34,7 @@ def optimizer(
     *,
     seed: int = 0,
     report_interval: int = 50,
-    use_muon: MuonChoice = None,
+    use_muon: MuonSelector = None,
     **hyper: Any,
 ) -> MeasuredOptimizer:
     """Return the optimizer that goes with a converted model: its weight updates and states are the recipe's.

@@ -13,28 +13,28 @@ import torch
 from torch.nn.functional import pad
 
 from ..formats import BlockFormat
-from ..kernels import address, check_bits, note_fallback, run_chunks, run_on_tensors
-from ..kernels._device_function import Recording, Table, bind_names
+from ..kernels import address, check_bits, note_fallback, run_chunks, run_trace_on_tensors
+from ..kernels._device_function import ElementRecording, Table, bind_names
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, divide, real, select, shl, shr, sub, word
 from ..kernels._trace import RecordedFunction, block_largest
 from ..kernels.triton._launch import TensorKernel
-from ..kernels.vector._machine_function import address_of
+from ..kernels.vector._machine_function import get_array_address
 from ..kernels.vector._table_loop import compile_table_kernel
 from ._device_functions import compute_nearest_addend, round_word
 from ._kernels import (
-    FIXED_KEY,
+    CANARY_KEY,
     TritonPlan,
     check_device,
     choose_container_functions,
     choose_mode_functions,
     choose_rounding_engine,
     find_row_length,
+    has_partial_overlap,
     increment_tensor_version,
     index_constants,
     make_check_elements,
-    overlap_partly,
     round_by_triton,
-    run_table_on_tensors,
+    run_recorded_kernel_on_tensors,
 )
 from ._modes import Nearest, Rounding, Up
 from ._random_bits import WEYL_STEP, draw_first_word, record_stream_start
@@ -43,16 +43,16 @@ from ._target import (
     FLOAT_DTYPES,
     STOCHASTIC,
     UP,
-    WORD32,
-    WORD64,
+    WORD32_LAYOUT,
+    WORD64_LAYOUT,
     WORD_COUNT,
     RoundingWords,
     Target,
     WordLayout,
-    choose_layout,
+    choose_word_layout,
     floor_log2,
-    make_constants,
     make_target,
+    make_target_constants,
 )
 
 # ruff: noqa: F821  names that are free here (scale_of, payload, ...) are bound when a kernel is compiled
@@ -101,13 +101,13 @@ def compute_scale_exponent(a, c, d, b):
     return select(a >= c.infinity, c.ones, e)
 
 
-def make_power(e, c, b):
+def make_power_of_two(e, c, b):
     """Device function: 2^e; 2^-127 is subnormal in float32."""
     w = select(e < 1, b.below_normal, shl(e, c.field))
     return select(e == c.ones, c.nan, w)
 
 
-def make_inverse_power(e, c, b):
+def make_inverse_power_of_two(e, c, b):
     """Device function: 2^-e."""
     return select(e == c.ones, c.nan, shl(sub(b.twice_bias, e), c.field))
 
@@ -163,7 +163,7 @@ def divide_by_scale(w, inverse, c):
 
 
 SCALE_DOWN, SCALE_UP, SCALE_NEAREST = range(3)
-_SCALE_ROUNDINGS = {"floor": SCALE_DOWN, "up": SCALE_UP, "nearest": SCALE_NEAREST}
+_SCALE_ROUNDING_BY_NAME = {"floor": SCALE_DOWN, "up": SCALE_UP, "nearest": SCALE_NEAREST}
 
 
 class BlockTarget(NamedTuple):
@@ -210,7 +210,7 @@ def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | N
         raise ValueError(f"the elements of {format.name} saturate: overflow is 'saturate' or None, got {overflow!r}")
     if not format.element.zero or not format.element.signed:
         raise ValueError(f"{format.name}: elements need a zero and a sign, and {format.element.name} lacks one")
-    choice = _SCALE_ROUNDINGS[format.scale_rounding]
+    choice = _SCALE_ROUNDING_BY_NAME[format.scale_rounding]
     mode = Nearest() if choice == SCALE_NEAREST else Up()
     element = make_target(format.element, rounding, "saturate", torch.float64)
     scale = make_target(format.scale, mode, "saturate", torch.float64)
@@ -268,7 +268,7 @@ class BlockKind(NamedTuple):
     def of(cls, dtype: torch.dtype, target: BlockTarget, layout: WordLayout) -> BlockKind:
         """Return the kind of a target, of tensors of a dtype."""
         inexact, to_nearest = dtype.itemsize == 2 and has_wide_results(target), target.scale_rounding == SCALE_NEAREST
-        known = make_constants(target.element, layout)[:3]
+        known = make_target_constants(target.element, layout)[:3]
         return cls(target.element.mode, *known, target.block, target.has_power_scales, to_nearest, inexact)
 
 
@@ -282,12 +282,12 @@ def has_wide_results(target: BlockTarget) -> bool:
 
 def choose_block_layout(dtype: torch.dtype, target: BlockTarget) -> WordLayout | None:
     """Return the words in which blocks are rounded; None where only the reference does it."""
-    narrow = choose_layout(target.element) is WORD32 and dtype != torch.float64
+    narrow = choose_word_layout(target.element) is WORD32_LAYOUT and dtype != torch.float64
     if not target.has_power_scales:
-        fits = choose_layout(target.scale) is WORD32 and target.scale.tiny_exponent >= -126
-        return WORD32 if narrow and fits else None
+        fits = choose_word_layout(target.scale) is WORD32_LAYOUT and target.scale.tiny_exponent >= -126
+        return WORD32_LAYOUT if narrow and fits else None
     first, _ = compute_scale_threshold(target, 0)
-    return WORD32 if narrow and first >= 2 and target.scale.emin >= -127 else WORD64
+    return WORD32_LAYOUT if narrow and first >= 2 and target.scale.emin >= -127 else WORD64_LAYOUT
 
 
 def bind_device_functions(kind: BlockKind) -> dict[str, object]:
@@ -298,7 +298,11 @@ def bind_device_functions(kind: BlockKind) -> dict[str, object]:
     names["quotient"] = multiply_by_inverse if kind.has_power_scales else divide_by_scale
     names["payload"] = divide_without_underflow if kind.mode in (UP, DOWN) else names["quotient"]
     if kind.has_power_scales:
-        names |= {"scale_of": compute_scale_exponent, "factor_of": make_power, "inverse_of": make_inverse_power}
+        names |= {
+            "scale_of": compute_scale_exponent,
+            "factor_of": make_power_of_two,
+            "inverse_of": make_inverse_power_of_two,
+        }
     else:
         names |= {
             "scale_of": compute_scale_under_tensor_scale,
@@ -310,13 +314,13 @@ def bind_device_functions(kind: BlockKind) -> dict[str, object]:
 
 
 @cache
-def record_block_table(dtype: torch.dtype, kind: BlockKind, rounds: bool = True) -> Table:
+def record_block_kernel(dtype: torch.dtype, kind: BlockKind, rounds: bool = True) -> Table:
     """Return the table that rounds, or that finds the largest of the finite blocks' largest magnitudes.
 
     Its columns are what is rounded and where it goes.
     """
     pieces, wide = choose_container_functions(dtype, kind.is_inexact), dtype == torch.float64
-    element = Recording(2, 2 * WORD_COUNT + len(BlockConstants._fields), "w64" if wide else "w32")
+    element = ElementRecording(2, 2 * WORD_COUNT + len(BlockConstants._fields), "w64" if wide else "w32")
     i, (source, target), (c, d, of_block) = element.index, element.arrays, split_words(element.constants)
     w, names = pieces["load"](source, i), bind_device_functions(kind)
     if rounds:
@@ -359,7 +363,7 @@ def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float,
             unit=layout.encode_number(unit), tensor=layout.encode_number(tensor), divisor=layout.encode_number(divisor)
         )
     of_block = np.array(words, np.uint32 if layout.width == 32 else np.uint64)
-    return np.concatenate([*(make_constants(t, layout).words for t in (target.element, target.scale)), of_block])
+    return np.concatenate([*(make_target_constants(t, layout).words for t in (target.element, target.scale)), of_block])
 
 
 @cache
@@ -380,24 +384,26 @@ def round_blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int, fi
         return x.clone()
     rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
     index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(rows.shape)
-    layout = choose_block_layout(x.dtype, target) or _reference_layout(x.dtype)
-    dtype = torch.float64 if layout is WORD64 else torch.float32
+    layout = choose_block_layout(x.dtype, target) or _get_reference_layout(x.dtype)
+    dtype = torch.float64 if layout is WORD64_LAYOUT else torch.float32
     # The last block of each row is filled up with zeros.
     filled = (pad(one, (0, -rows.shape[1] % target.block)) for one in (rows.to(dtype), index))
     blocks, index = (one.unflatten(1, (-1, target.block)) for one in filled)
-    table = record_block_table(dtype, BlockKind.of(dtype, target, layout))
-    words = _reference_words(blocks.abs().amax(-1), target)
-    rounded = run_table_on_tensors(table, blocks, words, key if target.element.mode == STOCHASTIC else None, index)
+    table = record_block_kernel(dtype, BlockKind.of(dtype, target, layout))
+    words = _make_reference_constants(blocks.abs().amax(-1), target)
+    rounded = run_recorded_kernel_on_tensors(
+        table, blocks, words, key if target.element.mode == STOCHASTIC else None, index
+    )
     return rounded.flatten(1)[:, : rows.shape[1]].to(x.dtype).reshape(x.shape)
 
 
 def compute_block_scales(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor:
     """Return the scales of all of a tensor's blocks from their largest magnitudes; NaN where that is not finite."""
-    layout = _reference_layout(largest.dtype)
+    layout = _get_reference_layout(largest.dtype)
     piece = _record_block_scale(BlockKind.of(largest.dtype, target, layout), layout.width)
-    bits = largest.contiguous().view(torch.int64 if layout is WORD64 else torch.int32)
-    given: dict[Any, Any] = {**index_constants(_reference_words(largest, target)), "word": bits}
-    return run_on_tensors(piece.trace, (), given, piece.results)[0][0].view(largest.dtype)
+    bits = largest.contiguous().view(torch.int64 if layout is WORD64_LAYOUT else torch.int32)
+    given: dict[Any, Any] = {**index_constants(_make_reference_constants(largest, target)), "word": bits}
+    return run_trace_on_tensors(piece.trace, (), given, piece.results)[0][0].view(largest.dtype)
 
 
 def compute_tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
@@ -410,20 +416,20 @@ def compute_tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float
     return float(scale), float(scale * single[2])
 
 
-def _reference_words(largest: torch.Tensor, target: BlockTarget) -> np.ndarray:
+def _make_reference_constants(largest: torch.Tensor, target: BlockTarget) -> np.ndarray:
     """Return the constants of a target, under the tensor's own scale if it has one."""
     amax = float(torch.where(largest.isfinite(), largest, 0).max()) if target.tensor_scale else 0.0
-    return make_block_constants(target, _reference_layout(largest.dtype), *compute_tensor_scale(amax, target))
+    return make_block_constants(target, _get_reference_layout(largest.dtype), *compute_tensor_scale(amax, target))
 
 
-def _reference_layout(dtype: torch.dtype) -> WordLayout:
-    return WORD64 if dtype == torch.float64 else WORD32
+def _get_reference_layout(dtype: torch.dtype) -> WordLayout:
+    return WORD64_LAYOUT if dtype == torch.float64 else WORD32_LAYOUT
 
 
 @cache
 def _record_block_scale(kind: BlockKind, width: int) -> RecordedFunction:
     """Return the device function that makes a scale of a block's largest magnitude."""
-    element = Recording(0, 2 * WORD_COUNT + len(BlockConstants._fields), f"w{width}")
+    element = ElementRecording(0, 2 * WORD_COUNT + len(BlockConstants._fields), f"w{width}")
     word = element.add_input("word", f"w{width}")
     scale = bind_names(compute_block_scale, bind_device_functions(kind))(word, *split_words(element.constants))
     return RecordedFunction(element.trace, (scale.number,))
@@ -436,8 +442,8 @@ def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget, layout: Word
     kind = BlockKind.of(dtype, target, layout)._replace(scales_by_amax=target.tensor_scale)
     # The largest magnitude on which a tensor's scale depends lies in the device's memory.
     in_memory = (2 * WORD_COUNT + BlockConstants._fields.index("amax"),) if kind.scales_by_amax else ()
-    kernel = TensorKernel(record_block_table(dtype, kind), in_memory)
-    measure = TensorKernel(record_block_table(dtype, kind, False)) if target.tensor_scale else None
+    kernel = TensorKernel(record_block_kernel(dtype, kind), in_memory)
+    measure = TensorKernel(record_block_kernel(dtype, kind, False)) if target.tensor_scale else None
     measured = () if measure is None else measure.constant_arguments(words)
     # The choice of a scale is a constant of the kernel, with which it is compared.
     told, name = (dtype, kind, target.scale_rounding), f"quantize in blocks of {dtype}"
@@ -449,7 +455,7 @@ def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: WordLayout, k
         return make_check_rows(x.dtype, 3 * target.block + 1 if ragged else 16 * target.block)
 
     plan = make_block_triton_plan(x.dtype, target, layout)
-    return round_by_triton(plan, x, key, out, fixed, lambda rows: round_blocks_by_reference(rows, target, FIXED_KEY))
+    return round_by_triton(plan, x, key, out, fixed, lambda rows: round_blocks_by_reference(rows, target, CANARY_KEY))
 
 
 BLOCK_CHUNK_ELEMENTS = 16_384
@@ -466,7 +472,7 @@ def round_blocks_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch
     if x.numel() == 0:
         return
     if x.device.type != "cpu":
-        check_device(x, target, lambda elements, rounded: _round_into(elements, target, FIXED_KEY, rounded))
+        check_device(x, target, lambda elements, rounded: _round_into(elements, target, CANARY_KEY, rounded))
     _round_into(x, target, key, out)
     increment_tensor_version(out)
 
@@ -481,10 +487,10 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
         out.copy_(round_blocks_by_reference(x, target, key))
         return
     # The processor's kernels store 16-bit numbers without rounding.
-    single = engine == "llvm" and layout is WORD32 and has_wide_results(target)
-    work = torch.float64 if layout is WORD64 else torch.float32 if single else x.dtype
+    single = engine == "llvm" and layout is WORD32_LAYOUT and has_wide_results(target)
+    work = torch.float64 if layout is WORD64_LAYOUT else torch.float32 if single else x.dtype
     source = x.to(work).contiguous()
-    direct = work == x.dtype and out.is_contiguous() and not overlap_partly(source, out)
+    direct = work == x.dtype and out.is_contiguous() and not has_partial_overlap(source, out)
     # A Triton program has read all of its blocks before it writes one.
     result = out if direct and (engine == "triton" or address(source) != address(out)) else torch.empty_like(source)
     if engine == "llvm":
@@ -502,21 +508,21 @@ def _round_by_llvm(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key
 
     def fast() -> list[torch.Tensor]:
         rounded = torch.empty_like(rows)
-        _call_kernels(*kernels, rows, target, layout, FIXED_KEY, rounded)
+        _call_kernels(*kernels, rows, target, layout, CANARY_KEY, rounded)
         return [rounded]
 
     name, told = f"quantize in blocks ({x.dtype})", ("blocks", x.dtype, kind, target.scale_rounding)
-    check_bits(name, fast, lambda: [round_blocks_by_reference(rows, target, FIXED_KEY)], told)
+    check_bits(name, fast, lambda: [round_blocks_by_reference(rows, target, CANARY_KEY)], told)
     _call_kernels(*kernels, x, target, layout, key, out)
 
 
 @cache
 def _compile_kernels(dtype: torch.dtype, kind: BlockKind) -> tuple[Callable[..., None], Callable[..., None] | None]:
     """Return the kernel that rounds, and one that finds the largest magnitude of all blocks, where needed."""
-    kernel = compile_table_kernel("quantize_blocks", record_block_table(dtype, kind))
+    kernel = compile_table_kernel("quantize_blocks", record_block_kernel(dtype, kind))
     if kind.has_power_scales:
         return kernel, None
-    return kernel, compile_table_kernel("largest_blocks", record_block_table(dtype, kind, False))
+    return kernel, compile_table_kernel("largest_blocks", record_block_kernel(dtype, kind, False))
 
 
 def _call_kernels(
@@ -526,13 +532,13 @@ def _call_kernels(
     table, sizes = _cut_rows_into_chunks(x.numel() // length, length, target.block)
     numbers = array("Q", (address(x), address(out), key, 0))
     pointers = numbers.buffer_info()[0]
-    given = (address_of(table), pointers, pointers + 24)
+    given = (get_array_address(table), pointers, pointers + 24)
     words = make_block_constants(target, layout, 1.0, target.element.max)
     if measure is not None:
         found = np.zeros((len(table), 4))
-        run_chunks(measure, sizes, *given, address_of(words), pointers + 16, address_of(found))
+        run_chunks(measure, sizes, *given, get_array_address(words), pointers + 16, get_array_address(found))
         words = make_block_constants(target, layout, *compute_tensor_scale(float(found[:, 0].max()), target))
-    run_chunks(kernel, sizes, *given, address_of(words), pointers + 16, 0)
+    run_chunks(kernel, sizes, *given, get_array_address(words), pointers + 16, 0)
 
 
 @lru_cache(maxsize=64)

@@ -31,11 +31,13 @@ from ..kernels._operations import (
 # ruff: noqa: F821  names that are free here (load, store, magnitude, addend, ...) are bound when a kernel is compiled
 
 
-SIXTEEN, THIRTEEN, HALF_INFINITY = np.uint32(16), np.uint32(13), np.uint32(0x7C00)
-HALF_NORMAL, HALF_MAGNITUDE, HALF_SIGN = np.uint32(0x400), np.uint32(0x7FFF), np.uint32(0x8000)
-REBIAS, SINGLE_NORMAL = np.uint32(112 << 23), np.uint32(113 << 23)
-SINGLE_INFINITY, SINGLE_MAGNITUDE, SINGLE_SIGN = (np.uint32(n) for n in (0x7F800000, 0x7FFFFFFF, 0x80000000))
-HALF_UNIT = np.float32(2.0**-24)
+SIXTEEN, THIRTEEN, FLOAT16_INFINITY = np.uint32(16), np.uint32(13), np.uint32(0x7C00)
+FLOAT16_LEAST_NORMAL, FLOAT16_MAGNITUDE_MASK, FLOAT16_SIGN_MASK = np.uint32(0x400), np.uint32(0x7FFF), np.uint32(0x8000)
+REBIAS, FLOAT16_LEAST_NORMAL_AS_FLOAT32 = np.uint32(112 << 23), np.uint32(113 << 23)
+FLOAT32_INFINITY, FLOAT32_MAGNITUDE_MASK, FLOAT32_SIGN_MASK = (
+    np.uint32(n) for n in (0x7F800000, 0x7FFFFFFF, 0x80000000)
+)
+FLOAT16_LEAST_SUBNORMAL = np.float32(2.0**-24)
 
 
 def round_word(w, u, c):
@@ -227,17 +229,17 @@ def widen_bfloat16(h):
 
 def widen_float16(h):
     """Device function: the float32 word of a float16's bits, in integers where a float32 would be subnormal."""
-    a = bit_and(h, HALF_MAGNITUDE)
-    finite = select(a < HALF_NORMAL, word(to_real(a) * HALF_UNIT), add(shl(a, THIRTEEN), REBIAS))
-    special = select(a == HALF_INFINITY, SINGLE_INFINITY, SINGLE_NAN)
-    return bit_or(select(a < HALF_INFINITY, finite, special), shl(bit_and(h, HALF_SIGN), SIXTEEN))
+    a = bit_and(h, FLOAT16_MAGNITUDE_MASK)
+    finite = select(a < FLOAT16_LEAST_NORMAL, word(to_real(a) * FLOAT16_LEAST_SUBNORMAL), add(shl(a, THIRTEEN), REBIAS))
+    special = select(a == FLOAT16_INFINITY, FLOAT32_INFINITY, FLOAT32_NAN)
+    return bit_or(select(a < FLOAT16_INFINITY, finite, special), shl(bit_and(h, FLOAT16_SIGN_MASK), SIXTEEN))
 
 
 def encode_bfloat16(w):
     """Device function: the bits of the bfloat16 nearest to a float32's word, ties to even."""
     last = bit_and(shr(w, SIXTEEN), 1)
     nearest = add(add(w, last), BELOW_SIXTEEN)
-    return shr(select(bit_and(w, SINGLE_MAGNITUDE) > SINGLE_INFINITY, SINGLE_NAN, nearest), SIXTEEN)
+    return shr(select(bit_and(w, FLOAT32_MAGNITUDE_MASK) > FLOAT32_INFINITY, FLOAT32_NAN, nearest), SIXTEEN)
 
 
 def encode_float16(w):
@@ -245,24 +247,26 @@ def encode_float16(w):
 
     The float adder rounds small ones: what is added has a spacing of 2^-24, that of float16's subnormals.
     """
-    a = bit_and(w, SINGLE_MAGNITUDE)
+    a = bit_and(w, FLOAT32_MAGNITUDE_MASK)
     last = bit_and(shr(a, THIRTEEN), 1)
     normal = shr(add(add(sub(a, REBIAS), last), BELOW_THIRTEEN), THIRTEEN)
-    h = select(a < SINGLE_NORMAL, sub(word(real(a) + ONE_HALF), ONE_HALF_WORD), normal)
-    h = select(a < BEYOND_HALF, h, select(a > SINGLE_INFINITY, HALF_NAN, HALF_INFINITY))
-    return bit_or(h, shr(bit_and(w, SINGLE_SIGN), SIXTEEN))
+    h = select(a < FLOAT16_LEAST_NORMAL_AS_FLOAT32, sub(word(real(a) + ONE_HALF), ONE_HALF_WORD), normal)
+    h = select(a < BEYOND_HALF, h, select(a > FLOAT32_INFINITY, FLOAT16_NAN, FLOAT16_INFINITY))
+    return bit_or(h, shr(bit_and(w, FLOAT32_SIGN_MASK), SIXTEEN))
 
 
-BELOW_SIXTEEN, BELOW_THIRTEEN, SINGLE_NAN, HALF_NAN = (np.uint32(n) for n in (0x7FFF, 0xFFF, 0x7FC00000, 0x7E00))
+BELOW_SIXTEEN, BELOW_THIRTEEN, FLOAT32_NAN, FLOAT16_NAN = (np.uint32(n) for n in (0x7FFF, 0xFFF, 0x7FC00000, 0x7E00))
 ONE_HALF, ONE_HALF_WORD, BEYOND_HALF = np.float32(0.5), np.uint32(0x3F000000), np.uint32(0x47800000)
 
 
-ABS, INFINITE, CANONICAL_NAN = (np.uint32(w) for w in (0x7FFFFFFF, 0x7F800000, 0x7FC00000))
-NONE, ONE_WORD, S8, S24, SIGN_8, ABS_8, NAN_8 = (np.uint32(n) for n in (0, 1, 8, 24, 0x80, 0x7F, 0x7F))
-TWO_M24 = np.float32(2.0**-24)
+MAGNITUDE_MASK, INFINITY_WORD, CANONICAL_NAN = (np.uint32(w) for w in (0x7FFFFFFF, 0x7F800000, 0x7FC00000))
+NONE, ONE_WORD, SHIFT_8, SHIFT_24, SIGN_MASK_8, MAGNITUDE_MASK_8, NAN_CODE_8 = (
+    np.uint32(n) for n in (0, 1, 8, 24, 0x80, 0x7F, 0x7F)
+)
+TWO_TO_MINUS_24 = np.float32(2.0**-24)
 
 
-class Float8(NamedTuple):
+class Float8Functions(NamedTuple):
     """Device functions of a format: between float32 and codes, which are the low bytes of words."""
 
     decode: Callable[..., Any]
@@ -270,7 +274,9 @@ class Float8(NamedTuple):
     stochastic: Callable[..., Any]
 
 
-def _make_float8(name: str, mantissa_bits: int, emin: int, largest: int, infinity: int, is_infinite: bool) -> Float8:
+def _make_float8(
+    name: str, mantissa_bits: int, emin: int, largest: int, infinity: int, is_infinite: bool
+) -> Float8Functions:
     """Return the device functions of a format.
 
     Args:
@@ -288,41 +294,46 @@ def _make_float8(name: str, mantissa_bits: int, emin: int, largest: int, infinit
     magic_word = magic.view(np.uint32)
     units, raised = np.float32(2.0 ** (mantissa_bits - emin)), np.float32(2.0 ** (126 + emin))
     last_code, first_special = np.uint32(largest), np.uint32(infinity)
-    infinite_word, last_number = INFINITE if is_infinite else CANONICAL_NAN, np.uint32(INFINITE - (not is_infinite))
+    infinite_word, last_number = (
+        INFINITY_WORD if is_infinite else CANONICAL_NAN,
+        np.uint32(INFINITY_WORD - (not is_infinite)),
+    )
 
     def decode(code):
         """Device function: the float32 of a code; the product places subnormals too, without rounding."""
-        magnitude = bit_and(code, ABS_8)
+        magnitude = bit_and(code, MAGNITUDE_MASK_8)
         placed = word(real(shl(magnitude, lost)) * raised)
         special = select(magnitude == first_special, infinite_word, CANONICAL_NAN)
         value = select(magnitude >= first_special, special, placed)
-        return real(bit_or(value, shl(bit_and(code, SIGN_8), S24)))
+        return real(bit_or(value, shl(bit_and(code, SIGN_MASK_8), SHIFT_24)))
 
     def nearest(x, random):
         """Device function: the code nearest to x, ties to even; the float adder rounds subnormals."""
-        magnitude = bit_and(word(x), ABS)
+        magnitude = bit_and(word(x), MAGNITUDE_MASK)
         tiny = sub(word(real(magnitude) + magic), magic_word)
         rounded = add(add(magnitude, half), bit_and(shr(magnitude, lost), ONE_WORD))
         return signed(x, magnitude, tiny, shr(sub(rounded, rebias), lost))
 
     def stochastic(x, random):
         """Device function: one of the two codes around x, the farther with the probability of its nearness."""
-        magnitude = bit_and(word(x), ABS)
+        magnitude = bit_and(word(x), MAGNITUDE_MASK)
         steps = real(magnitude) * units
         below = to_word(select(magnitude < least_normal, steps, units))
-        tiny = add(below, select(to_real(shr(random, S8)) * TWO_M24 < steps - to_real(below), ONE_WORD, NONE))
+        tiny = add(
+            below, select(to_real(shr(random, SHIFT_8)) * TWO_TO_MINUS_24 < steps - to_real(below), ONE_WORD, NONE)
+        )
         normal = shr(sub(add(magnitude, shr(random, undrawn)), rebias), lost)
         return signed(x, magnitude, tiny, normal)
 
     def signed(x, magnitude, tiny, normal):
         limited = select(normal < last_code, normal, last_code)
         finite = select(magnitude < least_normal, tiny, limited)
-        code = select(magnitude > last_number, NAN_8, finite)
-        return bit_or(code, bit_and(shr(word(x), S24), SIGN_8))
+        code = select(magnitude > last_number, NAN_CODE_8, finite)
+        return bit_or(code, bit_and(shr(word(x), SHIFT_24), SIGN_MASK_8))
 
     for function in (decode, nearest, stochastic):
         function.__qualname__ = f"{name}.{function.__name__}"
-    return Float8(decode, nearest, stochastic)
+    return Float8Functions(decode, nearest, stochastic)
 
 
 # e4m3fn saturates, and has NaN where infinity would be; e5m2's numbers beyond the range become infinity.

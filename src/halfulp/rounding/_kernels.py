@@ -19,41 +19,47 @@ from ..kernels import (
     keeping_subnormals,
     require_same_bits,
     run_chunks,
-    run_on_tensors,
+    run_trace_on_tensors,
     select_engine,
 )
-from ..kernels._device_function import RANDOM_STREAM_INPUTS, STREAMING_STORE_ALIGNMENT, Recording, Table, bind_names
+from ..kernels._device_function import (
+    RANDOM_STREAM_INPUTS,
+    STREAMING_STORE_ALIGNMENT,
+    ElementRecording,
+    Table,
+    bind_names,
+)
 from ..kernels._engine import use_reference_in_thread
 from ..kernels._operations import load16, load32, load64, shr, store16, store32, store64
 from ..kernels._threads import flushes_subnormals
 from ..kernels.triton._launch import VECTOR_BYTES, TensorKernel, copy_with_alignment, find_checked_kernel, is_aligned
-from ..kernels.vector._machine_function import Kernel, address_of
+from ..kernels.vector._machine_function import Kernel, get_array_address
 from ..kernels.vector._table_loop import compile_row_kernel
 from . import _device_functions as p
 from ._modes import decode_rounding
-from ._random_bits import WEYL_STEP, compute_stream, draw_first_word, random_words, record_stream_start
+from ._random_bits import WEYL_STEP, compute_stream_counters, draw_first_word, random_words, record_stream_start
 from ._target import (
     DOWN,
     NEAREST,
     STOCHASTIC,
     TOWARD_ZERO,
     UP,
-    WORD32,
-    WORD64,
+    WORD32_LAYOUT,
+    WORD64_LAYOUT,
     WORD_COUNT,
     RoundingWords,
     Target,
-    choose_layout,
-    make_constants,
+    choose_word_layout,
+    make_target_constants,
 )
 
-_PATH_FUNCTIONS = {
+_ROUNDING_FUNCTION_BY_PATH = {
     "fixed": p.round_on_fixed_grid,
     "adder": p.round_by_adder,
     "scaled": p.round_in_fixed_point,
     "packed": p.round_by_exponent,
 }
-_CONTAINER_FUNCTIONS: dict[torch.dtype, dict[str, Callable]] = {
+_MEMORY_FUNCTIONS_BY_DTYPE: dict[torch.dtype, dict[str, Callable]] = {
     torch.float32: {"load": load32, "store": store32},
     torch.float64: {"load": load64, "store": store64},
     torch.bfloat16: {
@@ -68,10 +74,10 @@ _CONTAINER_FUNCTIONS: dict[torch.dtype, dict[str, Callable]] = {
 
 
 @cache
-def record_rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool = False) -> Table:
+def record_rounding_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool = False) -> Table:
     """Return the table whose columns are what is rounded and where it goes: in place too, unless it streams."""
     width = 64 if dtype == torch.float64 else 32
-    element, pieces = Recording(2, WORD_COUNT, f"w{width}"), choose_container_functions(dtype)
+    element, pieces = ElementRecording(2, WORD_COUNT, f"w{width}"), choose_container_functions(dtype)
     i, (source, target) = element.index, element.arrays
     rounded = bind_names(p.round_word, choose_mode_functions(mode, kind))
     pieces["store"](
@@ -86,7 +92,7 @@ def choose_mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, 
     """Return the functions bound to the free names of `round_word`, for a mode and a kind of `TargetConstants`."""
     path, plain, saturating = kind
     bind: dict[str, Callable] = {
-        "magnitude": _PATH_FUNCTIONS[path],
+        "magnitude": _ROUNDING_FUNCTION_BY_PATH[path],
         "limited": p.limit_to_largest if saturating else p.replace_overflow,
         "signed": p.copy_sign if plain else p.copy_allowed_sign,
     }
@@ -113,13 +119,13 @@ def choose_container_functions(dtype: torch.dtype, inexact: bool = False) -> dic
 
     `inexact` words may lie between two numbers of 16 bits and are rounded to the nearest.
     """
-    found = _CONTAINER_FUNCTIONS[dtype]
+    found = _MEMORY_FUNCTIONS_BY_DTYPE[dtype]
     if inexact and dtype == torch.bfloat16:  # float16's codes are those of the nearest in any case
         return found | {"store": lambda address, i, w: store16(address, i, p.encode_bfloat16(w))}
     return found
 
 
-FIXED_KEY = 0x0123456789ABCDEF
+CANARY_KEY = 0x0123456789ABCDEF
 
 
 @cache
@@ -143,23 +149,23 @@ def round_by_reference(x: torch.Tensor, target: Target, key: int, first: int = 0
 
     The index of an element's random bits is its position in x's logical order, counted from `first` on.
     """
-    known = make_constants(target, WORD64 if x.dtype == torch.float64 else WORD32)
+    known = make_target_constants(target, WORD64_LAYOUT if x.dtype == torch.float64 else WORD32_LAYOUT)
     index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(x.shape)
-    table = record_rounding_table(x.dtype, target.mode, known[:3])
-    return run_table_on_tensors(table, x, known.words, key if target.mode == STOCHASTIC else None, index)
+    table = record_rounding_kernel(x.dtype, target.mode, known[:3])
+    return run_recorded_kernel_on_tensors(table, x, known.words, key if target.mode == STOCHASTIC else None, index)
 
 
-def run_table_on_tensors(
+def run_recorded_kernel_on_tensors(
     table: Table, x: torch.Tensor, words: np.ndarray, key: int | None, index: torch.Tensor
 ) -> torch.Tensor:
-    """Return what a table that rounds, as of `record_rounding_table`, gives for x or for whole blocks, in plain torch.
+    """Return what a table that rounds, as of `record_rounding_kernel`, gives for x or for whole blocks, in plain torch.
 
     `words` are the table's constants; the int64 index, of x's shape, numbers the elements under the key of their random
     words, which is None where none are drawn.
     """
-    drawn = {} if key is None else dict(zip(RANDOM_STREAM_INPUTS, compute_stream(key, index)))
+    drawn = {} if key is None else dict(zip(RANDOM_STREAM_INPUTS, compute_stream_counters(key, index)))
     out = torch.empty_like(x)
-    run_on_tensors(table.trace, [x, out], index_constants(words) | drawn, block=table.block)
+    run_trace_on_tensors(table.trace, [x, out], index_constants(words) | drawn, block=table.block)
     return out
 
 
@@ -216,7 +222,7 @@ def round_by_triton(
 ) -> bool:
     """Round contiguous x into out, which may be x; return False if there is no Triton kernel.
 
-    Before the first use it is compared with `reference`, plain torch with the key FIXED_KEY, on what `fixed` returns:
+    Before the first use it is compared with `reference`, plain torch with the key CANARY_KEY, on what `fixed` returns:
     (whether whole vectors are wanted, whether blocks are ragged) -> elements.
     """
     if not x.numel():
@@ -225,7 +231,7 @@ def round_by_triton(
 
     def on_fixed(plan: TritonPlan, device: torch.device) -> list[torch.Tensor]:
         here, there = (copy_with_alignment(fixed(aligned, ragged), device, aligned) for _ in range(2))
-        plan.round_tensor(here, FIXED_KEY, there, aligned)
+        plan.round_tensor(here, CANARY_KEY, there, aligned)
         return [there.cpu()]
 
     key_of_use = "quantize", *plan.kind, aligned, ragged
@@ -241,8 +247,8 @@ def round_by_triton(
 @lru_cache(maxsize=1024)
 def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
     """Return the plan of a dtype and a target."""
-    known = make_constants(target, WORD64 if dtype == torch.float64 else WORD32)
-    kernel = TensorKernel(record_rounding_table(dtype, target.mode, known[:3]))
+    known = make_target_constants(target, WORD64_LAYOUT if dtype == torch.float64 else WORD32_LAYOUT)
+    kernel = TensorKernel(record_rounding_kernel(dtype, target.mode, known[:3]))
     kind, name = (dtype, target.mode, *known[:3]), f"quantize of {dtype}"
     return TritonPlan(kernel, kernel.constant_arguments(known.words), kind, name)
 
@@ -253,7 +259,7 @@ def _round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tenso
         return elements[: elements.numel() // VECTOR_BYTES * VECTOR_BYTES] if aligned else elements
 
     plan = make_triton_plan(x.dtype, target)
-    return round_by_triton(plan, x, key, out, fixed, lambda elements: round_by_reference(elements, target, FIXED_KEY))
+    return round_by_triton(plan, x, key, out, fixed, lambda elements: round_by_reference(elements, target, CANARY_KEY))
 
 
 def round_into(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
@@ -263,7 +269,7 @@ def round_into(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> 
         NotImplementedError: the device does not round as the CPU does.
     """
     if x.device.type != "cpu":
-        check_device(x, target, lambda elements, out: _round_by_engine(elements, target, FIXED_KEY, out))
+        check_device(x, target, lambda elements, out: _round_by_engine(elements, target, CANARY_KEY, out))
     _round_by_engine(x, target, key, out)
 
 
@@ -281,7 +287,7 @@ def check_device(x: torch.Tensor, target: Hashable, round_into: Callable[[torch.
 
 
 def _round_by_engine(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
-    if is_widened(target, x.dtype):
+    if is_rounded_as_float64(target, x.dtype):
         wide = torch.empty(x.shape, dtype=torch.float64, device=x.device)
         with keeping_subnormals():
             _round_by_engine(x.to(torch.float64).contiguous(), target, key, wide)
@@ -290,14 +296,14 @@ def _round_by_engine(x: torch.Tensor, target: Target, key: int, out: torch.Tenso
         chosen = choose_rounding_engine(x)
         if chosen == "llvm":
             if x.numel():
-                round_memory(prepare_plan(target, x.dtype), address(x), address(out), x.numel(), key)
+                round_memory(prepare_rounding_plan(target, x.dtype), address(x), address(out), x.numel(), key)
         elif chosen == "reference" or not _round_by_triton(x, target, key, out):
             out.copy_(round_by_reference(x, target, key))
 
 
-def is_widened(target: Target, dtype: torch.dtype) -> bool:
+def is_rounded_as_float64(target: Target, dtype: torch.dtype) -> bool:
     """Return whether tensors of a narrower dtype are rounded as float64."""
-    return dtype != torch.float64 and choose_layout(target) is WORD64
+    return dtype != torch.float64 and choose_word_layout(target) is WORD64_LAYOUT
 
 
 class RoundingPlan(NamedTuple):
@@ -312,7 +318,7 @@ class RoundingPlan(NamedTuple):
 
 
 # Bytes of a result from which on it fits in no cache beside its input: stored past them it takes a fifth less time.
-STREAMED_BYTES = 1 << 24
+LEAST_STREAMED_BYTES = 1 << 24
 
 
 def choose_rounding_engine(x: torch.Tensor) -> str:
@@ -327,34 +333,34 @@ def increment_tensor_version(out: torch.Tensor) -> None:
 
 
 @lru_cache(maxsize=1024)
-def prepare_plan(target: Target, dtype: torch.dtype, streams: bool = False) -> RoundingPlan:
+def prepare_rounding_plan(target: Target, dtype: torch.dtype, streams: bool = False) -> RoundingPlan:
     """Return the plan of rounding tensors of a dtype by a compiled kernel; it may store past the caches."""
-    known = make_constants(target, WORD64 if dtype == torch.float64 else WORD32)
-    kernel, at = _compile_kernel(dtype, target.mode, known[:3], streams), address_of(known.words)
+    known = make_target_constants(target, WORD64_LAYOUT if dtype == torch.float64 else WORD32_LAYOUT)
+    kernel, at = _compile_kernel(dtype, target.mode, known[:3], streams), get_array_address(known.words)
     x = make_check_elements(dtype)
 
     def fast() -> list[torch.Tensor]:
         out = torch.empty_like(x)
         number, _, table = _make_chunk_table(x.numel())
-        kernel(0, number, table, at, 0, FIXED_KEY, address(x), address(out))
+        kernel(0, number, table, at, 0, CANARY_KEY, address(x), address(out))
         return [out]
 
     # Once per kind of kernel.
     name, kind = f"quantize ({dtype}, {known.rounding_path})", ("quantize", dtype, target.mode, *known[:3], streams)
-    check_bits(name, fast, lambda: [round_by_reference(x, target, FIXED_KEY)], kind)
+    check_bits(name, fast, lambda: [round_by_reference(x, target, CANARY_KEY)], kind)
     return RoundingPlan(kernel, at, dtype.itemsize, target, dtype, known.words)
 
 
 @cache
 def _compile_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool) -> Kernel:
-    return compile_row_kernel(f"quantize_{kind[0]}", record_rounding_table(dtype, mode, kind, streams))
+    return compile_row_kernel(f"quantize_{kind[0]}", record_rounding_kernel(dtype, mode, kind, streams))
 
 
 def round_memory(plan: RoundingPlan, source: int, goal: int, count: int, key: int) -> None:
     """Round so many elements from one address to another."""
     kernel, words, size, target, dtype, _ = plan
-    if count * size >= STREAMED_BYTES and goal != source and goal % STREAMING_STORE_ALIGNMENT == 0:
-        kernel = prepare_plan(target, dtype, True).kernel
+    if count * size >= LEAST_STREAMED_BYTES and goal != source and goal % STREAMING_STORE_ALIGNMENT == 0:
+        kernel = prepare_rounding_plan(target, dtype, True).kernel
     number, lengths, table = _make_chunk_table(count)
     key -= key >> 63 << 64
     if (count < MOST_SERIAL_ELEMENTS or torch.get_num_threads() == 1) and not flushes_subnormals():
@@ -363,7 +369,7 @@ def round_memory(plan: RoundingPlan, source: int, goal: int, count: int, key: in
         run_chunks(kernel, lengths, table, words, 0, key, source, goal)
 
 
-def overlap_partly(x: torch.Tensor, out: torch.Tensor) -> bool:
+def has_partial_overlap(x: torch.Tensor, out: torch.Tensor) -> bool:
     """Return whether x and out overlap partly."""
     a, b = address(x), address(out)
     return a != b and a < b + out.numel() * out.element_size() and b < a + x.numel() * x.element_size()
@@ -373,7 +379,7 @@ def overlap_partly(x: torch.Tensor, out: torch.Tensor) -> bool:
 def _make_chunk_table(numel: int) -> tuple[int, np.ndarray, int]:
     """Return the number of chunks, their lengths, a view of their table, and the table's address."""
     table = cut_into_chunks(IndexMap.whole((numel,)), 0)
-    return len(table), table[:, 2], address_of(table)
+    return len(table), table[:, 2], get_array_address(table)
 
 
 increment_version = torch._C._increment_version  # torch.autograd.graph's, which first asks what it was given

@@ -12,7 +12,7 @@ import torch
 
 from .._names import read_own_docstring, register_entry
 from ..kernels import Traced
-from ..kernels._device_function import Recording, call_users_function
+from ..kernels._device_function import ElementRecording, call_users_function
 
 RoundingClass = TypeVar("RoundingClass", bound="type[Rounding]")
 
@@ -130,8 +130,10 @@ class Stochastic(Rounding):
         return 0 if self.seed is None else int(self._signed_seed)
 
 
-MODES: dict[str, type[Rounding]] = {mode.name: mode for mode in (Nearest, TowardZero, Up, Down, Stochastic)}
-_BUILT_IN_NAMES = tuple(MODES)
+ROUNDING_CLASS_BY_NAME: dict[str, type[Rounding]] = {
+    mode.name: mode for mode in (Nearest, TowardZero, Up, Down, Stochastic)
+}
+_BUILT_IN_NAMES = tuple(ROUNDING_CLASS_BY_NAME)
 _GOES_AWAY_PARAMETERS = ["fraction", "half", "odd", "negative"]
 
 
@@ -166,23 +168,23 @@ def register_rounding(kind: RoundingClass) -> RoundingClass:
     is_own = isinstance(function, staticmethod) and function is not inspect.getattr_static(Rounding, "goes_away")
     if not is_own or list(inspect.signature(kind.goes_away).parameters) != _GOES_AWAY_PARAMETERS:
         raise TypeError(f"{kind.__name__} defines no static method goes_away({', '.join(_GOES_AWAY_PARAMETERS)})")
-    name, own = kind.name, MODES.get(kind.name)
+    name, own = kind.name, ROUNDING_CLASS_BY_NAME.get(kind.name)
     if name != _normalize_name(name) or not name.isidentifier():
         raise ValueError(f"the name {name!r} of a rounding: give lower-case letters, digits and underscores")
-    recorded = _record_decision(kind)
-    if name in _BUILT_IN_NAMES or (own is not None and _recorded_decisions[name] != recorded):
+    recorded = _record_mode_decision(kind)
+    if name in _BUILT_IN_NAMES or (own is not None and _recorded_decision_by_name[name] != recorded):
         # Kernels of the other one may have been compiled.
         raise ValueError(f"rounding {name!r} exists already: choose another name for {kind.__name__}")
-    register_entry("rounding", MODES, name, kind, read_own_docstring(kind))
-    _recorded_decisions[name] = recorded
+    register_entry("rounding", ROUNDING_CLASS_BY_NAME, name, kind, read_own_docstring(kind))
+    _recorded_decision_by_name[name] = recorded
     return kind
 
 
 # What registered roundings do, recorded: a module may be loaded again, but not with another function of the name.
-_recorded_decisions: dict[str, tuple[object, ...]] = {}
+_recorded_decision_by_name: dict[str, tuple[object, ...]] = {}
 
 
-def _record_decision(kind: type[Rounding]) -> tuple[object, ...]:
+def _record_mode_decision(kind: type[Rounding]) -> tuple[object, ...]:
     """Return the instructions of a mode's decision on words of 32 and 64 bits.
 
     Raises:
@@ -190,7 +192,7 @@ def _record_decision(kind: type[Rounding]) -> tuple[object, ...]:
     """
     found: list[object] = []
     for width in ("w32", "w64"):
-        element = Recording(0)
+        element = ElementRecording(0)
         given = [
             element.add_input(name, one) for name, one in zip(_GOES_AWAY_PARAMETERS, (width, width, "mask", "mask"))
         ]
@@ -214,7 +216,7 @@ def decode_rounding(code: int) -> type[Rounding]:
     Raises:
         ValueError: nobody registered it in this process.
     """
-    for name, kind in MODES.items():
+    for name, kind in ROUNDING_CLASS_BY_NAME.items():
         if code == encode_rounding(name):
             return kind
     raise ValueError(
@@ -238,7 +240,7 @@ def get_rounding(rounding: Rounding | str) -> Rounding:
     TowardZero()
     """
     if isinstance(rounding, Rounding):
-        if not isinstance(rounding, MODES.get(rounding.name, ())):
+        if not isinstance(rounding, ROUNDING_CLASS_BY_NAME.get(rounding.name, ())):
             kind = type(rounding).__name__
             raise TypeError(f"{kind} is no registered rounding: register the class by hu.rounding.register_rounding")
         return rounding
@@ -246,11 +248,11 @@ def get_rounding(rounding: Rounding | str) -> Rounding:
         hint = f"; call it: {rounding.__name__}()" if isinstance(rounding, type) else ""
         raise TypeError(f"a rounding is an object such as hu.Nearest() or a name, got {rounding!r}{hint}")
     key = _normalize_name(rounding)
-    if key in MODES:
-        return MODES[key]()
-    near = difflib.get_close_matches(key, MODES, n=3, cutoff=0.4)
+    if key in ROUNDING_CLASS_BY_NAME:
+        return ROUNDING_CLASS_BY_NAME[key]()
+    near = difflib.get_close_matches(key, ROUNDING_CLASS_BY_NAME, n=3, cutoff=0.4)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"unknown rounding {rounding!r}: {meant}Known are {', '.join(MODES)}")
+    raise ValueError(f"unknown rounding {rounding!r}: {meant}Known are {', '.join(ROUNDING_CLASS_BY_NAME)}")
 
 
 def rounding_names() -> list[str]:
@@ -259,7 +261,7 @@ def rounding_names() -> list[str]:
     >>> rounding_names()[:5]
     ['nearest', 'toward_zero', 'up', 'down', 'stochastic']
     """
-    return list(MODES)
+    return list(ROUNDING_CLASS_BY_NAME)
 
 
 def draw_key() -> int:

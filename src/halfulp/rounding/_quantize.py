@@ -12,16 +12,16 @@ from torch.compiler import is_compiling
 from ..formats import BlockFormat, Format
 from ..formats._block import get_format_or_block
 from ..kernels import assume_constant_result, define_operator, disable_tracing, plain_address
-from ..kernels._engine import allows_machine_code, choose_engine
-from ..kernels._plain_memory import is_dense, is_watched, refuse_tensor
+from ..kernels._engine import allows_machine_code, choose_engine_and_reason
+from ..kernels._plain_memory import is_dense, is_watched, refuse_tensor_without_plain_memory
 from ._blocks import BlockTarget, make_block_target, round_blocks_into
 from ._kernels import (
     RoundingPlan,
+    has_partial_overlap,
     increment_tensor_version,
     increment_version,
-    is_widened,
-    overlap_partly,
-    prepare_plan,
+    is_rounded_as_float64,
+    prepare_rounding_plan,
     round_into,
     round_memory,
 )
@@ -85,7 +85,7 @@ def quantize(
     rounding = get_rounding(rounding)
     check_tensor(x)
     if out is not None:
-        check_out(out, x)
+        check_out_tensor(out, x)
     target, x = encode_target(format, rounding, overflow, x.dtype), x.detach()
     if target is None:
         return x.clone() if out is None else out.copy_(x.clone())  # they may overlap
@@ -93,9 +93,9 @@ def quantize(
     if in_blocks and x.dim() and not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is from {-x.dim()} to {x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
     if not in_blocks or x.dim() < 2:
-        return _call_operator(x, target, rounding, counter, out)
+        return _call_quantize_operator(x, target, rounding, counter, out)
     turned = None if out is None else out.movedim(dim, -1)
-    rounded = _call_operator(x.movedim(dim, -1), target, rounding, counter, turned)
+    rounded = _call_quantize_operator(x.movedim(dim, -1), target, rounding, counter, turned)
     return rounded.movedim(-1, dim) if out is None else out
 
 
@@ -119,7 +119,7 @@ def _quantize_plain_memory(
     dtype, (made_for, mode, policy, of, plan, start) = x.dtype, _latest_call
     if made_for is not format or mode is not rounding or policy is not overflow or of is not dtype:
         known = get_rounding(rounding)
-        plan = _plan_directly(format, known, overflow, dtype)
+        plan = _make_plan_without_operator(format, known, overflow, dtype)
         start = mix64(known.signed_seed) if isinstance(known, Stochastic) else None
         _latest_call = format, rounding, overflow, dtype, plan, start
     if plan is None:
@@ -155,20 +155,20 @@ _latest_call: tuple[Any, Any, Any, Any, RoundingPlan | None, int | None] = (None
 
 
 @lru_cache(maxsize=1024)
-def _plan_directly(
+def _make_plan_without_operator(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> RoundingPlan | None:
     """Return the plan of rounding without an operator; None where one is needed, which also says what is wrong."""
     known = get_format_or_block(format)
     if dtype not in FLOAT_DTYPES or isinstance(known, BlockFormat):
         return None
-    if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine("cpu")[0] != "llvm":
+    if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine_and_reason("cpu")[0] != "llvm":
         return None
     target = find_target(known, rounding, overflow, dtype)
-    return None if target is None or is_widened(target, dtype) else prepare_plan(target, dtype)
+    return None if target is None or is_rounded_as_float64(target, dtype) else prepare_rounding_plan(target, dtype)
 
 
-def _call_operator(
+def _call_quantize_operator(
     x: torch.Tensor, target: tuple[int, ...], rounding: Rounding, counter: int, out: torch.Tensor | None
 ) -> torch.Tensor:
     """Call the operator that fits; x is detached and all has been checked."""
@@ -210,11 +210,11 @@ def encode_target(
     in_blocks = isinstance(known, BlockFormat)
     flat, error, message = _encode_target_in_graph(known._key, in_blocks, rounding.name, overflow, dtype)
     if error:
-        raise _ERROR_KINDS[error](message)
+        raise _ERROR_CLASS_BY_NAME[error](message)
     return flat
 
 
-_ERROR_KINDS: dict[str, type[Exception]] = {
+_ERROR_CLASS_BY_NAME: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (NotImplementedError, TypeError, ValueError)
 }
 
@@ -230,7 +230,7 @@ def _encode_target_in_graph(
     try:
         format = BlockFormat(*fields) if in_blocks else Format(*fields)
         return _encode_target(format, get_rounding(rounding), overflow, dtype), "", ""
-    except tuple(_ERROR_KINDS.values()) as error:
+    except tuple(_ERROR_CLASS_BY_NAME.values()) as error:
         return None, type(error).__name__, str(error)
 
 
@@ -250,13 +250,13 @@ def check_tensor(x: torch.Tensor) -> None:
         raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
     # A graph may not ask for a layout inside of a backward; what it calls as it runs has no sparse tensors.
     if not is_compiling() and (x.layout is not torch.strided or x.is_nested):
-        refuse_tensor(x, "x")
+        refuse_tensor_without_plain_memory(x, "x")
     if x.dtype not in FLOAT_DTYPES:
         remedy = "round the parts: torch.view_as_real(x)" if x.dtype.is_complex else "convert it: x.to(torch.float32)"
         raise TypeError(f"x is float16, bfloat16, float32 or float64; got {x.dtype}: {remedy}")
 
 
-def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
+def check_out_tensor(out: torch.Tensor, x: torch.Tensor) -> None:
     """Raise unless out can take the result."""
     if out.dtype != x.dtype or out.shape != x.shape or out.device != x.device:
         raise ValueError(
@@ -276,8 +276,8 @@ def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
 # operators ---------------------------------------------------------------------------------------------------
 
 
-def _round_new(x: torch.Tensor, target: list[int], seed: int, counter: int) -> torch.Tensor:
-    out = _empty_like(x, target)
+def _round_into_new_tensor(x: torch.Tensor, target: list[int], seed: int, counter: int) -> torch.Tensor:
+    out = _make_empty_result(x, target)
     _round_into(x, target, seed, counter, out)
     return out
 
@@ -290,7 +290,9 @@ def _round_into(x: torch.Tensor, target: list[int], seed: int, counter: int, out
     goal = Target(*target)
     key = mix64(seed, counter) if goal.mode == STOCHASTIC else 0
     same_order = (
-        not overlap_partly(x, out) and x.stride() == out.stride() and (goal.mode != STOCHASTIC or x.is_contiguous())
+        not has_partial_overlap(x, out)
+        and x.stride() == out.stride()
+        and (goal.mode != STOCHASTIC or x.is_contiguous())
     )
     if same_order and is_dense(x):
         round_into(x, goal, key, out)
@@ -301,17 +303,17 @@ def _round_into(x: torch.Tensor, target: list[int], seed: int, counter: int, out
     out.copy_(result)
 
 
-def _empty_like(x: torch.Tensor, target: list[int], *arguments: object) -> torch.Tensor:
+def _make_empty_result(x: torch.Tensor, target: list[int], *arguments: object) -> torch.Tensor:
     is_elementwise = len(target) == _TARGET_SIZE
     return torch.empty_like(x, memory_format=torch.preserve_format if is_elementwise else torch.contiguous_format)
 
 
 _quantize = define_operator(
-    "quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _round_new, _empty_like
+    "quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _round_into_new_tensor, _make_empty_result
 )
 
 
-def _quantize_batch(
+def _quantize_under_vmap(
     info: Any, places: Any, x: torch.Tensor, target: list[int], seed: int, counter: int
 ) -> tuple[torch.Tensor, int]:
     """Quantize under vmap: elements singly, but random bits and blocks are each sample's own."""
@@ -321,7 +323,7 @@ def _quantize_batch(
     return torch.stack([_quantize(sample, target, seed, counter) for sample in x]), 0
 
 
-torch.library.register_vmap("halfulp::quantize", _quantize_batch)
+torch.library.register_vmap("halfulp::quantize", _quantize_under_vmap)
 _quantize_into = define_operator(
     "quantize_into(Tensor x, int[] target, int seed, SymInt counter, Tensor(a!) out) -> ()",
     _round_into,
@@ -329,8 +331,8 @@ _quantize_into = define_operator(
 )
 _quantize_drawing = define_operator(
     "quantize_drawing(Tensor x, int[] target, SymInt counter) -> Tensor",
-    lambda x, target, counter: _round_new(x, target, draw_key(), counter),
-    _empty_like,
+    lambda x, target, counter: _round_into_new_tensor(x, target, draw_key(), counter),
+    _make_empty_result,
     random=True,
 )
 _quantize_drawing_into = define_operator(

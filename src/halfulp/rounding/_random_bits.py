@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 
 from ..kernels._device_function import record_word_function
+from ..kernels._interpreter import run_trace_on_tensors, to_signed_integer
 from ..kernels._operations import Word, add, bit_xor, high_word, low_word, mul, shr
-from ..kernels._tensor_writer import run_on_tensors, to_signed_integer
 from ..kernels._trace import RecordedFunction
 
 WEYL_STEP = np.uint32(0x9E3779B9)
@@ -34,12 +34,12 @@ HIGH_WORD_FACTOR, STREAM_FACTOR = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 NEXT_FACTOR = 2891336453
 # Of these words; their bits change with it.
 STREAM_VERSION = 2
-S15, S16 = np.uint32(15), np.uint32(16)
+SHIFT_15, SHIFT_16 = np.uint32(15), np.uint32(16)
 _WORD64_MASK = (1 << 64) - 1
 # SplitMix64 (see `mix64`) on arrays.
 _FACTOR, _GOLDEN = np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)
 _FIRST_MIX, _SECOND_MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
+_SHIFT_27, _SHIFT_30, _SHIFT_31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 def mix64(*values: int, key: int = 0x243F6A8885A308D3) -> int:
@@ -70,11 +70,11 @@ def mix64_all(*values: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     key: Any = np.array(mix64(*numbers), np.uint64)
     for value in values[len(numbers) :]:
         key = key + (value * _FACTOR + _GOLDEN)
-        key ^= key >> _S30
+        key ^= key >> _SHIFT_30
         key *= _FIRST_MIX
-        key ^= key >> _S27
+        key ^= key >> _SHIFT_27
         key *= _SECOND_MIX
-        key ^= key >> _S31
+        key ^= key >> _SHIFT_31
     mixed: npt.NDArray[np.uint64] = key
     return mixed
 
@@ -96,8 +96,8 @@ def record_stream_start() -> RecordedFunction:
 
 def hash_element(counter: Word, own: Word) -> Word:
     """Device function: the hash of an element from its counter and its stream's own word, short of the last product."""
-    x = mul(bit_xor(bit_xor(counter, shr(counter, S16)), own), FIRST_FACTOR)
-    return bit_xor(bit_xor(x, shr(x, S15)), own)
+    x = mul(bit_xor(bit_xor(counter, shr(counter, SHIFT_16)), own), FIRST_FACTOR)
+    return bit_xor(bit_xor(x, shr(x, SHIFT_15)), own)
 
 
 def draw_word(hash_of_element: Word, number: int) -> Word:
@@ -120,21 +120,21 @@ def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 tensor of the same shape, uniform in [0, 2^32).
     """
-    return _draw_at_elements(_record_draw(), key, index)[0].to(torch.int64) & 0xFFFFFFFF
+    return _draw_words_at_elements(_record_word_draw(), key, index)[0].to(torch.int64) & 0xFFFFFFFF
 
 
-def compute_stream(key: int, index: torch.Tensor) -> list[torch.Tensor]:
+def compute_stream_counters(key: int, index: torch.Tensor) -> list[torch.Tensor]:
     """Return the counters of elements at global indices under a key, and their stream's own words, as int32 words."""
-    return _draw_at_elements(record_stream_start(), key, index)
+    return _draw_words_at_elements(record_stream_start(), key, index)
 
 
-def _draw_at_elements(piece: RecordedFunction, key: int, index: torch.Tensor) -> list[torch.Tensor]:
+def _draw_words_at_elements(piece: RecordedFunction, key: int, index: torch.Tensor) -> list[torch.Tensor]:
     halves = (to_signed_integer(key & 0xFFFFFFFF, 32), to_signed_integer(key >> 32, 32))
-    return run_on_tensors(piece.trace, (), dict(enumerate((*halves, index))), piece.results)[0]
+    return run_trace_on_tensors(piece.trace, (), dict(enumerate((*halves, index))), piece.results)[0]
 
 
 @functools.cache
-def _record_draw() -> RecordedFunction:
+def _record_word_draw() -> RecordedFunction:
     return record_word_function(
         lambda low, high, index: draw_first_word(*stream_start(low, high, index)), "w32", "w32", "w64"
     )

@@ -124,7 +124,7 @@ class WordLayout(NamedTuple):
         return struct.unpack(integer, struct.pack(real, value))[0]
 
 
-WORD32, WORD64 = WordLayout(32, 23, 127), WordLayout(64, 52, 1023)
+WORD32_LAYOUT, WORD64_LAYOUT = WordLayout(32, 23, 127), WordLayout(64, 52, 1023)
 
 
 class RoundingWords(NamedTuple):
@@ -192,20 +192,20 @@ class TargetConstants(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def choose_layout(target: Target) -> WordLayout:
+def choose_word_layout(target: Target) -> WordLayout:
     """Return the words in which a float32, bfloat16 or float16 tensor is rounded; float64 is always rounded in its own.
 
     Numbers of the format that are subnormal in float32, or whose draws would need a factor beyond its range, take
     the way through float64, which is exact.
     """
-    if _is_fixed_grid(target, WORD32):
-        return WORD32
+    if _is_fixed_grid(target, WORD32_LAYOUT):
+        return WORD32_LAYOUT
     deep = target.mode >= STOCHASTIC and target.tiny_exponent < -95
-    return WORD64 if deep or target.emin < -126 else WORD32
+    return WORD64_LAYOUT if deep or target.emin < -126 else WORD32_LAYOUT
 
 
 @lru_cache(maxsize=1024)
-def make_constants(target: Target, layout: WordLayout) -> TargetConstants:
+def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants:
     """Return the path and the words of a target."""
     sign, infinity = 1 << (layout.width - 1), layout.make_power_word(layout.bias + 1)
     nan, ones = infinity | 1 << (layout.mantissa - 1), 2 * sign - 1
@@ -243,7 +243,7 @@ def make_constants(target: Target, layout: WordLayout) -> TargetConstants:
         first_factor=layout.make_power_word(halves[0]),
         second_factor=layout.make_power_word(halves[1]),
     )
-    path = _choose_path(target, layout)
+    path = _choose_rounding_path(target, layout)
     if path == "adder":
         spacing = Fraction(2) ** (floor_log2(target.max) - target.mantissa_bits)
         steps = Fraction(target.max) / spacing
@@ -270,7 +270,7 @@ def count_random_bits(target: Target) -> int:
     return _SCALED_BITS - target.mantissa_bits if target.mantissa_bits <= 6 else 31
 
 
-def _choose_path(target: Target, layout: WordLayout) -> str:
+def _choose_rounding_path(target: Target, layout: WordLayout) -> str:
     if _is_fixed_grid(target, layout):
         return "fixed"
     normal = target.zero and (target.subnormals or target.mantissa_bits == 0)

@@ -15,8 +15,8 @@ from ..kernels import find_torch_operators
 from ..kernels._plain_memory import is_floating
 from ..subclass import functional_form, is_written, note_fallback
 from ..subclass._collectives import is_collective, refuse_collective
-from ._operands import choose_storage, encode_values, make_second_moment, promote_dtypes
-from ._powers_of_two import is_concrete
+from ._operands import choose_storage, encode_plain_tensor, promote_dtypes, round_second_moment_above_zero
+from ._powers_of_two import has_readable_values
 from ._registry import RULES_OF_OPERATORS_DEFINED_LATER, find_rule, register_rule_derivation
 from ._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, enable_lazy_conjugates, wrap_payload
 from ._write import check_indexed_write, write_values
@@ -46,15 +46,15 @@ def derive_rule(operator: OpOverload) -> Callable:
             return functools.partial(_refuse_operator, operator, "writes into its argument")
         if torch.Tag.inplace_view in operator.tags:
             return functools.partial(_run_view_in_place, operator, functional)
-        return functools.partial(_run_in_place, operator, functional, name)
+        return functools.partial(_run_functional_form_in_place, operator, functional, name)
     if operator._can_decompose():
-        return functools.partial(_run_composite, operator)
+        return functools.partial(_run_composite_formula, operator)
     decomposition = None if name.startswith(_UNDECOMPOSED_PREFIXES) else _load_decompositions().get(operator)
     if decomposition is not None:
         return functools.partial(_run_decomposition, operator, decomposition)
     if operator.is_view:
         return functools.partial(_refuse_operator, operator, "is a view")
-    return functools.partial(run_fallback, operator)
+    return functools.partial(run_counted_fallback, operator)
 
 
 @functools.cache
@@ -68,10 +68,10 @@ def _load_decompositions() -> dict[OpOverload, Callable]:
 def _run_decomposition(operator: OpOverload, formula: Callable, *arguments: Any, **options: Any) -> Any:
     """Run torch's formula of an operator, or the operator on values where the formula declines."""
     results = formula(*arguments, **options)
-    return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
+    return run_counted_fallback(operator, *arguments, **options) if results is NotImplemented else results
 
 
-def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def _run_composite_formula(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run torch's own C++ formula of a composite operator, as above autograd: results must not depend on the mode.
 
     Whole operators arrive here in inference mode alone. Some formulas ask for a tensor's mode: they run outside of it.
@@ -89,7 +89,7 @@ def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any
         return _run_decomposition(operator, formula, *arguments, **options)
 
 
-def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def run_counted_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run an operator on decoded values, encode its floating results under measured scales, and count the fallback."""
     note_fallback(
         operator,
@@ -109,12 +109,14 @@ def run_on_decoded_values(operator: OpOverload, *arguments: Any, **options: Any)
     arguments, options = tree_map_only(ScaledTensor, lambda x: decode_values(x, wide), (arguments, options))
 
     def encode(x: Any) -> Any:
-        return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype) if is_floating(x) else x
+        return encode_plain_tensor(x, storage, dtype=dtype if x.dtype == wide else x.dtype) if is_floating(x) else x
 
     return tree_map(encode, operator(*arguments, **options))
 
 
-def _run_in_place(operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any) -> Any:
+def _run_functional_form_in_place(
+    operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any
+) -> Any:
     """Compute the functional form, then copy its results into the arguments that the operator writes."""
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, arguments)) | options
@@ -147,9 +149,9 @@ def _keep_second_moment_nonzero(x: Any, added: Any, total: Any) -> Any:
     """
     if not all(isinstance(one, ScaledTensor) for one in (x, added, total)):
         return total
-    if is_concrete(total._payload) or added._payload.dtype != torch.float32:
+    if has_readable_values(total._payload) or added._payload.dtype != torch.float32:
         return total
-    return make_second_moment(total, x, added)
+    return round_second_moment_above_zero(total, x, added)
 
 
 def _run_view_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:

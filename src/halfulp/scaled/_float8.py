@@ -12,7 +12,7 @@ from torch.nn import functional
 from ..kernels import define_operator, disable_tracing
 from ..subclass._in_backward import make_differentiable
 from ._operands import move_power_to_scale
-from ._registry import check_storage, implements
+from ._registry import check_storage_dtype, implements
 from ._scaled_tensor import ScaledTensor, measure_rms_scale, round_to_storage
 
 
@@ -46,7 +46,7 @@ def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype
         raise ValueError(f"x is {x.dtype}: floating tensors are cast")
     for dtype in (forward, backward):
         if dtype is not None:
-            check_storage(dtype)
+            check_storage_dtype(dtype)
     if forward is None and backward is None:
         return x
     made: Tensor = _differentiable_cast(x, forward, backward)

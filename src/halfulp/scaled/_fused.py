@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import power_of_two_below, record_function, round_to_float32, run_on_tensors, select, sqrt
+from ..kernels import power_of_two_below, record_function, round_to_float32, run_trace_on_tensors, select, sqrt
 from ..kernels._operations import bit_and, bit_or, real, word
 from ..kernels._plain_memory import is_dense
 from ..kernels._trace import Trace
 from ..kernels.triton._launch import find_checked_kernel, use_device
-from ..kernels.triton._writer import COMPILE_OPTIONS, load_module, write_functions, write_module
+from ..kernels.triton._writer import COMPILE_OPTIONS, load_triton_module, write_functions, write_module
 from ..rounding._device_functions import E4M3FN, E5M2, encode_bfloat16, encode_float16, widen_bfloat16, widen_float16
 from . import _powers_of_two as _powers
 
-SMALLEST, LARGEST, HUGE = _powers.SMALLEST_SCALE, _powers.LARGEST_SCALE, _powers.HUGE_SCALE
+SMALLEST_SCALE, LARGEST_SCALE, HUGE_SCALE = _powers.SMALLEST_SCALE, _powers.LARGEST_SCALE, _powers.HUGE_SCALE
 INFINITY = float("inf")
 # Where rounding to a power of two goes up, as a mantissa in float32: next to sqrt(2).
 LEAST_MANTISSA_ROUNDED_UP = float(np.uint32(0x3F800000 | _powers.SQRT2_MANTISSA_BITS).view(np.float32))
@@ -38,7 +38,7 @@ SELF_TEST_ROWS, SELF_TEST_COLUMNS = 8, 515
 SELF_TEST_NUMBERS = (
     *(0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, -1e9, 57344.0, 448.0, 464.0, 2.0**-25, 1e-30),
 )
-ONE_WORD, MAGNITUDE_MASKS = np.uint32(1), {1: np.uint32(0x7F), 2: np.uint32(0x7FFF)}
+ONE_WORD, MAGNITUDE_MASK_BY_ITEMSIZE = np.uint32(1), {1: np.uint32(0x7F), 2: np.uint32(0x7FFF)}
 
 
 # a payload's elements --------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class PayloadCodec(NamedTuple):
     encode: Callable[[Any], Any]
 
 
-PAYLOAD_CODECS = {
+PAYLOAD_CODEC_BY_DTYPE = {
     torch.float32: PayloadCodec(real, word),
     torch.bfloat16: PayloadCodec(lambda w: real(widen_bfloat16(w)), lambda x: encode_bfloat16(word(x))),
     torch.float16: PayloadCodec(
@@ -83,10 +83,10 @@ def take_larger_number(a, b):
 
 def clamp_scale(x):
     """Device function: a number brought into the range of scales, 2^-126 to 2^127."""
-    return take_smaller_number(take_larger_number(x, SMALLEST), LARGEST)
+    return take_smaller_number(take_larger_number(x, SMALLEST_SCALE), LARGEST_SCALE)
 
 
-def split_product_into_scale(scales, number):
+def split_product_into_scale_and_factor(scales, number):
     """Device function: a product as a scale, and the factor by which it is beyond."""
     total = math.prod(scales, start=number)
     return clamp_scale(total), total / clamp_scale(total)
@@ -94,15 +94,15 @@ def split_product_into_scale(scales, number):
 
 def compute_rescaling_factor(scale: Any, other: Any) -> Any:
     """Device function: the factor of a payload that is brought from one scale under another, at most 2^100."""
-    return take_smaller_number(take_larger_number(scale / other, SMALLEST), HUGE)
+    return take_smaller_number(take_larger_number(scale / other, SMALLEST_SCALE), HUGE_SCALE)
 
 
 # By mode: the scale, if there is one, and the factors of the payload.
 SCALE_FUNCTIONS_BY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "product": lambda s, number, factor: split_product_into_scale(s, number),
-    "values": lambda s, number, factor: (s[0], take_larger_number(1.0 / s[0], SMALLEST)),
+    "product": lambda s, number, factor: split_product_into_scale_and_factor(s, number),
+    "values": lambda s, number, factor: (s[0], take_larger_number(1.0 / s[0], SMALLEST_SCALE)),
     "factor": lambda s, number, factor: (clamp_scale(math.prod(s, start=number)),),
-    "levelled": lambda s, number, factor: (*split_product_into_scale(s, number), 1.0 / s[1]),
+    "levelled": lambda s, number, factor: (*split_product_into_scale_and_factor(s, number), 1.0 / s[1]),
     "brought": lambda s, number, factor: (s[1], compute_rescaling_factor(*s)),
 }
 
@@ -110,8 +110,8 @@ SCALE_FUNCTIONS_BY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
 def choose_sum_scale(scales, sign):
     """Device function: the larger of two scales, which no outlier decides, and both factors."""
     a, b = scales
-    usual = take_larger_number(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
-    scale = select(usual == SMALLEST, take_larger_number(a, b), usual)
+    usual = take_larger_number(select(a < HUGE_SCALE, a, SMALLEST_SCALE), select(b < HUGE_SCALE, b, SMALLEST_SCALE))
+    scale = select(usual == SMALLEST_SCALE, take_larger_number(a, b), usual)
     return scale, compute_rescaling_factor(a, scale), compute_rescaling_factor(b, scale)
 
 
@@ -128,7 +128,7 @@ def choose_rms_scale(largest, squares, count, limit, zero_scale):
     rms = round_to_float32(clamp_scale(sqrt(squares / take_larger_number(count, 1.0))))
     needed = round_to_float32(clamp_scale(largest / limit))
     below, beneath = power_of_two_below(rms), power_of_two_below(needed)
-    nearest = select(rms < below * LEAST_MANTISSA_ROUNDED_UP, below, take_smaller_number(below + below, LARGEST))
+    nearest = select(rms < below * LEAST_MANTISSA_ROUNDED_UP, below, take_smaller_number(below + below, LARGEST_SCALE))
     above = select(needed > beneath, beneath + beneath, beneath)
     return (select(largest > 0.0, take_larger_number(nearest, above), zero_scale),)
 
@@ -188,12 +188,12 @@ def record_kernel_traces(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], T
     if kernel.element_function is not None:
         words = [element.emit("input", (), k, "w32") for k in range(len(kernel.payload_dtypes))]
         reals = [element.emit("input", (), len(words) + k) for k in range(len(found) - kept + numbers)]
-        values = [PAYLOAD_CODECS[dtype].decode(w) for dtype, w in zip(kernel.payload_dtypes, words)]
+        values = [PAYLOAD_CODEC_BY_DTYPE[dtype].decode(w) for dtype, w in zip(kernel.payload_dtypes, words)]
         made = kernel.element_function(values, reals[: len(found) - kept], *reals[len(found) - kept :])
         value, is_kept = made if isinstance(made, tuple) else (made, None)
-        code = PAYLOAD_CODECS[kernel.result_dtype].encode(value)
+        code = PAYLOAD_CODEC_BY_DTYPE[kernel.result_dtype].encode(value)
         if kernel.keeps_nonzero:
-            is_zero = bit_and(code, MAGNITUDE_MASKS[kernel.result_dtype.itemsize]) == ONE_WORD - ONE_WORD
+            is_zero = bit_and(code, MAGNITUDE_MASK_BY_ITEMSIZE[kernel.result_dtype.itemsize]) == ONE_WORD - ONE_WORD
             code = select(is_kept & is_zero, bit_or(code, ONE_WORD), code)
         codes = (code.number,)
     return wide, tuple(x.number for x in found), element, codes
@@ -205,14 +205,16 @@ def run_kernel_by_torch(kernel: FusedKernel, numbers: Sequence[float], *given: T
     kept, count = kernel.operand_counts[2], len(kernel.payload_dtypes)
     payloads, scales = given[:count], given[count:]
     wide = [torch.full((), x, dtype=torch.float64, device=given[0].device) for x in numbers]
-    made, _ = run_on_tensors(scale_trace, [], dict(enumerate([*(s.double() for s in scales), *wide])), scale_results)
+    made, _ = run_trace_on_tensors(
+        scale_trace, [], dict(enumerate([*(s.double() for s in scales), *wide])), scale_results
+    )
     found = [x.to(torch.float32) for x in made]
     if kernel.element_function is None:
         return found
     like = payloads[0]
     words = [_view_payload_as_words(x.expand(like.shape)) for x in payloads]
     inputs: dict[Any, torch.Tensor | float] = dict(enumerate([*words, *found[kept:], *numbers]))
-    ((code,), _) = run_on_tensors(element_trace, [], inputs, element_results)
+    ((code,), _) = run_trace_on_tensors(element_trace, [], inputs, element_results)
     bits = _INTEGER_DTYPE_BY_ITEMSIZE[kernel.result_dtype.itemsize]
     out = torch.empty_like(like, dtype=kernel.result_dtype)
     out.view(bits).copy_(code & 0xFF if bits == torch.uint8 else code)
@@ -228,19 +230,19 @@ def _view_payload_as_words(x: Tensor) -> Tensor:
 # Triton's form ---------------------------------------------------------------------------------------------------
 
 # How elements of a payload's dtype become words, and words become elements.
-_TRITON_LOAD_CASTS = {
+_TRITON_LOAD_CAST_BY_ITEMSIZE = {
     4: ".to(tl.uint32, bitcast=True)",
     2: ".to(tl.uint16, bitcast=True).to(tl.uint32)",
     1: ".to(tl.uint32)",
 }
-_TRITON_REPEAT = """@triton.jit
+_TRITON_REPEAT_SOURCE = """@triton.jit
 def repeat(program, period, BLOCK: tl.constexpr, same: tl.constexpr):
     start = program.to(tl.int64) * BLOCK
     if same:
         return start + tl.arange(0, BLOCK)
     else:
         return ((start % period).to(tl.int32) + tl.arange(0, BLOCK)) % period"""
-_TRITON_STORE_CASTS = {
+_TRITON_STORE_CAST_BY_DTYPE = {
     torch.float32: "{}.to(tl.float32, bitcast=True)",
     torch.bfloat16: "{}.to(tl.uint16).to(tl.bfloat16, bitcast=True)",
     torch.float16: "{}.to(tl.uint16).to(tl.float16, bitcast=True)",
@@ -262,10 +264,10 @@ def write_kernel_source(kernel: FusedKernel) -> str:
         lines += ["if program == 0:", *(f"    tl.store(r{k}, y{k}.to(tl.float32))" for k in range(kept))]
     names = [*(f"s{k}" for k in range(scales)), *(f"r{k}" for k in range(kept)), *(f"c{k}" for k in range(numbers))]
     if kernel.element_function is not None:
-        functions += [_TRITON_REPEAT, *write_functions("element", element_trace, element_results)]
+        functions += [_TRITON_REPEAT_SOURCE, *write_functions("element", element_trace, element_results)]
         places = ("x0 + i", "x1 + repeat(program, period, BLOCK, same)")
         words = [
-            f"tl.load({place}, mask=lanes, other=0){_TRITON_LOAD_CASTS[dtype.itemsize]}"
+            f"tl.load({place}, mask=lanes, other=0){_TRITON_LOAD_CAST_BY_ITEMSIZE[dtype.itemsize]}"
             for place, dtype in zip(places, kernel.payload_dtypes)
         ]
         elements = [*words, *(f"{y}.to(tl.float32)" for y in made[kept:]), *(f"c{k}" for k in range(numbers)), "None"]
@@ -273,7 +275,7 @@ def write_kernel_source(kernel: FusedKernel) -> str:
             "i = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
             "lanes = i < n",
             f"code = element({', '.join(elements)})",
-            f"tl.store(out + i, {_TRITON_STORE_CASTS[kernel.result_dtype].format('code')}, mask=lanes)",
+            f"tl.store(out + i, {_TRITON_STORE_CAST_BY_DTYPE[kernel.result_dtype].format('code')}, mask=lanes)",
         ]
         names = [*(f"x{k}" for k in range(len(words))), "out", "n", "period", *names]
         names += ["same: tl.constexpr", "BLOCK: tl.constexpr"]
@@ -285,7 +287,7 @@ def write_kernel_source(kernel: FusedKernel) -> str:
 def record_rms_scale_kernel(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
     """Return the traces that measure an element of a payload, and that turn the whole into a scale."""
     element = Trace(torch.float32)
-    measured = measure_element_magnitude(PAYLOAD_CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
+    measured = measure_element_magnitude(PAYLOAD_CODEC_BY_DTYPE[dtype].decode(element.emit("input", (), 0, "w32")))
     wide, made = record_function(choose_rms_scale, torch.float64, 5)
     return element, tuple(x.number for x in measured), wide, tuple(x.number for x in made)
 
@@ -294,7 +296,9 @@ def write_rms_scale_source(dtype: torch.dtype) -> str:
     """Return the source of a Triton module: `measure` makes parts of a payload, and `level` a scale of these."""
     element, measured, wide, made = record_rms_scale_kernel(dtype)
     functions = [*write_functions("element", element, measured), *write_functions("level_of", wide, made)]
-    return write_module(functions, _TRITON_RMS_SCALE_TEMPLATE.replace("READ", _TRITON_LOAD_CASTS[dtype.itemsize]))
+    return write_module(
+        functions, _TRITON_RMS_SCALE_TEMPLATE.replace("READ", _TRITON_LOAD_CAST_BY_ITEMSIZE[dtype.itemsize])
+    )
 
 
 _TRITON_RMS_SCALE_TEMPLATE = """@triton.jit
@@ -394,12 +398,12 @@ def measure_rms_scale(y: Tensor, storage: torch.dtype, zero_scale: float) -> Ten
 
     def compute_by_torch(y: Tensor) -> list[Tensor]:
         element, measured, wide, made = record_rms_scale_kernel(y.dtype)
-        (size, square, one), _ = run_on_tensors(element, [], {0: _view_payload_as_words(y)}, measured)
+        (size, square, one), _ = run_trace_on_tensors(element, [], {0: _view_payload_as_words(y)}, measured)
         whole = [size.amax().double(), square.sum(), one.sum(dtype=torch.float64)]
         whole += [torch.full((), x, dtype=torch.float64, device=y.device) for x in (limit, zero_scale)]
-        return [run_on_tensors(wide, [], dict(enumerate(whole)), made)[0][0].to(torch.float32)]
+        return [run_trace_on_tensors(wide, [], dict(enumerate(whole)), made)[0][0].to(torch.float32)]
 
-    build = lambda: load_module(write_rms_scale_source(y.dtype))  # noqa: E731
+    build = lambda: load_triton_module(write_rms_scale_source(y.dtype))  # noqa: E731
     return _launch_or_run_by_torch(("level", y.dtype, storage), build, launch_kernels, compute_by_torch, (y,), ())[0]
 
 
@@ -432,7 +436,7 @@ def _run_fused_kernel(
         return [out, *made]
 
     key = kernel.name, kernel, same
-    build = lambda: load_module(write_kernel_source(kernel))  # noqa: E731
+    build = lambda: load_triton_module(write_kernel_source(kernel))  # noqa: E731
     compute_by_torch = functools.partial(run_kernel_by_torch, kernel, numbers)
     return _launch_or_run_by_torch(key, build, launch_kernels, compute_by_torch, payloads, scales)
 

@@ -14,8 +14,8 @@ from torch import distributed as dist
 from .._messages import name_type
 from ..subclass.models._state_dict import StateDictLayout, check_layout_version, check_state_dict, register_layout
 from . import _powers_of_two as _powers
-from ._operands import encode_values
-from ._registry import LOGICAL_DTYPES, check_storage
+from ._operands import encode_plain_tensor
+from ._registry import LOGICAL_DTYPES, check_storage_dtype
 from ._scaled_tensor import ScaledTensor, decode_values, measure_rms_scale, round_to_storage, wrap_payload
 from .rules._collectives import agree_on_scales
 
@@ -95,7 +95,7 @@ def _read_parameter_entries(state_dict: Mapping[str, Any], name: str, parameter:
         plain = decode_values(value, torch.float32) if isinstance(value, ScaledTensor) else value
         if plain.dtype not in LOGICAL_DTYPES:
             raise ValueError(f"it is {plain.dtype} in the file, and payloads are encoded from floating tensors")
-        encoded: ScaledTensor = encode_values(plain.detach(), storage, dtype=dtype)
+        encoded: ScaledTensor = encode_plain_tensor(plain.detach(), storage, dtype=dtype)
         encoded._home = home
         return encoded
     except ValueError as error:
@@ -168,11 +168,11 @@ def payload_hook(
         ValueError: another dtype; eight-bit payloads cannot be added on the wire.
     """
     kind, group = storage if isinstance(storage, tuple) else (storage, dist.group.WORLD)
-    if check_storage(kind).itemsize < 2:
+    if check_storage_dtype(kind).itemsize < 2:
         raise ValueError(f"storage={kind}: eight-bit payloads cannot be added on the wire, give torch.float16")
     size = dist.get_world_size(group)
     gradients = bucket.gradients()
-    mine = [encode_values(gradient, torch.float32, measure_rms_scale(gradient, kind)) for gradient in gradients]
+    mine = [encode_plain_tensor(gradient, torch.float32, measure_rms_scale(gradient, kind)) for gradient in gradients]
 
     def find_largest(x: Tensor) -> Tensor:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)

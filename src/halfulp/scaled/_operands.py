@@ -24,8 +24,8 @@ from ..subclass._rule_table import is_in_quotient_formula, mark_outliers
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._registry import (
-    EIGHT_BITS,
-    FAMILIES,
+    EIGHT_BIT_DTYPES,
+    FAMILY_BY_NAME,
     FAMILY_BY_OPERATOR,
     FULL_RANGE_STORAGES,
     STORAGE_DTYPES,
@@ -34,7 +34,7 @@ from ._registry import (
     register_derivation_with_home,
 )
 from ._scaled_tensor import (
-    SMALLEST_PAYLOAD_NUMBERS,
+    SMALLEST_PAYLOAD_NUMBER_BY_STORAGE,
     ScaledTensor,
     choose_widest_storage,
     convert_storage_and_dtype,
@@ -62,7 +62,7 @@ def fit_scaled_tensor(values: Tensor, scale: Tensor, storage: torch.dtype, dtype
 
     Where values cannot be looked at the scale stays, and they saturate or vanish.
     """
-    if storage in FULL_RANGE_STORAGES or not values.numel() or not _powers.is_concrete(values):
+    if storage in FULL_RANGE_STORAGES or not values.numel() or not _powers.has_readable_values(values):
         return make_scaled_tensor(values, scale, storage, dtype)
     least, most = torch.aminmax(values)
     low, high, (lowest, largest) = least.item(), most.item(), _ACCEPTED_AMAX_RANGES[storage]
@@ -92,7 +92,7 @@ def move_payload_to_scale(x: ScaledTensor, scale: Tensor, storage: torch.dtype =
         return fused.multiply_payload(x._payload, (x._scale, scale), storage, "brought")[0]
     over, under = _powers.read_scale(x._scale), _powers.read_scale(scale)
     if over is not None and under is not None:
-        return round_to_storage(_powers.multiply_within_range(to_float32(x), over / under), storage)
+        return round_to_storage(_powers.multiply_without_overflow(to_float32(x), over / under), storage)
     # At most 2^100, so that nothing but a product is to be computed.
     factor = (x._scale / scale).clamp(_powers.SMALLEST_SCALE, _powers.HUGE_SCALE)
     return round_to_storage(to_float32(x) * factor, storage)
@@ -107,18 +107,20 @@ def replace_underflows(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     if storage in FULL_RANGE_STORAGES:
         return x
     payload = to_float32(x)
-    least = torch.full_like(exact, SMALLEST_PAYLOAD_NUMBERS[storage]).copysign(exact)
+    least = torch.full_like(exact, SMALLEST_PAYLOAD_NUMBER_BY_STORAGE[storage]).copysign(exact)
     return wrap_payload(torch.where((payload == 0) & (exact != 0), least, payload).to(storage), x._scale, x.dtype)
 
 
-def make_second_moment(total: ScaledTensor, x: ScaledTensor, squares: ScaledTensor) -> ScaledTensor:
+def round_second_moment_above_zero(total: ScaledTensor, x: ScaledTensor, squares: ScaledTensor) -> ScaledTensor:
     """Return total = x + squares in x's storage, without sums of positive numbers that become 0: divisors."""
     rounded = fit_scaled_tensor(to_float32(total), total._scale, x._payload.dtype, total.dtype)
     before, added = to_float32(x), to_float32(squares)
     return replace_underflows(rounded, torch.where((before >= 0) & (added >= 0), torch.maximum(before, added), 0.0))
 
 
-def encode_values(values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None):
+def encode_plain_tensor(
+    values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None
+):
     """Encode a plain tensor as payload x scale; the scale is measured unless given."""
     dtype = dtype or values.dtype
     scale = measure_rms_scale(values, storage) if scale is None else scale
@@ -141,13 +143,13 @@ def encode_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
             raise ComplexOperandError
         x = x if x.is_floating_point() else x.to(like.dtype)
         x = x.resolve_neg() if x.is_neg() else x  # below autograd torch's own kernels have no such operands
-        return encode_values(x, torch.float32, measure_scale_without_outliers(x, like._payload.dtype))
+        return encode_plain_tensor(x, torch.float32, measure_scale_without_outliers(x, like._payload.dtype))
     if isinstance(x, complex):
         raise ComplexOperandError
     value = float(x)
     scale = 1.0 if value else _powers.ZERO_SCALE
     if value and abs(value) < float("inf"):
-        scale = _powers.round_number(abs(value))
+        scale = _powers.round_number_to_power(abs(value))
     payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
     return wrap_payload(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
 
@@ -162,7 +164,7 @@ LEAST_SATURATED_OUTLIER = 128.0
 
 def has_no_outlier(x: Tensor, size: float, is_negative: bool = True) -> bool:
     """Return whether values are concrete and none is as large as what stands for infinity."""
-    if not (_powers.is_concrete(x) and not x.requires_grad and x.dtype == torch.float32 and x.numel()):
+    if not (_powers.has_readable_values(x) and not x.requires_grad and x.dtype == torch.float32 and x.numel()):
         return False
     low, high = (bound.item() for bound in torch.aminmax(x)) if not is_negative else (x.amin().item(), 0.0)
     return -size < low and high < size
@@ -196,11 +198,11 @@ def measure_scale_without_outliers(
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
 
 
-def encode_factor(x: Any, like: ScaledTensor) -> ScaledTensor:
+def encode_product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """Return an operand of a product as a scaled tensor; all finite values of a plain one set its scale."""
     if isinstance(x, ScaledTensor) or not isinstance(x, Tensor) or not x.is_floating_point():
         return encode_operand(x, like)
-    return encode_values(x, torch.float32)
+    return encode_plain_tensor(x, torch.float32)
 
 
 def find_scaled_tensor(arguments: Iterable[Any]) -> ScaledTensor:
@@ -219,7 +221,7 @@ def choose_storage(arguments: Iterable[Any]) -> torch.dtype:
 def choose_product_storage(operands: Iterable[Any]) -> torch.dtype:
     """Return the storage of a product: float16 for eight-bit operands, the widest storage for others."""
     storage = choose_storage(operands)
-    return torch.float16 if storage in EIGHT_BITS else storage
+    return torch.float16 if storage in EIGHT_BIT_DTYPES else storage
 
 
 def promote_dtypes(arguments: Iterable[Any]) -> torch.dtype:
@@ -253,7 +255,7 @@ def encode_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bo
     least = min(LEAST_SATURATED_OUTLIER * size / LEAST_OUTLIER_BY_STORAGE[storage], size)
     is_wide = storage in FULL_RANGE_STORAGES
     scale = measure_scale_without_outliers(x, storage, size, least, False, is_wide, among_zeros)
-    made = encode_values(x, torch.float32, scale)
+    made = encode_plain_tensor(x, torch.float32, scale)
     if is_wide or has_no_outlier(x, _powers.HUGE_SCALE, is_negative=False):
         return made
     # Products of what saturates stay finite.
@@ -276,7 +278,7 @@ def find_outliers(
     if has_no_outlier(x, size, is_negative=False):
         return None
     large = mark_outliers(x, size, among_zeros)
-    if _powers.is_concrete(x):
+    if _powers.has_readable_values(x):
         return large if bool(large.any()) and not bool(large.all()) else None
     return large & ~large.all()
 
@@ -294,7 +296,7 @@ def saturate_outliers(values: Tensor, scale: Tensor, storage: torch.dtype, *larg
     if storage == torch.float32 or not masks:
         return values
     limits = torch.finfo(storage)
-    if _powers.is_concrete(values):
+    if _powers.has_readable_values(values):
         top = values.abs().nan_to_num(0.0, 0.0, 0.0).amax().item() if values.numel() else 0.0
         room = limits.max * _OVERFLOW_ROOM_BY_STORAGE.get(storage, 1.0)
         if top * scale.item() <= _powers.FLOAT32_MAX / 2 and top <= room:
@@ -317,7 +319,7 @@ def choose_home(storage: torch.dtype, wide: str) -> torch.dtype | None:
         raise ValueError(f"wide={wide!r}: allowed are {', '.join(map(repr, WIDE_MODES))}")
     if wide == "none" or storage == torch.float32:
         return None
-    return torch.float16 if storage in EIGHT_BITS else storage
+    return torch.float16 if storage in EIGHT_BIT_DTYPES else storage
 
 
 def round_to_home(x: ScaledTensor) -> ScaledTensor:
@@ -328,14 +330,14 @@ def round_to_home(x: ScaledTensor) -> ScaledTensor:
     return made
 
 
-def is_above_home(x: Any) -> bool:
+def is_wider_than_home(x: Any) -> bool:
     """Return whether x is a tensor that products would round to its home."""
     return type(x) is ScaledTensor and x._home is not None and x._payload.dtype == torch.float32
 
 
 def _has_float32_values(x: Any) -> bool:
     if type(x) is ScaledTensor or not isinstance(x, Tensor):
-        return is_above_home(x)
+        return is_wider_than_home(x)
     return bool(x.dim()) and x.dtype in (torch.float32, torch.float64)
 
 
@@ -354,7 +356,7 @@ def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) 
 
 
 widen_operands = functools.partial(_map_tensors, widen_payload)
-round_operands_to_home = functools.partial(_map_tensors, lambda x: round_to_home(x) if is_above_home(x) else x)
+round_operands_to_home = functools.partial(_map_tensors, lambda x: round_to_home(x) if is_wider_than_home(x) else x)
 
 
 def widen_operands_if_one_is_wide(arguments: tuple, options: dict) -> tuple[tuple, dict]:
@@ -422,7 +424,7 @@ def find_operand_preparation(operator: OpOverload) -> OperandPreparation | None:
     """
     if operator not in FAMILY_BY_OPERATOR or operator._schema.is_mutable:
         return None
-    of_family = _PREPARATIONS_BY_FAMILY[FAMILIES[FAMILY_BY_OPERATOR[operator]].operands]
+    of_family = _PREPARATIONS_BY_FAMILY[FAMILY_BY_NAME[FAMILY_BY_OPERATOR[operator]].operands]
     return _PREPARATIONS_BY_OPERATOR.get(operator._schema.name.removeprefix("aten::"), of_family)
 
 
@@ -446,7 +448,7 @@ def make_rule_with_home(operator: OpOverload) -> Callable:
         results = find_rule(operator)(*arguments, **options)
         written = {id(x) for x in tree_leaves((arguments, options))} if writes else ()
         results = _set_home_of_results(results, home, written)
-        if not accumulates or not is_above_home(results):
+        if not accumulates or not is_wider_than_home(results):
             return results
         node = torch._C._current_autograd_node()
         is_stored = node is not None and node.name() == "torch::autograd::AccumulateGrad"

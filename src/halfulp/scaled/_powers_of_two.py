@@ -23,8 +23,8 @@ HUGE_SCALE = 2.0**100
 # The scale of a tensor that holds nothing but zeros: below every other, so that it never decides.
 ZERO_SCALE = SMALLEST_SCALE
 
-_EXPONENT_BITS = 0x7F800000
-_MANTISSA_BITS = 0x007FFFFF
+_EXPONENT_MASK = 0x7F800000
+_MANTISSA_MASK = 0x007FFFFF
 SQRT2_MANTISSA_BITS = 0x003504F3  # mantissa of the square root of 2: from here on the next power is nearer in log2
 
 
@@ -42,16 +42,16 @@ def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
         raise ValueError(f"rounding={rounding!r}: allowed for powers of two are {', '.join(POWER_ROUNDINGS)}")
     bits = value.to(torch.float32).clamp(SMALLEST_SCALE, LARGEST_SCALE).view(torch.int32)
     if rounding == "up":
-        bits = bits + _MANTISSA_BITS
+        bits = bits + _MANTISSA_MASK
     elif rounding == "nearest":
-        bits = bits + (_MANTISSA_BITS + 1 - SQRT2_MANTISSA_BITS)
-    return (bits & _EXPONENT_BITS).view(torch.float32)
+        bits = bits + (_MANTISSA_MASK + 1 - SQRT2_MANTISSA_BITS)
+    return (bits & _EXPONENT_MASK).view(torch.float32)
 
 
-def round_number(value: float, rounding: PowerRounding = "nearest") -> float:
+def round_number_to_power(value: float, rounding: PowerRounding = "nearest") -> float:
     """Round a Python number to a power of two in [2^-126, 2^127].
 
-    >>> round_number(0.95), round_number(0.95, "down"), round_number(3.0)
+    >>> round_number_to_power(0.95), round_number_to_power(0.95, "down"), round_number_to_power(3.0)
     (1.0, 0.5, 4.0)
     """
     if not value > SMALLEST_SCALE:
@@ -77,10 +77,10 @@ def make_scale(scale: Tensor | float, device: torch.device | str | None = None) 
 
 def read_scale(scale: Tensor) -> float | None:
     """Return a scale's value if it can be read for free, eagerly on the CPU; else None."""
-    return scale.item() if is_concrete(scale) else None
+    return scale.item() if has_readable_values(scale) else None
 
 
-def is_concrete(x: Tensor) -> bool:
+def has_readable_values(x: Tensor) -> bool:
     """Return whether values can be read for free: eagerly on the CPU."""
     return type(x) is Tensor and x.is_cpu and not torch.compiler.is_dynamo_compiling()
 
@@ -92,7 +92,7 @@ def is_untraced(x: Tensor) -> bool:
 
 def has_fused_kernels(x: Any) -> bool:
     """Return whether what is computed of x now runs as Triton kernels: eagerly on CUDA, or interpreted if asked for."""
-    if type(x) is not Tensor or is_concrete(x) or torch.compiler.is_dynamo_compiling():
+    if type(x) is not Tensor or has_readable_values(x) or torch.compiler.is_dynamo_compiling():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:  # whose tensors have no memory of their own
         return False
@@ -111,11 +111,11 @@ def multiply_scales(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
     total = functools.reduce(operator.mul, scales[1:], scales[0].double())
     number = math.prod(factor for factor in factors if not isinstance(factor, Tensor))
     total = total if number == 1.0 else total * number
-    held = materialize_scale(total.clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float32))
+    held = prevent_scale_recomputation(total.clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float32))
     return held, (total / held).to(torch.float32)
 
 
-def materialize_scale(scale: Tensor) -> Tensor:
+def prevent_scale_recomputation(scale: Tensor) -> Tensor:
     """Return a traced scale that compilers materialize, so that its inputs are not computed again at every use."""
     return scale if is_untraced(scale) else torch.as_strided_copy(scale, (), ())
 
@@ -126,7 +126,7 @@ def take_largest_scale(*scales: Tensor) -> Tensor:
     if None not in values:
         return torch.tensor(max(values), dtype=torch.float32, device="cpu")
     result = functools.reduce(torch.maximum, scales)
-    return result.clone() if len(scales) == 1 else materialize_scale(result)
+    return result.clone() if len(scales) == 1 else prevent_scale_recomputation(result)
 
 
 def choose_common_scale_value(values: Sequence[float]) -> float:
@@ -145,7 +145,7 @@ def choose_common_scale(*scales: Tensor) -> Tensor:
         usual = torch.where(held < HUGE_SCALE, held, ZERO_SCALE).amax()
         return torch.where(usual == ZERO_SCALE, held.amax(), usual)
     scale = take_largest_scale(*(torch.where(scale < HUGE_SCALE, scale, ZERO_SCALE) for scale in scales))
-    return materialize_scale(torch.where(scale == ZERO_SCALE, take_largest_scale(*scales), scale))
+    return prevent_scale_recomputation(torch.where(scale == ZERO_SCALE, take_largest_scale(*scales), scale))
 
 
 def divide_scales(scale: Tensor, other: Tensor) -> Tensor | float:
@@ -157,7 +157,7 @@ def divide_scales(scale: Tensor, other: Tensor) -> Tensor | float:
     return (scale / other).clamp(min=SMALLEST_SCALE)
 
 
-def multiply_within_range(payload: Tensor, factor: float) -> Tensor:
+def multiply_without_overflow(payload: Tensor, factor: float) -> Tensor:
     """Return a float32 payload times a power of two, where products of finite elements stay finite."""
     moved = multiply_by_power(payload, factor)
     return moved if factor <= HUGE_SCALE else clamp_finite_values(moved, FLOAT32_MAX, payload)

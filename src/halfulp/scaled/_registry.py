@@ -17,25 +17,25 @@ from ..subclass._rule_table import Given, Rule
 
 STORAGE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
 LOGICAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+EIGHT_BIT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # With the range of float32, in which rules compute.
 FULL_RANGE_STORAGES = (torch.float32, torch.bfloat16)
 
 
-def check_storage(dtype: object) -> torch.dtype:
+def check_storage_dtype(dtype: object) -> torch.dtype:
     """Raise unless payloads can have this dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in STORAGE_DTYPES:
         raise ValueError(f"dtype={dtype}: a payload is one of {', '.join(map(str, STORAGE_DTYPES))}")
     return dtype
 
 
-def check_home(home: object) -> None:
+def check_home_dtype(home: object) -> None:
     """Raise unless tensors can have this home."""
     if home not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"home={home}: allowed are torch.float16, torch.bfloat16 and None")
 
 
-def check_logical(dtype: object) -> None:
+def check_logical_dtype(dtype: object) -> None:
     """Raise unless values can have this dtype."""
     if dtype not in LOGICAL_DTYPES:
         raise ValueError(f"dtype={dtype}: a logical dtype is one of {', '.join(map(str, LOGICAL_DTYPES))}")
@@ -63,7 +63,7 @@ class Family:
     operands: OperandStorage = "widest"
 
 
-FAMILIES: dict[str, Family] = {}
+FAMILY_BY_NAME: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> Family:
@@ -73,21 +73,21 @@ def register_family(family: Family) -> Family:
         ValueError: another family has the name, its words are missing, or `operands` is none of those allowed.
 
     >>> _ = register_family(Family("doc example", "op(p)", "s", operands="float32"))
-    >>> FAMILIES.pop("doc example").operands
+    >>> FAMILY_BY_NAME.pop("doc example").operands
     'float32'
     """
-    if family.name in FAMILIES:
+    if family.name in FAMILY_BY_NAME:
         raise ValueError(f"a family is called {family.name!r} already: give another name")
     if not (family.name.strip() and family.payload.strip() and family.scale.strip()):
         raise ValueError(f"{family}: say in words what the payload and the scale of a result are")
     if family.operands not in OPERAND_STORAGES:
         raise ValueError(f"operands={family.operands!r}: allowed are {', '.join(map(repr, OPERAND_STORAGES))}")
-    FAMILIES[family.name] = family
+    FAMILY_BY_NAME[family.name] = family
     return family
 
 
 # Name, storage of operands, payload and scale of the result.
-_FAMILIES: tuple[tuple[str, OperandStorage, str, str], ...] = (
+_BUILT_IN_FAMILIES: tuple[tuple[str, OperandStorage, str, str], ...] = (
     ("pass-through", "widest", "op(p)", "s"),
     ("bilinear", "home", "product: p₁ p₂; sum of K products: (Σ p₁ p₂) / c", "s₁ s₂; s₁ s₂ c with c = p2(√K)"),
     (
@@ -129,7 +129,7 @@ _FAMILIES: tuple[tuple[str, OperandStorage, str, str], ...] = (
     ("collectives", "rule", "p s/s′, then the collective", "s′ = the largest of the ranks', times p2(√ranks) for sums"),
     ("own", "widest", "by its rule", "by its rule"),
 )
-for _name, _operands, _payload, _scale in _FAMILIES:
+for _name, _operands, _payload, _scale in _BUILT_IN_FAMILIES:
     register_family(Family(_name, _payload, _scale, _operands))
 
 
@@ -139,11 +139,11 @@ RULES_OF_OPERATORS_DEFINED_LATER: dict[str, Rule] = {}
 _rule_table = RuleTable()
 RULES = _rule_table.rules
 find_rule = _rule_table.of
-register_rule_derivation = _rule_table.derives
+register_rule_derivation = _rule_table.register_derivation
 # For tensors with a home: a rule is a function of the home, the arguments and the options.
 _rule_table_with_home = RuleTable()
 find_rule_with_home = _rule_table_with_home.of
-register_derivation_with_home = _rule_table_with_home.derives
+register_derivation_with_home = _rule_table_with_home.register_derivation
 # The family of every registered operator.
 FAMILY_BY_OPERATOR: dict[OpOverload, str] = {}
 
@@ -175,8 +175,8 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     >>> torch.ops.halfulp_doc.thrice(ScaledTensor.encode(torch.tensor([1.0, 2.0]))).tolist()
     [3.0, 6.0]
     """
-    if family not in FAMILIES:
-        raise ValueError(describe_unknown_name("family", family, FAMILIES))
+    if family not in FAMILY_BY_NAME:
+        raise ValueError(describe_unknown_name("family", family, FAMILY_BY_NAME))
     register: Callable[[Given], Given] = _rule_table.implements(*operators)
 
     def register_in_family(rule: Given) -> Given:

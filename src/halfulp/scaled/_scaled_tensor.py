@@ -12,19 +12,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import disable_tracing, require_float64, resolve_plain_memory
-from ..subclass._identity import CompositeTensor, check_layout, get_autograd_marks, restore_autograd_marks
+from ..subclass._composite_tensor import (
+    CompositeTensor,
+    check_pickled_layout,
+    get_autograd_marks,
+    restore_autograd_marks,
+)
 from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import Given, is_in_quotient_formula
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._registry import (
-    EIGHT_BITS,
+    EIGHT_BIT_DTYPES,
     FULL_RANGE_STORAGES,
     LOGICAL_DTYPES,
     ComplexOperandError,
-    check_home,
-    check_logical,
-    check_storage,
+    check_home_dtype,
+    check_logical_dtype,
+    check_storage_dtype,
     find_rule,
     find_rule_with_home,
     implements,
@@ -85,10 +90,10 @@ class ScaledTensor(CompositeTensor):
         """
         if not isinstance(payload, Tensor) or isinstance(payload, ScaledTensor):
             raise TypeError(f"a payload is a plain tensor, got {type(payload).__name__}: use ScaledTensor.encode(x)")
-        check_storage(payload.dtype)
+        check_storage_dtype(payload.dtype)
         require_float64(payload.device, "ScaledTensors")
-        check_logical(dtype)
-        check_home(home)
+        check_logical_dtype(dtype)
+        check_home_dtype(home)
         return wrap_payload(
             resolve_plain_memory(payload.detach(), "a payload"), _powers.make_scale(scale, payload.device), dtype, home
         )
@@ -151,8 +156,8 @@ class ScaledTensor(CompositeTensor):
         if not isinstance(x, Tensor):
             raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}: torch.as_tensor makes one")
         refuse_make_fx("ScaledTensor")
-        check_storage(dtype)
-        check_home(home)
+        check_storage_dtype(dtype)
+        check_home_dtype(home)
         if x.dtype not in LOGICAL_DTYPES:
             raise ValueError(
                 f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}; integers carry no scale"
@@ -218,7 +223,7 @@ class ScaledTensor(CompositeTensor):
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
         """Change the payload's dtype in place: round the values once, keep the scale."""
-        check_storage(dtype)
+        check_storage_dtype(dtype)
         self._payload = round_to_storage(to_float32(self), dtype)
         return self
 
@@ -427,13 +432,13 @@ def _decode_tensor(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
 
 def _check_payload_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
     """Raise if a finite value is beyond the payload's range; values that are not concrete saturate instead."""
-    if not _powers.is_concrete(payload) or not payload.numel():
+    if not _powers.has_readable_values(payload) or not payload.numel():
         return
     largest = torch.finfo(storage).max
     if bool(((payload.abs() > largest) & x.isfinite()).any()):
         amax = x[x.isfinite()].abs().max().item()
         is_beyond = amax / largest > _powers.LARGEST_SCALE
-        power = _powers.round_number(amax / largest, "up")
+        power = _powers.round_number_to_power(amax / largest, "up")
         remedy = "it is beyond what any scale holds" if is_beyond else f"give scale={power:g} or more, or None"
         raise ValueError(
             f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: {remedy}"
@@ -451,17 +456,23 @@ def rebuild_scaled_tensor(
     home: torch.dtype | None = None,
 ) -> ScaledTensor:
     """Return the tensor of which `__reduce_ex__` stored the parts; files of torch.save hold this function's name."""
-    check_layout(version, PICKLE_LAYOUT_VERSION, "ScaledTensor", "x.payload and x.scale")
+    check_pickled_layout(version, PICKLE_LAYOUT_VERSION, "ScaledTensor", "x.payload and x.scale")
     return restore_autograd_marks(wrap_payload(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
 
 
 torch.serialization.add_safe_globals([rebuild_scaled_tensor])
 
 
-_STORAGE_WIDTHS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
+_WIDTH_RANK_BY_STORAGE = {
+    torch.float8_e4m3fn: 0,
+    torch.float8_e5m2: 0,
+    torch.float16: 1,
+    torch.bfloat16: 1,
+    torch.float32: 2,
+}
 # The smallest positive number of a payload type.
-SMALLEST_PAYLOAD_NUMBERS = {
-    storage: torch.finfo(storage).smallest_normal * torch.finfo(storage).eps for storage in _STORAGE_WIDTHS
+SMALLEST_PAYLOAD_NUMBER_BY_STORAGE = {
+    storage: torch.finfo(storage).smallest_normal * torch.finfo(storage).eps for storage in _WIDTH_RANK_BY_STORAGE
 }
 # The largest of n numbers is at most sqrt(n) times their root mean square, and float16 ends at nearly 2^16.
 _MAX_ELEMENTS_OF_QUICK_SCALE = 2**30
@@ -474,8 +485,8 @@ def choose_widest_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
     found = set(storages)
     if len(found) == 1:
         return found.pop()
-    width = max(_STORAGE_WIDTHS[storage] for storage in found)
-    widest = [storage for storage in found if _STORAGE_WIDTHS[storage] == width]
+    width = max(_WIDTH_RANK_BY_STORAGE[storage] for storage in found)
+    widest = [storage for storage in found if _WIDTH_RANK_BY_STORAGE[storage] == width]
     if len(widest) == 1:
         return widest[0]
     return torch.float16 if width == 0 else torch.float32
@@ -495,7 +506,7 @@ def round_to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
     if storage in FULL_RANGE_STORAGES:
         return values.to(storage)
     largest = torch.finfo(storage).max
-    if _powers.is_concrete(values) and values.numel():
+    if _powers.has_readable_values(values) and values.numel():
         low, high = torch.aminmax(values)
         if -largest <= low.item() and high.item() <= largest:
             return values.to(storage)
@@ -543,10 +554,12 @@ def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _p
     """
     if not values.numel():
         return torch.full((), of_zeros, dtype=torch.float32, device=values.device)
-    quick = None if storage in EIGHT_BITS or values.dtype in EIGHT_BITS else _measure_rms_scale_quickly(values)
+    quick = (
+        None if storage in EIGHT_BIT_DTYPES or values.dtype in EIGHT_BIT_DTYPES else _measure_rms_scale_quickly(values)
+    )
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
-    if values.dtype in fused.PAYLOAD_CODECS and _powers.has_fused_kernels(values):
+    if values.dtype in fused.PAYLOAD_CODEC_BY_DTYPE and _powers.has_fused_kernels(values):
         return fused.measure_rms_scale(values, storage, of_zeros)
     wide = values.detach().to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     finite = torch.nan_to_num(wide, 0.0, 0.0, 0.0)
@@ -562,11 +575,11 @@ def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _p
 
 def _measure_rms_scale_quickly(values: Tensor) -> float | None:
     """Return the scale of `measure_rms_scale` for ordinary concrete values, in two passes, not eight; else None."""
-    if not _powers.is_concrete(values) or values.dtype == torch.float64 or values.requires_grad:
+    if not _powers.has_readable_values(values) or values.dtype == torch.float64 or values.requires_grad:
         return None
     if values.numel() > _MAX_ELEMENTS_OF_QUICK_SCALE:  # one may be beyond float16's range
         return None
     norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
     if not _ORDINARY_NORM_RANGE[0] < norm < _ORDINARY_NORM_RANGE[1]:  # zeros, infinities, NaN, squares out of range
         return None
-    return _powers.round_number(norm / max(int(values.count_nonzero()), 1) ** 0.5)
+    return _powers.round_number_to_power(norm / max(int(values.count_nonzero()), 1) ** 0.5)

@@ -17,22 +17,22 @@ from .._messages import name_type
 from ..kernels import define_operator, disable_tracing
 from ..subclass.models._conversion import (
     ParameterRef,
-    Where,
+    ParameterSelector,
     check_has_shape,
     convert_parameters,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
     list_module_parameters,
-    put_converted,
-    put_plain,
+    put_converted_parameters,
+    put_plain_parameters,
     remove_forward_hooks,
 )
 from ..subclass.models._float32_products import get_original_class
 from ..subclass.models._parameter_holders import check_holders
 from ._float8 import linear_fp8
-from ._operands import WideMode, choose_home, encode_values, is_above_home, round_to_home
-from ._registry import FULL_RANGE_STORAGES, LOGICAL_DTYPES, check_storage, implements
+from ._operands import WideMode, choose_home, encode_plain_tensor, is_wider_than_home, round_to_home
+from ._registry import FULL_RANGE_STORAGES, LOGICAL_DTYPES, check_storage_dtype, implements
 from ._rescale import RescaledLayers, find_rescaled_modules, rescale_input_gradient
 from ._scaled_tensor import ScaledTensor, convert_tensor
 
@@ -49,7 +49,7 @@ torch.library.register_autograd("halfulp::bring_home", lambda context, gradient:
 @implements(_round_to_home_operator, family="rescaling")
 def round_copy_to_home(x: ScaledTensor) -> ScaledTensor:
     """Round the values to the home storage, under a measured scale; return a copy of what is no wider."""
-    return round_to_home(x) if is_above_home(x) else x.clone()
+    return round_to_home(x) if is_wider_than_home(x) else x.clone()
 
 
 def install_home_rounding_hooks(model: nn.Module) -> None:
@@ -69,13 +69,13 @@ def _round_inputs_to_home(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, ...] | None:
     """Round a layer's inputs to the home: a forward pre-hook. Compiled graphs leave it to the products' rules."""
-    if torch.compiler.is_compiling() or not any(map(is_above_home, (*arguments, *options.values()))):
+    if torch.compiler.is_compiling() or not any(map(is_wider_than_home, (*arguments, *options.values()))):
         return None
     found: dict[int, Any] = {}  # attention asks whether query, key and value are the same
 
     def round_once(x: Any) -> Any:
         if id(x) not in found:
-            found[id(x)] = convert_tensor(x, round_to_home, None) if is_above_home(x) else x
+            found[id(x)] = convert_tensor(x, round_to_home, None) if is_wider_than_home(x) else x
         return found[id(x)]
 
     return tuple(map(round_once, arguments)), {name: round_once(x) for name, x in options.items()}
@@ -86,7 +86,7 @@ def _round_results_to_home(module: nn.Module, arguments: tuple[Any, ...], result
     """Round a recurrent layer's results to the home: without a fused kernel it ends in pointwise operators."""
     if torch.compiler.is_compiling():
         return tree_map(lambda x: _round_to_home_operator(x) if isinstance(x, ScaledTensor) else x, results)
-    return tree_map(lambda x: convert_tensor(x, round_to_home, None) if is_above_home(x) else x, results)
+    return tree_map(lambda x: convert_tensor(x, round_to_home, None) if is_wider_than_home(x) else x, results)
 
 
 # `like` makes the result a scaled tensor, in compiled graphs too: operators of plain tensors give plain ones.
@@ -100,7 +100,7 @@ _encode_like_operator = define_operator(
 @implements(_encode_like_operator, family="creation")
 def encode_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTensor:
     """Encode a plain tensor as payload x scale, the scale measured."""
-    made: ScaledTensor = encode_values(x, storage)
+    made: ScaledTensor = encode_plain_tensor(x, storage)
     return made.clone() if made._payload is x else made
 
 
@@ -192,7 +192,7 @@ def scalify_function(
     >>> f(ScaledTensor.encode(torch.tensor([1.0, 2.0])))
     ScaledTensor([3., 6.], scale=2^3, payload=torch.float16)
     """
-    check_storage(dtype)
+    check_storage_dtype(dtype)
     home = choose_home(dtype, wide)
     if not callable(function):
         raise TypeError(f"scalify takes a module or a function, got {type(function).__name__}")
@@ -228,7 +228,7 @@ def scalify(
     model: ModuleOrFunction,
     dtype: torch.dtype = torch.float16,
     matmul: str | None = None,
-    where: Where = None,
+    where: ParameterSelector = None,
     rescale: RescaledLayers = "auto",
     wide: WideMode = "autocast",
 ) -> ModuleOrFunction:
@@ -283,7 +283,7 @@ def scalify(
     >>> layer.weight.grad.payload.dtype
     torch.float16
     """
-    check_storage(dtype)
+    check_storage_dtype(dtype)
     home = choose_home(dtype, wide)
     if matmul not in (None, "fp8"):
         raise ValueError(f"matmul={matmul!r}: allowed are None and 'fp8'")
@@ -296,12 +296,16 @@ def scalify(
     if rescale == "auto":
         rescale = None if dtype in FULL_RANGE_STORAGES and matmul is None else "norms"
     rescaled = find_rescaled_modules(model, rescale)
-    found = [place for place in list_matching_parameters(list_module_parameters(model), where) if _can_be_scaled(place)]
+    found = [
+        place
+        for place in list_matching_parameters(list_module_parameters(model), where)
+        if _is_scalable_parameter(place)
+    ]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
-    values = convert_parameters(found, lambda place: _scale_parameter(place, dtype, home))
+    values = convert_parameters(found, lambda place: _convert_to_scaled_parameter(place, dtype, home))
     if _keep_gradients_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
-    put_converted(model, found, values)
+    put_converted_parameters(model, found, values)
     remove_forward_hooks(model.modules(), lambda hook: hook in _LAYER_HOOKS)
     for module in rescaled:
         module.register_forward_pre_hook(rescale_input_gradient, with_kwargs=True)
@@ -334,13 +338,13 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}, and None")
     found = [place for place in list_module_parameters(model) if isinstance(place.value, ScaledTensor)]
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
-    put_plain(model, found, convert_parameters(found, lambda place: decode_parameter(place, dtype)))
+    put_plain_parameters(model, found, convert_parameters(found, lambda place: decode_parameter(place, dtype)))
     remove_forward_hooks(model.modules(), lambda hook: hook in (*_LAYER_HOOKS, _keep_gradients_plain))
     _set_eight_bit_forwards(model, None)
     return model
 
 
-def _can_be_scaled(place: ParameterRef) -> bool:
+def _is_scalable_parameter(place: ParameterRef) -> bool:
     check_has_shape(place)
     if isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and place.module.sparse:
         raise ValueError(
@@ -355,7 +359,7 @@ def _can_be_scaled(place: ParameterRef) -> bool:
     return place.value.dtype in LOGICAL_DTYPES
 
 
-def _scale_parameter(place: ParameterRef, dtype: torch.dtype, home: torch.dtype | None) -> nn.Parameter:
+def _convert_to_scaled_parameter(place: ParameterRef, dtype: torch.dtype, home: torch.dtype | None) -> nn.Parameter:
     old = place.value
     if not isinstance(old, ScaledTensor) and type(old.data) is not Tensor:
         raise ValueError(

@@ -12,7 +12,13 @@ from ..kernels import find_torch_operators
 from . import _powers_of_two as _powers
 from ._operands import encode_operand
 from ._registry import FULL_RANGE_STORAGES, implements
-from ._scaled_tensor import SMALLEST_PAYLOAD_NUMBERS, ScaledTensor, decode_if_scaled, round_to_storage, to_float32
+from ._scaled_tensor import (
+    SMALLEST_PAYLOAD_NUMBER_BY_STORAGE,
+    ScaledTensor,
+    decode_if_scaled,
+    round_to_storage,
+    to_float32,
+)
 
 
 @implements(find_torch_operators("aten").copy_.default, family="writing")
@@ -40,11 +46,13 @@ def write_values(x: Tensor, value: Any) -> Tensor:
     else:
         scale = torch.where(x._scale == _powers.ZERO_SCALE, value._scale, x._scale)
         payload = _powers.multiply_by_power(to_float32(value), _powers.divide_scales(value._scale, scale))
-        _check_value_fits(x, payload, value)
+        _check_written_value_fits(x, payload, value)
     if x._payload.dtype == torch.bfloat16 and payload.dtype == torch.float32:
         # Finite numbers that bfloat16 would round to infinity, as float32's largest, saturate.
         held = (torch.finfo(torch.bfloat16).max / scale).clamp(max=torch.finfo(torch.bfloat16).max)
-        fits = _powers.is_concrete(payload) and (not payload.numel() or payload.abs().amax().item() <= held.item())
+        fits = _powers.has_readable_values(payload) and (
+            not payload.numel() or payload.abs().amax().item() <= held.item()
+        )
         payload = payload if fits else _powers.clamp_finite_values(payload, held)
     x._payload.copy_(payload if payload.dtype == x._payload.dtype else round_to_storage(payload, x._payload.dtype))
     x._scale.copy_(scale)
@@ -59,10 +67,10 @@ def owns_all_memory(x: ScaledTensor) -> bool:
     return payload.numel() * payload.element_size() == payload.untyped_storage().nbytes()
 
 
-def _check_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
+def _check_written_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
     storage = x._payload.dtype
     largest = torch.finfo(storage).max
-    if not _powers.is_concrete(payload):
+    if not _powers.has_readable_values(payload):
         if storage not in FULL_RANGE_STORAGES:
             torch._assert_async(
                 ~_has_overflow(payload, value, largest),
@@ -71,7 +79,7 @@ def _check_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> 
             )
         return
     top = payload.abs().amax().item() if payload.numel() else 1.0
-    if top <= SMALLEST_PAYLOAD_NUMBERS[storage] / 2 and (amax := to_float32(value).abs().amax().item()):
+    if top <= SMALLEST_PAYLOAD_NUMBER_BY_STORAGE[storage] / 2 and (amax := to_float32(value).abs().amax().item()):
         reason, wanted = f"a value of magnitude {amax * value._scale.item():g} is 0 in {storage}", "smaller"
     elif not top <= largest and bool(_has_overflow(payload, value, largest)):
         reason, wanted = f"a value is out of {storage}'s range", "larger"
@@ -103,13 +111,13 @@ def check_indexed_write(name: str, given: Mapping[str, Any], x: Any, result: Any
     if not isinstance(x, ScaledTensor) or not isinstance(result, ScaledTensor):
         return
     value = encode_operand(written, x)
-    if not value.numel() or not all(map(_powers.is_concrete, (value._payload, value._scale, result._scale))):
+    if not value.numel() or not all(map(_powers.has_readable_values, (value._payload, value._scale, result._scale))):
         return
     targets = [one for one in (given.get("mask"), given.get("index"), *given.get("indices", ())) if one is not None]
     if any(not (one.any() if one.dtype in (torch.bool, torch.uint8) else one.numel()) for one in targets):
         return  # nothing is written
     largest, scale = to_float32(value).abs().amax().item() * value._scale.item(), result._scale.item()
-    if largest and largest <= scale * (SMALLEST_PAYLOAD_NUMBERS[x._payload.dtype] / 2):
+    if largest and largest <= scale * (SMALLEST_PAYLOAD_NUMBER_BY_STORAGE[x._payload.dtype] / 2):
         raise ValueError(
             f"a value of magnitude {largest:g} is 0 in {x._payload.dtype} under the scale {scale:g} of the tensor that "
             f"{name} writes it into: it is as it was. Give the tensor a smaller scale first, x.copy_(x.with_scale(...))"

@@ -40,7 +40,7 @@ def refuse_collective(operator: OpOverload, text: str, *arguments: Any, **option
     raise NotImplementedError(f"{operator} {text}{more}")
 
 
-def run_and_wait(name: str, message: Tensor, *arguments: Any) -> Tensor:
+def run_collective_and_wait(name: str, message: Tensor, *arguments: Any) -> Tensor:
     """Run a functional collective on a plain tensor, and return what has arrived."""
     functional = torch.ops._c10d_functional
     arrived: Tensor = functional.wait_tensor.default(getattr(functional, name).default(message, *arguments))

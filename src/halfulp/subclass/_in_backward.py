@@ -14,14 +14,14 @@ from torch._ops import OpOverload
 from .._torch_versions import get_saved_tensor_hooks
 from ..kernels import disable_tracing, is_under_transform
 
-FIRST, COMPONENTS = "first", "components"
-_get_graph_task = torch._C._current_graph_task_id
+FIRST_GRADIENTS_MODE, COMPONENTS_GRADIENTS_MODE = "first", "components"
+_get_graph_task_id = torch._C._current_graph_task_id
 _rounding_state = threading.local()
 
 
 def check_gradients_mode(gradients: str) -> str:
     """Raise unless this is a way of keeping gradients."""
-    if gradients not in (FIRST, COMPONENTS):
+    if gradients not in (FIRST_GRADIENTS_MODE, COMPONENTS_GRADIENTS_MODE):
         raise ValueError(
             f"gradients={gradients!r}: allowed are 'first' (a plain tensor) and 'components' (an MCTensor)"
         )
@@ -30,7 +30,7 @@ def check_gradients_mode(gradients: str) -> str:
 
 def is_in_backward() -> bool:
     """Return whether a backward pass is running."""
-    return _get_graph_task() != -1
+    return _get_graph_task_id() != -1
 
 
 def gives_plain_gradient(gradients: str, has_gradient: bool) -> bool:
@@ -41,8 +41,8 @@ def gives_plain_gradient(gradients: str, has_gradient: bool) -> bool:
     """
     return (
         has_gradient
-        and _get_graph_task() != -1
-        and gradients == FIRST
+        and _get_graph_task_id() != -1
+        and gradients == FIRST_GRADIENTS_MODE
         and _is_computing_gradient()
         and not _is_storing_gradient()
     )
@@ -55,9 +55,9 @@ def gives_plain_gradient_of(x: Any) -> bool:
 
 def is_storing_plain_gradient(gradients: str) -> bool:
     """Return whether a gradient is being stored in a leaf of plain gradients: one in the mode "first", or plain."""
-    if _get_graph_task() == -1 or not _is_storing_gradient():
+    if _get_graph_task_id() == -1 or not _is_storing_gradient():
         return False
-    is_gradient = gradients == FIRST and _is_computing_gradient()
+    is_gradient = gradients == FIRST_GRADIENTS_MODE and _is_computing_gradient()
     return is_gradient or not hasattr(getattr(torch._C._current_autograd_node(), "variable", None), "_parts")
 
 
@@ -132,14 +132,17 @@ def make_differentiable(
     return call
 
 
-_PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
+_PROXY_MODE_KEY, _FAKE_MODE_KEY = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 # How a model becomes plain, by the tensor class.
-_PLAIN_MODEL_MAKERS = {"ScaledTensor": "halfulp.scaled.unscalify", "MCTensor": "halfulp.mctensor.single_component"}
+_PLAIN_MODEL_MAKER_BY_CLASS = {
+    "ScaledTensor": "halfulp.scaled.unscalify",
+    "MCTensor": "halfulp.mctensor.single_component",
+}
 
 
 def refuse_make_fx(kind: str) -> None:
     """Raise where make_fx records operators of real tensors. A compiler records those of tensors without values."""
-    if torch._C._get_dispatch_mode(_PROXY) is not None and torch._C._get_dispatch_mode(_FAKE) is None:
+    if torch._C._get_dispatch_mode(_PROXY_MODE_KEY) is not None and torch._C._get_dispatch_mode(_FAKE_MODE_KEY) is None:
         _refuse_recorder("make_fx", kind)
 
 
@@ -152,13 +155,13 @@ def refuse_jit_trace(kind: str) -> None:
 def refuse_tracing_of(model: nn.Module) -> None:
     """Raise where torch.jit.trace records a call of a model with parameters of these classes."""
     if torch._C._is_tracing():
-        for kind in {type(p.data).__name__ for p in model.parameters()} & _PLAIN_MODEL_MAKERS.keys():
+        for kind in {type(p.data).__name__ for p in model.parameters()} & _PLAIN_MODEL_MAKER_BY_CLASS.keys():
             refuse_jit_trace(kind)
 
 
 def _refuse_recorder(recorder: str, kind: str) -> NoReturn:
     raise NotImplementedError(
         f"{recorder} would record constants in place of {kind}s, which are made of several tensors: record a plain "
-        f"copy of the model, {_PLAIN_MODEL_MAKERS[kind]}(copy.deepcopy(model)), or run the model as it is by "
+        f"copy of the model, {_PLAIN_MODEL_MAKER_BY_CLASS[kind]}(copy.deepcopy(model)), or run the model as it is by "
         "torch.compile"
     )

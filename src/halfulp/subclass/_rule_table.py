@@ -92,7 +92,7 @@ class RuleTable:
         self._derived: dict[OpOverload, Rule] = {}
         self._derive: Callable[[OpOverload], Rule] | None = None
 
-    def derives(self, derive: Callable[[OpOverload], Rule]) -> Callable[[OpOverload], Rule]:
+    def register_derivation(self, derive: Callable[[OpOverload], Rule]) -> Callable[[OpOverload], Rule]:
         """Register, as a decorator, the function that makes the rule of an operator that has none."""
         self._derive = derive
         return derive
@@ -156,7 +156,7 @@ def functional_form(operator: OpOverload) -> OpOverload | None:
     return None
 
 
-_get_graph_task = torch._C._current_graph_task_id
+_get_graph_task_id = torch._C._current_graph_task_id
 # 1 / (1 + exp(b - a)), 1 / (1 + x^2), a / (a^2 + b^2) and their like: beside a large x the 1 would vanish under one
 # scale, and a finite gradient would be infinite.
 _QUOTIENT_NODE_NAMES = frozenset(
@@ -170,7 +170,7 @@ _QUOTIENT_NODE_NAMES = frozenset(
 
 def is_in_quotient_formula() -> bool:
     """Return whether an operator is a step of a quotient node's formula."""
-    if _get_graph_task() == -1:
+    if _get_graph_task_id() == -1:
         return False
     node = torch._C._current_autograd_node()
     return node is not None and node.name() in _QUOTIENT_NODE_NAMES

@@ -9,7 +9,7 @@ import torch
 
 from halfulp.arithmetic import _exact_sums as kernels
 from halfulp.arithmetic._exact_sum_kernels import (
-    ELEMENT_FORMATS,
+    FORMAT_BY_ELEMENT_DTYPE,
     LIMB_COUNT,
     MIN_EXPONENT,
     count_block_elements,
@@ -46,7 +46,7 @@ def powers(exponents: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("product", [False, True], ids=["sum", "dot"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_gap_between_exponents(dtype, product, seed):
-    layout = ELEMENT_FORMATS[dtype]
+    layout = FORMAT_BY_ELEMENT_DTYPE[dtype]
     gaps = torch.arange(0, min(130, layout.bias - 1))
     top = int(torch.randint(0, 12, ()))
     a = gapped(dtype, gaps, count_block_elements(dtype, product) + 50, top)
@@ -128,7 +128,7 @@ def test_blocks_at_the_ends_of_float64(seed):
 @pytest.mark.parametrize("rows", [1, 5, 130])
 def test_rows_in_pieces(rows, threads, monkeypatch, seed):
     for name, value in {
-        "_MOST_ELEMENTS_AT_ONCE": {"llvm": 9000, "reference": 7000},
+        "_MOST_ELEMENTS_AT_ONCE_BY_ENGINE": {"llvm": 9000, "reference": 7000},
         "_MOST_ROWS_AT_ONCE": 3,
         "_PIECE_LENGTH": 4096,
     }.items():

@@ -11,18 +11,18 @@ import torch
 import halfulp as hu
 from halfulp.arithmetic import _exact_sums as kernels
 from halfulp.arithmetic._exact_sum_kernels import (
-    ELEMENT_FORMATS,
+    FORMAT_BY_ELEMENT_DTYPE,
     LIMB_COUNT,
     WORD_COUNT,
     LimbRange,
-    make_accumulator_rounding_table,
-    make_term_adding_table,
+    make_accumulator_rounding_kernel,
+    make_term_adding_kernel,
 )
 from halfulp.kernels import same_bits
 
 from ...kernels.triton.interpreted import interpreted
 
-DTYPES = tuple(ELEMENT_FORMATS)
+DTYPES = tuple(FORMAT_BY_ELEMENT_DTYPE)
 KINDS = ("near", "wide", "special", "cancelled", "minus zero")
 
 
@@ -144,9 +144,9 @@ def test_the_compiler_loads_whole_vectors_and_spills_nothing(product, capability
         return ptx
 
     for dtype in (torch.bfloat16, torch.float64):
-        ptx = compiled(make_term_adding_table(dtype, product, LimbRange.for_terms(dtype, product)))
+        ptx = compiled(make_term_adding_kernel(dtype, product, LimbRange.for_terms(dtype, product)))
         assert any(f"ld.global.v{count}.b{bits}" in ptx for count, bits in ((2, 32), (4, 32), (2, 64)))
-    compiled(make_accumulator_rounding_table(LimbRange.for_terms(torch.float32, product), torch.float32))
+    compiled(make_accumulator_rounding_kernel(LimbRange.for_terms(torch.float32, product), torch.float32))
 
 
 def kernel_options():

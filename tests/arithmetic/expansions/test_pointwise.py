@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfulp.arithmetic import names, pointwise
-from halfulp.arithmetic._functions import FUNCTIONS
+from halfulp.arithmetic._functions import EXPANSION_FUNCTION_BY_NAME
 from halfulp.arithmetic._pointwise import PointwiseCall
 from halfulp.kernels import engine, record_function, same_bits
 
@@ -36,7 +36,7 @@ def test_the_arithmetic_is_float32s_where_two_of_them_are_enough(name):
         for operand, result in itertools.product((torch.float32, torch.bfloat16, torch.float64), repeat=2):
             call = PointwiseCall(name, ((operand, counts[0]), (torch.float32, 1)), counts[1], result)
             few = max(counts) <= 2 and operand == result == torch.float32
-            wanted = torch.float32 if few and FUNCTIONS[name].any_precision else torch.float64
+            wanted = torch.float32 if few and EXPANSION_FUNCTION_BY_NAME[name].any_precision else torch.float64
             assert call.arithmetic == wanted, call
 
 
@@ -104,10 +104,10 @@ def _to_compile(trace, known: set) -> int:
     return count
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", EXPANSION_FUNCTION_BY_NAME)
 def test_a_compiler_sees_few_instructions(name):
     """Ten thousand take about a second to compile; pow of four components has many more to run."""
-    counts = (4,) * FUNCTIONS[name].operands
+    counts = (4,) * EXPANSION_FUNCTION_BY_NAME[name].operands
     call = PointwiseCall(name, tuple((torch.float64, count) for count in counts), 4, torch.float64)
     assert _to_compile(record_function(call.evaluate, torch.float64, sum(counts))[0], set()) < 15_000
 

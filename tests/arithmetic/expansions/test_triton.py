@@ -12,8 +12,8 @@ import torch
 import halfulp as hu
 from halfulp.arithmetic import names, pointwise
 from halfulp.arithmetic._pointwise import (
-    FUNCTIONS,
-    _make_call,
+    EXPANSION_FUNCTION_BY_NAME,
+    _make_pointwise_call,
     _make_rounding_kernels,
     _make_scaled_kernels,
     round_under_scale,
@@ -23,7 +23,7 @@ from halfulp.arithmetic._reductions import _Reduction, average, product, total
 from halfulp.kernels import same_bits
 from halfulp.kernels._trace import _product_error
 from halfulp.kernels.triton._expansions import PointwiseKernel, ReductionKernel
-from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_module
+from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_triton_module
 
 from ...kernels.triton.interpreted import interpreted
 
@@ -78,7 +78,7 @@ def compare(seed, device, share=0, shares=1):
 
     with np.errstate(all="ignore"):
         for name, dtype, components in _sample((share, shares)):
-            count = FUNCTIONS[name].operands
+            count = EXPANSION_FUNCTION_BY_NAME[name].operands
             shapes = ((7, 33), (33,), (7, 1)) if count > 1 else ((7, 33),)
             parts = [_expansion(shape, dtype, components, generator) for shape in shapes[:count]]
             if differ(functools.partial(pointwise, name, components=components, dtype=dtype), parts):
@@ -125,9 +125,11 @@ def _interpreted(seed):
 
 def _sources(kept):
     for name, dtype, components in _sample(kept):
-        count = FUNCTIONS[name].operands
+        count = EXPANSION_FUNCTION_BY_NAME[name].operands
         elements = (
-            _make_call(name, ((dtype, components),) * count, components, dtype).kernels if name in FUNCTIONS else None
+            _make_pointwise_call(name, ((dtype, components),) * count, components, dtype).kernels
+            if name in EXPANSION_FUNCTION_BY_NAME
+            else None
         )
         if elements is not None:
             trace, numbers = elements.recorded_trace
@@ -168,7 +170,7 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def instructions(text, dtypes, numbers, constants, warps):
-        kernel = load_module(text)["run"]
+        kernel = load_triton_module(text)["run"]
         types = {f"input{k}": POINTERS[dtype] for k, dtype in enumerate(dtypes[0])}
         types |= {f"output{k}": POINTERS[dtype] for k, dtype in enumerate(dtypes[1])}
         whole = {(position,): [["tt.divisibility", 16]] for position in range(len(types))}
@@ -185,7 +187,8 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
 
     cases = [("add", torch.float32), ("mul", torch.float32), ("exp", torch.float64), ("div", torch.bfloat16)]
     kinds = {
-        name: _make_call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).kernels for name, dtype in cases
+        name: _make_pointwise_call(name, ((dtype, 2),) * EXPANSION_FUNCTION_BY_NAME[name].operands, 2, dtype).kernels
+        for name, dtype in cases
     }
     half = ((torch.float16, 2, True),) * 2
     kinds |= {"mul of scaled": _make_scaled_kernels("mul", half, 1)}

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from halfulp.kernels import _operations as op
-from halfulp.kernels import run_on_tensors, same_bits
-from halfulp.kernels._device_function import Recording
+from halfulp.kernels import run_trace_on_tensors, same_bits
+from halfulp.kernels._device_function import ElementRecording
 from halfulp.kernels._trace import Trace, block_largest
 
 from ..scalar.numbers import on_numbers
@@ -88,7 +88,7 @@ def test_an_operation_has_numpys_bits(seed, name):
     if len(given) == 2:
         given[1] = torch.cat([given[1][:25].flip(0), given[1][25:].roll(7)])
     trace, result = _recorded(function, *kinds)
-    ((found,), _) = run_on_tensors(trace, (), dict(enumerate(given)), [result.number])
+    ((found,), _) = run_trace_on_tensors(trace, (), dict(enumerate(given)), [result.number])
     dtype = (INTEGERS | REALS)[result.kind]
     types = [(INTEGERS | REALS)[kind][0] for kind in kinds]
     arrays = [x.numpy().view(one) for x, one in zip(given, types)]
@@ -100,7 +100,7 @@ def test_an_operation_has_numpys_bits(seed, name):
 
 def _moved():
     """y = 2x + c into an array of 16 bits that is read too, by halves of float32 words; sums of what was read."""
-    element = Recording(2, constants=1)
+    element = ElementRecording(2, constants=1)
     i, (a, b), (c,) = element.index, element.arrays, element.constants
     x = op.real(op.shl(op.load16(a, i), np.uint32(16)))
     op.store16(a, i, op.shr(op.word(x + x + c), np.uint32(16)))
@@ -114,7 +114,7 @@ def test_memory_of_any_shape_and_stride_is_written_in_place(seed, shape):
     start = torch.randn(shape).bfloat16()
     for held in (start.clone(), start.clone().mT if len(shape) == 2 else torch.stack([start, start])[0]):
         before, copy = held.clone(), torch.zeros(held.shape)
-        _, (largest,) = run_on_tensors(_moved(), [held, copy], {("constant", 0): 0.5})
+        _, (largest,) = run_trace_on_tensors(_moved(), [held, copy], {("constant", 0): 0.5})
         assert same_bits(copy, before.float())
         cut = (2 * before.float() + 0.5).view(torch.int32) >> 16
         assert same_bits(held, cut.to(torch.int16).view(torch.bfloat16))
@@ -122,19 +122,19 @@ def test_memory_of_any_shape_and_stride_is_written_in_place(seed, shape):
 
 
 def test_an_array_that_is_read_and_written_is_read_first():
-    element = Recording(2)
+    element = ElementRecording(2)
     i, (a, b) = element.index, element.arrays
     old, other = op.load32(a, i), op.load32(b, i)
     op.store32(a, i, other)
     op.store32(b, i, old)
     x, y = torch.arange(3.0), torch.arange(3.0) + 5
-    run_on_tensors(element.trace, [x, y])
+    run_trace_on_tensors(element.trace, [x, y])
     assert (x.tolist(), y.tolist()) == ([5.0, 6.0, 7.0], [0.0, 1.0, 2.0])
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 6, 8])
 def test_blocks_have_their_largest_word_and_the_last_may_be_short(count):
-    element = Recording(2)
+    element = ElementRecording(2)
     i, (a, tops) = element.index, element.arrays
     block = element.trace.emit("block", (), None, "block")
     top = block_largest(op.load32(a, i))
@@ -142,7 +142,7 @@ def test_blocks_have_their_largest_word_and_the_last_may_be_short(count):
     op.store32(a, i, op.sub(top, op.load32(a, i)))
     words = torch.arange(count, dtype=torch.int32) * -3
     found, largest = words.clone(), torch.zeros(-(-count // 4), dtype=torch.int32)
-    run_on_tensors(element.trace, [found, largest], block=4)
+    run_trace_on_tensors(element.trace, [found, largest], block=4)
     unsigned = (words.long() & 0xFFFFFFFF).split(4) if count else []
     tops = [int(part.max()) for part in unsigned]
     assert (largest.long() & 0xFFFFFFFF).tolist() == tops
@@ -152,12 +152,12 @@ def test_blocks_have_their_largest_word_and_the_last_may_be_short(count):
 def test_the_default_dtype_and_flushed_subnormals_change_nothing(seed):
     values = torch.randn(100).bfloat16() * 2.0**-125
     held = [values.clone() for _ in range(2)]
-    run_on_tensors(_moved(), [held[0], torch.zeros(100)], {("constant", 0): 2.0**-130})
+    run_trace_on_tensors(_moved(), [held[0], torch.zeros(100)], {("constant", 0): 2.0**-130})
     assert (held[0].float().abs() < 2.0**-126).any(), "the case has subnormal numbers"
     torch.set_default_dtype(torch.float64)
     flushes = torch.set_flush_denormal(True)
     try:
-        run_on_tensors(_moved(), [held[1], torch.zeros(100, dtype=torch.float32)], {("constant", 0): 2.0**-130})
+        run_trace_on_tensors(_moved(), [held[1], torch.zeros(100, dtype=torch.float32)], {("constant", 0): 2.0**-130})
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_flush_denormal(False)
@@ -167,5 +167,5 @@ def test_the_default_dtype_and_flushed_subnormals_change_nothing(seed):
 
 def test_meta_tensors_are_run_through():
     trace, result = _recorded(lambda x: op.select(x > np.float32(0.0), op.sqrt(x), x), "f32")
-    ((found,), _) = run_on_tensors(trace, (), {0: torch.empty(3, 4, device="meta")}, [result.number])
+    ((found,), _) = run_trace_on_tensors(trace, (), {0: torch.empty(3, 4, device="meta")}, [result.number])
     assert (found.shape, found.device.type) == ((3, 4), "meta")

@@ -6,7 +6,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import address, square_root
-from halfulp.kernels._device_function import Recording, Table
+from halfulp.kernels._device_function import ElementRecording, Table
 from halfulp.kernels._operations import load16, load32, load64, real, store32, store64, word
 from halfulp.kernels.triton._launch import TensorKernel
 
@@ -19,7 +19,7 @@ NUMBERS = (-0.0, float("nan"), 5e-324)
 
 def _wide() -> TensorKernel:
     """A root of |-(x / y)| in float64, times a constant, where x is not a special number."""
-    element = Recording(3, 4, "f64")
+    element = ElementRecording(3, 4, "f64")
     i, (x, y, out) = element.index, element.arrays
     a, b = real(load64(x, i)), real(load64(y, i))
     value = square_root(abs(-(a / b))) * element.constants[2] - element.constants[0]
@@ -78,7 +78,7 @@ def test_the_text_holds_what_triton_can_compile():
 
 
 def test_an_array_of_two_sizes_is_refused():
-    element = Recording(2)
+    element = ElementRecording(2)
     source, target = element.arrays
     store32(target, element.index, load16(source, element.index) + load32(source, element.index))
     with pytest.raises(NotImplementedError, match="one element of one size"):
@@ -86,7 +86,7 @@ def test_an_array_of_two_sizes_is_refused():
 
 
 def test_a_sum_is_refused():
-    element = Recording(1)
+    element = ElementRecording(1)
     element.trace.emit_total("sum", hu.kernels._operations.real(load32(element.arrays[0], element.index)))
     with pytest.raises(NotImplementedError, match="finds the largest word, got a sum"):
         TensorKernel(Table(element.trace, 1)).source  # noqa: B018

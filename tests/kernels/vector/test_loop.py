@@ -6,13 +6,13 @@ from fractions import Fraction
 import pytest
 import torch
 
-from halfulp.kernels import BROADCAST_LANES, compile_trace, record_function, same_bits, select, shared_network
+from halfulp.kernels import BROADCAST_LANES, compile_out_of_line, compile_trace, record_function, same_bits, select
 from halfulp.kernels.vector import _machine_function, _processor
 
 from .rows import run_rows
 
 
-@shared_network
+@compile_out_of_line
 def _mixed(x: list, y: list, n: int) -> list:
     """Something of more than 100 operations."""
     out = [*x, *y]
@@ -78,7 +78,7 @@ def test_a_value_given_twice_is_another_shape():
 
 def test_the_digest_tells_what_is_called():
     def of(factor):
-        @shared_network
+        @compile_out_of_line
         def network(x):
             for _ in range(100):
                 x = [x[0] * factor + 1.0]
@@ -91,7 +91,7 @@ def test_the_digest_tells_what_is_called():
 
 
 def test_a_short_network_is_written_out():
-    trace, _ = record_function(lambda a, b: shared_network(lambda x: [x[0] + x[1]])([a, b]), torch.float64, 2)
+    trace, _ = record_function(lambda a, b: compile_out_of_line(lambda x: [x[0] + x[1]])([a, b]), torch.float64, 2)
     assert [line[0] for line in trace.lines] == ["input", "input", "add"]
 
 
@@ -141,7 +141,7 @@ def _sums(a, b):
 @pytest.mark.parametrize("name", ["znver3", "haswell"])
 def test_sums_that_run_in_units_that_multiply_have_the_bits_of_sums(name, dtype, monkeypatch, cache):
     """Every second one, on AMD's Zen alone: signed zeros, infinities, NaN and subnormal numbers too."""
-    if not _processor.has_fused_vectors(_processor.vector_bits()):
+    if not _processor.has_fused_vectors(_processor.find_vector_bits()):
         pytest.skip("vectors without fused products")
     monkeypatch.setenv("HALFULP_CPU_NAME", name)
     limits, machine, written = torch.finfo(dtype), _machine_function._make_target_machine, []

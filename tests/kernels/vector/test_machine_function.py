@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import halfulp
-from halfulp.kernels import address_of
+from halfulp.kernels import get_array_address
 from halfulp.kernels.vector._machine_function import compile_machine_function
 
 ROOT = Path(halfulp.__file__).parent
@@ -62,7 +62,7 @@ def test_a_compiled_kernel_is_as_a_loaded_one(cache):
     results = []
     for _ in range(2):
         x = np.arange(5)
-        compiled(21)(5, address_of(x))
+        compiled(21)(5, get_array_address(x))
         results.append(x.tolist())
     assert results[0] == results[1] != list(range(5))
     assert len(list(cache.iterdir())) == 1

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from halfulp.kernels import vector_bits
+from halfulp.kernels import find_vector_bits
 from halfulp.kernels.vector import _processor
 
 # Any 64-bit processor. benchmarks/bench_processors.py runs the suite so.
@@ -12,7 +12,7 @@ RESTRICTED = {"HALFULP_CPU_NAME": "generic"}
 RESULTS = """
     import hashlib, torch
     import halfulp as hu
-    from halfulp.kernels import vector_bits
+    from halfulp.kernels import find_vector_bits
     sink = hashlib.sha256()
     def tell(*tensors):
         for x in tensors:
@@ -25,16 +25,20 @@ RESULTS = """
     for dtype in (torch.float16, torch.float64):
         tell(hu.exact_sum((x / 3).to(dtype)))
     assert not hu.kernels.report(), hu.kernels.report()
-    print(vector_bits(), sink.hexdigest())
+    print(find_vector_bits(), sink.hexdigest())
 """
 
 
 def test_features_are_those_of_the_machine_codes_target(monkeypatch):
     monkeypatch.setattr(_processor, "find_processor", lambda: ("x86_64", "any", "+avx2,-avx512f,+fma"))
     assert (_processor.has_features("avx2", "fma"), _processor.has_features("avx512f")) == (True, False)
-    assert (vector_bits(), _processor.has_fused_vectors(256), _processor.has_fused_vectors(512)) == (256, True, False)
+    assert (find_vector_bits(), _processor.has_fused_vectors(256), _processor.has_fused_vectors(512)) == (
+        256,
+        True,
+        False,
+    )
     monkeypatch.setattr(_processor, "find_processor", lambda: ("x86_64", "generic", ""))
-    assert (vector_bits(), _processor.has_fused_vectors(256)) == (256, False)
+    assert (find_vector_bits(), _processor.has_fused_vectors(256)) == (256, False)
 
 
 def test_a_lesser_processor_gives_the_same_bits_from_entries_of_its_own(cache, python, forked_python):
@@ -75,11 +79,11 @@ def test_kernels_need_instructions_for_float16(monkeypatch):
 
 def test_a_feature_without_a_sign_is_refused(monkeypatch):
     monkeypatch.setenv("HALFULP_CPU_FEATURES", "+avx2,fma")
-    _processor.check_features.cache_clear()
+    _processor.check_feature_signs.cache_clear()
     with pytest.raises(ValueError, match="HALFULP_CPU_FEATURES names 'fma'"):
-        _processor.check_features()
+        _processor.check_feature_signs()
     monkeypatch.delenv("HALFULP_CPU_FEATURES")
-    _processor.check_features()
+    _processor.check_feature_signs()
 
 
 def test_a_processor_that_llvm_does_not_know(python):

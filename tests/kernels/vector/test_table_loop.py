@@ -26,7 +26,7 @@ from halfulp.kernels._operations import (
     word,
 )
 from halfulp.kernels._trace import block_largest
-from halfulp.kernels.vector._machine_function import address_of
+from halfulp.kernels.vector._machine_function import get_array_address
 from halfulp.kernels.vector._table_loop import compile_table_kernel
 
 from ..scalar.numbers import on_numbers
@@ -56,7 +56,7 @@ def run(table, arrays, chunks=None, constants=None, keys=None):
         KERNELS[key] = compile_table_kernel("test", table)
     kernel = KERNELS[key]
     given = chunks, pointers, np.zeros(1, np.int64), constants, keys, sums
-    kernel(0, len(chunks), *map(address_of, given))
+    kernel(0, len(chunks), *map(get_array_address, given))
     return sums
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 import halfulp as hu
-from halfulp.kernels import run_on_tensors, same_bits
-from halfulp.kernels._device_function import Recording, bind_names
-from halfulp.optim._storage import STORES, make_format_store
+from halfulp.kernels import run_trace_on_tensors, same_bits
+from halfulp.kernels._device_function import ElementRecording, bind_names
+from halfulp.optim._storage import STORE_BY_DTYPE, make_format_store
 from halfulp.optim.parameters._outside_writes import record_payload_version
 from halfulp.optim.parameters._step_spec import refuse_unsupported_feedback
-from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATES
+from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATE_BY_NAME
 
 
 def _example(name: str):
@@ -84,7 +84,7 @@ VARIANTS = {
     "components-3-stochastic": hu.Components(3, residual="stochastic"),
     "components-4": hu.Components(4),
 }
-UPDATES = {**WEIGHT_UPDATES, **VARIANTS}
+UPDATES = {**WEIGHT_UPDATE_BY_NAME, **VARIANTS}
 # 16-bit tensors, float32 ones, and formats inside float32 ones: 8 exponent bits and fewer, infinities and none.
 STORE_NAMES = ("bf16", "fp16", "fp32", "e8m5", "e8m1", "e4m3fn", "e5m2", "bf16-in-fp32", "fp16-in-fp32")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -141,7 +141,7 @@ def optimizer_names() -> list[str]:
 def allowed(rule: str, update: str, store: str) -> bool:
     """Whether an optimizer accepts the three together."""
     options = options_of(store)
-    held = make_format_store(options["format"]) if options else STORES[dtype_of(store)]
+    held = make_format_store(options["format"]) if options else STORE_BY_DTYPE[dtype_of(store)]
     if store == "fp32":
         return update == "exact"  # where a float32 parameter ends, whatever it is given
     try:
@@ -261,7 +261,7 @@ def write_update(update, store, parts, u, draws, ratio=1.0):
 
     The ratio is of the scale that the parts were stored under to the one that they will be under.
     """
-    element, names = Recording(4), update.bindings(store)
+    element, names = ElementRecording(4), update.bindings(store)
     p, first, second, last = bind_names(names["read_weight"], names)(*element.arrays, element.index)
     times, given = element.add_input("ratio"), [element.add_input(f"random {k}", "w32") for k in range(2)]
     held = (p * times, first * times, second * times, last, element.add_input("u"))
@@ -269,7 +269,7 @@ def write_update(update, store, parts, u, draws, ratio=1.0):
     drawn = {f"random {k}": 0 for k in range(2)}
     for k, (bits, draw) in enumerate(zip(update.draws(store), draws)):
         drawn[f"random {k}"] = (draw & 0xFFFF if bits == 16 else draw).to(torch.int32)
-    run_on_tensors(element.trace, parts, {"ratio": ratio, "u": u, **drawn})
+    run_trace_on_tensors(element.trace, parts, {"ratio": ratio, "u": u, **drawn})
 
 
 class Adder:

@@ -7,10 +7,10 @@ import torch
 
 import halfulp as hu
 from halfulp.formats._reference import round_exact
-from halfulp.kernels import run_on_tensors
-from halfulp.kernels._device_function import Recording
+from halfulp.kernels import run_trace_on_tensors
+from halfulp.kernels._device_function import ElementRecording
 from halfulp.optim._storage import BF16, E4M3, E5M2, FP16, make_format_store
-from halfulp.optim.states._codec import Scaled
+from halfulp.optim.states._codec import ScaledCodec
 from halfulp.optim.states._int8_blocks import Int8Blocks
 from halfulp.optim.weight_updates._split import SplitStochastic
 
@@ -59,7 +59,7 @@ def test_a_store_takes_the_neighbour_that_its_draw_says(seed, name):
 @pytest.mark.parametrize("store", [FP16, E4M3, E5M2], ids=lambda store: store.name)
 def test_a_scaled_root_takes_the_code_that_its_draw_says(seed, store):
     """value^2 is right on average: the upper code where chance (h^2 - l^2) < x^2 - l^2; a positive one is never 0."""
-    codec = Scaled(store, squared=True, stochastic=True)
+    codec = ScaledCodec(store, squared=True, stochastic=True)
     fmt = hu.formats.get(store.name)
     roots = _spread(store, 600).abs().clamp(min=2.0**-60)
     random = torch.randint(0, 2**32, roots.shape)
@@ -87,10 +87,10 @@ def test_an_8_bit_code_is_what_its_draw_says(seed, squared):
     roots = roots.abs() if squared else roots
     random = torch.randint(0, 2**16, (count,), dtype=torch.int32)
     held = [torch.empty(size, dtype=dtype) for size, dtype in codec.tensors("x", roots.shape).values()]
-    element = Recording(2)
+    element = ElementRecording(2)
     given = element.add_input("root"), element.add_input("random", "w32")
     codec.save_root(element.arrays, element.index, element.block(), *given)
-    run_on_tensors(element.trace, held, {"root": roots, "random": random}, block=64)
+    run_trace_on_tensors(element.trace, held, {"root": roots, "random": random}, block=64)
     size = roots.double().abs() / held[1].double().repeat_interleave(64) * most**3
     k = (size ** (1 / 3) + 1e-9).floor()
     chance = ((random | 1).double()) * 2.0**-16

@@ -6,9 +6,9 @@ import torch
 from halfulp.kernels import Trace
 from halfulp.kernels._device_function import Table
 from halfulp.kernels._operations import load32, real, store32, word
-from halfulp.kernels.vector._machine_function import address_of
+from halfulp.kernels.vector._machine_function import get_array_address
 from halfulp.kernels.vector._table_loop import compile_table_kernel
-from halfulp.optim.states._int8_blocks import UNSIGNED_CUBES, approximate_cube_root
+from halfulp.optim.states._int8_blocks import LARGEST_UNSIGNED_CUBE, approximate_cube_root
 
 
 def _roots(x):
@@ -18,7 +18,9 @@ def _roots(x):
     store32(out, i, word(approximate_cube_root(real(load32(source, i)))))
     found = np.zeros_like(x)
     chunks, pointers = np.array([[0, 0, len(x), 0]]), np.array([[x.ctypes.data, found.ctypes.data]])
-    compile_table_kernel("test", Table(trace, 2))(0, 1, address_of(chunks), address_of(pointers), *[0] * 4)
+    compile_table_kernel("test", Table(trace, 2))(
+        0, 1, get_array_address(chunks), get_array_address(pointers), *[0] * 4
+    )
     return found
 
 
@@ -34,6 +36,6 @@ def test_a_root_is_near_enough():
     """
     cubes = np.arange(256, dtype=np.float32) ** 3
     beside = [np.nextafter(cubes, np.float32(end)) for end in (-1.0, 2.0**24)]
-    sample = np.arange(0, int(UNSIGNED_CUBES.view(np.uint32)) + 1, 601, dtype=np.uint32).view(np.float32)
-    x = np.concatenate([cubes, *(np.clip(values, 0, UNSIGNED_CUBES) for values in beside), sample])
+    sample = np.arange(0, int(LARGEST_UNSIGNED_CUBE.view(np.uint32)) + 1, 601, dtype=np.uint32).view(np.float32)
+    x = np.concatenate([cubes, *(np.clip(values, 0, LARGEST_UNSIGNED_CUBE) for values in beside), sample])
     assert np.abs(_roots(x) - np.cbrt(x.astype(np.float64))).max() < 0.05

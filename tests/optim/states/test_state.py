@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels import run_on_tensors
-from halfulp.kernels._device_function import Recording
+from halfulp.kernels import run_trace_on_tensors
+from halfulp.kernels._device_function import ElementRecording
 from halfulp.optim.states._int8_blocks import Int8Blocks
 
 from ...laws.optim.cases import CODECS, RULES, build, differing, snapshot
@@ -92,11 +92,11 @@ def test_a_positive_second_moment_never_becomes_zero(seed):
 
 
 def _save_roots(codec, held, roots):
-    element = Recording(2)
+    element = ElementRecording(2)
     given = element.add_input("root"), element.add_input("random", "w32")
     codec.save_root(element.arrays, element.index, element.block(), *given)
     random = torch.randint(0, 2**16, roots.shape, dtype=torch.int32)
-    run_on_tensors(element.trace, held, {"root": roots, "random": random}, block=codec.block)
+    run_trace_on_tensors(element.trace, held, {"root": roots, "random": random}, block=codec.block)
 
 
 @pytest.mark.parametrize("squared", [False, True])

@@ -13,7 +13,7 @@ from halfulp._torch_versions import HAS_GRADIENT_DTYPE
 from halfulp.kernels import record_function, select
 from halfulp.kernels._trace import RecordedFunction
 from halfulp.kernels.triton._writer import COMPILE_OPTIONS, write_word_function
-from halfulp.optim._storage import STORES
+from halfulp.optim._storage import STORE_BY_DTYPE
 from halfulp.optim.step._triton_kernel import make_step_kernel
 
 from ...kernels.triton.interpreted import interpreted
@@ -36,7 +36,7 @@ from ...laws.optim.cases import (
 def _kind(rule, update, store, codec, gradient, metered=False):
     parameter = torch.nn.Parameter(fit(special_pairs(0)[0], store))
     optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
-    plan = optimizer._make_plan(optimizer.param_groups[0], 0, STORES[gradient])
+    plan = optimizer._make_plan(optimizer.param_groups[0], 0, STORE_BY_DTYPE[gradient])
     return plan.spec.metered_spec if metered else plan.spec
 
 
@@ -96,7 +96,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeyp
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
-    monkeypatch.setattr(_writer, "load_module", refuse)
+    monkeypatch.setattr(_writer, "load_triton_module", refuse)
     monkeypatch.setattr(_launch, "_checked_kernels", {})
     case = ("lion", "kahan", "bf16", None, torch.bfloat16)
     with pytest.warns(RuntimeWarning, match="no Triton kernel .* no compiler here"):

@@ -12,8 +12,8 @@ import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.kernels.triton._launch import TableKernel
 from halfulp.kernels.triton._writer import COMPILE_OPTIONS
-from halfulp.optim._storage import PAYLOAD_STORES
-from halfulp.optim.step._run import make_finding_spec
+from halfulp.optim._storage import PAYLOAD_STORE_BY_DTYPE
+from halfulp.optim.step._run import make_reduction_spec
 from halfulp.optim.step._triton_kernel import make_step_kernel
 from halfulp.scaled import ScaledTensor
 
@@ -200,7 +200,7 @@ def _spec(case, metered=False):
     kind, options, update, dtype, gradient, states = case
     parameter = torch.nn.Parameter(ScaledTensor.encode(torch.randn(64, 64), dtype))
     optimizer = getattr(hu.optim, kind)([parameter], lr=1e-2, weight_update=update, state_dtype=states, **options)
-    spec = optimizer._make_plan(optimizer.param_groups[0], 0, PAYLOAD_STORES[gradient or FP32]).spec
+    spec = optimizer._make_plan(optimizer.param_groups[0], 0, PAYLOAD_STORE_BY_DTYPE[gradient or FP32]).spec
     return spec.metered_spec if metered else spec
 
 
@@ -208,7 +208,7 @@ def _spec(case, metered=False):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_kind_of_scaled_step_is_written_in_what_triton_can_compile(case, metered):
     spec = _spec(case, metered)
-    for one in (spec, make_finding_spec(spec, "amax")):
+    for one in (spec, make_reduction_spec(spec, "amax")):
         text = make_step_kernel(one).source
         assert text == make_step_kernel.__wrapped__(one).source, "not deterministic"
         assert {"element", "run"} <= check_source(text)
@@ -222,7 +222,7 @@ def test_the_compiler_fuses_and_flushes_nothing_in_scaled_steps(case, metered, c
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     spec = _spec(case, metered)
-    for kernel in map(make_step_kernel, (spec, make_finding_spec(spec, "amax"))):
+    for kernel in map(make_step_kernel, (spec, make_reduction_spec(spec, "amax"))):
         totals = {"totals": "*i32" if kernel.largest_columns else "*fp64"} if kernel.table.trace.sums else {}
         types = {"chunks": "*i64", "rows": "*i64", "width": "i64", **totals, "aligned": "constexpr"}
         whole = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}

@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 import halfulp as hu
 from halfulp import recipes
-from halfulp.arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION
+from halfulp.arithmetic._float32_products import NAME_BY_PRODUCT_FUNCTION
 from halfulp.environment._narrow_products import (
     SIXTEEN_BIT_DTYPES,
     force_float32_products,
     list_dtypes_multiplied_in_float32,
 )
 from halfulp.kernels import report, same_bits
-from halfulp.subclass.models._float32_products import _MARK_ATTRIBUTE
+from halfulp.subclass.models._float32_products import _WIDENED_MARK_ATTRIBUTE
 
 DTYPES = pytest.mark.parametrize("dtype", SIXTEEN_BIT_DTYPES, ids=["bf16", "fp16"])
 # One of every class of torch.nn that multiplies, with the shapes of its inputs.
@@ -148,7 +148,7 @@ def test_every_layer_that_multiplies(name, dtype):
 
 def test_no_layer_of_torch_is_forgotten():
     """By their sources: a class of torch.nn whose code names a product is in the list."""
-    words = "|".join(name for name in set(NAMES_BY_PRODUCT_FUNCTION.values()) if not name.startswith("_"))
+    words = "|".join(name for name in set(NAME_BY_PRODUCT_FUNCTION.values()) if not name.startswith("_"))
     words += "|multi_head_attention_forward|linear_cross_entropy"
     multiplies = re.compile(rf"(?:F|torch|_VF|functional)\.(?:{words})\(")
     known = {name.partition(",")[0] for name in LAYERS} | {"RNNBase", "RNNCellBase"}
@@ -345,9 +345,9 @@ def test_where_the_processor_has_instructions_nothing_changes():
 @DTYPES
 def test_it_is_taken_off_again(dtype):
     model, x = net(dtype), torch.randn(2, 5, 8).to(dtype)
-    assert any(_MARK_ATTRIBUTE in vars(module) for module in model.modules())
+    assert any(_WIDENED_MARK_ATTRIBUTE in vars(module) for module in model.modules())
     hu.float32_products(model, False)
-    assert not any(_MARK_ATTRIBUTE in vars(module) for module in model.modules())
+    assert not any(_WIDENED_MARK_ATTRIBUTE in vars(module) for module in model.modules())
     assert not any("forward" in vars(module) for module in model.modules())
     with force_float32_products(dtype):
         before = products()
@@ -384,7 +384,7 @@ def test_converted_models_have_it_and_reverted_ones_do_not():
         before = products()
         model(torch.randn(2, 4))
         assert products() == before + 1
-    assert not any(_MARK_ATTRIBUTE in vars(module) for module in hu.revert(model).modules())
+    assert not any(_WIDENED_MARK_ATTRIBUTE in vars(module) for module in hu.revert(model).modules())
 
 
 def test_scaled_payloads_of_bfloat16_multiply_in_float32():

@@ -17,7 +17,11 @@ from ..._torch_versions import is_exporting
 from ...kernels import define_operator
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from ...subclass.models._float32_products import GraphReader, get_original_class, leave_compiled_products
+from ...subclass.models._float32_products import (
+    GraphReadingForward,
+    get_original_class,
+    leave_compiled_products_to_torch,
+)
 from .._functions import map_tensors
 from ._backward import Backward, is_in_backward_pass, thread_region_state
 from ._region import ModuleNameCache, Region, is_compiler_active
@@ -48,7 +52,7 @@ class NotScriptedError(NotImplementedError, AttributeError):
 ModuleRole = Literal["model", "part", "layer"]
 
 
-class WatchedForward(GraphReader):
+class WatchedForward(GraphReadingForward):
     """The ``forward`` of a model or of a part, which runs in a region whenever gradients are recorded.
 
     Parts and layers make regions where they are called by themselves, as by a training step that does not call the
@@ -215,14 +219,14 @@ def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, pr
     names = ModuleNameCache(model, prefix)
     backward.names.add(names)
     # The backend of a compiler finds sites by the products that the model writes.
-    leave_compiled_products(model)
+    leave_compiled_products_to_torch(model)
     forwards = [
         WatchedForward(part, backward, wide, names, ".".join(filter(None, (prefix, place))), role)
         for place, part, role in list_watched_modules(model)
     ]
 
     def detach() -> None:
-        leave_compiled_products(model, False)
+        leave_compiled_products_to_torch(model, False)
         for forward in forwards:
             forward.restore()
 

@@ -25,7 +25,7 @@ from ._writer import (
 MOST_POINTWISE_INSTRUCTIONS = 8500
 VECTOR_ELEMENTS = 16
 # How an operand lies beside the results: like them, one for all, one per row, one per column.
-_SAME_SHAPE, _ONE_ELEMENT, _ELEMENT_PER_ROW, _ELEMENT_PER_COLUMN = range(4)
+_SAME_SHAPE_MODE, _ONE_ELEMENT_MODE, _ELEMENT_PER_ROW_MODE, _ELEMENT_PER_COLUMN_MODE = range(4)
 
 
 class PointwiseKernel(TritonKernel):
@@ -88,11 +88,11 @@ class PointwiseKernel(TritonKernel):
 
 _LOAD_SOURCE = f"""@triton.jit
 def load(input, i, columns, lanes, mode: tl.constexpr, TILE: tl.constexpr):
-    if mode == {_ONE_ELEMENT}:
+    if mode == {_ONE_ELEMENT_MODE}:
         return tl.broadcast_to(tl.load(input), [TILE])
-    elif mode == {_ELEMENT_PER_ROW}:
+    elif mode == {_ELEMENT_PER_ROW_MODE}:
         return read(input + i // columns, lanes)
-    elif mode == {_ELEMENT_PER_COLUMN}:
+    elif mode == {_ELEMENT_PER_COLUMN_MODE}:
         return read(input + i % columns, lanes)
     else:
         return read(input + i, lanes)"""
@@ -104,18 +104,18 @@ def lay_out_operands(
     """Return the operands as a kernel reads them, how each lies beside the results, and the results' columns."""
     held, modes, columns = [], [], shape[-1] if shape else 1
     for part in map(to_plain_memory, inputs):
-        mode = _SAME_SHAPE
+        mode = _SAME_SHAPE_MODE
         if part.device != device:
             if part.dim():
                 raise RuntimeError(f"components lie on {part.device} and {device}: bring them to one device by .to()")
             part = part.to(device)
         if part.shape != shape:
             if part.numel() == 1:
-                mode = _ONE_ELEMENT
+                mode = _ONE_ELEMENT_MODE
             elif part.shape[-1] == columns and part.numel() == columns:
-                mode = _ELEMENT_PER_COLUMN
+                mode = _ELEMENT_PER_COLUMN_MODE
             elif part.shape[-1] == 1:
-                part, mode = part.expand(*shape[:-1], 1), _ELEMENT_PER_ROW
+                part, mode = part.expand(*shape[:-1], 1), _ELEMENT_PER_ROW_MODE
             else:
                 part = part.expand(shape)
         held.append(part.contiguous())
@@ -125,8 +125,8 @@ def lay_out_operands(
 
 _TILE_COLUMNS = 128  # columns of a program, where there are at least NARROW_LANES
 # Instructions of a step up to which a block's rows are written out, so that they load together.
-_UNROLLED_INSTRUCTIONS = 40
-_SIZE_ARGUMENTS = ("rows", "columns", "length", "segments", "divisor", "several", "tiles")
+_MOST_UNROLLED_INSTRUCTIONS = 40
+_SIZE_ARGUMENT_NAMES = ("rows", "columns", "length", "segments", "divisor", "several", "tiles")
 
 
 class ReductionKernel(TritonKernel):
@@ -149,7 +149,7 @@ class ReductionKernel(TritonKernel):
         state, held, other = ([f"{name}{k}" for k in range(steps.width)] for name in ("state", "held", "other"))
         row = [f"row{k}" for k in inputs]
         begin = [steps.start] + [0.0] * (steps.width - 1)
-        written_out = pieces[0][0].count_instructions() <= _UNROLLED_INSTRUCTIONS
+        written_out = pieces[0][0].count_instructions() <= _MOST_UNROLLED_INSTRUCTIONS
 
         def call(name: str, results: Sequence[str], given: Sequence[str]) -> str:
             # None of these looks constants up.
@@ -208,10 +208,10 @@ class ReductionKernel(TritonKernel):
                 for k, dtype in enumerate(written)
             ),
         ]
-        numbers = [f"{name}: tl.int64" for name in _SIZE_ARGUMENTS]
+        numbers = [f"{name}: tl.int64" for name in _SIZE_ARGUMENT_NAMES]
         arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), *numbers, "LANES: tl.constexpr"]
         # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
-        text = f"@triton.jit(do_not_specialize={list(_SIZE_ARGUMENTS)})\ndef run({', '.join(arguments)}):\n"
+        text = f"@triton.jit(do_not_specialize={list(_SIZE_ARGUMENT_NAMES)})\ndef run({', '.join(arguments)}):\n"
         return write_module(functions, f"{text}{indent_lines(lines)}\n")
 
     def __call__(

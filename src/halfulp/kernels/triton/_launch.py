@@ -21,7 +21,7 @@ from .._trace import Trace
 from ._writer import (
     COMPILE_OPTIONS,
     TritonKernel,
-    find_live_lines,
+    find_needed_instructions,
     indent_lines,
     write_element_function,
     write_module,
@@ -149,7 +149,7 @@ class TensorKernel(TritonKernel):
     def input_kinds(self) -> dict[tuple[str, int], str]:
         """The kinds of the inputs on which what is written depends, by their names."""
         trace = self.table.trace
-        used = sorted(find_live_lines(trace))
+        used = sorted(find_needed_instructions(trace))
         return {trace.lines[k][2]: trace.kinds[k] for k in used if trace.lines[k][0] == "input"}
 
     @functools.cached_property
@@ -295,7 +295,7 @@ def _write_block_tile(kernel: TensorKernel, draws: bool) -> list[str]:
     ]
 
 
-class PlacedChunks(NamedTuple):
+class DeviceChunks(NamedTuple):
     """Chunks on a device, those first that hold whole vectors at aligned addresses."""
 
     aligned_rows: np.ndarray  # bool array of shape (rows,): whose addresses are aligned
@@ -304,9 +304,9 @@ class PlacedChunks(NamedTuple):
     device_tensor: torch.Tensor  # the chunks on the device
 
 
-def place_chunks(
-    chunks: np.ndarray, pointers: np.ndarray, device: torch.device, placed: PlacedChunks | None = None
-) -> PlacedChunks:
+def copy_chunks_to_device(
+    chunks: np.ndarray, pointers: np.ndarray, device: torch.device, placed: DeviceChunks | None = None
+) -> DeviceChunks:
     """Return int64 chunks (chunks, 4) of int64 pointers (rows, columns) on a device.
 
     `placed`, what an earlier call with the same chunks returned, is returned if nothing has changed.
@@ -316,7 +316,7 @@ def place_chunks(
         return placed
     whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR_BYTES == 0).all(1)
     ordered = chunks[np.argsort(~whole, kind="stable")]
-    return PlacedChunks(rows, ordered, int(whole.sum()), copy_to_device(ordered, device))
+    return DeviceChunks(rows, ordered, int(whole.sum()), copy_to_device(ordered, device))
 
 
 class TableKernel(TritonKernel):
@@ -388,10 +388,10 @@ class TableKernel(TritonKernel):
         return write_module(functions, text, table.trace.count_instructions())
 
     def __call__(self, chunks: np.ndarray, pointers: np.ndarray, device: torch.device) -> None:
-        """Run it over all chunks of a table that consists of pointers, as `place_chunks` takes both."""
-        self.launch(place_chunks(chunks, pointers, device), copy_to_device(pointers, device))
+        """Run it over all chunks of a table that consists of pointers, as `copy_chunks_to_device` takes both."""
+        self.launch(copy_chunks_to_device(chunks, pointers, device), copy_to_device(pointers, device))
 
-    def launch(self, placed: PlacedChunks, rows: torch.Tensor) -> torch.Tensor:
+    def launch(self, placed: DeviceChunks, rows: torch.Tensor) -> torch.Tensor:
         """Run it over all chunks of a table on their device.
 
         It returns float64 sums (chunks, tiles, sums), or each row's largest numbers' words, int32 (rows, numbers).

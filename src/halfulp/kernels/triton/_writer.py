@@ -20,12 +20,12 @@ from . import _operations as operations
 # No fused multiply-add: it rounds once where the reference rounds twice.
 COMPILE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 LONG_TRACE_INSTRUCTIONS = 1000  # with those of calls; a longer trace takes too long to compile like others
-_INFIX_OPERATORS = {
+_INFIX_OPERATOR_BY_OPERATION = {
     **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "==", "ne": "!="},
     **{"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"},
 }
 # What an operation is as an expression of its operands x, y and z, where reals of 64 bits have the same one.
-_OPERATION_EXPRESSIONS = {
+_EXPRESSION_BY_OPERATION = {
     "abs": "absolute{width}({x})",
     "neg": "negative{width}({x})",
     "rint": "rint{width}({x})",
@@ -48,12 +48,12 @@ _OPERATION_EXPRESSIONS = {
     "block_largest": "block_largest({x})",
 }
 # Triton's sqrt_rn takes float32 alone; its plain root rounds float64 correctly.
-_FLOAT64_EXPRESSIONS = _OPERATION_EXPRESSIONS | {
+_FLOAT64_EXPRESSION_BY_OPERATION = _EXPRESSION_BY_OPERATION | {
     "div": "divide64({x}, {y})",
     "sqrt": "tl.sqrt({x})",
     "to_word": "{x}.to(tl.int32).to(tl.uint32, bitcast=True).to(tl.uint64)",
 }
-_TRITON_TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
+_TRITON_TYPE_BY_KIND = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
 
 
 def write_module(functions: Iterable[str], kernel: str, size: int = 0) -> str:
@@ -81,11 +81,15 @@ def write_module(functions: Iterable[str], kernel: str, size: int = 0) -> str:
 _TYPE_WIDTH_PATTERN = re.compile(r"(?<=int)32|(?<=float)32")
 _WIDTHLESS_CALL_PATTERN = re.compile(rf"\b({'|'.join(operations.WIDTHLESS_FUNCTIONS)})(?=\()")
 # Constants of the operations, as pairs for reals of 32 and of 64 bits.
-_NUMBER_PAIRS = {name: pair for name, pair in vars(operations).items() if isinstance(pair, tuple) and len(pair) == 2}
+_NUMBER_PAIR_BY_NAME = {
+    name: pair for name, pair in vars(operations).items() if isinstance(pair, tuple) and len(pair) == 2
+}
 
 
 def _insert_numbers(text: str, place: int) -> str:
-    return re.sub(rf"\b({'|'.join(_NUMBER_PAIRS)})\b", lambda found: repr(_NUMBER_PAIRS[found[0]][place]), text)
+    return re.sub(
+        rf"\b({'|'.join(_NUMBER_PAIR_BY_NAME)})\b", lambda found: repr(_NUMBER_PAIR_BY_NAME[found[0]][place]), text
+    )
 
 
 def write_element_function(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str:
@@ -149,9 +153,9 @@ def write_word_function(name: str, piece: RecordedFunction) -> str:
     return _write_function(name, names.values(), _write_lines(piece.trace, names, piece.results))
 
 
-def find_live_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
+def find_needed_instructions(trace: Trace, results: Iterable[int] = ()) -> set[int]:
     """Return the numbers of the instructions on which results, and what a trace stores and sums up, depend."""
-    needed = {*results, *trace.find_output_lines()}
+    needed = {*results, *trace.find_output_instructions()}
     for number in reversed(range(len(trace.lines))):
         if number in needed:
             needed.update(trace.lines[number][1])
@@ -159,7 +163,7 @@ def find_live_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
 
 
 @functools.cache
-def load_module(source: str) -> dict[str, object]:
+def load_triton_module(source: str) -> dict[str, object]:
     """Return the names of a generated module, which imports triton; Triton reads its text to compile from it."""
     name = f"<halfulp triton {hashlib.sha256(source.encode()).hexdigest()[:32]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
@@ -176,7 +180,7 @@ class TritonKernel:
     @functools.cached_property
     def run(self) -> Any:
         """The Triton function; NotImplementedError over an operation that has no form on Triton's blocks."""
-        return load_module(self.source)["run"]
+        return load_triton_module(self.source)["run"]
 
 
 def _find_table_offsets(trace: Trace) -> dict[tuple[float, ...], int]:
@@ -219,7 +223,7 @@ def indent_lines(lines: Iterable[str]) -> str:
 
 def _write_lines(trace: Trace, names: Mapping[Any, str], results: Sequence[int] = ()) -> list[str]:
     """Return the lines of the instructions that are needed, the last of which returns the results, if any."""
-    found, needed = [], find_live_lines(trace, results)
+    found, needed = [], find_needed_instructions(trace, results)
     for number, ((operation, operands, extra), kind) in enumerate(zip(trace.lines, trace.kinds)):
         if number not in needed or operation in ("address", "index", "block"):
             continue
@@ -251,7 +255,7 @@ def _write_expression(
     if operation == "constant":
         return _write_constant(float.fromhex(extra if isinstance(extra, str) else extra[0]), kind)
     if operation == "word":
-        return f"tl.full([], {extra[0]}, {_TRITON_TYPES[kind]})"
+        return f"tl.full([], {extra[0]}, {_TRITON_TYPE_BY_KIND[kind]})"
     if operation == "bits":
         return f"{'real' if kind[0] == 'f' else 'word'}{kind[1:].removeprefix('32')}({values[0]})"
     if operation == "part":
@@ -259,12 +263,12 @@ def _write_expression(
     if operation == "gather":
         last = len(trace.tables[extra]) - 1
         return f"gather(tables + {names['table', extra]}, {values[0]}, {last})"
-    if name in _INFIX_OPERATORS:
-        return f"{values[0]} {_INFIX_OPERATORS[name]} {values[1]}"
-    if operation not in _OPERATION_EXPRESSIONS:
+    if name in _INFIX_OPERATOR_BY_OPERATION:
+        return f"{values[0]} {_INFIX_OPERATOR_BY_OPERATION[name]} {values[1]}"
+    if operation not in _EXPRESSION_BY_OPERATION:
         raise NotImplementedError(f"the operation {operation} of a device function has no form on Triton's blocks")
     width = "64" if kind[1:] == "64" else ""
-    expressions = _FLOAT64_EXPRESSIONS if width else _OPERATION_EXPRESSIONS
+    expressions = _FLOAT64_EXPRESSION_BY_OPERATION if width else _EXPRESSION_BY_OPERATION
     return expressions[operation].format(width=width, **dict(zip("xyz", values)))
 
 
@@ -274,4 +278,4 @@ def _write_constant(value: float, kind: str) -> str:
         if kind == "f32":
             return f"real(tl.full([], {int(np.float32(value).view(np.uint32))}, tl.uint32))"
         return f"real64(tl.full([], {int(np.float64(value).view(np.uint64))}, tl.uint64))"
-    return f"tl.full([], {value!r}, {_TRITON_TYPES[kind]})"
+    return f"tl.full([], {value!r}, {_TRITON_TYPE_BY_KIND[kind]})"

@@ -19,7 +19,7 @@ from ._processor import has_features
 # Four bits per class, from the lowest: quiet NaN, signaling NaN, zero, 1, -infinity, infinity, negative, positive.
 # 0 keeps the number, 1 takes the one that is classified; 7 and 8 are -0 and 0.
 _FIXUP_NOT_FINITE, _FIXUP_ZERO, _FIXUP_TAKE_FINITE = 0x00110011, 0x00000100, 0x11001100
-_FIXUP_RESPONSES = {(0.0).hex(): 8, (-0.0).hex(): 7}
+_FIXUP_RESPONSE_BY_CONSTANT = {(0.0).hex(): 8, (-0.0).hex(): 7}
 
 
 def find_fixup(trace: Trace, number: int) -> tuple[int, int, int] | None:
@@ -68,7 +68,7 @@ def _find_response(trace: Trace, number: int) -> int | None:
     operation, _, extra = trace.lines[number]
     if operation == "word" and extra == (0, 32):
         return 8
-    return _FIXUP_RESPONSES.get(extra) if operation == "constant" and isinstance(extra, str) else None
+    return _FIXUP_RESPONSE_BY_CONSTANT.get(extra) if operation == "constant" and isinstance(extra, str) else None
 
 
 class VectorBuilder:
@@ -87,12 +87,12 @@ class VectorBuilder:
         """Return the type of so many lanes of a scalar type; of one lane it is the scalar type."""
         return scalar if lanes == 1 else self.ir.VectorType(scalar, lanes)
 
-    def type_of_kind(self, kind: str, lanes: int):
+    def make_type_of_kind(self, kind: str, lanes: int):
         """Return the type of so many lanes of a kind of values, as traces name kinds."""
         scalars = {"f32": self.f32, "f64": self.f64, "w32": self.i32, "w64": self.i64, "mask": self.ir.IntType(1)}
         return self.vector_type(scalars[kind], lanes)
 
-    def type_like(self, value, scalar):
+    def make_type_like(self, value, scalar):
         """Return the type of a value's lanes with another scalar type."""
         return self.vector_type(scalar, count_lanes(value.type))
 
@@ -137,7 +137,7 @@ class VectorBuilder:
     def call_intrinsic(self, name: str, *values):
         """Return a function of reals that LLVM has an instruction for, such as "fma"."""
         kind = values[0].type
-        lanes, suffix = count_lanes(kind), "f64" if lane_type(kind) == self.f64 else "f32"
+        lanes, suffix = count_lanes(kind), "f64" if get_lane_type(kind) == self.f64 else "f32"
         name = f"llvm.{name}.{suffix if lanes == 1 else f'v{lanes}{suffix}'}"
         declared = self.b.module.declare_intrinsic(name, fnty=self.ir.FunctionType(kind, [kind] * len(values)))
         return self.b.call(declared, values)
@@ -182,13 +182,13 @@ class VectorBuilder:
         to_read, near, of_data = (ir.Constant(self.i32, value) for value in (0, locality, 1))
         self.b.call(function, [self.b.inttoptr(address, byte), to_read, near, of_data])
 
-    def memory_type(self, dtype: torch.dtype):
+    def get_memory_type(self, dtype: torch.dtype):
         """Return the integer type of an element's size."""
-        return self.ir.IntType(8 * element_size(dtype))
+        return self.ir.IntType(8 * get_element_size(dtype))
 
     def pointer(self, address, i, kind):
         """Return a pointer to element i of an array at an address, of a scalar or a vector type."""
-        at = self.b.gep(self.b.inttoptr(address, lane_type(kind).as_pointer()), [i])
+        at = self.b.gep(self.b.inttoptr(address, get_lane_type(kind).as_pointer()), [i])
         return self.b.bitcast(at, kind.as_pointer())
 
     def load_word(self, address, k: int):
@@ -197,51 +197,51 @@ class VectorBuilder:
 
     def load_bits(self, address, i, dtype: torch.dtype, lanes: int):
         """Load elements from index i of an array, as integers of their size."""
-        kind = self.vector_type(self.memory_type(dtype), lanes)
-        return self.b.load(self.pointer(address, i, kind), align=element_size(dtype))
+        kind = self.vector_type(self.get_memory_type(dtype), lanes)
+        return self.b.load(self.pointer(address, i, kind), align=get_element_size(dtype))
 
     def load_reals(self, address, i, dtype: torch.dtype, kind):
         """Load elements from index i of an array as a type of float32 or float64, which tells how many."""
-        return self.convert_to_reals(self.load_bits(address, i, dtype, count_lanes(kind)), dtype, lane_type(kind))
+        return self.convert_to_reals(self.load_bits(address, i, dtype, count_lanes(kind)), dtype, get_lane_type(kind))
 
     def convert_to_reals(self, bits, dtype: torch.dtype, scalar):
         """Convert integers of a dtype's size to the float32 or float64 values that they encode."""
         b, own = self.b, self.f64 if dtype == torch.float64 else self.f32
         if dtype == torch.bfloat16:
-            words = self.type_like(bits, self.i32)
+            words = self.make_type_like(bits, self.i32)
             bits = b.shl(b.zext(bits, words), self.constant(words, 16))
-        value = b.bitcast(bits, self.type_like(bits, self.f16 if dtype == torch.float16 else own))
+        value = b.bitcast(bits, self.make_type_like(bits, self.f16 if dtype == torch.float16 else own))
         if dtype == torch.float16:  # exact; a NaN becomes a quiet one
-            value = b.fpext(value, self.type_like(bits, own))
+            value = b.fpext(value, self.make_type_like(bits, own))
         if own == scalar:
             return value
-        return (b.fptrunc if own == self.f64 else b.fpext)(value, self.type_like(bits, scalar))
+        return (b.fptrunc if own == self.f64 else b.fpext)(value, self.make_type_like(bits, scalar))
 
     def store_reals(self, address, i, dtype: torch.dtype, value, exact: bool = False) -> None:
         """Write reals from place i of an array on, rounded to nearest; `exact` ones are numbers of the dtype."""
-        wide = lane_type(value.type) == self.f64
+        wide = get_lane_type(value.type) == self.f64
         if dtype != torch.float64 and wide:
             value = self._to_float32(value, to_odd=dtype != torch.float32 and not exact)
         elif dtype == torch.float64 and not wide:
-            value = self.b.fpext(value, self.type_like(value, self.f64))
+            value = self.b.fpext(value, self.make_type_like(value, self.f64))
         if dtype == torch.bfloat16:
             value = self._to_bfloat16(value, exact)
         elif dtype == torch.float16:
             value = self.convert_to_half(value)
-        self.b.store(value, self.pointer(address, i, value.type), align=element_size(dtype))
+        self.b.store(value, self.pointer(address, i, value.type), align=get_element_size(dtype))
 
     def convert_to_half(self, value):
         """Round float32 to nearest, ties to even, as words of 16 bits that hold float16."""
-        half = self.b.fptrunc(value, self.type_like(value, self.f16))
-        return self.b.bitcast(half, self.type_like(value, self.i16))
+        half = self.b.fptrunc(value, self.make_type_like(value, self.f16))
+        return self.b.bitcast(half, self.make_type_like(value, self.i16))
 
     def _to_float32(self, value, to_odd: bool):
         """Convert float64 to float32, to nearest, or to odd if another rounding follows."""
         b = self.b
-        near = b.fptrunc(value, self.type_like(value, self.f32))
+        near = b.fptrunc(value, self.make_type_like(value, self.f32))
         if not to_odd:
             return near
-        words = self.type_like(value, self.i32)
+        words = self.make_type_like(value, self.i32)
         back, bits = b.fpext(near, value.type), b.bitcast(near, words)
         beyond = b.fcmp_ordered(">", self.call_intrinsic("fabs", back), self.call_intrinsic("fabs", value))
         below = b.sub(bits, b.zext(beyond, words))
@@ -249,17 +249,17 @@ class VectorBuilder:
         return b.bitcast(odd, near.type)
 
     def _to_bfloat16(self, value, exact: bool):
-        b, words = self.b, self.type_like(value, self.i32)
+        b, words = self.b, self.make_type_like(value, self.i32)
         bits = b.bitcast(value, words)
         shown = b.lshr(bits, self.constant(words, 16))
         if exact:
-            return b.trunc(shown, self.type_like(value, self.i16))
+            return b.trunc(shown, self.make_type_like(value, self.i16))
         half = b.add(b.and_(shown, self.constant(words, 1)), self.constant(words, 0x7FFF))
         high = b.lshr(b.add(bits, half), self.constant(words, 16))
         # A NaN whose payload lies in the lower half would become an infinity, and one of ones a zero.
         quiet = b.or_(shown, self.constant(words, 64))
         high = b.select(b.fcmp_unordered("uno", value, value), quiet, high)
-        return b.trunc(high, self.type_like(value, self.i16))
+        return b.trunc(high, self.make_type_like(value, self.i16))
 
 
 def count_lanes(kind) -> int:
@@ -267,11 +267,11 @@ def count_lanes(kind) -> int:
     return getattr(kind, "count", 1)
 
 
-def lane_type(kind):
+def get_lane_type(kind):
     """Return the type of a lane."""
     return getattr(kind, "element", kind)
 
 
-def element_size(dtype: torch.dtype) -> int:
+def get_element_size(dtype: torch.dtype) -> int:
     """Return the bytes of an element in memory."""
     return {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}.get(dtype, 8)

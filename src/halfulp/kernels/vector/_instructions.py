@@ -10,26 +10,26 @@ from typing import Any
 import torch
 
 from .._trace import RecordedFunction, Trace
-from ._builder import VectorBuilder, find_fixup, has_fixup_instruction, lane_type, write_fixup
-from ._processor import find_processor, has_fused_vectors, vector_bits
+from ._builder import VectorBuilder, find_fixup, get_lane_type, has_fixup_instruction, write_fixup
+from ._processor import find_processor, find_vector_bits, has_fused_vectors
 
 # Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
-_LLVM_INSTRUCTIONS = {
+_LLVM_INSTRUCTION_BY_OPERATION = {
     **{"word_add": "add", "word_sub": "sub", "word_mul": "mul", "word_shl": "shl", "word_shr": "lshr"},
     **{"word_sar": "ashr", "word_and": "and_", "word_or": "or_", "word_xor": "xor"},
     **{"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "and": "and_", "or": "or_"},
 }
-_LLVM_CASTS = {
+_LLVM_CAST_BY_OPERATION = {
     **{"bits": "bitcast", "to_real": "sitofp", "to_float64": "fpext", "to_float32": "fptrunc"},
     **{"low_word": "trunc", "widen": "zext"},
 }
-_FLOAT_PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
-_UNSIGNED_PREDICATES = {
+_FLOAT_PREDICATE_BY_OPERATION = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
+_UNSIGNED_PREDICATE_BY_OPERATION = {
     "mask_eq": "==",
     "word_ne": "!=",
-    **{f"word_{name}": sign for name, sign in _FLOAT_PREDICATES.items()},
+    **{f"word_{name}": sign for name, sign in _FLOAT_PREDICATE_BY_OPERATION.items()},
 }
-_LLVM_INTRINSICS = {"abs": "fabs", "sqrt": "sqrt", "rint": "rint", "floor": "floor"}
+_LLVM_INTRINSIC_BY_OPERATION = {"abs": "fabs", "sqrt": "sqrt", "rint": "rint", "floor": "floor"}
 _PLACE_OPERATIONS = ("address", "index", "block")  # of elements, which loads and stores know themselves
 
 
@@ -42,7 +42,7 @@ class InstructionWriter(VectorBuilder):
         self.wide = trace.dtype == torch.float64
         self.real = self.vector_type(self.f64 if self.wide else self.f32, lanes)
         self.bits = self.vector_type(self.i64 if self.wide else self.i32, lanes)
-        is_full = lanes * (64 if self.wide else 32) == vector_bits() and has_fused_vectors(vector_bits())
+        is_full = lanes * (64 if self.wide else 32) == find_vector_bits() and has_fused_vectors(find_vector_bits())
         # AMD's cores add in two units and multiply in two others: every second sum runs in those, as 1 x + y.
         self.adds_by_products = is_full and find_processor()[1].startswith("znver")
 
@@ -79,24 +79,26 @@ class InstructionWriter(VectorBuilder):
         if operation in ("add", "sub") and self.number % 2 and self.adds_by_products and values[0].type == self.real:
             x, y = values
             if operation == "add":
-                return self.call_intrinsic("fma", x, self.hidden_ones, y)
-            return self.call_intrinsic("fma", y, self.b.fneg(self.hidden_ones), x)
-        if operation in _LLVM_INSTRUCTIONS:
-            return getattr(self.b, _LLVM_INSTRUCTIONS[operation])(*values)
-        if operation in _LLVM_CASTS:
-            return getattr(self.b, _LLVM_CASTS[operation])(*values, self.type_of_kind(self.kind, self.lanes))
-        if operation in _FLOAT_PREDICATES:
-            return self.b.fcmp_ordered(_FLOAT_PREDICATES[operation], *values)
-        if operation in _UNSIGNED_PREDICATES:
-            return self.b.icmp_unsigned(_UNSIGNED_PREDICATES[operation], *values)
-        if operation in _LLVM_INTRINSICS:
-            return self.call_intrinsic(_LLVM_INTRINSICS[operation], *values)
+                return self.call_intrinsic("fma", x, self.opaque_ones, y)
+            return self.call_intrinsic("fma", y, self.b.fneg(self.opaque_ones), x)
+        if operation in _LLVM_INSTRUCTION_BY_OPERATION:
+            return getattr(self.b, _LLVM_INSTRUCTION_BY_OPERATION[operation])(*values)
+        if operation in _LLVM_CAST_BY_OPERATION:
+            return getattr(self.b, _LLVM_CAST_BY_OPERATION[operation])(
+                *values, self.make_type_of_kind(self.kind, self.lanes)
+            )
+        if operation in _FLOAT_PREDICATE_BY_OPERATION:
+            return self.b.fcmp_ordered(_FLOAT_PREDICATE_BY_OPERATION[operation], *values)
+        if operation in _UNSIGNED_PREDICATE_BY_OPERATION:
+            return self.b.icmp_unsigned(_UNSIGNED_PREDICATE_BY_OPERATION[operation], *values)
+        if operation in _LLVM_INTRINSIC_BY_OPERATION:
+            return self.call_intrinsic(_LLVM_INTRINSIC_BY_OPERATION[operation], *values)
         return None if operation in _PLACE_OPERATIONS else getattr(self, f"write_{operation}")(extra, *values)
 
     @functools.cached_property
-    def hidden_ones(self):
+    def opaque_ones(self):
         """A vector of ones that LLVM does not know to be ones, so that it keeps products with them."""
-        scalar = lane_type(self.real)
+        scalar = get_lane_type(self.real)
         with self.b.goto_entry_block():
             one = self.b.asm(self.ir.FunctionType(scalar, [scalar]), "", "=x,0", [self.ir.Constant(scalar, 1.0)], False)
             return self.splat(one, self.lanes)
@@ -133,17 +135,17 @@ class InstructionWriter(VectorBuilder):
 
     def write_constant(self, extra, *_):
         number = extra if isinstance(extra, str) else extra[0]
-        return self.constant(self.type_of_kind(self.kind, self.lanes), float.fromhex(number))
+        return self.constant(self.make_type_of_kind(self.kind, self.lanes), float.fromhex(number))
 
     def write_word(self, extra, *_):
-        return self.constant(self.type_of_kind(self.kind, self.lanes), extra[0])
+        return self.constant(self.make_type_of_kind(self.kind, self.lanes), extra[0])
 
     def write_to_word(self, _, x):
-        whole = self.b.fptosi(x, self.type_like(x, self.i32))
-        return whole if self.kind == "w32" else self.b.zext(whole, self.type_like(x, self.i64))
+        whole = self.b.fptosi(x, self.make_type_like(x, self.i32))
+        return whole if self.kind == "w32" else self.b.zext(whole, self.make_type_like(x, self.i64))
 
     def write_high_word(self, _, x):
-        return self.b.trunc(self.b.lshr(x, self.constant(x.type, 32)), self.type_like(x, self.i32))
+        return self.b.trunc(self.b.lshr(x, self.constant(x.type, 32)), self.make_type_like(x, self.i32))
 
     def write_neg(self, _, x):
         name, operands, _ = self.trace.lines[self.trace.lines[self.number][1][0]]
@@ -154,7 +156,7 @@ class InstructionWriter(VectorBuilder):
         return self.b.fneg(x)
 
     def write_multiply_add(self, _, a, b, c):
-        if has_fused_vectors(vector_bits()):
+        if has_fused_vectors(find_vector_bits()):
             return self.call_intrinsic("fma", a, b, c)
         return self.b.fadd(self.b.fmul(a, b), c)
 
@@ -188,7 +190,7 @@ class InstructionWriter(VectorBuilder):
         name = f"halfulp_table_{hashlib.sha256(repr((self.wide, values)).encode()).hexdigest()[:16]}"
         table = b.module.globals.get(name)
         if table is None:
-            kind = ir.ArrayType(lane_type(self.real), len(values))
+            kind = ir.ArrayType(get_lane_type(self.real), len(values))
             table = ir.GlobalVariable(b.module, kind, name)
             table.initializer, table.global_constant, table.linkage = ir.Constant(kind, list(values)), True, "internal"
         last, zero = (self.constant(self.real, value) for value in (float(len(values) - 1), 0.0))

@@ -10,14 +10,14 @@ import torch
 
 from .._device_function import RANDOM_STREAM_INPUTS
 from .._trace import Trace
-from ._builder import VectorBuilder, element_size, lane_type
+from ._builder import VectorBuilder, get_element_size, get_lane_type
 from ._instructions import InstructionWriter
 from ._machine_function import Kernel, compile_machine_function
-from ._processor import vector_bits
+from ._processor import find_vector_bits
 
 # Cycles after which a result is there, where they are more than one.
-_LATENCY_CYCLES = {"sqrt": 20, "div": 13, "select": 2}
-_LATENCY_CYCLES |= dict.fromkeys(("add", "sub", "mul", "word_mul", "to_real", "to_word"), 3)
+_LATENCY_CYCLES_BY_OPERATION = {"sqrt": 20, "div": 13, "select": 2}
+_LATENCY_CYCLES_BY_OPERATION |= dict.fromkeys(("add", "sub", "mul", "word_mul", "to_real", "to_word"), 3)
 # Operations that are computed again behind a block's largest words, rather than kept: their operands are no larger.
 _RECOMPUTED_OPERATIONS = ("bits", "to_float64")
 
@@ -37,7 +37,7 @@ class Phases(NamedTuple):
 
 def split_into_phases(trace: Trace) -> Phases:
     """Return the phases of a trace of blocks."""
-    lines, varies = trace.lines, _find_varying_lines(trace)
+    lines, varies = trace.lines, _find_varying_instructions(trace)
     reads: set[int] = set()
     waits: set[int] = set()  # for the block's largest
     for k, (name, operands, _) in enumerate(lines):
@@ -94,7 +94,7 @@ class Stages(NamedTuple):
 
 def split_into_stages(trace: Trace) -> Stages | None:
     """Return the stages of a trace; None where it has no root of anything that varies between elements."""
-    everything, varies = set(range(len(trace.lines))), _find_varying_lines(trace)
+    everything, varies = set(range(len(trace.lines))), _find_varying_instructions(trace)
     early = find_dependencies(trace, [k for k in varies if trace.lines[k][0] == "sqrt"])
     late = everything - (early & varies)
     used = {operand for k in late for operand in trace.lines[k][1]} | set(trace.stores.values())
@@ -103,7 +103,7 @@ def split_into_stages(trace: Trace) -> Stages | None:
     return Stages(early | (everything - varies), late, sorted(early & varies & used))
 
 
-def _find_varying_lines(trace: Trace) -> set[int]:
+def _find_varying_instructions(trace: Trace) -> set[int]:
     """Return the instructions whose values differ between the elements of a block."""
     varies: set[int] = set()
     for k, (name, operands, extra) in enumerate(trace.lines):
@@ -113,12 +113,14 @@ def _find_varying_lines(trace: Trace) -> set[int]:
     return varies
 
 
-def schedule_lines(trace: Trace) -> list[int]:
+def schedule_instructions(trace: Trace) -> list[int]:
     """Return the instructions in the order in which their operands can be there."""
     ready: list[int] = []
     for name, operands, _ in trace.lines:
-        ready.append(max((ready[k] for k in operands), default=0) + _LATENCY_CYCLES.get(name, 1))
-    return sorted(range(len(ready)), key=lambda k: (ready[k] - _LATENCY_CYCLES.get(trace.lines[k][0], 1), k))
+        ready.append(max((ready[k] for k in operands), default=0) + _LATENCY_CYCLES_BY_OPERATION.get(name, 1))
+    return sorted(
+        range(len(ready)), key=lambda k: (ready[k] - _LATENCY_CYCLES_BY_OPERATION.get(trace.lines[k][0], 1), k)
+    )
 
 
 def find_dependencies(trace: Trace, lines: Iterable[int]) -> set[int]:
@@ -172,7 +174,7 @@ def compile_trace(
 
 def count_native_lanes(dtype: torch.dtype) -> int:
     """Return the lanes of a vector register of the processor."""
-    return vector_bits() // (64 if dtype == torch.float64 else 32)
+    return find_vector_bits() // (64 if dtype == torch.float64 else 32)
 
 
 class _RowLoop(VectorBuilder):
@@ -197,14 +199,14 @@ class _RowLoop(VectorBuilder):
             start = b.mul(row, per_row)
             count = self.select_lesser(b.sub(total, start), per_row)
             bases = [
-                b.add(address, b.mul(b.mul(row, step), self.word(element_size(dtype))))
+                b.add(address, b.mul(b.mul(row, step), self.word(get_element_size(dtype))))
                 for (address, step, _), dtype in zip(operands, self.stored + self.written)
             ]
             whole, nears = b.mul(b.sdiv(count, lanes), lanes), [near for _, _, near in operands]
             if self.quick is None:
                 self.write_whole_vectors(bases, nears, self.word(0), whole)
             else:
-                done = self.write_quick_vectors(self.quick, bases, nears, count)
+                done = self.write_shortcut_vectors(self.quick, bases, nears, count)
                 self.write_whole_vectors(bases, nears, done, whole)
             with b.if_then(b.icmp_signed("<", whole, count)):
                 self.write_last_elements(bases, nears, whole, count)
@@ -214,7 +216,7 @@ class _RowLoop(VectorBuilder):
         with self.loop(low, high, self.lanes) as i:
             self.write_vector([(base, self.b.mul(i, near)) for base, near in zip(bases, nears)])
 
-    def write_quick_vectors(self, quick: ShortcutTrace, bases: list, nears: list, count) -> Any:
+    def write_shortcut_vectors(self, quick: ShortcutTrace, bases: list, nears: list, count) -> Any:
         """Write the loop over pairs of vectors, whose neighbours are words of two, and return where it ends.
 
         Vectors with an element in doubt are computed by the other trace, before anything is stored, as outputs may be
@@ -243,18 +245,22 @@ class _RowLoop(VectorBuilder):
 
     def split_neighbours(self, pair, dtype: torch.dtype, real) -> list:
         """Return the two neighbours in words as reals: a shift gives an even bfloat16 as float32, a mask an odd one."""
-        b, shift, short = self.b, self.constant(pair.type, 16), self.type_like(pair, self.i16)
+        b, shift, short = self.b, self.constant(pair.type, 16), self.make_type_like(pair, self.i16)
         if dtype == torch.float16:
             return [
-                self.convert_to_reals(b.trunc(x, short), dtype, lane_type(real)) for x in (pair, b.lshr(pair, shift))
+                self.convert_to_reals(b.trunc(x, short), dtype, get_lane_type(real))
+                for x in (pair, b.lshr(pair, shift))
             ]
         even, odd = b.shl(pair, shift), b.and_(pair, self.constant(pair.type, 0xFFFF0000))
-        return [self.convert_to_reals(x, torch.float32, lane_type(real)) for x in (even, odd)]
+        return [self.convert_to_reals(x, torch.float32, get_lane_type(real)) for x in (even, odd)]
 
     def join_neighbours(self, values: list, dtype: torch.dtype):
         """Return two neighbours, which are numbers of a dtype, as words."""
-        b, single = self.b, self.type_like(values[0], self.f32)
-        words, shift = self.type_like(values[0], self.i32), self.constant(self.type_like(values[0], self.i32), 16)
+        b, single = self.b, self.make_type_like(values[0], self.f32)
+        words, shift = (
+            self.make_type_like(values[0], self.i32),
+            self.constant(self.make_type_like(values[0], self.i32), 16),
+        )
         even, odd = values if values[0].type == single else [b.fptrunc(value, single) for value in values]
         if dtype == torch.float16:
             even, odd = (b.zext(self.convert_to_half(value), words) for value in (even, odd))
@@ -264,7 +270,7 @@ class _RowLoop(VectorBuilder):
     def write_last_elements(self, bases: list, nears: list, whole, count) -> None:
         """Process a row's last elements, fewer than a vector, in a padded copy."""
         b, last, lanes = self.b, self.b.sub(count, self.word(1)), self.lanes
-        kinds = [self.memory_type(dtype) for dtype in self.stored + self.written]
+        kinds = [self.get_memory_type(dtype) for dtype in self.stored + self.written]
         copies = [self.allocate_stack(kind, lanes) for kind in kinds]
         inputs = list(zip(kinds, copies, bases, nears))[: len(self.stored)]
         outputs = list(zip(kinds, copies, bases))[len(self.stored) :]

@@ -21,7 +21,7 @@ from .._engine import note_and_warn_once, note_fallback
 from ._processor import find_processor
 
 _FUNCTION_SYMBOL = "halfulp_kernel"
-_OBJECT_TAG = b"halfulp-object-1"
+_OBJECT_FILE_HEADER = b"halfulp-object-1"
 _compile_lock = threading.Lock()
 # What holds functions in memory, for as long as the process: they may run at any time.
 _live_engines: list[Any] = []
@@ -46,7 +46,7 @@ def compile_machine_function(name: str, key: str, arguments: int, write: Callabl
     ...     with b.loop(first, last, 1) as i:
     ...         b.b.store(i, b.pointer(array, i, b.i64))
     >>> numbers = np.zeros(3, np.int64)
-    >>> compile_machine_function("fill", "of the example", 3, fill)(0, 3, address_of(numbers))
+    >>> compile_machine_function("fill", "of the example", 3, fill)(0, 3, get_array_address(numbers))
     >>> numbers
     array([0, 1, 2])
     """
@@ -88,7 +88,7 @@ class Kernel:
 _FUNCTION_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
-def address_of(array: np.ndarray) -> int:
+def get_array_address(array: np.ndarray) -> int:
     """Return where an array's elements lie: whoever gives the address to a kernel keeps the array."""
     found: int = array.__array_interface__["data"][0]
     return found
@@ -98,11 +98,11 @@ def _link_object(code: bytes) -> int:
     """Link an object file into the process; return the address of its function, or raise ValueError over others."""
     from llvmlite import binding
 
-    if not code.startswith(_OBJECT_TAG):
+    if not code.startswith(_OBJECT_FILE_HEADER):
         raise ValueError("no object file")
     # An engine for each: all objects call their function by one name.
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _make_target_machine())
-    engine.add_object_file(binding.ObjectFileRef.from_data(code[len(_OBJECT_TAG) :]))
+    engine.add_object_file(binding.ObjectFileRef.from_data(code[len(_OBJECT_FILE_HEADER) :]))
     engine.finalize_object()
     address: int = engine.get_function_address(_FUNCTION_SYMBOL)
     if not address:
@@ -137,7 +137,7 @@ def _compile_object(arguments: int, write: Callable[..., None]) -> bytes:
         dispose(manager)
         manager.detach()
     code: bytes = machine.emit_object(parsed)
-    return _OBJECT_TAG + code
+    return _OBJECT_FILE_HEADER + code
 
 
 def _make_target_machine() -> Any:

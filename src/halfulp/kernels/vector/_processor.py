@@ -51,7 +51,7 @@ def explain_unsupported_machine() -> str:
 
 
 @functools.cache
-def check_features() -> None:
+def check_feature_signs() -> None:
     """Raise ValueError over a feature without a sign in HALFULP_CPU_FEATURES, over which LLVM ends the process."""
     for feature in filter(None, os.environ.get("HALFULP_CPU_FEATURES", "").split(",")):
         if feature[0] not in "+-":
@@ -66,7 +66,7 @@ def has_features(*features: str) -> bool:
     return all(f"+{feature}" in allowed for feature in features)
 
 
-def vector_bits() -> int:
+def find_vector_bits() -> int:
     """Return the width of the vectors that kernels work on; narrower processors work on parts of them."""
     return 512 if has_features("avx512f") else 256
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._trace import Trace, Traced, record_function
-from ._builder import VectorBuilder, count_lanes, element_size
+from ._builder import VectorBuilder, count_lanes, get_element_size
 from ._instructions import InstructionWriter
 from ._loop import count_native_lanes
 from ._machine_function import Kernel, compile_machine_function
@@ -177,7 +177,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
                     copy_some(at, self.select_lesser(self.width, left))
         found = []
         for source, copy, dtype in zip(self.sources, self.copies, self.stored):
-            base = b.add(source, b.mul(at, self.word(element_size(dtype))))
+            base = b.add(source, b.mul(at, self.word(get_element_size(dtype))))
             base = b.select(direct, base, b.ptrtoint(copy, self.i64))
             found.append(self.load_reals(base, self.word(0), dtype, self.row_type))
         return found
@@ -186,10 +186,10 @@ class _NarrowMatrixLoop(_ReductionLoop):
         """Copy `count` elements of a vector; the other lanes get the neutral element."""
         b, wanted = self.b, self.mask_lanes_below(count)
         for source, copy, neutral, dtype in zip(self.sources, self.copies, self.list_neutral_elements(), self.stored):
-            base = b.add(source, b.mul(at, self.word(element_size(dtype))))
+            base = b.add(source, b.mul(at, self.word(get_element_size(dtype))))
             elements = self.load_bits(base, self.word(0), dtype, NARROW_LANES)
             value = b.select(wanted, elements, self.constant(elements.type, neutral.constant))
-            b.store(value, b.bitcast(copy, value.type.as_pointer()), align=element_size(dtype))
+            b.store(value, b.bitcast(copy, value.type.as_pointer()), align=get_element_size(dtype))
 
     def copy_elements(self, at, count) -> None:
         """Copy elements one by one where a vector would end beyond memory."""
@@ -206,8 +206,8 @@ class _NarrowMatrixLoop(_ReductionLoop):
         found = []
         for k, dtype in enumerate(self.stored):
             value = torch.tensor(0.0 if k else self.begin[0], dtype=dtype, device="cpu")
-            bits = value.view(getattr(torch, f"int{8 * element_size(dtype)}")).item()
-            found.append(self.ir.Constant(self.memory_type(dtype), bits))
+            bits = value.view(getattr(torch, f"int{8 * get_element_size(dtype)}")).item()
+            found.append(self.ir.Constant(self.get_memory_type(dtype), bits))
         return found
 
     def mask_lanes_below(self, count):

@@ -13,11 +13,11 @@ from typing import Any
 
 from .._device_function import CHUNK_COLUMNS, RANDOM_STREAM_INPUTS, Table
 from .._trace import COUNTER_COPIES
-from ._builder import VectorBuilder, lane_type
+from ._builder import VectorBuilder, get_lane_type
 from ._instructions import InstructionWriter
-from ._loop import Stages, find_dependencies, schedule_lines, split_into_phases, split_into_stages
+from ._loop import Stages, find_dependencies, schedule_instructions, split_into_phases, split_into_stages
 from ._machine_function import Kernel, compile_machine_function
-from ._processor import vector_bits
+from ._processor import find_vector_bits
 
 _MOST_ELEMENTS_IN_TURNS = 512  # of small blocks whose computations alternate
 _LEAST_PREFETCHED_ARRAYS = 3
@@ -58,13 +58,15 @@ class TableLoop(VectorBuilder):
         assert not (table.block and self.trace.counter_additions), (
             "a block's elements are in no order in which they could add up"
         )
-        self.lanes = vector_bits() // 32
+        self.lanes = find_vector_bits() // 32
         while table.block and 2 * self.lanes > max(table.block, 8):
             self.lanes //= 2
         self.width = 2 * self.lanes
         self.padded = -(-(table.block or 0) // self.width) * self.width
         self.copied = table.partial or self.padded != table.block
-        self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _MOST_ELEMENTS_IN_TURNS // self.padded))
+        self.together = (
+            1 if self.copied else max(1, min(find_vector_bits() // 32, _MOST_ELEMENTS_IN_TURNS // self.padded))
+        )
         self.phases = split_into_phases(self.trace)
         has_stages = not (table.block or self.trace.sums or self.trace.counter_additions)
         self.stages = split_into_stages(self.trace) if has_stages else None
@@ -78,7 +80,7 @@ class TableLoop(VectorBuilder):
         self.arrays = list(dict.fromkeys([*self.loads, *self.stores]))
         assert not self.copied or all(bits > 4 for _, bits, _ in self.arrays), "half bytes are read in whole blocks"
         self.in_pairs = any(bits < 32 for _, bits, per_block in self.arrays if not per_block)
-        self.order = schedule_lines(self.trace)
+        self.order = schedule_instructions(self.trace)
         self.scalars: dict[Any, Any] = {}
         self.inputs: dict[Any, Any] = {}
         self.address: dict[int, Any] = {}  # of the array in each column that is read or written
@@ -87,9 +89,11 @@ class TableLoop(VectorBuilder):
         copied = self.arrays if not table.block or self.copied else []
         self.copies = {array: self.allocate_stack(self.ir.IntType(array[1]), room) for array in copied}
         crossing = self.phases.carried_lines if table.block else []
-        self.buffers = [self.allocate_stack(lane_type(self.vector_type_of(line)), room) for line in crossing]
+        self.buffers = [
+            self.allocate_stack(get_lane_type(self.get_vector_type_of_line(line)), room) for line in crossing
+        ]
         self.block_results = {
-            line: self.allocate_stack(lane_type(self.memory_type_of(line)), self.together)
+            line: self.allocate_stack(get_lane_type(self.get_memory_type_of_line(line)), self.together)
             for line in self.phases.block_result_lines
         }
         # A row per block, where as many blocks are computed at once as a vector has lanes.
@@ -109,7 +113,7 @@ class TableLoop(VectorBuilder):
                 size = int(self.constant_inputs[0][1][1:]) // 8
                 own = b.mul(self.load_word_at(rows, row, 0), self.word(table.constants * size))
                 for name, kind in self.constant_inputs:
-                    place = self.pointer(b.add(constants, own), self.word(name[1]), self.type_of_kind(kind, 1))
+                    place = self.pointer(b.add(constants, own), self.word(name[1]), self.make_type_of_kind(kind, 1))
                     self.set_scalar_input(name, b.load(place, align=size))
             if table.stream_start:
                 # The counter of the chunk's first element, and the stream's own word if it has one.
@@ -176,7 +180,7 @@ class TableLoop(VectorBuilder):
             used = {array: b.select(is_rest, held[array], bases[array]) for array in self.arrays}
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
             if self.stages:
-                self.write_stages(self.stages, limit, before, used)
+                self.write_two_stage_loop(self.stages, limit, before, used)
             else:
                 with self.loop(zero, limit, self.width) as i:
                     self.write_vector_pair(used, i, b.add(before, i), [], None)
@@ -192,13 +196,13 @@ class TableLoop(VectorBuilder):
         self.write_counter_additions(values, limit)
         self.add_to_totals(values, i, totals, limit, range(len(self.trace.lines)))
 
-    def write_stages(self, stages: Stages, limit, before, bases: dict) -> None:
+    def write_two_stage_loop(self, stages: Stages, limit, before, bases: dict) -> None:
         """Write the loop over whole vectors in two stages: a turn stores what the turn before has begun."""
         # The first turn only begins; the last begins again what is there.
         b, zero, width, carried_lines = self.b, self.word(0), self.word(self.width), stages.carried_lines
         last = b.sub(limit, width)
         last = b.select(b.icmp_signed(">", last, zero), last, zero)
-        carried = [self.ir.Constant(self.vector_type_of(k), None) for k in carried_lines for _ in range(2)]
+        carried = [self.ir.Constant(self.get_vector_type_of_line(k), None) for k in carried_lines for _ in range(2)]
         with self.loop(zero, b.add(limit, width), self.width, carried) as i:
             held = [dict(zip(carried_lines, carried[half::2])) for half in range(2)]
             with b.if_then(b.icmp_signed(">=", i, width)):
@@ -343,7 +347,10 @@ class TableLoop(VectorBuilder):
     def load_carried_values(self, i, half: int) -> dict:
         """Load what the first loop kept of one of two vectors from element i on."""
         lines = zip(self.phases.carried_lines, self.buffers)
-        return {k: self.b.load(self.buffer_pointer(x, i, half, self.vector_type_of(k)), align=4) for k, x in lines}
+        return {
+            k: self.b.load(self.make_buffer_pointer(x, i, half, self.get_vector_type_of_line(k)), align=4)
+            for k, x in lines
+        }
 
     def write_loop_up_to_largest(self, bases: dict, first, k, size, totals: list) -> list:
         """Write the loop over a block, number k behind the block `first`, up to its largest words; return those."""
@@ -353,7 +360,7 @@ class TableLoop(VectorBuilder):
         own = [array for array in dict.fromkeys(self.loads) if not array[2]]
         stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.late_lines}
         kept = len(totals)
-        carried = totals + [self.ir.Constant(self.vector_type_of(line), None) for line in phases.largest_lines]
+        carried = totals + [self.ir.Constant(self.get_vector_type_of_line(line), None) for line in phases.largest_lines]
         with self.loop(self.word(0), self.round_up_to_vectors(size), self.width, carried) as i:
             loaded = shared | {array: self.load_vector_pair(bases[array], i, array[1]) for array in own}
             turn = loaded, b.add(start, i)
@@ -368,7 +375,7 @@ class TableLoop(VectorBuilder):
                 for line, buffer in zip(phases.carried_lines, self.buffers):
                     for half in range(2):
                         value = values[half][line]
-                        b.store(value, self.buffer_pointer(buffer, b.add(room, i), half, value.type), align=4)
+                        b.store(value, self.make_buffer_pointer(buffer, b.add(room, i), half, value.type), align=4)
                 largest = list(carried[kept:])
                 for n, line in enumerate(phases.largest_lines):
                     for computed in values:
@@ -410,14 +417,14 @@ class TableLoop(VectorBuilder):
         """Compute what needs largest words and constants alone, for all blocks at once."""
         b, phases, writer = self.b, self.phases, InstructionWriter(self.b, self.trace, self.together)
         for line in self.rows:
-            b.store(self.find_largest_of_rows(self.rows[line]), self.block_result_pointer(line), align=4)
-        known = {line: b.load(self.block_result_pointer(line), align=4) for line in phases.largest_lines}
+            b.store(self.find_largest_of_rows(self.rows[line]), self.make_block_result_pointer(line), align=4)
+        known = {line: b.load(self.make_block_result_pointer(line), align=4) for line in phases.largest_lines}
         given = {name: self.splat(scalar, self.together) for name, scalar in self.scalars.items()}
         computed = writer.run(given, known, phases.uniform_lines)
         for line in set(self.block_results) - set(phases.largest_lines):
             is_mask = self.trace.kinds[line] == "mask"
             value = b.zext(computed[line], writer.bits) if is_mask else computed[line]
-            b.store(value, self.block_result_pointer(line), align=4)
+            b.store(value, self.make_block_result_pointer(line), align=4)
 
     def find_largest_of_rows(self, buffer):
         """Return the largest words of as many rows as a row has words.
@@ -464,20 +471,24 @@ class TableLoop(VectorBuilder):
                 shared[array] = [self.splat(word, self.lanes)] * 2
         return shared
 
-    def block_result_pointer(self, line: int):
+    def make_block_result_pointer(self, line: int):
         """Return a pointer to an instruction's results for all blocks that are computed together."""
-        kind = self.vector_type(lane_type(self.memory_type_of(line)), self.together)
+        kind = self.vector_type(get_lane_type(self.get_memory_type_of_line(line)), self.together)
         return self.b.bitcast(self.block_results[line], kind.as_pointer())
 
-    def memory_type_of(self, line: int):
+    def get_memory_type_of_line(self, line: int):
         """Return the type of an instruction's vectors in memory: of masks words."""
-        return self.vector_type(self.i32, self.lanes) if self.trace.kinds[line] == "mask" else self.vector_type_of(line)
+        return (
+            self.vector_type(self.i32, self.lanes)
+            if self.trace.kinds[line] == "mask"
+            else self.get_vector_type_of_line(line)
+        )
 
-    def vector_type_of(self, line: int):
+    def get_vector_type_of_line(self, line: int):
         """Return the type of an instruction's vectors."""
-        return self.type_of_kind(self.trace.kinds[line], self.lanes)
+        return self.make_type_of_kind(self.trace.kinds[line], self.lanes)
 
-    def buffer_pointer(self, buffer, i, half: int, kind):
+    def make_buffer_pointer(self, buffer, i, half: int, kind):
         """Return a pointer to one of two vectors of a type that a buffer holds from element i on."""
         at = self.b.gep(buffer, [self.b.add(i, self.word(half * self.lanes))])
         return self.b.bitcast(at, kind.as_pointer())
@@ -544,9 +555,9 @@ class TableLoop(VectorBuilder):
             held = []
             for k in (place,) if constant is not None else (place, word):
                 kind = values[0][k].type
-                held.append(self.allocate_stack(lane_type(kind), self.width))
+                held.append(self.allocate_stack(get_lane_type(kind), self.width))
                 for half in range(2):
-                    b.store(values[half][k], self.buffer_pointer(held[-1], self.word(0), half, kind), align=4)
+                    b.store(values[half][k], self.make_buffer_pointer(held[-1], self.word(0), half, kind), align=4)
 
             def add(at, copy: int, to=to, held=held, constant=constant, apart=apart) -> None:
                 loaded = [b.load(b.gep(memory, [at])) for memory in held]
@@ -572,14 +583,14 @@ class TableLoop(VectorBuilder):
         words = self.vector_type(self.i32, lanes)
         if not self.in_pairs:
             kind = self.vector_type(self.ir.IntType(bits), lanes)
-            pointers = (self.vector_pointer(base, i, bits, first, kind) for first in (0, lanes))
+            pointers = (self.make_vector_pointer(base, i, bits, first, kind) for first in (0, lanes))
             return [b.load(pointer, align=bits // 8) for pointer in pointers]
         if bits >= 32:
             kind = self.vector_type(self.ir.IntType(bits), self.width)
-            both = b.load(self.vector_pointer(base, i, bits, 0, kind), align=bits // 8)
+            both = b.load(self.make_vector_pointer(base, i, bits, 0, kind), align=bits // 8)
             return [b.shuffle_vector(both, both, self.make_lane_numbers(half)) for half in self.list_lane_positions()]
         pairs = self.vector_type(self.ir.IntType(2 * bits), lanes)
-        both = b.load(self.vector_pointer(base, i, bits, 0, pairs), align=max(1, bits // 8))
+        both = b.load(self.make_vector_pointer(base, i, bits, 0, pairs), align=max(1, bits // 8))
         both = both if bits == 16 else b.zext(both, words)
         shift = self.constant(words, bits)
         return [b.and_(both, self.constant(words, (1 << bits) - 1)), b.lshr(both, shift)]
@@ -589,7 +600,7 @@ class TableLoop(VectorBuilder):
         b, lanes = self.b, self.lanes
         if not self.in_pairs:
             for half, value in enumerate(values):
-                self.store_vector(value, self.vector_pointer(base, i, bits, half * lanes, value.type), bits)
+                self.store_vector(value, self.make_vector_pointer(base, i, bits, half * lanes, value.type), bits)
             return
         even, odd = values
         if bits >= 32:
@@ -599,17 +610,17 @@ class TableLoop(VectorBuilder):
             mask, shift = self.constant(even.type, (1 << bits) - 1), self.constant(even.type, bits)
             both = b.or_(b.and_(even, mask), b.shl(odd, shift))
             both = both if bits == 16 else b.trunc(both, self.vector_type(self.ir.IntType(2 * bits), lanes))
-        self.store_vector(both, self.vector_pointer(base, i, bits, 0, both.type), bits)
+        self.store_vector(both, self.make_vector_pointer(base, i, bits, 0, both.type), bits)
 
     def store_vector(self, value, place, bits: int) -> None:
         """Store a vector of elements of so many bits, past the caches if the table streams."""
         if not self.table.is_streaming:
             self.b.store(value, place, align=max(1, bits // 8))
             return
-        stored = self.b.store(value, place, align=vector_bits() // 8)
+        stored = self.b.store(value, place, align=find_vector_bits() // 8)
         stored.set_metadata("nontemporal", self.b.module.add_metadata([self.ir.Constant(self.i32, 1)]))
 
-    def vector_pointer(self, base, i, bits: int, further: int, kind):
+    def make_vector_pointer(self, base, i, bits: int, further: int, kind):
         """Return a pointer to the element `further` behind index i, of a type."""
         address = self.b.add(base, self.count_bytes(self.b.add(i, self.word(further)), bits))
         return self.b.inttoptr(address, kind.as_pointer())
@@ -626,7 +637,7 @@ class TableLoop(VectorBuilder):
             return self.b.fadd(total, value)
         if how == "count":
             return self.b.sub(total, self.b.sext(value, total.type))
-        if lane_type(total.type) == self.f64:
+        if get_lane_type(total.type) == self.f64:
             return self.b.select(self.b.fcmp_ordered(">", value, total), value, total)
         return self.b.select(self.b.icmp_unsigned(">", value, total), value, total)
 
@@ -640,7 +651,7 @@ class TableLoop(VectorBuilder):
         """Reduce the lanes of two vectors to one float64; words of a maximum are the bits of float32."""
         if how == "count":
             return self.b.uitofp(self.reduce_lanes("add", self.b.add(*vectors)), self.f64)
-        is_word = lane_type(vectors[0].type) == self.i32
+        is_word = get_lane_type(vectors[0].type) == self.i32
         if how == "max" and is_word:
             largest = self.reduce_lanes("umax", self.accumulate("max", *vectors))
             return self.b.fpext(self.b.bitcast(largest, self.f32), self.f64)

@@ -12,9 +12,9 @@ from torch._ops import OpOverload
 from ...arithmetic import Parts, compare, pointwise
 from ...arithmetic._exact_sums import normalize_dims
 from ...kernels import find_torch_operators
-from ...subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
+from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, gives_plain_gradient, gives_plain_gradient_of
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
-from .._result_type import ResultType, align_operands, make_result, result_type, run_function, to_components
+from .._result_type import ResultType, align_operands, make_result, result_type, run_pointwise_function, to_components
 
 aten = find_torch_operators("aten")
 
@@ -25,7 +25,7 @@ def compare_by_value(a: Any, b: Any) -> Tensor:
     return compare(to_components(a, device), to_components(b, device))
 
 
-_TESTS_OF_ORDER = {
+_ORDER_TEST_BY_NAME = {
     "eq": lambda order: order == 0,
     "ne": lambda order: order != 0,
     "lt": lambda order: order == -1,
@@ -34,7 +34,7 @@ _TESTS_OF_ORDER = {
     "ge": lambda order: (order == 0) | (order == 1),
 }
 
-for _name, _test in _TESTS_OF_ORDER.items():
+for _name, _test in _ORDER_TEST_BY_NAME.items():
     _packet = getattr(aten, _name)
     implements(_packet.Tensor, _packet.Scalar)(lambda a, b, test=_test: test(compare_by_value(a, b)))
 implements(aten.equal.default)(lambda a, b: a.shape == b.shape and bool((compare_by_value(a, b) == 0).all()))
@@ -76,7 +76,7 @@ def _make_rule_of_extreme(order_of_first: int, keeps_nan: bool) -> Callable:
 
     def choose(a: Any, b: Any) -> Tensor:
         order = compare_by_value(a, b)
-        nan = is_nan(a) if keeps_nan else ~is_nan(a)
+        nan = find_nans(a) if keeps_nan else ~find_nans(a)
         return select_elements((order == order_of_first) | ((order == 2) & nan), a, b)
 
     return choose
@@ -94,7 +94,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
     if min is None and max is None:
         raise ValueError("clamp takes at least one of min and max")
     form = result_type((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
-    whole = form._replace(gradients=COMPONENTS) if min is not None and max is not None else form
+    whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE) if min is not None and max is not None else form
     if min is not None:
         x = select_elements(_is_beyond(x, min, -1), min, x, whole)
     return x if max is None else select_elements(_is_beyond(x, max, 1), max, x, form)
@@ -102,14 +102,14 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
 
 def _is_beyond(x: Any, bound: Any, side: int) -> Tensor:
     order = compare_by_value(x, bound)
-    return (order == side) | ((order == 2) & ~is_nan(x)) if isinstance(bound, Tensor) else order == side
+    return (order == side) | ((order == 2) & ~find_nans(x)) if isinstance(bound, Tensor) else order == side
 
 
 implements(aten.clamp_min.default, aten.clamp_min.Tensor)(lambda x, min: clamp(x, min=min))
 implements(aten.clamp_max.default, aten.clamp_max.Tensor)(lambda x, max: clamp(x, max=max))
 
 
-def is_nan(x: Any) -> Tensor:
+def find_nans(x: Any) -> Tensor:
     """Return where values are NaN."""
     if isinstance(x, MCTensor):
         return x._parts[0].isnan()
@@ -187,7 +187,9 @@ def _truncate_components(x: MCTensor) -> Parts:
 implements(aten.ceil.default)(lambda x: -floor(-x))
 implements(aten.trunc.default)(lambda x: make_result(_truncate_components(x), result_type((x,))))
 implements(aten.frac.default)(
-    lambda x: run_function("sub", x, wrap_components(_truncate_components(x), None, COMPONENTS), form=result_type((x,)))
+    lambda x: run_pointwise_function(
+        "sub", x, wrap_components(_truncate_components(x), None, COMPONENTS_GRADIENTS_MODE), form=result_type((x,))
+    )
 )
 
 

@@ -12,12 +12,12 @@ from torch.utils._mode_utils import no_dispatch
 
 from ...arithmetic import PRECISION
 from ...kernels import find_torch_operators, require_float64
-from ...subclass._collectives import register_collectives, run_and_wait
+from ...subclass._collectives import register_collectives, run_collective_and_wait
 from ...subclass._in_backward import gives_plain_gradient_of, is_storing_plain_gradient
-from .._encode import choose_scale, divide_by_scale, find_magnitude
+from .._encode import choose_scale, divide_by_scale, find_largest_finite_magnitude
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, make_result, result_type, to_components
-from .._write import copy_received_value, list_inner_tensors, truncate_to_integers, write_value
+from .._write import copy_received_value, list_plain_tensors, truncate_to_integers, write_value
 from ._comparison import copy_elements, map_components
 
 aten = find_torch_operators("aten")
@@ -53,7 +53,7 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
     parts = to_components(x, x.device)
     if dtype == torch.float16:
         wide = tuple(part.double() for part in parts)
-        scale = choose_scale(find_magnitude(wide[0].where(wide[0].abs() < _LEAST_OVERFLOW, 0.0)), dtype)
+        scale = choose_scale(find_largest_finite_magnitude(wide[0].where(wide[0].abs() < _LEAST_OVERFLOW, 0.0)), dtype)
         return wrap_components(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
     return make_result(parts, ResultType(dtype, len(x._parts), x._gradients, False, x.device))
 
@@ -160,24 +160,24 @@ def move_elements(operator: OpOverload, x: MCTensor, *arguments: Any, **options:
 
 
 # Position of the argument that is a value beside the first one; both come to one result type.
-_SECOND_VALUE_POSITIONS = {
+_SECOND_VALUE_POSITION_BY_OPERATOR = {
     **dict.fromkeys((aten.scatter.src, aten.index_copy.default, aten.index_fill.int_Tensor), 3),
     aten.masked_scatter.default: 2,
     **dict.fromkeys((aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default), 1),
     **dict.fromkeys((aten.as_strided_scatter.default, aten.fill.Tensor, aten.copy.default), 1),
 }
 # Overloads that take a number where another takes a tensor.
-_OVERLOADS_WITH_NUMBERS = {
+_TENSOR_OVERLOAD_BY_NUMBER_OVERLOAD = {
     aten.scatter.value: aten.scatter.src,
     aten.index_fill.int_Scalar: aten.index_fill.int_Tensor,
     aten.fill.Scalar: aten.fill.Tensor,
 }
 
 
-@implements_each(*_SECOND_VALUE_POSITIONS)
+@implements_each(*_SECOND_VALUE_POSITION_BY_OPERATOR)
 def combine_elements(operator: OpOverload, *arguments: Any, **options: Any) -> Tensor:
     """Take elements from two values, component by component, brought to one result type."""
-    position = _SECOND_VALUE_POSITIONS[operator]
+    position = _SECOND_VALUE_POSITION_BY_OPERATOR[operator]
     values = arguments[0], arguments[position]
 
     def combine(first: Any, second: Any) -> Tensor:
@@ -186,14 +186,14 @@ def combine_elements(operator: OpOverload, *arguments: Any, **options: Any) -> T
     return copy_elements(combine, values, result_type(values))
 
 
-@implements_each(*_OVERLOADS_WITH_NUMBERS)
+@implements_each(*_TENSOR_OVERLOAD_BY_NUMBER_OVERLOAD)
 def insert_number(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Put a number, with all its digits, among the elements of every component."""
     *others, value = arguments
     number = torch.scalar_tensor(value, dtype=torch.float64, device=x.device)
     if operator is aten.scatter.value:
         number = number.expand(others[1].shape)
-    return combine_elements(_OVERLOADS_WITH_NUMBERS[operator], x, *others, number, **options)
+    return combine_elements(_TENSOR_OVERLOAD_BY_NUMBER_OVERLOAD[operator], x, *others, number, **options)
 
 
 @implements_each(aten.cat.default, aten.stack.default, aten.block_diag.default)
@@ -247,7 +247,7 @@ def compare_layouts(operator: OpOverload, *tensors: Tensor) -> Any:
     return operator(*(x._parts[0] if isinstance(x, MCTensor) else x for x in tensors))
 
 
-_IN_PLACE_VIEW_OPERATORS = {
+_VIEW_OPERATOR_BY_IN_PLACE_OPERATOR = {
     aten.squeeze_.default: aten.squeeze.default,
     aten.squeeze_.dim: aten.squeeze.dim,
     aten.squeeze_.dims: aten.squeeze.dims,
@@ -259,19 +259,19 @@ _IN_PLACE_VIEW_OPERATORS = {
 }
 
 
-@implements_each(*_IN_PLACE_VIEW_OPERATORS)
+@implements_each(*_VIEW_OPERATOR_BY_IN_PLACE_OPERATOR)
 def view_in_place(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> MCTensor:
     """View every component in its place."""
-    x._parts = tuple(_IN_PLACE_VIEW_OPERATORS[operator](part, *arguments, **options) for part in x._parts)
+    x._parts = tuple(_VIEW_OPERATOR_BY_IN_PLACE_OPERATOR[operator](part, *arguments, **options) for part in x._parts)
     with no_dispatch():
         return operator(x, *arguments, **options)
 
 
 def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
     """Return one rank's values: every component and the scale travel as one byte tensor."""
-    inner = list_inner_tensors(x)
+    inner = list_plain_tensors(x)
     message = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in inner])
-    pieces = run_and_wait("broadcast", message, source, group).split([part.nbytes for part in inner])
+    pieces = run_collective_and_wait("broadcast", message, source, group).split([part.nbytes for part in inner])
     # A clone: a piece may start anywhere, and a view of another dtype may not.
     arrived = [piece.clone().view(part.dtype).reshape(part.shape) for piece, part in zip(pieces, inner)]
     return x._make_like(arrived, False)

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from ...arithmetic import MOST, pointwise
 from ...arithmetic._constants import compute_log, split_into_floats
 from ...kernels import find_torch_operators
-from ...subclass._in_backward import COMPONENTS
+from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE
 from .._derivation import choose_float64_or_rule, fall_back_to_float64, implements_beyond_exact_float64, run_in_float64
 from .._mctensor import MCTensor, implements, implements_each
 from .._result_type import (
@@ -22,7 +22,7 @@ from .._result_type import (
     is_plain,
     limit_large_elements,
     result_type,
-    run_function,
+    run_pointwise_function,
 )
 from .._write import can_write_directly, check_takes_fractions, choose_computing_type, write_components, write_value
 
@@ -40,7 +40,7 @@ def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
     """x to a number: a product, a root or a reciprocal where it is one."""
     form = result_type((x,))
     if exponent == 2:
-        return run_function("mul", x, x)
+        return run_pointwise_function("mul", x, x)
     if exponent == 1:
         return x.clone()
     if exponent in (0.5, -0.5):
@@ -49,10 +49,12 @@ def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
         return x.reciprocal()
     if form.fits_float64:
         return run_in_float64(aten.pow.Tensor_Scalar, (x, exponent), {})
-    return run_function("pow", x, exponent, form=form)
+    return run_pointwise_function("pow", x, exponent, form=form)
 
 
-implements_beyond_exact_float64(aten.pow.Tensor_Tensor, aten.pow.Scalar)(lambda x, y: run_function("pow", x, y))
+implements_beyond_exact_float64(aten.pow.Tensor_Tensor, aten.pow.Scalar)(
+    lambda x, y: run_pointwise_function("pow", x, y)
+)
 
 
 def _make_logarithm_rule(base: int) -> Callable:
@@ -61,8 +63,8 @@ def _make_logarithm_rule(base: int) -> Callable:
     def log(x: MCTensor) -> Tensor:
         form = result_type((x,))
         # One component more, up to the most, as errors grow.
-        logarithm = run_function("log", x, form=form._replace(components=min(form.components + 1, MOST)))
-        return run_function("div", logarithm, make_constant(compute_log(base), x), form=form)
+        logarithm = run_pointwise_function("log", x, form=form._replace(components=min(form.components + 1, MOST)))
+        return run_pointwise_function("div", logarithm, make_constant(compute_log(base), x), form=form)
 
     return log
 
@@ -97,21 +99,23 @@ def nan_to_num(x: MCTensor, nan: Any = None, posinf: Any = None, neginf: Any = N
 
 implements(aten.div.Tensor_mode, aten.div.Scalar_mode)(
     lambda a, b, *, rounding_mode: (
-        run_function("div", a, b) if rounding_mode is None else _divide_to_integers(a, b, rounding_mode=rounding_mode)
+        run_pointwise_function("div", a, b)
+        if rounding_mode is None
+        else _divide_to_integers(a, b, rounding_mode=rounding_mode)
     )
 )
-_TENSOR_OVERLOADS = {
+_TENSOR_OVERLOAD_BY_NUMBER_OVERLOAD = {
     **dict.fromkeys((aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other), aten.xlogy.Tensor),
     aten.special_xlog1py.self_scalar: aten.special_xlog1py.default,
     aten.special_xlog1py.other_scalar: aten.special_xlog1py.default,
 }
 
 
-@implements_each(*_TENSOR_OVERLOADS)
+@implements_each(*_TENSOR_OVERLOAD_BY_NUMBER_OVERLOAD)
 def run_tensor_overload(operator: OpOverload, *operands: Any) -> Tensor:
     """Run an overload with a number for a tensor, which keeps its digits: torch would round it."""
     device = next(x for x in operands if isinstance(x, Tensor)).device
-    return _TENSOR_OVERLOADS[operator](
+    return _TENSOR_OVERLOAD_BY_NUMBER_OVERLOAD[operator](
         *(x if isinstance(x, Tensor) else torch.scalar_tensor(x, dtype=torch.float64, device=device) for x in operands)
     )
 
@@ -120,7 +124,12 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, addend: Callable[[], 
     """Write f(operands) into x; `addend` computes the plain product among them, which may stand for infinity."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
-        return write_value(x, run_function(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
+        return write_value(
+            x,
+            run_pointwise_function(
+                name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS_GRADIENTS_MODE)
+            ),
+        )
     parts = convert_operands(name, operands, x.dtype, len(x._parts), x.device)
     if x._scale is None and x.dtype != torch.float16 and can_write_directly(x, parts):
         pointwise(name, *parts, components=len(x._parts), dtype=x.dtype, out=x._parts)
@@ -134,11 +143,11 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, addend: Callable[[], 
 
 
 for _name in ("sqrt", "exp", "log", "log1p", "expm1", "tanh", "asinh", "sigmoid"):
-    implements(getattr(aten, _name).default)(lambda x, name=_name: run_function(name, x))
+    implements(getattr(aten, _name).default)(lambda x, name=_name: run_pointwise_function(name, x))
 for _name in ("sin", "cos"):  # by torch where it can be: expansions have no angles beyond 2^20
-    implements_beyond_exact_float64(getattr(aten, _name).default)(lambda x, name=_name: run_function(name, x))
-implements(aten.mul.Tensor, aten.mul.Scalar)(lambda a, b: run_function("mul", a, b))
-implements(aten.div.Tensor, aten.div.Scalar)(lambda a, b: run_function("div", a, b))
+    implements_beyond_exact_float64(getattr(aten, _name).default)(lambda x, name=_name: run_pointwise_function(name, x))
+implements(aten.mul.Tensor, aten.mul.Scalar)(lambda a, b: run_pointwise_function("mul", a, b))
+implements(aten.div.Tensor, aten.div.Scalar)(lambda a, b: run_pointwise_function("div", a, b))
 implements(aten.mul_.Tensor, aten.mul_.Scalar)(lambda x, other: _update_in_place("mul", x, x, other))
 implements(aten.div_.Tensor, aten.div_.Scalar)(lambda x, other: _update_in_place("div", x, x, other))
 
@@ -150,8 +159,8 @@ def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
     @implements(packet.Tensor, packet.Scalar)
     def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
         if alpha == 1:
-            return run_function(name, a, b)
-        return run_function("addcmul", a, b, sign * alpha, form=result_type((a, b)))
+            return run_pointwise_function(name, a, b)
+        return run_pointwise_function("addcmul", a, b, sign * alpha, form=result_type((a, b)))
 
     @implements(in_place.Tensor, in_place.Scalar)
     def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
@@ -174,7 +183,7 @@ def _register_product(name: str, divide: bool) -> None:
     @implements(getattr(aten, name).default)
     def accumulate(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
         form = result_type((a, b, c))
-        return run_function("addcmul", a, *_find_product_factors(b, c, value, divide, form), form=form)
+        return run_pointwise_function("addcmul", a, *_find_product_factors(b, c, value, divide, form), form=form)
 
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
@@ -185,10 +194,10 @@ def _register_product(name: str, divide: bool) -> None:
 
 
 def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
-    whole = form._replace(gradients=COMPONENTS)
+    whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE)
     if divide:
-        return run_function("div", b, c, form=whole), value
-    return (b, c) if value == 1 else (run_function("mul", b, c, form=whole), value)
+        return run_pointwise_function("div", b, c, form=whole), value
+    return (b, c) if value == 1 else (run_pointwise_function("mul", b, c, form=whole), value)
 
 
 _register_product("addcmul", divide=False)
@@ -199,22 +208,27 @@ _register_product("addcdiv", divide=True)
 def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     """a + weight (b - a)."""
     form = result_type((a, b, weight))
-    difference = run_function("sub", b, a, form=form._replace(gradients=COMPONENTS))
-    return run_function("addcmul", a, difference, weight, form=form)
+    difference = run_pointwise_function("sub", b, a, form=form._replace(gradients=COMPONENTS_GRADIENTS_MODE))
+    return run_pointwise_function("addcmul", a, difference, weight, form=form)
 
 
 @implements(aten.lerp_.Scalar, aten.lerp_.Tensor)
 def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
     """x + weight (b - x), into x."""
-    form = result_type((x, b, weight))._replace(gradients=COMPONENTS)
-    return _update_in_place("addcmul", x, x, run_function("sub", b, x, form=form), weight)
+    form = result_type((x, b, weight))._replace(gradients=COMPONENTS_GRADIENTS_MODE)
+    return _update_in_place("addcmul", x, x, run_pointwise_function("sub", b, x, form=form), weight)
 
 
 @implements(aten.rsqrt.default)
 def rsqrt(x: MCTensor) -> Tensor:
     """1 / sqrt(x)."""
     form = result_type((x,))
-    return run_function("div", 1.0, run_function("sqrt", x, form=form._replace(gradients=COMPONENTS)), form=form)
+    return run_pointwise_function(
+        "div",
+        1.0,
+        run_pointwise_function("sqrt", x, form=form._replace(gradients=COMPONENTS_GRADIENTS_MODE)),
+        form=form,
+    )
 
 
-implements(aten.reciprocal.default)(lambda x: run_function("div", 1.0, x))
+implements(aten.reciprocal.default)(lambda x: run_pointwise_function("div", 1.0, x))

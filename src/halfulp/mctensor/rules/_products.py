@@ -15,8 +15,14 @@ from ..._torch_versions import has_transposed_factors_in_solve_backward
 from ...arithmetic import Parts
 from ...arithmetic._matmul import find_largest_magnitude, multiply_float16_in_float32, split_into_float16
 from ...kernels import define_operator, find_torch_operators
-from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
-from .._encode import HEADROOM_BINADES, TOP_EXPONENTS, choose_scale, divide_by_scale, find_magnitude
+from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, gives_plain_gradient
+from .._encode import (
+    HEADROOM_BINADES,
+    TOP_EXPONENT_BY_DTYPE,
+    choose_scale,
+    divide_by_scale,
+    find_largest_finite_magnitude,
+)
 from .._mctensor import MCTensor, implements, wrap_components
 from .._result_type import (
     ResultType,
@@ -25,7 +31,7 @@ from .._result_type import (
     keep_component_gradients,
     make_result,
     result_type,
-    run_function,
+    run_pointwise_function,
     to_components,
 )
 
@@ -78,13 +84,13 @@ def _multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], compo
         largest = find_largest_magnitude(product)
         if 0 < largest < math.inf:
             factor = math.prod([float(scale) for scale in scales])
-            exponent = math.frexp(largest)[1] - (TOP_EXPONENTS[torch.float16] - HEADROOM_BINADES)
+            exponent = math.frexp(largest)[1] - (TOP_EXPONENT_BY_DTYPE[torch.float16] - HEADROOM_BINADES)
             power = max(math.ldexp(factor, exponent), 2.0**-126)
             if power <= 2.0**127:
                 parts = split_into_float16(product, factor / power, components)
                 return [*parts, torch.tensor(power, dtype=torch.float32, device="cpu")]
     wide = _multiply_in_float64(*payloads, scales, 1)
-    scale = choose_scale(find_magnitude(wide[0]), torch.float16)
+    scale = choose_scale(find_largest_finite_magnitude(wide[0]), torch.float16)
     return [*divide_by_scale(wide, scale, components, torch.float16), scale]
 
 
@@ -106,14 +112,14 @@ _float16_operator = define_operator(
 def addmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha (a @ b)."""
     form = result_type((start, a, b))
-    whole = form._replace(gradients=COMPONENTS)
+    whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE)
     result = multiply_matrices(a, b, form if beta == 0 and alpha == 1 else whole)
     if alpha != 1:
-        result = run_function("mul", result, alpha, form=form if beta == 0 else whole)
+        result = run_pointwise_function("mul", result, alpha, form=form if beta == 0 else whole)
     if beta == 0:
         return result
     terms = (start,) if beta == 1 else (start, beta)
-    return run_function("add" if beta == 1 else "addcmul", result, *terms, form=form)
+    return run_pointwise_function("add" if beta == 1 else "addcmul", result, *terms, form=form)
 
 
 @implements(aten.mm.default, aten.bmm.default)
@@ -201,7 +207,9 @@ def refine_lu_factors(a: Any, components: int) -> tuple[Tensor, Tensor]:
     start, pivots = torch.linalg.lu_factor_ex(value)[:2]
     permutation, low, high = torch.lu_unpack(start, pivots)
     rows = permutation.mT @ a
-    lower, upper = (MCTensor.encode(x, components, torch.float64, gradients=COMPONENTS) for x in (low, high))
+    lower, upper = (
+        MCTensor.encode(x, components, torch.float64, gradients=COMPONENTS_GRADIENTS_MODE) for x in (low, high)
+    )
     for _ in range(components):
         rest = (rows - lower @ upper).decode()
         near = torch.linalg.solve_triangular(low, rest, upper=False, unitriangular=True)
@@ -210,7 +218,7 @@ def refine_lu_factors(a: Any, components: int) -> tuple[Tensor, Tensor]:
     return (lower.tril(-1) + upper.triu()).to(a.dtype), pivots
 
 
-def _make_information(a: Any) -> Tensor:
+def _make_zero_info(a: Any) -> Tensor:
     """Return zeros, one for each matrix of a stack: where one has no result, an error is raised."""
     return torch.zeros(a.shape[:-2], dtype=torch.int32, device=a.device)
 
@@ -230,7 +238,7 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     if not left:
         return lu_solve(factors, pivots, b.mT, adjoint=not adjoint).mT
     form = result_type((factors, b))
-    whole = form._replace(gradients=COMPONENTS)
+    whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE)
     plain = factors.decode() if isinstance(factors, MCTensor) else factors
     permutation = torch.lu_unpack(plain, pivots, unpack_data=False)[0].to(b.dtype)
     lower = factors.tril(-1) + torch.eye(factors.shape[-1], dtype=torch.float64, device=factors.device)
@@ -245,11 +253,11 @@ implements(aten._linalg_solve_ex.default)(
     lambda a, b, *, left=True, check_errors=False: (
         _solve_system(a, b, left, result_type((a, b))),
         *_factor_for_backward(a, has_transposed_factors_in_solve_backward()),
-        _make_information(a),
+        _make_zero_info(a),
     )
 )
 implements(aten.linalg_inv_ex.default)(
-    lambda a, **_: (_run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), _make_information(a))
+    lambda a, **_: (_run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), _make_zero_info(a))
 )
 implements(aten._linalg_det.default)(
     lambda a: (_run_arithmetic(arithmetic.det, (a,), result_type((a,))), *_factor_for_backward(a, turned=True))
@@ -271,7 +279,7 @@ def cholesky(a: MCTensor, upper: bool = False) -> Tensor:
 
 
 implements(aten.linalg_cholesky_ex.default)(
-    lambda a, *, upper=False, check_errors=False: (cholesky(a, upper), _make_information(a))
+    lambda a, *, upper=False, check_errors=False: (cholesky(a, upper), _make_zero_info(a))
 )
 
 

@@ -14,7 +14,7 @@ from ... import arithmetic
 from ...arithmetic import MOST, PRECISION, Parts
 from ...arithmetic._exact_sums import normalize_dims
 from ...kernels import find_torch_operators
-from ...subclass._in_backward import COMPONENTS, disable_result_rounding, gives_plain_gradient
+from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, disable_result_rounding, gives_plain_gradient
 from .._derivation import (
     choose_float64_or_rule,
     implements_beyond_exact_float64,
@@ -28,7 +28,7 @@ from .._result_type import (
     encode_plain_operands,
     make_result,
     result_type,
-    run_function,
+    run_pointwise_function,
     to_components,
 )
 from ._memory import combine_elements
@@ -104,8 +104,8 @@ def _sum_powers_and_take_root(x: Tensor, ord: Any, dim: Any, keepdim: bool, *, d
     size = x.abs()
     if ord == 1:
         return size.sum(dims, keepdim)
-    form = ResultType(torch.float64, MOST, COMPONENTS, False, x.device)
-    root = run_function("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=form)
+    form = ResultType(torch.float64, MOST, COMPONENTS_GRADIENTS_MODE, False, x.device)
+    root = run_pointwise_function("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=form)
     return size.pow(ord).sum(dims, keepdim).pow(root)
 
 
@@ -162,7 +162,7 @@ def native_batch_norm(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _update_running_statistic(running: Any, now: Any, momentum: float) -> None:
     """Update a running statistic in place: running + momentum (now - running)."""
     if running is not None:
-        result = run_function("addcmul", running, now - running, momentum, form=result_type((running, now)))
+        result = run_pointwise_function("addcmul", running, now - running, momentum, form=result_type((running, now)))
         running.copy_(result)
 
 

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..._messages import name_type
 from ...optim import EMA
-from ...optim._ema import read_decay
+from ...optim._ema import compute_ema_decay
 from ...optim._float32 import read_float32_weights
 from .._record import AverageRecord
 from ._recorder import Recorder
@@ -88,7 +88,9 @@ class WeightAverageWatcher:
 def _compute_wanted_change(average: EMA | nn.Module, before: torch.Tensor, live: torch.Tensor) -> torch.Tensor | None:
     """Return the change of averaged elements that the next update wants, where it can be computed."""
     if isinstance(average, EMA):
-        return (live - before) * (1 - read_decay(average._average_optimizer.param_groups[0], average.updates + 1))
+        return (live - before) * (
+            1 - compute_ema_decay(average._average_optimizer.param_groups[0], average.updates + 1)
+        )
     if not isinstance(average, AveragedModel):
         return None
     count: Any = average.n_averaged.cpu()

@@ -464,12 +464,12 @@ def _read_numbers_of_states(given: Mapping[str, Any], size: int) -> dict[str, An
 
 def has_float32_weight(plan: ParameterPlan) -> bool:
     """Return whether a plain parameter and its auxiliary tensors stand for a float32 weight, which is sampled."""
-    return not (plan.spec.scaled or plan.spec.in_parameter) and bool(plan.spec.auxiliary_names)
+    return not (plan.spec.scaled or plan.spec.has_components_in_parameter) and bool(plan.spec.auxiliary_names)
 
 
 def has_elementwise_rule(plan: ParameterPlan, rule: UpdateRule) -> bool:
     """Return whether a parameter changes by a rule of its elements alone: no rule of `wrap`, or of whole tensors."""
-    return not (plan.spec.scaled or rule.assigns or rule.is_late)
+    return not (plan.spec.scaled or rule.assigns or rule.has_late_constants)
 
 
 def _convert_number_to_float(value: Any, otherwise: float) -> float:
@@ -493,7 +493,7 @@ def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch
     """Return whether an optimizer rounds updates of a parameter stochastically, as far as it says so."""
     if isinstance(optimizer, Optimizer):
         plan = optimizer._plans.get(parameter)
-        if plan is None or plan.spec.scaled or plan.spec.in_parameter or plan.spec.auxiliary_names:
+        if plan is None or plan.spec.scaled or plan.spec.has_components_in_parameter or plan.spec.auxiliary_names:
             return False
         return plan.spec.store.dtype in SIXTEEN_BIT_DTYPES and bool(plan.spec.update.draws(plan.spec.store))
     return parameter.dtype in SIXTEEN_BIT_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))

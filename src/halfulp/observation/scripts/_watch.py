@@ -43,7 +43,7 @@ class ScriptWatch:
             self._lines.check()
         self._own: int = os.getpid()
         self._observed: list[Optimizer] = []
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._found_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> ScriptWatch:
@@ -73,8 +73,8 @@ class ScriptWatch:
             self.observation.log_loss(loss)
 
     def _end_step(self, optimizer: Optimizer, *_: object) -> None:
-        if optimizer not in self._known:
-            self._known.add(optimizer)
+        if optimizer not in self._found_optimizers:
+            self._found_optimizers.add(optimizer)
             why_not = self._add_optimizer(optimizer)
             if why_not is not None and why_not not in self.unseen:
                 self.unseen.append(why_not)

@@ -18,9 +18,9 @@ from ...subclass.models._parameter_holders import (
     reset_shards,
 )
 from .._group_options import check_ranks_agree
-from .._storage import STORES
+from .._storage import STORE_BY_DTYPE
 from ._local_tensors import get_local, is_dtensor
-from ._narrowing import is_marked_as_float32, take_float32_values
+from ._narrowing import is_marked_as_float32, pop_kept_float32_values
 from ._outside_writes import record_payload_version
 
 
@@ -41,9 +41,9 @@ def narrow_group_parameters(optimizer: Any, groups: Iterable[dict], sharded: lis
                 value = parameter.detach()
                 replace_parameter_data(parameter, torch.empty_like(value, dtype=group["param_dtype"]))
             else:
-                value = take_float32_values(parameter)
+                value = pop_kept_float32_values(parameter)
             if value is not None:
-                plan = optimizer._make_plan(group, position, STORES[parameter.dtype])
+                plan = optimizer._make_plan(group, position, STORE_BY_DTYPE[parameter.dtype])
                 plan.spec.update.fill(plan.spec.store, plan.weight_tensors, get_local(value).contiguous())
                 record_payload_version(plan)
     reset_shards(sharded)
@@ -84,7 +84,7 @@ def check_data_parallel_ranks(optimizer: Any) -> None:
     stepped = {id(parameter) for _, _, parameter in walk_group_parameters(optimizer)}
     for module in list_data_parallel_modules():
         # Of a share of the parameters that is a rank's own (ZeroRedundancyOptimizer) numbers are not compared.
-        narrow = next((p for p in module.parameters() if p.dtype in STORES and p.dtype != torch.float32), None)
+        narrow = next((p for p in module.parameters() if p.dtype in STORE_BY_DTYPE and p.dtype != torch.float32), None)
         if narrow is not None and any(id(parameter) in stepped for parameter in module.parameters()):
             check_ranks_agree(optimizer, module.process_group, narrow.device)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...subclass.models._parameter_holders import replace_parameter_data
-from .._storage import STORES
+from .._storage import STORE_BY_DTYPE
 from ..weight_updates._split import Split16
 
 _LOW_BITS_ATTRIBUTE, _FLOAT32_ATTRIBUTE = "_halfulp_low_bits", "_halfulp_float32"
@@ -17,13 +17,13 @@ def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:
     """Make a float32 parameter bfloat16 or float16 in place, rounded to nearest (in bfloat16 ties away from zero).
 
     It stays the same object, and its gradient is narrowed too. What rounding dropped is held beside it until an
-    optimizer takes it: `take_float32_values`.
+    optimizer takes it: `pop_kept_float32_values`.
     """
     value = parameter.detach()
     if dtype == torch.bfloat16:
         payload = torch.empty_like(value, dtype=dtype)
         low = torch.empty_like(value, dtype=torch.int16)
-        _SPLIT_UPDATE.fill(STORES[dtype], [payload, low], value)
+        _SPLIT_UPDATE.fill(STORE_BY_DTYPE[dtype], [payload, low], value)
     else:
         payload, low = value.to(dtype), value.clone()
     replace_parameter_data(parameter, payload)
@@ -31,20 +31,20 @@ def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:
         setattr(parameter, _LOW_BITS_ATTRIBUTE, (low, parameter.data_ptr(), parameter._version))
 
 
-def take_float32_values(parameter: Tensor) -> Tensor | None:
+def pop_kept_float32_values(parameter: Tensor) -> Tensor | None:
     """Return, once, the float32 values before `narrow_parameter`; None if taken already, or written over since."""
     held = getattr(parameter, "__dict__", {}).pop(_LOW_BITS_ATTRIBUTE, None)
     if held is None or held[1:] != (parameter.data_ptr(), parameter._version):
         return None
     low: Tensor = held[0]
     if parameter.dtype == torch.bfloat16 and low.dtype == torch.int16:
-        return _SPLIT_UPDATE.read(STORES[torch.bfloat16], [parameter.detach(), low])
+        return _SPLIT_UPDATE.read(STORE_BY_DTYPE[torch.bfloat16], [parameter.detach(), low])
     return low if parameter.dtype == torch.float16 else None
 
 
 def widen_parameter(parameter: Tensor) -> None:
     """Make a narrow parameter float32 in place, with the bits that are still kept for it."""
-    value = take_float32_values(parameter)
+    value = pop_kept_float32_values(parameter)
     replace_parameter_data(parameter, parameter.detach().float() if value is None else value.view_as(parameter))
 
 

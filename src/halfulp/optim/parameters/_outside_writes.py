@@ -23,14 +23,14 @@ from ._parameter_plan import ANY_VERSION, MOVED_VERSION, WARNED_AT_RESET, Parame
 
 CHECKSUMS_KEY = "payload_checksums"
 # 0 in every file, for earlier versions, which count steps there.
-COPY_KEY = "payload_copy_steps"
-PAYLOAD_KEYS = (CHECKSUMS_KEY, COPY_KEY)
+PAYLOAD_COPY_STEPS_KEY = "payload_copy_steps"
+PAYLOAD_IDENTITY_KEYS = (CHECKSUMS_KEY, PAYLOAD_COPY_STEPS_KEY)
 
 
 def make_checksum_entries(plan: ParameterPlan) -> dict[str, Any]:
     """Return the payload's saved identity beside auxiliary tensors, valid as `read_auxiliary_tensors` are."""
     checksums = None if plan.payload_version is None else compute_checksums(plan)
-    return {} if checksums is None else {CHECKSUMS_KEY: checksums, COPY_KEY: 0}
+    return {} if checksums is None else {CHECKSUMS_KEY: checksums, PAYLOAD_COPY_STEPS_KEY: 0}
 
 
 def renew_payload_version(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:
@@ -74,7 +74,7 @@ def _set_neutral_values(plan: ParameterPlan, auxiliary: Sequence[torch.Tensor]) 
         tensor[...] = plan.spec.update.neutral(plan.spec.store, plan.payloads[0])
 
 
-def reset_stale_tensors(plan: ParameterPlan) -> None:
+def reset_stale_auxiliary_tensors(plan: ParameterPlan) -> None:
     """Reset the auxiliary tensors of a parameter that was written from outside, before a step."""
     held = plan.payload_version
     if held is None:
@@ -148,7 +148,7 @@ def _has_whole_rows(parameter: torch.Tensor) -> bool:
     return all(isinstance(p, Replicate) or (type(p) is Shard and p.dim == 0) for p in parameter.placements)
 
 
-def place_checksums(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def wrap_checksums_like_parameter(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return checksums as they are saved: a DTensor if the parameter is one, so that other processes can read them."""
     if not is_dtensor(parameter):
         return checksums

@@ -156,7 +156,7 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
     ):
         return False
     if (
-        spec.in_parameter
+        spec.has_components_in_parameter
         and tuple([other.data_ptr() for other in list_payloads(parameter)[1:]]) != plan.component_addresses
     ):
         return False

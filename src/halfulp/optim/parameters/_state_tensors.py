@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from ..._messages import quote
-from .._storage import STORES
+from .._storage import STORE_BY_DTYPE
 from ..states._int8_blocks import CODEC_VERSION
 from ..states._state import encode_constant_state
-from ..weight_updates._weight_update import WEIGHT_UPDATES
+from ..weight_updates._weight_update import WEIGHT_UPDATE_BY_NAME
 from ._local_tensors import get_local
 from ._step_spec import StepSpec
 
 # What the names of a state's tensors end in, over all storages.
 STATE_NAME_SUFFIXES = ("", "_codes", "_packed", "_scale", "_residual")
 # How many steps a parameter had made when the states of its rule began, if that was later than the parameter.
-BEGUN_KEY = "states_begun"
+STATES_BEGUN_KEY = "states_begun"
 
 
 def add_missing_state_tensors(
@@ -26,7 +26,7 @@ def add_missing_state_tensors(
 ) -> None:
     """Add the tensors that a parameter's state lacks, and its step number."""
     shape = get_local(parameter).shape
-    auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
+    auxiliary = () if spec.has_components_in_parameter else spec.update.auxiliary_tensors(spec.store)
     wanted = {key: (shape, dtype) for key, dtype in auxiliary}
     for codec, slot in zip(spec.codecs, spec.rule.states):
         wanted |= codec.tensors(slot.name, shape)
@@ -43,13 +43,13 @@ def add_missing_state_tensors(
         # States that all begin after some steps, as where a momentum is switched on: the rule counts from there.
         of_rule = {key for names in spec.state_tensor_names for key in names}
         if of_rule and of_rule <= missing.keys() and state.get("step", 0):
-            state[BEGUN_KEY] = state["step"]
+            state[STATES_BEGUN_KEY] = state["step"]
     state.setdefault("step", 0)
 
 
 def is_auxiliary_name(name: str) -> bool:
     """Return whether an entry of a saved state is an auxiliary tensor of a weight update."""
-    updates, stores = WEIGHT_UPDATES.values(), STORES.values()
+    updates, stores = WEIGHT_UPDATE_BY_NAME.values(), STORE_BY_DTYPE.values()
     auxiliary = {key for update in updates for store in stores for key, _ in update.auxiliary_tensors(store)}
     return name in auxiliary or name.startswith("component_")
 

@@ -13,13 +13,13 @@ import torch
 
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from .._storage import PAYLOAD_STORES, STORES, Store, make_format_store
+from .._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store, make_format_store
 from ..rules._update_rule import UpdateRule
-from ..states._codec import Scaled
+from ..states._codec import ScaledCodec
 from ..states._int8_blocks import Int8Blocks
 from ..states._state import BF16_PAIR, Codec, refuse_coarse_states, resolve_codecs
 from ..weight_updates._components import choose_components_update
-from ..weight_updates._weight_update import WEIGHT_UPDATES, WeightUpdate, find_weight_update
+from ..weight_updates._weight_update import WEIGHT_UPDATE_BY_NAME, WeightUpdate, find_weight_update
 from ._local_tensors import find_index_map, get_local, get_payload
 from ._narrowing import is_marked_as_float32
 
@@ -28,10 +28,10 @@ MOST_SCALED_STATES = 3
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 POINTERS_BEFORE_STATES = 5
 # Of each sum of a rule, the power of two that its values are multiplied by, and what they are rounded beside.
-SUM_SCALE_NAMES = ("sum_inverse", "sum_anchor", "sum_low_anchor")
+SUM_SCALE_CONSTANT_NAMES = ("sum_inverse", "sum_anchor", "sum_low_anchor")
 # The scale that a payload is read under, the reciprocal of the one it is written under, the gradient's; what the
 # payload as read is multiplied by to be under the new scale, and that scale.
-WEIGHT_SCALE_NAMES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_ratio", "new_scale")
+WEIGHT_SCALE_CONSTANT_NAMES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_ratio", "new_scale")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class StepSpec:
     # that the rule adds up the "largest" finite magnitudes or the "sums".
     finds: str = ""
     factor_names: tuple[str, ...] = ()  # of the tensors that the rule prepares a step with, beside the states
-    in_parameter: bool = False  # auxiliary tensors are components of the parameter itself; the kernel is the same
+    has_components_in_parameter: bool = (
+        False  # auxiliary tensors are components of the parameter itself; the kernel is the same
+    )
 
     def __hash__(self) -> int:
         """Return a hash, computed once: every step looks its kernel up by the specification."""
@@ -67,12 +69,12 @@ class StepSpec:
     def constant_names(self) -> tuple[str, ...]:
         """The names of the rule's constants behind "rule_", then of the scales before and after the step."""
         of_rule = [f"rule_{name}" for name in self.rule.constants]
-        sums = range(len(self.rule.reductions) if self.reduces else 0)
-        of_sums = [f"{name}_{k}" for k in sums for name in SUM_SCALE_NAMES]
+        sums = range(len(self.rule.reductions) if self.has_rule_reductions else 0)
+        of_sums = [f"{name}_{k}" for k in sums for name in SUM_SCALE_CONSTANT_NAMES]
         if not self.scaled:
             return (*of_rule, *of_sums)
         of_states = [name for k in self.scaled_states for name in (f"scale_{k}", f"inverse_{k}")]
-        return (*of_rule, *WEIGHT_SCALE_NAMES, *of_states, *of_sums)
+        return (*of_rule, *WEIGHT_SCALE_CONSTANT_NAMES, *of_states, *of_sums)
 
     @functools.cached_property
     def constant_columns(self) -> dict[str, int]:
@@ -80,9 +82,9 @@ class StepSpec:
         return {name: place for place, name in enumerate(self.constant_names)}
 
     @property
-    def scaled_states(self) -> dict[int, Scaled]:
+    def scaled_states(self) -> dict[int, ScaledCodec]:
         """The codecs of the states that have a scale, by the states' numbers."""
-        return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, Scaled)}
+        return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, ScaledCodec)}
 
     @property
     def block_length(self) -> int | None:
@@ -90,14 +92,14 @@ class StepSpec:
         return next((codec.scale_block for codec in self.codecs if codec.scale_block), None)
 
     @property
-    def rescales_large(self) -> bool:
+    def rescales_large_elements(self) -> bool:
         """Whether elements too large to square in float32, but not for 8-bit codes, are scaled down for the rule."""
         squares = any(state.degree == 2 for state in self.rule.states)
         in_roots = any(isinstance(codec, Int8Blocks) for codec in self.codecs)
         return in_roots and not self.scaled and squares and self.rule.homogeneous is not None
 
     @property
-    def reduces(self) -> bool:
+    def has_rule_reductions(self) -> bool:
         """Whether the values that the rule adds up are looked at."""
         return self.finds in ("largest", "sums")
 
@@ -119,7 +121,11 @@ class StepSpec:
     @functools.cached_property
     def auxiliary_names(self) -> tuple[str, ...]:
         """The names of the auxiliary tensors beside the parameter."""
-        return () if self.in_parameter else tuple(name for name, _ in self.update.auxiliary_tensors(self.store))
+        return (
+            ()
+            if self.has_components_in_parameter
+            else tuple(name for name, _ in self.update.auxiliary_tensors(self.store))
+        )
 
     @functools.cached_property
     def state_tensor_names(self) -> tuple[tuple[str, ...], ...]:
@@ -141,7 +147,7 @@ class StepSpec:
         return f"{self.rule.name}_{self.update.name}_{self.store.name}{suffix}".replace("-", "_")
 
 
-class Draw(NamedTuple):
+class RandomBitDraw(NamedTuple):
     """The source of a stochastic rounding's bits: so many bits of an element's random word, from one on."""
 
     word: int
@@ -150,7 +156,7 @@ class Draw(NamedTuple):
 
 
 @functools.cache
-def assign_random_bits(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | None, ...]]:
+def assign_random_bits(spec: StepSpec) -> tuple[tuple[RandomBitDraw | None, ...], tuple[RandomBitDraw | None, ...]]:
     """Return the draws of the weight update and of the states; None where nothing is drawn.
 
     Each gets all bits that it uses, so that no chance is off. Those of up to 16 take the upper and the lower half of
@@ -160,22 +166,22 @@ def assign_random_bits(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[D
     of_weight = spec.update.draws(spec.store)
     wanted = [*of_weight, *(codec.random_bits for codec in spec.codecs)]
     blocked = [len(of_weight) + k for k, codec in enumerate(spec.codecs) if codec.scale_block]
-    placed: list[Draw | None] = [None] * len(wanted)
-    words, halves = itertools.count(), list[Draw]()
+    placed: list[RandomBitDraw | None] = [None] * len(wanted)
+    words, halves = itertools.count(), list[RandomBitDraw]()
     for place in sorted(range(len(wanted)), key=lambda place: place not in blocked):
         bits = wanted[place]
         if bits > 16:
-            placed[place] = Draw(next(words), 0, 32)
+            placed[place] = RandomBitDraw(next(words), 0, 32)
         elif bits and len(halves) == 1:
-            halves.append(Draw(halves[0].word, 16 - bits, bits))
+            halves.append(RandomBitDraw(halves[0].word, 16 - bits, bits))
             placed[place] = halves[1]
         elif bits:
-            drawn = placed[place] = Draw(next(words), 32 - bits, bits)
+            drawn = placed[place] = RandomBitDraw(next(words), 32 - bits, bits)
             halves = halves or [drawn]
     return tuple(placed[: len(of_weight)]), tuple(placed[len(of_weight) :])
 
 
-def count_pointers(spec: StepSpec) -> int:
+def count_pointer_columns(spec: StepSpec) -> int:
     """Return the number of pointer columns: parameter, three auxiliary, gradient, states, prepared tensors."""
     return POINTERS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs) + (spec.rule.prepare is not None)
 
@@ -196,7 +202,7 @@ def choose_step_spec(
     store = _choose_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)
     default = "stochastic" if scaled else "split8" if store.dtype in NARROW_DTYPES else "kahan"
     chosen = default if group["weight_update"] is None else group["weight_update"]
-    update = own or (WEIGHT_UPDATES["exact"] if store.name == "fp32" else find_weight_update(chosen))
+    update = own or (WEIGHT_UPDATE_BY_NAME["exact"] if store.name == "fp32" else find_weight_update(chosen))
     _refuse_scaled_options(group, parameter, update, name)
     update.check(store)
     refuse_unsupported_feedback(rule, update)
@@ -210,7 +216,7 @@ def choose_step_spec(
         codecs,
         scaled=scaled,
         factor_names=factors,
-        in_parameter=own is not None,
+        has_components_in_parameter=own is not None,
     )
 
 
@@ -219,17 +225,17 @@ def _choose_store(dtype: torch.dtype, format_store: Store | None, name: str, sca
     if scaled:
         if format_store is not None:
             raise ValueError(f"format= is for plain float32 parameters, but {name} is scaled: leave format out")
-        return PAYLOAD_STORES[dtype]
+        return PAYLOAD_STORE_BY_DTYPE[dtype]
     if dtype.is_complex:
         raise ValueError(
             f"parameter {name} is {dtype}: allowed are bfloat16, float16 and float32; give complex parameters to an "
             "optimizer of torch.optim, which takes them, and the others to this one; or store "
             "torch.view_as_real(parameter) as the parameter and use torch.view_as_complex(parameter) in forward"
         )
-    if dtype not in STORES:
+    if dtype not in STORE_BY_DTYPE:
         raise ValueError(f"parameter {name} is {dtype}: allowed are bfloat16, float16 and float32; convert it first")
     if format_store is None:
-        return STORES[dtype]
+        return STORE_BY_DTYPE[dtype]
     if dtype != torch.float32:
         raise ValueError(f"format= keeps values of a format in float32 parameters, but {name} is {dtype}")
     return format_store
@@ -242,7 +248,7 @@ def _choose_codecs(
     is_scaled, is_wide = isinstance(parameter, ScaledTensor), store.dtype == torch.float32
     default = torch.float32 if is_wide else torch.float16 if is_scaled else torch.bfloat16
     codecs = resolve_codecs(group["state_dtype"], rule.states, default, parameter.shape)
-    under_scales = [slot.name for slot, codec in zip(rule.states, codecs) if isinstance(codec, Scaled)]
+    under_scales = [slot.name for slot, codec in zip(rule.states, codecs) if isinstance(codec, ScaledCodec)]
     if under_scales and not is_scaled:
         raise ValueError(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "

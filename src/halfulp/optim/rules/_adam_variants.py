@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ...kernels import divide, maximum, sqrt
-from ._adam import MOMENT_STATES, compute_unbiasing_root, list_moment_constants, move_moments
-from ._update_rule import DESCENT_SIGNS, Reduction, StateSlot, UpdateRule
+from ._adam import MOMENT_STATES, compute_inverse_root_bias_correction, list_leading_adam_constants, move_moments
+from ._update_rule import DESCENT_SIGN_BY_MAXIMIZE, Reduction, StateSlot, UpdateRule
 
 
 def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, unbias, eps, size_m, size_slow):
@@ -27,7 +27,12 @@ def _list_ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
         # Between the two betas such that half-lives grow linearly.
         fast, slow, share = math.log(beta1), math.log(beta3), step / beta_warmup
         beta3 = min(beta3, math.exp(fast * slow / ((1 - share) * slow + share * fast)))
-    kept = *list_moment_constants(group), 1 - beta3, compute_unbiasing_root(beta2, step), float(group["eps"])
+    kept = (
+        *list_leading_adam_constants(group),
+        1 - beta3,
+        compute_inverse_root_bias_correction(beta2, step),
+        float(group["eps"]),
+    )
     return (*kept, lr / (1 - beta1**step), lr * alpha)
 
 
@@ -61,8 +66,8 @@ def _list_adan_constants(group: Mapping, step: int) -> tuple[float, ...]:
     sizes = lr * shrink / (1 - beta1**step), lr * shrink * beta2 / (1 - beta2**step)
     kept = 1 - beta1, beta2, 1 - beta2, beta3, 1 - beta3
     follow = 0.0 if step == 1 else 1.0
-    sign, eps = DESCENT_SIGNS[bool(group["maximize"])], float(group["eps"])
-    return (sign, decay, follow, *kept, *sizes, compute_unbiasing_root(beta3, step), eps)
+    sign, eps = DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], float(group["eps"])
+    return (sign, decay, follow, *kept, *sizes, compute_inverse_root_bias_correction(beta3, step), eps)
 
 
 _ADAN_STATES = (
@@ -93,8 +98,12 @@ def lamb(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, ep
 
 def _list_lamb_constants(group: Mapping, step: int) -> tuple[float, ...]:
     beta1, beta2 = map(float, group["betas"])
-    unbias = (1 / (1 - beta1**step), compute_unbiasing_root(beta2, step)) if group["bias_correction"] else (1.0, 1.0)
-    return (*list_moment_constants(group, decoupled=False), *unbias, float(group["eps"]))
+    unbias = (
+        (1 / (1 - beta1**step), compute_inverse_root_bias_correction(beta2, step))
+        if group["bias_correction"]
+        else (1.0, 1.0)
+    )
+    return (*list_leading_adam_constants(group, decoupled=False), *unbias, float(group["eps"]))
 
 
 def _list_lamb_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
@@ -158,7 +167,7 @@ def _list_prodigy_constants(group: Mapping, step: int) -> tuple[float, ...]:
     gain = d / group["d0"] * (d if group["safeguard_warmup"] else rate) * counts
     apart = (0.0, rate * decay) if group["decouple"] else (decay, 0.0)
     return (
-        *(DESCENT_SIGNS[bool(group["maximize"])], apart[0], counts, 1.0 if step == 1 else 0.0),
+        *(DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], apart[0], counts, 1.0 if step == 1 else 0.0),
         *(gain, _read_third_beta(group), apart[1], beta1, d * (1 - beta1), beta2, d * d * (1 - beta2), rate),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...kernels import divide, sign_of, sqrt
-from ._update_rule import DESCENT_SIGNS, StateSlot, UpdateRule
+from ._update_rule import DESCENT_SIGN_BY_MAXIMIZE, StateSlot, UpdateRule
 
 _MOMENTUM_STATES = (StateSlot("momentum_buffer", 1),)
 
@@ -45,7 +45,14 @@ def _list_momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
     take = 1.0 if step == 1 else 1 - float(group["dampening"])
     share = momentum * momentum if group["nesterov"] else momentum
     feedback_gain = (1 - momentum) / (share * lr) if lr > 0 and share > 0 else 0.0
-    return DESCENT_SIGNS[bool(group["maximize"])], float(group["weight_decay"]), momentum, take, lr, feedback_gain
+    return (
+        DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])],
+        float(group["weight_decay"]),
+        momentum,
+        take,
+        lr,
+        feedback_gain,
+    )
 
 
 SGD = UpdateRule("sgd", sgd, (), _list_momentum_constants)
@@ -66,7 +73,7 @@ def lion(w, g, m, sign, decay, keep, take, keep_m, take_m, lr):
 
 def _list_lion_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
-    sign, decay = DESCENT_SIGNS[bool(group["maximize"])], lr * float(group["weight_decay"])
+    sign, decay = DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], lr * float(group["weight_decay"])
     return sign, decay, beta1, 1 - beta1, beta2, 1 - beta2, lr
 
 
@@ -123,7 +130,7 @@ MUON = UpdateRule("muon", muon, _MOMENTUM_STATES, _list_muon_constants, prepare=
 
 
 # The point that steps; the parameter lies between it and the average, z + beta (x - z).
-_POINT_STATES = (StateSlot("z", 1, exact=True),)
+_SCHEDULE_FREE_SGD_STATES = (StateSlot("z", 1, exact=True),)
 
 
 def schedule_free_sgd(w, g, z, sign, decay, first, mix, size_y, size_z):
@@ -142,7 +149,7 @@ def schedule_free_adamw(w, g, z, v, sign, decay, first, mix, size_y, size_z, kee
     return mix * (z - w) - size_y * d, z - size_z * d, v
 
 
-def compute_next_averaging_weights(group: Mapping) -> tuple[float, float, float]:
+def compute_next_schedule_free_counters(group: Mapping) -> tuple[float, float, float]:
     """Return lr under warmup, the largest so far, and the sum of the averages' weights, after one more step."""
     made, warmup = group["k"] + 1, group["warmup_steps"]
     lr = float(group["lr"]) * (min(1.0, made / warmup) if warmup else 1.0)
@@ -151,9 +158,9 @@ def compute_next_averaging_weights(group: Mapping) -> tuple[float, float, float]
 
 
 def _list_schedule_free_constants(group: Mapping, step: int, momentum: float) -> tuple[float, ...]:
-    lr, _, total = compute_next_averaging_weights(group)
+    lr, _, total = compute_next_schedule_free_counters(group)
     mix = (total - group["weight_sum"]) / total if total else 0.0
-    signs = DESCENT_SIGNS[bool(group["maximize"])], float(group["weight_decay"]), 1.0 if step == 1 else 0.0
+    signs = DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], float(group["weight_decay"]), 1.0 if step == 1 else 0.0
     return (*signs, mix, lr * (1 - momentum * (1 - mix)), lr)
 
 
@@ -167,8 +174,14 @@ def _list_schedule_free_adamw_constants(group: Mapping, step: int) -> tuple[floa
     return (*_list_schedule_free_constants(group, step, beta1), *own)
 
 
-_AVERAGED_ADAMW_STATES = (*_POINT_STATES, StateSlot("exp_avg_sq", 2))
-SCHEDULE_FREE_SGD = UpdateRule("schedule_free_sgd", schedule_free_sgd, _POINT_STATES, _list_schedule_free_sgd_constants)
+_SCHEDULE_FREE_ADAMW_STATES = (*_SCHEDULE_FREE_SGD_STATES, StateSlot("exp_avg_sq", 2))
+SCHEDULE_FREE_SGD = UpdateRule(
+    "schedule_free_sgd", schedule_free_sgd, _SCHEDULE_FREE_SGD_STATES, _list_schedule_free_sgd_constants
+)
 SCHEDULE_FREE_ADAMW = UpdateRule(
-    "schedule_free_adamw", schedule_free_adamw, _AVERAGED_ADAMW_STATES, _list_schedule_free_adamw_constants, betas=2
+    "schedule_free_adamw",
+    schedule_free_adamw,
+    _SCHEDULE_FREE_ADAMW_STATES,
+    _list_schedule_free_adamw_constants,
+    betas=2,
 )

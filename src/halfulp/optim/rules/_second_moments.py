@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import DESCENT_SIGNS, StateSlot, UpdateRule
+from ._update_rule import DESCENT_SIGN_BY_MAXIMIZE, StateSlot, UpdateRule
 
 
 def _read_initial_sum(group: Mapping) -> float:
@@ -25,7 +25,7 @@ def adagrad(w, g, total, sign, decay, eps, lr):
 
 def _list_adagrad_constants(group: Mapping, step: int) -> tuple[float, ...]:
     rate = float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
-    return DESCENT_SIGNS[bool(group["maximize"])], float(group["weight_decay"]), float(group["eps"]), rate
+    return DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])], float(group["weight_decay"]), float(group["eps"]), rate
 
 
 ADAGRAD = UpdateRule(
@@ -76,7 +76,7 @@ def rmsprop_centered_momentum(w, g, v, mean, buffer, sign, decay, keep, take, ep
 
 
 def _list_rmsprop_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    alpha, sign = float(group["alpha"]), DESCENT_SIGNS[bool(group["maximize"])]
+    alpha, sign = float(group["alpha"]), DESCENT_SIGN_BY_MAXIMIZE[bool(group["maximize"])]
     decay, eps = float(group["weight_decay"]), float(group["eps"])
     return sign, decay, alpha, 1 - alpha, eps, float(group["momentum"]), float(group["lr"]), 0.0
 
@@ -106,7 +106,7 @@ def adafactor(w, g, prepared, decay, size):
     return (-(decay * w) - size * prepared,)
 
 
-def list_adafactor_factors(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def list_adafactor_state_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of Adafactor's states: means of squares over columns and over rows, or a vector's squares."""
     if len(shape) < 2:
         return {"variance": shape}
@@ -152,5 +152,10 @@ def _list_adafactor_constants(group: Mapping, step: int) -> tuple[float, ...]:
 
 
 ADAFACTOR = UpdateRule(
-    "adafactor", adafactor, (), _list_adafactor_constants, prepare=prepare_adafactor, factors=list_adafactor_factors
+    "adafactor",
+    adafactor,
+    (),
+    _list_adafactor_constants,
+    prepare=prepare_adafactor,
+    factors=list_adafactor_state_shapes,
 )

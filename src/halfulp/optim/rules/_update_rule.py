@@ -11,7 +11,7 @@ from typing import Any
 # A number, or a function of a param group's options that gives it.
 NumberOrFunction = float | Callable[[Mapping[str, Any]], float]
 # What every format of states holds.
-_LARGEST_INITIAL = 2.0**127
+_LARGEST_INITIAL_VALUE = 2.0**127
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class StateSlot:
             value = float(given)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"state {self.name!r} begins with {given!r}: give a number") from None
-        if not abs(value) <= _LARGEST_INITIAL or (self.degree == 2 and value < 0):
+        if not abs(value) <= _LARGEST_INITIAL_VALUE or (self.degree == 2 and value < 0):
             sign = " that is not negative" if self.degree == 2 else ""
             raise ValueError(f"state {self.name!r} begins with {value}: give a number up to 2^127{sign}")
         return value
 
 
 # The factor of a gradient by which a group descends, or climbs under `maximize`.
-DESCENT_SIGNS = {False: 1.0, True: -1.0}
+DESCENT_SIGN_BY_MAXIMIZE = {False: 1.0, True: -1.0}
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,6 @@ class UpdateRule:
         return tuple(inspect.signature(self.update).parameters)[first:]
 
     @functools.cached_property
-    def is_late(self) -> bool:
+    def has_late_constants(self) -> bool:
         """Whether some of its constants are known only after a look at the tensors."""
         return self.late_values is not None or self.prepare is not None

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...kernels import Trace, compute_float32_root, run_on_tensors
-from ...kernels._device_function import Recording
+from ...kernels import Trace, compute_float32_root, run_trace_on_tensors
+from ...kernels._device_function import ElementRecording
 from ...kernels._operations import add, bit_and, load16, select, shr, sqrt, store16, sub, to_real, word
 from ...kernels._trace import RecordedFunction, block_largest
 from .._storage import (
@@ -36,7 +36,7 @@ class TensorCodec:
     """The base of codecs, which are hashable and give device functions: `load` and `save` of an element."""
 
     columns: ClassVar[int] = 1  # the tensors that hold a state
-    nearest_draw: ClassVar[int] = 0  # the random word by which a stochastic rounding is one to nearest
+    random_word_for_nearest: ClassVar[int] = 0  # the random word by which a stochastic rounding is one to nearest
 
     @property
     def random_bits(self) -> int:
@@ -49,7 +49,7 @@ class TensorCodec:
         return None
 
     @property
-    def to_nearest(self) -> TensorCodec:
+    def nearest_rounding_codec(self) -> TensorCodec:
         """This codec with rounding to nearest."""
         return self
 
@@ -63,30 +63,32 @@ class TensorCodec:
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the float32 values."""
         reader = _record_reader(self)
-        return run_on_tensors(reader.trace, tensors, self.scale_inputs(tensors), reader.results, self.scale_block)[0][0]
+        return run_trace_on_tensors(
+            reader.trace, tensors, self.make_trace_inputs(tensors), reader.results, self.scale_block
+        )[0][0]
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values: to nearest, or by a random word per element."""
-        codec = self.to_nearest if random is None else self
-        drawn = self.nearest_draw if random is None else mask_random_words(random, self.random_bits)
-        inputs = {**self.scale_inputs(tensors), "value": value, "random": drawn}
-        run_on_tensors(_record_writer(codec), tensors, inputs, block=self.scale_block)
+        codec = self.nearest_rounding_codec if random is None else self
+        drawn = self.random_word_for_nearest if random is None else mask_random_words(random, self.random_bits)
+        inputs = {**self.make_trace_inputs(tensors), "value": value, "random": drawn}
+        run_trace_on_tensors(_record_writer(codec), tensors, inputs, block=self.scale_block)
 
-    def scale_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
+    def make_trace_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
         """Return "scale" and "inverse" of a codec with a scale per tensor."""
         return {}
 
 
 @functools.cache
 def _record_reader(codec: TensorCodec) -> RecordedFunction:
-    element = Recording(codec.columns)
+    element = ElementRecording(codec.columns)
     found = codec.load(element.arrays, element.index, element.block(), element.add_input("scale"))
     return RecordedFunction(element.trace, (found.number,))
 
 
 @functools.cache
 def _record_writer(codec: TensorCodec) -> Trace:
-    element = Recording(codec.columns)
+    element = ElementRecording(codec.columns)
     value, inverse = make_nan_canonical(element.add_input("value")), element.add_input("inverse")
     random = element.add_input("random", "w32")
     codec.save(element.arrays, element.index, element.block(), value, inverse, random)
@@ -105,7 +107,7 @@ class PlainCodec(TensorCodec):
         return self.store.random_bits if self.stochastic else 0
 
     @property
-    def to_nearest(self) -> PlainCodec:
+    def nearest_rounding_codec(self) -> PlainCodec:
         return dataclasses.replace(self, stochastic=False)
 
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -144,7 +146,7 @@ class DoubleBF16(TensorCodec):
 
 
 @dataclass(frozen=True)
-class Scaled(PlainCodec):
+class ScaledCodec(PlainCodec):
     """value = payload x scale, or its square for second moments, whose roots are stored: half the range, no sign.
 
     The scale is a power of two per tensor, chosen at each step from the largest finite magnitude that is about to be
@@ -165,7 +167,7 @@ class Scaled(PlainCodec):
         tensors[1].fill_(self.fit_scale(np.float64(largest)).item())
         super().encode(tensors, value, random)
 
-    def scale_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
+    def make_trace_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
         return {"scale": tensors[1], "inverse": 1.0 / tensors[1]}
 
     def fit_scale(self, largest: Any) -> Any:

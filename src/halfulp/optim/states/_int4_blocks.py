@@ -38,7 +38,7 @@ from ...kernels._operations import (
 )
 from ...kernels._trace import block_largest
 from .._storage import CANONICAL_NAN, EXPONENT_MASK, MAGNITUDE_MASK
-from ._int8_blocks import BlockCodec, compute_scale_shape, draw_chance
+from ._int8_blocks import BlockCodec, compute_scale_shape, make_random_fraction
 
 
 class Int4Blocks(BlockCodec):
@@ -54,7 +54,7 @@ class Int4Blocks(BlockCodec):
         codes, scales = compute_scale_shape(shape, 2), compute_scale_shape(shape, self.block)
         return {f"{name}_packed": (codes, torch.uint8), f"{name}_scale": (scales, torch.float32)}
 
-    def scale_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
+    def make_trace_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
         """Return a tensor that has an element where codes are half a byte."""
         codes = tensors[0]
         return {"elements": codes.new_empty((*codes.shape[:-1], 2 * codes.shape[-1]))}
@@ -68,13 +68,13 @@ class Int4Blocks(BlockCodec):
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
         codes, scales = arrays
         # The least scale under which a number fits into the signed map.
-        needed = value if self.squared else select(value < ZERO, value * OVER_LEAST_NEGATIVE, value)
-        largest = block_largest(find_finite_or_nan_word(needed))
+        needed = value if self.squared else select(value < ZERO, value * INVERSE_NEGATIVE_MAGNITUDE, value)
+        largest = block_largest(find_magnitude_or_nan_word(needed))
         largest = select(largest < LEAST_NORMAL, NONE, largest)  # smaller ones have no inverse
         store32(scales, block, largest)
         scale = real(largest)
         share = value * select(scale > ZERO, divide(UNIT, scale), UNIT)
-        store4(codes, i, (encode_above_zero if self.squared else encode_signed)(share, draw_chance(random)))
+        store4(codes, i, (encode_unsigned if self.squared else encode_signed)(share, make_random_fraction(random)))
 
 
 ZERO, UNIT, SIXTEEN, SIXTEENTH = (np.float32(x) for x in (0.0, 1.0, 16.0, 0.0625))
@@ -82,10 +82,10 @@ NONE, ONE, TWO, FOUR, SEVEN, EIGHT = (np.uint32(n) for n in (0, 1, 2, 4, 7, 8))
 LEAST_NORMAL = np.uint32(0x00800000)
 # Positive numbers of the signed map: 10^-e times the midpoints, then 1, which has the code of a negative zero.
 CODE_MAGNITUDES = tuple(np.float32(x) for x in (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875))
-LEAST_NEGATIVE, OVER_LEAST_NEGATIVE = CODE_MAGNITUDES[-1], np.float32(1 / 0.8875)
+LARGEST_NEGATIVE_MAGNITUDE, INVERSE_NEGATIVE_MAGNITUDE = CODE_MAGNITUDES[-1], np.float32(1 / 0.8875)
 
 
-def find_finite_or_nan_word(x):
+def find_magnitude_or_nan_word(x):
     """Device function: the word of |x|, 0 for infinities; of NaN the largest, so that a block knows of one."""
     magnitude = bit_and(word(x), MAGNITUDE_MASK)
     finite = select(magnitude < EXPONENT_MASK, magnitude, NONE)
@@ -104,7 +104,7 @@ def decode_signed(code):
 def encode_signed(share, chance):
     """Device function: the code of one of the two numbers of the signed map around a share of the scale."""
     is_positive, x = share > ZERO, abs(share)
-    x = select(is_positive | (x < LEAST_NEGATIVE), x, LEAST_NEGATIVE)
+    x = select(is_positive | (x < LARGEST_NEGATIVE_MAGNITUDE), x, LARGEST_NEGATIVE_MAGNITUDE)
     size, low, gap = NONE, ZERO, CODE_MAGNITUDES[0]
     for number, (magnitude, above) in enumerate(zip(CODE_MAGNITUDES, (*CODE_MAGNITUDES[1:], UNIT)), 1):
         is_reached = x >= magnitude
@@ -114,7 +114,7 @@ def encode_signed(share, chance):
     return select(is_positive | (size == NONE), size, add(size, EIGHT))
 
 
-def encode_above_zero(share, chance):
+def encode_unsigned(share, chance):
     """Device function: the code of one of the two numbers of the linear map around a share of the scale."""
     x = share * SIXTEEN
     x = select(x < SIXTEEN, x, SIXTEEN)

@@ -36,7 +36,7 @@ from ...kernels._operations import (
     to_word,
     word,
 )
-from ...kernels._trace import nearest_integer
+from ...kernels._trace import round_to_integer
 from ._codec import TensorCodec, find_largest_finite_magnitude_word
 
 CODEC_VERSION = 2
@@ -47,7 +47,7 @@ class BlockCodec(TensorCodec):
     """The base of codes in blocks, each under a scale; of second moments where `squared`."""
 
     columns: ClassVar[int] = 2
-    nearest_draw: ClassVar[int] = 0x8000
+    random_word_for_nearest: ClassVar[int] = 0x8000
     random_bits: ClassVar[int] = 16
 
     block: int
@@ -77,17 +77,17 @@ class Int8Blocks(BlockCodec):
     def load_root(self, arrays: Sequence[Any], i: Any, block: Any) -> Any:
         """Device function: the float32 of element i before squaring; code -128 of a first moment is NaN."""
         codes, scales = arrays
-        code, scale = load8(codes, i), real(shl(load16(scales, block), S16))
-        k = to_real(code if self.squared else sub(bit_xor(code, SIGN_8), SIGN_8))
-        root = k * k * k * (UNSIGNED_UNIT if self.squared else SIGNED_UNIT) * scale
-        return root if self.squared else select(code == SIGN_8, NAN, root)
+        code, scale = load8(codes, i), real(shl(load16(scales, block), SHIFT_16))
+        k = to_real(code if self.squared else sub(bit_xor(code, SIGN_MASK_8), SIGN_MASK_8))
+        root = k * k * k * (INVERSE_UNSIGNED_CUBE if self.squared else INVERSE_SIGNED_CUBE) * scale
+        return root if self.squared else select(code == SIGN_MASK_8, NAN, root)
 
     def save_root(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
         """Device function: store element i, given before squaring, and the scale of its block."""
         codes, scales = arrays
         scale = encode_scale(find_largest_finite_magnitude_word(root))
         store16(scales, block, scale)
-        inner = real(shl(scale, S16))
+        inner = real(shl(scale, SHIFT_16))
         share = root * select(inner > ZERO, divide(UNIT, inner), UNIT)  # 1 for a block of zeros
         code = encode_root(share, random) if self.squared else encode_signed(share, random)
         # A positive root never gets code 0.
@@ -112,14 +112,19 @@ def compute_scale_shape(shape: torch.Size, block: int) -> torch.Size:
 
 
 NAN = np.float32("nan")
-ONE, S5, S7, S16, S21 = (np.uint32(n) for n in (1, 5, 7, 16, 21))
-SIGN_8, SIGN_32, ZERO_WORD, CHANCE_BITS_MASK = np.uint32(0x80), np.uint32(0x80000000), np.uint32(0), np.uint32(0xFFFE)
-ONE_AS_WORD, BELOW_UNIT = np.uint32(0x3F800000), np.float32(1 - 2.0**-16)
+ONE, SHIFT_5, SHIFT_7, SHIFT_16, SHIFT_21 = (np.uint32(n) for n in (1, 5, 7, 16, 21))
+SIGN_MASK_8, SIGN_MASK_32, ZERO_WORD, CHANCE_BITS_MASK = (
+    np.uint32(0x80),
+    np.uint32(0x80000000),
+    np.uint32(0),
+    np.uint32(0xFFFE),
+)
+ONE_AS_WORD, ONE_LESS_TWO_TO_MINUS_16 = np.uint32(0x3F800000), np.float32(1 - 2.0**-16)
 ZERO, UNIT, THREE = (np.float32(x) for x in (0.0, 1.0, 3.0))
-SIGNED_CUBES, UNSIGNED_CUBES = np.float32(127.0**3), np.float32(255.0**3)
-SIGNED_UNIT, UNSIGNED_UNIT = np.float32(1 / 127**3), np.float32(1 / 255**3)
+LARGEST_SIGNED_CUBE, LARGEST_UNSIGNED_CUBE = np.float32(127.0**3), np.float32(255.0**3)
+INVERSE_SIGNED_CUBE, INVERSE_UNSIGNED_CUBE = np.float32(1 / 127**3), np.float32(1 / 255**3)
 # Scales have three significant bits: finer ones move as their block decays, and all its codes are rounded again.
-BELOW_SCALE_STEP, LEAST_SCALE, MOST_SCALE = np.uint32((1 << 21) - 1), np.uint32(0x0080), np.uint32(0x7F60)
+BELOW_SCALE_STEP, LEAST_SCALE_CODE, LARGEST_SCALE_CODE = np.uint32((1 << 21) - 1), np.uint32(0x0080), np.uint32(0x7F60)
 INVERSE_ROOT_START, THIRD_OF_WORD = np.uint32(0x54A1B000), np.uint32(0x55555555)
 ROOT_COEFFICIENT_0, ROOT_COEFFICIENT_1, ROOT_COEFFICIENT_2 = (np.float32(x) for x in (2.223406, -1.7760453, 0.55265582))
 HUGE_ROOT, HUGE_SQUARE, SHRINK_FACTOR, GROW_FACTOR = (np.float32(x) for x in (2.0**60, 2.0**120, 2.0**-80, 2.0**80))
@@ -134,10 +139,10 @@ def approximate_cube_root(x):
     return near * multiply_add(p, multiply_add(p, ROOT_COEFFICIENT_2, ROOT_COEFFICIENT_1), ROOT_COEFFICIENT_0)
 
 
-def draw_chance(random):
+def make_random_fraction(random):
     """Device function: a number in (0, 1), an odd multiple of 2^-16, whose bits are made beside a 1."""
     # A chance is thus off by 2^-16 at most, and its sum with a code, of which 255 is the largest, is exact.
-    return real(bit_or(shl(bit_and(random, CHANCE_BITS_MASK), S7), ONE_AS_WORD)) - BELOW_UNIT
+    return real(bit_or(shl(bit_and(random, CHANCE_BITS_MASK), SHIFT_7), ONE_AS_WORD)) - ONE_LESS_TWO_TO_MINUS_16
 
 
 # Codes rise at thresholds, one between each two cubes; the root of the j-th is at most .39 above j + chance:
@@ -146,30 +151,30 @@ def draw_chance(random):
 
 def encode_signed(value, random):
     """Device function: the signed code of a value in units of its block's scale; -128 for NaN."""
-    x = abs(value) * SIGNED_CUBES
-    x = select(x < SIGNED_CUBES, x, SIGNED_CUBES)
-    chance = draw_chance(random)
-    j = nearest_integer(approximate_cube_root(x) - chance)
+    x = abs(value) * LARGEST_SIGNED_CUBE
+    x = select(x < LARGEST_SIGNED_CUBE, x, LARGEST_SIGNED_CUBE)
+    chance = make_random_fraction(random)
+    j = round_to_integer(approximate_cube_root(x) - chance)
     square = j * j
     gap = multiply_add(square + j, THREE, UNIT)  # to the cube of the next whole number
     size = j + select(chance * gap < multiply_add(square, -j, x), UNIT, ZERO)
     size = size + select(value == value, ZERO, UNIT)  # x of a NaN is the largest, and its size thus 128
-    return to_word(real(bit_or(word(size), bit_and(word(value), SIGN_32))))
+    return to_word(real(bit_or(word(size), bit_and(word(value), SIGN_MASK_32))))
 
 
 def encode_root(value, random):
     """Device function: the unsigned code of a root in units of its block's scale."""
-    x = value * UNSIGNED_CUBES
-    x = select(x < UNSIGNED_CUBES, x, UNSIGNED_CUBES)
-    chance = draw_chance(random)
-    j = nearest_integer(approximate_cube_root(x) - chance)
+    x = value * LARGEST_UNSIGNED_CUBE
+    x = select(x < LARGEST_UNSIGNED_CUBE, x, LARGEST_UNSIGNED_CUBE)
+    chance = make_random_fraction(random)
+    j = round_to_integer(approximate_cube_root(x) - chance)
     t = j + chance
     return add(to_word(j), select(t * t * t < x, ONE, ZERO_WORD))
 
 
 def encode_scale(top):
     """Device function: the bfloat16 code of the least scale not under a finite magnitude's word; 0 for 0."""
-    code = shl(shr(add(top, BELOW_SCALE_STEP), S21), S5)
-    code = select(code < MOST_SCALE, code, MOST_SCALE)
-    code = select(code > LEAST_SCALE, code, LEAST_SCALE)
+    code = shl(shr(add(top, BELOW_SCALE_STEP), SHIFT_21), SHIFT_5)
+    code = select(code < LARGEST_SCALE_CODE, code, LARGEST_SCALE_CODE)
+    code = select(code > LEAST_SCALE_CODE, code, LEAST_SCALE_CODE)
     return select(top > ZERO_WORD, code, ZERO_WORD)

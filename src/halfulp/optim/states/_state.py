@@ -11,19 +11,19 @@ import torch
 
 from ..._messages import quote
 from ..._names import register_entry
-from .._storage import BF16, F32, PAYLOAD_STORES, Store
+from .._storage import BF16, F32, PAYLOAD_STORE_BY_DTYPE, Store
 from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
-from ._codec import DoubleBF16, PlainCodec, Scaled
+from ._codec import DoubleBF16, PlainCodec, ScaledCodec
 from ._int4_blocks import Int4Blocks
 from ._int8_blocks import BlockCodec, Int8Blocks
 
 BF16_PAIR = "bfloat16x2"
 # Codes in blocks, and the usual length of these.
-BLOCK_LENGTHS = {"8bit": 32, "4bit": 128}
+BLOCK_LENGTH_BY_STORAGE = {"8bit": 32, "4bit": 128}
 SCALED_DTYPES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 # Other names of what `state_dtype=` takes.
-_STORAGE_ALIASES: dict[object, object] = {
+_STORAGE_BY_ALIAS: dict[object, object] = {
     **{str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, *SCALED_DTYPES)},
     **{"fp8": torch.float8_e4m3fn, "int8": "8bit", "uint8": "8bit", "int4": "4bit", Components(2): BF16_PAIR},
 }
@@ -50,9 +50,9 @@ class State:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", _STORAGE_ALIASES.get(self.dtype, self.dtype))
-        object.__setattr__(self, "block", self.block or BLOCK_LENGTHS.get(str(self.dtype), 32))
-        named = (*BLOCK_LENGTHS, BF16_PAIR, *_user_stores)
+        object.__setattr__(self, "dtype", _STORAGE_BY_ALIAS.get(self.dtype, self.dtype))
+        object.__setattr__(self, "block", self.block or BLOCK_LENGTH_BY_STORAGE.get(str(self.dtype), 32))
+        named = (*BLOCK_LENGTH_BY_STORAGE, BF16_PAIR, *_user_stores)
         if self.dtype not in (torch.float32, torch.bfloat16, *SCALED_DTYPES, *named):
             own = "".join(f", {name!r}" for name in _user_stores)
             raise ValueError(
@@ -64,7 +64,7 @@ class State:
             raise ValueError(f"state rounding {self.rounding!r}: allowed are None, 'nearest' and 'stochastic'")
         if self.block not in (16, 32, 64, 128, 256, 512, 1024):
             raise ValueError(f"state block {self.block!r}: allowed are the powers of two from 16 to 1024")
-        if self.dtype in BLOCK_LENGTHS and self.rounding == "nearest":
+        if self.dtype in BLOCK_LENGTH_BY_STORAGE and self.rounding == "nearest":
             raise ValueError("states in blocks are stored stochastically: nearest codes stall; leave rounding out")
         if self.dtype == BF16_PAIR and self.rounding == "stochastic":
             raise ValueError("two bfloat16 are rounded to nearest: allowed are None and 'nearest'")
@@ -89,7 +89,12 @@ def register_state_store(store: Store, description: str) -> None:
     """
     if not isinstance(store, Store):
         raise TypeError(f"a storage of states is a Store, got {store!r}")
-    if store.name in (*BLOCK_LENGTHS, BF16_PAIR, *_STORAGE_ALIASES, *(own.name for own in PAYLOAD_STORES.values())):
+    if store.name in (
+        *BLOCK_LENGTH_BY_STORAGE,
+        BF16_PAIR,
+        *_STORAGE_BY_ALIAS,
+        *(own.name for own in PAYLOAD_STORE_BY_DTYPE.values()),
+    ):
         raise ValueError(f"state store {store.name!r} exists already: choose another name")
     if store.dtype.is_complex or store.dtype.itemsize > 4 or store.random_bits not in (0, 16, 32):
         raise ValueError(
@@ -97,7 +102,9 @@ def register_state_store(store: Store, description: str) -> None:
             "of 1, 2 or 4 bytes, and 0, 16 or 32 bits"
         )
     others = {
-        own.dtype: own.name for own in (*PAYLOAD_STORES.values(), *_user_stores.values()) if own.name != store.name
+        own.dtype: own.name
+        for own in (*PAYLOAD_STORE_BY_DTYPE.values(), *_user_stores.values())
+        if own.name != store.name
     }
     if store.dtype in others:
         # A file says by its dtype which storage wrote a state.
@@ -130,7 +137,7 @@ def resolve_codecs(
     """Return the codec of every state of one parameter, whose shape is the global one, however it is sharded."""
     chosen = given.values() if isinstance(given, Mapping) else [given]
     states = [read_state_choice(one, default) for one in chosen]
-    lengths = {state.block or 0 for state in states if state.dtype in BLOCK_LENGTHS}
+    lengths = {state.block or 0 for state in states if state.dtype in BLOCK_LENGTH_BY_STORAGE}
     if len(lengths) > 1:
         raise ValueError(
             f"state_dtype gives blocks of {sorted(lengths)}: the states of one parameter share one "
@@ -161,26 +168,27 @@ def _choose_default_storage(slot: StateSlot, slots: tuple[StateSlot, ...], defau
 
 # The least bits behind the leading one of a maximum, and of what it is taken of. Largest so far, over 6,000 steps, of a
 # second moment stored stochastically: its root is 1.8% too large with 7 bits (bfloat16), .3% with 10 (float16).
-_LEAST_MAXIMUM_BITS, _LEAST_SOURCE_BITS = 7, 10
-_LEAST_EXACT_BITS = 16
+_LEAST_MANTISSA_BITS_OF_MAXIMUM, _LEAST_MANTISSA_BITS_OF_SOURCE = 7, 10
+_LEAST_MANTISSA_BITS_OF_EXACT_STATE = 16
 
 
 def refuse_coarse_states(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoice) -> None:
     """Refuse a storage that loses digits of an exact state, or whose noise a running maximum would keep."""
     bits = {slot.name: _count_mantissa_bits(codec) for slot, codec in zip(rule.states, codecs)}
     exact = [slot.name for slot in rule.states if slot.exact]
-    if any(bits[name] < _LEAST_EXACT_BITS for name in exact):
-        rest = _leave_out_states(exact, rule, given)
+    if any(bits[name] < _LEAST_MANTISSA_BITS_OF_EXACT_STATE for name in exact):
+        rest = _make_choice_without_states(exact, rule, given)
         raise ValueError(
             f"{rule.name} uses {quote(exact)} to the last digits, which state_dtype={given!r} does not keep: leave "
             f"them out of it, state_dtype={rest or None!r}, and they are stored in float32 (or as {BF16_PAIR!r})"
         )
     for slot in rule.states:
         if slot.maximum_of is None or (
-            bits[slot.maximum_of] >= _LEAST_SOURCE_BITS and bits[slot.name] >= _LEAST_MAXIMUM_BITS
+            bits[slot.maximum_of] >= _LEAST_MANTISSA_BITS_OF_SOURCE
+            and bits[slot.name] >= _LEAST_MANTISSA_BITS_OF_MAXIMUM
         ):
             continue
-        rest = _leave_out_states([slot.name, slot.maximum_of], rule, given)
+        rest = _make_choice_without_states([slot.name, slot.maximum_of], rule, given)
         raise ValueError(
             f"{rule.name} divides by {slot.name!r}, the largest {slot.maximum_of!r} so far, which keeps every upward "
             f"rounding: under state_dtype={given!r} steps would shrink by about 2% and more. Leave both out of it, "
@@ -188,7 +196,7 @@ def refuse_coarse_states(rule: UpdateRule, codecs: tuple[Codec, ...], given: Sta
         )
 
 
-def _leave_out_states(names: Sequence[str], rule: UpdateRule, given: StateChoice) -> dict[str, Any]:
+def _make_choice_without_states(names: Sequence[str], rule: UpdateRule, given: StateChoice) -> dict[str, Any]:
     items = given.items() if isinstance(given, Mapping) else [(slot.name, given) for slot in rule.states]
     return {name: one for name, one in items if name not in names}
 
@@ -215,17 +223,17 @@ def can_hold_blocks(shape: torch.Size, block: int) -> bool:
 
 
 def _choose_codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
-    if state.dtype in BLOCK_LENGTHS and state.block is not None and can_hold_blocks(shape, state.block):
+    if state.dtype in BLOCK_LENGTH_BY_STORAGE and state.block is not None and can_hold_blocks(shape, state.block):
         kind = Int8Blocks if state.dtype == "8bit" else Int4Blocks
         return kind(state.block, slot.degree == 2)
     if state.dtype == BF16_PAIR:
         return DoubleBF16()
     # Blocks that do not fit are bfloat16.
-    known = PAYLOAD_STORES[state.dtype] if isinstance(state.dtype, torch.dtype) else None
+    known = PAYLOAD_STORE_BY_DTYPE[state.dtype] if isinstance(state.dtype, torch.dtype) else None
     store = known or _user_stores.get(str(state.dtype), BF16)
     if store is F32:
         return PlainCodec(F32, False)
     stochastic = state.rounding != "nearest"
     if state.dtype in SCALED_DTYPES:
-        return Scaled(store, stochastic, slot.degree == 2)
+        return ScaledCodec(store, stochastic, slot.degree == 2)
     return PlainCodec(store, stochastic)

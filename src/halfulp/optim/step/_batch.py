@@ -12,22 +12,22 @@ import numpy as np
 import torch
 
 from ..._torch_versions import TensorGuards
-from ...kernels import has_own_memory, make_chunk_table, overlaps_itself, to_plain_memory
-from ...kernels._plain_memory import refuse_tensor
-from ...kernels.vector._machine_function import address_of
+from ...kernels import has_strided_values, make_chunk_table, overlaps_itself, to_plain_memory
+from ...kernels._plain_memory import refuse_tensor_without_plain_memory
+from ...kernels.vector._machine_function import get_array_address
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from .._storage import PAYLOAD_STORES, STORES, Store
+from .._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store
 from ..parameters._local_tensors import find_index_map, get_local, get_payload, list_payloads
 from ..parameters._narrowing import is_marked_as_float32
-from ..parameters._outside_writes import record_payload_version, renew_payload_version, reset_stale_tensors
+from ..parameters._outside_writes import record_payload_version, renew_payload_version, reset_stale_auxiliary_tensors
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
-from ..parameters._state_tensors import BEGUN_KEY
+from ..parameters._state_tensors import STATES_BEGUN_KEY
 from ..parameters._step_spec import StepSpec, choose_step_spec
 from ..rules._update_rule import UpdateRule
 
 if TYPE_CHECKING:
-    from ...kernels.triton._launch import PlacedChunks
+    from ...kernels.triton._launch import DeviceChunks
 
 
 class BatchTable:
@@ -47,23 +47,23 @@ class BatchTable:
         self.keys = np.zeros((len(plans), int(plans[0].spec.draws_bits)), np.uint64)
         # The row of the constants of each parameter where all have the same.
         self.constant_rows = np.zeros(len(plans), np.int64)
-        self.array_addresses = [*map(address_of, (self.chunks, self.pointers, self.constant_rows, self.keys))]
+        self.array_addresses = [*map(get_array_address, (self.chunks, self.pointers, self.constant_rows, self.keys))]
         self.state_entries = [plan.state for plan in plans]
         # Of the tensors in these entries: their name, those of all parameters, and their addresses.
         self.state_columns = [
             (name, [plan.stored[k] for plan in plans], [plan.stored_addresses[k] for plan in plans])
             for k, name in enumerate(plans[0].spec.tensor_names)
         ]
-        self.has_later_states = any(BEGUN_KEY in plan.state for plan in plans)
+        self.has_later_states = any(STATES_BEGUN_KEY in plan.state for plan in plans)
         self.records = [plan.record for plan in plans if plan.tracks_writes]
         self.parameter_addresses = [plan.address for plan in plans]
         self.rows_with_gaps = [row for row, plan in enumerate(plans) if not plan.contiguous]
         self.is_plain = all(plan.plain for plan in plans)
         # The checks of the parameters and of their gradients; None where these are looked at one by one.
         self.guards: tuple[TensorGuards, TensorGuards] | None = None
-        self.placed_chunks: PlacedChunks | None = None  # on an accelerator
+        self.placed_chunks: DeviceChunks | None = None  # on an accelerator
 
-    def select_values(self, values: list[Any]) -> list[Any]:
+    def select_batch_values(self, values: list[Any]) -> list[Any]:
         """Return the values of the batch's parameters, given those of all."""
         places = self.parameter_places
         return values if len(places) == len(values) else [values[place] for place in places]
@@ -155,7 +155,7 @@ class Batch:
         weight = [*self.copies[row], *plan.auxiliary_tensors] if row in self.copies else plan.weight_tensors
         return weight, self.gradients[row], [*plan.states, *([one] for one in self.prepared_tensors[row : row + 1])]
 
-    def reset_stale_tensors(self) -> None:
+    def reset_stale_auxiliary_tensors(self) -> None:
         """Reset the auxiliary tensors of parameters that were written from outside."""
         recorded, parameters = self.payload_versions, self.parameters
         versions = [held.version for held in recorded]
@@ -164,7 +164,7 @@ class Batch:
         for plan, parameter in zip(self.plans, parameters) if recorded else ():
             held = plan.payload_version
             if held is not None and held.version != parameter._version:
-                reset_stale_tensors(plan)
+                reset_stale_auxiliary_tensors(plan)
 
     def record_step(self) -> None:
         """Record a step that has been written."""
@@ -182,9 +182,9 @@ class Batch:
             for held, parameter in zip(self.payload_versions, self.parameters):
                 held.version = parameter._version
         elif self.payload_versions:
-            self.record_versions_again()
+            self.record_payload_versions_again()
 
-    def record_versions_again(self) -> None:
+    def record_payload_versions_again(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""
         for plan in self.plans:
             record_payload_version(plan)
@@ -194,7 +194,7 @@ class Batch:
 GroupSetting = tuple[UpdateRule, Any, int, int]
 
 
-class Roster:
+class BatchedParameters:
     """The parameters that step together, batch by batch, which the next step takes over while nothing has changed."""
 
     def __init__(
@@ -204,7 +204,7 @@ class Roster:
         resting_places: list[int],
         places: Sequence[list[int]],
         state: Mapping[Any, Any],
-        before: Roster | None,
+        before: BatchedParameters | None,
     ) -> None:
         """Make the batches of parameters by their `places`; the tables `before` stay where their plans do."""
         self.settings, self.plans, self.resting_places = settings, plans, resting_places
@@ -242,7 +242,8 @@ class Roster:
         ):
             return False
         return all(
-            table.is_valid_for(table.select_values(parameters), table.select_values(gradients)) for table in self.tables
+            table.is_valid_for(table.select_batch_values(parameters), table.select_batch_values(gradients))
+            for table in self.tables
         )
 
     def make_batches(
@@ -268,15 +269,18 @@ class Roster:
                 own = steps[first:last]
                 ages = own
                 if table.has_later_states:
-                    ages = [step - entry.get(BEGUN_KEY, 0) for step, entry in zip(own, table.state_entries[first:last])]
+                    ages = [
+                        step - entry.get(STATES_BEGUN_KEY, 0)
+                        for step, entry in zip(own, table.state_entries[first:last])
+                    ]
                 made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
-                if not rule.is_late and any(len(one) != len(rule.constants) for one in made.values()):
+                if not rule.has_late_constants and any(len(one) != len(rule.constants) for one in made.values()):
                     raise ValueError(
                         f"the values of rule {rule.name!r} are {[*made.values()]}, but its update takes "
                         f"{rule.constants}: give a number for each of these"
                     )
                 constants += [*made.values()] * len(ages) if len(made) == 1 else [made[age] for age in ages]
-                if rule.is_late:
+                if rule.has_late_constants:
                     counted += [(groups[number], age) for age in ages]
                 metered |= {bool(interval) and step % interval == 0 for step in {*own}}
             if len(metered) > 1:
@@ -286,8 +290,8 @@ class Roster:
                 Batch(
                     spec.metered_spec if metered.pop() else spec,
                     table,
-                    table.select_values(parameters),
-                    table.select_values(gradients),
+                    table.select_batch_values(parameters),
+                    table.select_batch_values(gradients),
                     [scales.get(place, 1.0) for place in table.parameter_places] if scales else [1.0] * len(steps),
                     steps,
                     constants,
@@ -295,7 +299,7 @@ class Roster:
                 )
             )
         for batch in found:
-            batch.reset_stale_tensors()
+            batch.reset_stale_auxiliary_tensors()
         return found
 
 
@@ -314,7 +318,7 @@ class PlanCache:
         self._specs: dict[tuple[StepSpec, torch.device], StepSpec] = {}
         # What the keys refer to by id is kept alive by the values.
         self._specs_by_options: dict[tuple, tuple[StepSpec, tuple]] = {}
-        self.roster: Roster | None = None
+        self.roster: BatchedParameters | None = None
 
     def get(self, parameter: torch.Tensor) -> ParameterPlan | None:
         """Return a parameter's plan, valid or not; None where there is none."""
@@ -407,12 +411,14 @@ class PlanCache:
 
 def refuse_unwritable_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> None:
     """Refuse a parameter whose numbers no step here can write; memory still to come is looked at when it steps."""
-    if part.is_meta or has_own_memory(part) or torch.nn.parameter.is_lazy(parameter):
+    if part.is_meta or has_strided_values(part) or torch.nn.parameter.is_lazy(parameter):
         return
     dense = part.layout is torch.strided and not part.is_quantized and not part.is_nested
     if dense and type(part) in (torch.Tensor, torch.nn.Parameter):
         return
-    refuse_tensor(part, f"parameter {name}", "torch.optim's optimizers step what such a class allows")
+    refuse_tensor_without_plain_memory(
+        part, f"parameter {name}", "torch.optim's optimizers step what such a class allows"
+    )
 
 
 def check_kernel_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
@@ -421,8 +427,8 @@ def check_kernel_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
     named = [("parameter", part) for part in plan.weight_tensors[:own]]
     named += [(f"state {key!r} of parameter", tensor) for key, tensor in plan.tensors.items()]
     for what, tensor in named:
-        if not has_own_memory(tensor) or (tensor.is_neg() and tensor.is_contiguous()):
-            refuse_tensor(tensor, f"{what} {plan.name}")
+        if not has_strided_values(tensor) or (tensor.is_neg() and tensor.is_contiguous()):
+            refuse_tensor_without_plain_memory(tensor, f"{what} {plan.name}")
         if tensor.device != gradient.device:
             raise ValueError(
                 f"{what} {plan.name} is on {tensor.device} and the gradient on {gradient.device}: move them to one "
@@ -461,8 +467,8 @@ def choose_gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name:
             f"parameter {name} has a sparse gradient: give its Embedding sparse=False, or use "
             "hu.optim.wrap(torch.optim.SparseAdam, ...)"
         )
-    if isinstance(parameter, ScaledTensor) and gradient.dtype in PAYLOAD_STORES:
-        return PAYLOAD_STORES[gradient.dtype]
-    if gradient.dtype not in STORES:
+    if isinstance(parameter, ScaledTensor) and gradient.dtype in PAYLOAD_STORE_BY_DTYPE:
+        return PAYLOAD_STORE_BY_DTYPE[gradient.dtype]
+    if gradient.dtype not in STORE_BY_DTYPE:
         raise ValueError(f"the gradient of {name} is {gradient.dtype}: allowed are bfloat16, float16 and float32")
-    return STORES[gradient.dtype]
+    return STORE_BY_DTYPE[gradient.dtype]

@@ -9,24 +9,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels import IndexMap, Trace, Traced, record_function, run_on_tensors
-from ...kernels._device_function import RANDOM_STREAM_INPUTS, Recording, Table, bind_names, call_users_function
+from ...kernels import IndexMap, Trace, Traced, record_function, run_trace_on_tensors
+from ...kernels._device_function import RANDOM_STREAM_INPUTS, ElementRecording, Table, bind_names, call_users_function
 from ...kernels._operations import bit_and, select, shr, sqrt
 from ...kernels._trace import RecordedFunction
 from ...kernels.vector._table_loop import compile_table_kernel
-from ...rounding._random_bits import WEYL_STEP, compute_stream, draw_word, hash_element, record_stream_start
+from ...rounding._random_bits import WEYL_STEP, compute_stream_counters, draw_word, hash_element, record_stream_start
 from .._storage import F32
 from ..parameters._step_spec import (
     POINTERS_BEFORE_STATES,
-    SUM_SCALE_NAMES,
-    Draw,
+    SUM_SCALE_CONSTANT_NAMES,
+    RandomBitDraw,
     StepSpec,
     assign_random_bits,
-    count_pointers,
+    count_pointer_columns,
     list_state_columns,
 )
 from ..rules._update_rule import UpdateRule
-from ..states._codec import Scaled, find_finite_magnitude_word
+from ..states._codec import ScaledCodec, find_finite_magnitude_word
 from ..states._int8_blocks import GROW_FACTOR, HUGE_ROOT, HUGE_SQUARE, SHRINK_FACTOR, Int8Blocks
 
 GRADIENT_COLUMN = 4
@@ -37,14 +37,14 @@ NO_RANDOM_WORD = np.uint32(0)
 @functools.cache
 def compile_step(spec: StepSpec) -> Callable:
     """Return the kernel `step(first, last, chunks, pointers, rows, constants, keys, meter)` of a specification."""
-    return compile_table_kernel(f"step_{spec.name}", make_step_table(spec))
+    return compile_table_kernel(f"step_{spec.name}", make_step_function(spec))
 
 
-def make_step_table(spec: StepSpec) -> Table:
+def make_step_function(spec: StepSpec) -> Table:
     """Return the step of a specification as a device function on a table of pointers."""
     return Table(
         record_step(spec),
-        count_pointers(spec),
+        count_pointer_columns(spec),
         len(spec.constant_names),
         record_stream_start() if spec.draws_bits and not spec.finds else None,
         int(WEYL_STEP),
@@ -59,7 +59,7 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
     A metered step sums up updates wanted and cancelled, u^2 and u (realised change); one that finds the largest
     magnitudes has those of the weight and of the scaled states, and `with_payload` of the payload as read.
     """
-    element = Recording(count_pointers(spec), len(spec.constant_names))
+    element = ElementRecording(count_pointer_columns(spec), len(spec.constant_names))
     step = _StepRecorder(spec, element)
     step.record()
     if with_payload:
@@ -71,7 +71,7 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
 class _StepRecorder:
     """One element's values in the traced step of a specification."""
 
-    def __init__(self, spec: StepSpec, element: Recording) -> None:
+    def __init__(self, spec: StepSpec, element: ElementRecording) -> None:
         self.spec, self.trace, self.element = spec, element.trace, element
         self.i, self.arrays, numbers = element.index, element.arrays, element.constants
         self.block = self.trace.emit("block", (), None, "block")
@@ -87,7 +87,7 @@ class _StepRecorder:
         g = spec.gradient.real(spec.gradient.load(self.arrays[GRADIENT_COLUMN], self.i))
         w, g = (p * self.scales["weight_scale"], g * self.scales["gradient_scale"]) if spec.scaled else (p, g)
         roots = [self.load_root(k) for k in range(len(spec.codecs))]
-        if spec.rescales_large:  # scale an element down whose square float32 does not hold
+        if spec.rescales_large_elements:  # scale an element down whose square float32 does not hold
             large = abs(g) > HUGE_ROOT
             for codec, slot, root in zip(spec.codecs, spec.rule.states, roots):
                 if slot.degree == 2:
@@ -95,7 +95,7 @@ class _StepRecorder:
             self.trace.rare_masks.add(large.number)
             self.shrink, self.grow = select(large, SHRINK_FACTOR, ONE), select(large, GROW_FACTOR, ONE)
         values = [self.rescale_state(k, root) for k, root in enumerate(roots)]
-        if spec.reduces:
+        if spec.has_rule_reductions:
             self.record_reductions(w, g, values)
             return
         u, new = self.apply_rule(w, g, values)
@@ -111,7 +111,7 @@ class _StepRecorder:
             lost = select(lost - lost == ZERO, lost, ZERO)
             new[0] = spec.rule.error_feedback(lost, *new, *self.rescale_constants())
         if spec.metered:
-            self.record_meter(w, u, written * self.scales["new_scale"] if spec.scaled else written)
+            self.record_update_sums(w, u, written * self.scales["new_scale"] if spec.scaled else written)
         for k, value in enumerate(new):
             self.store_state(k, value, self.draw_random_bits(state_draws[k]))
 
@@ -122,13 +122,13 @@ class _StepRecorder:
 
     def load_root(self, k: int) -> Any:
         """Load state k as it is stored: a second moment in blocks before squaring."""
-        codec, arrays = self.spec.codecs[k], self.find_state_columns(k)
+        codec, arrays = self.spec.codecs[k], self.list_state_addresses(k)
         if isinstance(codec, Int8Blocks):
             return codec.load_root(arrays, self.i, self.block)
-        scale = self.scales[f"scale_{k}"] if isinstance(codec, Scaled) else None
+        scale = self.scales[f"scale_{k}"] if isinstance(codec, ScaledCodec) else None
         return codec.load(arrays, self.i, self.block, scale)
 
-    def find_state_columns(self, k: int) -> Sequence[Any]:
+    def list_state_addresses(self, k: int) -> Sequence[Any]:
         """Return the addresses of a state's tensors."""
         first = list_state_columns(self.spec)[k]
         return self.arrays[first : first + self.spec.codecs[k].columns]
@@ -143,11 +143,11 @@ class _StepRecorder:
 
     def multiply_if_rescaled(self, value: Any, factor: Any) -> Any:
         """Multiply a value by a factor, if the step rescales elements."""
-        return value * factor if self.spec.rescales_large else value
+        return value * factor if self.spec.rescales_large_elements else value
 
     def rescale_constants(self) -> list[Any]:
         """Return the rule's constants, those of the gradient's size rescaled."""
-        inner = (self.spec.rule.homogeneous or ()) if self.spec.rescales_large else ()
+        inner = (self.spec.rule.homogeneous or ()) if self.spec.rescales_large_elements else ()
         named = zip(self.spec.rule.constants, self.rule_constants)
         return [value * self.shrink if name in inner else value for name, value in named]
 
@@ -179,7 +179,7 @@ class _StepRecorder:
                 self.trace.emit_total("max", find_finite_magnitude_word(value))
                 continue
             # Split in two by an anchor beside which float64 keeps so few of their digits that sums are exact.
-            inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALE_NAMES)
+            inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALE_CONSTANT_NAMES)
             rest = self.to_float64(value * inverse)
             rest = rest * rest if reduction.squares else rest
             for anchor in map(self.to_float64, anchors):
@@ -198,7 +198,7 @@ class _StepRecorder:
         given = [*bits, NO_RANDOM_WORD, NO_RANDOM_WORD][:2]
         return self.bind_function("write_weight")(*self.arrays[:4], self.i, *terms, *given)
 
-    def record_meter(self, w: Any, u: Any, new: Any) -> None:
+    def record_update_sums(self, w: Any, u: Any, new: Any) -> None:
         """Sum up what updates were asked for, and what became of them."""
         wide, asked_for = self.to_float64(u), abs(u) > ZERO
         change = self.to_float64(new) - self.to_float64(w)
@@ -217,15 +217,15 @@ class _StepRecorder:
         if isinstance(codec, Int8Blocks):
             root = sqrt(value) if slot.degree == 2 else value
             codec.save_root(
-                self.find_state_columns(k), self.i, self.block, self.multiply_if_rescaled(root, self.grow), bits
+                self.list_state_addresses(k), self.i, self.block, self.multiply_if_rescaled(root, self.grow), bits
             )
             return
         value = self.multiply_if_rescaled(value, self.grow)
         value = self.multiply_if_rescaled(value, self.grow) if slot.degree == 2 else value
-        inverse = self.scales[f"inverse_{k}"] if isinstance(codec, Scaled) else None
-        codec.save(self.find_state_columns(k), self.i, self.block, value, inverse, bits)
+        inverse = self.scales[f"inverse_{k}"] if isinstance(codec, ScaledCodec) else None
+        codec.save(self.list_state_addresses(k), self.i, self.block, value, inverse, bits)
 
-    def draw_random_bits(self, drawn: Draw | None) -> Any:
+    def draw_random_bits(self, drawn: RandomBitDraw | None) -> Any:
         """Return random bits: a word of the element's one hash, or some of its bits."""
         if drawn is None:
             return NO_RANDOM_WORD
@@ -253,8 +253,10 @@ def run_reference_step(
     rounded = torch.tensor(constants, dtype=torch.float32, device="cpu").tolist()
     inputs: dict[Any, Any] = {("constant", k): value for k, value in enumerate(rounded)}
     if key is not None and index_map is not None:
-        inputs |= zip(RANDOM_STREAM_INPUTS, compute_stream(key, make_global_indices(index_map, gradient.device)))
-    return run_on_tensors(record_step(spec), arrays, inputs, block=spec.block_length)[1]
+        inputs |= zip(
+            RANDOM_STREAM_INPUTS, compute_stream_counters(key, make_global_indices(index_map, gradient.device))
+        )
+    return run_trace_on_tensors(record_step(spec), arrays, inputs, block=spec.block_length)[1]
 
 
 def compute_rule_change(
@@ -268,7 +270,7 @@ def compute_rule_change(
     given = [weight.float(), gradient.float(), *states]
     rounded = torch.tensor([*constants], dtype=torch.float32, device="cpu").tolist()
     recorded = _record_rule(rule.update, len(given) + len(rounded))
-    change, *new = run_on_tensors(recorded.trace, (), dict(enumerate([*given, *rounded])), recorded.results)[0]
+    change, *new = run_trace_on_tensors(recorded.trace, (), dict(enumerate([*given, *rounded])), recorded.results)[0]
     return change, new
 
 

@@ -20,22 +20,22 @@ from ...kernels import (
     address,
     check_bits,
     cut_into_chunks,
-    has_own_memory,
+    has_strided_values,
     note_fallback,
     require_same_bits,
     run_chunks,
     select_engine,
     to_plain_memory,
 )
-from ...kernels.vector._machine_function import address_of
+from ...kernels.vector._machine_function import get_array_address
 from ...rounding._random_bits import mix64, mix64_all
 from .._float32 import read_float32_weights
 from ..parameters._local_tensors import get_local, get_scale, is_dtensor, wrap_like_dtensor
 from ..parameters._parameter_plan import ParameterPlan
-from ..parameters._step_spec import StepSpec, count_pointers
+from ..parameters._step_spec import StepSpec, count_pointer_columns
 from ._batch import Batch
 from ._kernel import GRADIENT_COLUMN, compile_step, record_step, run_reference_step
-from ._scales import append_present_scales, choose_new_scales, write_stored_scales
+from ._scales import append_current_scales, choose_new_scales, write_stored_scales
 
 METER_COLUMN_COUNT = 4
 _MOST_KEYS_IN_PYTHON = 8  # keys that take Python less time than NumPy's arrays
@@ -48,7 +48,7 @@ def compile_kernels(batch: Batch) -> None:
         compile_and_check_kernel(batch.spec)
         reduced = ("largest", "sums") if batch.spec.rule.reductions else ()
         for finds in (*(("amax",) if batch.spec.scaled else ()), *reduced):
-            compile_and_check_kernel(make_finding_spec(batch.spec, finds))
+            compile_and_check_kernel(make_reduction_spec(batch.spec, finds))
     if batch.device.type != "cpu":
         require_same_bits(
             batch.device,
@@ -68,10 +68,10 @@ def run_step(batch: Batch) -> None:
     if batch.engine == "triton" and _run_triton(batch):
         return
     batch.constants = [
-        append_present_scales(spec, plan, constants, float(scale))
+        append_current_scales(spec, plan, constants, float(scale))
         for plan, constants, scale in zip(batch.plans, batch.constants, batch.gradient_scales)
     ]
-    amax = run_finding_spec(make_finding_spec(spec, "amax"), batch, batch.constants)
+    amax = run_reduction_spec(make_reduction_spec(spec, "amax"), batch, batch.constants)
     batch.constants = choose_new_scales(spec, batch.plans, batch.constants, amax)
     _write_step(batch)
     for plan, constants in zip(batch.plans, batch.constants):
@@ -79,12 +79,12 @@ def run_step(batch: Batch) -> None:
 
 
 @functools.cache
-def make_finding_spec(spec: StepSpec, finds: str) -> StepSpec:
+def make_reduction_spec(spec: StepSpec, finds: str) -> StepSpec:
     """Return the specification that writes nothing and finds what `StepSpec.finds` names."""
     return dataclasses.replace(spec, metered=False, finds=finds)
 
 
-def run_finding_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
+def run_reduction_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
     """Run a specification that writes nothing; return a row of what it finds per parameter, on this rank."""
     columns = len(record_step(spec).sums)
     if batch.engine != "llvm":
@@ -107,7 +107,7 @@ def _write_step(batch: Batch) -> None:
         note_fallback("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
     keys = _make_random_keys(batch).tolist()
     for row, plan in enumerate(batch.plans):
-        if not has_own_memory(batch.gradients[row]):  # freed, or not written out
+        if not has_strided_values(batch.gradients[row]):  # freed, or not written out
             batch.gradients[row] = to_plain_memory(batch.gradients[row], f"the gradient of {plan.name}")
         key, tensors = (keys[row] or [None])[0], batch.list_step_tensors(row)
         lost = run_reference_step(spec, *tensors, batch.constants[row], key, plan.index_map)
@@ -125,7 +125,7 @@ def _run_kernel(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]
     rows = chosen.buffer_info()[0] if row_of_each else rows
     counts = spec.metered or spec.finds
     meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMN_COUNT))
-    meter_address = address_of(meter) if counts else 0
+    meter_address = get_array_address(meter) if counts else 0
     run_chunks(kernel, table.chunks[:, 2], chunks, pointers, rows, numbers.buffer_info()[0], keys, meter_address)
     if spec.metered:
         _count_lost_updates(meter, table.chunks, batch.plans)
@@ -134,11 +134,11 @@ def _run_kernel(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]
 
 def _run_triton(batch: Batch) -> bool:
     """Run the step on an accelerator, which chooses the scales if there are some; return False if it cannot."""
-    from ...kernels.triton._launch import place_chunks
+    from ...kernels.triton._launch import copy_chunks_to_device
     from . import _triton_kernel as triton
 
     spec, device, table = batch.spec, batch.device, batch.table
-    specs = (make_finding_spec(spec, "amax"), spec) if spec.scaled else (spec,)
+    specs = (make_reduction_spec(spec, "amax"), spec) if spec.scaled else (spec,)
     found = (triton.find_step_kernel(one, device, _step_fixed_elements) for one in specs)
     kernels = [kernel for kernel in found if kernel is not None]
     present: list[list[torch.Tensor]] = []
@@ -155,8 +155,8 @@ def _run_triton(batch: Batch) -> bool:
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
     constants = constants[row_of_each or [0] * len(batch.constants)]
     constants = np.pad(constants, ((0, 0), (0, len(spec.constant_names) - constants.shape[1])))  # room for the scales
-    placed = table.placed_chunks = place_chunks(table.chunks, table.pointers, device, table.placed_chunks)
-    rows = triton.make_parameter_rows(device, table.pointers, constants, _make_random_keys(batch))
+    placed = table.placed_chunks = copy_chunks_to_device(table.chunks, table.pointers, device, table.placed_chunks)
+    rows = triton.make_kernel_rows(device, table.pointers, constants, _make_random_keys(batch))
     if spec.scaled:
         totals, _ = triton.launch_scaled_step(spec, kernels, placed, rows, present)
     else:
@@ -216,13 +216,13 @@ def compile_and_check_kernel(spec: StepSpec):
     held = vars(spec)  # as a cached property would keep it, but for the layers: copies and pickles leave it out
     if "checked_kernel" in held:
         return held["checked_kernel"]
-    spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
+    spec = dataclasses.replace(spec, has_components_in_parameter=False) if spec.has_components_in_parameter else spec
     kernel = compile_step(spec)
 
     def run(chunks, pointers, constants, keys) -> np.ndarray:
         meter = np.zeros((len(chunks), METER_COLUMN_COUNT))
         given = chunks, pointers, np.zeros(1, np.int64), constants, keys, meter
-        kernel(0, len(chunks), *map(address_of, given))
+        kernel(0, len(chunks), *map(get_array_address, given))
         return meter
 
     check_bits(spec.name, lambda: _step_fixed_elements(spec, run), lambda: _step_fixed_elements(spec), spec)
@@ -245,7 +245,7 @@ def _step_fixed_elements(
     value[5::16] *= 2.0**-128
     value[9] = 2.0**-130  # stays a subnormal number, which some devices flush
     gradient[3::16] *= 2.0**-60
-    gradient[7], gradient[9] = 1.0 if spec.reduces else torch.nan, -0.0  # a NaN would be the sum
+    gradient[7], gradient[9] = 1.0 if spec.has_rule_reductions else torch.nan, -0.0  # a NaN would be the sum
     parts = [torch.zeros(shape, dtype=spec.store.dtype, device="cpu")]
     parts += [torch.zeros(shape, dtype=dtype, device="cpu") for _, dtype in spec.update.auxiliary_tensors(spec.store)]
     spec.update.fill(spec.store, parts, value)
@@ -264,10 +264,10 @@ def _step_fixed_elements(
     keys = np.full((1, int(spec.draws_bits)), mix64(1, 2, 3), np.uint64)
     pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]
     pointers += [address(tensor) for state in states for tensor in state]
-    assert len(pointers) == count_pointers(spec)
+    assert len(pointers) == count_pointer_columns(spec)
     chunks, table, key = cut_into_chunks(index_map, 0), np.array([pointers], np.int64), keys[0].tolist() or [None]
     of_rule = tuple(0.3 + 0.05 * position for position in range(len(spec.rule.constants)))
-    of_sums = (0.25, 1.5 * 2.0**16, 1.5 * 2.0**-30) * len(spec.rule.reductions if spec.reduces else ())
+    of_sums = (0.25, 1.5 * 2.0**16, 1.5 * 2.0**-30) * len(spec.rule.reductions if spec.has_rule_reductions else ())
     for new_scale in (0.125, 0.5):
         of_scales = (0.125, 1 / new_scale, 4.0, 0.125 / new_scale, new_scale, *(0.0625, 16.0) * len(spec.scaled_states))
         constants = (*of_rule, *(of_scales if spec.scaled else ()), *of_sums)
@@ -318,7 +318,7 @@ class GatheredTensors:
         return placed.full_tensor() if is_dtensor(placed) else value
 
 
-def prepare_batch(batch: Batch) -> None:
+def add_prepared_tensors(batch: Batch) -> None:
     """Give a batch what its rule prepares: a tensor for each parameter, and the last of the constants."""
     prepare = batch.spec.rule.prepare
     if prepare is None:
@@ -337,7 +337,7 @@ def prepare_batch(batch: Batch) -> None:
 _SUM_HEADROOM_BITS = 4
 
 
-def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
+def compute_rule_sums(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
     """Return the sums of each parameter of each batch, nothing where the rule has none; all ranks have to call this."""
     summed = [batch for batch in batches if batch.spec.rule.reductions]
     if not summed:
@@ -354,7 +354,7 @@ def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
     _reduce_over_parameters(summed, counts, np.sum)
     totals = []
     for batch, top, count in zip(summed, largest, counts):
-        # The constants SUM_SCALE_NAMES, (parameters, sums, 3): powers of two, and anchors of 1.5 of one.
+        # The constants SUM_SCALE_CONSTANT_NAMES, (parameters, sums, 3): powers of two, and anchors of 1.5 of one.
         power, length = np.clip(2 - np.frexp(top)[1], -126, 126), np.ceil(np.log2(np.maximum(count, 1.0)))
         anchor = length + _SUM_HEADROOM_BITS
         columns = [np.exp2(power), 1.5 * np.exp2(anchor), 1.5 * np.exp2(anchor + length - 53)]
@@ -387,16 +387,16 @@ def add_late_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float
 
 def _run_reducing_kernel(batch: Batch, finds: str, scales: np.ndarray | None = None) -> np.ndarray:
     """Run a reducing kernel of a batch, and return a row per parameter: its "sums" or "largest" magnitudes."""
-    spec = make_finding_spec(batch.spec, finds)
+    spec = make_reduction_spec(batch.spec, finds)
     late = len(spec.rule.constants) - len(batch.constants[0])
     given = []
     for row, (plan, constants) in enumerate(zip(batch.plans, batch.constants)):
         whole = (*constants, *(0.0,) * late)
         if spec.scaled:
-            whole = append_present_scales(batch.spec, plan, whole, float(batch.gradient_scales[row]))
+            whole = append_current_scales(batch.spec, plan, whole, float(batch.gradient_scales[row]))
         own = (0.0,) * (3 * len(spec.rule.reductions)) if scales is None else scales[row].ravel().tolist()
         given.append((*whole, *own))
-    return run_finding_spec(spec, batch, given)
+    return run_reduction_spec(spec, batch, given)
 
 
 def _reduce_over_parameters(batches: Sequence[Batch], values: Sequence[np.ndarray], how) -> None:

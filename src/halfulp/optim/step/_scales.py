@@ -15,7 +15,7 @@ from ..states._codec import compute_finite_amax, find_array_library, find_power_
 
 ConstantRow = tuple[float, ...]
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.
-SCALE_WINDOWS = {
+SCALE_WINDOW_BY_DTYPE = {
     torch.float16: (-4, 13, 3),
     torch.float8_e4m3fn: (-1, 7, 5),
     torch.float8_e5m2: (-4, 14, 4),
@@ -26,7 +26,7 @@ SCALE_WINDOWS = {
 LARGEST_PAYLOAD_BINADE = 120
 
 
-def append_present_scales(
+def append_current_scales(
     spec: StepSpec, plan: ParameterPlan, constants: ConstantRow, gradient_scale: float
 ) -> ConstantRow:
     """Return a rule's constants with a parameter's present scales behind them; placeholders for the new ones."""
@@ -44,7 +44,7 @@ def choose_new_scales(
     parameter: the largest finite magnitudes of the weight and of each scaled state.
     """
     first = len(spec.rule.constants)
-    present = np.array([row[first:] for row in constants]).T[list_present_scale_columns(spec)]
+    present = np.array([row[first:] for row in constants]).T[list_current_scale_columns(spec)]
     largest = np.vstack([amax.T, np.zeros(len(plans))])
     chosen = compute_scale_constants(spec, present, largest)
     moved = np.flatnonzero(chosen[find_scale_column(spec, "new_scale")] != present[0]).tolist()
@@ -68,7 +68,7 @@ def find_scale_column(spec: StepSpec, name: str) -> int:
     return spec.constant_columns[name] - len(spec.rule.constants)
 
 
-def list_present_scale_columns(spec: StepSpec) -> list[int]:
+def list_current_scale_columns(spec: StepSpec) -> list[int]:
     """Return the places of the present scales: of weights, of gradients, and of each scaled state."""
     names = ["weight_scale", "gradient_scale", *(f"scale_{k}" for k in spec.scaled_states)]
     return [find_scale_column(spec, name) for name in names]
@@ -101,7 +101,7 @@ def fit_weight_scale(dtype: torch.dtype, present: Any, largest: Any, stored: Any
     array([1.000e+00, 4.096e+03, 1.000e+00])
     """
     where = find_array_library(present).where
-    lowest, highest, target = SCALE_WINDOWS[dtype]
+    lowest, highest, target = SCALE_WINDOW_BY_DTYPE[dtype]
     binade = find_power_of_two_below(largest)
     wanted = (binade * 2.0**-target).clip(2.0**-126, 2.0**126)
     keeps = (largest == 0) | ((binade >= 2.0**lowest * present) & (binade <= 2.0**highest * present))

@@ -13,17 +13,23 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ...kernels.triton._launch import PlacedChunks, TableKernel, copy_to_device, find_checked_kernel, place_chunks
+from ...kernels.triton._launch import (
+    DeviceChunks,
+    TableKernel,
+    copy_chunks_to_device,
+    copy_to_device,
+    find_checked_kernel,
+)
 from ..parameters._step_spec import StepSpec
-from ._kernel import make_step_table, record_step
-from ._scales import compute_scale_constants, find_scale_column, list_present_scale_columns
+from ._kernel import make_step_function, record_step
+from ._scales import compute_scale_constants, find_scale_column, list_current_scale_columns
 
 
 @functools.cache
 def make_step_kernel(spec: StepSpec) -> TableKernel:
     """Return the kernel of a specification; largest magnitudes are of weight, scaled states and payload, as words."""
     recorded = record_step(spec, with_payload=spec.finds == "amax")
-    return TableKernel(dataclasses.replace(make_step_table(spec), trace=recorded))
+    return TableKernel(dataclasses.replace(make_step_function(spec), trace=recorded))
 
 
 def find_step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> TableKernel | None:
@@ -33,8 +39,8 @@ def find_step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> T
     """
 
     def run(kernel: TableKernel, chunks, pointers, constants, keys) -> np.ndarray | None:
-        rows = make_parameter_rows(device, pointers, constants, keys)
-        found = kernel.launch(place_chunks(chunks, pointers, device), rows)
+        rows = make_kernel_rows(device, pointers, constants, keys)
+        found = kernel.launch(copy_chunks_to_device(chunks, pointers, device), rows)
         return found.cpu().numpy().view(np.float32) if kernel.largest_columns else None
 
     kernel: TableKernel | None = find_checked_kernel(
@@ -48,7 +54,7 @@ def find_step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> T
     return kernel
 
 
-def make_parameter_rows(
+def make_kernel_rows(
     device: torch.device, pointers: np.ndarray, constants: np.ndarray, keys: np.ndarray
 ) -> torch.Tensor:
     """Return the rows of a kernel's table on a device: pointers, float32 constants by their bits, keys."""
@@ -59,7 +65,7 @@ def make_parameter_rows(
 def launch_scaled_step(
     spec: StepSpec,
     kernels: Sequence[TableKernel],
-    placed: PlacedChunks,
+    placed: DeviceChunks,
     rows: torch.Tensor,
     present: Sequence[Sequence[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +78,7 @@ def launch_scaled_step(
     now = torch.stack([torch.stack([*scales]) for scales in present])
     first, last = (kernels[1].table.columns + count for count in (len(spec.rule.constants), len(spec.constant_names)))
     columns = torch.ones(last - first, len(rows), dtype=torch.float32, device=rows.device)
-    for place, scales in zip(list_present_scale_columns(spec), now, strict=True):
+    for place, scales in zip(list_current_scale_columns(spec), now, strict=True):
         columns[place] = scales  # one by one: a list of places would be copied to the device, which waits
     rows[:, first:last] = columns.t().contiguous().view(torch.int32)
     largest = kernels[0].launch(placed, rows).t().contiguous().view(torch.float32)

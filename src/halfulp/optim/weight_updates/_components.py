@@ -24,14 +24,14 @@ ZERO, NEGATIVE_ZERO, ZERO_WORD = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 RESIDUAL_SHARE, LEAST_RESIDUAL = np.float32(0.0), np.float32(0.0)
 
 
-def fit_residual_of_wide_exponent(p, c):
+def zero_invalid_residual_of_wide_exponent(p, c):
     """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows."""
     # For float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound is NaN.
     return select(abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + (p - p), c, ZERO)
 
 
-def fit_residual(p, c):
-    """Device function: `fit_residual_of_wide_exponent` for any store and bound."""
+def zero_invalid_residual(p, c):
+    """Device function: `zero_invalid_residual_of_wide_exponent` for any store and bound."""
     w = p + c
     fits = (abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + LEAST_RESIDUAL) & (w - w == ZERO)
     return select(fits, c, ZERO)
@@ -45,7 +45,7 @@ def make_residual_bindings(store: Store, ulps: float) -> dict[str, Any]:
     least = np.float32(0.0 if wide else 2.0**store.emin * compute_ulp_of_one(store))
     share = np.float32(ulps * compute_ulp_of_one(store))
     binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
-    fitting = fit_residual_of_wide_exponent if wide and ulps < 1 else fit_residual
+    fitting = zero_invalid_residual_of_wide_exponent if wide and ulps < 1 else zero_invalid_residual
     return {"fitting": fitting, "LEAST_POWER_OF_TWO": binade, "RESIDUAL_SHARE": share, "LEAST_RESIDUAL": least}
 
 
@@ -101,7 +101,7 @@ class Kahan(WeightUpdate):
             "write_weight": write_literal_kahan if self.literal else write_kahan,
             "fill_weight": fill_kahan,
             "residual_round": store.stochastic if stochastic else store.nearest,
-            "RESIDUAL_DRAW": int(stochastic and self.weight == "stochastic"),
+            "RESIDUAL_DRAW_NUMBER": int(stochastic and self.weight == "stochastic"),
         }
         # The largest residual, its own last place included.
         ulps = (1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5) * (1 + compute_ulp_of_one(store))
@@ -124,7 +124,7 @@ def fill_kahan(a0, a1, a2, a3, i, value):
     weight_save(a1, i, weight_nearest(rest, rest))
 
 
-RESIDUAL_DRAW = 0  # which random word rounds the residual, bound
+RESIDUAL_DRAW_NUMBER = 0  # which random word rounds the residual, bound
 
 
 def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
@@ -138,7 +138,7 @@ def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     code = weight_round(p + select((u == ZERO) & still, NEGATIVE_ZERO, y), r0)
     s = weight_real(code)
     none = s - s
-    left = residual_round((p - s) + y, (r0, r1)[RESIDUAL_DRAW])
+    left = residual_round((p - s) + y, (r0, r1)[RESIDUAL_DRAW_NUMBER])
     left = select(none == none, left, ZERO_WORD)
     weight_save(a0, i, code)
     weight_save(a1, i, left)
@@ -236,7 +236,7 @@ def load_component(address, i):
     return weight_real(weight_load(address, i))
 
 
-def cut_component(address, i, high, low, lost):
+def store_leading_component(address, i, high, low, lost):
     """Device function: cut the leading component off high + low; behind an infinity or NaN follow zeros."""
     code = weight_nearest(high, high)
     code = select(lost == lost, code, sub(code, code))
@@ -246,7 +246,7 @@ def cut_component(address, i, high, low, lost):
     return high, low, lost + (rest - rest)
 
 
-def cut_last_component(address, i, high, lost, random):
+def store_last_component(address, i, high, lost, random):
     """Device function: round what the other components leave, and store it as the last one."""
     code = residual_round(select(lost == lost, high, lost), random)
     weight_save(address, i, select(lost == lost, code, sub(code, code)))
@@ -278,8 +278,8 @@ def write_components(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
     high, low = two_sum(high, select(low - low == ZERO, low, ZERO))
     lost = ZERO
     for address, part in zip(addresses[:-1], parts):
-        high, low, lost = cut_component(address, i, select(u == ZERO, part, high), low, lost)
-    cut_last_component(addresses[-1], i, select(u == ZERO, parts[-1], high), lost, r0)
+        high, low, lost = store_leading_component(address, i, select(u == ZERO, part, high), low, lost)
+    store_last_component(addresses[-1], i, select(u == ZERO, parts[-1], high), lost, r0)
     return read_components(a0, a1, a2, a3, i)[0]
 
 
@@ -287,8 +287,8 @@ def fill_components(a0, a1, a2, a3, i, value):
     """Device function: components from the top."""
     high, low, lost, addresses = value, ZERO, ZERO, (a0, a1, a2, a3)[:COMPONENT_COUNT]
     for address in addresses[:-1]:
-        high, low, lost = cut_component(address, i, high, low, lost)
-    cut_last_component(addresses[-1], i, high, lost, value)
+        high, low, lost = store_leading_component(address, i, high, low, lost)
+    store_last_component(addresses[-1], i, high, lost, value)
 
 
 register_weight_update(Components())

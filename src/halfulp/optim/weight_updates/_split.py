@@ -31,17 +31,17 @@ from ...kernels._operations import (
 from .._storage import Store
 from ._weight_update import WeightUpdate, read_rounding_name, register_weight_update, store_bindings
 
-ZERO, ONE, S8, S15, S16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
-HALF_16, LOW_8, TOP_24 = np.uint32(0x8000), np.uint32(0xFF), np.uint32(0xFFFFFF00)
-SIGN_8, SIGN_16, HALF_8 = np.uint32(0x80), np.uint32(0x8000), np.uint32(0x80)
-BIAS_8, TWO_M16 = np.float32(128.0), np.float32(2.0**-16)
-LEAST_8, MOST_8 = np.float32(-128.0), np.float32(128.0)
+ZERO, ONE, SHIFT_8, SHIFT_15, SHIFT_16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
+HALF_OF_16_BITS, LOW_8_MASK, TOP_24_MASK = np.uint32(0x8000), np.uint32(0xFF), np.uint32(0xFFFFFF00)
+SIGN_MASK_8, SIGN_MASK_16, HALF_OF_8_BITS = np.uint32(0x80), np.uint32(0x8000), np.uint32(0x80)
+SIGNED_8_BIAS, TWO_TO_MINUS_16 = np.float32(128.0), np.float32(2.0**-16)
+LEAST_SIGNED_8, LARGEST_SIGNED_8 = np.float32(-128.0), np.float32(128.0)
 FP16_EXPONENT, FP16_LEAST_EXPONENT = np.uint32(0x7F800000), np.uint32(113 << 23)
 FP16_UNIT_SHIFT = np.uint32(18 << 23)
 FP16_TOP_EXPONENT = np.uint32(0x7F000000)
-FP16_SIGN_AND_FRACTION, FP16_LEAST_NORMAL, QUARTER_8 = np.uint32(0x83FF), np.uint32(0x0400), np.uint32(0x40)
-ONE_F, ZERO_F, HALF_F = np.float32(1.0), np.float32(0.0), np.float32(0.5)
-LOW_16 = np.uint32(0xFFFF)
+FP16_SIGN_AND_FRACTION, FP16_LEAST_NORMAL, QUARTER_OF_8_BITS = np.uint32(0x83FF), np.uint32(0x0400), np.uint32(0x40)
+FLOAT32_ONE, FLOAT32_ZERO, FLOAT32_HALF = np.float32(1.0), np.float32(0.0), np.float32(0.5)
+LOW_16_MASK = np.uint32(0xFFFF)
 
 
 @dataclass(frozen=True)
@@ -108,22 +108,22 @@ class Split8(WeightUpdate):
             "write_weight": write_split8,
             "fill_weight": fill_split8,
             "save_split8": save_bf16_split8 if is_bf16 else save_fp16_split8,
-            "NEAREST_DRAW": HALF_8 if is_bf16 else HALF_16,
+            "NEAREST_DRAW": HALF_OF_8_BITS if is_bf16 else HALF_OF_16_BITS,
         }
         return pieces | store_bindings(store, False)
 
 
 def read_split(a0, a1, a2, a3, i):
     """Device function: (p << 16) + c as a float32."""
-    shown = shl(weight_load(a0, i), S16)
-    w = replace_infinite_weight(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_16)), SIGN_16)), real(shown))
+    shown = shl(weight_load(a0, i), SHIFT_16)
+    w = replace_infinite_weight(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_MASK_16)), SIGN_MASK_16)), real(shown))
     return w, w, w, w
 
 
 def replace_infinite_weight(w, shown):
     """Device function: a weight, or the parameter's value if stale low bits make it infinite or NaN."""
     # Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
-    return select(w - w == ZERO_F, w, shown)
+    return select(w - w == FLOAT32_ZERO, w, shown)
 
 
 def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
@@ -136,7 +136,7 @@ def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
 def fill_split(a0, a1, a2, a3, i, value):
     """Device function: a float32, split exactly."""
     bits = word(value)
-    weight_save(a0, i, shr(add(bits, HALF_16), S16))
+    weight_save(a0, i, shr(add(bits, HALF_OF_16_BITS), SHIFT_16))
     store16(a1, i, bits)
 
 
@@ -150,17 +150,17 @@ def round_sum_stochastically(w, u, random):
     # The chance is a whole number of 2^-16, and no chance at all below half of that: updates down to 2^-41 |w|.
     total, error = two_sum(w, u)
     bits = word(total)
-    outwards = select((error < ZERO_F) == (total < ZERO_F), add(bits, ONE), sub(bits, ONE))
+    outwards = select((error < FLOAT32_ZERO) == (total < FLOAT32_ZERO), add(bits, ONE), sub(bits, ONE))
     gap = abs(real(outwards) - total)
-    chance = (to_real(bit_and(random, LOW_16)) + HALF_F) * TWO_M16
+    chance = (to_real(bit_and(random, LOW_16_MASK)) + FLOAT32_HALF) * TWO_TO_MINUS_16
     return select(chance * gap < abs(error), real(outwards), total)
 
 
 def read_split8(a0, a1, a2, a3, i):
     """Device function: (p << 16) + (c << 8) as a float32."""
-    low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
-    shown = shl(weight_load(a0, i), S16)
-    w = replace_infinite_weight(real(add(shown, shl(low, S8))), real(shown))
+    low = sub(bit_xor(load8(a1, i), SIGN_MASK_8), SIGN_MASK_8)
+    shown = shl(weight_load(a0, i), SHIFT_16)
+    w = replace_infinite_weight(real(add(shown, shl(low, SHIFT_8))), real(shown))
     return w, w, w, w
 
 
@@ -176,13 +176,13 @@ def fill_split8(a0, a1, a2, a3, i, value):
 
 def save_bf16_split8(a0, a1, i, new, random):
     """Device function: the upper 24 bits of a float32, rounded by a random word."""
-    bits = bit_and(add(word(new), random), TOP_24)
-    weight_save(a0, i, shr(add(bits, HALF_16), S16))
-    store8(a1, i, shr(bits, S8))
+    bits = bit_and(add(word(new), random), TOP_24_MASK)
+    weight_save(a0, i, shr(add(bits, HALF_OF_16_BITS), SHIFT_16))
+    store8(a1, i, shr(bits, SHIFT_8))
     return real(bits)
 
 
-def compute_fp16_unit(p):
+def compute_fp16_split8_unit(p):
     """Device function: 2^-18 of the power of two at or below |p|."""
     exponent = bit_and(word(p), FP16_EXPONENT)
     exponent = select(exponent > FP16_LEAST_EXPONENT, exponent, FP16_LEAST_EXPONENT)
@@ -193,8 +193,8 @@ def compute_fp16_unit(p):
 def read_fp16_split8(a0, a1, a2, a3, i):
     """Device function: p + c units."""
     p = weight_real(weight_load(a0, i))
-    low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
-    w = p + to_real(low) * compute_fp16_unit(p)
+    low = sub(bit_xor(load8(a1, i), SIGN_MASK_8), SIGN_MASK_8)
+    w = p + to_real(low) * compute_fp16_split8_unit(p)
     return w, w, w, w
 
 
@@ -202,23 +202,23 @@ def save_fp16_split8(a0, a1, i, new, random):
     """Device function: the nearest float16 to a float32, and what it misses in units, rounded by a random word."""
     code = weight_nearest(new, new)
     p = weight_real(code)
-    unit = compute_fp16_unit(p)
-    units = (new - p) * (divide(ONE_F, unit))
-    units = select(units - units == ZERO_F, units, ZERO_F)
-    units = select(units > LEAST_8, units, LEAST_8)
-    units = select(units < MOST_8, units, MOST_8)
-    biased = to_word(units + BIAS_8 + to_real(bit_and(random, LOW_16)) * TWO_M16)
+    unit = compute_fp16_split8_unit(p)
+    units = (new - p) * (divide(FLOAT32_ONE, unit))
+    units = select(units - units == FLOAT32_ZERO, units, FLOAT32_ZERO)
+    units = select(units > LEAST_SIGNED_8, units, LEAST_SIGNED_8)
+    units = select(units < LARGEST_SIGNED_8, units, LARGEST_SIGNED_8)
+    biased = to_word(units + SIGNED_8_BIAS + to_real(bit_and(random, LOW_16_MASK)) * TWO_TO_MINUS_16)
     # 128 units are half a place: too many for a byte, so they become -128 beside the next number up, or -64 of the
     # next binade's, whose units are twice as large.
-    up = sub(add(code, ONE), shl(shr(code, S15), ONE))
-    below = select(bit_and(up, FP16_SIGN_AND_FRACTION) == ZERO, QUARTER_8, ZERO)
+    up = sub(add(code, ONE), shl(shr(code, SHIFT_15), ONE))
+    below = select(bit_and(up, FP16_SIGN_AND_FRACTION) == ZERO, QUARTER_OF_8_BITS, ZERO)
     below = select(up > FP16_LEAST_NORMAL, below, ZERO)
-    code = select(biased > LOW_8, up, code)
-    low = sub(select(biased > LOW_8, below, biased), SIGN_8)
+    code = select(biased > LOW_8_MASK, up, code)
+    low = sub(select(biased > LOW_8_MASK, below, biased), SIGN_MASK_8)
     weight_save(a0, i, code)
     store8(a1, i, low)
     p = weight_real(code)
-    return p + to_real(low) * compute_fp16_unit(p)
+    return p + to_real(low) * compute_fp16_split8_unit(p)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..._names import read_own_docstring, register_entry
-from ...kernels import Trace, run_on_tensors
-from ...kernels._device_function import Recording, bind_names
+from ...kernels import Trace, run_trace_on_tensors
+from ...kernels._device_function import ElementRecording, bind_names
 from ...kernels._trace import RecordedFunction
 from .._storage import Store, make_nan_canonical
 
@@ -65,11 +65,11 @@ class WeightUpdate:
     def read(self, store: Store, parts: WeightTensors) -> torch.Tensor:
         """Return the float32 weight that the parameter and its auxiliary tensors represent."""
         reader = _record_reader(self, store)
-        return run_on_tensors(reader.trace, parts, results=reader.results)[0][0]
+        return run_trace_on_tensors(reader.trace, parts, results=reader.results)[0][0]
 
     def fill(self, store: Store, parts: WeightTensors, value: torch.Tensor) -> None:
         """Set the parts to the nearest representation of a float32 value."""
-        run_on_tensors(_record_filler(self, store), parts, {"value": value})
+        run_trace_on_tensors(_record_filler(self, store), parts, {"value": value})
 
     def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor | int:
         """Return the value of each auxiliary tensor beside a parameter that is the whole weight by itself."""
@@ -82,7 +82,7 @@ class WeightUpdate:
 
 @functools.cache
 def _record_reader(update: WeightUpdate, store: Store) -> RecordedFunction:
-    element, names = Recording(4), update.bindings(store)
+    element, names = ElementRecording(4), update.bindings(store)
     read: Any = names["read_weight"]
     return RecordedFunction(element.trace, (bind_names(read, names)(*element.arrays, element.index)[0].number,))
 
@@ -90,7 +90,7 @@ def _record_reader(update: WeightUpdate, store: Store) -> RecordedFunction:
 @functools.cache
 def _record_filler(update: WeightUpdate, store: Store) -> Trace:
     nearest: dict[str, object] = {"weight_round": store.nearest, "residual_round": store.nearest}
-    element, names = Recording(4), update.bindings(store) | nearest
+    element, names = ElementRecording(4), update.bindings(store) | nearest
     fill: Any = names.get("fill_weight", fill_plain)
     bind_names(fill, names)(*element.arrays, element.index, make_nan_canonical(element.add_input("value")))
     return element.trace
@@ -136,7 +136,7 @@ def read_rounding_name(given: object) -> str:
     return name
 
 
-WEIGHT_UPDATES: dict[str, WeightUpdate] = {}
+WEIGHT_UPDATE_BY_NAME: dict[str, WeightUpdate] = {}
 
 
 def register_weight_update(weight_update: WeightUpdate) -> None:
@@ -148,10 +148,14 @@ def register_weight_update(weight_update: WeightUpdate) -> None:
     """
     if not isinstance(weight_update, WeightUpdate):
         raise TypeError(f"a weight update is an object of a subclass of hu.optim.WeightUpdate, got {weight_update!r}")
-    if weight_update.name in WEIGHT_UPDATES:
+    if weight_update.name in WEIGHT_UPDATE_BY_NAME:
         raise ValueError(f"weight update {weight_update.name!r} exists already: choose another name")
     register_entry(
-        "weight update", WEIGHT_UPDATES, weight_update.name, weight_update, read_own_docstring(type(weight_update))
+        "weight update",
+        WEIGHT_UPDATE_BY_NAME,
+        weight_update.name,
+        weight_update,
+        read_own_docstring(type(weight_update)),
     )
 
 
@@ -164,13 +168,13 @@ def find_weight_update(given: WeightUpdate | str | dict[str, Any]) -> WeightUpda
         name = read_rounding_name(given)
     if not isinstance(name, str):
         raise TypeError(f"weight_update takes a name or a WeightUpdate object, got {given!r}")
-    if name not in WEIGHT_UPDATES:
-        near = difflib.get_close_matches(name, WEIGHT_UPDATES, 3, 0.4) or sorted(WEIGHT_UPDATES)
+    if name not in WEIGHT_UPDATE_BY_NAME:
+        near = difflib.get_close_matches(name, WEIGHT_UPDATE_BY_NAME, 3, 0.4) or sorted(WEIGHT_UPDATE_BY_NAME)
         raise ValueError(f"weight_update {name!r} is unknown: did you mean {' or '.join(near)}?")
-    found = WEIGHT_UPDATES[name]
+    found = WEIGHT_UPDATE_BY_NAME[name]
     if not isinstance(given, dict):
         return found
     fields = {k: find_weight_update(v) if isinstance(v, dict) else v for k, v in given.items() if k != "name"}
     if name in ("split", "split-stochastic") and fields.pop("rounding", None) == "stochastic":
-        found = WEIGHT_UPDATES["split-stochastic"]  # files say so in a field too
+        found = WEIGHT_UPDATE_BY_NAME["split-stochastic"]  # files say so in a field too
     return dataclasses.replace(found, **fields)

@@ -27,7 +27,7 @@ from .._operands import (
 )
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import (
-    SMALLEST_PAYLOAD_NUMBERS,
+    SMALLEST_PAYLOAD_NUMBER_BY_STORAGE,
     ScaledTensor,
     decode_if_scaled,
     decode_values,
@@ -49,7 +49,7 @@ def move_number_to_scale(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, 
     x = encode_addend(x, like, factor)
     if factor == 1:
         return x, 1.0
-    power = _powers.round_number(abs(float(factor))) if factor else 1.0
+    power = _powers.round_number_to_power(abs(float(factor))) if factor else 1.0
     scale, rest = _powers.multiply_scales(x._scale, power)
     wide = wrap_payload(_powers.multiply_by_power(to_float32(x), rest), scale, x.dtype)
     return wide, float(factor) / power
@@ -101,9 +101,9 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     # Sums of numbers of one sign are kept from rounding to 0: what is divided by a sum of positives is finite.
     if storage not in _STORAGES_WITH_NEGLIGIBLE_NUMBERS:
         return rounded
-    if _powers.is_concrete(total):
+    if _powers.has_readable_values(total):
         # Whether rounding made an element 0, or may have, beside NaN: by two passes, as every sum asks.
-        least = SMALLEST_PAYLOAD_NUMBERS[storage] / 2
+        least = SMALLEST_PAYLOAD_NUMBER_BY_STORAGE[storage] / 2
         if rounded._scale is not scale:
             least *= rounded._scale.item() / scale.item()
         if torch.equal(torch.nn.functional.hardshrink(total, least), total):
@@ -118,13 +118,13 @@ def _is_vanishing_number(number: Any, scale: Tensor, storage: torch.dtype) -> bo
         return False
     if type(number) is not ScaledTensor and isinstance(number, Tensor) and not number.dim():
         # Compiled optimizers add a tensor of one number, and divide by what has the other sign.
-        if not _powers.is_concrete(number):
+        if not _powers.has_readable_values(number):
             return True
         number = abs(number.item())
     if not isinstance(number, (int, float)) or not number > 0:
         return False
     held = _powers.read_scale(scale)
-    return number < (_LARGEST_EPS if held is None else SMALLEST_PAYLOAD_NUMBERS[storage] * held)
+    return number < (_LARGEST_EPS if held is None else SMALLEST_PAYLOAD_NUMBER_BY_STORAGE[storage] * held)
 
 
 @implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")
@@ -141,7 +141,7 @@ implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")(lambda a, b, 
 
 
 @implements_each(aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default, family="alignment")
-def choose_elementwise(operator: OpOverload, a: Any, b: Any) -> Tensor:
+def take_elementwise_extreme(operator: OpOverload, a: Any, b: Any) -> Tensor:
     """Return the larger or the smaller elements under the larger scale, which constants do not decide."""
     (x, y), scale = align_with_constants([a, b])
     return scale_payloads(operator(x, y), [scale], [a, b])
@@ -183,7 +183,7 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
         lowered = x
         sizes = [abs(float(b)) for b in (low, high) if isinstance(b, (int, float))]
         if len(sizes) == 2 and 0 < max(sizes) < float("inf"):  # no result needs more than the larger bound's power
-            limit = torch.full_like(x._scale, _powers.round_number(max(sizes)))
+            limit = torch.full_like(x._scale, _powers.round_number_to_power(max(sizes)))
             lowered = wrap_payload(x._payload, torch.minimum(x._scale, limit), x.dtype)
         bounds, scale = align_constants(lowered, *given[1:], room=False)
         bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...subclass._collectives import get_group_size, register_collectives, run_and_wait
+from ...subclass._collectives import get_group_size, register_collectives, run_collective_and_wait
 from .. import _powers_of_two as _powers
 from .._operands import make_scaled_tensor
-from .._registry import EIGHT_BITS, implements
+from .._registry import EIGHT_BIT_DTYPES, implements
 from .._scaled_tensor import ScaledTensor, round_to_storage, to_float32, wrap_payload
 from .._write import write_values
 from ._vocabulary import round_root_to_power
@@ -19,7 +19,7 @@ from ._vocabulary import round_root_to_power
 
 def choose_wire_storage(x: ScaledTensor) -> torch.dtype:
     """Return the type in which a payload is sent to be added or compared: float16 for eight bits."""
-    return torch.float16 if x._payload.dtype in EIGHT_BITS else x._payload.dtype
+    return torch.float16 if x._payload.dtype in EIGHT_BIT_DTYPES else x._payload.dtype
 
 
 def agree_on_scales(
@@ -47,9 +47,9 @@ def agree_on_scales(
     return list(torch.maximum(scales * round_root_to_power(terms), needed).clamp(max=_powers.LARGEST_SCALE).unbind())
 
 
-def _agree_on_payload(x: ScaledTensor, group: str, terms: int = 1) -> tuple[Tensor, Tensor]:
+def _make_payload_under_agreed_scale(x: ScaledTensor, group: str, terms: int = 1) -> tuple[Tensor, Tensor]:
     """Return a scale that all ranks agree on, and the payload to send under it."""
-    scale = agree_on_scales([x], lambda numbers: run_and_wait("all_reduce", numbers, "max", group), terms)[0]
+    scale = agree_on_scales([x], lambda numbers: run_collective_and_wait("all_reduce", numbers, "max", group), terms)[0]
     payload = _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale))
     return scale, round_to_storage(payload, choose_wire_storage(x)).contiguous()
 
@@ -65,22 +65,26 @@ def reduce(x: ScaledTensor, reduction: str, group: str) -> ScaledTensor:
         )
     adds = reduction in ("sum", "avg")
     size = get_group_size(group) if adds else 1
-    scale, payload = _agree_on_payload(x, group, size)
-    values = run_and_wait("all_reduce", payload, "sum" if adds else reduction, group)
+    scale, payload = _make_payload_under_agreed_scale(x, group, size)
+    values = run_collective_and_wait("all_reduce", payload, "sum" if adds else reduction, group)
     values = values.to(torch.float32) / (size if reduction == "avg" else 1)
     return make_scaled_tensor(values, scale, choose_wire_storage(x), x.dtype)
 
 
 def gather(x: ScaledTensor, group: str) -> ScaledTensor:
     """Return every rank's payload under the largest scale, one after another."""
-    scale, payload = _agree_on_payload(x, group)
-    return wrap_payload(run_and_wait("all_gather_into_tensor", payload, get_group_size(group), group), scale, x.dtype)
+    scale, payload = _make_payload_under_agreed_scale(x, group)
+    return wrap_payload(
+        run_collective_and_wait("all_gather_into_tensor", payload, get_group_size(group), group), scale, x.dtype
+    )
 
 
 def broadcast(x: ScaledTensor, source: int, group: str) -> ScaledTensor:
     """Return one rank's payload and scale."""
-    bits = run_and_wait("broadcast", x._payload.contiguous().reshape(-1).view(torch.uint8).clone(), source, group)
-    scale = run_and_wait("broadcast", x._scale.reshape(1).clone(), source, group).reshape(())
+    bits = run_collective_and_wait(
+        "broadcast", x._payload.contiguous().reshape(-1).view(torch.uint8).clone(), source, group
+    )
+    scale = run_collective_and_wait("broadcast", x._scale.reshape(1).clone(), source, group).reshape(())
     return wrap_payload(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype)
 
 

@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from ...kernels import find_torch_operators, list_present_operators, require_float64
 from ...subclass._foreach import make_foreach_rule
 from .. import _powers_of_two as _powers
-from .._operands import encode_operand, encode_values, find_scaled_tensor
-from .._registry import EIGHT_BITS, LOGICAL_DTYPES, implements, implements_each
+from .._operands import encode_operand, encode_plain_tensor, find_scaled_tensor
+from .._registry import EIGHT_BIT_DTYPES, LOGICAL_DTYPES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, wrap_payload
 from .._write import check_indexed_write, write_values
 from ._aligned import move_number_to_scale
@@ -34,7 +34,11 @@ def encode_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch
     storage = storage or x._payload.dtype
     finite = value == value and abs(value) != float("inf")
     # An infinity has the scale of zeros, so that it decides no other scale.
-    power = _powers.round_number(abs(value)) if value and finite else (1.0 if value != value else _powers.ZERO_SCALE)
+    power = (
+        _powers.round_number_to_power(abs(value))
+        if value and finite
+        else (1.0 if value != value else _powers.ZERO_SCALE)
+    )
     mantissa = value / power if finite else value
     if power == _powers.LARGEST_SCALE:  # the next number above float32's largest would be infinity
         mantissa = math.copysign(min(abs(mantissa), 2 - torch.finfo(storage).eps), mantissa)
@@ -44,22 +48,22 @@ def encode_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch
 
 
 # Empty tensors hold zeros of any scale: elements that are never written must not be read.
-_FILL_VALUES = {
+_FILL_VALUE_BY_OPERATOR = {
     **dict.fromkeys((aten.zeros_like.default, aten.empty_like.default, aten.new_zeros.default), 0.0),
     **{aten.new_empty.default: 0.0, aten.ones_like.default: 1.0, aten.new_ones.default: 1.0},
 }
 
 
-@implements_each(*_FILL_VALUES, aten.full_like.default, aten.new_full.default, family="creation")
+@implements_each(*_FILL_VALUE_BY_OPERATOR, aten.full_like.default, aten.new_full.default, family="creation")
 def make_filled_tensor(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
     """Make a tensor of one number with x's dtype and device: of its shape and memory format, or of another shape."""
-    number = float(arguments[-1]) if operator not in _FILL_VALUES else _FILL_VALUES[operator]
+    number = float(arguments[-1]) if operator not in _FILL_VALUE_BY_OPERATOR else _FILL_VALUE_BY_OPERATOR[operator]
     options["dtype"] = options.get("dtype") or x.dtype
     if operator._opname.startswith("new_"):
         return encode_constant(x, x._payload.new_empty(arguments[0], **options), number)
     # Tensors made like a parameter are mostly moments of torch.optim, which divides by their roots: eight bits cannot
     # hold squares.
-    is_narrow = x._payload.dtype in EIGHT_BITS and getattr(x, "_is_param", False)
+    is_narrow = x._payload.dtype in EIGHT_BIT_DTYPES and getattr(x, "_is_param", False)
     storage = torch.float16 if is_narrow else x._payload.dtype
     return encode_constant(x, torch.empty_like(x._payload, **options), number, storage)
 
@@ -121,7 +125,7 @@ def draw_numbers_like(operator: OpOverload, x: ScaledTensor, *arguments: Any, **
         return operator(torch.empty_like(x._payload, dtype=dtype), *arguments, **options)
     options["dtype"] = torch.float32
     values = operator(torch.empty_like(x._payload, dtype=torch.float32), *arguments, **options)
-    return encode_values(values, x._payload.dtype, dtype=dtype)
+    return encode_plain_tensor(values, x._payload.dtype, dtype=dtype)
 
 
 @implements(aten._to_copy.default, family="pass-through")

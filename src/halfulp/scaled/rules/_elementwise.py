@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from ...kernels import find_torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_decoded_values
-from .._operands import choose_storage, encode_values, make_scaled_tensor, promote_dtypes
+from .._operands import choose_storage, encode_plain_tensor, make_scaled_tensor, promote_dtypes
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
@@ -114,4 +114,4 @@ def ctc_loss_backward(
     backward = aten._ctc_loss_backward.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss_backward.default
     loss, alpha = operator(values, targets, lengths, target_lengths, *options)
     found = backward(decode_value(gradient), values, targets, lengths, target_lengths, loss, alpha, *options)
-    return encode_values(found, choose_storage(given), dtype=promote_dtypes(given))
+    return encode_plain_tensor(found, choose_storage(given), dtype=promote_dtypes(given))

@@ -45,9 +45,11 @@ from ._vocabulary import (
 aten = find_torch_operators("aten")
 
 
-def _scale_statistics(x: ScaledTensor, eps: float, mean: Tensor | None, deviation: Tensor) -> tuple[Any, ScaledTensor]:
+def _encode_norm_statistics(
+    x: ScaledTensor, eps: float, mean: Tensor | None, deviation: Tensor
+) -> tuple[Any, ScaledTensor]:
     """Return a mean under x's scale s, and a reciprocal deviation under 1 / s or the smaller root of 1 / eps."""
-    largest = _powers.round_number(eps**-0.5, "down") if eps > 0 else _powers.LARGEST_SCALE
+    largest = _powers.round_number_to_power(eps**-0.5, "down") if eps > 0 else _powers.LARGEST_SCALE
     scale = x._scale.reciprocal().clamp(_powers.SMALLEST_SCALE, largest)
     held = None if mean is None else scale_values(mean, x._scale, torch.float32, torch.float32)
     return held, scale_values(deviation, scale, torch.float32, torch.float32)
@@ -64,7 +66,7 @@ def normalize_layer_or_groups(operator: OpOverload, x: Any, *arguments: Any) -> 
     p = encode_operand(x, find_scaled_tensor((x, *arguments)))
     y, *statistics = operator(*map(decode_value, (p, *arguments)))
     eps = arguments[-1]
-    return _make_normalised_result(y, x, *arguments), *_scale_statistics(p, eps, *statistics)
+    return _make_normalised_result(y, x, *arguments), *_encode_norm_statistics(p, eps, *statistics)
 
 
 @implements(aten._fused_rms_norm.default, family="norm")
@@ -77,7 +79,7 @@ def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor
     deviation = (values.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
     y = values * deviation
     y = y if weight is None else y * decode_value(weight)
-    return _make_normalised_result(y, x, weight), _scale_statistics(p, eps, None, deviation)[1]
+    return _make_normalised_result(y, x, weight), _encode_norm_statistics(p, eps, None, deviation)[1]
 
 
 def _scale_norm_gradients(
@@ -181,7 +183,7 @@ def batch_norm(operator: OpOverload, *given: Any) -> tuple:
             *map(decode_value, (p, weight, bias)), zeros, zeros.clone(), True, 1.0, eps
         )
         moved = [_step_running_average(*one, momentum) for one in ((mean, batch_mean), (variance, batch_variance))]
-        results = [_make_normalised_result(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)]
+        results = [_make_normalised_result(y, x, weight, bias), *_encode_norm_statistics(p, eps, *statistics)]
     if reserve:
         results.append(torch.empty(0, dtype=torch.uint8, device=x.device))
     if not in_place:
@@ -220,10 +222,10 @@ _ATTENTION_KERNELS = (
 _ATTENTION_INPUT_NAMES = ("query", "key", "value")
 _ATTENTION_BIAS_NAMES = ("attn_mask", "attn_bias")
 # Kernels that take 16-bit operands only; the others take float32.
-_SIXTEEN_BIT_ATTENTION = _list_attention_operators("flash_attention", "cudnn_attention")
+_SIXTEEN_BIT_ATTENTION_OPERATORS = _list_attention_operators("flash_attention", "cudnn_attention")
 # Kernels of either: torch chooses them by the logical dtype. With bfloat16 they are several times as fast, and it has
 # float32's range; float16 would flush gradients of small logits.
-_EFFICIENT_ATTENTION = _list_attention_operators("efficient_attention")
+_EFFICIENT_ATTENTION_OPERATORS = _list_attention_operators("efficient_attention")
 _ATTENTION_ROW_ALIGNMENT = 8  # elements of 16 bits that the kernels' rows are a multiple of
 
 
@@ -295,11 +297,11 @@ def call_with_named_arguments(operator: OpOverload, given: dict[str, Any]) -> An
 def _choose_kernel_dtype(
     operator: OpOverload, storage: torch.dtype, dtype: torch.dtype, query: Tensor, value: Tensor
 ) -> torch.dtype:
-    if operator in _EFFICIENT_ATTENTION and storage == torch.bfloat16 and query.device.type == "cuda":
+    if operator in _EFFICIENT_ATTENTION_OPERATORS and storage == torch.bfloat16 and query.device.type == "cuda":
         is_aligned = all(x.shape[-1] % _ATTENTION_ROW_ALIGNMENT == 0 for x in (query, value))
         if is_aligned and has_cuda_capability(query.device, 8, 0):  # which multiplies bfloat16 matrices
             return storage
-    if operator not in _SIXTEEN_BIT_ATTENTION:
+    if operator not in _SIXTEEN_BIT_ATTENTION_OPERATORS:
         return torch.float32
     return next((x for x in (storage, dtype) if x in (torch.float16, torch.bfloat16)), torch.float16)
 

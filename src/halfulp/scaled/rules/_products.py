@@ -25,18 +25,24 @@ from .._operands import (
     choose_product_storage,
     choose_storage,
     encode_addend,
-    encode_factor,
     encode_operand,
+    encode_product_operand,
     find_outliers,
     find_scaled_tensor,
     fit_scaled_tensor,
-    make_second_moment,
     promote_dtypes,
     replace_underflows,
+    round_second_moment_above_zero,
     saturate_outliers,
 )
-from .._powers_of_two import round_number
-from .._registry import EIGHT_BITS, RULES_OF_OPERATORS_DEFINED_LATER, ComplexOperandError, implements, implements_each
+from .._powers_of_two import round_number_to_power
+from .._registry import (
+    EIGHT_BIT_DTYPES,
+    RULES_OF_OPERATORS_DEFINED_LATER,
+    ComplexOperandError,
+    implements,
+    implements_each,
+)
 from .._scaled_tensor import ScaledTensor, to_float32, wrap_payload
 from ._aligned import add
 from ._vocabulary import (
@@ -111,7 +117,7 @@ def is_symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
-def split_off_power(value: Any) -> tuple[Any, float]:
+def split_off_power_of_two(value: Any) -> tuple[Any, float]:
     """Split a number into a mantissa and the power of two next to it; 1 where there is none, the smallest for 0."""
     if is_symbolic(value):
         return value, 1.0
@@ -120,7 +126,7 @@ def split_off_power(value: Any) -> tuple[Any, float]:
     value = float(value)
     if not math.isfinite(value):
         return value, 1.0
-    power = round_number(abs(value)) if value else _powers.ZERO_SCALE
+    power = round_number_to_power(abs(value)) if value else _powers.ZERO_SCALE
     return value / power, power
 
 
@@ -130,7 +136,7 @@ def make_zero_scale(x: ScaledTensor) -> Tensor:
 
 
 # Matrix products, and the operators that apply a factor to the result without another pass over it.
-_PRODUCTS_WITH_FACTOR = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
+_ADDING_PRODUCT_BY_PRODUCT = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
 
 
 def _is_float16_product_on_cuda(a: Tensor, b: Tensor) -> bool:
@@ -143,19 +149,19 @@ def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, f
     left, right = x._payload, y._payload
     if operator is aten.mm.default and is_eight_bit_product(left, right):
         return multiply_eight_bits(left, right, factor), 1.0
-    if operator not in _PRODUCTS_WITH_FACTOR:
+    if operator not in _ADDING_PRODUCT_BY_PRODUCT:
         return operator(to_float32(x), to_float32(y)), factor
     if _is_float16_product_on_cuda(left, right):
         return wide_product(left, right), factor
     left, right = _choose_product_payloads(x, y)
     if type(left) is not Tensor or factor == 1.0:
         return operator(left, right), factor
-    return _PRODUCTS_WITH_FACTOR[operator](left.new_empty(()), left, right, beta=0, alpha=factor), 1.0
+    return _ADDING_PRODUCT_BY_PRODUCT[operator](left.new_empty(()), left, right, beta=0, alpha=factor), 1.0
 
 
 def encode_matrix_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """Return an operand of a matrix product; beside bfloat16, of float32's range, a plain one is rounded to it."""
-    wide = encode_factor(x, like)
+    wide = encode_product_operand(x, like)
     if wide is x or like._payload.dtype != torch.bfloat16:
         return wide
     return wrap_payload(wide._payload.to(torch.bfloat16), wide._scale, wide.dtype)
@@ -200,7 +206,7 @@ def mul(a: Any, b: Any) -> Tensor:
         a, b = b, a
     dtype = promote_dtypes((a, b))
     if not isinstance(b, Tensor):
-        mantissa, power = split_off_power(b)
+        mantissa, power = split_off_power_of_two(b)
         storage = a._payload.dtype
         if power == _powers.ZERO_SCALE:
             return make_rule_result(to_float32(a) * mantissa, make_zero_scale(a), 1.0, storage, dtype)
@@ -212,7 +218,7 @@ def mul(a: Any, b: Any) -> Tensor:
         return make_scaled_result(a._payload, (a._scale,), storage, dtype, power, mantissa)
     if type(a) is type(b) is ScaledTensor:
         # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
-        is_square = a is b and not _powers.is_concrete(a._payload)
+        is_square = a is b and not _powers.has_readable_values(a._payload)
         storage = torch.float32 if is_square else choose_storage((a, b))
         return make_scaled_result(to_float32(a) * to_float32(b), (a._scale, b._scale), storage, dtype)
     like, storage = find_scaled_tensor((a, b)), choose_storage((a, b))
@@ -228,7 +234,7 @@ def div(a: Any, b: Any) -> Tensor:
     """pa / pb under the scale sa / sb."""
     dtype = promote_dtypes((a, b))
     if not isinstance(b, Tensor):
-        mantissa, power = (0.0, 1.0) if not is_symbolic(b) and b == 0 else split_off_power(b)
+        mantissa, power = (0.0, 1.0) if not is_symbolic(b) and b == 0 else split_off_power_of_two(b)
         scale, rest = _powers.multiply_scales(a._scale, 1.0 / power)
         return make_rule_result(to_float32(a) / mantissa, scale, rest, a._payload.dtype, dtype)
     like = find_scaled_tensor((a, b))
@@ -269,10 +275,10 @@ def add_scaled_product(
     """
     like = find_scaled_tensor((base, a, b))
     storage, dtype = choose_product_storage((base, a, b)), promote_dtypes((base, a, b))
-    encode_factor = encode_matrix_operand if separate else encode_operand if of_matrices else encode_addend
+    encode_product_operand = encode_matrix_operand if separate else encode_operand if of_matrices else encode_addend
     large = [find_outliers(base, like, beta)]
-    base, x, y = encode_addend(base, like, beta), encode_factor(a, like), encode_factor(b, like)
-    if separate is not None and large == [None] and _is_added_by_fused_kernel(base, x, y, beta, alpha):
+    base, x, y = encode_addend(base, like, beta), encode_product_operand(a, like), encode_product_operand(b, like)
+    if separate is not None and large == [None] and _is_added_after_product(base, x, y, beta, alpha):
         values, factor = _multiply_payloads(separate, x, y, 1.0 / sum_scale)
         product = make_scaled_result(values, (x._scale, y._scale), torch.float32, dtype, sum_scale, factor)
         if fused.is_elementwise_pair(product._payload, base._payload):
@@ -283,7 +289,7 @@ def add_scaled_product(
     if not of_matrices:
         added, places = _multiply_plain_operands(a, b, like, alpha, quotient)
         large += places
-    powers = split_off_power(beta)[1], split_off_power(alpha)[1] * sum_scale
+    powers = split_off_power_of_two(beta)[1], split_off_power_of_two(alpha)[1] * sum_scale
     is_ordinary = all(_powers.SMALLEST_SCALE < power <= _powers.LARGEST_SCALE for power in powers)
     if _powers.has_fused_kernels(base._payload) and is_ordinary and added is None and not quotient:
         scale, of_base, of_product = fused.compute_affine_factors(base._scale, x._scale, y._scale, *powers)
@@ -312,7 +318,7 @@ def add_scaled_product(
     return fit_scaled_tensor(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
 
 
-def _is_added_by_fused_kernel(base: ScaledTensor, x: ScaledTensor, y: ScaledTensor, beta: Any, alpha: Any) -> bool:
+def _is_added_after_product(base: ScaledTensor, x: ScaledTensor, y: ScaledTensor, beta: Any, alpha: Any) -> bool:
     """Return whether one kernel adds a tensor to a product: not where the product itself adds in bfloat16."""
     if type(beta) not in (int, float) or type(alpha) not in (int, float) or not beta == alpha == 1:
         return False
@@ -346,11 +352,11 @@ def _clamp_to_float32(number: Any) -> Any:
 
 
 # The product of matrices within an operator that adds one.
-_PRODUCTS_WITHIN_SUMS = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
+_PRODUCT_BY_ADDING_PRODUCT = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
 
 
 @implements_each(
-    *(*_PRODUCTS_WITHIN_SUMS, aten.addmv.default, aten.addbmm.default, aten.addr.default), family="bilinear"
+    *(*_PRODUCT_BY_ADDING_PRODUCT, aten.addmv.default, aten.addbmm.default, aten.addr.default), family="bilinear"
 )
 def add_matrix_product(operator: OpOverload, base: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta base + alpha a b, of matrices or vectors."""
@@ -362,7 +368,7 @@ def add_matrix_product(operator: OpOverload, base: Any, a: Any, b: Any, *, beta:
         beta=beta,
         alpha=alpha,
         of_matrices=True,
-        separate=_PRODUCTS_WITHIN_SUMS.get(operator),
+        separate=_PRODUCT_BY_ADDING_PRODUCT.get(operator),
     )
 
 
@@ -401,7 +407,7 @@ def convolution(
     """conv(px, pw) / c under the scale sx sw c with c next below the root of the terms of a sum; a bias joins it."""
     given = (x, weight) if bias is None else (x, weight, bias)
     like = find_scaled_tensor(given)
-    x, weight = encode_factor(x, like), encode_factor(weight, like)
+    x, weight = encode_product_operand(x, like), encode_product_operand(weight, like)
     sum_scale = round_root_to_power(_count_convolution_terms(weight, transposed, groups=rest[-1], of_output=True))
     scale, _ = _powers.multiply_scales(x._scale, weight._scale, sum_scale)
     start, large = None, None
@@ -423,7 +429,7 @@ def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tupl
     """Return the gradients of the input, the weight and the bias, those that are asked for."""
     given = (gradient, x, weight)
     like = find_scaled_tensor(given)
-    gradient, x, weight = (encode_factor(tensor, like) for tensor in given)
+    gradient, x, weight = (encode_product_operand(tensor, like) for tensor in given)
     payloads = [to_float32(tensor) for tensor in (gradient, x, weight)]
     *_, transposed, _, groups, wanted = rest
     values = aten.convolution_backward.default(*payloads, *rest)
@@ -456,7 +462,7 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
         return total
     if isinstance(b, Tensor) or is_symbolic(b) or not b > 0:
         return fit_scaled_tensor(to_float32(total), total._scale, c._payload.dtype, total.dtype)
-    return make_second_moment(total, c, encode_operand(a, c))
+    return round_second_moment_above_zero(total, c, encode_operand(a, c))
 
 
 RULES_OF_OPERATORS_DEFINED_LATER["prims::fma"] = fma
@@ -477,7 +483,7 @@ def factor_matrix(operator: OpOverload, matrix: Tensor, *arguments: Any, **optio
 
 def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
     """Return whether two matrices, payloads, are multiplied on eight-bit units."""
-    if a.dtype not in EIGHT_BITS or b.dtype not in EIGHT_BITS or a.dtype == b.dtype == torch.float8_e5m2:
+    if a.dtype not in EIGHT_BIT_DTYPES or b.dtype not in EIGHT_BIT_DTYPES or a.dtype == b.dtype == torch.float8_e5m2:
         return False
     if eight_bit_engine(a.device) == "emulated":
         return False

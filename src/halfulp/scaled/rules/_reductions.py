@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...kernels import find_torch_operators
-from .._operands import encode_operand, encode_values, find_scaled_tensor
+from .._operands import encode_operand, encode_plain_tensor, find_scaled_tensor
 from .._registry import LOGICAL_DTYPES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, decode_values, to_float32
 from ._vocabulary import align_operands, decode_value, encode_results, homogeneous, round_root_to_power, scale_payloads
@@ -28,7 +28,7 @@ def count_summed_elements(x: Tensor, dims: Sequence[int] | int | None) -> int:
     return math.prod(x.shape[dim] for dim in dims) if x.dim() else 1
 
 
-def choose_sum_scale(x: Tensor, dims: Sequence[int] | int | None = None) -> float:
+def choose_sum_divisor(x: Tensor, dims: Sequence[int] | int | None = None) -> float:
     """Return the power of two below the square root of the number of terms."""
     return round_root_to_power(count_summed_elements(x, dims))
 
@@ -50,7 +50,7 @@ def register_reduction(*operators: OpOverload) -> Callable[[Callable], Callable]
                 return rule(x, *arguments, **options)
             if dtype == torch.float64:
                 values = operator(decode_values(x, dtype), *arguments, dtype=dtype, **options)
-                return encode_values(values, x._payload.dtype)
+                return encode_plain_tensor(values, x._payload.dtype)
             if dtype not in LOGICAL_DTYPES:
                 return operator(decode_values(x), *arguments, dtype=dtype, **options)
             return aten._to_copy.default(rule(x, *arguments, **options), dtype=dtype)
@@ -64,7 +64,7 @@ def register_reduction(*operators: OpOverload) -> Callable[[Callable], Callable]
 def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """sum(p) / c under the scale s c, with c the power of two below the root of the number of terms."""
     total = aten.sum.dim_IntList(to_float32(x), dims, keepdim)
-    return scale_payloads(total, [x._scale], [x], choose_sum_scale(x, dims))
+    return scale_payloads(total, [x._scale], [x], choose_sum_divisor(x, dims))
 
 
 @register_reduction(aten.mean.default, aten.mean.dim)
@@ -76,7 +76,7 @@ def mean_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool 
 @register_reduction(aten.cumsum.default)
 def cumsum(x: ScaledTensor, dim: int) -> Tensor:
     """Return running sums, divided by the power of two below the root of the longest."""
-    return scale_payloads(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], choose_sum_scale(x, dim))
+    return scale_payloads(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], choose_sum_divisor(x, dim))
 
 
 @register_reduction(aten.prod.default, aten.prod.dim_int)

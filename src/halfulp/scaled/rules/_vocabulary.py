@@ -38,7 +38,7 @@ from .._operands import (
     choose_storage,
     encode_addend,
     encode_operand,
-    encode_values,
+    encode_plain_tensor,
     find_outliers,
     find_scaled_tensor,
     fit_scaled_tensor,
@@ -46,7 +46,7 @@ from .._operands import (
     promote_dtypes,
     saturate_outliers,
 )
-from .._registry import EIGHT_BITS, FAMILIES, FULL_RANGE_STORAGES, implements_each
+from .._registry import EIGHT_BIT_DTYPES, FAMILY_BY_NAME, FULL_RANGE_STORAGES, implements_each
 from .._scaled_tensor import ScaledTensor, decode_values, to_float32, wrap_payload
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.
@@ -133,14 +133,14 @@ def scale_values(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype
     """Return float32 values as a scaled tensor of a given scale, and what is no float unchanged."""
     if not is_floating(y):
         return y
-    if _powers.has_fused_kernels(y) and y.dtype in fused.PAYLOAD_CODECS:
+    if _powers.has_fused_kernels(y) and y.dtype in fused.PAYLOAD_CODEC_BY_DTYPE:
         return wrap_payload(*fused.multiply_payload(y, (scale,), storage, "values"), dtype)
     return make_rule_result(y, scale.clone(), _powers.divide_scales(make_unit_scale(y), scale), storage, dtype)
 
 
 def encode_results(y: Any, holders: list[Any]) -> Any:
     """Encode floating values under a measured scale, in the storage and dtype of holders."""
-    return encode_values(y, choose_storage(holders), dtype=promote_dtypes(holders)) if is_floating(y) else y
+    return encode_plain_tensor(y, choose_storage(holders), dtype=promote_dtypes(holders)) if is_floating(y) else y
 
 
 def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtype]:
@@ -158,7 +158,9 @@ def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, t
     else:
         largest = _powers.choose_common_scale_value(values)
         scale = torch.tensor(largest, dtype=torch.float32, device="cpu")
-        payloads = [_powers.multiply_within_range(to_float32(x), value / largest) for x, value in zip(tensors, values)]
+        payloads = [
+            _powers.multiply_without_overflow(to_float32(x), value / largest) for x, value in zip(tensors, values)
+        ]
     payloads = [_clamp_outliers(p, given, value, storage) for p, given, value in zip(payloads, operands, values)]
     return payloads, scale, storage, dtype
 
@@ -171,7 +173,7 @@ def _clamp_outliers(payload: Tensor, given: Any, scale: float | None, storage: t
     elif not isinstance(given, Tensor) or not given.dim():
         return payload
     largest = torch.finfo(storage).max
-    if storage in FULL_RANGE_STORAGES or (_powers.is_concrete(payload) and not (payload.abs() > largest).any()):
+    if storage in FULL_RANGE_STORAGES or (_powers.has_readable_values(payload) and not (payload.abs() > largest).any()):
         return payload
     is_outlier = (decode_value(given) <= -LEAST_OUTLIER) & (payload.abs() > largest) & payload.isfinite()
     return torch.where(is_outlier, payload.sign() * largest, payload)
@@ -225,7 +227,7 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
 def is_filled_with_large_number(x: ScaledTensor) -> bool:
     """Return whether x is one large number everywhere, as torch.full_like(x, -1e9) is; False if not concrete."""
     scale = _powers.read_scale(x._scale)
-    if scale is None or scale < _LARGE_CONSTANT / 2**16 or not _powers.is_concrete(x._payload) or not x.numel():
+    if scale is None or scale < _LARGE_CONSTANT / 2**16 or not _powers.has_readable_values(x._payload) or not x.numel():
         return False
     low, high = (bound.item() for bound in torch.aminmax(to_float32(x).abs()))
     return low * scale >= _LARGE_CONSTANT and high == low
@@ -279,7 +281,7 @@ def align_constants(x: ScaledTensor, *constants: Any, room: bool = True) -> tupl
         numbers = [float(c) for c in constants]
         needed = [_find_scale_for_number(c, storage) for c in numbers] if room else []
         if own == _powers.ZERO_SCALE:
-            powers = {c: _powers.round_number(abs(c)) for c in numbers if c and math.isfinite(c)}
+            powers = {c: _powers.round_number_to_power(abs(c)) for c in numbers if c and math.isfinite(c)}
             needed = [
                 p if p < _LARGE_CONSTANT else max(1.0, _find_scale_for_number(c, storage)) for c, p in powers.items()
             ]
@@ -299,7 +301,7 @@ def _find_scale_for_number(constant: float, storage: torch.dtype) -> float:
     if not 0 < size < math.inf:
         return _powers.ZERO_SCALE
     needed = LEAST_SATURATED_OUTLIER if size >= _find_least_outlier_constant(storage) else size
-    return _powers.round_number(needed / torch.finfo(storage).max, "up")
+    return _powers.round_number_to_power(needed / torch.finfo(storage).max, "up")
 
 
 def _make_number_payload(constant: float, scale: float, storage: torch.dtype) -> float:
@@ -338,7 +340,7 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
                 with torch.inference_mode(False):  # a view of what is no inference tensor must not be one
                     return move(operator, x, *arguments, **options)
             return map_tree(lambda p: wrap_payload(p, scale, dtype), operator(payload, *arguments, **options))
-        if payload.dtype not in EIGHT_BITS:
+        if payload.dtype not in EIGHT_BIT_DTYPES:
             return map_tree(lambda p: wrap_payload(p, scale.clone(), dtype), operator(payload, *arguments, **options))
         # torch has no kernels for eight-bit floats.
         results = operator(payload.view(torch.uint8), *arguments, **options)
@@ -379,7 +381,9 @@ def homogeneous(
 
     def run_of_degree(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         storage, dtype = x._payload.dtype, x.dtype
-        keeps = operator in _SELECTING_OPERATORS and storage not in EIGHT_BITS  # for which torch has no such kernels
+        keeps = (
+            operator in _SELECTING_OPERATORS and storage not in EIGHT_BIT_DTYPES
+        )  # for which torch has no such kernels
         entered = x._payload if keeps else to_float32(x)
         results = operator(entered, *arguments, **options)
         if degree > 0:
@@ -426,9 +430,9 @@ def measured_scale(*operators: OpOverload, family: str = "own", scaled: int = 0)
     plain, such as what a layer saves for its backward pass.
     """
 
-    is_product = family in FAMILIES and FAMILIES[family].operands == "home"
+    is_product = family in FAMILY_BY_NAME and FAMILY_BY_NAME[family].operands == "home"
     choose = choose_product_storage if is_product else choose_storage
-    encode = lambda y, storage, dtype: encode_values(y, storage, dtype=dtype)  # noqa: E731
+    encode = lambda y, storage, dtype: encode_plain_tensor(y, storage, dtype=dtype)  # noqa: E731
     _register_on_values(operators, family, encode, choose, scaled)
 
 

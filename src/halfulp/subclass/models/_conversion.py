@@ -32,7 +32,7 @@ def remove_forward_hooks(modules: Iterable[nn.Module], is_ours: Callable[[Any], 
                     table.pop(key, None)
 
 
-Where = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
+ParameterSelector = str | Iterable[str] | Callable[[nn.Module, str], bool] | None
 
 
 class ParameterRef(NamedTuple):
@@ -70,7 +70,7 @@ def list_module_parameters(model: nn.Module, constants: bool = False) -> Iterato
                 yield ParameterRef(f"{path}.{key}" if path else key, module, key, value)
 
 
-def list_matching_parameters(found: Iterable[ParameterRef], where: Where) -> list[ParameterRef]:
+def list_matching_parameters(found: Iterable[ParameterRef], where: ParameterSelector) -> list[ParameterRef]:
     """Return the parameters that match under any of their names, each under all of its names.
 
     `where` is a glob, several, a function of a module and a name, or None for all.
@@ -112,11 +112,11 @@ def copy_attributes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
     return new
 
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+FunctionWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _CHECKPOINT_ADVICE = "checkpoint the whole model instead, or run it without checkpointing"
 
 
-def capture_recomputation(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
+def capture_recomputation(pack: Callable[..., Any], wrap: FunctionWrapper, what: str) -> None:
     """Wrap, once, the function that torch.utils.checkpoint(use_reentrant=False) recomputes; other hooks are left alone.
 
     Its frame is reached through the hook that packs saved tensors while the checkpointed function runs.
@@ -136,7 +136,7 @@ def capture_recomputation(pack: Callable[..., Any], wrap: Wrapper, what: str) ->
     frame.recompute_fn._wrapped_by = wrap
 
 
-def capture_reentrant_recomputation(node: Any, name: str, wrap: Wrapper, what: str) -> None:
+def capture_reentrant_recomputation(node: Any, name: str, wrap: FunctionWrapper, what: str) -> None:
     """Wrap the function that reentrant checkpointing (torch.utils.checkpoint) recomputes in the backward pass."""
     if name.endswith("CheckpointFunctionBackward"):
         if not callable(getattr(node, "run_function", None)):
@@ -146,7 +146,7 @@ def capture_reentrant_recomputation(node: Any, name: str, wrap: Wrapper, what: s
         node.run_function = wrap(node.run_function)
 
 
-_COUNTS_ATTRIBUTE = "_halfulp_fallbacks"
+_FALLBACK_COUNTS_ATTRIBUTE = "_halfulp_fallbacks"
 
 
 def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
@@ -168,7 +168,11 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
     if model is None:
         return dict(_rule_table.fallback_totals)
     check_module(model, "fallbacks")
-    counts = [vars(module)[_COUNTS_ATTRIBUTE] for module in model.modules() if _COUNTS_ATTRIBUTE in vars(module)]
+    counts = [
+        vars(module)[_FALLBACK_COUNTS_ATTRIBUTE]
+        for module in model.modules()
+        if _FALLBACK_COUNTS_ATTRIBUTE in vars(module)
+    ]
     if not counts:
         raise ValueError(
             f"this {type(model).__name__} has neither multi-component nor scaled parameters: hu.multicomponent(model) "
@@ -182,7 +186,7 @@ def _begin_forward(module: nn.Module, arguments: Any) -> None:
     """Attribute the following fallbacks to this model, and refuse recorders: a forward pre-hook."""
     if not torch.compiler.is_compiling():
         refuse_tracing_of(module)
-    _rule_table.running_model.counts = module.__dict__[_COUNTS_ATTRIBUTE]
+    _rule_table.running_model.counts = module.__dict__[_FALLBACK_COUNTS_ATTRIBUTE]
 
 
 ConvertedTensors = dict[int, Tensor]
@@ -212,23 +216,23 @@ def decode_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
     return copy_attributes(new, old)
 
 
-def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:
+def put_converted_parameters(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:
     """Put tensors of a subclass in the parameters' places; install state dicts and counts of fallbacks."""
     for ref in refs:
         ref.put(values[id(ref.value)])
         _state_dict.install_state_dict_hooks(ref.module)
     _state_dict.install_state_dict_check(model)
-    if _COUNTS_ATTRIBUTE not in vars(model):
-        vars(model)[_COUNTS_ATTRIBUTE] = Counter()
+    if _FALLBACK_COUNTS_ATTRIBUTE not in vars(model):
+        vars(model)[_FALLBACK_COUNTS_ATTRIBUTE] = Counter()
         model.register_forward_pre_hook(_begin_forward)
     install_registration_hooks()
 
 
-def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:
-    """Put plain tensors in the parameters' places, and remove what `put_converted` installed."""
+def put_plain_parameters(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:
+    """Put plain tensors in the parameters' places, and remove what `put_converted_parameters` installed."""
     for ref in refs:
         ref.put(values[id(ref.value)])
     for module in model.modules():
         _state_dict.remove_state_dict_hooks(module)
-        vars(module).pop(_COUNTS_ATTRIBUTE, None)
+        vars(module).pop(_FALLBACK_COUNTS_ATTRIBUTE, None)
     remove_forward_hooks(model.modules(), lambda hook: hook is _begin_forward)

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ..._torch_versions import get_saved_tensor_hooks, is_exporting
-from ...arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION, iterate_tensors, multiply_in_float32
+from ...arithmetic._float32_products import NAME_BY_PRODUCT_FUNCTION, iterate_tensors, multiply_in_float32
 from ...environment._narrow_products import list_dtypes_multiplied_in_float32
 from ...kernels import assume_constant_result, note_fallback
 from ._conversion import capture_recomputation, check_module
@@ -22,7 +22,7 @@ from ._parameter_holders import EMULATED_FORMAT_ATTRIBUTE
 
 Model = TypeVar("Model", bound=nn.Module)
 # What a module of the model holds: where its products are widened.
-_MARK_ATTRIBUTE = "_halfulp_float32_products"
+_WIDENED_MARK_ATTRIBUTE = "_halfulp_float32_products"
 _WIDENED_EVERYWHERE, _WIDENED_WHERE_EAGER = "everywhere", "eager"
 # What a class holds: the class made of it, and what that was made of.
 _WIDENED_CLASS_ATTRIBUTE = "_halfulp_with_float32_products"
@@ -75,13 +75,13 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
         raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
     for module in model.modules():
         if not enabled:
-            vars(module).pop(_MARK_ATTRIBUTE, None)
+            vars(module).pop(_WIDENED_MARK_ATTRIBUTE, None)
             # A class that somebody has made of this file's since stays, and finds no mark.
             object.__setattr__(module, "__class__", get_original_class(module))
-        elif _MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
+        elif _WIDENED_MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
             _widen_module(module)
-    if any(isinstance(vars(module).get("forward"), GraphReader) for module in model.modules()):
-        leave_compiled_products(model)
+    if any(isinstance(vars(module).get("forward"), GraphReadingForward) for module in model.modules()):
+        leave_compiled_products_to_torch(model)
     return model
 
 
@@ -92,29 +92,31 @@ def get_original_class(module: nn.Module) -> type[nn.Module]:
     return found
 
 
-class GraphReader:
+class GraphReadingForward:
     """Base of forwards whose graph a compiler reads: `float32_products` leaves their products to torch."""
 
     inner: Callable[..., Any]
 
 
-def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
+def leave_compiled_products_to_torch(model: nn.Module, leave: bool = True) -> None:
     """Leave a model's products to torch where a compiler traces them, for whoever reads its graphs; or no longer."""
     for module in model.modules():
-        if _MARK_ATTRIBUTE in vars(module):
-            vars(module)[_MARK_ATTRIBUTE] = _WIDENED_WHERE_EAGER if leave else _WIDENED_EVERYWHERE
+        if _WIDENED_MARK_ATTRIBUTE in vars(module):
+            vars(module)[_WIDENED_MARK_ATTRIBUTE] = _WIDENED_WHERE_EAGER if leave else _WIDENED_EVERYWHERE
 
 
 def _widen_module(module: nn.Module) -> None:
     forward: Any = vars(module).get("forward")
-    is_read = isinstance(forward, GraphReader) and getattr(forward.inner, "__func__", None) is type(module).forward
+    is_read = (
+        isinstance(forward, GraphReadingForward) and getattr(forward.inner, "__func__", None) is type(module).forward
+    )
     is_changed = (forward is not None and not is_read) or parametrize.is_parametrized(module)
     made = None if is_changed else _make_widened_class(type(module))
     if made is None:
         why = "has parametrizations or a forward of its own" if is_changed else "is of a class that allows no subclass"
         note_fallback("float32 products", f"left to torch in {type(module).__name__}, which {why}, called by itself")
         return
-    vars(module)[_MARK_ATTRIBUTE] = _WIDENED_EVERYWHERE
+    vars(module)[_WIDENED_MARK_ATTRIBUTE] = _WIDENED_EVERYWHERE
     object.__setattr__(module, "__class__", made)
     if is_read:
         forward.inner = forward.__wrapped__ = types.MethodType(made.forward, module)
@@ -144,7 +146,7 @@ def _make_widened_class(base: type[nn.Module]) -> type[nn.Module] | None:
         except Exception:  # its __init_subclass__ or metaclass wants more, or refuses
             return None
         made.forward = _make_forward(made, base.forward)
-        made.__reduce_ex__ = _reduce_module
+        made.__reduce_ex__ = _pickle_by_original_class
         setattr(made, _ORIGINAL_CLASS_ATTRIBUTE, base)
         setattr(base, _WIDENED_CLASS_ATTRIBUTE, made)
     found: type[nn.Module] = vars(base)[_WIDENED_CLASS_ATTRIBUTE]
@@ -166,7 +168,7 @@ def _make_forward(made: Any, own: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(own)(within)
 
 
-def _reduce_module(self: nn.Module, protocol: Any) -> Any:
+def _pickle_by_original_class(self: nn.Module, protocol: Any) -> Any:
     """Pickle and copy a module by its original class."""
     # A class that somebody has made of this file's is the one that is named.
     made: Any = next(kind for kind in type(self).__mro__ if _ORIGINAL_CLASS_ATTRIBUTE in vars(kind))
@@ -194,7 +196,7 @@ _thread_state = _ThreadState()
 
 def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module's forward pass, under the mode where the model has numbers of a dtype that is widened."""
-    mark = module.__dict__.get(_MARK_ATTRIBUTE)  # vars() of a module is more than torch 2.6 can trace
+    mark = module.__dict__.get(_WIDENED_MARK_ATTRIBUTE)  # vars() of a module is more than torch 2.6 can trace
     if mark is None or is_exporting():
         return forward(*args, **kwargs)
     dtypes = list_dtypes_multiplied_in_float32()
@@ -202,13 +204,15 @@ def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         if mark == _WIDENED_WHERE_EAGER:
-            _note_products_left()
+            _count_products_left_to_torch()
             return forward(*args, **kwargs)
-        if not _has_numbers_of(module, dtypes, True) and not _receives_numbers_of(args, kwargs, dtypes):
+        if not _has_numbers_of_dtypes(module, dtypes, True) and not _receives_numbers_of_dtypes(args, kwargs, dtypes):
             return forward(*args, **kwargs)
         with _PRODUCT_MODE:
             return forward(*args, **kwargs)
-    if _has_numbers_of(module, dtypes, not _thread_state.runs_plainly) or _receives_numbers_of(args, kwargs, dtypes):
+    if _has_numbers_of_dtypes(module, dtypes, not _thread_state.runs_plainly) or _receives_numbers_of_dtypes(
+        args, kwargs, dtypes
+    ):
         return _call_under_mode(forward, args, kwargs)
     if _thread_state.runs_plainly:
         return forward(*args, **kwargs)
@@ -219,7 +223,7 @@ def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any
         _thread_state.runs_plainly = False
 
 
-def _has_numbers_of(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bool:
+def _has_numbers_of_dtypes(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bool:
     """Return whether a module, or with `deep` one inside it, holds numbers of a dtype on the CPU."""
     for one in module.modules() if deep else (module,):
         for held in (one._parameters, one._buffers):
@@ -229,7 +233,7 @@ def _has_numbers_of(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bo
     return False
 
 
-def _receives_numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> bool:
+def _receives_numbers_of_dtypes(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> bool:
     """Return whether arguments or torch.autocast bring a dtype."""
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in dtypes:
         return True
@@ -237,7 +241,7 @@ def _receives_numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: 
 
 
 @assume_constant_result
-def _note_products_left() -> None:
+def _count_products_left_to_torch() -> None:
     note_fallback("float32 products", "left to torch in a graph that an AdaptiveGradScaler's backend compiles")
 
 
@@ -250,7 +254,7 @@ class _ProductMode(TorchFunctionMode):
             # A function in Python, whose products this mode would not see: a mode is off while it handles a call.
             with self:
                 return _FUNCTIONS_WITHOUT_DISPATCH[function](*args, **kwargs)
-        if function not in NAMES_BY_PRODUCT_FUNCTION:
+        if function not in NAME_BY_PRODUCT_FUNCTION:
             # dynamo cannot trace this method's super() under a mode.
             return (torch.unflatten if function is torch.Tensor.unflatten else function)(*args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -261,7 +265,7 @@ class _ProductMode(TorchFunctionMode):
         return multiply_in_float32(function, args, kwargs)
 
 
-def _skip_dispatch(function: Any) -> Any:
+def _remove_mode_dispatch(function: Any) -> Any:
     """Return a function of torch.nn.functional without its own dispatch to modes."""
     scope = dict(function.__globals__)
     scope["has_torch_function"] = scope["has_torch_function_variadic"] = lambda *tensors: False
@@ -270,7 +274,7 @@ def _skip_dispatch(function: Any) -> Any:
 
 # Those in Python that multiply more than once, by functions that the mode knows.
 _FUNCTIONS_WITHOUT_DISPATCH = {
-    function: _skip_dispatch(function)
+    function: _remove_mode_dispatch(function)
     for name in ("multi_head_attention_forward", "linear_cross_entropy")
     if (function := getattr(nn.functional, name, None)) is not None
 }

@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..._messages import name_type
 from ..._torch_import import call_after_import
 from ...kernels import note_and_warn_once
-from .._in_backward import FIRST
+from .._in_backward import FIRST_GRADIENTS_MODE
 from ._state_dict import find_state_dict_layout
 
 _UNSENDABLE_DTYPES = (torch.int16, torch.uint16)
@@ -39,14 +39,14 @@ _NARROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.floa
 
 
 @functools.cache
-def wrap_checkpoint_functions() -> None:
+def wrap_distributed_checkpoint_functions() -> None:
     """Wrap torch's checkpoint functions once, now or as soon as torch imports them."""
     call_after_import("torch.distributed.checkpoint.state_dict", _wrap_module_functions)
 
 
 def _wrap_module_functions(module: ModuleType) -> None:
     for name, wrapper in (
-        ("_load_model_state_dict", functools.partial(_load_full_names, module._get_fqns)),
+        ("_load_model_state_dict", functools.partial(_load_with_renamed_entries, module._get_fqns)),
         ("_gather_state_dict", _gather_states),
         ("_distribute_state_dict", _distribute_states),
         ("_broadcast_state_dict", _broadcast_states),
@@ -54,7 +54,7 @@ def _wrap_module_functions(module: ModuleType) -> None:
         setattr(module, name, functools.partial(wrapper, getattr(module, name)))
 
 
-def _load_full_names(
+def _load_with_renamed_entries(
     get_names: Callable[..., set[str]],
     plain: Callable,
     model: nn.Module,
@@ -79,7 +79,7 @@ def _load_full_names(
 
 
 def _gather_states(plain: Callable, state_dict: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
-    return _restore_dtypes(plain(_convert_to_sendable(state_dict), *given, **options), state_dict)
+    return _restore_state_dtypes(plain(_convert_to_sendable(state_dict), *given, **options), state_dict)
 
 
 def _distribute_states(
@@ -87,7 +87,7 @@ def _distribute_states(
 ) -> None:
     before = dict(local)
     plain(_convert_to_sendable(full), local, *given, **options)
-    _restore_dtypes(local, before)
+    _restore_state_dtypes(local, before)
 
 
 def _broadcast_states(plain: Callable, full: Any, local: MutableMapping[str, Any], *given: Any, **options: Any) -> None:
@@ -108,11 +108,11 @@ def _convert_to_sendable(value: Any) -> Any:
     return value.to(torch.int32) if isinstance(value, Tensor) and value.dtype in _UNSENDABLE_DTYPES else value
 
 
-def _restore_dtypes(found: Any, before: Any) -> Any:
+def _restore_state_dtypes(found: Any, before: Any) -> Any:
     """Return a gathered state with tensors in the dtypes that they had before."""
     if isinstance(before, Mapping) and isinstance(found, MutableMapping):
         for name in before.keys() & found.keys():
-            found[name] = _restore_dtypes(found[name], before[name])
+            found[name] = _restore_state_dtypes(found[name], before[name])
     elif isinstance(before, Tensor) and before.dtype in _UNSENDABLE_DTYPES:
         return found.to(before.dtype) if isinstance(found, Tensor) and found.dtype == torch.int32 else found
     return found
@@ -123,7 +123,7 @@ def install_registration_hooks() -> None:
     """Install the registration hooks, once."""
     register_module_module_registration_hook(_check_inner_module)
     register_module_parameter_registration_hook(_refuse_dtensor)
-    wrap_checkpoint_functions()
+    wrap_distributed_checkpoint_functions()
 
 
 def _check_inner_module(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
@@ -158,7 +158,10 @@ def _refuse_unused_parameters(wrapper: nn.Module, inputs: Any) -> None:
     """Refuse find_unused_parameters for parameters whose gradients are not plain: processes would drift apart."""
     if wrapper.find_unused_parameters and not wrapper.gradient_as_bucket_view:
         for name, parameter in wrapper.named_parameters():
-            if find_state_dict_layout(parameter) is not None and getattr(parameter, "gradients", None) != FIRST:
+            if (
+                find_state_dict_layout(parameter) is not None
+                and getattr(parameter, "gradients", None) != FIRST_GRADIENTS_MODE
+            ):
                 raise ValueError(
                     f"find_unused_parameters=True, and the gradient of {name!r} is no plain tensor, as a process has "
                     "of what it did not use: give DistributedDataParallel gradient_as_bucket_view=True too"

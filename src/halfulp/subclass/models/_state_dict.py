@@ -156,10 +156,10 @@ def _check_all_modules(module: nn.Module, state_dict: Mapping, prefix: str, loca
         own = f"{prefix}{path}." if path else prefix
         check_layout_version(metadata.get(own[:-1], {}))
         for key, parameter, layout in _list_own_parameters(inner):
-            _read_fitting_tensor(state_dict, own + key, parameter, layout)
+            _read_parameter_from_entries(state_dict, own + key, parameter, layout)
 
 
-def _read_fitting_tensor(state_dict: Mapping, name: str, parameter: Tensor, layout: StateDictLayout) -> Any:
+def _read_parameter_from_entries(state_dict: Mapping, name: str, parameter: Tensor, layout: StateDictLayout) -> Any:
     foreign = [entry for entry in state_dict if entry.startswith(f"{name}.") and not layout.suffix.search(entry)]
     if foreign:
         raise ValueError(f"unknown entries {quote(foreign)} beside {name!r}: the file is of another layout")
@@ -181,7 +181,7 @@ def _load_auxiliary_tensors(
     loaded = module.__dict__[_LOADED_ATTRIBUTE] = []
     for key, parameter, layout in _list_own_parameters(module):
         name = prefix + key
-        value = _read_fitting_tensor(state_dict, name, parameter, layout)
+        value = _read_parameter_from_entries(state_dict, name, parameter, layout)
         for entry in [entry for entry in state_dict if layout.suffix.sub("", entry) == name != entry]:
             del state_dict[entry]
         if value is None:

@@ -125,7 +125,7 @@ def restore_autograd_marks(x: Subclass, requires_grad: bool, is_parameter: bool)
     return x
 
 
-def check_layout(layout: int, own: int, kind: str, parts: str) -> None:
+def check_pickled_layout(layout: int, own: int, kind: str, parts: str) -> None:
     """Raise unless a file has the layout that this version reads; `parts` says what gives the class's plain tensors."""
     if layout != own:
         raise ValueError(

@@ -20,11 +20,11 @@ from ._canary import has_float64, to_float64
 from ._threads import keeping_subnormals
 from ._trace import Trace
 
-_KIND_DTYPES = {"f32": torch.float32, "f64": torch.float64, "w32": torch.int32, "w64": torch.int64}
-_CODE_DTYPES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-_LEAST_WORDS = {"w32": -(1 << 31), "w64": -(1 << 63)}
+_DTYPE_BY_KIND = {"f32": torch.float32, "f64": torch.float64, "w32": torch.int32, "w64": torch.int64}
+_DTYPE_BY_BITS = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+_LEAST_WORD_BY_KIND = {"w32": -(1 << 31), "w64": -(1 << 63)}
 _UNSIGNED_COMPARISONS = ("word_lt", "word_gt", "word_le", "word_ge")
-_TORCH_OPERATORS: dict[str, Callable[..., Any]] = {
+_TORCH_OPERATOR_BY_OPERATION: dict[str, Callable[..., Any]] = {
     **{"add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "or": operator.or_},
     **{"lt": operator.lt, "gt": operator.gt, "le": operator.le, "ge": operator.ge, "eq": operator.eq},
     **{"ne": operator.ne, "xor": operator.xor, "neg": operator.neg, "abs": torch.abs, "not": operator.invert},
@@ -39,7 +39,7 @@ def _multiply_high16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 # Which torch has for tensors alone: a quotient by a number would be a product with its inverse on CUDA.
-_TENSOR_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+_TENSOR_FUNCTION_BY_OPERATION: dict[str, Callable[..., torch.Tensor]] = {
     "sqrt": _trace.square_root,
     "product_error": _trace.product_error,
     "to_float64": to_float64,
@@ -55,7 +55,7 @@ _TENSOR_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @keeping_subnormals()
-def run_on_tensors(
+def run_trace_on_tensors(
     trace: Trace,
     arrays: Mapping[int, torch.Tensor] | Sequence[torch.Tensor],
     inputs: Mapping[Any, torch.Tensor | float] | None = None,
@@ -75,8 +75,8 @@ def run_on_tensors(
     elements = [arrays[plan.columns[address]] for address in plan.element_addresses]
     like = next(x for x in [*elements, *given.values()] if isinstance(x, torch.Tensor))
     held = {k: arrays[column] for k, column in plan.columns.items() if column in arrays}
-    run = _TraceRun(trace, held, given, like, block)
-    values = run.compute_values(plan)
+    run = _TraceInterpreter(trace, held, given, like, block)
+    values = run.run_instructions(plan)
     for (address, bits, per_block), number in trace.stores.items():
         run.store_words(run.arrays[address], bits, per_block, values[number], trace.kinds[number])
     for address, place, word, _ in trace.counter_additions:
@@ -98,7 +98,7 @@ class _ExecutionPlan(NamedTuple):
 @functools.lru_cache(1024)
 def _plan_execution(trace: Trace, results: tuple[int, ...]) -> _ExecutionPlan:
     lines, end = trace.lines, len(trace.lines)
-    last = dict.fromkeys([*results, *trace.find_output_lines()], end)
+    last = dict.fromkeys([*results, *trace.find_output_instructions()], end)
     for number in reversed(range(end)):
         if number in last:
             for operand in lines[number][1]:
@@ -117,7 +117,7 @@ def _plan_execution(trace: Trace, results: tuple[int, ...]) -> _ExecutionPlan:
 
 
 @dataclass
-class _TraceRun:
+class _TraceInterpreter:
     """The values of a trace's instructions on given tensors."""
 
     trace: Trace
@@ -134,7 +134,7 @@ class _TraceRun:
         self.shape = (blocks, self.block) if self.block else (self.count,)
         self.written = {address for address, *_ in self.trace.stores}
 
-    def compute_values(self, plan: _ExecutionPlan) -> dict[int, Any]:
+    def run_instructions(self, plan: _ExecutionPlan) -> dict[int, Any]:
         """Return the values that are results, stored or summed up."""
         values: dict[int, Any] = dict(plan.constant_values)
         trace = self.trace
@@ -162,22 +162,22 @@ class _TraceRun:
         if self.mixes and any(isinstance(x, torch.Tensor) and x.device != self.device for x in given):
             given = [x.cpu() if isinstance(x, torch.Tensor) else x for x in given]
         if operation == "call":
-            return self.call_function(extra, [self.to_tensor(x, one) for x, one in zip(given, kinds)])
-        if not any(isinstance(x, torch.Tensor) for x in given) or operation in _TENSOR_FUNCTIONS:
+            return self.run_called_trace(extra, [self.to_tensor(x, one) for x, one in zip(given, kinds)])
+        if not any(isinstance(x, torch.Tensor) for x in given) or operation in _TENSOR_FUNCTION_BY_OPERATION:
             given = [self.to_tensor(x, one) for x, one in zip(given, kinds)]
-        if operation in _TENSOR_FUNCTIONS:
-            return _TENSOR_FUNCTIONS[operation](*given)
+        if operation in _TENSOR_FUNCTION_BY_OPERATION:
+            return _TENSOR_FUNCTION_BY_OPERATION[operation](*given)
         if operation in _UNSIGNED_COMPARISONS:
-            given = [x ^ _LEAST_WORDS[kinds[0]] for x in given]
+            given = [x ^ _LEAST_WORD_BY_KIND[kinds[0]] for x in given]
         name = operation.removeprefix("word_").removeprefix("mask_")
-        if name in _TORCH_OPERATORS:
-            return _TORCH_OPERATORS[name](*given)
+        if name in _TORCH_OPERATOR_BY_OPERATION:
+            return _TORCH_OPERATOR_BY_OPERATION[name](*given)
         if operation == "bits":
             x = given[0]
             if kind[0] == "w" and x.device.type not in ("cpu", "meta"):
                 # A GPU's own NaN has all low bits set, which the encoders do not allow.
                 x = torch.where(x == x, x, torch.nan)
-            return x.view(_KIND_DTYPES[kind])
+            return x.view(_DTYPE_BY_KIND[kind])
         if operation == "select":
             condition, a, b = given
             return torch.where(condition, a if isinstance(b, torch.Tensor) else self.to_tensor(a, kind), b)
@@ -189,7 +189,7 @@ class _TraceRun:
         if operation == "gather":
             return _trace.gather(self.trace.tables[extra], given[0])
         assert operation == "block_largest", f"an operation that tensors lack: {operation}"
-        return (given[0] ^ _LEAST_WORDS[kind]).amax(1, keepdim=True) ^ _LEAST_WORDS[kind]
+        return (given[0] ^ _LEAST_WORD_BY_KIND[kind]).amax(1, keepdim=True) ^ _LEAST_WORD_BY_KIND[kind]
 
     def to_tensor(self, x: Any, kind: str) -> torch.Tensor:
         """Return a value as a tensor, of no dimension for a number."""
@@ -197,7 +197,7 @@ class _TraceRun:
             return x
         # Filled in, not copied from the CPU, for which an accelerator would be waited for.
         device = torch.device("cpu") if kind == "f64" and self.mixes else self.device
-        return torch.full((), x, dtype=_KIND_DTYPES[kind], device=device)
+        return torch.full((), x, dtype=_DTYPE_BY_KIND[kind], device=device)
 
     def lay_out_blocks(self, x: Any, per_block: bool = False) -> Any:
         """Return a tensor with its blocks as rows, the last one filled up with zeros; without blocks it is one row."""
@@ -213,7 +213,7 @@ class _TraceRun:
 
     def load_words(self, address: int, bits: int, per_block: bool) -> torch.Tensor:
         """Return the words of an array's elements."""
-        codes = self.arrays[address].detach().view(_CODE_DTYPES[bits])
+        codes = self.arrays[address].detach().view(_DTYPE_BY_BITS[bits])
         codes = torch.stack((codes & 15, codes >> 4), -1) if bits == 4 else codes
         words = self.lay_out_blocks(codes, per_block)
         if bits >= 32:
@@ -232,7 +232,7 @@ class _TraceRun:
             words = words & ((1 << bits) - 1)
         if bits == 4:
             words = words[::2] | words[1::2] << 4
-        array.detach().view(_CODE_DTYPES[bits]).copy_(words.reshape(array.shape))
+        array.detach().view(_DTYPE_BY_BITS[bits]).copy_(words.reshape(array.shape))
 
     def add_to_counters(self, counters: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
         """Add each element's word to its counter; row r of the counters takes the r-th equal part of the elements."""
@@ -260,11 +260,11 @@ class _TraceRun:
             found.append(total)
         return torch.stack(found).tolist() if found else []
 
-    def call_function(self, number: int, given: list[torch.Tensor]) -> list[Any]:
+    def run_called_trace(self, number: int, given: list[torch.Tensor]) -> list[Any]:
         """Return the results of a device function that the trace calls."""
         piece = self.trace.functions[number]
-        inner = _TraceRun(piece.trace, {}, dict(enumerate(given)), self.like_tensor, self.block, is_called=True)
-        values = inner.compute_values(_plan_execution(piece.trace, piece.results))
+        inner = _TraceInterpreter(piece.trace, {}, dict(enumerate(given)), self.like_tensor, self.block, is_called=True)
+        values = inner.run_instructions(_plan_execution(piece.trace, piece.results))
         return [values[k] for k in piece.results]
 
 

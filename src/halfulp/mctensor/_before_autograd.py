@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..kernels import disable_tracing, find_torch_operators, list_present_operators
 from ..subclass._rule_table import functional_form
 from ._derivation import note_float64_fallback, write_results
-from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor, attach_history
+from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor, attach_autograd_history
 from ._result_type import ResultType, encode_plain_operands, has_plain_operand, is_plain, make_result, result_type
 
 aten = find_torch_operators("aten")
@@ -127,7 +127,7 @@ ENCODED_COMPOSITE_OPERATORS = (
     *(aten.float_power.Tensor_Tensor, aten.float_power.Scalar, aten.float_power.Tensor_Scalar),
 )
 # Those with one rule whose derivative has a step of plain operands alone: what autograd saves has components too.
-DIFFERENTIATED_OPERATORS = (
+ENCODED_DIFFERENTIABLE_OPERATORS = (
     *(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Tensor, aten.atan2.default),
     *(aten.pow.Tensor_Tensor, aten.ldexp.Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default),
     *(aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default),
@@ -139,10 +139,10 @@ _aten_library = torch.library.Library("aten", "IMPL")
 _mkldnn_lock = threading.RLock()
 
 
-def _make_entry(operator: OpOverload) -> Callable:
+def _make_entry_kernel(operator: OpOverload) -> Callable:
     """Return an operator's kernel for the key: its own function, else torch's steps on operands with components."""
-    own, is_promoted = ENTRY_FUNCTIONS.get(operator), operator in SAME_DTYPE_OPERATORS
-    is_encoded = operator in ENCODED_COMPOSITE_OPERATORS or operator in DIFFERENTIATED_OPERATORS
+    own, is_promoted = FUNCTION_BY_ENTRY_OPERATOR.get(operator), operator in SAME_DTYPE_OPERATORS
+    is_encoded = operator in ENCODED_COMPOSITE_OPERATORS or operator in ENCODED_DIFFERENTIABLE_OPERATORS
 
     def run_entry(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
@@ -176,7 +176,7 @@ def _run_on_decoded_operands(operator: OpOverload, arguments: tuple, options: di
         return x.double() if is_plain(x) else x
 
     wide = operator(*map(decode, arguments), **{name: decode(x) for name, x in options.items()})
-    return attach_history(wide, make_result((wide.detach(),), form))
+    return attach_autograd_history(wide, make_result((wide.detach(),), form))
 
 
 def _interpolate_in_float64(operator: OpOverload, x: Any, *arguments: Any, **options: Any) -> Any:
@@ -214,7 +214,7 @@ _INTERPOLATIONS = tuple(
     for overload in ("default", "vec")
 )
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
-ENTRY_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
+FUNCTION_BY_ENTRY_OPERATOR: dict[OpOverload, Callable[..., Any]] = {
     aten.rms_norm.default: functools.partial(_run_steps_on_encoded_operands, rms_norm),
     aten.cosine_similarity.default: functools.partial(_run_steps_on_encoded_operands, cosine_similarity),
     aten.scaled_dot_product_attention.default: _attend_in_float64,
@@ -241,8 +241,15 @@ ENTRY_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
 }
 
 for _operator in list_present_operators(
-    dict.fromkeys((*ENCODED_COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *ENTRY_FUNCTIONS, *SAME_DTYPE_OPERATORS))
+    dict.fromkeys(
+        (
+            *ENCODED_COMPOSITE_OPERATORS,
+            *ENCODED_DIFFERENTIABLE_OPERATORS,
+            *FUNCTION_BY_ENTRY_OPERATOR,
+            *SAME_DTYPE_OPERATORS,
+        )
+    )
 ):
     _aten_library.impl(
-        _operator.name().removeprefix("aten::"), _make_entry(_operator), ENTRY_KEY_NAME, with_keyset=True
+        _operator.name().removeprefix("aten::"), _make_entry_kernel(_operator), ENTRY_KEY_NAME, with_keyset=True
     )
