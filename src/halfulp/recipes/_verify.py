@@ -184,8 +184,8 @@ class VerificationRuns:
 
     def draw_random_integers(self, low: int, high: int, count: int) -> list[int]:
         """Draw random integers from low to high, both included."""
-        options: dict[str, Any] = {"generator": self._generator, "dtype": torch.int64, "device": "cpu"}
-        return torch.randint(low, high + 1, (count,), **options).tolist()
+        drawn = torch.randint(low, high + 1, (count,), generator=self._generator, dtype=torch.int64, device="cpu")
+        return drawn.tolist()
 
     def run_under_scales(self, recipe: Recipe, trials: int) -> Verification:
         """Run copies with scaled parameters under so many draws of scales, each operator beside torch's own."""

@@ -81,3 +81,21 @@ def test_lbfgs_reaches_the_last_component(search, steps, bound, seed):
     with strict():
         optimizer.step(closure)
     assert float((x - aim).detach().decode().abs().max()) < bound
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam]
+)
+def test_a_gradient_far_below_the_largest_makes_no_larger_step_than_in_float32(kind):
+    # The square of 2^-18 beside that of 4 is 2^-40 of it, which float16 components under one scale do not hold.
+    gradient = torch.tensor([4.0, 2.0**-18, -(2.0**-24), 2.0**-30, 0.0])
+    ours = torch.nn.Parameter(MCTensor.encode(torch.ones(5), 2, torch.float16))
+    plain = torch.nn.Parameter(torch.ones(5))
+    ours.grad, plain.grad = MCTensor.encode(gradient, 2, torch.float16), gradient.clone()
+    optimizers = [kind([parameter], lr=1e-3) for parameter in (ours, plain)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = (ours.detach().decode(torch.float64) - 1).abs()
+    assert (moved <= 1.001 * (plain.detach().double() - 1).abs() + 1e-6).all(), moved
+    assert moved[0] > 1e-3

@@ -364,7 +364,7 @@ with hu.observe(model, optimizer, interval=1) as seen:
     for _ in range(3):
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
-assert seen.record.unseen == ["could not begin observing: it raised RuntimeError"], seen.record.unseen
+assert seen.record.unseen == ["could not announce observing to ranks: it raised RuntimeError"], seen.record.unseen
 dist.destroy_process_group()
 """
     )

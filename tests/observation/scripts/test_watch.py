@@ -155,6 +155,6 @@ def test_a_hook_that_fails_is_a_sentence(monkeypatch):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with hu.observe(model, optimizer) as seen:
-        monkeypatch.setattr(seen.recorder, "count_tensor", None)
+        monkeypatch.setattr(seen.recorder, "record_tensor", None)
         train(model, optimizer, 1)
     assert "could not observe outputs: it raised TypeError" in seen.record.unseen

@@ -19,6 +19,7 @@ from .._mctensor import MCTensor, implements, implements_each
 from .._result_type import (
     SUM_FUNCTION_NAMES,
     convert_operands,
+    count_float64_components,
     is_plain,
     limit_large_elements,
     result_type,
@@ -195,6 +196,8 @@ def _register_product(name: str, divide: bool) -> None:
 
 def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
     whole = form._replace(gradients=COMPONENTS_GRADIENTS_MODE)
+    if form.scaled:  # under a scale of its own, a square of 2^-19 beside one of 1 would be the 0 that Adam divides by
+        whole = whole._replace(dtype=torch.float64, components=count_float64_components(form), scaled=False)
     if divide:
         return run_pointwise_function("div", b, c, form=whole), value
     return (b, c) if value == 1 else (run_pointwise_function("mul", b, c, form=whole), value)
