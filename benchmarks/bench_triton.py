@@ -51,7 +51,6 @@ SCALED_STEPS = [
 FORMS = [
     *(("product", count) for count in (1, 2, 3)),
     *(("values", 1), ("brought", 2), ("factor", 2), ("levelled", 2)),
-    ("held", 1),
 ]
 
 Launches = Iterator[tuple[str, tuple[float, float] | None, Callable[[], object]]]
