@@ -134,6 +134,20 @@ def seed() -> int:
 
 
 @pytest.fixture
+def process_group() -> Iterator[None]:
+    """A process group of this process alone, for models that a test wraps.
+
+    The reference outlives the test's DistributedDataParallel: where that holds the last one, it joins gloo's threads
+    without releasing the GIL, for which one of them may be waiting.
+    """
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    group = torch.distributed.group.WORLD
+    yield
+    torch.distributed.destroy_process_group()
+    del group
+
+
+@pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """torch.compile without what tests before compiled, and none of this one's afterwards; its counters at 0."""
     from torch._dynamo.utils import counters

@@ -4,7 +4,6 @@ import types
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 
 import halfulp as hu
@@ -172,10 +171,8 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(in_processes):
 
 
 @pytest.fixture
-def alone(seed):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
-    dist.destroy_process_group()
+def alone(process_group, seed):
+    return nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
 
 
 def test_one_process_sends_nothing(alone):
