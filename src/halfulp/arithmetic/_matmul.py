@@ -244,7 +244,7 @@ def count_covered_bits(slices: int) -> int:
     return SLICE_BITS + (slices - 1) * (SLICE_BITS + 1)
 
 
-def find_least_covered_sum(slices: int, inner: int, bits: int) -> float:
+def find_least_sum_within_bound(slices: int, inner: int, bits: int) -> float:
     """Return the |A||B| (scaled) from which on the tails' error stays under half of 2^-bits of it.
 
     Every tail product is at most inner 2^-(covered + 1). Their sum, of `length` products in one accumulator, is off by
@@ -355,13 +355,13 @@ class _InnerBlock:
     def shape(self) -> tuple[int, ...]:
         return (*self.a[0].shape[:-1], self.b[0].shape[-1])
 
-    def find_least_covered_sum(self, slices: int) -> float:
+    def find_least_sum_within_bound(self, slices: int) -> float:
         """Return the |A||B| (scaled) from which on so many slices have the error that the result may have."""
         if self.dtype == torch.float64 and self.components <= 2:
             bits = 104 if self.components == 2 else 58
         else:
             bits = self.components * PRECISION[self.dtype] - 4
-        return find_least_covered_sum(slices, self.a[0].shape[-1], bits)
+        return find_least_sum_within_bound(slices, self.a[0].shape[-1], bits)
 
 
 def multiply_by_slices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -403,7 +403,7 @@ def _multiply_block(block: _InnerBlock, known: Parts, last: bool) -> tuple[Parts
     """`known` plus a block's product, and the entries that must be computed alone."""
     # They suffice where |A||B| is not much below its largest possible.
     most = block.a[0].shape[-1] / 64
-    slices = next((n for n in range(1, MOST_SLICES) if block.find_least_covered_sum(n) <= most), MOST_SLICES)
+    slices = next((n for n in range(1, MOST_SLICES) if block.find_least_sum_within_bound(n) <= most), MOST_SLICES)
     wanted = 0
     missed: torch.Tensor | None = None
     while True:
@@ -447,14 +447,14 @@ def _choose_slice_count(block: _InnerBlock, slices: int, sizes: list[Any]) -> tu
     """Choose the number of slices; return it, and the entries that it does not cover."""
     left, right, sums = sizes
     multiply_plain_matrices(left, right, sums)
-    if float(sums.amin()) >= block.find_least_covered_sum(slices):
+    if float(sums.amin()) >= block.find_least_sum_within_bound(slices):
         return slices, None
     nonzero = sums > 0
     if any(bool(((size == 0) & (parts[0] != 0)).any()) for size, parts in ((left, block.a), (right, block.b))):
         # A product may be nonzero though factors of it were flushed.
         nonzero = nonzero | (torch.matmul((block.a[0] != 0).float(), (block.b[0] != 0).float()) > 0)
     slices = _choose_cheapest_slice_count(block, slices, sums[nonzero])
-    missed = nonzero & (sums < block.find_least_covered_sum(slices))
+    missed = nonzero & (sums < block.find_least_sum_within_bound(slices))
     return slices, missed if bool(missed.any()) else None
 
 
@@ -463,7 +463,7 @@ def _choose_cheapest_slice_count(block: _InnerBlock, slices: int, sums: torch.Te
     outputs = block.shape[-1] * block.a[0].shape[:-1].numel()
 
     def cost(count: int) -> float:
-        missed = int((sums < block.find_least_covered_sum(count)).sum())
+        missed = int((sums < block.find_least_sum_within_bound(count)).sum())
         # Plain products: exact ones of slices i + j <= count + 1, one for each tail, and two of the first try.
         products = count * (count + 1) // 2 + count + 1 + (2 if count > slices else 0)
         return products * outputs + _COST_OF_SINGLE_ENTRY * missed

@@ -132,8 +132,8 @@ def underflow_bound(
     return LogScaleBounds(math.log2(u_min) - math.log2(threshold) - log_sigma, math.log2(u_max) - log_largest)
 
 
-def floor_log2_to_exponent(log2_alpha: float) -> int:
-    """Return the exponent of the largest power of two that is at most alpha: 2^floor(log2 alpha)."""
+def floor_rounded_log2(log2_alpha: float) -> int:
+    """Return floor(log2 alpha), of a log2 alpha that may lie a rounding short of a whole number."""
     # Logarithms may leave an exact power of two a rounding short of its exponent.
     return math.floor(log2_alpha + _LOG2_ROUNDING_ERROR)
 
@@ -177,10 +177,8 @@ class OperandStatisticsPolicy(Policy):
             return None
         lower, upper = max([0.0, *(one.lower for one in bounds)]), min(one.upper for one in bounds)
         # Up for what must be reached, down for what must not be passed.
-        least = site.exponent - floor_log2_to_exponent(-lower)
-        return ExponentProposal(
-            least, MAX_EXPONENT if upper == math.inf else site.exponent + floor_log2_to_exponent(upper)
-        )
+        least = site.exponent - floor_rounded_log2(-lower)
+        return ExponentProposal(least, MAX_EXPONENT if upper == math.inf else site.exponent + floor_rounded_log2(upper))
 
     def exponent(self, site: Site) -> int | None:
         """Return the largest lower bound of all proposals, at most the smallest upper one."""

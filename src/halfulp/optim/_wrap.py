@@ -235,11 +235,11 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             whole = [plan for plan in plans if plan.spec.store is F32]
             apart = [plan for plan in plans if plan.spec.store is not F32]
             for run in (*([whole] if whole else []), *split_plans_by_elements(apart, MAX_ELEMENTS_AT_ONCE)):
-                self._step_plans(run)
+                self._step_parameters_of_plans(run)
         else:
-            self._step_plans(plans)
+            self._step_parameters_of_plans(plans)
 
-    def _step_plans(self, plans: list[ParameterPlan]) -> None:
+    def _step_parameters_of_plans(self, plans: list[ParameterPlan]) -> None:
         """Let the wrapped optimizer step the shadows of some plans, and write their changes."""
         whole = [plan for plan in plans if plan.spec.store is F32]  # which are their own shadows
         apart = [plan for plan in plans if plan.spec.store is not F32]

@@ -37,7 +37,7 @@ from ._kernels import (
     run_recorded_kernel_on_tensors,
 )
 from ._modes import Nearest, Rounding, Up
-from ._random_bits import WEYL_STEP, draw_first_word, record_stream_start
+from ._random_bits import WEYL_STEP, draw_first_word, trace_stream_start
 from ._target import (
     DOWN,
     FLOAT_DTYPES,
@@ -330,7 +330,7 @@ def record_block_kernel(dtype: torch.dtype, kind: BlockKind, rounds: bool = True
     else:
         largest = block_largest(bit_and(w, c.magnitude))
         element.trace.emit_total("max", select(largest < c.infinity, largest, 0))
-    start, count = record_stream_start(), len(element.constants)
+    start, count = trace_stream_start(), len(element.constants)
     return Table(element.trace, 2, count, start, int(WEYL_STEP), kind.block, partial=True)
 
 

@@ -37,7 +37,7 @@ from ..kernels.vector._machine_function import Kernel, get_array_address
 from ..kernels.vector._table_loop import compile_row_kernel
 from . import _device_functions as p
 from ._modes import decode_rounding
-from ._random_bits import WEYL_STEP, compute_stream_counters, draw_first_word, random_words, record_stream_start
+from ._random_bits import WEYL_STEP, compute_stream_counters, draw_first_word, random_words, trace_stream_start
 from ._target import (
     DOWN,
     NEAREST,
@@ -85,7 +85,7 @@ def record_rounding_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool,
         i,
         rounded(pieces["load"](source, i), draw_first_word(*element.stream), RoundingWords(*element.constants)),
     )
-    return Table(element.trace, 2, WORD_COUNT, record_stream_start(), int(WEYL_STEP), is_streaming=streams)
+    return Table(element.trace, 2, WORD_COUNT, trace_stream_start(), int(WEYL_STEP), is_streaming=streams)
 
 
 def choose_mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:

@@ -89,8 +89,8 @@ def stream_start(key_low: Word, key_high: Word, index: Word) -> tuple[Word, Word
 
 
 @functools.cache
-def record_stream_start() -> RecordedFunction:
-    """Return `stream_start` as a table of pointers takes it."""
+def trace_stream_start() -> RecordedFunction:
+    """Return the recorded trace of the device function `stream_start`, for kernels that take a table of pointers."""
     return record_word_function(stream_start, "w32", "w32", "w64")
 
 
@@ -125,7 +125,7 @@ def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
 
 def compute_stream_counters(key: int, index: torch.Tensor) -> list[torch.Tensor]:
     """Return the counters of elements at global indices under a key, and their stream's own words, as int32 words."""
-    return _draw_words_at_elements(record_stream_start(), key, index)
+    return _draw_words_at_elements(trace_stream_start(), key, index)
 
 
 def _draw_words_at_elements(piece: RecordedFunction, key: int, index: torch.Tensor) -> list[torch.Tensor]:

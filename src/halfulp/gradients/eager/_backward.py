@@ -56,7 +56,7 @@ class _ThreadState(threading.local):
 thread_region_state = _ThreadState()
 
 
-class FloatWideningView(torch.autograd.Function):
+class GradientWideningView(torch.autograd.Function):
     """A view of a float16 parameter whose gradient its node's ``hook`` makes float32: others may change no dtype."""
 
     @staticmethod

@@ -31,8 +31,8 @@ from .._site import CopyWithStrides, Site, copy_with_strides, find_narrow_format
 from ._backward import (
     FIRST_LEAF_SEQUENCE_NUMBER,
     Backward,
-    FloatWideningView,
     GradientHook,
+    GradientWideningView,
     refuse_float16_gradient,
     thread_region_state,
 )
@@ -172,7 +172,7 @@ class ArgumentGradientMoves:
         global_site = self._backward.sites.global_site
         for view in self.views:
             node: Any = view.grad_fn
-            if isinstance(node, FloatWideningView._backward_cls):
+            if isinstance(node, GradientWideningView._backward_cls):
                 node.hook = leaving
             else:
                 node.register_prehook(leaving)
@@ -418,7 +418,7 @@ class Region(TorchFunctionMode):
             reads.leaves[id(parameter)] = None
             return parameter
         if parameter.dtype == torch.float16:
-            view = FloatWideningView.apply(parameter)
+            view = GradientWideningView.apply(parameter)
         elif function is not None and get_function_name(function).startswith("embedding"):
             view = torch.ops.aten.alias.default(parameter)  # which takes sparse gradients
         else:
@@ -566,7 +566,7 @@ def _intercept_function_apply(cls: type[Function], *args: Any, **kwargs: Any) ->
         region is None
         or region.is_replaying
         or not torch.is_grad_enabled()
-        or cls in (FloatWideningView, CopyWithStrides)
+        or cls in (GradientWideningView, CopyWithStrides)
     ):
         return apply(*args, **kwargs)
     refuse_compiled_part()

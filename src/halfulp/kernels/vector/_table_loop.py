@@ -165,10 +165,10 @@ class TableLoop(VectorBuilder):
         if self.trace.sums or self.trace.counter_additions:
             # Only of what remains it is asked which lanes are elements.
             with self.loop(zero, whole, self.width, totals) as i:
-                self.write_vector_pair(bases, i, i, totals, None)
+                self.write_body_for_vector_pair(bases, i, i, totals, None)
             with self.loop(zero, rest, self.width, totals) as i:
                 self.copy_with_padding(ends, rest)
-                self.write_vector_pair(held, i, whole, totals, rest)
+                self.write_body_for_vector_pair(held, i, whole, totals, rest)
                 self.write_copies_back(ends, rest)
             return
         first = b.select(b.icmp_signed(">", whole, zero), zero, one)
@@ -183,11 +183,11 @@ class TableLoop(VectorBuilder):
                 self.write_two_stage_loop(self.stages, limit, before, used)
             else:
                 with self.loop(zero, limit, self.width) as i:
-                    self.write_vector_pair(used, i, b.add(before, i), [], None)
+                    self.write_body_for_vector_pair(used, i, b.add(before, i), [], None)
             with b.if_then(is_rest):
                 self.write_copies_back(ends, rest)
 
-    def write_vector_pair(self, bases: dict, i, place, totals: list, limit) -> None:
+    def write_body_for_vector_pair(self, bases: dict, i, place, totals: list, limit) -> None:
         """Write what happens to two vectors from i on, at a place in the chunk; lanes beyond the limit are padding."""
         loaded = {array: self.load_vector_pair(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
         self.prefetch_arrays(bases, i)

@@ -107,7 +107,7 @@ class Observation:
             self._handles.append(optimizer.register_step_pre_hook(self._handle_step_begin))
             self._handles.append(optimizer.register_step_post_hook(self._handle_step_end))
         if not self.recorder.record.history:
-            run_safely(self.recorder, self._parameters.record_moved_shares)
+            run_safely(self.recorder, self._parameters.record_shares_moved_since_start)
         run_safely(self.recorder, self._scales.begin_counting_skips)
         run_safely(self.recorder, self._ranks.announce_observing_to_ranks, len(self))
         run_safely(self.recorder, self._begin_run_step, len(self), True)
@@ -301,7 +301,7 @@ class Observation:
             last.skipped += skipped
             last.scheduled = last.scheduled if scheduled is None else (last.scheduled or 0) + scheduled
         if record.sampled_steps:
-            self._parameters.record_moved_shares()
+            self._parameters.record_shares_moved_since_start()
 
     def _note_missing_observations(self) -> None:
         record = self.recorder.record
@@ -454,7 +454,7 @@ class ObservedParameters:
             if isinstance(optimizer, Optimizer):
                 record.weight_update = "none"
 
-    def record_moved_shares(self) -> None:
+    def record_shares_moved_since_start(self) -> None:
         """Record which share of each parameter's sample has changed since the first call, before the first step."""
         samples = {}
         for name, parameter in self.named.items():

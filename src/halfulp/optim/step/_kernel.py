@@ -14,7 +14,7 @@ from ...kernels._device_function import RANDOM_STREAM_INPUTS, ElementRecording, 
 from ...kernels._operations import bit_and, select, shr, sqrt
 from ...kernels._trace import RecordedFunction
 from ...kernels.vector._table_loop import compile_table_kernel
-from ...rounding._random_bits import WEYL_STEP, compute_stream_counters, draw_word, hash_element, record_stream_start
+from ...rounding._random_bits import WEYL_STEP, compute_stream_counters, draw_word, hash_element, trace_stream_start
 from .._storage import F32
 from ..parameters._step_spec import (
     POINTERS_BEFORE_STATES,
@@ -46,7 +46,7 @@ def make_step_function(spec: StepSpec) -> Table:
         record_step(spec),
         count_pointer_columns(spec),
         len(spec.constant_names),
-        record_stream_start() if spec.draws_bits and not spec.finds else None,
+        trace_stream_start() if spec.draws_bits and not spec.finds else None,
         int(WEYL_STEP),
         spec.block_length,
     )
