@@ -181,6 +181,8 @@ OPTIONS = {
 }
 
 
+# Convolutions beyond float64 are float64's, and say so.
+@pytest.mark.filterwarnings("ignore:aten.convolution:halfulp.subclass.FallbackWarning")
 @pytest.mark.sampled(2)
 @each
 @pytest.mark.parametrize("option", OPTIONS)

@@ -157,7 +157,8 @@ def test_losses_that_cancel_are_measured_beside_their_terms(seed):
     ours, x = nn.Linear(16, 2, bias=False), torch.randn(32, 16)
     with torch.no_grad():
         ours.weight[1] = ours.weight[0] + 1e-4 * torch.randn(16)
-    check = assert_precision_ok(ours, x, "bf16-kahan", loss=lambda out: (out[:, 0] - out[:, 1]).sum(), lr=1e-6, steps=2)
+    options = {"lr": 1e-6, "steps": 2, "accept": "updates-lost"}  # of a residual's half ulp, some are
+    check = assert_precision_ok(ours, x, "bf16-kahan", loss=lambda out: (out[:, 0] - out[:, 1]).sum(), **options)
     losses = next(one for one in check.differences if one.name == "losses of 2 steps")
     assert losses.relative < 0.16
 
