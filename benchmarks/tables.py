@@ -11,8 +11,8 @@ PAGES = FOLDER.parent.parent / "docs" / "benchmarks"
 AREAS = {
     "optimizers": (
         "Optimizer steps: speed, memory, what survives",
-        "claims adamw adamw_zen4 adamw_avx2 small_updates states memory rules_in_bf16 state_bits running_maximum "
-        "overhead many_tensors fixed_costs peers timm_resume torch_contract",
+        "claims adamw adamw_zen4 adamw_zen5 adamw_avx2 small_updates states memory rules_in_bf16 state_bits "
+        "running_maximum overhead many_tensors fixed_costs peers timm_resume torch_contract",
     ),
     "rounding": ("Rounding and formats", "quantize exhaustive bits"),
     "accuracy": ("Accuracy, comparisons and tuning", "accuracy verdicts tune two_families family public_script"),
