@@ -36,7 +36,9 @@ def environment(torch: str, python: str, folder: Path) -> Path:
     own = folder / "bin" / "python"
     pinned = folder / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned.write_text("\n".join([f"torch=={torch}", *(x for x in lines if not x.startswith("torch=="))]) + "\n")
+    # What torch itself asks for in one version, another in each of its own.
+    others = [line for line in lines if not line.startswith(("torch==", "sympy=="))]
+    pinned.write_text("\n".join([f"torch=={torch}", *others]) + "\n")
     install = [str(own), "-m", "pip", "install", "-q", "-c", str(pinned), "-e", f"{ROOT}[cli,test]"]
     subprocess.run(install, check=True)
     return own
