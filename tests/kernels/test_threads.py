@@ -158,14 +158,24 @@ def test_a_compiled_function_runs_without_the_gil(cache):
     assert words.tolist() == [[1, 1], [1, 1]]
 
 
-def test_an_interrupted_call_ends_no_sooner_than_its_pieces():
-    """Kernels are given addresses, of memory that the caller frees behind an exception."""
-    import time
-
+def run_three_pieces(kernel):
+    """Run a kernel on three threads."""
     import numpy as np
     import torch
 
     from halfulp.kernels import MOST_SERIAL_ELEMENTS, run_chunks
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        run_chunks(kernel, np.full(8, MOST_SERIAL_ELEMENTS))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_an_interrupted_call_ends_no_sooner_than_its_pieces():
+    """Kernels are given addresses, of memory that the caller frees behind an exception."""
+    import time
 
     ended = []
 
@@ -175,11 +185,28 @@ def test_an_interrupted_call_ends_no_sooner_than_its_pieces():
         time.sleep(0.2)
         ended.append(first)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_chunks(kernel, np.full(4, MOST_SERIAL_ELEMENTS))
-    finally:
-        torch.set_num_threads(threads)
-    assert len(ended) == 1
+    with pytest.raises(KeyboardInterrupt):
+        run_three_pieces(kernel)
+    assert sorted(ended) == [2, 5]
+
+
+def test_a_thread_that_cannot_start_ends_no_sooner_than_the_pieces_that_run(monkeypatch):
+    """As where a container allows a process no more threads."""
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+
+    ended, submit = [], ThreadPoolExecutor.submit
+
+    def submit_one(pool, kernel, first, *rest):
+        if first == 5:
+            raise RuntimeError("can't start new thread")
+        return submit(pool, kernel, first, *rest)
+
+    def kernel(first, last):
+        time.sleep(0.2)
+        ended.append(first)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run_three_pieces(kernel)
+    assert ended == [2]

@@ -87,8 +87,10 @@ def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
     edges = [0, *(int(c) for c in cuts), count]
     pieces = [(a, b) for a, b in itertools.pairwise(edges) if a < b]
     pool = _make_thread_pool(torch.get_num_threads())
-    futures = [pool.submit(kernel, a, b, *arguments) for a, b in pieces[1:]]
+    futures: list[Future] = []
     try:
+        for a, b in pieces[1:]:
+            futures.append(pool.submit(kernel, a, b, *arguments))  # those before one that fails run
         kernel(*pieces[0], *arguments)
     finally:
         _wait_for_pieces(futures)
