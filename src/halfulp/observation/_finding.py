@@ -227,23 +227,15 @@ def write_diagnosis_sentence(findings: Sequence[Finding]) -> str:
     modules = list(dict.fromkeys(_WEIGHT_OR_BIAS_PATTERN.sub("", name) for name in names))
     place = describe_names(modules)
     template = findings[0].says
-    share = next((key for _, key, spec, _ in Formatter().parse(template) if key and spec == "share"), None)
-    worst = (
-        max(findings, key=lambda one: _convert_to_number_or_minus_one(one.evidence.get(share)))
-        if share
-        else findings[0]
-    )
+    share = next((key for _, key, spec, _ in Formatter().parse(template) if key and spec == "share"), "")
+    shares = [float(x) if isinstance(x := one.evidence.get(share), int | float) else -1.0 for one in findings]
+    worst = findings[shares.index(max(shares))]
     if template:
         several = len(modules) > 1
         words = _SINGULAR_OR_PLURAL_PATTERN.sub(lambda match: match[2] if several else match[1], template)
         values = {"place": place or "the model", "at_lr": describe_lr(worst.evidence), **worst.evidence}
-        others = (
-            {format_percent(_convert_to_number_or_minus_one(one.evidence.get(share))) for one in findings}
-            if share
-            else set()
-        )
         try:
-            said = _EvidenceFormatter(len(others) > 1).vformat(words, (), values)
+            said = _EvidenceFormatter(len(set(map(format_percent, shares))) > 1).vformat(words, (), values)
             begins_with_name = said.split(" ", 1)[0] not in ("the", "gradients", "outputs")
             return said if begins_with_name else said[:1].upper() + said[1:]
         except (KeyError, TypeError, ValueError):
@@ -264,10 +256,6 @@ class _EvidenceFormatter(Formatter):
         if format_spec == "share":
             return f"up to {format_percent(value)}" if self.up_to else format_percent(value)
         return format(value, format_spec or (".3g" if isinstance(value, float) else ""))
-
-
-def _convert_to_number_or_minus_one(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else -1.0
 
 
 def make_cause_dict(group: Sequence[Finding]) -> dict[str, Any]:

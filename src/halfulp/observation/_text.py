@@ -92,14 +92,14 @@ def compute_confidence(count: int, half: int = 64) -> float:
 FLOAT32_SIGNIFICAND_BITS = 24
 
 
-def name_dtype(dtype: torch.dtype | None) -> str:
-    """Return the short name of a dtype: that of its format where it has one.
+def name_dtype(dtype: torch.dtype | str | None, unknown: str = "unknown dtype") -> str:
+    """Return the short name of a dtype, given itself or by torch's name: that of its format where it has one.
 
-    >>> name_dtype(torch.bfloat16), name_dtype(torch.int8), name_dtype(None)
-    ('bf16', 'int8', 'unknown dtype')
+    >>> name_dtype(torch.bfloat16), name_dtype("bfloat16"), name_dtype(torch.int8), name_dtype(None)
+    ('bf16', 'bf16', 'int8', 'unknown dtype')
     """
     try:
-        return formats.get(dtype).name if dtype is not None else "unknown dtype"
+        return unknown if dtype is None else formats.get(dtype).name
     except ValueError:
         return str(dtype).removeprefix("torch.")
 
@@ -139,7 +139,7 @@ def is_narrow_dtype(dtype: torch.dtype | None) -> bool:
     return (get_significand_bits(dtype) or FLOAT32_SIGNIFICAND_BITS) < FLOAT32_SIGNIFICAND_BITS
 
 
-def is_wide_dtype(dtype: torch.dtype) -> bool:
+def is_wide_dtype(dtype: torch.dtype | None) -> bool:
     """Return whether it is a floating-point dtype with float32's digits or more."""
     return (get_significand_bits(dtype) or 0) >= FLOAT32_SIGNIFICAND_BITS
 

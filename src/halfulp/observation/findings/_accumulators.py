@@ -44,9 +44,9 @@ class AccumulationSwamped(FindingKind):
                 continue
             held_in = parameter.gradient_dtype or parameter.dtype
             severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_SUMS else "warning"
-            sure, cure = compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS), self.choose_cure(held_in)
+            sure, is_wide = compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS), is_wide_dtype(held_in)
             said = f"{format_percent(1 - realised)} of what is added to .grad is lost in {name_dtype(held_in)}"
-            yield self.found(name, severity, sure, said, cure=cure, **make_lost_change_evidence(sums, held_in))
+            yield self.found(name, severity, sure, said, is_wide=is_wide, **make_lost_change_evidence(sums, held_in))
 
 
 FEWEST_AVERAGE_CHANGES = 16
@@ -73,11 +73,9 @@ class AverageStuck(FindingKind):
                 continue
             if realised < WARNING_BELOW_KEPT_SHARE_OF_AVERAGE:
                 severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_AVERAGE else "warning"
-                sure, cure = compute_confidence(change.seen, FEWEST_AVERAGE_CHANGES), self.choose_cure(average.dtype)
+                sure = compute_confidence(change.seen, FEWEST_AVERAGE_CHANGES)
                 said = f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}"
-                yield self.found(
-                    name, severity, sure, said, cure=cure, **make_lost_change_evidence(change, average.dtype)
-                )
+                yield self.found(name, severity, sure, said, **make_lost_change_evidence(change, average.dtype))
 
 
 @register_finding
@@ -122,11 +120,9 @@ class ResidualSwamped(FindingKind):
         for name, residual in record.residuals.items():
             change = residual.change
             realised = change.realised_share
-            if (
-                realised is None
-                or change.seen < FEWEST_RESIDUAL_CHANGES
-                or not realised < WARNING_BELOW_KEPT_SHARE_OF_RESIDUAL
-            ):
+            if realised is None or change.seen < FEWEST_RESIDUAL_CHANGES:
+                continue
+            if not realised < WARNING_BELOW_KEPT_SHARE_OF_RESIDUAL:
                 continue
             severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_RESIDUAL else "warning"
             said = f"{format_percent(min(1.0, 1 - realised))} of what it adds to the residual stream is lost in "

@@ -6,11 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from ..._names import describe_unknown_name, read_own_docstring, register_entry
 from .._finding import Finding, Severity, rank_findings
-from .._text import is_wide_dtype
 
 if TYPE_CHECKING:
     from .._record import Record
@@ -72,6 +69,7 @@ class FindingKind:
         confidence: float,
         summary: str,
         *,
+        is_wide: bool = False,
         cure: str | None = None,
         says: str | None = None,
         write: str | None = None,
@@ -80,20 +78,16 @@ class FindingKind:
         """Return a finding of this code.
 
         The class's lines of code go with the class's cure; with another one those that are given, if any. Other words
-        than the class's are `says`, empty for the place and the summary.
+        than the class's are `says`, empty for the place and the summary. `is_wide`: the numbers have float32's digits.
         """
         names = (where,) if isinstance(where, str) else tuple(where)
+        if is_wide and self.wide_cure:  # lines of code are for numbers of fewer digits
+            cure, write = self.wide_cure, ""
         own = self.write if cure in (None, self.cure) else ""
-        if cure and cure == self.wide_cure:  # these lines are for numbers of fewer digits
-            own = write = ""
         cure, says = self.cure if cure is None else cure, self.says if says is None else says
         code, role = own if write is None else write, evidence.get("role") or self.role
         causes = (*self.explained_by, *self.shares_cause_with)
         return Finding(self.code, names, severity, confidence, evidence, cure, summary, says, code, role, causes)
-
-    def choose_cure(self, dtype: torch.dtype | None) -> str:
-        """Return what to do about numbers of a dtype: float32 is no cure of what is float32."""
-        return self.wide_cure if self.wide_cure and dtype is not None and is_wide_dtype(dtype) else self.cure
 
     @classmethod
     def instruments(cls) -> tuple[str, ...]:

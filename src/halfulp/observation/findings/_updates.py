@@ -22,12 +22,12 @@ from .._text import (
     read_option_number,
     write_optimizer_code,
 )
-from ..auditing._audit import Audit, StateAudit, TensorAudit
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
-    from ..forecasting._forecast import Forecast
-    from ..forecasting._layers import LayerForecast
+    from ..auditing._audit import Audit, StateAudit
+    from ..auditing._tensors import TensorAudit
+    from ..forecasting._layers import Forecast, LayerForecast
 
 # Fewer elements say nothing of a share of 10%.
 FEWEST_UPDATES = 32
@@ -72,6 +72,10 @@ def make_lost_change_evidence(change: RealisedChanges, dtype: torch.dtype | None
     """Return what a finding of changes that rounding loses has as evidence."""
     shares = {"lost": change.lost_share, "realised": change.realised_share}
     return {**shares, "seen": change.seen, "dtype": name_dtype(dtype)}
+
+
+def _write_kahan_code(parameter: ParameterRecord) -> str:
+    return write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer)
 
 
 def has_compensated_rounding(parameter: ParameterRecord) -> bool:
@@ -123,7 +127,7 @@ class FreezeAhead(FindingKind):
                 said,
                 says=FROZEN_FROM_START_DIAGNOSIS if steps == [forecast.start] else self.says,
                 write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
-                cure=self.choose_cure(worst.dtype),
+                is_wide=is_wide_dtype(worst.dtype),
                 **evidence,
             )
 
@@ -237,7 +241,7 @@ class UpdatesLost(FindingKind):
             sure = compute_confidence(update.seen, FEWEST_UPDATES) * (1.0 if update.known else 0.5)
             said = _describe_lost_updates(update, parameter.dtype, parameter.options)
             says = self.says if update.known else ""
-            code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer)
+            code = _write_kahan_code(parameter)
             evidence = make_lost_change_evidence(update, parameter.dtype)
             evidence["lr"] = read_option_number(parameter.options, "lr")
             yield self.found(name, severity, sure, said, says=says, write=code, **evidence)
@@ -320,7 +324,7 @@ class WeightDecayLost(FindingKind):
                 lr, rate = (read_option_number(parameter.options, key) for key in ("lr", "weight_decay"))
                 said = f"{format_percent(decay.lost_share)} of weight decay lost in {name_dtype(parameter.dtype)}"
                 said += "" if lr is None or rate is None else f" (1 - {lr * rate:.3g} a step)"
-                code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer)
+                code = _write_kahan_code(parameter)
                 evidence: dict[str, Any] = {"realised": realised, "seen": decay.seen, "lost": decay.lost_share}
                 evidence |= {"lr": lr, "weight_decay": rate}
                 sure = compute_confidence(decay.seen, FEWEST_UPDATES)
@@ -391,14 +395,11 @@ class WeightFrozen(FindingKind):
             sure = compute_confidence(update.seen, 32) * compute_confidence(steps, 1) * (1.0 if update.known else 0.5)
             dtype = name_dtype(parameter.dtype)
             said = f"has not moved in {steps} sampled steps in {dtype}{describe_lr(parameter.options)}"
-            told: dict[str, Any] = {"cure": self.choose_cure(parameter.dtype)}
+            told: dict[str, Any] = {"cure": OVERWRITTEN_WEIGHT_CURE, "says": "", "write": ""}
             if rounded:
-                told["write"] = write_optimizer_code(
-                    parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer
-                )
+                told = {"is_wide": is_wide_dtype(parameter.dtype), "write": _write_kahan_code(parameter)}
             else:
                 said += ", though updates changed it"
-                told = {"cure": OVERWRITTEN_WEIGHT_CURE, "says": "", "write": ""}
             evidence: dict[str, Any] = {"moved": 0.0, "sampled_steps": steps, "seen": update.seen}
             evidence |= {"lost": update.lost_share, "dtype": dtype, "lr": lr}
             yield self.found(name, severity, sure, said, **told, **evidence)
@@ -428,7 +429,7 @@ class WeightFrozen(FindingKind):
         else:
             sure = 1.0 if row.numel >= FEWEST_UPDATES else 0.9
             code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
-            yield self.found(row.name, "error", sure, said, cure=self.choose_cure(row.a.dtype), write=code, **evidence)
+            yield self.found(row.name, "error", sure, said, is_wide=is_wide_dtype(row.a.dtype), write=code, **evidence)
 
     def _make_never_stepped_finding(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
         said = f"not one of {row.numel} elements moved in {name_dtype(row.a.dtype)}"

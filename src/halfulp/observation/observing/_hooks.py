@@ -26,7 +26,6 @@ class ModuleHooks:
     def __init__(self, recorder: Recorder, model: nn.Module, check: bool) -> None:
         self.recorder = recorder
         self.loss: torch.Tensor | None = None
-        self._handles: list[RemovableHandle] = []
         # Bounded: many forward passes may run without an optimizer's step.
         self._gradient_handles: deque[RemovableHandle] = deque(maxlen=10_000)
         self._seen: set[str] = set()
@@ -54,19 +53,9 @@ class ModuleHooks:
 
     def attach(self) -> None:
         """Attach the hooks."""
-        if not self._handles:
-            self._handles = [module.register_forward_hook(hook) for module, hook in self._hooks.items()]
+        self.recorder.hooks += [module.register_forward_hook(hook) for module, hook in self._hooks.items()]
         if self._compiled is not None:
             self._compiled.attach()
-
-    def detach(self) -> None:
-        """Remove all hooks, and let go of a step's tensors."""
-        self._residuals.release_tensors()
-        for handles in (self._handles, self._gradient_handles):
-            while handles:
-                handles.pop().remove()
-        if self._compiled is not None:
-            self._compiled.detach()
 
     def clear_step_state(self) -> None:
         """Forget what belongs to one step."""
@@ -271,7 +260,6 @@ class GradientHooks:
         # Names whose gradients were observed in this step.
         self.arrived: set[str] = set()
         self._named = {name: one for name, one in named.items() if one.requires_grad}
-        self._handles: list[RemovableHandle] = []
         # Names of parameters with a hook behind their accumulation.
         self._followed: set[str] = set()
         # Samples of a gradient that is there and of the one that is added to it, until it has been.
@@ -279,15 +267,11 @@ class GradientHooks:
 
     def attach(self) -> None:
         """Attach the hooks."""
-        for name, parameter in self._named.items() if not self._handles else ():
-            if parameter.requires_grad and parameter.is_leaf:
-                self._handles.append(parameter.register_hook(functools.partial(self._note_arriving_gradient, name)))
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        while self._handles:
-            self._handles.pop().remove()
         self._followed.clear()
+        for name, parameter in self._named.items():
+            if parameter.requires_grad and parameter.is_leaf:
+                hook = functools.partial(self._note_arriving_gradient, name)
+                self.recorder.hooks.append(parameter.register_hook(hook))
 
     def clear_step_state(self) -> None:
         """Forget what belongs to one step."""
@@ -312,7 +296,7 @@ class GradientHooks:
         if name not in self._followed:
             self._followed.add(name)
             hook = functools.partial(self._compare_accumulated_gradient, name)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self.recorder.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
             # First of all: another hook may step by the gradient and free it. torch runs them in the order of a dict.
             hooks: Any = parameter._post_accumulate_grad_hooks
             for other in [*hooks][:-1]:

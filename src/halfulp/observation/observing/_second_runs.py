@@ -15,7 +15,6 @@ from torch.nn.modules import module as _torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 
 from .._record import OutputDifference
 from ..findings._comparisons import is_explained_by_sum_order
@@ -83,22 +82,15 @@ class CompiledModuleCheck:
     def __init__(self, recorder: Recorder, modules: dict[str, nn.Module]) -> None:
         self.recorder, self._modules = recorder, modules
         self._expected: dict[str, list[OutputSample | None]] = {}
-        self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Attach the hooks around compiled modules, which run outside of what was compiled."""
-        for name, module in self._modules.items() if not self._handles else ():
+        for name, module in self._modules.items():
             before = functools.partial(self._prepare_comparison, name)
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self.recorder.hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             # Before hooks of the user's that change outputs.
             after = functools.partial(self._compare_with_eager, name)
-            self._handles.append(module.register_forward_hook(after, prepend=True))
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        while self._handles:
-            self._handles.pop().remove()
-        self._expected.clear()
+            self.recorder.hooks.append(module.register_forward_hook(after, prepend=True))
 
     def _prepare_comparison(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._expected.pop(name, None)  # of a run that did not end

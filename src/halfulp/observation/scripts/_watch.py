@@ -7,7 +7,8 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +19,7 @@ from ...gradients import AdaptiveGradScaler
 from ...kernels import to_float64
 from ...optim.parameters._narrow_groups import walk_group_parameters
 from ...sinks import GuardedSink, JsonLinesFile, Row
-from ..observing._observation import Observation, RunSummary
-from ..observing._observe import observe
-from ..page import write_page
+from ..observing._observation import Observation, RunSummary, observe
 from ._run import replace_function_temporarily
 
 
@@ -61,11 +60,12 @@ class ScriptWatch:
         """This process's number among those that train together."""
         return 0 if self.observation is None else self.observation.record.replica_of[0]
 
-    def make_report(self, ended: str | None = None) -> ScriptReport | None:
-        """Return the report, after the end; None where no step was observed."""
+    def make_report(self, ended: str | None = None) -> RunSummary | None:
+        """Return what was observed, after the end; None where no step was."""
         if self.observation is None or not len(self.observation):
             return None
-        return ScriptReport(self.observation.summarize(), list(self.unseen), ended)
+        made = self.observation.summarize()
+        return replace(made, record=replace(made.record, unseen=[*self.unseen, *made.record.unseen]), ended=ended)
 
     def _log_loss(self, loss: torch.Tensor) -> None:
         """Tell a sampled step its loss: it keeps the last one before its end."""
@@ -102,27 +102,6 @@ class ScriptWatch:
         """Write a line; not in a process that the script has forked, which would write as if it were this one."""
         if self._lines is not None and os.getpid() == self._own:
             self._lines.write(row)
-
-
-class ScriptReport(NamedTuple):
-    """What was observed of a script's training, in sentences what was not, and how the script ended, if known."""
-
-    summary: RunSummary
-    unseen: list[str]
-    ended: str | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can hold: that of an observation, and how the script ended."""
-        found = self.summary.to_dict()
-        found["record"]["unseen"] = [*self.unseen, *found["record"]["unseen"]]
-        return {**found, "ended": self.ended}
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page, whole or not at all."""
-        write_page("observe", self.to_dict(), path)
-
-    def __str__(self) -> str:
-        return "\n".join([str(self.summary), *(f"not observed: {said}" for said in self.unseen)])
 
 
 _SCALER_TYPES = (torch.amp.GradScaler, AdaptiveGradScaler)
