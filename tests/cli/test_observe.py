@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfulp.observation.scripts._run import CHILD_PROCESS_REMEDY
+from halfulp.observation.scripts._watch import CHILD_PROCESS_REMEDY
 
 LOOP = """
 import sys

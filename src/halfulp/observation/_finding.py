@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import Formatter
 from typing import Any, Literal
@@ -94,40 +94,38 @@ def describe_names(names: Iterable[str]) -> str:
     return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
 
 
-def rank_findings(
-    findings: Iterable[Finding],
-    causes: Mapping[str, Iterable[str]] | None = None,
-    spreading: Container[str] = (),
-    worst: Mapping[str, str] | None = None,
-) -> list[Finding]:
+def rank_findings(findings: Iterable[Finding], kinds: Mapping[str, Any]) -> list[Finding]:
     """Join findings of one code over layers of one kind, and return the worst first, each consequence after its cause.
 
     What is joined says the numbers of the worst, and is as sure as the surest. A cause is as bad as what follows.
 
-    Args:
-        causes: code -> codes that explain it where both are found at one place.
-        spreading: codes whose consequences show at other places too.
-        worst: code -> the number among its evidence that is largest where it is worst, with "-" where it is smallest.
+    `kinds` are the classes registered for codes, which say what explains them and which layer is the worst.
 
     >>> lost = Finding("updates-lost", ("norm.weight",), "warning", 0.9)
     >>> frozen = Finding("weight-frozen", ("norm.weight",), "error", 1.0)
-    >>> [finding.code for finding in rank_findings([frozen, lost], {"weight-frozen": ["updates-lost"]})]
+    >>> from halfulp.observation.findings import FINDING_KINDS
+    >>> [finding.code for finding in rank_findings([frozen, lost], FINDING_KINDS)]
     ['updates-lost', 'weight-frozen']
     """
+
+    def get_attribute(finding: Finding, name: str, otherwise: Any) -> Any:
+        return getattr(kinds.get(finding.code), name, otherwise)
+
     merged: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
         patterns = frozenset(map(make_name_pattern, finding.where))
         key = (finding.code, finding.severity, finding.cure, finding.kind, patterns)
-        there, measure = merged.get(key, finding), (worst or {}).get(finding.code, "")
+        there, measure = merged.get(key, finding), get_attribute(finding, "worst", "")
         most = max(there, finding, key=lambda one: (_measure_badness(one, measure), one.confidence))
         where = tuple(dict.fromkeys([*there.where, *finding.where]))
         merged[key] = replace(most, where=where, confidence=max(there.confidence, finding.confidence))
     found = list(merged.values())
     follows: dict[int, list[int]] = {i: [] for i in range(len(found))}
     for i, consequence in enumerate(found):
-        codes = set((causes or {}).get(consequence.code, ()))
+        codes = get_attribute(consequence, "explained_by", ())
         for j, cause in enumerate(found):
-            if cause.code in codes and (cause.code in spreading or have_related_names(cause.where, consequence.where)):
+            spreads = get_attribute(cause, "spreads", False)
+            if cause.code in codes and (spreads or have_related_names(cause.where, consequence.where)):
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
 

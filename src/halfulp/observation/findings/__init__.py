@@ -1,6 +1,5 @@
 """What can be wrong with a run's numbers: one class per code, in one file per subject, each of which joins one list."""
 
-from . import _accumulators as _accumulators
 from . import _comparisons as _comparisons
 from . import _ranges as _ranges
 from . import _updates as _updates

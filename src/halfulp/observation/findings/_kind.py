@@ -121,11 +121,6 @@ def get_finding_kind(code: str) -> type[FindingKind]:
 
 def collect_findings(instrument: str, measured: Any) -> list[Finding]:
     """Return everything that an instrument's measurements show, the worst first."""
-    found = (
-        one
-        for kind in FINDING_KINDS.values()
-        for one in getattr(kind(), _METHOD_NAME_BY_INSTRUMENT[instrument])(measured)
-    )
     classes: dict[str, str] = {}  # of the module of each name; checkpoints tell none, but how many dimensions there are
     if instrument == "observe":
         classes = {name: tensor.kind for (_, name), tensor in measured.tensors.items()}
@@ -133,19 +128,11 @@ def collect_findings(instrument: str, measured: Any) -> list[Finding]:
     elif instrument == "audit":
         classes = {name: f"{len(row.shape)} dimensions" for name, row in measured.tensors.items()}
     most = MAX_FORECAST_CONFIDENCE if instrument == "forecast" else 1.0
-    return rank_findings_by_registered_causes(
-        # What a finding's names have in common; nothing where they differ, or are not known.
-        replace(
-            one,
-            confidence=min(most, one.confidence),
-            kind=kinds.pop() if len(kinds := {classes.get(name, "") for name in one.where}) == 1 else one.kind,
-        )
-        for one in found
-    )
-
-
-def rank_findings_by_registered_causes(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings joined and ranked as `rank_findings` does, with what the registered codes say of causes."""
-    causes = {code: kind.explained_by for code, kind in FINDING_KINDS.items()}
-    worst = {code: kind.worst for code, kind in FINDING_KINDS.items()}
-    return rank_findings(findings, causes, {code for code, kind in FINDING_KINDS.items() if kind.spreads}, worst)
+    found = []
+    for kind in FINDING_KINDS.values():
+        for one in getattr(kind(), _METHOD_NAME_BY_INSTRUMENT[instrument])(measured):
+            # What a finding's names have in common; nothing where they differ, or are not known.
+            kinds = {classes.get(name, "") for name in one.where}
+            common = kinds.pop() if len(kinds) == 1 else one.kind
+            found.append(replace(one, confidence=min(most, one.confidence), kind=common))
+    return rank_findings(found, FINDING_KINDS)

@@ -1,4 +1,4 @@
-"""Findings about the range of a format: underflow, overflow, NaN, quantizers and blocks, loss scales."""
+"""Findings about ranges and scales: underflow, overflow, NaN, quantizers and their blocks, loss scales."""
 
 from __future__ import annotations
 

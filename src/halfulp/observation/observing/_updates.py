@@ -229,15 +229,8 @@ class UpdateWatcher:
         """Return parameters with gradients by what makes them step together, with their param groups."""
         batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[ParameterBeforeStep]]] = {}
         for group in self.optimizer.param_groups:
-            options = {
-                key: _convert_option_to_number(value)
-                for key, value in group.items()
-                if key not in _IGNORED_GROUP_KEYS
-                and (
-                    isinstance(value, _COMPARABLE_OPTION_TYPES)
-                    or (isinstance(value, torch.Tensor) and value.numel() == 1)
-                )
-            }
+            plain = {key: _read_option(value) for key, value in group.items() if key not in _IGNORED_GROUP_KEYS}
+            options = {key: value for key, value in plain.items() if value is not None}
             kind = tuple(options.items())
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
@@ -480,14 +473,16 @@ def _convert_number_to_float(value: Any, otherwise: float) -> float:
     return float(value) if isinstance(value, int | float | torch.Tensor) else otherwise
 
 
-_COMPARABLE_OPTION_TYPES = (bool, int, float, str, tuple)
 _IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "identities", "random_stream"})
 
 
-def _convert_option_to_number(value: Any) -> Any:
+def _read_option(value: Any) -> Any:
+    """Return an option that is a number, a word or a flag, or has them as a tuple; None of any other."""
     if isinstance(value, tuple):
-        return tuple(map(_convert_option_to_number, value))
-    return value.item() if isinstance(value, torch.Tensor) else value
+        return tuple(map(_read_option, value))
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 _FEWEST_CORRELATED_ELEMENTS = 64
