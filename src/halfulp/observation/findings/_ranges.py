@@ -318,7 +318,7 @@ class GradientUnderflow(FindingKind):
         outputs = [one for one in found if one.role == "activation gradient"]
         sources = {after.name: before for before, after in itertools.pairwise(outputs)}
         for tensor in found:
-            held_in, count, own, told = get_storage_format(tensor), count_nonzero(tensor), cure, {"write": self.write}
+            held_in, count, own, says = get_storage_format(tensor), count_nonzero(tensor), cure, self.says
             source = sources.get(tensor.name) if tensor.role == "activation gradient" else None
             if held_in is None:
                 continue
@@ -340,14 +340,15 @@ class GradientUnderflow(FindingKind):
                 own = (
                     REMEDY_IF_RANGE_IS_WIDE if cure == REMEDY_IF_LOSS_IS_SCALED and has_float32_range(held_in) else cure
                 )
-                told["says"] = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_GRADIENTS_DIAGNOSIS
+                says = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_GRADIENTS_DIAGNOSIS
             else:
                 continue
             if vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING:
                 severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
                 evidence: dict[str, Any] = {"format": name, "subnormal": subnormal, "vanished": vanished}
                 evidence |= {"amax": tensor.amax, "seen": count, "role": tensor.role}
-                yield self.found(tensor.name, severity, sure, said, cure=own, **told, **evidence)
+                words: dict[str, Any] = {"cure": own, "says": says, "write": self.write}
+                yield self.found(tensor.name, severity, sure, said, **words, **evidence)
                 if nothing_arrives:
                     return
 

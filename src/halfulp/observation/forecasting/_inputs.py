@@ -53,34 +53,30 @@ def compute_learning_rates(
     """
     if isinstance(schedule, str) or schedule is None:
         rates = _compute_rates_by_name(schedule or "constant", top_rates, steps, start, warmup, decay, final)
+    elif unused := {name: value for name, value in (("warmup", warmup), ("decay", decay), ("final", final)) if value}:
+        said = ", ".join(f"{name}={value}" for name, value in unused.items())
+        raise ValueError(f"{said} is for named schedules; {name_type(schedule)} has its own: leave it out")
+    elif isinstance(schedule, LRScheduler):
+        rates = _compute_rates_by_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
+        if len(rates) != len(top_rates):
+            raise ValueError(
+                f"the scheduler is of {len(rates)} groups, {len(top_rates)} of which hold parameters of the model: "
+                "give a function step -> learning rate, or a list"
+            )
     else:
-        for name, value in {"warmup": warmup, "decay": decay, "final": final}.items():
-            if value:
-                said = f"{name}={value} is for named schedules; {name_type(schedule)} has its own: leave it out"
-                raise ValueError(said)
-        if isinstance(schedule, LRScheduler):
-            rates = _compute_rates_by_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
-            if len(rates) != len(top_rates):
-                raise ValueError(
-                    f"the scheduler is of {len(rates)} groups, {len(top_rates)} of which hold parameters of the model: "
-                    "give a function step -> learning rate, or a list"
-                )
-        else:
-            if callable(schedule):
-                count = _count_steps_ahead(steps, "a function step -> learning rate", start)
-                given = [_check_scheduled_rate(schedule(step)) for step in range(start, start + count)]
-            elif isinstance(schedule, Iterable):
-                listed = [_check_scheduled_rate(value) for value in schedule]
-                if steps is not None and steps != len(listed):
-                    raise ValueError(f"steps={steps} and a list of {len(listed)} learning rates: leave steps out")
-                _count_steps_ahead(len(listed), "a list", start)
-                given = listed[start:]
-            else:
+        if not callable(schedule):
+            if not isinstance(schedule, Iterable):
                 raise TypeError(
                     f"schedule: give {', '.join(map(repr, SCHEDULE_NAMES))}, a scheduler of torch, a function step -> "
                     f"learning rate or a list of learning rates; got {name_type(schedule)}"
                 )
-            rates = torch.tensor(given, dtype=torch.float64, device="cpu").expand(len(top_rates), -1)
+            listed = list(schedule)
+            if steps is not None and steps != len(listed):
+                raise ValueError(f"steps={steps} and a list of {len(listed)} learning rates: leave steps out")
+            schedule, steps = listed.__getitem__, len(listed)
+        count = _count_steps_ahead(steps, "a function step -> learning rate", start)
+        given = [_check_scheduled_rate(schedule(step)) for step in range(start, start + count)]
+        rates = torch.tensor(given, dtype=torch.float64, device="cpu").expand(len(top_rates), -1)
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
     return rates

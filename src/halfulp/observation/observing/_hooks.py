@@ -57,13 +57,12 @@ class ModuleHooks:
         # Samples of outputs by module, None behind a second run.
         self._first_outputs: dict[str, OutputSample | None] = {}
         self._hooks = {module: functools.partial(self._note_module_run, name) for module, name in names.items()}
-        self._compiled = CompiledModuleCheck(recorder, wrappers) if wrappers else None
+        self._compiled = CompiledModuleCheck(recorder, wrappers)
 
     def attach(self) -> None:
         """Attach the hooks."""
         self.recorder.hooks += [module.register_forward_hook(hook) for module, hook in self._hooks.items()]
-        if self._compiled is not None:
-            self._compiled.attach()
+        self._compiled.attach()
 
     def clear_step_state(self) -> None:
         """Forget what belongs to one step."""

@@ -157,12 +157,18 @@ def unwrap_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return found
 
 
+def find_living_objects(kind: Any) -> list[Any]:
+    """Return all living objects of a class, or of one of several."""
+    # Proxies answer isinstance for what they stand for, and may raise when they are asked.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+
+
 def find_scheduler(optimizers: Sequence[torch.optim.Optimizer]) -> LRScheduler | None:
     """Return the scheduler of optimizers, None without one."""
     # torch's schedulers mark the `step` of their optimizer, but leave no way from there to themselves.
     if not any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers):
         return None
-    living = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
+    living = find_living_objects(LRScheduler)
     found = [one for one in living if any(getattr(one, "optimizer", None) is stepped for stepped in optimizers)]
     # Those that another one steps are not asked.
     inner = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
@@ -211,7 +217,7 @@ class Observation:
         self._ranks = RankComparison(self.recorder, model, self._parameters.named)
         self._gradients = GradientHooks(self.recorder, self._parameters.named)
         self._updates = {id(one): UpdateWatcher(self.recorder, one, self._parameters.names) for one in self.optimizers}
-        self._sinks = RowWriter(self.recorder, sinks) if sinks else None
+        self._sinks = RowWriter(self.recorder, sinks)
         self._handles: list[RemovableHandle] = []
         self._logged: float | None = None
         self._losses: deque[float] = deque(maxlen=MOST_COMPARED_LOSSES)
@@ -389,7 +395,7 @@ class Observation:
                 record.history[:] = thin_history(record.history)
             following = recorder.step + 1
             self._begin_run_step(following, following % self.interval == 0)
-        if step.sampled and self._sinks is not None:
+        if step.sampled:
             self._sinks.write_row(step, broken)
 
     def _begin_run_step(self, step: int, sampling: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import runpy
 import signal
@@ -27,7 +26,7 @@ from ...gradients import AdaptiveGradScaler
 from ...kernels import to_float64
 from ...optim.parameters._narrow_groups import walk_group_parameters
 from ...sinks import GuardedSink, JsonLinesFile, Row
-from ..observing._observation import Observation, RunSummary, observe
+from ..observing._observation import Observation, RunSummary, find_living_objects, observe
 
 INTERRUPTED_EXIT_CODE = 130
 TERMINATED_EXIT_CODE = 143
@@ -274,18 +273,13 @@ def find_module_of_parameters(parameters: Iterable[nn.Parameter]) -> nn.Module |
 
 def find_living_scaler() -> torch.amp.GradScaler | None:
     """Return the one gradient scaler that is alive; None without one, or of several."""
-    found = _find_living_objects(_SCALER_TYPES)
+    found = find_living_objects(_SCALER_TYPES)
     return found[0] if len(found) == 1 else None
-
-
-def _find_living_objects(kind: Any) -> list[Any]:
-    # Proxies answer isinstance for what they stand for, and may raise when they are asked.
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def _find_living_modules() -> list[nn.Module]:
     """Return the living modules whose construction is done, but those that hold models together for an observation."""
-    ready = [one for one in _find_living_objects(nn.Module) if "_parameters" in vars(one) and "_modules" in vars(one)]
+    ready = [one for one in find_living_objects(nn.Module) if "_parameters" in vars(one) and "_modules" in vars(one)]
     return [module for module in ready if not isinstance(module, JointlyTrainedModels)]
 
 
