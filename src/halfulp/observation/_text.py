@@ -9,6 +9,7 @@ import torch
 
 from .. import formats
 from .._torch_versions import find_torch_dtype
+from ..formats import Format
 from ..optim import OPTIMIZERS
 
 # The words for what rounding takes of updates, the same in tables, pages and docs. In code and JSON they are the lost
@@ -92,16 +93,23 @@ def compute_confidence(count: int, half: int = 64) -> float:
 FLOAT32_SIGNIFICAND_BITS = 24
 
 
+def find_format(dtype: torch.dtype | str | None) -> Format | None:
+    """Return the format of a dtype, given itself or by name; None of integers and others without a format."""
+    try:
+        return None if dtype is None else formats.get(dtype)
+    except ValueError:
+        return None
+
+
 def name_dtype(dtype: torch.dtype | str | None, unknown: str = "unknown dtype") -> str:
     """Return the short name of a dtype, given itself or by torch's name: that of its format where it has one.
 
     >>> name_dtype(torch.bfloat16), name_dtype("bfloat16"), name_dtype(torch.int8), name_dtype(None)
     ('bf16', 'bf16', 'int8', 'unknown dtype')
     """
-    try:
-        return unknown if dtype is None else formats.get(dtype).name
-    except ValueError:
-        return str(dtype).removeprefix("torch.")
+    if (found := find_format(dtype)) is not None:
+        return found.name
+    return unknown if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def get_significand_bits(dtype: torch.dtype | None) -> int | None:
@@ -110,12 +118,8 @@ def get_significand_bits(dtype: torch.dtype | None) -> int | None:
     >>> get_significand_bits(torch.bfloat16), get_significand_bits(torch.int8), get_significand_bits(torch.complex64)
     (8, None, 24)
     """
-    try:
-        if dtype is None:
-            return None
-        return formats.get(dtype.to_real() if dtype.is_complex else dtype).precision
-    except ValueError:
-        return None
+    found = find_format(dtype.to_real() if dtype is not None and dtype.is_complex else dtype)
+    return None if found is None else found.precision
 
 
 def holds_signed_floats(dtype: torch.dtype) -> bool:
@@ -128,10 +132,8 @@ def holds_signed_floats(dtype: torch.dtype) -> bool:
     """
     if not dtype.is_floating_point or dtype == find_torch_dtype("float4_e2m1fn_x2"):
         return False
-    try:
-        return formats.get(dtype).signed
-    except ValueError:
-        return False
+    found = find_format(dtype)
+    return found is not None and found.signed
 
 
 def is_narrow_dtype(dtype: torch.dtype | None) -> bool:

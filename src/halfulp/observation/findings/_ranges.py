@@ -13,7 +13,7 @@ from ... import formats
 from ...formats import Format
 from .._finding import Finding, Severity
 from .._record import Record, Role, TensorRecord
-from .._text import compute_confidence, format_percent, name_dtype, pluralize, read_option_number
+from .._text import compute_confidence, find_format, format_percent, name_dtype, pluralize, read_option_number
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 # bfloat16's and float32's largest numbers are beyond this power of two.
 FLOAT32_RANGE_THRESHOLD = 2.0**100
 GRADIENT_ROLES: tuple[Role, ...] = ("activation gradient", "weight gradient")
-
-
-def get_storage_format(tensor: TensorRecord) -> Format | None:
-    """Return the format of a tensor's dtype; None for integers and other dtypes without a format."""
-    try:
-        return formats.get(tensor.dtype)
-    except ValueError:
-        return None
 
 
 def list_tensor_records_of_roles(record: Record, *roles: Role) -> list[TensorRecord]:
@@ -106,7 +98,7 @@ class ActivationUnderflow(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in list_tensor_records_of_roles(record, "activation"):
-            held_in, count = get_storage_format(tensor), count_nonzero(tensor)
+            held_in, count = find_format(tensor.dtype), count_nonzero(tensor)
             if held_in is None:
                 continue
             all_zero = tensor.steps >= FEWEST_ZERO_STEPS and tensor.is_zero_in_all_steps
@@ -237,7 +229,7 @@ class FirstNonfinite(FindingKind):
             counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
             said = f"{first.role} has the first NaN or infinity, {counted}; {others} more tensors have some since"
             cure = NONFINITE_CURE_BY_ROLE.get(first.role, LAST_CLEAN_CHECKPOINT_ADVICE)
-            if first.role == "activation" and has_float32_range(get_storage_format(first)):
+            if first.role == "activation" and has_float32_range(find_format(first.dtype)):
                 cure = self.wide_cure
         told |= {"nonfinite": first.nonfinite, "elements": first.elements, "role": first.role}
         yield self.found(first.name, severity, 1 - 0.5 ** len(found), said, cure=cure, step=step, **told)
@@ -318,7 +310,7 @@ class GradientUnderflow(FindingKind):
         outputs = [one for one in found if one.role == "activation gradient"]
         sources = {after.name: before for before, after in itertools.pairwise(outputs)}
         for tensor in found:
-            held_in, count, own, says = get_storage_format(tensor), count_nonzero(tensor), cure, self.says
+            held_in, count, own, says = find_format(tensor.dtype), count_nonzero(tensor), cure, self.says
             source = sources.get(tensor.name) if tensor.role == "activation gradient" else None
             if held_in is None:
                 continue
@@ -384,7 +376,7 @@ class OverflowNear(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         gradients = () if has_gradient_scaler(record) else ("activation gradient", "weight gradient")
         for tensor in list_tensor_records_of_roles(record, "activation", "weight", *gradients):
-            held_in = get_storage_format(tensor)
+            held_in = find_format(tensor.dtype)
             # What has a scale fills the range on purpose; what is stored in 8 bits has one that nothing tells.
             if held_in is None or tensor.dtype.itemsize < 2 or tensor.scale != 1.0:
                 continue
@@ -483,7 +475,7 @@ class PayloadSaturated(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
-            held_in, asked = get_storage_format(tensor), tensor.asked_format
+            held_in, asked = find_format(tensor.dtype), tensor.asked_format
             cases: list[tuple[int, int, str, str, str]] = []
             # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
             if asked is not None:
@@ -630,7 +622,7 @@ class SiteHoldsScale(FindingKind):
             (tensor, held_in)
             for tensor in list_tensor_records_of_roles(record, "activation gradient")
             # A loss scale is there for formats without float32's range.
-            if (held_in := get_storage_format(tensor)) is not None and held_in.emin > -100 and tensor.amax > 0
+            if (held_in := find_format(tensor.dtype)) is not None and held_in.emin > -100 and tensor.amax > 0
         ]
         if len(room) < 3:
             return

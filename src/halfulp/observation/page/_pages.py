@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from ... import __version__, formats
+from ... import __version__
 from ..._names import read_registered_descriptions
 from ...pages import (
     MISSING_VALUE_TEXT,
@@ -28,6 +28,7 @@ from .._text import (
     KEPT_MOVEMENT_TITLE,
     LOST_AND_KEPT_EXPLANATION,
     LOST_UPDATES_TITLE,
+    find_format,
     format_multiple,
     name_dtype,
     pluralize,
@@ -243,9 +244,7 @@ def find_format_range(name: str | None) -> dict[str, Any] | None:
     >>> limits["zero"], limits["normal"], round(limits["over"], 4)
     (-25, -14, 15.9996)
     """
-    try:
-        found = formats.get(name or "")
-    except ValueError:
+    if (found := find_format(name)) is None:
         return None
     beyond = found.max + math.ldexp(0.5, found.emax - found.mantissa_bits)
     return {
