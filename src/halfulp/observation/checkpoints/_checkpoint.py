@@ -391,12 +391,9 @@ def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
     indices = sorted(path for path in files if path.name.endswith((".safetensors.index.json", ".bin.index.json")))
     if indices:
         return _open_sharded(indices[0])
-    tensors = [
-        path for path in files if path.suffix == ".safetensors" and not _FILES_WITHOUT_WEIGHTS_PATTERN.match(path.name)
-    ]
-    saved = [
-        path for path in files if path.suffix in _TORCH_SUFFIXES and not _FILES_WITHOUT_WEIGHTS_PATTERN.match(path.name)
-    ]
+    weights = [path for path in files if not _FILES_WITHOUT_WEIGHTS_PATTERN.match(path.name)]
+    tensors = [path for path in weights if path.suffix == ".safetensors"]
+    saved = [path for path in weights if path.suffix in _TORCH_SUFFIXES]
     for group in (tensors, saved):
         known = [path for path in group if path.stem in _WEIGHT_FILE_STEMS]
         if len(known) == 1 or len(group) == 1:

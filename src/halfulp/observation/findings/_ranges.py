@@ -551,12 +551,8 @@ class ScaleCollapsed(FindingKind):
         is_lasting = lowest < VANISHED_LOSS_SCALE or scales[-1] < SMALLEST_USEFUL_LOSS_SCALE
         severity: Severity = "error" if is_lasting else "warning"
         said = f"the loss scale fell {start}to {lowest:.4g}, with {format_percent(share)} of steps skipped"
-        evidence: dict[str, Any] = {
-            "lowest": lowest,
-            "last": scales[-1],
-            "highest": max(scales),
-            "skipped": record.skipped,
-        }
+        evidence: dict[str, Any] = {"lowest": lowest, "last": scales[-1], "highest": max(scales)}
+        evidence["skipped"] = record.skipped
         yield self.found((), severity, max(0.5, compute_confidence(record.skipped, 4)), said, **evidence)
 
 
@@ -640,10 +636,6 @@ class SiteHoldsScale(FindingKind):
             sure = compute_confidence(min(count_nonzero(tensor) for tensor, _ in room), 32)
             said = f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows "
             said += f"{format_percent(subnormal)} of another layer's are subnormal"
-            evidence: dict[str, Any] = {
-                "margin": margins[0],
-                "apart": apart,
-                "vanished": vanished,
-                "subnormal": subnormal,
-            }
+            evidence: dict[str, Any] = {"margin": margins[0], "apart": apart}
+            evidence |= {"vanished": vanished, "subnormal": subnormal}
             yield self.found(names, "warning", sure, said, **evidence)

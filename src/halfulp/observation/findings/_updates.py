@@ -198,11 +198,8 @@ class RandomBitsRepeat(FindingKind):
             if opened:
                 # No decision's variance is over a quarter, so that chance correlates them by at most half of 1 over
                 # the root.
-                least = max(
-                    ROUNDING_CORRELATION_LIMIT,
-                    ROUNDING_BIAS_LIMIT_SIGMAS / 2 / opened**0.5,
-                    FEWEST_EXPECTED_COINCIDENCES / opened,
-                )
+                by_chance = ROUNDING_BIAS_LIMIT_SIGMAS / 2 / opened**0.5, FEWEST_EXPECTED_COINCIDENCES / opened
+                least = max(ROUNDING_CORRELATION_LIMIT, *by_chance)
             correlation = rounding.repeated
             if correlation is not None and correlation > least:
                 said = f"two steps round the same way, with a correlation of {correlation:.2g}"

@@ -66,10 +66,8 @@ def _model_adam_updates(
     weights beside it: those that have walked far are those with a drift, which takes them further.
     """
     beta1, beta2 = (convert_option_to_float(beta) for beta in trained.options["betas"])
-    first, second = (
-        _get_first_plain_state(trained, "exp_avg"),
-        _get_first_plain_state(trained, "max_exp_avg_sq", "exp_avg_sq"),
-    )
+    first = _get_first_plain_state(trained, "exp_avg")
+    second = _get_first_plain_state(trained, "max_exp_avg_sq", "exp_avg_sq")
     eps = convert_option_to_float(trained.options["eps"])
     run = max(1.0, 0.5 / (1 - beta1)) if beta1 < 1 else 1.0
     step = int(convert_option_to_float(trained.state.get("step", inputs.start))) if first is not None else 0
@@ -139,9 +137,8 @@ def _estimate_lasting_mean_updates(size: Tensor, weights: Tensor) -> Tensor:
         total = torch.cat([values.new_zeros(1), values.cumsum(0)])
         return (total[begin + _SMOOTHING_WINDOW_OF_NEIGHBOURS] - total[begin]) / _SMOOTHING_WINDOW_OF_NEIGHBOURS
 
-    own = _subtract_chance_from_mean(
-        average_neighbours(rest), average_neighbours(rest.square()), _SMOOTHING_WINDOW_OF_NEIGHBOURS
-    )
+    mean, square = average_neighbours(rest), average_neighbours(rest.square())
+    own = _subtract_chance_from_mean(mean, square, _SMOOTHING_WINDOW_OF_NEIGHBOURS)
     return torch.zeros_like(size).scatter(0, order, common + own)
 
 
