@@ -180,7 +180,7 @@ assert describe_environment()["processor"]["cores"] >= 1
 from halfulp.trials.running import _pool
 assert _pool.describe_exit_code(-15) == "was killed by SIGTERM"
 assert _pool.describe_exit_code(-9) == "was killed by SIGKILL, as where memory is short"
-from halfulp.observation.scripts._run import report_and_exit_on_sigterm
+from halfulp.observation.scripts._watch import report_and_exit_on_sigterm
 with report_and_exit_on_sigterm(lambda ending: ending.code):
     pass
 print("stepped")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfulp.observation.scripts._run import CHILD_PROCESS_REMEDY
+from halfulp.observation.scripts._watch import CHILD_PROCESS_REMEDY
 
 LOOP = """
 import sys
@@ -181,7 +181,7 @@ TERMINATIONS = {
             threading.Event().wait(60)
         """,
     "twice": f"""
-        text = __import__("halfulp.observation.scripts", fromlist=["x"]).ScriptReport
+        text = __import__("halfulp.observation.observing._observation", fromlist=["x"]).RunSummary
         text.__str__, said = lambda report: [said(report), {KILL}][0], text.__str__
         {KILL}
         """,
@@ -189,9 +189,9 @@ TERMINATIONS = {
 
 
 LATE = f"""
-from halfulp.observation.scripts import ScriptReport
-said = ScriptReport.__str__
-ScriptReport.__str__ = lambda report: [said(report), {KILL}][0]
+from halfulp.observation.observing._observation import RunSummary
+said = RunSummary.__str__
+RunSummary.__str__ = lambda report: [said(report), {KILL}][0]
 """
 
 

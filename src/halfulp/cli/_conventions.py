@@ -16,7 +16,7 @@ from ..pages import check_writable, require_page_packages, write_file_atomically
 from ._errors import print_json
 
 if TYPE_CHECKING:
-    from ..observation.page._write import Instrument
+    from ..observation.page import Instrument
 
 
 def describe_names_option(kind: str, default: Sequence[str]) -> str:

@@ -89,8 +89,8 @@ def _write_observation_report(watch: ScriptWatch, ending: ScriptEnding, out: str
         why = "; ".join([*watch.unseen, f"a training is observed from its second step on; {CHILD_PROCESS_REMEDY}"])
         exit_with_error(f"the script never stepped a torch optimizer twice that can be observed: {why}")
     if how:
-        said = f"the script {how} after {report.summary.steps} observed steps"
-        report.unseen.insert(0, f"{said}: this is what was observed until then")
+        said = f"the script {how} after {report.steps} observed steps"
+        report.record.unseen.insert(0, f"{said}: this is what was observed until then")
         print(f"halfulp: {said}; what was observed until then:", file=sys.stderr)
     print_result(report, json)
     write_page_and_json(folder, "observe", report)

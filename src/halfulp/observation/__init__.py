@@ -13,5 +13,5 @@ from .forecasting import Forecast as Forecast
 from .forecasting import LayerForecast as LayerForecast
 from .forecasting import forecast as forecast
 from .observing._observation import Observation as Observation
-from .observing._observe import observe as observe
+from .observing._observation import observe as observe
 from .observing._updates import register_elementwise as register_elementwise

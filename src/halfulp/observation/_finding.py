@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import Formatter
 from typing import Any, Literal
@@ -94,40 +94,38 @@ def describe_names(names: Iterable[str]) -> str:
     return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
 
 
-def rank_findings(
-    findings: Iterable[Finding],
-    causes: Mapping[str, Iterable[str]] | None = None,
-    spreading: Container[str] = (),
-    worst: Mapping[str, str] | None = None,
-) -> list[Finding]:
+def rank_findings(findings: Iterable[Finding], kinds: Mapping[str, Any]) -> list[Finding]:
     """Join findings of one code over layers of one kind, and return the worst first, each consequence after its cause.
 
     What is joined says the numbers of the worst, and is as sure as the surest. A cause is as bad as what follows.
 
-    Args:
-        causes: code -> codes that explain it where both are found at one place.
-        spreading: codes whose consequences show at other places too.
-        worst: code -> the number among its evidence that is largest where it is worst, with "-" where it is smallest.
+    `kinds` are the classes registered for codes, which say what explains them and which layer is the worst.
 
     >>> lost = Finding("updates-lost", ("norm.weight",), "warning", 0.9)
     >>> frozen = Finding("weight-frozen", ("norm.weight",), "error", 1.0)
-    >>> [finding.code for finding in rank_findings([frozen, lost], {"weight-frozen": ["updates-lost"]})]
+    >>> from halfulp.observation.findings import FINDING_KINDS
+    >>> [finding.code for finding in rank_findings([frozen, lost], FINDING_KINDS)]
     ['updates-lost', 'weight-frozen']
     """
+
+    def get_attribute(finding: Finding, name: str, otherwise: Any) -> Any:
+        return getattr(kinds.get(finding.code), name, otherwise)
+
     merged: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
         patterns = frozenset(map(make_name_pattern, finding.where))
         key = (finding.code, finding.severity, finding.cure, finding.kind, patterns)
-        there, measure = merged.get(key, finding), (worst or {}).get(finding.code, "")
+        there, measure = merged.get(key, finding), get_attribute(finding, "worst", "")
         most = max(there, finding, key=lambda one: (_measure_badness(one, measure), one.confidence))
         where = tuple(dict.fromkeys([*there.where, *finding.where]))
         merged[key] = replace(most, where=where, confidence=max(there.confidence, finding.confidence))
     found = list(merged.values())
     follows: dict[int, list[int]] = {i: [] for i in range(len(found))}
     for i, consequence in enumerate(found):
-        codes = set((causes or {}).get(consequence.code, ()))
+        codes = get_attribute(consequence, "explained_by", ())
         for j, cause in enumerate(found):
-            if cause.code in codes and (cause.code in spreading or have_related_names(cause.where, consequence.where)):
+            spreads = get_attribute(cause, "spreads", False)
+            if cause.code in codes and (spreads or have_related_names(cause.where, consequence.where)):
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
 
@@ -227,23 +225,15 @@ def write_diagnosis_sentence(findings: Sequence[Finding]) -> str:
     modules = list(dict.fromkeys(_WEIGHT_OR_BIAS_PATTERN.sub("", name) for name in names))
     place = describe_names(modules)
     template = findings[0].says
-    share = next((key for _, key, spec, _ in Formatter().parse(template) if key and spec == "share"), None)
-    worst = (
-        max(findings, key=lambda one: _convert_to_number_or_minus_one(one.evidence.get(share)))
-        if share
-        else findings[0]
-    )
+    share = next((key for _, key, spec, _ in Formatter().parse(template) if key and spec == "share"), "")
+    shares = [float(x) if isinstance(x := one.evidence.get(share), int | float) else -1.0 for one in findings]
+    worst = findings[shares.index(max(shares))]
     if template:
         several = len(modules) > 1
         words = _SINGULAR_OR_PLURAL_PATTERN.sub(lambda match: match[2] if several else match[1], template)
         values = {"place": place or "the model", "at_lr": describe_lr(worst.evidence), **worst.evidence}
-        others = (
-            {format_percent(_convert_to_number_or_minus_one(one.evidence.get(share))) for one in findings}
-            if share
-            else set()
-        )
         try:
-            said = _EvidenceFormatter(len(others) > 1).vformat(words, (), values)
+            said = _EvidenceFormatter(len(set(map(format_percent, shares))) > 1).vformat(words, (), values)
             begins_with_name = said.split(" ", 1)[0] not in ("the", "gradients", "outputs")
             return said if begins_with_name else said[:1].upper() + said[1:]
         except (KeyError, TypeError, ValueError):
@@ -264,10 +254,6 @@ class _EvidenceFormatter(Formatter):
         if format_spec == "share":
             return f"up to {format_percent(value)}" if self.up_to else format_percent(value)
         return format(value, format_spec or (".3g" if isinstance(value, float) else ""))
-
-
-def _convert_to_number_or_minus_one(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else -1.0
 
 
 def make_cause_dict(group: Sequence[Finding]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 from .. import formats
 from .._torch_versions import find_torch_dtype
+from ..formats import Format
 from ..optim import OPTIMIZERS
 
 # The words for what rounding takes of updates, the same in tables, pages and docs. In code and JSON they are the lost
@@ -92,16 +93,23 @@ def compute_confidence(count: int, half: int = 64) -> float:
 FLOAT32_SIGNIFICAND_BITS = 24
 
 
-def name_dtype(dtype: torch.dtype | None) -> str:
-    """Return the short name of a dtype: that of its format where it has one.
-
-    >>> name_dtype(torch.bfloat16), name_dtype(torch.int8), name_dtype(None)
-    ('bf16', 'int8', 'unknown dtype')
-    """
+def find_format(dtype: torch.dtype | str | None) -> Format | None:
+    """Return the format of a dtype, given itself or by name; None of integers and others without a format."""
     try:
-        return formats.get(dtype).name if dtype is not None else "unknown dtype"
+        return None if dtype is None else formats.get(dtype)
     except ValueError:
-        return str(dtype).removeprefix("torch.")
+        return None
+
+
+def name_dtype(dtype: torch.dtype | str | None, unknown: str = "unknown dtype") -> str:
+    """Return the short name of a dtype, given itself or by torch's name: that of its format where it has one.
+
+    >>> name_dtype(torch.bfloat16), name_dtype("bfloat16"), name_dtype(torch.int8), name_dtype(None)
+    ('bf16', 'bf16', 'int8', 'unknown dtype')
+    """
+    if (found := find_format(dtype)) is not None:
+        return found.name
+    return unknown if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def get_significand_bits(dtype: torch.dtype | None) -> int | None:
@@ -110,12 +118,8 @@ def get_significand_bits(dtype: torch.dtype | None) -> int | None:
     >>> get_significand_bits(torch.bfloat16), get_significand_bits(torch.int8), get_significand_bits(torch.complex64)
     (8, None, 24)
     """
-    try:
-        if dtype is None:
-            return None
-        return formats.get(dtype.to_real() if dtype.is_complex else dtype).precision
-    except ValueError:
-        return None
+    found = find_format(dtype.to_real() if dtype is not None and dtype.is_complex else dtype)
+    return None if found is None else found.precision
 
 
 def holds_signed_floats(dtype: torch.dtype) -> bool:
@@ -128,10 +132,8 @@ def holds_signed_floats(dtype: torch.dtype) -> bool:
     """
     if not dtype.is_floating_point or dtype == find_torch_dtype("float4_e2m1fn_x2"):
         return False
-    try:
-        return formats.get(dtype).signed
-    except ValueError:
-        return False
+    found = find_format(dtype)
+    return found is not None and found.signed
 
 
 def is_narrow_dtype(dtype: torch.dtype | None) -> bool:
@@ -139,7 +141,7 @@ def is_narrow_dtype(dtype: torch.dtype | None) -> bool:
     return (get_significand_bits(dtype) or FLOAT32_SIGNIFICAND_BITS) < FLOAT32_SIGNIFICAND_BITS
 
 
-def is_wide_dtype(dtype: torch.dtype) -> bool:
+def is_wide_dtype(dtype: torch.dtype | None) -> bool:
     """Return whether it is a floating-point dtype with float32's digits or more."""
     return (get_significand_bits(dtype) or 0) >= FLOAT32_SIGNIFICAND_BITS
 

@@ -10,9 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from halfulp.kernels import same_bits
-from halfulp.observation.checkpoints import _names as _model_order
-from halfulp.observation.checkpoints._names import name_optimizer_states
-from halfulp.observation.checkpoints._open import open_checkpoint
+from halfulp.observation.checkpoints import _checkpoint as _model_order
+from halfulp.observation.checkpoints._checkpoint import name_optimizer_states, open_checkpoint
 
 TRAINERS = r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 

@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.observation.checkpoints._names import name_optimizer_states
-from halfulp.observation.checkpoints._open import open_checkpoint
+from halfulp.observation.checkpoints._checkpoint import name_optimizer_states, open_checkpoint
 
 
 def trained(dtype=torch.bfloat16, named=True, steps=3):

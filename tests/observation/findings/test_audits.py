@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from halfulp.observation._record import RealisedChanges
-from halfulp.observation.auditing._audit import Audit, StateAudit, TensorAudit, TensorStatistics
+from halfulp.observation.auditing._audit import Audit, StateAudit
+from halfulp.observation.auditing._tensors import TensorAudit, TensorStatistics
 from halfulp.observation.findings import collect_findings
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -3,6 +3,7 @@
 import ast
 import re
 from string import Formatter
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -71,11 +72,11 @@ def finding(code: str, *where: str, severity: str = "warning", confidence: float
     return Finding(code, where, severity, confidence, {}, "cure")
 
 
-CAUSES = {"b": ["a"], "c": ["b"]}
+KINDS = {code: SimpleNamespace(explained_by=causes) for code, causes in {"b": ["a"], "c": ["b"]}.items()}
 
 
 def codes(*findings: Finding) -> list[str]:
-    return [each.code for each in rank_findings(findings, CAUSES)]
+    return [each.code for each in rank_findings(findings, KINDS)]
 
 
 def test_a_cause_is_as_bad_as_what_follows_from_it():
@@ -93,14 +94,15 @@ def test_what_happens_elsewhere_explains_nothing():
     assert codes(finding("b", "x", confidence=0.9), finding("a", "y")) == ["b", "a"]
     assert codes(finding("b", "x.weight", confidence=0.9), finding("a", "x")) == ["a", "b"]
     assert codes(finding("b", "x", confidence=0.9), finding("a")) == ["a", "b"]
-    assert [each.code for each in rank_findings([finding("b", "x"), finding("a", "y")], CAUSES, {"a"})] == ["a", "b"]
+    spreading = {**KINDS, "a": SimpleNamespace(spreads=True)}
+    assert [each.code for each in rank_findings([finding("b", "x"), finding("a", "y")], spreading)] == ["a", "b"]
 
 
 def test_layers_of_one_kind_are_joined():
-    (joined,) = rank_findings([finding("a", "layers.0.norm"), finding("a", "layers.1.norm", confidence=0.9)])
+    (joined,) = rank_findings([finding("a", "layers.0.norm"), finding("a", "layers.1.norm", confidence=0.9)], KINDS)
     assert joined.where == ("layers.0.norm", "layers.1.norm")
     assert joined.confidence == 0.9
-    assert len(rank_findings([finding("a", "layers.0.norm"), finding("a", "layers.1.bias")])) == 2
+    assert len(rank_findings([finding("a", "layers.0.norm"), finding("a", "layers.1.bias")], KINDS)) == 2
 
 
 def test_an_unknown_code_and_an_unfinished_class_are_refused():

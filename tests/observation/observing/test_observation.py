@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, SequentialLR
 
 import halfulp as hu
-from halfulp.observation.observing._observation import ScalerTracker
-from halfulp.observation.observing._observe import find_scheduler
+from halfulp.observation.observing._observation import ScalerTracker, find_scheduler
 
 
 def test_an_optimizer_for_each_of_many_parameters():

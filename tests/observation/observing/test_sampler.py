@@ -12,13 +12,12 @@ from halfulp.observation.observing._sampler import (
     RUNS_PER_SAMPLE,
     SAMPLE_SIZE,
     SAMPLED_RUN_LENGTH,
-    ObservedTensor,
     add_sample_to_histogram,
+    count_elements,
     draw_sampled_runs,
     make_sampling_key,
     read_numbers,
     take_sample,
-    update_tensor_totals,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -39,11 +38,11 @@ def hard_values(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def observed(x: torch.Tensor, key: int = 99) -> tuple[TensorRecord, torch.Tensor]:
     found = read_numbers(x)
-    totals = ObservedTensor(TensorRecord("weight", "w", "", found.dtype))
-    update_tensor_totals(found, totals, 0)
+    record = TensorRecord("weight", "w", "", found.dtype)
+    count_elements(found, record)
     sample = take_sample(found.flat, key)
-    add_sample_to_histogram(sample, totals.record)
-    return totals.record, sample
+    add_sample_to_histogram(sample, record)
+    return record, sample
 
 
 def find_sampled_places(key, elements):

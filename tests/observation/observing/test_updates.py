@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfulp as hu
 from halfulp.observation._record import RealisedChanges
-from halfulp.observation.observing._updates import find_neighbours_in_16_bit_dtype, record_realised_changes
+from halfulp.observation.observing._updates import record_realised_changes
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, weight_decay=0.01),
@@ -139,20 +139,6 @@ def test_directions_of_stochastic_rounding(seed):
     assert rounding.seen > 50_000
     assert abs(rounding.excess) < 5 * rounding.variance**0.5
     assert abs(rounding.repeated) < 0.2
-
-
-def test_neighbours_are_those_of_the_dtype(seed):
-    for dtype in (torch.bfloat16, torch.float16):
-        x = torch.randn(1000, dtype=torch.float64)
-        low, high = find_neighbours_in_16_bit_dtype(
-            torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)]), dtype
-        )
-        given = torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)])
-        assert bool(((low <= given) & (given < high)).all())
-        assert torch.equal(low.to(dtype).double(), low)
-        assert torch.equal(high.to(dtype).double(), high)
-        middle = (low + high) / 2
-        assert bool(((middle.to(dtype).double() == low) | (middle.to(dtype).double() == high)).all())
 
 
 def test_states_are_in_the_optimizers_order():

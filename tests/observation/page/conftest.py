@@ -22,7 +22,8 @@ from halfulp.observation._record import (
     TensorRecord,
     record_to_plain_data,
 )
-from halfulp.observation.auditing._audit import Audit, StateAudit, TensorAudit, TensorStatistics
+from halfulp.observation.auditing._audit import Audit, StateAudit
+from halfulp.observation.auditing._tensors import TensorAudit, TensorStatistics
 from halfulp.observation.page import render_audit_page, render_forecast_page, render_observation_page
 
 EVIL = 'layers.0.<b>"evil"</b>&.weight'

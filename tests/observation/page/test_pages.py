@@ -14,10 +14,10 @@ import halfulp as hu
 from halfulp.observation._finding import group_causes_as_dicts
 from halfulp.observation.findings import FINDING_KINDS
 from halfulp.observation.page import render_forecast_page, render_observation_page
-from halfulp.observation.page._findings import make_cause_cards
-from halfulp.observation.page._observation import (
+from halfulp.observation.page._pages import (
     describe_history,
     find_format_range,
+    make_cause_cards,
     make_history_panels,
     make_magnitude_map,
 )

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -14,86 +14,10 @@ from ..._qualified_names import make_name_pattern
 from .._finding import Finding, Severity, describe_names, find_worst_severity, format_findings, group_causes_as_dicts
 from .._record import RealisedChanges, to_plain_data
 from ..page import write_page
-
-TensorStatus = Literal["nonfinite", "dtype-changed", "unchanged", "constant", "changed"]
-TensorRole = Literal["parameter", "average", "buffer", "unknown"]
-WORDS_BY_TENSOR_STATUS: dict[TensorStatus, str] = {
-    "nonfinite": "has NaN or infinity",
-    "dtype-changed": "another dtype",
-    "unchanged": "did not move",
-    "constant": "constant",
-    "changed": "moved",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorStatistics:
-    """One checkpoint's statistics of a tensor.
-
-    Attributes:
-        dtype: of the stored tensor.
-        nan, infinite, zeros: counts of elements.
-        constant: the value of all elements where it is one, else None.
-    """
-
-    dtype: torch.dtype
-    nan: int = 0
-    infinite: int = 0
-    zeros: int = 0
-    constant: float | None = None
-
-    @property
-    def nonfinite(self) -> int:
-        """NaN and infinities."""
-        return self.nan + self.infinite
-
-
-@dataclass(frozen=True, slots=True)
-class TensorAudit:
-    """One tensor of both checkpoints. Changes are in ulps: spacings of the coarser dtype at the element of A.
-
-    Attributes:
-        name: qualified.
-        shape, numel: of the tensor; a complex element counts as two, its real and its imaginary part.
-        role: "parameter" where an optimizer holds it, "average" for running statistics, "buffer" for
-            integers, "unknown" else.
-        a, b: what each checkpoint holds.
-        unchanged: elements with the same value (NaN equals NaN, and -0 equals +0).
-        median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
-            as 0. The median is exact for whole ulps below 64 and within 1/32 of itself else. NaN without any.
-        status: the first that holds of: it has NaN or infinity that A did not have, the dtype changed, nothing moved,
-            B is constant and A is not, it moved.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    numel: int
-    role: TensorRole
-    a: TensorStatistics
-    b: TensorStatistics
-    unchanged: int
-    median: float
-    largest: float
-    status: TensorStatus
-
-    @property
-    def share_unchanged(self) -> float:
-        """Share of elements with the same value; 1 of an empty tensor."""
-        return self.unchanged / self.numel if self.numel else 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data that JSON can hold."""
-        both = ("nan", "infinite", "zeros", "constant")
-        return {
-            "name": self.name,
-            "dtypes": to_plain_data([self.a.dtype, self.b.dtype]),
-            "shape": list(self.shape),
-            "role": self.role,
-            "status": self.status,
-            "share_unchanged": self.share_unchanged,
-            **{f"{key}_change_ulps": to_plain_data(getattr(self, key)) for key in ("largest", "median")},
-            **{key: to_plain_data([getattr(self.a, key), getattr(self.b, key)]) for key in both},
-        }
+from ._tensors import (
+    WORDS_BY_TENSOR_STATUS,
+    TensorAudit,
+)
 
 
 @dataclass(frozen=True, slots=True)

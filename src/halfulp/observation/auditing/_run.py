@@ -1,22 +1,181 @@
-"""audit: compare two checkpoints of a run."""
+"""audit: compare two checkpoints of a run, their optimizer states, and what became of the last update."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..._messages import name_type
-from ..checkpoints._names import name_optimizer_states, sort_checkpoint_content
-from ..checkpoints._open import open_checkpoint
+from torch import Tensor
+
+from ... import formats
+from ..._messages import name_type, quote
+from ...rounding import quantize
+from .._record import RealisedChanges
+from .._text import get_significand_bits
+from ..checkpoints._checkpoint import (
+    Checkpoint,
+    NamedParameterState,
+    name_optimizer_states,
+    open_checkpoint,
+    sort_checkpoint_content,
+)
 from ..findings import collect_findings
-from ._audit import Audit
-from ._states import compare_optimizer_states
-from ._tensors import compare_tensors
+from ._audit import Audit, StateAudit
+from ._tensors import (
+    compare_tensors,
+    count_same_elements,
+    split_tensors_into_chunks,
+)
+
+# What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.
+_COMPENSATION_STATE_NAMES = (
+    "residual",
+    "low_bits",
+    "master",
+    "kahan_comp",
+    "kahan_compensation",
+    "master_param",
+    "shift",
+)
+_FIRST_MOMENT_STATE_NAMES = ("exp_avg", "momentum_buffer")
+_SECOND_MOMENT_STATE_NAMES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg")
+_COPIED_OPTION_NAMES = ("lr", "weight_decay", "betas", "eps", "momentum", "amsgrad", "maximize")
+
+
+def compare_optimizer_states(
+    a: Mapping[str, NamedParameterState], b: Mapping[str, NamedParameterState], weights: Checkpoint, lr: float | None
+) -> dict[str, StateAudit]:
+    """Compare the optimizer states of two checkpoints, by parameter."""
+    found, missing = {}, []
+    for name, after in b.items():
+        if name not in weights.tensors or not after.state:
+            continue
+        weight = weights.tensors[name]
+        state = found[name] = _compare_parameter_states(name, a.get(name), after, weight, lr)
+        is_rounded = not state.compensated and state.weight_update in (None, "nearest")
+        is_number = get_significand_bits(weight.dtype) is not None and weight.numel() > 0
+        if state.update is None and is_rounded and is_number and _get_state_tensors(after):
+            missing.append(name)
+    if missing:
+        weights.unseen.append(
+            f"the last updates of {quote(missing)} were not computed again: that takes states of Adam, Lion or SGD "
+            "that are no codes of 8 bits, their step, and a learning rate above 0 (give lr=)"
+        )
+    return found
+
+
+def _compare_parameter_states(
+    name: str, before: NamedParameterState | None, after: NamedParameterState, weight: Tensor, lr: float | None
+) -> StateAudit:
+    found = {key: after.options[key] for key in _COPIED_OPTION_NAMES if after.options.get(key) is not None}
+    options = {key: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for key, x in found.items()}
+    if lr is not None:
+        options["lr"] = lr
+    ours = {} if before is None else _get_state_tensors(before)
+    theirs = _get_state_tensors(after)
+    steps = None if before is None else _read_step(before), _read_step(after)
+    compensation = [key for key in _COMPENSATION_STATE_NAMES if key in theirs]
+    weight_update = _read_weight_update(after.options, theirs)
+    to_nearest = not compensation and weight_update in (None, "nearest")
+    numbers = weight.dtype.is_floating_point and get_significand_bits(weight.dtype) is not None
+    alike = {key: stored.dtype for key, stored in theirs.items() if stored.shape == weight.shape}
+    first = [theirs[key] for key in _FIRST_MOMENT_STATE_NAMES if key in theirs]
+    second = [theirs[key] for key in _SECOND_MOMENT_STATE_NAMES if key in theirs]
+    return StateAudit(
+        name,
+        options,
+        steps,
+        {key: (ours[key].dtype if key in ours else None, dtype) for key, dtype in alike.items()},
+        weight_update,
+        bool(compensation),
+        any(x not in ours or count_same_elements(ours[x], theirs[x]) < theirs[x].numel() for x in compensation),
+        all(moment.shape == weight.shape for moment in (*first, *second)),
+        any(not int(moment.count_nonzero()) for moment in first),
+        replay_last_update_rounded(weight, theirs, options, steps[1]) if to_nearest and numbers else None,
+    )
+
+
+def _get_state_tensors(state: NamedParameterState) -> dict[str, Tensor]:
+    """Return the tensors of a state but for its step and checksums."""
+    tensors = {key: one for key, one in state.state.items() if isinstance(one, Tensor)}
+    return {key: one for key, one in tensors.items() if key != "step" and "checksum" not in key}
+
+
+def _read_step(state: NamedParameterState) -> int | None:
+    step = state.state.get("step")
+    step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+    return int(step) if isinstance(step, int | float) and math.isfinite(step) else None
+
+
+def _read_weight_update(group: Mapping[str, Any], states: Mapping[str, Tensor]) -> str | None:
+    """Return the name of a weight update of halfulp's optimizers; None of others."""
+    if "weight_update" not in group:
+        return None
+    given = group["weight_update"]
+    if given is None:
+        return "split8" if "low_bits" in states else "nearest"
+    return str(given.get("name")) if isinstance(given, Mapping) else str(given)
+
+
+def replay_last_update_rounded(
+    weight: Tensor, states: Mapping[str, Tensor], options: Mapping[str, Any], step: int | None
+) -> RealisedChanges | None:
+    """Return what nearest rounding left of the last update; None where the names of its states tell no known rule."""
+    rule = _find_states_and_update_function(states, options, step)
+    if rule is None or weight.numel() == 0:
+        return None
+    stored, compute_update = rule
+    if any(moment.shape != weight.shape or not moment.dtype.is_floating_point for moment in stored):
+        return None
+    seen, lost, squares, products = 0, 0, 0.0, 0.0
+    for parts in split_tensors_into_chunks(weight, *stored):
+        w, *moments = (part.double() for part in parts)
+        u = -compute_update(*moments) if options.get("maximize") else compute_update(*moments)
+        known = w.isfinite() & u.isfinite() & (u != 0)
+        w, u = w[known], u[known]
+        if not len(w):
+            continue
+        # The weight is that after the step: an update that was lost left it as it was.
+        rounded = quantize(w - u, formats.get(weight.dtype))
+        largest = float(u.abs().max())
+        scaled, moved = u / largest, (w - rounded) / largest
+        seen += len(w)
+        lost += int((rounded == w).sum())
+        squares += float(scaled.square().sum()) * min(largest, 1e150) ** 2
+        products += float((scaled * moved).sum()) * min(largest, 1e150) ** 2
+    share = products / squares if squares else 1.0
+    return RealisedChanges(seen, lost, seen, seen * (share if math.isfinite(share) else 1.0))
+
+
+def _find_states_and_update_function(
+    states: Mapping[str, Tensor], options: Mapping[str, Any], step: int | None
+) -> tuple[list[Tensor], Callable[..., Tensor]] | None:
+    """Return the states that an update is made of, and the function that makes it; None where they are not known.
+
+    Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1; AdamW, amsgrad): lr m' / (sqrt(v') + eps) with bias-corrected
+    moments, which after step t are those that step t used. Lion: lr sign(m). SGD with momentum: lr times the buffer.
+    """
+    coded = (f"{name}_{part}" for name in ("exp_avg", "exp_avg_sq") for part in ("scale", "codes", "residual"))
+    if not options.get("lr") or any(name in states for name in coded):
+        return None
+    lr, betas = float(options["lr"]), options.get("betas")
+    pair = betas[:2] if isinstance(betas, list | tuple) and len(betas) >= 2 else None
+    if pair is not None and {"exp_avg", "exp_avg_sq"} <= states.keys():
+        second = "max_exp_avg_sq" if options.get("amsgrad") else "exp_avg_sq"
+        if not step or second not in states:
+            return None
+        first, last, eps = 1 - float(pair[0]) ** step, 1 - float(pair[1]) ** step, float(options.get("eps", 0.0))
+        return [states["exp_avg"], states[second]], lambda m, v: lr * (m / first) / ((v / last).sqrt() + eps)
+    if pair is not None and "exp_avg" in states:
+        return [states["exp_avg"]], lambda m: lr * m.sign()
+    return ([states["momentum_buffer"]], lambda m: lr * m) if "momentum_buffer" in states else None
+
 
 CheckpointOrPath = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -73,4 +232,4 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) 
     unseen += [said for said in after.unseen if said not in unseen]
     said = tuple(dict.fromkeys(unseen))
     made = Audit(tensors, states, said, states_complete=complete)
-    return dataclasses.replace(made, findings=collect_findings("audit", made))
+    return replace(made, findings=collect_findings("audit", made))

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,31 +14,47 @@ from torch import Tensor
 from ... import formats
 from ..._messages import quote
 from ...formats import Format
+from .._record import to_plain_data
 from .._text import holds_signed_floats
-from ..checkpoints._names import RUNNING_STATISTICS_NAMES, Checkpoint
-from ._audit import TensorAudit, TensorRole, TensorStatistics, TensorStatus
+from ..checkpoints._checkpoint import RUNNING_STATISTICS_NAMES, Checkpoint
 
-# Changes in ulps by binade, from 2^LOWEST_BINADE on, and by the first FRACTION_BITS bits of their fraction.
-FRACTION_BITS, LOWEST_BINADE, BINADE_COUNT = 5, -1023, 2112
-# Elements that are compared one after another, so that temporary numbers stay in the processor's caches.
-COMPARED_CHUNK_SIZE = 1 << 16
+TensorStatus = Literal["nonfinite", "dtype-changed", "unchanged", "constant", "changed"]
+TensorRole = Literal["parameter", "average", "buffer", "unknown"]
+WORDS_BY_TENSOR_STATUS: dict[TensorStatus, str] = {
+    "nonfinite": "has NaN or infinity",
+    "dtype-changed": "another dtype",
+    "unchanged": "did not move",
+    "constant": "constant",
+    "changed": "moved",
+}
 
 
 @dataclass(slots=True)
-class ElementCounts:
-    """Counts of one tensor's elements, summed over its parts; `first` is its first element."""
+class TensorStatistics:
+    """One checkpoint's statistics of a tensor.
 
+    Attributes:
+        dtype: of the stored tensor.
+        nan, infinite, zeros: counts of elements.
+        constant: the value of all elements where it is one, else None.
+    """
+
+    dtype: torch.dtype
     nan: int = 0
     infinite: int = 0
     zeros: int = 0
-    varies: bool = False
-    first: float | None = None
+    constant: float | None = None
+
+    @property
+    def nonfinite(self) -> int:
+        """NaN and infinities."""
+        return self.nan + self.infinite
 
     def count_values(self, values: Tensor) -> bool:
-        """Count a part, and return whether it is finite."""
+        """Count a part, and return whether it is finite; `constant` is the first element until another differs."""
         least, largest = map(float, values.aminmax())  # NaN where one is NaN
-        self.first = float(values[0]) if self.first is None else self.first
-        self.varies = self.varies or not least == largest == self.first
+        if not least == largest == self.constant:
+            self.constant = None
         self.zeros += len(values) - int(values.count_nonzero())
         if -math.inf < least <= largest < math.inf:
             return True
@@ -46,12 +63,66 @@ class ElementCounts:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class TensorAudit:
+    """One tensor of both checkpoints. Changes are in ulps: spacings of the coarser dtype at the element of A.
+
+    Attributes:
+        name: qualified.
+        shape, numel: of the tensor; a complex element counts as two, its real and its imaginary part.
+        role: "parameter" where an optimizer holds it, "average" for running statistics, "buffer" for
+            integers, "unknown" else.
+        a, b: what each checkpoint holds.
+        unchanged: elements with the same value (NaN equals NaN, and -0 equals +0).
+        median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
+            as 0. The median is exact for whole ulps below 64 and within 1/32 of itself else. NaN without any.
+        status: the first that holds of: it has NaN or infinity that A did not have, the dtype changed, nothing moved,
+            B is constant and A is not, it moved.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    role: TensorRole
+    a: TensorStatistics
+    b: TensorStatistics
+    unchanged: int
+    median: float
+    largest: float
+    status: TensorStatus
+
+    @property
+    def share_unchanged(self) -> float:
+        """Share of elements with the same value; 1 of an empty tensor."""
+        return self.unchanged / self.numel if self.numel else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data that JSON can hold."""
+        both = ("nan", "infinite", "zeros", "constant")
+        return {
+            "name": self.name,
+            "dtypes": to_plain_data([self.a.dtype, self.b.dtype]),
+            "shape": list(self.shape),
+            "role": self.role,
+            "status": self.status,
+            "share_unchanged": self.share_unchanged,
+            **{f"{key}_change_ulps": to_plain_data(getattr(self, key)) for key in ("largest", "median")},
+            **{key: to_plain_data([getattr(self.a, key), getattr(self.b, key)]) for key in both},
+        }
+
+
+# Changes in ulps by binade, from 2^LOWEST_BINADE on, and by the first FRACTION_BITS bits of their fraction.
+FRACTION_BITS, LOWEST_BINADE, BINADE_COUNT = 5, -1023, 2112
+# Elements that are compared one after another, so that temporary numbers stay in the processor's caches.
+COMPARED_CHUNK_SIZE = 1 << 16
+
+
 @dataclass(slots=True)
 class TensorDifferences:
     """The differences of two floating-point tensors, summed over the parts that were compared."""
 
-    a: ElementCounts = field(default_factory=ElementCounts)
-    b: ElementCounts = field(default_factory=ElementCounts)
+    a: TensorStatistics
+    b: TensorStatistics
     same: int = 0  # NaN being equal to NaN and -0 to +0
     finite: int = 0  # in both
     largest: float = 0.0  # change in ulps
@@ -148,14 +219,12 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
     is_complex = all(one.is_complex() for one in pair)
     a, b = (torch.view_as_real(one.resolve_conj()) if is_complex else one for one in pair)
     numbers = all(holds_signed_floats(one.dtype) for one in (a, b))
-    found = TensorDifferences()
+    firsts = [float(one[(0,) * one.dim()]) if numbers and one.numel() else None for one in (a, b)]
+    before, after = (TensorStatistics(one.dtype, constant=first) for one, first in zip(pair, firsts))
+    found = TensorDifferences(before, after)
     if numbers:
         add_difference_counts(found, a, b)
     unchanged = found.same if numbers else count_same_elements(a, b)
-    before, after = (
-        TensorStatistics(one.dtype, x.nan, x.infinite, x.zeros, None if x.varies else x.first)
-        for one, x in zip(pair, (found.a, found.b), strict=True)
-    )
     is_average = name.rpartition(".")[2] in RUNNING_STATISTICS_NAMES
     role: TensorRole = "buffer" if not numbers else "average" if is_average else "unknown"
     role = "parameter" if name in parameters else role

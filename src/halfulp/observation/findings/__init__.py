@@ -1,11 +1,7 @@
 """What can be wrong with a run's numbers: one class per code, in one file per subject, each of which joins one list."""
 
-from . import _accumulators as _accumulators
 from . import _comparisons as _comparisons
-from . import _dtypes_and_states as _dtypes_and_states
-from . import _quantization as _quantization
 from . import _ranges as _ranges
-from . import _scales as _scales
 from . import _updates as _updates
 from ._kind import FINDING_KINDS as FINDING_KINDS
 from ._kind import FindingKind as FindingKind

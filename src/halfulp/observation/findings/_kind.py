@@ -6,11 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from ..._names import describe_unknown_name, read_own_docstring, register_entry
 from .._finding import Finding, Severity, rank_findings
-from .._text import is_wide_dtype
 
 if TYPE_CHECKING:
     from .._record import Record
@@ -72,6 +69,7 @@ class FindingKind:
         confidence: float,
         summary: str,
         *,
+        is_wide: bool = False,
         cure: str | None = None,
         says: str | None = None,
         write: str | None = None,
@@ -80,20 +78,16 @@ class FindingKind:
         """Return a finding of this code.
 
         The class's lines of code go with the class's cure; with another one those that are given, if any. Other words
-        than the class's are `says`, empty for the place and the summary.
+        than the class's are `says`, empty for the place and the summary. `is_wide`: the numbers have float32's digits.
         """
         names = (where,) if isinstance(where, str) else tuple(where)
+        if is_wide and self.wide_cure:  # lines of code are for numbers of fewer digits
+            cure, write = self.wide_cure, ""
         own = self.write if cure in (None, self.cure) else ""
-        if cure and cure == self.wide_cure:  # these lines are for numbers of fewer digits
-            own = write = ""
         cure, says = self.cure if cure is None else cure, self.says if says is None else says
         code, role = own if write is None else write, evidence.get("role") or self.role
         causes = (*self.explained_by, *self.shares_cause_with)
         return Finding(self.code, names, severity, confidence, evidence, cure, summary, says, code, role, causes)
-
-    def choose_cure(self, dtype: torch.dtype | None) -> str:
-        """Return what to do about numbers of a dtype: float32 is no cure of what is float32."""
-        return self.wide_cure if self.wide_cure and dtype is not None and is_wide_dtype(dtype) else self.cure
 
     @classmethod
     def instruments(cls) -> tuple[str, ...]:
@@ -127,11 +121,6 @@ def get_finding_kind(code: str) -> type[FindingKind]:
 
 def collect_findings(instrument: str, measured: Any) -> list[Finding]:
     """Return everything that an instrument's measurements show, the worst first."""
-    found = (
-        one
-        for kind in FINDING_KINDS.values()
-        for one in getattr(kind(), _METHOD_NAME_BY_INSTRUMENT[instrument])(measured)
-    )
     classes: dict[str, str] = {}  # of the module of each name; checkpoints tell none, but how many dimensions there are
     if instrument == "observe":
         classes = {name: tensor.kind for (_, name), tensor in measured.tensors.items()}
@@ -139,19 +128,11 @@ def collect_findings(instrument: str, measured: Any) -> list[Finding]:
     elif instrument == "audit":
         classes = {name: f"{len(row.shape)} dimensions" for name, row in measured.tensors.items()}
     most = MAX_FORECAST_CONFIDENCE if instrument == "forecast" else 1.0
-    return rank_findings_by_registered_causes(
-        # What a finding's names have in common; nothing where they differ, or are not known.
-        replace(
-            one,
-            confidence=min(most, one.confidence),
-            kind=kinds.pop() if len(kinds := {classes.get(name, "") for name in one.where}) == 1 else one.kind,
-        )
-        for one in found
-    )
-
-
-def rank_findings_by_registered_causes(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings joined and ranked as `rank_findings` does, with what the registered codes say of causes."""
-    causes = {code: kind.explained_by for code, kind in FINDING_KINDS.items()}
-    worst = {code: kind.worst for code, kind in FINDING_KINDS.items()}
-    return rank_findings(findings, causes, {code for code, kind in FINDING_KINDS.items() if kind.spreads}, worst)
+    found = []
+    for kind in FINDING_KINDS.values():
+        for one in getattr(kind(), _METHOD_NAME_BY_INSTRUMENT[instrument])(measured):
+            # What a finding's names have in common; nothing where they differ, or are not known.
+            kinds = {classes.get(name, "") for name in one.where}
+            common = kinds.pop() if len(kinds) == 1 else one.kind
+            found.append(replace(one, confidence=min(most, one.confidence), kind=common))
+    return rank_findings(found, FINDING_KINDS)

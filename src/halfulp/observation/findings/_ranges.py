@@ -1,11 +1,11 @@
-"""Findings about numbers that leave a format's range: underflow, overflow, an eps of zero, NaN and infinities."""
+"""Findings about ranges and scales: underflow, overflow, NaN, quantizers and their blocks, loss scales."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,21 +13,17 @@ from ... import formats
 from ...formats import Format
 from .._finding import Finding, Severity
 from .._record import Record, Role, TensorRecord
-from .._text import compute_confidence, format_percent, name_dtype, pluralize, read_option_number
-from ..auditing._audit import Audit, TensorAudit
+from .._text import compute_confidence, find_format, format_percent, name_dtype, pluralize, read_option_number
 from ._kind import FindingKind, register_finding
+
+if TYPE_CHECKING:
+    from ..auditing._audit import Audit
+    from ..auditing._tensors import TensorAudit
+
 
 # bfloat16's and float32's largest numbers are beyond this power of two.
 FLOAT32_RANGE_THRESHOLD = 2.0**100
 GRADIENT_ROLES: tuple[Role, ...] = ("activation gradient", "weight gradient")
-
-
-def get_storage_format(tensor: TensorRecord) -> Format | None:
-    """Return the format of a tensor's dtype; None for integers and other dtypes without a format."""
-    try:
-        return formats.get(tensor.dtype)
-    except ValueError:
-        return None
 
 
 def list_tensor_records_of_roles(record: Record, *roles: Role) -> list[TensorRecord]:
@@ -46,14 +42,19 @@ def measure_subnormal_share(tensor: TensorRecord, format: Format) -> float:
     return below / max(1, count_nonzero(tensor))
 
 
-def estimate_vanished_share(tensor: TensorRecord, format: Format) -> float:
-    """Return an estimate of the share of elements that became zero when they were rounded to a format.
+def estimate_vanished_count(tensor: TensorRecord, format: Format) -> float:
+    """Return an estimate of how many sampled elements became zero when they were rounded to a format.
 
     Zeros tell nothing, since dropout and ReLU make them. Rounding sends an interval of the smallest number's width to
     it, and half as much, next to zero, to zero. Numbers spread evenly on so small a scale: half as many vanished.
     """
     lowest = math.frexp(format.smallest_subnormal)[1] - 1
-    vanished = 0.5 * sum(count for binade, count in tensor.histogram.items() if binade <= lowest)
+    return 0.5 * sum(count for binade, count in tensor.histogram.items() if binade <= lowest)
+
+
+def estimate_vanished_share(tensor: TensorRecord, format: Format) -> float:
+    """Return an estimate of the share of elements that became zero when they were rounded to a format."""
+    vanished = estimate_vanished_count(tensor, format)
     return vanished / max(1.0, count_nonzero(tensor) + vanished)
 
 
@@ -97,7 +98,7 @@ class ActivationUnderflow(FindingKind):
 
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in list_tensor_records_of_roles(record, "activation"):
-            held_in, count = get_storage_format(tensor), count_nonzero(tensor)
+            held_in, count = find_format(tensor.dtype), count_nonzero(tensor)
             if held_in is None:
                 continue
             all_zero = tensor.steps >= FEWEST_ZERO_STEPS and tensor.is_zero_in_all_steps
@@ -122,10 +123,10 @@ class ActivationUnderflow(FindingKind):
                 continue
             if noise >= ROUNDING_NOISE_WARNING:
                 severity: Severity = "error" if noise >= ROUNDING_NOISE_ERROR else "warning"
-                cure = self.wide_cure if has_float32_range(held_in) else self.cure
                 evidence: dict[str, Any] = {"subnormal": subnormal, "noise": noise, "amax": tensor.amax}
                 evidence |= {"rms": tensor.rms, "seen": count}
-                yield self.found(tensor.name, severity, sure, said, cure=cure, **evidence)
+                is_wide = has_float32_range(held_in)
+                yield self.found(tensor.name, severity, sure, said, is_wide=is_wide, **evidence)
 
 
 def _is_rounded_to_zero(entered: float, weight: float | None, format: Format) -> bool:
@@ -162,14 +163,13 @@ class EpsZero(FindingKind):
             # Others add eps in float32 whatever they store.
             if not parameter.optimizer_module.startswith("torch.optim.") or eps is None or not eps > 0:
                 continue
-            found = [
-                parameter.state_dtypes[state] for state in DENOMINATOR_STATE_NAMES if state in parameter.state_dtypes
-            ]
-            dtype = found[0] if found else parameter.dtype
+            dtypes = parameter.state_dtypes
+            dtype = next((dtypes[one] for one in DENOMINATOR_STATE_NAMES if one in dtypes), parameter.dtype)
             if dtype.is_floating_point and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
-                cure = self.wide_cure if has_float32_range(formats.get(dtype)) else self.cure
-                said = f"eps {eps:.3g} is 0 in {name_dtype(dtype)}"
-                yield self.found(name, "error", 1.0, said, cure=cure, eps=eps, dtype=name_dtype(dtype))
+                is_wide, kind = has_float32_range(formats.get(dtype)), name_dtype(dtype)
+                yield self.found(
+                    name, "error", 1.0, f"eps {eps:.3g} is 0 in {kind}", is_wide=is_wide, eps=eps, dtype=kind
+                )
 
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
@@ -204,11 +204,8 @@ class FirstNonfinite(FindingKind):
         found = [tensor for tensor in record.tensors.values() if tensor.first_nonfinite is not None]
         outputs_alone = all(tensor.role == "activation" for tensor in found)
         if has_gradient_scaler(record):
-            found = [
-                one
-                for one in found
-                if one.role not in GRADIENT_ROLES or one.nonfinite_steps == one.steps >= FEWEST_NONFINITE_STEPS
-            ]
+            lasting = {id(one) for one in found if one.nonfinite_steps == one.steps >= FEWEST_NONFINITE_STEPS}
+            found = [one for one in found if one.role not in GRADIENT_ROLES or id(one) in lasting]
         if not found:
             return
         first = min(found, key=_get_first_nonfinite_step)
@@ -232,7 +229,7 @@ class FirstNonfinite(FindingKind):
             counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
             said = f"{first.role} has the first NaN or infinity, {counted}; {others} more tensors have some since"
             cure = NONFINITE_CURE_BY_ROLE.get(first.role, LAST_CLEAN_CHECKPOINT_ADVICE)
-            if first.role == "activation" and has_float32_range(get_storage_format(first)):
+            if first.role == "activation" and has_float32_range(find_format(first.dtype)):
                 cure = self.wide_cure
         told |= {"nonfinite": first.nonfinite, "elements": first.elements, "role": first.role}
         yield self.found(first.name, severity, 1 - 0.5 ** len(found), said, cure=cure, step=step, **told)
@@ -313,7 +310,7 @@ class GradientUnderflow(FindingKind):
         outputs = [one for one in found if one.role == "activation gradient"]
         sources = {after.name: before for before, after in itertools.pairwise(outputs)}
         for tensor in found:
-            held_in, count, own, told = get_storage_format(tensor), count_nonzero(tensor), cure, {"write": self.write}
+            held_in, count, own, says = find_format(tensor.dtype), count_nonzero(tensor), cure, self.says
             source = sources.get(tensor.name) if tensor.role == "activation gradient" else None
             if held_in is None:
                 continue
@@ -335,14 +332,15 @@ class GradientUnderflow(FindingKind):
                 own = (
                     REMEDY_IF_RANGE_IS_WIDE if cure == REMEDY_IF_LOSS_IS_SCALED and has_float32_range(held_in) else cure
                 )
-                told["says"] = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_GRADIENTS_DIAGNOSIS
+                says = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_GRADIENTS_DIAGNOSIS
             else:
                 continue
             if vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING:
                 severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
                 evidence: dict[str, Any] = {"format": name, "subnormal": subnormal, "vanished": vanished}
                 evidence |= {"amax": tensor.amax, "seen": count, "role": tensor.role}
-                yield self.found(tensor.name, severity, sure, said, cure=own, **told, **evidence)
+                words: dict[str, Any] = {"cure": own, "says": says, "write": self.write}
+                yield self.found(tensor.name, severity, sure, said, **words, **evidence)
                 if nothing_arrives:
                     return
 
@@ -378,7 +376,7 @@ class OverflowNear(FindingKind):
     def find_in_record(self, record: Record) -> Iterator[Finding]:
         gradients = () if has_gradient_scaler(record) else ("activation gradient", "weight gradient")
         for tensor in list_tensor_records_of_roles(record, "activation", "weight", *gradients):
-            held_in = get_storage_format(tensor)
+            held_in = find_format(tensor.dtype)
             # What has a scale fills the range on purpose; what is stored in 8 bits has one that nothing tells.
             if held_in is None or tensor.dtype.itemsize < 2 or tensor.scale != 1.0:
                 continue
@@ -389,8 +387,255 @@ class OverflowNear(FindingKind):
             if left < NEAR_OVERFLOW_BINADES:
                 said = f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
                 said += "largest"
-                cure = self.wide_cure if has_float32_range(held_in) else self.cure
                 evidence: dict[str, Any] = {"role": tensor.role, "amax": tensor.amax, "margin": left}
                 evidence |= {"format": held_in.name, "steps": tensor.steps}
-                sure = max(0.5, compute_confidence(tensor.steps, 2))
-                yield self.found(tensor.name, "warning", sure, said, cure=cure, **evidence)
+                sure, is_wide = max(0.5, compute_confidence(tensor.steps, 2)), has_float32_range(held_in)
+                yield self.found(tensor.name, "warning", sure, said, is_wide=is_wide, **evidence)
+
+
+FEWEST_BLOCK_ELEMENTS = 64
+# Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.
+HIDDEN_SHARE_WARNING = 0.25
+HIDDEN_SHARE_ERROR = 0.5
+
+
+@register_finding
+class BlockHidden(FindingKind):
+    """One element of a block is so much larger that the scale it sets sends the others to zero."""
+
+    code = "block-hidden"
+    cure = (
+        "a format with smaller blocks (nvfp4 for mxfp4) or more exponent bits (mxfp8_e5m2), or leave this "
+        "layer out of emulation"
+    )
+    worst = "hidden"
+    explained_by = ("quantized-to-zero",)
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        for tensor in record.tensors.values():
+            count, format = count_nonzero(tensor), tensor.asked_format
+            if tensor.block_hidden is None or count < FEWEST_BLOCK_ELEMENTS:
+                continue
+            share = min(1.0, tensor.block_hidden / count)
+            if share >= HIDDEN_SHARE_WARNING:
+                severity: Severity = "error" if share >= HIDDEN_SHARE_ERROR else "warning"
+                said = f"{format_percent(share)} of nonzero elements of {tensor.role} become 0 beside their block's "
+                said += f"largest in {format}"
+                evidence: dict[str, Any] = {"hidden": share, "role": tensor.role, "format": format, "seen": count}
+                sure = compute_confidence(count, FEWEST_BLOCK_ELEMENTS)
+                yield self.found(tensor.name, severity, sure, said, **evidence)
+
+
+# "FP4 All the Way", arXiv 2505.19115, section 4: training with quantized gradients stalls where the gradient's norm
+# falls below sqrt(3) times the standard deviation of the quantization noise times the square root of the size.
+STALLING_GRADIENT_TO_NOISE_RATIO = math.sqrt(3.0)
+
+
+@register_finding
+class GradientBelowNoise(FindingKind):
+    """The gradient is smaller than sqrt(3) times the noise of its quantization, where quantized training stalls."""
+
+    code = "gradient-below-noise"
+    cure = "finish the training with gradients in bfloat16, or in a format of smaller blocks (nvfp4)"
+    worst = "-ratio"
+    explained_by = ("block-hidden", "gradient-underflow", "payload-saturated", "quantized-to-zero")
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        for tensor in list_tensor_records_of_roles(record, *GRADIENT_ROLES):
+            noise = tensor.quantization_error
+            if tensor.asked_format is None or not noise or not tensor.rms < STALLING_GRADIENT_TO_NOISE_RATIO * noise:
+                continue
+            said = f"{tensor.role} is {tensor.rms / noise:.2g} times the quantization noise of {tensor.asked_format}; "
+            said += f"training stalls below {STALLING_GRADIENT_TO_NOISE_RATIO:.2f}"
+            evidence: dict[str, Any] = {"ratio": tensor.rms / noise, "rms": tensor.rms, "noise": noise}
+            evidence |= {"role": tensor.role, "steps": tensor.steps}
+            yield self.found(tensor.name, "warning", max(0.5, compute_confidence(tensor.steps, 4)), said, **evidence)
+
+
+# A scale taken from the largest magnitude puts one element of each tensor there, and its near neighbours.
+FEWEST_SATURATED_ELEMENTS = 8
+SATURATED_SHARE_WARNING = 0.001
+# The largest elements carry most of a product: with a hundredth of them cut off the layer computes something else.
+SATURATED_SHARE_ERROR = 0.01
+SCALE_BEFORE_ROUNDING_CURE = (
+    "scale this tensor before it is rounded (hu.scalify gives every tensor a scale), or round it to mxfp8_e4m3, "
+    "whose blocks have scales, or to e5m2"
+)
+
+
+@register_finding
+class PayloadSaturated(FindingKind):
+    """Elements sit at the format's largest number: the scale is out of date or too small, and they were cut off."""
+
+    code = "payload-saturated"
+    cure = "a larger scale: hu.rescale(tensor) or current instead of delayed scaling, or e5m2 for this tensor"
+    says = "{place} [is|are] cut off at {format}'s largest number: {saturated:share} of [its|their] {role}"
+    worst = "saturated"
+    explained_by = ("dtype-not-asked",)
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        for tensor in record.tensors.values():
+            held_in, asked = find_format(tensor.dtype), tensor.asked_format
+            cases: list[tuple[int, int, str, str, str]] = []
+            # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
+            if asked is not None:
+                said = f"beyond {asked}'s largest number and reach {tensor.amax:.4g}"
+                cases.append((tensor.asked_overflow, tensor.sampled, asked, said, SCALE_BEFORE_ROUNDING_CURE))
+            if held_in is not None and not has_float32_range(held_in):
+                said = f"at {held_in.name}'s largest number, {held_in.max:.6g}"
+                count = tensor.largest - tensor.steps  # a scale puts one there in each step
+                cases.append((count, tensor.elements, held_in.name, said, self.cure))
+            for count, elements, format, said, cure in cases:
+                share = count / max(1, elements)
+                if count < FEWEST_SATURATED_ELEMENTS or share < SATURATED_SHARE_WARNING:
+                    continue
+                sure = compute_confidence(count, FEWEST_SATURATED_ELEMENTS)
+                severity: Severity = "error" if share >= SATURATED_SHARE_ERROR else "warning"
+                evidence: dict[str, Any] = {"saturated": share, "count": count, "role": tensor.role}
+                evidence |= {"format": format, "scale": tensor.scale}
+                said = f"{format_percent(share)} of {tensor.role} elements are {said}"
+                yield self.found(tensor.name, severity, sure, said, cure=cure, **evidence)
+
+
+@register_finding
+class QuantizedToZero(FindingKind):
+    """A quantizer makes zeros of everything: its scale is too large, or its format too coarse."""
+
+    code = "quantized-to-zero"
+    cure = (
+        "take the scale from the data (largest magnitude over the format's largest number): hu.quantize with "
+        "a block format, or hu.scalify"
+    )
+    role = "activation"
+    worst = "elements"
+    explained_by = ("activation-underflow", "dtype-not-asked")
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        for tensor in list_tensor_records_of_roles(record, "activation"):
+            entered = tensor.input_amax
+            # Zeros in 16 bits and more are those of a ReLU, a mask or a zero weight, unless a quantizer made them.
+            quantizes = tensor.dtype.itemsize == 1 or "quant" in tensor.kind.lower()
+            if not quantizes or not tensor.is_zero_in_all_steps or not entered:
+                continue
+            said = f"all {tensor.elements} outputs in {name_dtype(tensor.dtype)} are 0, of inputs up to {entered:.3g}"
+            evidence: dict[str, Any] = {"elements": tensor.elements, "input_amax": entered, "steps": tensor.steps}
+            yield self.found(tensor.name, "error", compute_confidence(tensor.elements, 8), said, **evidence)
+
+
+# A loss scale is there to make gradients larger. Below 1 it makes them smaller than they are.
+SMALLEST_USEFUL_LOSS_SCALE = 1.0
+# float32 underflows 166 halvings after 2^16, and the scale is exactly 0; 2^-24 is float16's smallest number.
+VANISHED_LOSS_SCALE = 2.0**-24
+
+
+@register_finding
+class ScaleCollapsed(FindingKind):
+    """The loss scale was halved again and again, to below 1 or to 0, since gradients stayed infinite at every scale."""
+
+    code = "scale-collapsed"
+    cure = (
+        "find what is infinite at every scale (first-nonfinite names it, torch.autograd.detect_anomaly the line), and "
+        "stop a run whose scale falls below 1; hu.AdaptiveGradScaler names the sites that overflow in scaler.last_step"
+    )
+    explained_by = ("first-nonfinite", "eps-zero", "dtype-not-asked")
+    spreads = True
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        read = [*(step.loss_scale for step in record.history), record.loss_scale]
+        scales = [scale for scale in read if scale is not None]
+        if not scales or not min(scales) < SMALLEST_USEFUL_LOSS_SCALE:
+            return
+        lowest, steps = min(scales), len(record.history)
+        share = record.skipped / max(1, steps + record.skipped)
+        start = f"from {max(scales):.4g} " if max(scales) > lowest else ""
+        is_lasting = lowest < VANISHED_LOSS_SCALE or scales[-1] < SMALLEST_USEFUL_LOSS_SCALE
+        severity: Severity = "error" if is_lasting else "warning"
+        said = f"the loss scale fell {start}to {lowest:.4g}, with {format_percent(share)} of steps skipped"
+        evidence: dict[str, Any] = {"lowest": lowest, "last": scales[-1], "highest": max(scales)}
+        evidence["skipped"] = record.skipped
+        yield self.found((), severity, max(0.5, compute_confidence(record.skipped, 4)), said, **evidence)
+
+
+# Until its first scale fits, a scaler skips one to three steps of every run.
+USUAL_SKIPPED_STEPS_AT_START = 3
+# A schedule that is a hundredth ahead of its steps changes no result.
+SKIPPED_STEPS_SHARE_WARNING = 0.01
+
+
+@register_finding
+class SchedulerOnSkips(FindingKind):
+    """The scheduler advances on steps that the gradient scaler skipped, so that it ends before the training does."""
+
+    code = "scheduler-on-skips"
+    cure = (
+        "step the scheduler only after a step was taken: compare scaler.get_scale() before and after scaler.update(), "
+        "or ask hu.AdaptiveGradScaler's scaler.last_step.applied"
+    )
+    explained_by = ("scale-collapsed", "site-holds-scale", "first-nonfinite")
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        scheduled = sum(step.scheduled for step in record.history if step.scheduled is not None)
+        if not record.skipped or not scheduled or not record.history:
+            return
+        taken = record.history[-1].step + 1
+        ahead = scheduled - taken
+        # One step more than was taken is what the constructor of a scheduler makes.
+        if ahead <= 1 or ahead < record.skipped - USUAL_SKIPPED_STEPS_AT_START:
+            return
+        share = record.skipped / (taken + record.skipped)
+        is_unusual = record.skipped > USUAL_SKIPPED_STEPS_AT_START and share >= SKIPPED_STEPS_SHARE_WARNING
+        severity: Severity = "warning" if is_unusual else "note"
+        said = f"the scheduler made {scheduled} steps and the optimizer {taken}: {record.skipped} were skipped "
+        said += f"({format_percent(share)})"
+        evidence: dict[str, Any] = {"scheduled": scheduled, "taken": taken, "skipped": record.skipped}
+        yield self.found((), severity, compute_confidence(record.skipped, 1), said, **evidence)
+
+
+# A dynamic scale is the largest at which nothing overflows. What is this near to the largest number stops it, by itself
+# or in a weight gradient, which is its sum over a batch.
+SMALL_OVERFLOW_MARGIN_BINADES = 6.0
+# Everything else could take a scale larger by as many powers of two.
+LEAST_MARGIN_DIFFERENCE_BINADES = 6.0
+# Harm done, which a larger scale would save of another tensor.
+HARMFUL_VANISHED_SHARE = 0.05
+HARMFUL_SUBNORMAL_SHARE = 0.5
+
+
+@register_finding
+class SiteHoldsScale(FindingKind):
+    """One layer's gradient is so much larger than all others that their loss scale is too small for them."""
+
+    code = "site-holds-scale"
+    cure = "hu.AdaptiveGradScaler, which gives each layer its own scale, or compute this layer in float32"
+    role = "activation gradient"
+    explained_by = ("first-nonfinite",)
+    spreads = True
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        if not has_gradient_scaler(record) or record.sites:
+            return
+        room = [
+            (tensor, held_in)
+            for tensor in list_tensor_records_of_roles(record, "activation gradient")
+            # A loss scale is there for formats without float32's range.
+            if (held_in := find_format(tensor.dtype)) is not None and held_in.emin > -100 and tensor.amax > 0
+        ]
+        if len(room) < 3:
+            return
+        room.sort(key=lambda pair: measure_overflow_margin(*pair))
+        # The widest gap in the half that is nearer to overflow: a large gradient goes on to the layers before it until
+        # one makes it small, so that several may be as large.
+        margins = [measure_overflow_margin(*pair) for pair in room]
+        gap = max(range(1, len(room) // 2 + 1), key=lambda i: margins[i] - margins[i - 1])
+        apart = margins[gap] - margins[gap - 1]
+        vanished = max(estimate_vanished_share(*pair) for pair in room[gap:])
+        subnormal = max(measure_subnormal_share(*pair) for pair in room[gap:])
+        is_harmful = vanished >= HARMFUL_VANISHED_SHARE or subnormal >= HARMFUL_SUBNORMAL_SHARE
+        if margins[0] <= SMALL_OVERFLOW_MARGIN_BINADES and apart >= LEAST_MARGIN_DIFFERENCE_BINADES and is_harmful:
+            names = [tensor.name for tensor, _ in room[:gap]]
+            sure = compute_confidence(min(count_nonzero(tensor) for tensor, _ in room), 32)
+            said = f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows "
+            said += f"{format_percent(subnormal)} of another layer's are subnormal"
+            evidence: dict[str, Any] = {"margin": margins[0], "apart": apart}
+            evidence |= {"vanished": vanished, "subnormal": subnormal}
+            yield self.found(names, "warning", sure, said, **evidence)

@@ -1,4 +1,4 @@
-"""Findings about weight updates: lost, frozen, biased, or never made."""
+"""Findings about weight updates and other sums: what rounding takes of weights, moments, averages and gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..._qualified_names import make_name_pattern
+from ...optim import OPTIMIZERS
 from .._finding import Finding, Severity
 from .._record import ParameterRecord, RealisedChanges, Record
 from .._text import (
@@ -22,12 +23,13 @@ from .._text import (
     read_option_number,
     write_optimizer_code,
 )
-from ..auditing._audit import Audit, StateAudit, TensorAudit
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
-    from ..forecasting._forecast import Forecast
-    from ..forecasting._layers import LayerForecast
+    from ..auditing._audit import Audit, StateAudit
+    from ..auditing._tensors import TensorAudit
+    from ..forecasting._layers import Forecast, LayerForecast
+
 
 # Fewer elements say nothing of a share of 10%.
 FEWEST_UPDATES = 32
@@ -72,6 +74,10 @@ def make_lost_change_evidence(change: RealisedChanges, dtype: torch.dtype | None
     """Return what a finding of changes that rounding loses has as evidence."""
     shares = {"lost": change.lost_share, "realised": change.realised_share}
     return {**shares, "seen": change.seen, "dtype": name_dtype(dtype)}
+
+
+def _write_kahan_code(parameter: ParameterRecord) -> str:
+    return write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer)
 
 
 def has_compensated_rounding(parameter: ParameterRecord) -> bool:
@@ -123,7 +129,7 @@ class FreezeAhead(FindingKind):
                 said,
                 says=FROZEN_FROM_START_DIAGNOSIS if steps == [forecast.start] else self.says,
                 write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
-                cure=self.choose_cure(worst.dtype),
+                is_wide=is_wide_dtype(worst.dtype),
                 **evidence,
             )
 
@@ -192,11 +198,8 @@ class RandomBitsRepeat(FindingKind):
             if opened:
                 # No decision's variance is over a quarter, so that chance correlates them by at most half of 1 over
                 # the root.
-                least = max(
-                    ROUNDING_CORRELATION_LIMIT,
-                    ROUNDING_BIAS_LIMIT_SIGMAS / 2 / opened**0.5,
-                    FEWEST_EXPECTED_COINCIDENCES / opened,
-                )
+                by_chance = ROUNDING_BIAS_LIMIT_SIGMAS / 2 / opened**0.5, FEWEST_EXPECTED_COINCIDENCES / opened
+                least = max(ROUNDING_CORRELATION_LIMIT, *by_chance)
             correlation = rounding.repeated
             if correlation is not None and correlation > least:
                 said = f"two steps round the same way, with a correlation of {correlation:.2g}"
@@ -237,7 +240,7 @@ class UpdatesLost(FindingKind):
             sure = compute_confidence(update.seen, FEWEST_UPDATES) * (1.0 if update.known else 0.5)
             said = _describe_lost_updates(update, parameter.dtype, parameter.options)
             says = self.says if update.known else ""
-            code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer)
+            code = _write_kahan_code(parameter)
             evidence = make_lost_change_evidence(update, parameter.dtype)
             evidence["lr"] = read_option_number(parameter.options, "lr")
             yield self.found(name, severity, sure, said, says=says, write=code, **evidence)
@@ -320,7 +323,7 @@ class WeightDecayLost(FindingKind):
                 lr, rate = (read_option_number(parameter.options, key) for key in ("lr", "weight_decay"))
                 said = f"{format_percent(decay.lost_share)} of weight decay lost in {name_dtype(parameter.dtype)}"
                 said += "" if lr is None or rate is None else f" (1 - {lr * rate:.3g} a step)"
-                code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer)
+                code = _write_kahan_code(parameter)
                 evidence: dict[str, Any] = {"realised": realised, "seen": decay.seen, "lost": decay.lost_share}
                 evidence |= {"lr": lr, "weight_decay": rate}
                 sure = compute_confidence(decay.seen, FEWEST_UPDATES)
@@ -391,14 +394,11 @@ class WeightFrozen(FindingKind):
             sure = compute_confidence(update.seen, 32) * compute_confidence(steps, 1) * (1.0 if update.known else 0.5)
             dtype = name_dtype(parameter.dtype)
             said = f"has not moved in {steps} sampled steps in {dtype}{describe_lr(parameter.options)}"
-            told: dict[str, Any] = {"cure": self.choose_cure(parameter.dtype)}
+            told: dict[str, Any] = {"cure": OVERWRITTEN_WEIGHT_CURE, "says": "", "write": ""}
             if rounded:
-                told["write"] = write_optimizer_code(
-                    parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer
-                )
+                told = {"is_wide": is_wide_dtype(parameter.dtype), "write": _write_kahan_code(parameter)}
             else:
                 said += ", though updates changed it"
-                told = {"cure": OVERWRITTEN_WEIGHT_CURE, "says": "", "write": ""}
             evidence: dict[str, Any] = {"moved": 0.0, "sampled_steps": steps, "seen": update.seen}
             evidence |= {"lost": update.lost_share, "dtype": dtype, "lr": lr}
             yield self.found(name, severity, sure, said, **told, **evidence)
@@ -428,7 +428,7 @@ class WeightFrozen(FindingKind):
         else:
             sure = 1.0 if row.numel >= FEWEST_UPDATES else 0.9
             code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
-            yield self.found(row.name, "error", sure, said, cure=self.choose_cure(row.a.dtype), write=code, **evidence)
+            yield self.found(row.name, "error", sure, said, is_wide=is_wide_dtype(row.a.dtype), write=code, **evidence)
 
     def _make_never_stepped_finding(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
         said = f"not one of {row.numel} elements moved in {name_dtype(row.a.dtype)}"
@@ -457,3 +457,170 @@ def _is_compensated_movement_overdue(record: Record, parameter: ParameterRecord)
     assert digits is not None  # of a narrow dtype
     steps = record.history[-1].step + 1 if record.history else 0
     return steps * update.amax > 2.0 ** (1 - digits) * weight.amax
+
+
+FEWEST_ADDED_ELEMENTS = 32
+# What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.
+WARNING_BELOW_KEPT_SHARE_OF_SUMS = 0.9
+ERROR_BELOW_KEPT_SHARE_OF_SUMS = 0.5
+
+
+@register_finding
+class AccumulationSwamped(FindingKind):
+    """Gradients that are added to a sum in a narrow type are smaller than half its spacing, and are dropped."""
+
+    code = "accumulation-swamped"
+    cure = "accumulate in float32: hu.float32_gradients(model), or float32 parameters under autocast"
+    write = "import halfulp as hu\nhu.float32_gradients(model)  # before the first backward"
+    role = "weight gradient"
+    wide_cure = "fewer micro-batches, or each divided by their number before its backward pass"
+    worst = "-realised"
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            sums = parameter.accumulation or RealisedChanges()
+            realised = sums.realised_share
+            if realised is None or realised >= WARNING_BELOW_KEPT_SHARE_OF_SUMS or sums.seen < FEWEST_ADDED_ELEMENTS:
+                continue
+            held_in = parameter.gradient_dtype or parameter.dtype
+            severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_SUMS else "warning"
+            sure, is_wide = compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS), is_wide_dtype(held_in)
+            said = f"{format_percent(1 - realised)} of what is added to .grad is lost in {name_dtype(held_in)}"
+            yield self.found(name, severity, sure, said, is_wide=is_wide, **make_lost_change_evidence(sums, held_in))
+
+
+FEWEST_AVERAGE_CHANGES = 16
+# An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
+WARNING_BELOW_KEPT_SHARE_OF_AVERAGE = 0.5
+ERROR_BELOW_KEPT_SHARE_OF_AVERAGE = 0.1
+
+
+@register_finding
+class AverageStuck(FindingKind):
+    """A running average, as of an EMA or a normalization, loses its changes to rounding and stays where it was."""
+
+    code = "average-stuck"
+    cure = "keep the average in float32, or use hu.optim.EMA, whose weight_update keeps what rounding would lose"
+    says = "the average {place} stands still: {lost:share} of its changes are lost in {dtype}"
+    worst = "lost"
+    explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        for name, average in record.averages.items():
+            change = average.change
+            realised = change.realised_share
+            if change.seen < FEWEST_AVERAGE_CHANGES or realised is None or is_wide_dtype(average.dtype):
+                continue
+            if realised < WARNING_BELOW_KEPT_SHARE_OF_AVERAGE:
+                severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_AVERAGE else "warning"
+                sure = compute_confidence(change.seen, FEWEST_AVERAGE_CHANGES)
+                said = f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}"
+                yield self.found(name, severity, sure, said, **make_lost_change_evidence(change, average.dtype))
+
+
+@register_finding
+class PositionsCollide(FindingKind):
+    """Neighbouring positions have one code: they were counted, or multiplied by frequencies, in 16 bits."""
+
+    code = "positions-collide"
+    cure = (
+        "count positions in int64 and compute their angles in float32, outside of autocast; round sines and cosines "
+        "alone"
+    )
+    explained_by = ("dtype-not-asked",)
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        for name, positions in record.positions.items():
+            digits = get_significand_bits(positions.dtype)
+            assert digits is not None
+            dtype, counted = name_dtype(positions.dtype), 2**digits
+            said = f"of {positions.length} positions those from {counted} on are rounded to {dtype}'s whole numbers"
+            yield self.found(name, "error", 1.0, said, length=positions.length, counted=counted, dtype=dtype)
+
+
+FEWEST_RESIDUAL_CHANGES = 256
+# Rounding a sum is right on average while what is added is larger than half a spacing; where half is gone it is not.
+WARNING_BELOW_KEPT_SHARE_OF_RESIDUAL = 0.5
+ERROR_BELOW_KEPT_SHARE_OF_RESIDUAL = 0.1
+
+
+@register_finding
+class ResidualSwamped(FindingKind):
+    """What a layer adds to a residual stream is smaller than half the spacing of the stream's numbers, and is lost."""
+
+    code = "residual-swamped"
+    cure = (
+        "keep the residual stream in float32 (float32 embeddings under autocast, x.float() before the first layer), or "
+        "normalize it before it grows"
+    )
+    worst = "-realised"
+    explained_by = ("dtype-not-asked",)
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        for name, residual in record.residuals.items():
+            change = residual.change
+            realised = change.realised_share
+            if realised is None or change.seen < FEWEST_RESIDUAL_CHANGES:
+                continue
+            if not realised < WARNING_BELOW_KEPT_SHARE_OF_RESIDUAL:
+                continue
+            severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_RESIDUAL else "warning"
+            said = f"{format_percent(min(1.0, 1 - realised))} of what it adds to the residual stream is lost in "
+            said += f"{name_dtype(residual.dtype)}: it adds {residual.added:.3g} to numbers of {residual.stream:.3g}"
+            evidence: dict[str, Any] = {"added": residual.added, "stream": residual.stream}
+            evidence |= make_lost_change_evidence(change, residual.dtype)
+            yield self.found(name, severity, compute_confidence(change.seen, FEWEST_RESIDUAL_CHANGES), said, **evidence)
+
+
+# As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
+SECOND_MOMENT_STATE_NAMES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
+FEWEST_MOMENT_DECREASES = 32
+# With half of its changes missing the average follows a different, slower horizon than beta2 says.
+STUCK_MOMENT_SHARE = 0.5
+# Squares of gradients spread over decades, and a few of the largest decide how much movement took place: 400 decreases
+# that were rounded stochastically have shown 15% of it by chance.
+FEWEST_STOCHASTIC_DECREASES = 4000
+
+
+@register_finding
+class SecondMomentStuck(FindingKind):
+    """Decreases of the second moment are smaller than half its spacing: steps follow gradients of long ago."""
+
+    code = "second-moment-stuck"
+    cure = "keep the state in float32 (state_dtype=torch.float32 of hu.optim), or a beta2 of at most 0.99"
+    says = "the second moment of {place} cannot fall: {lost:share} of its decreases are lost in {dtype}"
+    write = write_optimizer_code(None, "state_dtype=torch.float32")
+    role = "second moment"
+    worst = "lost"
+    explained_by = ("state-mismatch", "dtype-changed-on-resume")
+    shares_cause_with = ("updates-lost", "weight-frozen", "weight-decay-lost", "freeze-ahead")
+
+    def find_in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            for state, change in parameter.states.items():
+                is_moment = state in SECOND_MOMENT_STATE_NAMES and change.seen >= FEWEST_MOMENT_DECREASES
+                dtype = parameter.state_dtypes.get(state)
+                if not is_moment or is_wide_dtype(dtype or parameter.dtype) or not _is_moment_stuck(parameter, change):
+                    continue
+                code = ""  # for an optimizer that is not here
+                if parameter.optimizer in OPTIMIZERS:
+                    argument = "state_dtype=torch.float32"
+                    code = write_optimizer_code(parameter.optimizer, argument, parameter.is_held_by_halfulp_optimizer)
+                sure = compute_confidence(change.seen, FEWEST_MOMENT_DECREASES)
+                said = f"{format_percent(change.lost_share)} of decreases of {state} lost in {name_dtype(dtype)}"
+                evidence: dict[str, Any] = {"state": state, **make_lost_change_evidence(change, dtype)}
+                yield self.found(name, "warning", sure, said, write=code, **evidence)
+
+
+def _is_moment_stuck(parameter: ParameterRecord, change: RealisedChanges) -> bool:
+    """Return whether an average stands still, by its decreases: gradients above it make changes that are large enough.
+
+    torch rounds to nearest, and counts tell. What rounds a state stochastically loses most decreases too and is right
+    on average: there the movement tells.
+    """
+    if parameter.optimizer_module.startswith("torch.optim."):
+        return change.known and change.lost_share >= STUCK_MOMENT_SHARE
+    realised = change.realised_share
+    if realised is None or realised >= STUCK_MOMENT_SHARE or change.seen < FEWEST_STOCHASTIC_DECREASES:
+        return False
+    return not is_explained_by_chance(change, realised)

@@ -15,8 +15,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..._messages import name_type, quote
 from ..._names import describe_unknown_name
+from ...optim.parameters._local_tensors import get_local
 from .._text import holds_signed_floats
-from ..checkpoints._names import RUNNING_STATISTICS_NAMES, Checkpoint, name_optimizer_states
+from ..checkpoints._checkpoint import (
+    RUNNING_STATISTICS_NAMES,
+    Checkpoint,
+    NamedParameterState,
+    name_optimizer_states,
+)
 
 Schedule = str | LRScheduler | Callable[[int], float] | Sequence[float] | Tensor | None
 SCHEDULE_NAMES = ("constant", "linear", "cosine", "wsd")
@@ -47,34 +53,30 @@ def compute_learning_rates(
     """
     if isinstance(schedule, str) or schedule is None:
         rates = _compute_rates_by_name(schedule or "constant", top_rates, steps, start, warmup, decay, final)
+    elif unused := {name: value for name, value in (("warmup", warmup), ("decay", decay), ("final", final)) if value}:
+        said = ", ".join(f"{name}={value}" for name, value in unused.items())
+        raise ValueError(f"{said} is for named schedules; {name_type(schedule)} has its own: leave it out")
+    elif isinstance(schedule, LRScheduler):
+        rates = _compute_rates_by_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
+        if len(rates) != len(top_rates):
+            raise ValueError(
+                f"the scheduler is of {len(rates)} groups, {len(top_rates)} of which hold parameters of the model: "
+                "give a function step -> learning rate, or a list"
+            )
     else:
-        for name, value in {"warmup": warmup, "decay": decay, "final": final}.items():
-            if value:
-                said = f"{name}={value} is for named schedules; {name_type(schedule)} has its own: leave it out"
-                raise ValueError(said)
-        if isinstance(schedule, LRScheduler):
-            rates = _compute_rates_by_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
-            if len(rates) != len(top_rates):
-                raise ValueError(
-                    f"the scheduler is of {len(rates)} groups, {len(top_rates)} of which hold parameters of the model: "
-                    "give a function step -> learning rate, or a list"
-                )
-        else:
-            if callable(schedule):
-                count = _count_steps_ahead(steps, "a function step -> learning rate", start)
-                given = [_check_scheduled_rate(schedule(step)) for step in range(start, start + count)]
-            elif isinstance(schedule, Iterable):
-                listed = [_check_scheduled_rate(value) for value in schedule]
-                if steps is not None and steps != len(listed):
-                    raise ValueError(f"steps={steps} and a list of {len(listed)} learning rates: leave steps out")
-                _count_steps_ahead(len(listed), "a list", start)
-                given = listed[start:]
-            else:
+        if not callable(schedule):
+            if not isinstance(schedule, Iterable):
                 raise TypeError(
                     f"schedule: give {', '.join(map(repr, SCHEDULE_NAMES))}, a scheduler of torch, a function step -> "
                     f"learning rate or a list of learning rates; got {name_type(schedule)}"
                 )
-            rates = torch.tensor(given, dtype=torch.float64, device="cpu").expand(len(top_rates), -1)
+            listed = list(schedule)
+            if steps is not None and steps != len(listed):
+                raise ValueError(f"steps={steps} and a list of {len(listed)} learning rates: leave steps out")
+            schedule, steps = listed.__getitem__, len(listed)
+        count = _count_steps_ahead(steps, "a function step -> learning rate", start)
+        given = [_check_scheduled_rate(schedule(step)) for step in range(start, start + count)]
+        rates = torch.tensor(given, dtype=torch.float64, device="cpu").expand(len(top_rates), -1)
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
     return rates
@@ -192,8 +194,7 @@ def make_inputs_from_optimizer(
 ) -> ForecastInputs:
     """Return the parameters that an optimizer holds, with its states and options."""
     names = {id(tensor): name for name, tensor in weights}
-    states: dict[str, Mapping[str, Any]] = {}
-    saved: dict[str, Mapping[str, Any]] = {}
+    states: dict[str, NamedParameterState] = {}
     others = 0
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
@@ -202,11 +203,11 @@ def make_inputs_from_optimizer(
             if name is None:
                 others += 1
             else:
-                saved[name], states[name] = options, optimizer.state.get(parameter, {})
-    if not saved:
+                states[name] = NamedParameterState(optimizer.state.get(parameter, {}), options)
+    if not states:
         raise ValueError("the optimizer holds none of the model's parameters: give the one that trains this model")
     notes = (f"{others} parameters of the optimizer are not the model's: left out",) if others else ()
-    held = [(name, tensor) for name, tensor in weights if name in saved]
+    held = [(name, tensor) for name, tensor in weights if name in states]
     rule = rule or next((kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in OPTIMIZER_NAMES), None)
     if rule is None:
         raise NotImplementedError(
@@ -214,7 +215,7 @@ def make_inputs_from_optimizer(
             f"{', '.join(OPTIMIZER_NAMES)} is: watch a run of it by hu.observe, or say which of these comes near by "
             "optimizer="
         )
-    return make_inputs_from_weights(held, states, None, rule, {}, dtype, saved, notes)
+    return make_inputs_from_weights(held, None, rule, {}, dtype, states, notes)
 
 
 def make_inputs_from_checkpoint(
@@ -223,8 +224,7 @@ def make_inputs_from_checkpoint(
     """Return the weights of a checkpoint that its optimizer steps, with the states and options saved beside them."""
     notes = list(opened.unseen)
     states = name_optimizer_states(opened, notes)
-    saved = {name: state.options for name, state in states.items()}
-    if lr is None and not (saved and all("lr" in one for one in saved.values())):
+    if lr is None and not (states and all("lr" in one.options for one in states.values())):
         raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
     kept = list(opened.tensors)
     if states and len(states) == opened.stepped_parameter_count:
@@ -232,39 +232,35 @@ def make_inputs_from_checkpoint(
     left = [name for name in opened.tensors if name not in kept]
     notes += [f"{quote(left)} are in no optimizer of the checkpoint: left out"] if left else []
     weights = [(name, opened.tensors[name]) for name in kept]
-    values = {name: one.state for name, one in states.items()}
-    return make_inputs_from_weights(weights, values, lr, rule, options, dtype, saved, tuple(notes))
+    return make_inputs_from_weights(weights, lr, rule, options, dtype, states, tuple(notes))
 
 
 def make_inputs_from_weights(
     weights: Sequence[tuple[str, Tensor]],
-    states: Mapping[str, Mapping[str, Any]],
     lr: float | None,
     rule: str | None,
     options: Mapping[str, Any],
     dtype: torch.dtype | None,
-    saved: Mapping[str, Mapping[str, Any]] | None = None,
+    states: Mapping[str, NamedParameterState],
     notes: tuple[str, ...] = (),
 ) -> ForecastInputs:
     """Return the inputs of a forecast from floating-point weights, under a named optimizer and its saved states.
 
     The optimizer and its options are those given, else what a checkpoint saved for a parameter, else AdamW and an
     optimizer's own defaults. Without a learning rate each parameter has that of its group, of which all parameters
-    have the same dict of options in `saved`.
+    have the same dict of options in `states`.
     """
-    saved = saved or {}
-    given = rule or next(
-        (_guess_optimizer_of_saved_state(saved[n], states.get(n, {})) for n, _ in weights if n in saved), None
-    )
-    if given is None and saved:
-        keys = ", ".join(next(iter(saved.values())))
+    given = rule or next((_guess_optimizer_of_saved_state(states[n]) for n, _ in weights if n in states), None)
+    if given is None and states:
+        keys = ", ".join(next(iter(states.values())).options)
         notes = (*notes, f"whose options {keys} are is not known: AdamW's updates are taken; optimizer= names others")
     given = given or "AdamW"
     rule = next((one for one in OPTIMIZER_NAMES if isinstance(given, str) and one.lower() == given.lower()), None)
     if rule is None:
         raise ValueError(describe_unknown_name("optimizer", given, OPTIMIZER_NAMES))
-    is_halfulp = any("weight_update" in one for one in saved.values())
-    groups = list({id(one): one for one in saved.values()}.values()) if lr is None else [{"lr": lr}]
+    is_halfulp = any("weight_update" in one.options for one in states.values())
+    own = {id(one.options): one.options for one in states.values()}
+    groups = list(own.values()) if lr is None else [{"lr": lr}]
     top_rates = tuple(convert_option_to_float(one.get("initial_lr", one.get("lr", 0.0))) for one in groups)
     numbers = {id(one): number for number, one in enumerate(groups)}
     found: list[TrainedTensor] = []
@@ -275,12 +271,12 @@ def make_inputs_from_weights(
             is_code = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
             others += [name] if tensor.dim() > 0 and (tensor.dtype.is_complex or is_code) else []
         elif name.rpartition(".")[2] not in RUNNING_STATISTICS_NAMES:
-            before, state = saved.get(name, {}), states.get(name, {})
-            group = numbers.get(id(before), 0)
-            merged = {**DEFAULT_OPTIONS_BY_OPTIMIZER[rule], **before, **options, "lr": top_rates[group]}
+            saved = states.get(name, NamedParameterState({}, {}))
+            group = numbers.get(id(saved.options), 0)
+            merged = {**DEFAULT_OPTIONS_BY_OPTIMIZER[rule], **saved.options, **options, "lr": top_rates[group]}
             value, trained = _get_plain_local_weight(name, tensor, dtype), dtype or tensor.dtype
-            update = _get_weight_update_name(before, trained) if "weight_update" in before else "nearest"
-            state = {key: _take_local_part(one) for key, one in state.items()}
+            update = _get_weight_update_name(saved.options, trained)
+            state = {key: get_local(one) for key, one in saved.state.items()}
             found.append(TrainedTensor(name, value, trained, state, merged, group, update))
     if others:
         notes = (*notes, f"{quote(others)} are complex, or codes of quantized weights: left out")
@@ -290,8 +286,9 @@ def make_inputs_from_weights(
     return ForecastInputs(tuple(found), rule, top_rates, start, is_halfulp, notes)
 
 
-def _guess_optimizer_of_saved_state(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+def _guess_optimizer_of_saved_state(saved: NamedParameterState) -> str | None:
     """Return which optimizer saved a parameter's options and states, or None."""
+    state, options = saved.state, saved.options
     if "momentum_buffer" in state or {"momentum", "nesterov"} <= options.keys():
         return "SGD"
     if "betas" not in options:
@@ -307,7 +304,7 @@ def _get_plain_local_weight(name: str, tensor: Tensor, dtype: torch.dtype | None
     """Return the local part of a weight of plain floating-point numbers; refuse others by name."""
     if is_lazy(tensor):
         raise NotImplementedError(f"{name} is uninitialized: run the model once, which makes a lazy module's weights")
-    value: Tensor = _take_local_part(tensor).detach()
+    value = get_local(tensor).detach()
     if value.is_meta or value.layout != torch.strided:
         kind = "is on the meta device" if value.is_meta else f"is a tensor of layout {value.layout}"
         raise NotImplementedError(f"{name} {kind}: give a model with weights in plain memory (x.to_dense())")
@@ -320,13 +317,11 @@ def _get_plain_local_weight(name: str, tensor: Tensor, dtype: torch.dtype | None
     return value
 
 
-def _take_local_part(value: Any) -> Any:
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
 def _get_weight_update_name(group: Mapping[str, Any], dtype: torch.dtype) -> str:
-    """Return the name of the weight update by which halfulp's optimizer steps a parameter of a dtype."""
-    chosen = group.get("weight_update") or "split8"
+    """Return the name of the weight update by which an optimizer with a group's options steps weights of a dtype."""
+    if "weight_update" not in group:
+        return "nearest"
+    chosen = group["weight_update"] or "split8"
     # A mapping in state_dict().
     name = chosen.get("name") if isinstance(chosen, Mapping) else getattr(chosen, "name", chosen)
     return "exact" if dtype.itemsize > 2 else str(name)

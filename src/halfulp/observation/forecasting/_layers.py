@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch import Tensor
 from ... import formats
 from ...formats import Format
 from ...rounding import quantize
+from .._finding import Finding, format_findings, group_causes_as_dicts
 from .._record import to_plain_data
+from .._text import name_dtype
+from ..page import write_page
 from ._inputs import ForecastInputs, TrainedTensor, convert_option_to_float
 
 _SIMULATED_ELEMENTS = 2048
@@ -62,10 +66,8 @@ def _model_adam_updates(
     weights beside it: those that have walked far are those with a drift, which takes them further.
     """
     beta1, beta2 = (convert_option_to_float(beta) for beta in trained.options["betas"])
-    first, second = (
-        _get_first_plain_state(trained, "exp_avg"),
-        _get_first_plain_state(trained, "max_exp_avg_sq", "exp_avg_sq"),
-    )
+    first = _get_first_plain_state(trained, "exp_avg")
+    second = _get_first_plain_state(trained, "max_exp_avg_sq", "exp_avg_sq")
     eps = convert_option_to_float(trained.options["eps"])
     run = max(1.0, 0.5 / (1 - beta1)) if beta1 < 1 else 1.0
     step = int(convert_option_to_float(trained.state.get("step", inputs.start))) if first is not None else 0
@@ -135,9 +137,8 @@ def _estimate_lasting_mean_updates(size: Tensor, weights: Tensor) -> Tensor:
         total = torch.cat([values.new_zeros(1), values.cumsum(0)])
         return (total[begin + _SMOOTHING_WINDOW_OF_NEIGHBOURS] - total[begin]) / _SMOOTHING_WINDOW_OF_NEIGHBOURS
 
-    own = _subtract_chance_from_mean(
-        average_neighbours(rest), average_neighbours(rest.square()), _SMOOTHING_WINDOW_OF_NEIGHBOURS
-    )
+    mean, square = average_neighbours(rest), average_neighbours(rest.square())
+    own = _subtract_chance_from_mean(mean, square, _SMOOTHING_WINDOW_OF_NEIGHBOURS)
     return torch.zeros_like(size).scatter(0, order, common + own)
 
 
@@ -239,6 +240,78 @@ class LayerForecast:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
         return dict(to_plain_data(self))
+
+
+_MOST_LAYER_LINES = 40
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The predicted effect of rounding on a training under a schedule; `hu.forecast` makes it.
+
+    `str()` is a table of the layers with the findings before it.
+
+    Attributes:
+        layers: in the model's order.
+        rule: the optimizer's update rule.
+        start, steps: steps made so far, and of the whole run.
+        notes: what could not be read or is not known, in sentences.
+        learning_rates: (step, learning rate of the first group) at steps spread over the schedule.
+        is_halfulp: whether the optimizer is one of halfulp's.
+        findings: the plan's problems, the worst first.
+    """
+
+    layers: tuple[LayerForecast, ...]
+    rule: str
+    schedule: str
+    start: int
+    steps: int
+    notes: tuple[str, ...] = ()
+    learning_rates: tuple[tuple[int, float], ...] = ()
+    is_halfulp: bool = False
+    findings: list[Finding] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can hold: findings, layers, and what the schedule was."""
+        return {
+            "findings": [finding.to_dict() for finding in self.findings],
+            "causes": group_causes_as_dicts(self.findings),
+            "layers": [layer.to_dict() for layer in self.layers],
+            "rule": self.rule,
+            "schedule": self.schedule,
+            "start": self.start,
+            "steps": self.steps,
+            "learning_rates": [list(pair) for pair in self.learning_rates],
+            "notes": list(self.notes),
+        }
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained HTML page, whole or not at all.
+
+        Raises:
+            ValueError: jinja2 is missing, or the file cannot be written.
+        """
+        write_page("forecast", self.to_dict(), path)
+
+    def __str__(self) -> str:
+        lines = [f"{self.rule}, {self.schedule} schedule, steps {self.start} to {self.steps}"]
+        lines += ["", *format_findings(self.findings)]
+        rows = [("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost")]
+        for layer in self.layers[:_MOST_LAYER_LINES]:
+            frozen = "never" if layer.freeze_step is None else f"{layer.freeze_step}"
+            frozen = frozen if layer.weight_update == "nearest" else f"({frozen})"
+            numbers = ((layer.freeze_lr, ".2g"), (layer.lost_share, ".0%"), (layer.decay_lost, ".0%"))
+            lr, lost, decay = ("" if value is None else format(value, spec) for value, spec in numbers)
+            step = "not known" if layer.updates is None else frozen
+            rows.append((layer.name, name_dtype(layer.dtype), step, lr, lost, decay))
+        first, *widths = (max(map(len, column)) for column in zip(*rows))
+        lines.append("")
+        for name, *cells in rows:
+            aligned = (cell.rjust(width) for cell, width in zip(cells, widths))
+            lines.append("  ".join([name.ljust(first), *aligned]).rstrip())
+        if len(self.layers) > _MOST_LAYER_LINES:
+            lines.append(f"... and {len(self.layers) - _MOST_LAYER_LINES} more (.layers)")
+        return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
 
 
 def find_neighbour_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:

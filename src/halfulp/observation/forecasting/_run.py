@@ -14,10 +14,8 @@ from ... import formats
 from ..._messages import name_type, quote
 from ...kernels import to_float64
 from ...optim._optimizer import find_inner_optimizer
-from ..checkpoints._names import sort_checkpoint_content
-from ..checkpoints._open import open_checkpoint
+from ..checkpoints._checkpoint import open_checkpoint, sort_checkpoint_content
 from ..findings import collect_findings
-from ._forecast import Forecast
 from ._inputs import (
     ForecastInputs,
     Schedule,
@@ -27,7 +25,7 @@ from ._inputs import (
     make_inputs_from_optimizer,
     make_inputs_from_weights,
 )
-from ._layers import forecast_layer, sample_positions
+from ._layers import Forecast, forecast_layer, sample_positions
 
 # Elements times leaps over all layers that are followed in some seconds.
 _ELEMENT_LEAPS_BUDGET = 2.4e7
@@ -120,7 +118,7 @@ def forecast(
             )
         inputs = make_inputs_from_optimizer(weights, optimizer_or_lr, optimizer, dtype)
     elif isinstance(model_or_state, nn.Module):
-        inputs = make_inputs_from_weights(weights, {}, _check_learning_rate(optimizer_or_lr), optimizer, options, dtype)
+        inputs = make_inputs_from_weights(weights, _check_learning_rate(optimizer_or_lr), optimizer, options, dtype, {})
     else:
         rate = None if optimizer_or_lr is None else _check_learning_rate(optimizer_or_lr)
         if isinstance(model_or_state, str | Path):

@@ -12,7 +12,6 @@ import pickle
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,18 +29,6 @@ OTHER_RANKS_WAIT_SECONDS = 5.0
 _observation_count_by_key: Counter[str] = Counter()
 
 
-@dataclass(slots=True)
-class RankSummary:
-    """One rank's observations, to be compared with the others'."""
-
-    # How often each rank had begun to observe this model when this one had made its first step.
-    starts: list[int]
-    # The last sampled one since it began.
-    step: int
-    # Of the replicated parameters after that step, uint32 by name.
-    hashes: dict[str, int]
-
-
 class RankComparison:
     """Compares the bits of replicas on this rank with those on others, where observing stops; no step waits.
 
@@ -57,7 +44,12 @@ class RankComparison:
         """Say that this rank observes from a step on."""
         if not dist.is_available() or not dist.is_initialized():
             return
-        self.rank, self._first, self._own = dist.get_rank(), step, RankSummary([], -1, {})
+        self.rank, self._first = dist.get_rank(), step
+        # How often each rank had begun to observe this model when this one had made its first step.
+        self._starts: list[int] = []
+        # The last sampled step since it began, and hashes of the replicated parameters after it, uint32 by name.
+        self._step = -1
+        self._hashes: dict[str, int] = {}
         self.recorder.record.replica_of = self.rank, dist.get_world_size()
         # Pipelines and experts share a model among some ranks alone, and all groups have models of one kind.
         groups = [m.process_group for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
@@ -77,10 +69,10 @@ class RankComparison:
         """Keep hashes of the replicated parameters as they are after a sampled step."""
         store, keys = _get_default_store(), list(self._keys.values())
         # Ranks that train together have all begun when one has made its first step.
-        if self._own.step < 0 and store.check(keys):
-            self._own.starts = [int(count) for count in store.multi_get(keys)]
-        self._own.step = self.recorder.step - self._first
-        self._own.hashes = hash_sampled_elements(self._replicated, self._own.step)
+        if self._step < 0 and store.check(keys):
+            self._starts = [int(count) for count in store.multi_get(keys)]
+        self._step = self.recorder.step - self._first
+        self._hashes = hash_sampled_elements(self._replicated, self._step)
 
     def compare_ranks(self) -> None:
         """Compare the summaries of other ranks with this one's, and note the missing ones."""
@@ -92,28 +84,29 @@ class RankComparison:
                 "ranks are not compared: the process group was destroyed before observing stopped; keep it till then"
             )
             return
-        store, own = _get_default_store(), self._own
+        store = _get_default_store()
         # Else a rank that begins before this one the next time would take it for one that has begun.
         store.delete_key(self._keys[self.rank])
-        if own.step < 0:
+        if self._step < 0:
             return
-        store.set(self._summary_key, pickle.dumps(own))
-        if not own.starts:
+        store.set(self._summary_key, pickle.dumps((self._starts, self._step, self._hashes)))
+        if not self._starts:
             self.recorder.note_unobserved("ranks are not compared: not all began to observe at the same step")
             return
-        keys = {rank: f"{key}/{count}" for (rank, key), count in zip(self._keys.items(), own.starts)}
+        keys = {rank: f"{key}/{count}" for (rank, key), count in zip(self._keys.items(), self._starts)}
         wanted = others if self.rank < others[0] else others[:1]
         with contextlib.suppress(RuntimeError):  # those that are late are named
             store.wait([keys[rank] for rank in wanted], datetime.timedelta(seconds=OTHER_RANKS_WAIT_SECONDS))
         missing = []
         for rank in wanted:
-            theirs = pickle.loads(store.get(keys[rank])) if store.check([keys[rank]]) else None
-            if theirs is None or (theirs.starts, theirs.step) != (own.starts, own.step):
+            there = store.check([keys[rank]])
+            starts, step, hashes = pickle.loads(store.get(keys[rank])) if there else ([], -1, {})
+            if (starts, step) != (self._starts, self._step):
                 missing.append(rank)
             else:
                 replicas = self.recorder.record.replicas
-                for name in own.hashes.keys() & theirs.hashes.keys():
-                    replicas[name] = replicas.get(name, True) and own.hashes[name] == theirs.hashes[name]
+                for name in self._hashes.keys() & hashes.keys():
+                    replicas[name] = replicas.get(name, True) and self._hashes[name] == hashes[name]
         if missing:
             shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             self.recorder.note_unobserved(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,20 +11,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from ... import formats
 from ...formats import BlockFormat, Format
 from ...sinks import GuardedSink, Sink, make_guarded_sink
 from .._record import Record, Role, StepRecord, TensorRecord
+from ..findings._ranges import estimate_vanished_count
 from ._expectations import QUANTIZED_ROLES, record_quantization_error
 from ._sampler import (
-    ObservedTensor,
     StoredNumbers,
     add_sample_to_histogram,
+    count_elements,
     make_sampling_key,
     read_numbers,
     take_sample,
-    update_tensor_totals,
 )
 
 HookMethod = TypeVar("HookMethod", bound=Callable[..., None])
@@ -37,7 +37,9 @@ class Recorder:
     def __init__(self, quantized: dict[str, Format | BlockFormat]) -> None:
         self.record: Record = Record()
         self.quantized = quantized
-        self.totals: dict[tuple[Role, str], ObservedTensor] = {}
+        # Tensors that were seen in the running step, and those of them that held NaN or infinity.
+        self.seen: set[tuple[Role, str]] = set()
+        self.broken: set[tuple[Role, str]] = set()
         self.step: int = 0
         # Whether tensors of the running step are observed, and how many were.
         self.sampling: bool = False
@@ -47,8 +49,22 @@ class Recorder:
         # Spent in observing.
         self.seconds: float = 0.0
         self._free: list[None] = [None]
+        # Handles of the hooks of sampled steps.
+        self.hooks: list[RemovableHandle] = []
         # Names sampled at the same places in every step, so that directions of rounding can be compared.
         self.fixed: set[str] = set()
+
+    def begin_step(self, step: int, sampling: bool) -> None:
+        """Begin a step, or go on with the one in which observing stopped."""
+        if step != self.step:
+            self.seen.clear()
+            self.broken.clear()
+        self.step, self.sampling, self.position = step, sampling, 0
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks of sampled steps."""
+        while self.hooks:
+            self.hooks.pop().remove()
 
     def get_sampling_key(self, name: str) -> int:
         """Return the key of the places at which tensors of a name are sampled in this step."""
@@ -73,16 +89,17 @@ class Recorder:
         self, role: Role, name: str, kind: str, numbers: StoredNumbers, sample: torch.Tensor
     ) -> TensorRecord:
         """Count all elements of a tensor and its sample, and note the first that are not finite."""
-        totals = self.totals.get((role, name))
-        if totals is None:
-            record = TensorRecord(role, name, kind, numbers.dtype, order=self.position)
-            totals = self.totals[role, name] = ObservedTensor(record)
-            self.record.tensors[role, name] = record
-        record = totals.record
+        key, tensors = (role, name), self.record.tensors
+        record = tensors.get(key)
+        if record is None:
+            record = tensors[key] = TensorRecord(role, name, kind, numbers.dtype, order=self.position)
         record.dtype, record.scale = numbers.dtype, numbers.scale
-        was_broken = totals.step == self.step and totals.step_nonfinite > 0
-        update_tensor_totals(numbers, totals, self.step)
-        if totals.step_nonfinite and not was_broken:
+        if key not in self.seen:
+            self.seen.add(key)
+            record.steps += 1
+            record.last_amax = 0.0
+        if count_elements(numbers, record) and key not in self.broken:
+            self.broken.add(key)
             record.first_nonfinite = record.first_nonfinite or (self.step, self.position)
             record.nonfinite_steps += 1
         self.position += 1
@@ -155,18 +172,18 @@ class RowWriter:
         # Of several processes the others may see another disk.
         self._outlets: list[GuardedSink] = [make_guarded_sink(sink, check=is_first_process()) for sink in sinks]
 
-    def write_row(self, step: StepRecord) -> None:
-        """Give a sampled step that has ended to all sinks that still take rows."""
+    def write_row(self, step: StepRecord, broken: int) -> None:
+        """Give a sampled step that has ended, with so many tensors not finite, to all sinks that still take rows."""
         if not self._outlets or not is_first_process():
             return
-        row = self._make_row(step)
+        row = self._make_row(step, broken)
         for one in self._outlets:
             one.put(row)
             if one.said is not None:
                 self._recorder.note_unobserved(f"rows of the steps: {one.said}")
         self._outlets = [one for one in self._outlets if one.said is None]
 
-    def _make_row(self, step: StepRecord) -> dict[str, Any]:
+    def _make_row(self, step: StepRecord, broken: int) -> dict[str, Any]:
         """Return the row of a sampled step, whose counts and shares are of all since the row before."""
         sums = self._sum_counts_for_rows()
         skipped, seen, lost, wanted, kept, nonzero, vanished = (b - a for a, b in zip(self._before, sums))
@@ -180,9 +197,7 @@ class RowWriter:
             "skipped": int(skipped),
             "smallest_exponent": smallest,
             "largest_exponent": largest,
-            "nonfinite_tensors": sum(
-                one.step == step.step and one.step_nonfinite > 0 for one in self._recorder.totals.values()
-            ),
+            "nonfinite_tensors": broken,
             "updates_lost": lost / seen if seen else None,
             "movement_kept": kept / wanted if wanted else None,
             "gradient_underflow": vanished / (nonzero + vanished) if nonzero else None,
@@ -200,15 +215,8 @@ class RowWriter:
             sum(update.wanted for update in known),
             sum(update.kept for update in known),
             sum(sum(one.histogram.values()) for one in gradients),
-            # As `findings` estimates it: half as many as are left at the smallest number became zero.
-            sum(0.5 * one.histogram.get(_find_smallest_exponent(one.dtype), 0) for one in gradients),
+            sum(estimate_vanished_count(one, formats.get(one.dtype)) for one in gradients),
         ]
-
-
-@functools.cache
-def _find_smallest_exponent(dtype: torch.dtype) -> int:
-    """Return the power of two of a dtype's smallest number."""
-    return math.frexp(formats.get(dtype).smallest_subnormal)[1] - 1
 
 
 def is_first_process() -> bool:

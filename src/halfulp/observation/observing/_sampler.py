@@ -12,7 +12,6 @@ import functools
 import hashlib
 import math
 import random
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -93,26 +92,13 @@ def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
     return StoredNumbers(flat if flat.is_contiguous() else flat.contiguous(), flat.dtype)
 
 
-@dataclass(slots=True)
-class ObservedTensor:
-    """The record of a tensor role, and the infinities and NaN in the last sampled step that it was seen in."""
-
-    record: TensorRecord
-    step: int = -1
-    step_nonfinite: int = 0
-
-
 @keeping_subnormals()
-def update_tensor_totals(numbers: StoredNumbers, totals: ObservedTensor, step: int) -> None:
-    """Count all elements of a tensor, and note its largest, at a step."""
-    record, flat = totals.record, widen_eight_bit_floats(numbers.flat)
-    if totals.step != step:
-        totals.step, totals.step_nonfinite = step, 0
-        record.steps += 1
-        record.last_amax = 0.0
+def count_elements(numbers: StoredNumbers, record: TensorRecord) -> int:
+    """Count all elements of a tensor, and note its largest; return how many are NaN or infinite."""
+    flat, nonfinite = widen_eight_bit_floats(numbers.flat), 0
     record.elements += flat.numel()
     if not flat.numel():
-        return
+        return 0
     low, high = torch.aminmax(flat)
     amax, largest = max(-low.item(), high.item()), torch.finfo(numbers.dtype).max
     if not amax < largest:  # at the largest number, beyond it, or NaN
@@ -120,10 +106,10 @@ def update_tensor_totals(numbers: StoredNumbers, totals: ObservedTensor, step: i
         finite = magnitude.isfinite()
         nonfinite = flat.numel() - int(finite.sum())
         record.nonfinite += nonfinite
-        totals.step_nonfinite += nonfinite
         record.largest += int((magnitude == largest).sum())
         amax = float(torch.where(finite, magnitude, 0.0).max())
     record.last_amax, record.amax = max(record.last_amax, amax), max(record.amax, amax)
+    return nonfinite
 
 
 @keeping_subnormals()

@@ -1,4 +1,4 @@
-"""Updates: samples of weights, gradients and states around an optimizer's step, beside what was wanted."""
+"""Updates: samples of weights, gradients, states and averages around a step, beside what was wanted."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from ..._messages import name_type
 from ...kernels import keeping_subnormals
-from ...optim import Optimizer
+from ...optim import EMA, Optimizer
+from ...optim._ema import compute_ema_decay
 from ...optim._float32 import read_float32_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
 from ...optim.rules._update_rule import UpdateRule
 from ...optim.states._codec import PlainCodec
 from ...optim.step._kernel import compute_rule_change
-from .._record import ParameterRecord, RealisedChanges, Role, RoundingRecord
+from ...rounding import quantize
+from .._record import AverageRecord, ParameterRecord, RealisedChanges, Role, RoundingRecord
 from ._recorder import Recorder
 from ._sampler import SIXTEEN_BIT_DTYPES, StoredNumbers, read_numbers, take_sample
 
@@ -225,15 +229,8 @@ class UpdateWatcher:
         """Return parameters with gradients by what makes them step together, with their param groups."""
         batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[ParameterBeforeStep]]] = {}
         for group in self.optimizer.param_groups:
-            options = {
-                key: _convert_option_to_number(value)
-                for key, value in group.items()
-                if key not in _IGNORED_GROUP_KEYS
-                and (
-                    isinstance(value, _COMPARABLE_OPTION_TYPES)
-                    or (isinstance(value, torch.Tensor) and value.numel() == 1)
-                )
-            }
+            plain = {key: _read_option(value) for key, value in group.items() if key not in _IGNORED_GROUP_KEYS}
+            options = {key: value for key, value in plain.items() if value is not None}
             kind = tuple(options.items())
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
@@ -410,7 +407,7 @@ class UpdateWatcher:
 
     def _record_rounding_directions(self, record: ParameterRecord, wanted: torch.Tensor, after: torch.Tensor) -> None:
         """Count the directions in which float64 samples at the same places in each step were rounded to stored ones."""
-        low, high = find_neighbours_in_16_bit_dtype(wanted, record.dtype)
+        low, high = (quantize(wanted, record.dtype, rounding) for rounding in ("down", "up"))
         up = after == high
         probability = (wanted - low) / (high - low)
         decided = (low < wanted) & (wanted < high) & (up | (after == low)) & (high - low).isfinite()
@@ -476,14 +473,16 @@ def _convert_number_to_float(value: Any, otherwise: float) -> float:
     return float(value) if isinstance(value, int | float | torch.Tensor) else otherwise
 
 
-_COMPARABLE_OPTION_TYPES = (bool, int, float, str, tuple)
 _IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "identities", "random_stream"})
 
 
-def _convert_option_to_number(value: Any) -> Any:
+def _read_option(value: Any) -> Any:
+    """Return an option that is a number, a word or a flag, or has them as a tuple; None of any other."""
     if isinstance(value, tuple):
-        return tuple(map(_convert_option_to_number, value))
-    return value.item() if isinstance(value, torch.Tensor) else value
+        return tuple(map(_read_option, value))
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 _FEWEST_CORRELATED_ELEMENTS = 64
@@ -499,20 +498,75 @@ def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch
     return parameter.dtype in SIXTEEN_BIT_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))
 
 
-def find_neighbours_in_16_bit_dtype(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the nearest numbers of a 16-bit dtype at or below and above float64 values, as float64.
+class WeightAverageWatcher:
+    """Watches an average of a model's weights, which is updated between two optimizer steps."""
 
-    >>> low, high = find_neighbours_in_16_bit_dtype(torch.tensor([1.001, -1.001], dtype=torch.float64), torch.bfloat16)
-    >>> low.tolist(), high.tolist()
-    ([1.0, -1.0078125], [1.0078125, -1.0])
-    """
-    near = x.to(dtype)
-    below = torch.where(near.double() > x, _step_to_neighbour(near, -1), near).double()
-    return below, _step_to_neighbour(below.to(dtype), 1).double()
+    def __init__(self, recorder: Recorder, average: EMA | nn.Module, model: nn.Module) -> None:
+        self.recorder, self.average = recorder, average
+        self._pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        # By name: an average before its update, its version, a sample of it, and of the weights less it.
+        self._awaited: dict[str, tuple[torch.Tensor, int, torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        if not isinstance(average, EMA | nn.Module):
+            raise TypeError(
+                f"average= takes a hu.optim.EMA, a torch.optim.swa_utils.AveragedModel or a module of averaged "
+                f"parameters, got {name_type(average)}"
+            )
+        live = dict(model.named_parameters())
+        if isinstance(average, EMA):
+            averaged = average._averages
+        else:
+            averaged = dict((average.module if isinstance(average, AveragedModel) else average).named_parameters())
+        for name, tensor in averaged.items():
+            if name in live and tensor.shape == live[name].shape and tensor.dtype.is_floating_point:
+                self._pairs.append((name, tensor, live[name]))
+        if not self._pairs:
+            raise ValueError("average= holds no parameter named and shaped like one of the model's: give this model's")
+
+    def sample_averages(self) -> None:
+        """Sample averages and weights as they are after a step."""
+        self._awaited = {}
+        for name, tensor, weight in self._pairs:
+            before, live = self._sample_tensor(name, tensor), self._sample_tensor(name, weight)
+            if before is not None and live is not None:
+                wanted = _compute_wanted_change(self.average, before, live)
+                self._awaited[name] = tensor, tensor._version, before, live - before, wanted
+
+    def compare_averages(self) -> None:
+        """Compare the averages before the next step with the samples, where they were updated in between."""
+        awaited, self._awaited = self._awaited, {}
+        for name, (tensor, version, before, gap, wanted) in awaited.items():
+            after = self._sample_tensor(name, tensor)
+            if after is None or tensor._version == version:
+                continue
+            key, known = f"average.{name}", wanted is not None
+            record = self.recorder.record.averages.setdefault(key, AverageRecord(key, tensor.dtype))
+            wanted = gap if wanted is None else wanted
+            record_realised_changes(record.change, before, after, wanted, is_wanted_known=known)
+
+    def _sample_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        key = self.recorder.get_sampling_key(name)
+        if isinstance(self.average, EMA):
+            plan = self.average._average_optimizer._plans.get(tensor)
+            if plan is not None and has_float32_weight(plan):
+                return take_sample(read_float32_weights([plan])[0], key)
+        found = read_numbers(tensor)
+        return None if found is None else take_sample(found.flat, key).mul_(found.scale)
 
 
-def _step_to_neighbour(x: torch.Tensor, direction: int) -> torch.Tensor:
-    """Return the neighbouring number upwards (1) or downwards (-1), by its bits in order."""
-    bits = x.view(torch.int16).to(torch.int32)
-    ordered = torch.where(bits < 0, -(bits & 0x7FFF), bits) + direction
-    return torch.where(ordered < 0, -ordered | 0x8000, ordered).to(torch.int16).view(x.dtype)
+def _compute_wanted_change(average: EMA | nn.Module, before: torch.Tensor, live: torch.Tensor) -> torch.Tensor | None:
+    """Return the change of averaged elements that the next update wants, where it can be computed."""
+    if isinstance(average, EMA):
+        decay = compute_ema_decay(average._average_optimizer.param_groups[0], average.updates + 1)
+        return (live - before) * (1 - decay)
+    if not isinstance(average, AveragedModel):
+        return None
+    count: Any = average.n_averaged.cpu()
+    if not count or (average.multi_avg_fn is None and average.avg_fn is None):
+        return (live - before) / (int(count) + 1)
+    after = before.clone()
+    with torch.random.fork_rng([]):  # the user's own function may round stochastically
+        if average.multi_avg_fn is not None:
+            average.multi_avg_fn([after], [live], count)
+        elif average.avg_fn is not None:
+            after = average.avg_fn(after, live, count)
+    return after - before
