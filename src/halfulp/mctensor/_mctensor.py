@@ -64,7 +64,7 @@ def implements_each(*operators: OpOverload) -> Callable[[Given], Given]:
 
     def register(rule: Given) -> Given:
         for operator in list_present_operators(operators):
-            implements(operator)(functools.wraps(rule)(functools.partial(rule, operator)))
+            implements(operator)(functools.partial(rule, operator))
         return rule
 
     return register

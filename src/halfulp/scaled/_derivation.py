@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..kernels import find_torch_operators
 from ..kernels._plain_memory import is_floating
-from ..subclass import functional_form, is_written, note_fallback
+from ..subclass import functional_form, note_fallback
 from ..subclass._collectives import is_collective, refuse_collective
+from ..subclass._derivation import is_written, map_arguments_by_name, refuse_operator, run_functional_form
 from ._operands import choose_storage, encode_plain_tensor, promote_dtypes, round_second_moment_above_zero
 from ._powers_of_two import has_readable_values
 from ._registry import RULES_OF_OPERATORS_DEFINED_LATER, find_rule, register_rule_derivation
@@ -22,6 +23,7 @@ from ._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, enabl
 from ._write import check_indexed_write, write_values
 
 aten = find_torch_operators("aten")
+_refuse_operator = functools.partial(refuse_operator, "ScaledTensor")
 _REFUSED_WRITING_OPERATORS = ("resize_", "resize_as_", "set_")
 # Primitives that torch's Python formulas call, such as those of forward-mode derivatives.
 _ATEN_OPERATOR_BY_PRIMITIVE = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
@@ -118,28 +120,21 @@ def _run_functional_form_in_place(
     operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any
 ) -> Any:
     """Compute the functional form, then copy its results into the arguments that the operator writes."""
-    names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, arguments)) | options
+    given = map_arguments_by_name(operator, arguments, options, defaults=False)
     written = [given[argument.name] for argument in operator._schema.arguments if is_written(argument)]
-    targets = tree_leaves(written)
-    if not any(isinstance(target, ScaledTensor) for target in targets):
+    if not any(isinstance(target, ScaledTensor) for target in tree_leaves(written)):
         # A plain target stays plain and keeps its digits: a running sum of losses, a parameter without a scale.
         arguments, options = tree_map(decode_if_scaled, (arguments, options))
         return operator(*arguments, **options)
-    taken = {argument.name for argument in functional._schema.arguments}
-    given = {name: value for name, value in given.items() if name in taken}
-    results = tree_leaves(functional(**given))
-    if name == "add_":
-        results = [_keep_second_moment_nonzero(targets[0], given["other"], results[0])]
-    for target, result in zip(targets, results, strict=True):
-        if result.shape != target.shape:
-            raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
-    check_indexed_write(name, given, targets[0], results[0])
-    for target, result in zip(targets, results, strict=True):
-        write_values(target, result)
-    if not operator._schema.returns:
-        return None
-    return written[0] if len(written) == 1 else tuple(written)
+
+    def write(targets: list[Any], results: list[Any]) -> None:
+        if name == "add_":
+            results = [_keep_second_moment_nonzero(targets[0], given["other"], results[0])]
+        check_indexed_write(name, given, targets[0], results[0])
+        for target, result in zip(targets, results):
+            write_values(target, result)
+
+    return run_functional_form(operator, functional, given, write)
 
 
 def _keep_second_moment_nonzero(x: Any, added: Any, total: Any) -> Any:
@@ -160,8 +155,3 @@ def _run_view_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTe
     with no_dispatch():  # the shape that the wrapper itself reports
         operator(x, *arguments)
     return x
-
-
-def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
-    remedy = "register one by ScaledTensor.implements, or use x.decode()"
-    raise NotImplementedError(f"{operator} {why} and has no rule for scaled tensors: {remedy}")

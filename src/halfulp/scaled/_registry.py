@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch._ops import OpOverload
@@ -193,8 +193,7 @@ def implements_each(*operators: OpOverload, family: str) -> Callable[[Given], Gi
 
     def register(rule: Given) -> Given:
         for operator in list_present_operators(operators):
-            rule_of_one: Any = functools.update_wrapper(functools.partial(rule, operator), rule)
-            implements(operator, family=family)(rule_of_one)
+            implements(operator, family=family)(functools.partial(rule, operator))
         return rule
 
     return register

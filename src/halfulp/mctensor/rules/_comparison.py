@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from ...arithmetic import Parts, compare, pointwise
 from ...arithmetic._exact_sums import normalize_dims
 from ...kernels import find_torch_operators
+from ...subclass._derivation import parse_operators
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, gives_plain_gradient, gives_plain_gradient_of
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, align_operands, make_result, result_type, run_pointwise_function, to_components
@@ -117,10 +118,10 @@ def find_nans(x: Any) -> Tensor:
 
 
 @implements_each(
-    *(aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default, aten.isfinite.default),
-    *(aten.signbit.default, aten.logical_not.default, aten.nonzero.default, aten.any.default, aten.all.default),
-    *(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims),
-    *(aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
+    *parse_operators("""
+        isnan isinf isposinf isneginf isfinite signbit logical_not nonzero any all any.dim all.dim any.dims all.dims
+        count_nonzero count_nonzero.dim_IntList
+    """)
 )
 def query_first_component(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Ask the first component: the others never change a sign, nor what is zero, infinite or NaN."""

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from ...arithmetic import MOST, pointwise
 from ...arithmetic._constants import compute_log, split_into_floats
 from ...kernels import find_torch_operators
+from ...subclass._derivation import parse_operators
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE
 from .._derivation import choose_float64_or_rule, fall_back_to_float64, implements_beyond_exact_float64, run_in_float64
 from .._mctensor import MCTensor, implements, implements_each
@@ -75,14 +76,10 @@ implements_beyond_exact_float64(aten.log10.default)(_make_logarithm_rule(10))
 
 
 # What a last bit of the operands may change at all: counted where float64 does not hold these.
-for _operator in (
-    *(aten.floor_divide.default, aten.floor_divide.Scalar, aten.fmod.Tensor, aten.fmod.Scalar),
-    *(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
-    *(aten.acosh.default, aten.atanh.default, aten.round.default, aten.tan.default),
-    *(aten.asin.default, aten.acos.default, aten.atan2.default),
-    *(aten.median.dim, aten.nanmedian.dim, aten.kthvalue.default, aten.put.default),
-    *(aten.copysign.Tensor, aten.copysign.Scalar),
-):
+for _operator in parse_operators("""
+    floor_divide floor_divide.Scalar fmod.Tensor fmod.Scalar remainder.Tensor remainder.Scalar remainder.Scalar_Tensor
+    acosh atanh round tan asin acos atan2 median.dim nanmedian.dim kthvalue put copysign.Tensor copysign.Scalar
+"""):
     implements_beyond_exact_float64(_operator)(functools.partial(fall_back_to_float64, _operator))
 _divide_to_integers = choose_float64_or_rule(
     aten.div.Tensor_mode, functools.partial(fall_back_to_float64, aten.div.Tensor_mode), exactly=True

@@ -19,7 +19,7 @@ from .._derivation import (
     choose_float64_or_rule,
     implements_beyond_exact_float64,
     implements_beyond_float64,
-    refuse_operator,
+    refuse_mctensor_operator,
 )
 from .._mctensor import MCTensor, implements
 from .._result_type import (
@@ -119,7 +119,9 @@ implements(aten.dist.default)(lambda a, b, p=2: torch.linalg.vector_norm(a - b, 
 # Their gradients ask which elements are equal to the result, which float64 must hold for that.
 for _operator in (aten.scatter_reduce.two, aten.index_reduce.default, aten.median.default, aten.nanmedian.default):
     implements_beyond_exact_float64(_operator)(
-        functools.partial(refuse_operator, _operator, "chooses elements in float64, which does not hold these,")
+        functools.partial(
+            refuse_mctensor_operator, _operator, "chooses elements in float64, which does not hold these,"
+        )
     )
 
 

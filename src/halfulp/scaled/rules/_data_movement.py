@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...kernels import find_torch_operators, list_present_operators, require_float64
-from ...subclass._foreach import make_foreach_rule
+from ...subclass._derivation import make_foreach_rule, parse_operators
 from .. import _powers_of_two as _powers
 from .._operands import encode_operand, encode_plain_tensor, find_scaled_tensor
 from .._registry import EIGHT_BIT_DTYPES, LOGICAL_DTYPES, implements, implements_each
@@ -87,8 +87,9 @@ def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -
 
 
 @implements_each(
-    *(aten.uniform.default, aten.normal_functional.default, aten.exponential.default, aten.log_normal.default),
-    *(aten.cauchy.default, aten.geometric.default, aten.random.default, aten.random.to, getattr(aten.random, "from")),
+    *parse_operators("""
+        uniform normal_functional exponential log_normal cauchy geometric random random.to random.from
+    """),
     family="random",
 )
 def draw_numbers(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:

@@ -9,13 +9,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...kernels import find_torch_operators
+from ...subclass._derivation import parse_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_decoded_values
 from .._operands import choose_storage, encode_plain_tensor, make_scaled_tensor, promote_dtypes
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
-from ._vocabulary import decode_value, make_rule_result, make_unit_scale, overloads, raise_scale_to_degree
+from ._vocabulary import decode_value, make_rule_result, make_unit_scale, raise_scale_to_degree
 
 aten = find_torch_operators("aten")
 
@@ -38,10 +39,10 @@ def compute_under_unit_scale(operator: OpOverload, x: ScaledTensor) -> Tensor:
 
 
 @implements_each(
-    *(aten.tanh.default, aten.sin.default, aten.asin.default, aten.atan.default, aten.asinh.default),
-    *(aten.atanh.default, aten.erf.default, aten.log1p.default, aten.expm1.default, aten.sinh.default),
-    *(aten.tan.default, aten.erfinv.default, aten.frac.default, aten.special_bessel_j1.default),
-    *(aten.special_i1e.default, aten.special_i1.default, aten.special_modified_bessel_i1.default),
+    *parse_operators("""
+        tanh sin asin atan asinh atanh erf log1p expm1 sinh tan erfinv frac special_bessel_j1 special_i1e special_i1
+        special_modified_bessel_i1
+    """),
     family="unit output",
 )
 def compute_linear_near_zero(operator: OpOverload, x: ScaledTensor) -> Tensor:
@@ -103,7 +104,7 @@ def rrelu_with_noise_(x: ScaledTensor, noise: Any, *arguments: Any, **options: A
     return write_values(x, rrelu_with_noise(x, noise, *arguments, **options))
 
 
-@implements(*overloads(aten._ctc_loss_backward), family="special")
+@implements(*parse_operators("_ctc_loss_backward.*"), family="special")
 def ctc_loss_backward(
     gradient: Any, x: Any, targets: Tensor, lengths: Any, target_lengths: Any, loss: Any, alpha: Any, *options: Any
 ) -> Tensor:

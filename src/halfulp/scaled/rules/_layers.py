@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...kernels import find_torch_operators
-from ...subclass._rule_table import map_arguments_by_name
+from ...subclass._derivation import map_arguments_by_name
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._float8 import has_cuda_capability

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..._names import describe_unknown_name
@@ -504,17 +504,3 @@ def aligned(*operators: OpOverload, family: str = "own") -> None:
         arguments, options = map_tree(lambda x: next(found) if is_floating(x) else x, (arguments, options))
         results = operator(*arguments, **options)
         return scale_payloads(results, [scale], holders + [x for x in flat if is_floating(x) and x.dim()])
-
-
-def overloads(*packets: OpOverloadPacket) -> list[OpOverload]:
-    """Return the overloads of operators that are neither views, nor composites, and write no argument."""
-    found = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    return [
-        operator
-        for operator in found
-        if torch._C._dispatch_has_kernel(operator.name())  # not so for TorchScript's own, of lists of tensors say
-        and not operator._schema.is_mutable
-        and not operator.is_view
-        and any("Tensor" in str(argument.type) for argument in operator._schema.arguments)
-        and not operator._can_decompose()
-    ]
