@@ -12,13 +12,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from ..kernels import disable_tracing, find_torch_operators, list_present_operators
-from ..subclass._derivation import functional_form, parse_operators
+from ..kernels import disable_tracing, list_present_operators
+from ..subclass._derivation import aten, functional_form, parse_operators
 from ._derivation import note_float64_fallback, write_results
 from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor, attach_autograd_history
 from ._result_type import ResultType, encode_plain_operands, has_plain_operand, is_plain, make_result, result_type
-
-aten = find_torch_operators("aten")
 
 # Those whose operands must all have one dtype.
 SAME_DTYPE_OPERATORS = parse_operators("""
@@ -184,14 +182,7 @@ def _attend_in_float64(*arguments: Any, **options: Any) -> Any:
         return NotImplemented
     device = tensors[0].device.type
     if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-
-        def cast(x: Any) -> Any:
-            is_cast = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-            return x.to(dtype) if is_cast else x
-
-        with torch.autocast(device, enabled=False):
-            return _attend_in_float64(*map(cast, arguments), **{name: cast(x) for name, x in options.items()})
+        return NotImplemented  # autocast converts the operands and comes back
     form, operator = result_type(tensors), aten.scaled_dot_product_attention.default
     if not form.fits_float64:
         note_float64_fallback(operator, form)

@@ -12,11 +12,11 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION
-from ..kernels import find_torch_operators
 from ..kernels._plain_memory import is_floating
 from ..subclass import _rule_table as _fallback
-from ..subclass._collectives import is_collective, refuse_collective
 from ..subclass._derivation import (
+    aten,
+    derive_common_rule,
     functional_form,
     make_foreach_rule,
     map_arguments_by_name,
@@ -36,7 +36,6 @@ from ._result_type import (
 )
 from ._write import check_takes_fractions, write_value
 
-aten = find_torch_operators("aten")
 refuse_mctensor_operator = functools.partial(refuse_operator, "MCTensor")
 _COLLECTIVES_TEXT = (
     "of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors with "
@@ -47,16 +46,10 @@ _COLLECTIVES_TEXT = (
 @register_derivation
 def derive_rule(operator: OpOverload) -> Callable:
     """Make the rule of an operator that has none: a loop, its functional form and a copy, torch's steps, or float64."""
-    if is_collective(operator):
-        return functools.partial(refuse_collective, operator, _COLLECTIVES_TEXT)
-    name = operator._schema.name.removeprefix("aten::")
+    if (rule := derive_common_rule("MCTensor", operator, _COLLECTIVES_TEXT)) is not None:
+        return rule
     if (rule := make_foreach_rule(operator)) is not None:
         return rule
-    if name.startswith("_fused_") and operator._schema.is_mutable:
-        why = "reads memory as plain numbers (make the optimizer with fused=False)"
-        return functools.partial(refuse_mctensor_operator, operator, why)
-    if name in ("resize_", "resize_as_", "set_"):
-        return functools.partial(refuse_mctensor_operator, operator, "changes memory that views share")
     if operator._can_decompose():
         return functools.partial(_run_decomposition_or_derived_rule, operator)
     return _derive_primitive_rule(operator)
@@ -128,10 +121,8 @@ def note_float64_fallback(operator: OpOverload, form: ResultType) -> None:
 
 
 def implements_beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[Callable], Callable]:
-    """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64.
-
-    exactly: also for those that it does not hold exactly, as gaps between components may be wider than float64.
-    """
+    """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64."""
+    # exactly: also for those that it does not hold exactly, as gaps between components may be wider than float64.
 
     def register(rule: Callable) -> Callable:
         for operator in operators:

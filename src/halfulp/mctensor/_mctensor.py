@@ -371,6 +371,9 @@ class MCTensor(CompositeTensor):
         made.requires_grad_(requires_grad)
         return made
 
+    def _replace_by_views(self, view: Callable[[Tensor], Tensor]) -> None:
+        self._parts = tuple(map(view, self._parts))
+
     # A compiler reads and replaces the components by name.
     _part_0, _part_1, _part_2, _part_3 = (
         property(

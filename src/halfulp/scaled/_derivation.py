@@ -8,23 +8,25 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ..kernels import find_torch_operators
 from ..kernels._plain_memory import is_floating
 from ..subclass import functional_form, note_fallback
-from ..subclass._collectives import is_collective, refuse_collective
-from ..subclass._derivation import is_written, map_arguments_by_name, refuse_operator, run_functional_form
+from ..subclass._derivation import (
+    aten,
+    derive_common_rule,
+    is_written,
+    map_arguments_by_name,
+    refuse_operator,
+    run_functional_form,
+)
 from ._operands import choose_storage, encode_plain_tensor, promote_dtypes, round_second_moment_above_zero
 from ._powers_of_two import has_readable_values
 from ._registry import RULES_OF_OPERATORS_DEFINED_LATER, find_rule, register_rule_derivation
 from ._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, enable_lazy_conjugates, wrap_payload
 from ._write import check_indexed_write, write_values
 
-aten = find_torch_operators("aten")
 _refuse_operator = functools.partial(refuse_operator, "ScaledTensor")
-_REFUSED_WRITING_OPERATORS = ("resize_", "resize_as_", "set_")
 # Primitives that torch's Python formulas call, such as those of forward-mode derivatives.
 _ATEN_OPERATOR_BY_PRIMITIVE = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 # Not decomposed: their own backward needs other results, or the decomposition draws other random numbers.
@@ -34,20 +36,17 @@ _UNDECOMPOSED_PREFIXES = ("_scaled_dot_product", "native_dropout", "bernoulli", 
 @register_rule_derivation
 def derive_rule(operator: OpOverload) -> Callable:
     """Return a rule for an operator that has none."""
-    if is_collective(operator):
-        text = "of scaled tensors: send x.payload and x.scale, or x.decode()"
-        return functools.partial(refuse_collective, operator, text)
+    text = "of scaled tensors: send x.payload and x.scale, or x.decode()"
+    if (rule := derive_common_rule("ScaledTensor", operator, text)) is not None:
+        return rule
     name = operator._schema.name.removeprefix("aten::")
     if name in _ATEN_OPERATOR_BY_PRIMITIVE:
         return find_rule(_ATEN_OPERATOR_BY_PRIMITIVE[name])
     if name in RULES_OF_OPERATORS_DEFINED_LATER:
         return RULES_OF_OPERATORS_DEFINED_LATER[name]
     if operator._schema.is_mutable:
-        functional = functional_form(operator)
-        if functional is None or name in _REFUSED_WRITING_OPERATORS:
+        if (functional := functional_form(operator)) is None:
             return functools.partial(_refuse_operator, operator, "writes into its argument")
-        if torch.Tag.inplace_view in operator.tags:
-            return functools.partial(_run_view_in_place, operator, functional)
         return functools.partial(_run_functional_form_in_place, operator, functional, name)
     if operator._can_decompose():
         return functools.partial(_run_composite_formula, operator)
@@ -74,10 +73,9 @@ def _run_decomposition(operator: OpOverload, formula: Callable, *arguments: Any,
 
 
 def _run_composite_formula(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    """Run torch's own C++ formula of a composite operator, as above autograd: results must not depend on the mode.
-
-    Whole operators arrive here in inference mode alone. Some formulas ask for a tensor's mode: they run outside of it.
-    """
+    """Run torch's own C++ formula of a composite operator, as above autograd."""
+    # Results must not depend on the mode: whole operators arrive here in inference mode alone. Some formulas ask for a
+    # tensor's mode: they run outside of it.
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     in_native_code = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
     formula = functools.partial(operator._op_dk, key) if in_native_code else operator.decompose
@@ -138,20 +136,10 @@ def _run_functional_form_in_place(
 
 
 def _keep_second_moment_nonzero(x: Any, added: Any, total: Any) -> Any:
-    """Keep a compiled sum of positive numbers from rounding to 0, as the rule of addcmul does.
-
-    Before torch 2.12, Dynamo makes x.add_(a * b * value) of x.addcmul_(a, b, value=value); squares come in float32.
-    """
+    """Keep a compiled sum of positive numbers from rounding to 0, as the rule of addcmul does."""
+    # Before torch 2.12, Dynamo makes x.add_(a * b * value) of x.addcmul_(a, b, value=value); squares come in float32.
     if not all(isinstance(one, ScaledTensor) for one in (x, added, total)):
         return total
     if has_readable_values(total._payload) or added._payload.dtype != torch.float32:
         return total
     return round_second_moment_above_zero(total, x, added)
-
-
-def _run_view_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:
-    """Run squeeze_ or transpose_: the tensor becomes a view of itself, and so does its payload."""
-    x._payload = functional(x._payload, *arguments)
-    with no_dispatch():  # the shape that the wrapper itself reports
-        operator(x, *arguments)
-    return x

@@ -177,11 +177,12 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     """
     if family not in FAMILY_BY_NAME:
         raise ValueError(describe_unknown_name("family", family, FAMILY_BY_NAME))
-    register: Callable[[Given], Given] = _rule_table.implements(*operators)
+    known = list_present_operators(operators)
+    register: Callable[[Given], Given] = _rule_table.implements(*known)
 
     def register_in_family(rule: Given) -> Given:
-        FAMILY_BY_OPERATOR.update(dict.fromkeys(list_present_operators(operators), family))
-        for operator in list_present_operators(operators):
+        for operator in known:
+            FAMILY_BY_OPERATOR[operator] = family
             _rule_table_with_home.forget(operator)
         return register(rule)
 

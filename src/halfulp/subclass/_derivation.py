@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from ..kernels import find_torch_operators
+from ._collectives import is_collective, refuse_collective
+from ._composite_tensor import CompositeTensor
 from ._rule_table import Rule
 
 aten = find_torch_operators("aten")
@@ -31,10 +35,8 @@ def overloads(*packets: OpOverloadPacket) -> list[OpOverload]:
 
 
 def parse_operators(names: str) -> list[OpOverload]:
-    """Return aten's operators of a text of names.
-
-    "name" is an operator's default overload, "name.overload" another, and "name.*" all that `overloads` finds.
-    """
+    """Return aten's operators of a text of names."""
+    # "name" is an operator's default overload, "name.overload" another, and "name.*" all that `overloads` finds.
     found: list[OpOverload] = []
     for name, _, overload in (one.partition(".") for one in names.split()):
         packet = getattr(aten, name)
@@ -73,15 +75,10 @@ def functional_form(operator: OpOverload) -> OpOverload | None:
 
 
 def run_functional_form(
-    operator: OpOverload,
-    functional: OpOverload,
-    given: dict[str, Any],
-    write: Callable[[list[Any], list[Any]], None],
+    operator: OpOverload, functional: OpOverload, given: dict[str, Any], write: Callable[[list[Any], list[Any]], None]
 ) -> Any:
-    """Run the functional form of an operator that writes, and return what the operator returns.
-
-    `given` are the arguments by name; `write` takes the tensors to write into, and the results.
-    """
+    """Run the functional form of an operator that writes, and return what the operator returns."""
+    # `given` are the arguments by name; `write` takes the tensors to write into, and the results.
     written = [given[argument.name] for argument in operator._schema.arguments if is_written(argument)]
     targets = tree_leaves(written)
     taken = {argument.name for argument in functional._schema.arguments}
@@ -120,3 +117,28 @@ def refuse_operator(kind: str, operator: OpOverload, why: str, *arguments: Any, 
     raise NotImplementedError(
         f"{operator} {why} and has no rule for {kind}s: register one by {kind}.implements, or use x.decode()"
     )
+
+
+_FUSED_OPTIMIZER_NAMES = tuple(f"_fused_{name}" for name in ("adam", "adagrad", "sgd"))
+
+
+def derive_common_rule(kind: str, operator: OpOverload, collectives_text: str) -> Rule | None:
+    """Return the rule of an operator for which all classes derive the same: a refusal, or a view in place."""
+    name = operator._schema.name.removeprefix("aten::")
+    if is_collective(operator):
+        return functools.partial(refuse_collective, operator, collectives_text)
+    if name.startswith(_FUSED_OPTIMIZER_NAMES):
+        why = "reads memory as plain numbers (make the optimizer with fused=False, or take one of halfulp.optim)"
+        return functools.partial(refuse_operator, kind, operator, why)
+    if name in ("resize_", "resize_as_", "set_"):
+        return functools.partial(refuse_operator, kind, operator, "changes memory that views share")
+    if torch.Tag.inplace_view in operator.tags and (functional := functional_form(operator)) is not None:
+        return functools.partial(_run_view_in_place, operator, functional)
+    return None
+
+
+def _run_view_in_place(operator: OpOverload, functional: OpOverload, x: CompositeTensor, *arguments: Any) -> Any:
+    """Run squeeze_ or transpose_: the tensor becomes a view of itself, and so do the plain tensors that hold it."""
+    x._replace_by_views(lambda part: functional(part, *arguments))
+    with no_dispatch():  # the shape that the wrapper itself reports
+        return operator(x, *arguments)

@@ -22,10 +22,9 @@ _fallback_recorders: list[Counter[str]] = []
 
 
 class _RunningModel:
-    """The counts of the model whose forward pass began last.
+    """The counts of the model whose forward pass began last."""
 
-    Only written while a compiled model is traced: to read them would be a guard, and each change a new graph.
-    """
+    # Only written while a compiled model is traced: to read them would be a guard, and each change a new graph.
 
     counts: Counter[str] | None = None
 
@@ -152,12 +151,10 @@ _OUTLIER_GAP = 2.0**10
 
 
 def mark_outliers(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
-    """Return where elements from a size on are outliers, which stand for infinity; nowhere if they are data.
-
-    Outliers lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
-    beside a padded zero is neither. Among zeros alone they may be, unless the tensor is a product's factor, whose
-    zeros are exact beside any number.
-    """
+    """Return where elements from a size on are outliers, which stand for infinity; nowhere if they are data."""
+    # Outliers lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
+    # beside a padded zero is neither. Among zeros alone they may be, unless the tensor is a product's factor, whose
+    # zeros are exact beside any number.
     magnitudes = torch.nan_to_num(x.detach().abs(), 0.0, 0.0, 0.0)
     large = magnitudes >= size
     if not x.numel():

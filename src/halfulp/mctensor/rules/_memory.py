@@ -8,20 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._mode_utils import no_dispatch
 
 from ...arithmetic import PRECISION
-from ...kernels import find_torch_operators, require_float64
-from ...subclass._collectives import register_collectives, run_collective_and_wait
-from ...subclass._derivation import parse_operators
+from ...kernels import require_float64
+from ...subclass._collectives import register_collectives
+from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import gives_plain_gradient_of, is_storing_plain_gradient
 from .._encode import choose_scale, divide_by_scale, find_largest_finite_magnitude
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, make_result, result_type, to_components
-from .._write import copy_received_value, list_plain_tensors, truncate_to_integers, write_value
+from .._write import copy_received_value, truncate_to_integers, write_value
 from ._comparison import copy_elements, map_components
-
-aten = find_torch_operators("aten")
 
 # From this magnitude on a value becomes infinite in float16 components, as in conversions of torch's; it does not
 # choose their scale.
@@ -232,34 +229,4 @@ def compare_layouts(operator: OpOverload, *tensors: Tensor) -> Any:
     return operator(*(x._parts[0] if isinstance(x, MCTensor) else x for x in tensors))
 
 
-_VIEW_OPERATOR_BY_IN_PLACE_OPERATOR = {
-    aten.squeeze_.default: aten.squeeze.default,
-    aten.squeeze_.dim: aten.squeeze.dim,
-    aten.squeeze_.dims: aten.squeeze.dims,
-    aten.unsqueeze_.default: aten.unsqueeze.default,
-    aten.t_.default: aten.t.default,
-    aten.transpose_.default: aten.transpose.int,
-    aten.as_strided_.default: aten.as_strided.default,
-    aten.detach_.default: aten.detach.default,
-}
-
-
-@implements_each(*_VIEW_OPERATOR_BY_IN_PLACE_OPERATOR)
-def view_in_place(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> MCTensor:
-    """View every component in its place."""
-    x._parts = tuple(_VIEW_OPERATOR_BY_IN_PLACE_OPERATOR[operator](part, *arguments, **options) for part in x._parts)
-    with no_dispatch():
-        return operator(x, *arguments, **options)
-
-
-def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
-    """Return one rank's values: every component and the scale travel as one byte tensor."""
-    inner = list_plain_tensors(x)
-    message = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in inner])
-    pieces = run_collective_and_wait("broadcast", message, source, group).split([part.nbytes for part in inner])
-    # A clone: a piece may start anywhere, and a view of another dtype may not.
-    arrived = [piece.clone().view(part.dtype).reshape(part.shape) for piece, part in zip(pieces, inner)]
-    return x._make_like(arrived, False)
-
-
-register_collectives(implements, copy_received_value, broadcast)
+register_collectives(implements, copy_received_value)

@@ -14,7 +14,8 @@ from ... import arithmetic
 from ..._torch_versions import has_transposed_factors_in_solve_backward
 from ...arithmetic import Parts
 from ...arithmetic._matmul import find_largest_magnitude, multiply_float16_in_float32, split_into_float16
-from ...kernels import define_operator, find_torch_operators
+from ...kernels import define_operator
+from ...subclass._derivation import aten
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, gives_plain_gradient
 from .._encode import (
     HEADROOM_BINADES,
@@ -34,8 +35,6 @@ from .._result_type import (
     run_pointwise_function,
     to_components,
 )
-
-aten = find_torch_operators("aten")
 
 
 def multiply_matrices(a: Any, b: Any, form: ResultType) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import arithmetic
 from ...arithmetic import MOST, PRECISION, Parts
 from ...arithmetic._exact_sums import normalize_dims
-from ...kernels import find_torch_operators
+from ...subclass._derivation import aten
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, disable_result_rounding, gives_plain_gradient
 from .._derivation import (
     choose_float64_or_rule,
@@ -32,8 +32,6 @@ from .._result_type import (
     to_components,
 )
 from ._memory import combine_elements
-
-aten = find_torch_operators("aten")
 
 
 def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import find_torch_operators
-from ...subclass._derivation import parse_operators
+from ...subclass._derivation import aten, parse_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_decoded_values
 from .._operands import choose_storage, encode_plain_tensor, make_scaled_tensor, promote_dtypes
@@ -17,8 +16,6 @@ from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
 from ._vocabulary import decode_value, make_rule_result, make_unit_scale, raise_scale_to_degree
-
-aten = find_torch_operators("aten")
 
 
 def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
@@ -31,25 +28,22 @@ def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dt
     return make_scaled_tensor(payload, scale.clone(), storage, dtype)
 
 
-@implements_each(aten.exp.default, aten.exp2.default, aten.cosh.default, family="unit output")
-def compute_under_unit_scale(operator: OpOverload, x: ScaledTensor) -> Tensor:
-    """f(p s) in float32, under the scale 1 or what the largest finite result needs."""
-    values = operator(decode_value(x))
-    return encode_values_to_fit(values, make_unit_scale(values), x._payload.dtype, x.dtype)
+_LINEAR_NEAR_ZERO_OPERATORS = parse_operators("""
+    tanh sin asin atan asinh atanh erf log1p expm1 sinh tan erfinv frac special_bessel_j1 special_i1e special_i1
+    special_modified_bessel_i1
+""")
 
 
 @implements_each(
-    *parse_operators("""
-        tanh sin asin atan asinh atanh erf log1p expm1 sinh tan erfinv frac special_bessel_j1 special_i1e special_i1
-        special_modified_bessel_i1
-    """),
-    family="unit output",
+    *_LINEAR_NEAR_ZERO_OPERATORS, aten.exp.default, aten.exp2.default, aten.cosh.default, family="unit output"
 )
-def compute_linear_near_zero(operator: OpOverload, x: ScaledTensor) -> Tensor:
-    """f(p s) in float32, under min(s, 1), as f(x) is about x near 0, or what the largest finite result needs."""
+def compute_function_of_values(operator: OpOverload, x: ScaledTensor) -> Tensor:
+    """f(p s) in float32 under 1, under min(s, 1) where f(x) is about x near 0, or what the largest result needs."""
     values = operator(decode_value(x))
     own = _powers.read_scale(x._scale)
-    if own is None:
+    if operator not in _LINEAR_NEAR_ZERO_OPERATORS:
+        scale = make_unit_scale(values)
+    elif own is None:
         scale = torch.clamp(x._scale, max=1.0)
     else:
         scale = torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")

@@ -26,8 +26,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..._names import describe_unknown_name
-from ...kernels import find_torch_operators, list_present_operators
+from ...kernels import list_present_operators
 from ...kernels._plain_memory import is_floating
+from ...subclass._derivation import aten
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
@@ -144,10 +145,8 @@ def encode_results(y: Any, holders: list[Any]) -> Any:
 
 
 def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtype]:
-    """Return operands' float32 payloads under their largest scale, that scale, the storage and the logical dtype.
-
-    Numbers that stand for infinity do not decide the scale: they stay as much larger than the rest as float32 can hold.
-    """
+    """Return operands' float32 payloads under their largest scale, that scale, the storage and the dtype."""
+    # Numbers that stand for infinity do not decide the scale: they stay as much larger than the rest as float32 holds.
     like = find_scaled_tensor(operands)
     tensors = [encode_operand(x, like) for x in operands]
     storage, dtype = choose_storage(operands), promote_dtypes(operands)
@@ -180,11 +179,9 @@ def _clamp_outliers(payload: Tensor, given: Any, scale: float | None, storage: t
 
 
 def round_root_to_power(count: int) -> float:
-    """Return the power of two below the square root of a number of terms.
-
-    Any power of two would give the same values: a symbolic size has that of the traced one, so that others share the
-    graph.
-    """
+    """Return the power of two below the square root of a number of terms."""
+    # Any power of two would give the same values: a symbolic size has that of the traced one, so that others share the
+    # graph.
     if isinstance(count, torch.SymInt):
         count = count.node.hint if count.node.has_hint() else 1
     power = 1
@@ -203,11 +200,9 @@ def is_constant(x: Any) -> bool:
 
 
 def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
-    """Return float32 payloads under their largest scale, or what a constant needs if that is more.
-
-    A constant that stands for infinity saturates, at 128 or more. Among zeros of any scale a constant's own power of
-    two is taken, for a large one what it needs.
-    """
+    """Return float32 payloads under their largest scale, or what a constant needs if that is more."""
+    # A constant that stands for infinity saturates, at 128 or more. Among zeros of any scale a constant's own power of
+    # two is taken, for a large one what it needs.
     like, storage = find_scaled_tensor(operands), choose_storage(operands)
     tensors = {i: encode_addend(x, like) for i, x in enumerate(operands) if not is_constant(x)}
     constants = {i: encode_operand(x, like) for i, x in enumerate(operands) if i not in tensors}
@@ -272,10 +267,8 @@ def make_constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.
 
 
 def align_constants(x: ScaledTensor, *constants: Any, room: bool = True) -> tuple[list[Any], Tensor]:
-    """Return constants as payloads, and x's scale, raised as they need, or theirs if x is zeros of any scale.
-
-    `room` is False of bounds, which results need not reach: only zeros of any scale take theirs.
-    """
+    """Return constants as payloads, and x's scale, raised as they need, or theirs if x is zeros of any scale."""
+    # `room` is False of bounds, which results need not reach: only zeros of any scale take theirs.
     storage, own = x._payload.dtype, _powers.read_scale(x._scale)
     if own is not None and all(isinstance(c, (int, float)) for c in constants):
         numbers = [float(c) for c in constants]
@@ -321,7 +314,6 @@ def _find_least_outlier_constant(storage: torch.dtype) -> float:
     return _powers.HUGE_SCALE if storage in FULL_RANGE_STORAGES else LEAST_OUTLIER_BY_STORAGE[storage]
 
 
-aten = find_torch_operators("aten")
 # Operators whose results are elements of the argument, or their negatives: exact in every storage.
 _SELECTING_OPERATORS = {aten.relu.default, aten.neg.default, aten.abs.default}
 

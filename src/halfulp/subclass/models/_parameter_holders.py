@@ -62,10 +62,8 @@ def _load_with_renamed_entries(
     *given: Any,
     **options: Any,
 ) -> Any:
-    """Rename auxiliary entries to their parameters' names with ``module.`` (DDP) and ``_orig_mod.`` (torch.compile).
-
-    torch takes these out of names when it saves, and puts them before parameters and buffers alone when it loads.
-    """
+    """Rename auxiliary entries to their parameters' names with ``module.`` (DDP) and ``_orig_mod.`` (torch.compile)."""
+    # torch takes these out of names when it saves, and puts them before parameters and buffers alone when it loads.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (layout := find_state_dict_layout(parameter)) is None:
             continue
