@@ -23,7 +23,7 @@ from ..subclass.models._conversion import (
     list_module_parameters,
     replace_parameters,
 )
-from ..subclass.models._state_dict import StateDictLayout, check_state_dict, register_layout
+from ..subclass.models._state_dict import StateDictLayout, check_state_dict, divide_exactly, register_layout
 from ._encode import check_component_count, check_dtype
 from ._mctensor import MCTensor, decode_to_plain, wrap_components
 
@@ -115,29 +115,22 @@ def _read_mctensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype 
         return first.detach()
     if scale is not None:
         kind = rest[0].dtype if rest and rest[0] is not None else dtype
-        first, scale = _divide_entry_by_scale(name, first, scale, kind)
+        part = None if kind is None else divide_exactly(first, scale, kind)
+        if kind is None:
+            scale = None  # the leading component was stored alone, multiplied by it
+        elif part is None:
+            raise ValueError(
+                f"{name!r} is no {kind} times {name}.{_SCALE_SUFFIX}: it was written without the entries beside it; "
+                "take these away to load it as a plain tensor"
+            )
+        else:
+            first = part
     parts = [part for part in (first, *rest) if isinstance(part, Tensor)]
     if len(parts) <= len(rest) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")
     if parts[0].dtype not in PRECISION:
         raise ValueError(f"{name!r} is {parts[0].dtype} in the file: components are floating point")
     return wrap_components(tuple(part.detach() for part in parts), scale, "first")
-
-
-def _divide_entry_by_scale(
-    name: str, first: Tensor, scale: Tensor, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the leading component divided by its scale, and the scale; unchanged where it was stored alone."""
-    if dtype is None:
-        return first, None
-    part = (first.detach().double() / scale.double()).to(dtype)
-    back = part.double() * scale.double()
-    if first.is_meta or bool(((back == first) | (back.isnan() & first.isnan())).all()):
-        return part, scale
-    raise ValueError(
-        f"{name!r} is no {dtype} times {name}.{_SCALE_SUFFIX}: it was written without the entries beside it; "
-        "take these away to load it as a plain tensor"
-    )
 
 
 register_layout(

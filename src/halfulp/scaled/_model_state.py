@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .._messages import name_type
-from ..subclass.models._state_dict import StateDictLayout, check_state_dict, register_layout
+from ..subclass.models._state_dict import StateDictLayout, check_state_dict, divide_exactly, register_layout
 from . import _powers_of_two as _powers
 from ._operands import encode_plain_tensor
 from ._registry import LOGICAL_DTYPES, check_storage_dtype
@@ -114,11 +114,8 @@ def _join_values_and_scale(state_dict: Mapping[str, Any], name: str, dtype: torc
         raise ValueError(f"{error}; the file is damaged") from None
     if isinstance(values, ScaledTensor) or not isinstance(values, Tensor) or values.dtype not in LOGICAL_DTYPES:
         return values
-    payload = (values.detach().double() / scale.double()).to(storage)
-    back = payload.double() * scale.double()
-    if values.is_meta or bool(((back == values) | (back.isnan() & values.isnan())).all()):
-        return wrap_payload(payload, scale, dtype)
-    return values
+    payload = divide_exactly(values, scale, storage)
+    return values if payload is None else wrap_payload(payload, scale, dtype)
 
 
 register_layout(

@@ -54,14 +54,9 @@ def register_collectives(
     reduce: Rule | None = None,
     gather: Rule | None = None,
 ) -> None:
-    """Register a class's rules of c10d's operators, which write into their arguments, and finish before they return.
-
-    Args:
-        implements: the class's decorator, by operator.
-        write: writes a value into a tensor of the class.
-        reduce: returns the ranks' reduction, of a tensor, "sum", "avg", "max" or "min" and the group's name.
-        gather: returns the ranks' values one after another, of a tensor and the group's name.
-    """
+    """Register a class's rules of c10d's operators, which write into their arguments, and finish before they return."""
+    # `write` writes a value into a tensor of the class; `reduce` takes a tensor, "sum", "avg", "max" or "min" and the
+    # group's name; `gather` returns the ranks' values one after another.
     if not torch.distributed.is_available():
         return
     c10d = torch.ops.c10d

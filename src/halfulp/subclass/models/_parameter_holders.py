@@ -185,16 +185,10 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> list[nn.Module]:
-    """Refuse to change parameters that other objects hold, before anything is changed; return fully_shard's modules.
-
-    For these call `reset_shards` when the change is made. A change of dtype in place reaches modules, optimizers, hooks
-    and compiled graphs, which are traced again, but not DistributedDataParallel, FSDP1 or others that share memory.
-
-    Args:
-        named: qualified names and parameters; one parameter may have several names.
-        what: the caller, for messages.
-        replaced: whether they become new objects; else they change their dtype in place.
-    """
+    """Refuse to change parameters that other objects hold, before anything is changed; return fully_shard's modules."""
+    # For these call `reset_shards` when the change is made. `what` is the caller, for messages; `replaced` is whether
+    # parameters become new objects. A change of dtype in place reaches modules, optimizers, hooks and compiled graphs,
+    # which are traced again, but not DistributedDataParallel, FSDP1 or others that share memory.
     names: dict[int, str] = {}
     unique = []
     for name, tensor in named:
