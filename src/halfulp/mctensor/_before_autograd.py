@@ -219,16 +219,7 @@ FUNCTION_BY_ENTRY_OPERATOR: dict[OpOverload, Callable[..., Any]] = {
     },
 }
 
-for _operator in list_present_operators(
-    dict.fromkeys(
-        (
-            *ENCODED_COMPOSITE_OPERATORS,
-            *ENCODED_DIFFERENTIABLE_OPERATORS,
-            *FUNCTION_BY_ENTRY_OPERATOR,
-            *SAME_DTYPE_OPERATORS,
-        )
-    )
-):
-    _aten_library.impl(
-        _operator.name().removeprefix("aten::"), _make_entry_kernel(_operator), ENTRY_KEY_NAME, with_keyset=True
-    )
+_entry_operators = [*ENCODED_COMPOSITE_OPERATORS, *ENCODED_DIFFERENTIABLE_OPERATORS, *SAME_DTYPE_OPERATORS]
+for _operator in list_present_operators(dict.fromkeys((*_entry_operators, *FUNCTION_BY_ENTRY_OPERATOR))):
+    _name = _operator.name().removeprefix("aten::")
+    _aten_library.impl(_name, _make_entry_kernel(_operator), ENTRY_KEY_NAME, with_keyset=True)

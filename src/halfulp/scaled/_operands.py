@@ -353,11 +353,18 @@ def widen_payload(x: Any) -> Any:
     return wrap_payload(to_float32(x), x._scale, x.dtype, x._home)
 
 
-def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    def change_nested(x: Any) -> Any:
-        return tree_map(change, x) if isinstance(x, (list, tuple)) else change(x)
+def map_tree(function: Callable[[Any], Any], x: Any) -> Any:
+    """Return tree_map(function, x), without its cost for a tensor and for plain tuples, lists and dicts."""
+    kind = type(x)
+    if kind is tuple or kind is list:
+        return kind(map_tree(function, y) for y in x)
+    if kind is dict:
+        return {key: map_tree(function, y) for key, y in x.items()}
+    return tree_map(function, x) if isinstance(x, (tuple, list, dict)) else function(x)
 
-    return tuple(map(change_nested, arguments)), {name: change_nested(x) for name, x in options.items()}
+
+def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    return map_tree(change, arguments), map_tree(change, options)
 
 
 widen_operands = functools.partial(_map_tensors, widen_payload)

@@ -49,18 +49,6 @@ def round_copy_to_home(x: ScaledTensor) -> ScaledTensor:
     return round_to_home(x) if is_wider_than_home(x) else x.clone()
 
 
-def install_home_rounding_hooks(model: nn.Module) -> None:
-    """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""
-    for module in model.modules():
-        # transformers' layer of GPT-2, known by name: the library is not imported for it.
-        if not isinstance(module, _PRODUCT_LAYER_CLASSES) and type(module).__name__ != "Conv1D":
-            continue
-        if any(isinstance(p, ScaledTensor) and p.home is not None for p in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(_round_inputs_to_home, with_kwargs=True)
-            if isinstance(module, _RECURRENT_CLASSES):
-                module.register_forward_hook(_round_results_to_home)
-
-
 @disable_tracing
 def _round_inputs_to_home(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -306,7 +294,14 @@ def scalify(
     remove_forward_hooks(model.modules(), lambda hook: hook in _LAYER_HOOKS)
     for module in rescaled:
         module.register_forward_pre_hook(rescale_input_gradient, with_kwargs=True)
-    install_home_rounding_hooks(model)
+    for module in model.modules():
+        # Conv1D is transformers' layer of GPT-2, known by name: the library is not imported for it.
+        is_product = isinstance(module, _PRODUCT_LAYER_CLASSES) or type(module).__name__ == "Conv1D"
+        parameters = module.parameters(recurse=False) if is_product else ()
+        if any(isinstance(p, ScaledTensor) and p.home is not None for p in parameters):
+            module.register_forward_pre_hook(_round_inputs_to_home, with_kwargs=True)
+            if isinstance(module, _RECURRENT_CLASSES):
+                module.register_forward_hook(_round_results_to_home)
     _set_eight_bit_forwards(model, matmul)
     return model
 

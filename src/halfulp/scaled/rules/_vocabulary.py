@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..._names import describe_unknown_name
 from ...kernels import list_present_operators
@@ -43,6 +43,7 @@ from .._operands import (
     find_outliers,
     find_scaled_tensor,
     fit_scaled_tensor,
+    map_tree,
     move_payload_to_scale,
     promote_dtypes,
     saturate_outliers,
@@ -52,16 +53,6 @@ from .._scaled_tensor import ScaledTensor, decode_values, to_float32, wrap_paylo
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.
 _LARGEST_ORDINARY_SCALE = 2.0**60
-
-
-def map_tree(function: Callable[[Any], Any], x: Any) -> Any:
-    """Return tree_map(function, x), without its cost for a tensor and for plain tuples, lists and dicts."""
-    kind = type(x)
-    if kind is tuple or kind is list:
-        return kind(map_tree(function, y) for y in x)
-    if kind is dict:
-        return {key: map_tree(function, y) for key, y in x.items()}
-    return tree_map(function, x) if isinstance(x, (tuple, list, dict)) else function(x)
 
 
 def decode_value(x: Any) -> Any:
