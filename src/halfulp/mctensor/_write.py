@@ -50,7 +50,7 @@ def write_components(
         return x.copy_(renormalize(parts, 1, x.dtype)[0])
     if x._scale is not None:
         wide = tuple(part.double() for part in parts)
-        _rescale(x, x._scale, _choose_written_scale(x, x._scale, find_largest_finite_magnitude(wide[0])))
+        _fit_scale(x, x._scale, find_largest_finite_magnitude(wide[0]))
         for target, part in zip(x._parts, divide_by_scale(wide, x._scale, len(x._parts), x.dtype, is_sum)):
             target.copy_(part)
         return x
@@ -125,21 +125,17 @@ def refuse_overflow_in_place(x: MCTensor, first: Tensor, exact: Callable[[], Ten
         )
 
 
-def _choose_written_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> Tensor:
-    """Return a scale for values up to `largest` beside those in x's memory: x's own if it leaves room."""
+def _fit_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> None:
+    """Rescale all of the memory that x is a view of, unless x's scale leaves room for values up to `largest`."""
     if largest.numel() and not owns_all_memory(x._parts[0]):
         largest = torch.maximum(largest, find_largest_finite_magnitude(_view_whole_memory(x)[0]).double() * scale)
     ideal = choose_scale(largest, x.dtype)
     distance = torch.log2(ideal) - torch.log2(scale)
     fits = (distance < HEADROOM_BINADES) & (distance > -_RESCALED_BELOW_BINADES)
-    return torch.where(fits | (largest == 0), scale, ideal)
-
-
-def _rescale(x: MCTensor, scale: Tensor, wanted: Tensor) -> None:
-    """Rescale all of the memory that x is a view of: exact, except for values that become subnormal."""
+    wanted = torch.where(fits | (largest == 0), scale, ideal)
     if type(wanted) is Tensor and wanted.device.type == "cpu" and bool(wanted == scale):
         return
-    for part in _view_whole_memory(x):
+    for part in _view_whole_memory(x):  # exact, except for values that become subnormal
         part.copy_(part.double() * (scale.double() / wanted.double()))
     scale.copy_(wanted)
 

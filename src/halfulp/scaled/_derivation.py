@@ -126,20 +126,14 @@ def _run_functional_form_in_place(
         return operator(*arguments, **options)
 
     def write(targets: list[Any], results: list[Any]) -> None:
-        if name == "add_":
-            results = [_keep_second_moment_nonzero(targets[0], given["other"], results[0])]
+        if name == "add_" and all(isinstance(one, ScaledTensor) for one in (targets[0], given["other"], results[0])):
+            # A compiled sum of positive numbers does not round to 0, as by the rule of addcmul: before torch 2.12
+            # Dynamo makes x.add_(a * b * value) of x.addcmul_(a, b, value=value), whose squares come in float32.
+            added, total = given["other"], results[0]
+            if not has_readable_values(total._payload) and added._payload.dtype == torch.float32:
+                results = [round_second_moment_above_zero(total, targets[0], added)]
         check_indexed_write(name, given, targets[0], results[0])
         for target, result in zip(targets, results):
             write_values(target, result)
 
     return run_functional_form(operator, functional, given, write)
-
-
-def _keep_second_moment_nonzero(x: Any, added: Any, total: Any) -> Any:
-    """Keep a compiled sum of positive numbers from rounding to 0, as the rule of addcmul does."""
-    # Before torch 2.12, Dynamo makes x.add_(a * b * value) of x.addcmul_(a, b, value=value); squares come in float32.
-    if not all(isinstance(one, ScaledTensor) for one in (x, added, total)):
-        return total
-    if has_readable_values(total._payload) or added._payload.dtype != torch.float32:
-        return total
-    return round_second_moment_above_zero(total, x, added)

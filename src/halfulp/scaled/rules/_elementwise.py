@@ -17,17 +17,6 @@ from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
 from ._vocabulary import decode_value, make_rule_result, make_unit_scale, raise_scale_to_degree
 
-
-def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """Return float32 values under a scale, or under the larger one that the largest finite value needs."""
-    if storage not in FULL_RANGE_STORAGES and values.numel():
-        largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
-        needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
-        scale = _powers.take_largest_scale(scale, needed)
-    payload = _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale))
-    return make_scaled_tensor(payload, scale.clone(), storage, dtype)
-
-
 _LINEAR_NEAR_ZERO_OPERATORS = parse_operators("""
     tanh sin asin atan asinh atanh erf log1p expm1 sinh tan erfinv frac special_bessel_j1 special_i1e special_i1
     special_modified_bessel_i1
@@ -47,7 +36,13 @@ def compute_function_of_values(operator: OpOverload, x: ScaledTensor) -> Tensor:
         scale = torch.clamp(x._scale, max=1.0)
     else:
         scale = torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
-    return encode_values_to_fit(values, scale, x._payload.dtype, x.dtype)
+    storage = x._payload.dtype
+    if storage not in FULL_RANGE_STORAGES and values.numel():
+        largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
+        needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
+        scale = _powers.take_largest_scale(scale, needed)
+    payload = _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale))
+    return make_scaled_tensor(payload, scale.clone(), storage, x.dtype)
 
 
 # Exponents whose torch kernels commute with powers of two bit for bit; others are computed by logarithms.
