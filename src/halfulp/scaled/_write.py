@@ -35,8 +35,6 @@ def write_values(x: Tensor, value: Any) -> Tensor:
     # fit, or would be 0, where values can be looked at.
     if not isinstance(x, ScaledTensor):
         return x.copy_(decode_if_scaled(value))
-    if value is x:
-        return x
     value = encode_operand(value, x)
     if value.shape != x.shape and torch.broadcast_shapes(value.shape, x.shape) != x.shape:
         raise RuntimeError(f"a value of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")

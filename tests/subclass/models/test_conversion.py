@@ -62,7 +62,7 @@ def test_models_without_components_are_refused():
             fallbacks(plain)
 
 
-STATE_DICT_HOOKS = {"_save_auxiliary_tensors", "_load_auxiliary_tensors", "_check_all_modules"}
+STATE_DICT_HOOKS = {"_save_auxiliary_tensors", "_load_auxiliary_tensors", "_check_all_modules", "_forget_missing"}
 STORED_NAMES = {
     multicomponent: {"rebuild_mctensor", "_begin_forward", *STATE_DICT_HOOKS},
     lambda model: scalify(model, torch.float8_e4m3fn, matmul="fp8"): {

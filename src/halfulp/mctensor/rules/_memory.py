@@ -62,8 +62,6 @@ implements(aten._local_scalar_dense.default)(lambda x: decode_to_plain(x, torch.
 @implements(aten.copy_.default)
 def copy_(x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     """Copy the values of an MCTensor or plain tensor into another, rounded to what that holds."""
-    if source is x:
-        return x
     if isinstance(source, Tensor) and source.device != x.device:
         source = source.to(x.device, non_blocking=non_blocking)
     return write_value(x, source)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..._messages import name_type, quote
+from .._composite_tensor import list_plain_tensors
 
 _C: Any = torch._C
+_LOADED_ATTRIBUTE = "_halfulp_loaded"
 # On a parameter: its first name in the newest state_dict, and that one's identity, that of the values, and versions.
 FIRST_SAVED_NAME_ATTRIBUTE = "_halfulp_saved"
 
@@ -52,6 +54,7 @@ def install_state_dict_hooks(module: nn.Module) -> None:
     if _save_auxiliary_tensors not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_save_auxiliary_tensors)
         module.register_load_state_dict_pre_hook(_load_auxiliary_tensors)
+        module.register_load_state_dict_post_hook(_forget_missing)
 
 
 def install_state_dict_check(model: nn.Module) -> None:
@@ -67,8 +70,8 @@ def remove_state_dict_hooks(module: nn.Module) -> None:
     """Remove the hooks that save and load parameters of such classes, unless some are left."""
     if any(_list_own_parameters(inner) for inner in module.modules()):
         return
-    own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_all_modules)
-    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+    own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_all_modules, _forget_missing)
+    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
         for key, hook in list(hooks.items()):
             if getattr(hook, "hook", hook) in own:
                 del hooks[key]
@@ -180,6 +183,7 @@ def _load_auxiliary_tensors(
 ) -> None:
     """Load auxiliary tensors into their parameters; torch reports mismatches and assigns."""
     check_layout_version(local_metadata)
+    loaded = module.__dict__[_LOADED_ATTRIBUTE] = []
     for key, parameter, layout in _list_own_parameters(module):
         name = prefix + key
         value = _read_parameter_from_entries(state_dict, name, parameter, layout)
@@ -190,6 +194,14 @@ def _load_auxiliary_tensors(
         state_dict[name] = value
         if value.shape == parameter.shape and not local_metadata.get("assign_to_params_buffers", False):
             with torch.no_grad():
-                for target, part in zip(parameter._list_plain_tensors(), value._list_plain_tensors(), strict=True):
+                for target, part in zip(list_plain_tensors(parameter), list_plain_tensors(value), strict=True):
                     target.copy_(part)
-            state_dict[name] = parameter  # which torch then copies into itself: not a bit changes
+            del state_dict[name]
+            loaded.append(name)
+
+
+def _forget_missing(module: nn.Module, incompatible: Any) -> None:
+    """Remove the entries that `_load_auxiliary_tensors` has loaded from the missing keys."""
+    for name in module.__dict__.pop(_LOADED_ATTRIBUTE, ()):
+        if name in incompatible.missing_keys:
+            incompatible.missing_keys.remove(name)
