@@ -19,9 +19,8 @@ from ..subclass._derivation import (
     derive_common_rule,
     functional_form,
     make_foreach_rule,
-    map_arguments_by_name,
+    make_writing_rule,
     refuse_operator,
-    run_functional_form,
 )
 from ..subclass._in_backward import disable_result_rounding, gives_plain_gradient
 from ._mctensor import MCTensor, decode_to_plain, implements, register_derivation, wrap_components
@@ -65,7 +64,7 @@ def _derive_primitive_rule(operator: OpOverload) -> Callable:
     if operator._schema.is_mutable:
         if (functional := functional_form(operator)) is None:
             return functools.partial(refuse_mctensor_operator, operator, "writes into its argument")
-        return functools.partial(write_results, operator, functional)
+        return make_unrounded_writing_rule(operator, functional)
     if operator.is_view:
         return functools.partial(refuse_mctensor_operator, operator, "is a view")
     return functools.partial(_run_without_rule, operator)
@@ -182,24 +181,29 @@ def _collect_decompositions() -> dict[OpOverload, Callable]:
     return {**decomposition_table, **core_aten_decompositions()}
 
 
-def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any, **options: Any) -> Any:
-    """Run an operator's functional form, then copy its results into the arguments that the operator writes."""
-    given = map_arguments_by_name(operator, arguments, options, defaults=False)
+def make_unrounded_writing_rule(operator: OpOverload, functional: OpOverload) -> Callable:
+    """Return the rule of an operator that writes: its functional form, no step of which is rounded to a gradient."""
+    run = make_writing_rule(operator, functional, functools.partial(_write_results, operator))
 
-    def write(targets: list[Any], results: list[Any]) -> None:
-        for target, result in zip(targets, results):
-            # torch's masked_fill_ truncates a number to the target's integer type.
-            if isinstance(result, MCTensor) and operator not in (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar):
-                check_takes_fractions(target)
-        for target, result in zip(targets, results):
-            if isinstance(target, MCTensor) and target._scale is not None and isinstance(result, Tensor):
-                wide = tuple(part.double() for part in to_components(result, target.device))
-                parts = limit_written_elements(wide, tree_leaves(given))
-                write_value(target, result if parts is wide else wrap_components(parts, None, target._gradients))
-            elif isinstance(target, MCTensor) or isinstance(result, MCTensor):
-                write_value(target, result)
-            else:
-                target.copy_(result)
+    def run_unrounded(*arguments: Any, **options: Any) -> Any:
+        with disable_result_rounding():
+            return run(*arguments, **options)
 
-    with disable_result_rounding():
-        return run_functional_form(operator, functional, given, write)
+    return run_unrounded
+
+
+def _write_results(operator: OpOverload, given: dict[str, Any], targets: list[Any], results: list[Any]) -> None:
+    """Copy the results of an operator's functional form into the arguments that it writes."""
+    for target, result in zip(targets, results):
+        # torch's masked_fill_ truncates a number to the target's integer type.
+        if isinstance(result, MCTensor) and operator not in (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar):
+            check_takes_fractions(target)
+    for target, result in zip(targets, results):
+        if isinstance(target, MCTensor) and target._scale is not None and isinstance(result, Tensor):
+            wide = tuple(part.double() for part in to_components(result, target.device))
+            parts = limit_written_elements(wide, tree_leaves(given))
+            write_value(target, result if parts is wide else wrap_components(parts, None, target._gradients))
+        elif isinstance(target, MCTensor) or isinstance(result, MCTensor):
+            write_value(target, result)
+        else:
+            target.copy_(result)

@@ -12,14 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..kernels._plain_memory import is_floating
 from ..subclass import functional_form, note_fallback
-from ..subclass._derivation import (
-    aten,
-    derive_common_rule,
-    is_written,
-    map_arguments_by_name,
-    refuse_operator,
-    run_functional_form,
-)
+from ..subclass._derivation import aten, derive_common_rule, make_writing_rule, refuse_operator
 from ._operands import choose_storage, encode_plain_tensor, promote_dtypes, round_second_moment_above_zero
 from ._powers_of_two import has_readable_values
 from ._registry import RULES_OF_OPERATORS_DEFINED_LATER, find_rule, register_rule_derivation
@@ -47,7 +40,8 @@ def derive_rule(operator: OpOverload) -> Callable:
     if operator._schema.is_mutable:
         if (functional := functional_form(operator)) is None:
             return functools.partial(_refuse_operator, operator, "writes into its argument")
-        return functools.partial(_run_functional_form_in_place, operator, functional, name)
+        write = functools.partial(_write_results, name)
+        return make_writing_rule(operator, functional, write, _run_on_plain_targets)
     if operator._can_decompose():
         return functools.partial(_run_composite_formula, operator)
     decomposition = None if name.startswith(_UNDECOMPOSED_PREFIXES) else _load_decompositions().get(operator)
@@ -114,26 +108,20 @@ def run_on_decoded_values(operator: OpOverload, *arguments: Any, **options: Any)
     return tree_map(encode, operator(*arguments, **options))
 
 
-def _run_functional_form_in_place(
-    operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any
-) -> Any:
-    """Compute the functional form, then copy its results into the arguments that the operator writes."""
-    given = map_arguments_by_name(operator, arguments, options, defaults=False)
-    written = [given[argument.name] for argument in operator._schema.arguments if is_written(argument)]
-    if not any(isinstance(target, ScaledTensor) for target in tree_leaves(written)):
-        # A plain target stays plain and keeps its digits: a running sum of losses, a parameter without a scale.
-        arguments, options = tree_map(decode_if_scaled, (arguments, options))
-        return operator(*arguments, **options)
+def _run_on_plain_targets(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    """Run an operator on decoded values: a plain target keeps its digits, as a running sum of losses."""
+    arguments, options = tree_map(decode_if_scaled, (arguments, options))
+    return operator(*arguments, **options)
 
-    def write(targets: list[Any], results: list[Any]) -> None:
-        if name == "add_" and all(isinstance(one, ScaledTensor) for one in (targets[0], given["other"], results[0])):
-            # A compiled sum of positive numbers does not round to 0, as by the rule of addcmul: before torch 2.12
-            # Dynamo makes x.add_(a * b * value) of x.addcmul_(a, b, value=value), whose squares come in float32.
-            added, total = given["other"], results[0]
-            if not has_readable_values(total._payload) and added._payload.dtype == torch.float32:
-                results = [round_second_moment_above_zero(total, targets[0], added)]
-        check_indexed_write(name, given, targets[0], results[0])
-        for target, result in zip(targets, results):
-            write_values(target, result)
 
-    return run_functional_form(operator, functional, given, write)
+def _write_results(name: str, given: dict[str, Any], targets: list[Any], results: list[Any]) -> None:
+    """Copy the results of an operator's functional form into the arguments that it writes."""
+    if name == "add_" and all(isinstance(one, ScaledTensor) for one in (targets[0], given["other"], results[0])):
+        # A compiled sum of positive numbers does not round to 0, as by the rule of addcmul: before torch 2.12 Dynamo
+        # makes x.add_(a * b * value) of x.addcmul_(a, b, value=value), whose squares come in float32.
+        added, total = given["other"], results[0]
+        if not has_readable_values(total._payload) and added._payload.dtype == torch.float32:
+            results = [round_second_moment_above_zero(total, targets[0], added)]
+    check_indexed_write(name, given, targets[0], results[0])
+    for target, result in zip(targets, results):
+        write_values(target, result)

@@ -138,9 +138,14 @@ def encode_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
         x = x if x.is_floating_point() else x.to(like.dtype)
         x = x.resolve_neg() if x.is_neg() else x  # below autograd torch's own kernels have no such operands
         return encode_plain_tensor(x, torch.float32, measure_scale_without_outliers(x, like._payload.dtype))
-    mantissa, power = split_off_power_of_two(float(x) if is_symbolic(x) else x)
-    payload = torch.full((), mantissa, dtype=torch.float32, device=like.device)
-    return wrap_payload(payload, torch.full((), power, dtype=torch.float32, device=like.device), like.dtype)
+    if isinstance(x, complex):
+        raise ComplexOperandError
+    value = float(x)
+    scale = 1.0 if value else _powers.ZERO_SCALE
+    if value and abs(value) < float("inf"):
+        scale = _powers.round_number_to_power(abs(value))
+    payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
+    return wrap_payload(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
 
 
 def is_symbolic(value: Any) -> bool:
@@ -357,7 +362,7 @@ def map_tree(function: Callable[[Any], Any], x: Any) -> Any:
     """Return tree_map(function, x), without its cost for a tensor and for plain tuples, lists and dicts."""
     kind = type(x)
     if kind is tuple or kind is list:
-        return kind(map_tree(function, y) for y in x)
+        return kind([map_tree(function, y) for y in x])
     if kind is dict:
         return {key: map_tree(function, y) for key, y in x.items()}
     return tree_map(function, x) if isinstance(x, (tuple, list, dict)) else function(x)

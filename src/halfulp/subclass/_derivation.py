@@ -49,13 +49,11 @@ def is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def map_arguments_by_name(
-    operator: OpOverload, arguments: Sequence[Any], options: dict[str, Any], defaults: bool = True
-) -> dict[str, Any]:
-    """Return the arguments of a call of an operator by their names, with those that are left to their defaults."""
+def map_arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of an operator by their names, defaults too."""
     schema = operator._schema.arguments
-    given = {one.name: one.default_value for one in schema if one.has_default_value()} if defaults else {}
-    return given | dict(zip((one.name for one in schema), arguments)) | options
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return given | dict(zip((argument.name for argument in schema), arguments)) | options
 
 
 def functional_form(operator: OpOverload) -> OpOverload | None:
@@ -74,27 +72,40 @@ def functional_form(operator: OpOverload) -> OpOverload | None:
     return None
 
 
-def run_functional_form(
-    operator: OpOverload, functional: OpOverload, given: dict[str, Any], write: Callable[[list[Any], list[Any]], None]
-) -> Any:
-    """Run the functional form of an operator that writes, and return what the operator returns."""
-    # `given` are the arguments by name; `write` takes the tensors to write into, and the results.
-    written = [given[argument.name] for argument in operator._schema.arguments if is_written(argument)]
-    targets = tree_leaves(written)
-    taken = {argument.name for argument in functional._schema.arguments}
-    results = tree_leaves(functional(**{name: value for name, value in given.items() if name in taken}))
-    for target, result in zip(targets, results, strict=True):
-        if type(target) is Tensor and not target.numel():
-            target.resize_(result.shape)  # as torch does
-        if result.shape != target.shape:
-            raise RuntimeError(
-                f"{operator}: a result of shape {list(result.shape)} for an output of shape {list(target.shape)}, "
-                f"which is not resized as its memory is its views' too: give one of the result's shape"
-            )
-    write(targets, results)
-    if not operator._schema.returns:
-        return None
-    return written[0] if len(written) == 1 else tuple(written)
+def make_writing_rule(
+    operator: OpOverload,
+    functional: OpOverload,
+    write: Callable[[dict[str, Any], list[Any], list[Any]], None],
+    run_plainly: Callable[..., Any] | None = None,
+) -> Rule:
+    """Return the rule of an operator that writes: its functional form, whose results `write` puts into the targets."""
+    # `write` takes the arguments by name, the tensors to write into, and the results. `run_plainly` takes the operator
+    # and its arguments where all targets are plain tensors.
+    names = [argument.name for argument in operator._schema.arguments]
+    written_names = [argument.name for argument in operator._schema.arguments if is_written(argument)]
+    taken = [argument.name for argument in functional._schema.arguments]
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        given = dict(zip(names, arguments)) | options
+        written = [given[name] for name in written_names]
+        targets = tree_leaves(written)
+        if run_plainly is not None and not any(isinstance(target, CompositeTensor) for target in targets):
+            return run_plainly(operator, *arguments, **options)
+        results = tree_leaves(functional(**{name: given[name] for name in taken if name in given}))
+        for target, result in zip(targets, results, strict=True):
+            if type(target) is Tensor and not target.numel():
+                target.resize_(result.shape)  # as torch does
+            if result.shape != target.shape:
+                raise RuntimeError(
+                    f"{operator}: a result of shape {list(result.shape)} for an output of shape {list(target.shape)}, "
+                    "which is not resized as its memory is its views' too: give one of the result's shape"
+                )
+        write(given, targets, results)
+        if not operator._schema.returns:
+            return None
+        return written[0] if len(written) == 1 else tuple(written)
+
+    return run
 
 
 def make_foreach_rule(operator: OpOverload) -> Rule | None:

@@ -29,10 +29,9 @@ _LINEAR_NEAR_ZERO_OPERATORS = parse_operators("""
 def compute_function_of_values(operator: OpOverload, x: ScaledTensor) -> Tensor:
     """f(p s) in float32 under 1, under min(s, 1) where f(x) is about x near 0, or what the largest result needs."""
     values = operator(decode_value(x))
-    own = _powers.read_scale(x._scale)
     if operator not in _LINEAR_NEAR_ZERO_OPERATORS:
         scale = make_unit_scale(values)
-    elif own is None:
+    elif (own := _powers.read_scale(x._scale)) is None:
         scale = torch.clamp(x._scale, max=1.0)
     else:
         scale = torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
