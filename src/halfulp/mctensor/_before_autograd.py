@@ -12,23 +12,18 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from ..kernels import disable_tracing, find_torch_operators, list_present_operators
-from ..subclass._rule_table import functional_form
-from ._derivation import note_float64_fallback, write_results
+from ..kernels import disable_tracing, list_present_operators
+from ..subclass._derivation import aten, functional_form, parse_operators
+from ._derivation import make_unrounded_writing_rule, note_float64_fallback
 from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor, attach_autograd_history
 from ._result_type import ResultType, encode_plain_operands, has_plain_operand, is_plain, make_result, result_type
 
-aten = find_torch_operators("aten")
-
 # Those whose operands must all have one dtype.
-SAME_DTYPE_OPERATORS = (
-    *(aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding, aten.conv3d.default),
-    *(aten.conv3d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
-    *(aten.convolution.default, aten.conv_tbc.default, aten.prelu.default, aten.bilinear.default),
-    *(aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default),
-    *(aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default, aten.addr.default),
-    *(aten.inner.default, aten.tensordot.default, aten.outer.default, aten.vdot.default),
-)
+SAME_DTYPE_OPERATORS = parse_operators("""
+    conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution conv_tbc prelu bilinear linear matmul mm bmm mv dot addmm baddbmm addmv addbmm
+    addr inner tensordot outer vdot
+""")
 
 
 def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
@@ -112,26 +107,19 @@ def _refuse_mctensors(operator: OpOverload, *arguments: Any, **options: Any) -> 
 
 # Those in which operands meet one another, or a constant, before they meet all others. Those that hand all operands to
 # one operator with a rule, as linear does, and those that write running statistics, as batch_norm, need none.
-ENCODED_COMPOSITE_OPERATORS = (
-    *(aten.einsum.default, aten.linalg_multi_dot.default, aten.chain_matmul.default, aten.bilinear.default),
-    *(aten.rms_norm.default, aten._weight_norm.default),
-    *(aten.kl_div.default, aten.poisson_nll_loss.default, aten.margin_ranking_loss.default),
-    *(aten.hinge_embedding_loss.default, aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default),
-    *(aten.multilabel_margin_loss.default, aten.cross_entropy_loss.default, aten.grid_sampler.default),
-    *(aten.cosine_similarity.default, aten.pairwise_distance.default, aten.cdist.default, aten.isclose.default),
-    *(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
-    *(aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data),
-    *(aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default),
-    *(aten.trapezoid.x, aten.trapz.x, aten.cumulative_trapezoid.x, aten.cov.default, aten.quantile.default),
-    *(aten.gradient.tensorarray, aten.gradient.tensorarrayint, aten.nanquantile.default),
-    *(aten.float_power.Tensor_Tensor, aten.float_power.Scalar, aten.float_power.Tensor_Scalar),
-)
+ENCODED_COMPOSITE_OPERATORS = parse_operators("""
+    einsum linalg_multi_dot chain_matmul bilinear rms_norm _weight_norm kl_div poisson_nll_loss margin_ranking_loss
+    hinge_embedding_loss cosine_embedding_loss triplet_margin_loss multilabel_margin_loss cross_entropy_loss
+    grid_sampler cosine_similarity pairwise_distance cdist isclose lstm.input gru.input rnn_tanh.input rnn_relu.input
+    lstm.data gru.data rnn_tanh.data rnn_relu.data lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell trapezoid.x trapz.x
+    cumulative_trapezoid.x cov quantile gradient.tensorarray gradient.tensorarrayint nanquantile
+    float_power.Tensor_Tensor float_power.Scalar float_power.Tensor_Scalar
+""")
 # Those with one rule whose derivative has a step of plain operands alone: what autograd saves has components too.
-ENCODED_DIFFERENTIABLE_OPERATORS = (
-    *(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Tensor, aten.atan2.default),
-    *(aten.pow.Tensor_Tensor, aten.ldexp.Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default),
-    *(aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default),
-)
+ENCODED_DIFFERENTIABLE_OPERATORS = parse_operators("""
+    addcmul addcdiv lerp.Tensor atan2 pow.Tensor_Tensor ldexp.Tensor xlogy.Tensor special_xlog1py
+    binary_cross_entropy_with_logits binary_cross_entropy
+""")
 # Keys above would find the way back to this one.
 _KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH_KEY)
 _aten_library = torch.library.Library("aten", "IMPL")
@@ -194,25 +182,17 @@ def _attend_in_float64(*arguments: Any, **options: Any) -> Any:
         return NotImplemented
     device = tensors[0].device.type
     if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-
-        def cast(x: Any) -> Any:
-            is_cast = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-            return x.to(dtype) if is_cast else x
-
-        with torch.autocast(device, enabled=False):
-            return _attend_in_float64(*map(cast, arguments), **{name: cast(x) for name, x in options.items()})
+        return NotImplemented  # autocast converts the operands and comes back
     form, operator = result_type(tensors), aten.scaled_dot_product_attention.default
     if not form.fits_float64:
         note_float64_fallback(operator, form)
     return _run_on_decoded_operands(operator, arguments, options, form)
 
 
-_INTERPOLATIONS = tuple(
-    getattr(getattr(aten, f"upsample_{name}"), overload)
-    for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
-    for overload in ("default", "vec")
-)
+_INTERPOLATIONS = parse_operators("""
+    upsample_linear1d upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec upsample_trilinear3d
+    upsample_trilinear3d.vec upsample_bicubic2d upsample_bicubic2d.vec
+""")
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
 FUNCTION_BY_ENTRY_OPERATOR: dict[OpOverload, Callable[..., Any]] = {
     aten.rms_norm.default: functools.partial(_run_steps_on_encoded_operands, rms_norm),
@@ -225,31 +205,21 @@ FUNCTION_BY_ENTRY_OPERATOR: dict[OpOverload, Callable[..., Any]] = {
     aten.nanquantile.scalar: functools.partial(_find_quantile, aten.nanquantile.default),
     **{
         operator: functools.partial(_refuse_mctensors, operator)
-        for operator in (
-            *(aten.vander.default, aten.normal.float_Tensor, aten.pad_sequence.default),
-            *(aten._pack_padded_sequence.default, aten._pad_packed_sequence.default),
-            *(aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor),
-            *(aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor),
-        )
+        for operator in parse_operators("""
+            vander normal.float_Tensor pad_sequence _pack_padded_sequence _pad_packed_sequence linspace.Tensor_Tensor
+            linspace.Tensor_Scalar linspace.Scalar_Tensor logspace.Tensor_Tensor logspace.Tensor_Scalar
+            logspace.Scalar_Tensor
+        """)
     },
     # They put a tensor subclass's result in another tensor than the one given, which stays as it was.
     **{
-        operator: functools.partial(write_results, operator, form)
+        operator: make_unrounded_writing_rule(operator, form)
         for operator in (getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads())
         if "out" in operator._overloadname and (form := functional_form(operator)) is not None
     },
 }
 
-for _operator in list_present_operators(
-    dict.fromkeys(
-        (
-            *ENCODED_COMPOSITE_OPERATORS,
-            *ENCODED_DIFFERENTIABLE_OPERATORS,
-            *FUNCTION_BY_ENTRY_OPERATOR,
-            *SAME_DTYPE_OPERATORS,
-        )
-    )
-):
-    _aten_library.impl(
-        _operator.name().removeprefix("aten::"), _make_entry_kernel(_operator), ENTRY_KEY_NAME, with_keyset=True
-    )
+_entry_operators = [*ENCODED_COMPOSITE_OPERATORS, *ENCODED_DIFFERENTIABLE_OPERATORS, *SAME_DTYPE_OPERATORS]
+for _operator in list_present_operators(dict.fromkeys((*_entry_operators, *FUNCTION_BY_ENTRY_OPERATOR))):
+    _name = _operator.name().removeprefix("aten::")
+    _aten_library.impl(_name, _make_entry_kernel(_operator), ENTRY_KEY_NAME, with_keyset=True)

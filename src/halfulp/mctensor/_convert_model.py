@@ -17,16 +17,13 @@ from ..subclass.models._conversion import (
     ParameterSelector,
     check_has_shape,
     check_module,
-    convert_parameters,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
     list_module_parameters,
-    put_converted_parameters,
-    put_plain_parameters,
+    replace_parameters,
 )
-from ..subclass.models._parameter_holders import check_holders
-from ..subclass.models._state_dict import StateDictLayout, check_layout_version, check_state_dict, register_layout
+from ..subclass.models._state_dict import StateDictLayout, check_state_dict, divide_exactly, register_layout
 from ._encode import check_component_count, check_dtype
 from ._mctensor import MCTensor, decode_to_plain, wrap_components
 
@@ -55,8 +52,6 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     <All keys matched successfully>
     """
     check_state_dict(state_dict, "plain_state_dict")
-    for metadata in getattr(state_dict, "_metadata", {}).values():
-        check_layout_version(metadata)
     bases = {_ENTRY_SUFFIX_PATTERN.sub("", name) for name in state_dict if _ENTRY_SUFFIX_PATTERN.search(name)}
     plain = {}
     for name, value in state_dict.items():
@@ -82,13 +77,6 @@ def _make_state_dict_entries(name: str, value: MCTensor) -> dict[str, Tensor]:
         is_exact = first.dtype != torch.float64 and (first.is_meta or bool(((narrow == wide) | wide.isnan()).all()))
         entries |= {name: narrow if is_exact else wide, f"{name}.{_SCALE_SUFFIX}": value._scale}
     return entries
-
-
-def _copy_components(parameter: MCTensor, value: MCTensor) -> None:
-    """Copy components and scale of `value` into `parameter`, bit for bit."""
-    with torch.no_grad():
-        for target, part in zip(parameter._list_plain_tensors(), value._list_plain_tensors(), strict=True):
-            target.copy_(part)
 
 
 def _read_parameter_from_entries(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> MCTensor | None:
@@ -127,7 +115,16 @@ def _read_mctensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype 
         return first.detach()
     if scale is not None:
         kind = rest[0].dtype if rest and rest[0] is not None else dtype
-        first, scale = _divide_entry_by_scale(name, first, scale, kind)
+        part = None if kind is None else divide_exactly(first, scale, kind)
+        if kind is None:
+            scale = None  # the leading component was stored alone, multiplied by it
+        elif part is None:
+            raise ValueError(
+                f"{name!r} is no {kind} times {name}.{_SCALE_SUFFIX}: it was written without the entries beside it; "
+                "take these away to load it as a plain tensor"
+            )
+        else:
+            first = part
     parts = [part for part in (first, *rest) if isinstance(part, Tensor)]
     if len(parts) <= len(rest) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")
@@ -136,33 +133,15 @@ def _read_mctensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype 
     return wrap_components(tuple(part.detach() for part in parts), scale, "first")
 
 
-def _divide_entry_by_scale(
-    name: str, first: Tensor, scale: Tensor, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the leading component divided by its scale, and the scale; unchanged where it was stored alone."""
-    if dtype is None:
-        return first, None
-    part = (first.detach().double() / scale.double()).to(dtype)
-    back = part.double() * scale.double()
-    if first.is_meta or bool(((back == first) | (back.isnan() & first.isnan())).all()):
-        return part, scale
-    raise ValueError(
-        f"{name!r} is no {dtype} times {name}.{_SCALE_SUFFIX}: it was written without the entries beside it; "
-        "take these away to load it as a plain tensor"
-    )
-
-
 register_layout(
     StateDictLayout(
         MCTensor,
         key="halfulp_components",
         version=STATE_DICT_VERSION,
         what="components",
-        plain="plain_state_dict",
         suffix=_ENTRY_SUFFIX_PATTERN,
         entries=_make_state_dict_entries,
         fitting=_read_parameter_from_entries,
-        copy=_copy_components,
     )
 )
 
@@ -223,11 +202,13 @@ def multicomponent(
     found = list_matching_parameters(list_module_parameters(model, constants=True), where)
     for ref in found:
         _check_convertible_parameter(ref)
-    check_holders([(ref.name, ref.value) for ref in found if ref.is_parameter], "multicomponent", replaced=True)
-    values = convert_parameters(found, lambda ref: _convert_parameter_to_mctensor(ref, components, dtype, gradients))
+    replace_parameters(
+        *(model, found, lambda ref: _convert_parameter_to_mctensor(ref, components, dtype, gradients)),
+        "multicomponent",
+        plain=False,
+    )
     for ref in found:
         ref.module.__dict__.setdefault(_FORMER_DTYPES_KEY, {}).setdefault(ref.key, ref.value.dtype)
-    put_converted_parameters(model, found, values)
     return model
 
 
@@ -255,13 +236,12 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     if dtype is not None:
         check_dtype(dtype)
     found = [ref for ref in list_module_parameters(model, constants=True) if isinstance(ref.value, MCTensor)]
-    check_holders([(ref.name, ref.value) for ref in found if ref.is_parameter], "single_component", replaced=True)
 
     def plain(ref: ParameterRef) -> Tensor:
         before = ref.module.__dict__.get(_FORMER_DTYPES_KEY, {}).get(ref.key, ref.value.dtype)
         return decode_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
-    put_plain_parameters(model, found, convert_parameters(found, plain))
+    replace_parameters(model, found, plain, "single_component", plain=True)
     for module in model.modules():
         module.__dict__.pop(_FORMER_DTYPES_KEY, None)
     return model

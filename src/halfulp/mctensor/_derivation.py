@@ -12,13 +12,17 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION
-from ..kernels import find_torch_operators
 from ..kernels._plain_memory import is_floating
 from ..subclass import _rule_table as _fallback
-from ..subclass._collectives import is_collective, refuse_collective
-from ..subclass._foreach import make_foreach_rule
+from ..subclass._derivation import (
+    aten,
+    derive_common_rule,
+    functional_form,
+    make_foreach_rule,
+    make_writing_rule,
+    refuse_operator,
+)
 from ..subclass._in_backward import disable_result_rounding, gives_plain_gradient
-from ..subclass._rule_table import functional_form, is_written
 from ._mctensor import MCTensor, decode_to_plain, implements, register_derivation, wrap_components
 from ._result_type import (
     ResultType,
@@ -31,7 +35,7 @@ from ._result_type import (
 )
 from ._write import check_takes_fractions, write_value
 
-aten = find_torch_operators("aten")
+refuse_mctensor_operator = functools.partial(refuse_operator, "MCTensor")
 _COLLECTIVES_TEXT = (
     "of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors with "
     "gradients='first'; send other values as x.decode(torch.float64), or gather x.components one by one"
@@ -41,16 +45,10 @@ _COLLECTIVES_TEXT = (
 @register_derivation
 def derive_rule(operator: OpOverload) -> Callable:
     """Make the rule of an operator that has none: a loop, its functional form and a copy, torch's steps, or float64."""
-    if is_collective(operator):
-        return functools.partial(refuse_collective, operator, _COLLECTIVES_TEXT)
-    name = operator._schema.name.removeprefix("aten::")
+    if (rule := derive_common_rule("MCTensor", operator, _COLLECTIVES_TEXT)) is not None:
+        return rule
     if (rule := make_foreach_rule(operator)) is not None:
         return rule
-    if name.startswith("_fused_") and operator._schema.is_mutable:
-        why = "reads memory as plain numbers (make the optimizer with fused=False)"
-        return functools.partial(refuse_operator, operator, why)
-    if name in ("resize_", "resize_as_", "set_"):
-        return functools.partial(refuse_operator, operator, "changes memory that views share")
     if operator._can_decompose():
         return functools.partial(_run_decomposition_or_derived_rule, operator)
     return _derive_primitive_rule(operator)
@@ -65,10 +63,10 @@ def _run_decomposition_or_derived_rule(operator: OpOverload, *arguments: Any, **
 def _derive_primitive_rule(operator: OpOverload) -> Callable:
     if operator._schema.is_mutable:
         if (functional := functional_form(operator)) is None:
-            return functools.partial(refuse_operator, operator, "writes into its argument")
-        return functools.partial(write_results, operator, functional)
+            return functools.partial(refuse_mctensor_operator, operator, "writes into its argument")
+        return make_unrounded_writing_rule(operator, functional)
     if operator.is_view:
-        return functools.partial(refuse_operator, operator, "is a view")
+        return functools.partial(refuse_mctensor_operator, operator, "is a view")
     return functools.partial(_run_without_rule, operator)
 
 
@@ -122,10 +120,8 @@ def note_float64_fallback(operator: OpOverload, form: ResultType) -> None:
 
 
 def implements_beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[Callable], Callable]:
-    """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64.
-
-    exactly: also for those that it does not hold exactly, as gaps between components may be wider than float64.
-    """
+    """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64."""
+    # exactly: also for those that it does not hold exactly, as gaps between components may be wider than float64.
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
@@ -156,7 +152,6 @@ def _is_exact_in_float64(x: Any) -> bool:
 def choose_float64_or_rule(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
     """Return a rule that runs the operator in float64 where that holds the operands, and `rule` elsewhere."""
 
-    @functools.wraps(rule)
     def run_either(*arguments: Any, **options: Any) -> Any:
         leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
         form = result_type(leaves)
@@ -186,27 +181,24 @@ def _collect_decompositions() -> dict[OpOverload, Callable]:
     return {**decomposition_table, **core_aten_decompositions()}
 
 
-def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any, **options: Any) -> Any:
-    """Run an operator's functional form, then copy its results into the arguments that the operator writes."""
-    names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, arguments)) | options
-    targets = tree_leaves([given[argument.name] for argument in operator._schema.arguments if is_written(argument)])
-    taken = {argument.name for argument in functional._schema.arguments}
-    with disable_result_rounding():
-        results = functional(**{name: value for name, value in given.items() if name in taken})
-    results = results if isinstance(results, (tuple, list)) else (results,)
-    for target, result in zip(targets, results, strict=True):
-        if type(target) is Tensor and not target.numel():
-            target.resize_(result.shape)  # as torch does
-        if result.shape != target.shape:
-            raise RuntimeError(
-                f"{operator}: a result of shape {list(result.shape)} for an output of shape {list(target.shape)}, "
-                "which is not resized as an MCTensor's memory is its views' too: give one of the result's shape"
-            )
+def make_unrounded_writing_rule(operator: OpOverload, functional: OpOverload) -> Callable:
+    """Return the rule of an operator that writes: its functional form, no step of which is rounded to a gradient."""
+    run = make_writing_rule(operator, functional, functools.partial(_write_results, operator))
+
+    def run_unrounded(*arguments: Any, **options: Any) -> Any:
+        with disable_result_rounding():
+            return run(*arguments, **options)
+
+    return run_unrounded
+
+
+def _write_results(operator: OpOverload, given: dict[str, Any], targets: list[Any], results: list[Any]) -> None:
+    """Copy the results of an operator's functional form into the arguments that it writes."""
+    for target, result in zip(targets, results):
         # torch's masked_fill_ truncates a number to the target's integer type.
         if isinstance(result, MCTensor) and operator not in (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar):
             check_takes_fractions(target)
-    for target, result in zip(targets, results, strict=True):
+    for target, result in zip(targets, results):
         if isinstance(target, MCTensor) and target._scale is not None and isinstance(result, Tensor):
             wide = tuple(part.double() for part in to_components(result, target.device))
             parts = limit_written_elements(wide, tree_leaves(given))
@@ -215,12 +207,3 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
             write_value(target, result)
         else:
             target.copy_(result)
-    if not operator._schema.returns:
-        return None
-    return targets[0] if len(targets) == 1 else tuple(targets)
-
-
-def refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
-    raise NotImplementedError(
-        f"{operator} {why} and has no rule for MCTensors: register one by MCTensor.implements, or use x.decode()"
-    )

@@ -110,10 +110,8 @@ def split_number_into_float64(x: Any, device: torch.device) -> Parts:
 
 
 def split_number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | None:
-    """Return a Python number as one or two 0-d float32 tensors, or None where they do not hold it.
-
-    A factor may lose 2^-49 of itself, which is within a product's bound; a term of a sum may not.
-    """
+    """Return a Python number as one or two 0-d float32 tensors, or None where they do not hold it."""
+    # A factor may lose 2^-49 of itself, which is within a product's bound; a term of a sum may not.
     # Between these, a float32 and what it leaves are both in float32's normal range.
     if type(x) not in (int, float) or not (x == 0 or 2.0**-70 < abs(x) < 2.0**100):
         return None
@@ -278,10 +276,8 @@ def choose_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
 def divide_by_scale(
     wide: Parts, scale: Tensor, components: int, dtype: torch.dtype, keeps_nonzero: bool = False
 ) -> Parts:
-    """Return components whose sum times the scale is the value of float64 components.
-
-    keeps_nonzero: whether none is 0 where the value is not, so that what is divided by a sum stays finite.
-    """
+    """Return components whose sum times the scale is the value of float64 components."""
+    # keeps_nonzero: whether none is 0 where the value is not, so that what is divided by a sum stays finite.
     if type(scale) is Tensor and type(wide[0]) is Tensor and not torch.compiler.is_compiling():
         return round_under_scale(wide, scale, components, dtype, keeps_nonzero)
     parts = renormalize(tuple(part / scale for part in wide), components, dtype)

@@ -64,7 +64,7 @@ def implements_each(*operators: OpOverload) -> Callable[[Given], Given]:
 
     def register(rule: Given) -> Given:
         for operator in list_present_operators(operators):
-            implements(operator)(functools.wraps(rule)(functools.partial(rule, operator)))
+            implements(operator)(functools.partial(rule, operator))
         return rule
 
     return register
@@ -370,6 +370,9 @@ class MCTensor(CompositeTensor):
         made = wrap_components(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
         made.requires_grad_(requires_grad)
         return made
+
+    def _replace_by_views(self, view: Callable[[Tensor], Tensor]) -> None:
+        self._parts = tuple(map(view, self._parts))
 
     # A compiler reads and replaces the components by name.
     _part_0, _part_1, _part_2, _part_3 = (

@@ -53,12 +53,10 @@ class ResultType(NamedTuple):
 
 
 def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> ResultType:
-    """Return the type of the result of an operator on these operands, numbers among them.
-
-    dtype: what torch.promote_types makes of all tensors with dimensions; tensors without dimensions count where there
-    are no others, numbers never. Components: the most of any. A scale: where an operand of that dtype has one.
-    Gradients: "components" where any operand asks for it.
-    """
+    """Return the type of the result of an operator on these operands, numbers among them."""
+    # dtype: what torch.promote_types makes of all tensors with dimensions; tensors without dimensions count where there
+    # are no others, numbers never. Components: the most of any. A scale: where an operand of that dtype has one.
+    # Gradients: "components" where any operand asks for it.
     kinds: list = [None, None]
     scales: tuple[torch.dtype, ...]
     device: Any

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Parts, renormalize
+from ..subclass._composite_tensor import list_plain_tensors, owns_all_memory
 from ._encode import HEADROOM_BINADES, choose_scale, divide_by_scale, find_largest_finite_magnitude
 from ._mctensor import MCTensor, decode_to_plain
 from ._result_type import ResultType, count_float64_components, to_components
@@ -17,17 +18,12 @@ from ._result_type import ResultType, count_float64_components, to_components
 _RESCALED_BELOW_BINADES = 8
 
 
-def list_plain_tensors(x: Tensor) -> list[Tensor]:
-    """Return the plain tensors that hold a tensor's value: components and scale, or the tensor itself."""
-    return x._list_plain_tensors() if isinstance(x, MCTensor) else [x]
-
-
 def copy_received_value(x: Tensor, value: Tensor) -> None:
     """Copy a received value into a tensor: bit for bit between MCTensors alike that own their memory."""
     mine, arrived = list_plain_tensors(x), list_plain_tensors(value)
     alike = isinstance(x, MCTensor) and isinstance(value, MCTensor) and x.shape == value.shape
     alike = alike and [part.dtype for part in mine] == [part.dtype for part in arrived]
-    if alike and all(part.numel() * part.element_size() == part.untyped_storage().nbytes() for part in mine):
+    if alike and all(map(owns_all_memory, mine)):
         for part, received in zip(mine, arrived):
             part.copy_(received)
     else:
@@ -45,18 +41,16 @@ def choose_computing_type(x: MCTensor) -> ResultType:
 def write_components(
     x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None, is_sum: bool = False
 ) -> Tensor:
-    """Copy a result's components, without a scale, into x; all its views see it.
-
-    exact: makes the result in float64, to tell an infinity from a finite value that does not fit.
-    is_sum: whether the result is a sum, of which no element becomes 0 beside large ones.
-    """
+    """Copy a result's components, without a scale, into x; all its views see it."""
+    # exact: makes the result in float64, to tell an infinity from a finite value that does not fit.
+    # is_sum: whether the result is a sum, of which no element becomes 0 beside large ones.
     if parts[0].shape != x.shape:
         check_shape(x, parts[0].shape)
     if not isinstance(x, MCTensor):
         return x.copy_(renormalize(parts, 1, x.dtype)[0])
     if x._scale is not None:
         wide = tuple(part.double() for part in parts)
-        _rescale(x, x._scale, _choose_written_scale(x, x._scale, find_largest_finite_magnitude(wide[0])))
+        _fit_scale(x, x._scale, find_largest_finite_magnitude(wide[0]))
         for target, part in zip(x._parts, divide_by_scale(wide, x._scale, len(x._parts), x.dtype, is_sum)):
             target.copy_(part)
         return x
@@ -131,32 +125,24 @@ def refuse_overflow_in_place(x: MCTensor, first: Tensor, exact: Callable[[], Ten
         )
 
 
-def _choose_written_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> Tensor:
-    """Return a scale for values up to `largest` beside those in x's memory: x's own if it leaves room."""
-    if largest.numel() and not _covers_memory(x):
+def _fit_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> None:
+    """Rescale all of the memory that x is a view of, unless x's scale leaves room for values up to `largest`."""
+    if largest.numel() and not owns_all_memory(x._parts[0]):
         largest = torch.maximum(largest, find_largest_finite_magnitude(_view_whole_memory(x)[0]).double() * scale)
     ideal = choose_scale(largest, x.dtype)
     distance = torch.log2(ideal) - torch.log2(scale)
     fits = (distance < HEADROOM_BINADES) & (distance > -_RESCALED_BELOW_BINADES)
-    return torch.where(fits | (largest == 0), scale, ideal)
-
-
-def _rescale(x: MCTensor, scale: Tensor, wanted: Tensor) -> None:
-    """Rescale all of the memory that x is a view of: exact, except for values that become subnormal."""
+    wanted = torch.where(fits | (largest == 0), scale, ideal)
     if type(wanted) is Tensor and wanted.device.type == "cpu" and bool(wanted == scale):
         return
-    for part in _view_whole_memory(x):
+    for part in _view_whole_memory(x):  # exact, except for values that become subnormal
         part.copy_(part.double() * (scale.double() / wanted.double()))
     scale.copy_(wanted)
 
 
-def _covers_memory(x: MCTensor) -> bool:
-    return x.numel() * x.dtype.itemsize == x._parts[0].untyped_storage().nbytes()
-
-
 def _view_whole_memory(x: MCTensor) -> Parts:
     """Return all elements of the memory that x's components are views of."""
-    if _covers_memory(x) and x.is_contiguous():
+    if owns_all_memory(x._parts[0]) and x.is_contiguous():
         return x._parts
     count = x._parts[0].untyped_storage().nbytes() // x.dtype.itemsize
     return tuple(part.as_strided((count,), (1,), 0) for part in x._parts)

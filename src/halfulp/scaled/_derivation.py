@@ -8,21 +8,18 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from ..kernels import find_torch_operators
 from ..kernels._plain_memory import is_floating
-from ..subclass import functional_form, is_written, note_fallback
-from ..subclass._collectives import is_collective, refuse_collective
+from ..subclass import functional_form, note_fallback
+from ..subclass._derivation import aten, derive_common_rule, make_writing_rule, refuse_operator
 from ._operands import choose_storage, encode_plain_tensor, promote_dtypes, round_second_moment_above_zero
 from ._powers_of_two import has_readable_values
 from ._registry import RULES_OF_OPERATORS_DEFINED_LATER, find_rule, register_rule_derivation
 from ._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, enable_lazy_conjugates, wrap_payload
 from ._write import check_indexed_write, write_values
 
-aten = find_torch_operators("aten")
-_REFUSED_WRITING_OPERATORS = ("resize_", "resize_as_", "set_")
+_refuse_operator = functools.partial(refuse_operator, "ScaledTensor")
 # Primitives that torch's Python formulas call, such as those of forward-mode derivatives.
 _ATEN_OPERATOR_BY_PRIMITIVE = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 # Not decomposed: their own backward needs other results, or the decomposition draws other random numbers.
@@ -32,21 +29,19 @@ _UNDECOMPOSED_PREFIXES = ("_scaled_dot_product", "native_dropout", "bernoulli", 
 @register_rule_derivation
 def derive_rule(operator: OpOverload) -> Callable:
     """Return a rule for an operator that has none."""
-    if is_collective(operator):
-        text = "of scaled tensors: send x.payload and x.scale, or x.decode()"
-        return functools.partial(refuse_collective, operator, text)
+    text = "of scaled tensors: send x.payload and x.scale, or x.decode()"
+    if (rule := derive_common_rule("ScaledTensor", operator, text)) is not None:
+        return rule
     name = operator._schema.name.removeprefix("aten::")
     if name in _ATEN_OPERATOR_BY_PRIMITIVE:
         return find_rule(_ATEN_OPERATOR_BY_PRIMITIVE[name])
     if name in RULES_OF_OPERATORS_DEFINED_LATER:
         return RULES_OF_OPERATORS_DEFINED_LATER[name]
     if operator._schema.is_mutable:
-        functional = functional_form(operator)
-        if functional is None or name in _REFUSED_WRITING_OPERATORS:
+        if (functional := functional_form(operator)) is None:
             return functools.partial(_refuse_operator, operator, "writes into its argument")
-        if torch.Tag.inplace_view in operator.tags:
-            return functools.partial(_run_view_in_place, operator, functional)
-        return functools.partial(_run_functional_form_in_place, operator, functional, name)
+        write = functools.partial(_write_results, name)
+        return make_writing_rule(operator, functional, write, _run_on_plain_targets)
     if operator._can_decompose():
         return functools.partial(_run_composite_formula, operator)
     decomposition = None if name.startswith(_UNDECOMPOSED_PREFIXES) else _load_decompositions().get(operator)
@@ -72,10 +67,9 @@ def _run_decomposition(operator: OpOverload, formula: Callable, *arguments: Any,
 
 
 def _run_composite_formula(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    """Run torch's own C++ formula of a composite operator, as above autograd: results must not depend on the mode.
-
-    Whole operators arrive here in inference mode alone. Some formulas ask for a tensor's mode: they run outside of it.
-    """
+    """Run torch's own C++ formula of a composite operator, as above autograd."""
+    # Results must not depend on the mode: whole operators arrive here in inference mode alone. Some formulas ask for a
+    # tensor's mode: they run outside of it.
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     in_native_code = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
     formula = functools.partial(operator._op_dk, key) if in_native_code else operator.decompose
@@ -114,54 +108,20 @@ def run_on_decoded_values(operator: OpOverload, *arguments: Any, **options: Any)
     return tree_map(encode, operator(*arguments, **options))
 
 
-def _run_functional_form_in_place(
-    operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any
-) -> Any:
-    """Compute the functional form, then copy its results into the arguments that the operator writes."""
-    names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, arguments)) | options
-    written = [given[argument.name] for argument in operator._schema.arguments if is_written(argument)]
-    targets = tree_leaves(written)
-    if not any(isinstance(target, ScaledTensor) for target in targets):
-        # A plain target stays plain and keeps its digits: a running sum of losses, a parameter without a scale.
-        arguments, options = tree_map(decode_if_scaled, (arguments, options))
-        return operator(*arguments, **options)
-    taken = {argument.name for argument in functional._schema.arguments}
-    given = {name: value for name, value in given.items() if name in taken}
-    results = tree_leaves(functional(**given))
-    if name == "add_":
-        results = [_keep_second_moment_nonzero(targets[0], given["other"], results[0])]
-    for target, result in zip(targets, results, strict=True):
-        if result.shape != target.shape:
-            raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
+def _run_on_plain_targets(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    """Run an operator on decoded values: a plain target keeps its digits, as a running sum of losses."""
+    arguments, options = tree_map(decode_if_scaled, (arguments, options))
+    return operator(*arguments, **options)
+
+
+def _write_results(name: str, given: dict[str, Any], targets: list[Any], results: list[Any]) -> None:
+    """Copy the results of an operator's functional form into the arguments that it writes."""
+    if name == "add_" and all(isinstance(one, ScaledTensor) for one in (targets[0], given["other"], results[0])):
+        # A compiled sum of positive numbers does not round to 0, as by the rule of addcmul: before torch 2.12 Dynamo
+        # makes x.add_(a * b * value) of x.addcmul_(a, b, value=value), whose squares come in float32.
+        added, total = given["other"], results[0]
+        if not has_readable_values(total._payload) and added._payload.dtype == torch.float32:
+            results = [round_second_moment_above_zero(total, targets[0], added)]
     check_indexed_write(name, given, targets[0], results[0])
-    for target, result in zip(targets, results, strict=True):
+    for target, result in zip(targets, results):
         write_values(target, result)
-    if not operator._schema.returns:
-        return None
-    return written[0] if len(written) == 1 else tuple(written)
-
-
-def _keep_second_moment_nonzero(x: Any, added: Any, total: Any) -> Any:
-    """Keep a compiled sum of positive numbers from rounding to 0, as the rule of addcmul does.
-
-    Before torch 2.12, Dynamo makes x.add_(a * b * value) of x.addcmul_(a, b, value=value); squares come in float32.
-    """
-    if not all(isinstance(one, ScaledTensor) for one in (x, added, total)):
-        return total
-    if has_readable_values(total._payload) or added._payload.dtype != torch.float32:
-        return total
-    return round_second_moment_above_zero(total, x, added)
-
-
-def _run_view_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:
-    """Run squeeze_ or transpose_: the tensor becomes a view of itself, and so does its payload."""
-    x._payload = functional(x._payload, *arguments)
-    with no_dispatch():  # the shape that the wrapper itself reports
-        operator(x, *arguments)
-    return x
-
-
-def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
-    remedy = "register one by ScaledTensor.implements, or use x.decode()"
-    raise NotImplementedError(f"{operator} {why} and has no rule for scaled tensors: {remedy}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .._messages import name_type
-from ..subclass.models._state_dict import StateDictLayout, check_layout_version, check_state_dict, register_layout
+from ..subclass.models._state_dict import StateDictLayout, check_state_dict, divide_exactly, register_layout
 from . import _powers_of_two as _powers
 from ._operands import encode_plain_tensor
 from ._registry import LOGICAL_DTYPES, check_storage_dtype
@@ -44,8 +44,6 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     <All keys matched successfully>
     """
     check_state_dict(state_dict, "plain_state_dict")
-    for metadata in getattr(state_dict, "_metadata", {}).values():
-        check_layout_version(metadata)
     names = {name.removesuffix(_SCALE_SUFFIX) for name in state_dict if name.endswith(_SCALE_SUFFIX)}
     names = {name for name in names if _is_scaled_entry(state_dict.get(name), state_dict[name + _SCALE_SUFFIX])}
     plain = {}
@@ -116,18 +114,8 @@ def _join_values_and_scale(state_dict: Mapping[str, Any], name: str, dtype: torc
         raise ValueError(f"{error}; the file is damaged") from None
     if isinstance(values, ScaledTensor) or not isinstance(values, Tensor) or values.dtype not in LOGICAL_DTYPES:
         return values
-    payload = (values.detach().double() / scale.double()).to(storage)
-    back = payload.double() * scale.double()
-    if values.is_meta or bool(((back == values) | (back.isnan() & values.isnan())).all()):
-        return wrap_payload(payload, scale, dtype)
-    return values
-
-
-def _copy_payload_and_scale(parameter: ScaledTensor, value: ScaledTensor) -> None:
-    """Copy a payload and its scale, bit for bit."""
-    with torch.no_grad():
-        parameter._payload.copy_(value._payload)
-        parameter._scale.copy_(value._scale)
+    payload = divide_exactly(values, scale, storage)
+    return values if payload is None else wrap_payload(payload, scale, dtype)
 
 
 register_layout(
@@ -136,12 +124,10 @@ register_layout(
         key="halfulp_scaled",
         version=STATE_DICT_LAYOUT_VERSION,
         what="scaled tensors",
-        plain="plain_state_dict",
         suffix=re.compile(r"\.payload_scale$"),
         # The values under the parameter's own name, for every loader, and the scale of their payload.
         entries=lambda name, value: {name: _decode_exactly(value), name + _SCALE_SUFFIX: value._scale},
         fitting=_read_parameter_entries,
-        copy=_copy_payload_and_scale,
     )
 )
 

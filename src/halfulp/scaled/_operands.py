@@ -12,6 +12,7 @@ others take the widest storage that is among their operands.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Container, Iterable
 from typing import Any, Literal, get_args
 
@@ -58,10 +59,8 @@ _ACCEPTED_AMAX_RANGES = {
 
 
 def fit_scaled_tensor(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """Make a scaled tensor, its scale moved where the largest value overflows the storage or would lose digits in it.
-
-    Where values cannot be looked at the scale stays, and they saturate or vanish.
-    """
+    """Make a scaled tensor, its scale moved where the largest value overflows or would lose digits."""
+    # Where values cannot be looked at the scale stays, and they saturate or vanish.
     if storage in FULL_RANGE_STORAGES or not values.numel() or not _powers.has_readable_values(values):
         return make_scaled_tensor(values, scale, storage, dtype)
     least, most = torch.aminmax(values)
@@ -99,10 +98,8 @@ def move_payload_to_scale(x: ScaledTensor, scale: Tensor, storage: torch.dtype =
 
 
 def replace_underflows(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
-    """Replace what rounding made 0 by the payload's smallest number, with the sign of the unrounded value.
-
-    Divisors need it: by 0 a quotient would be infinite or NaN, by a number that is somewhat large it is only small.
-    """
+    """Replace what rounding made 0 by the payload's smallest number, with the sign of the unrounded value."""
+    # Divisors need it: by 0 a quotient would be infinite or NaN, by a number that is somewhat large it is only small.
     storage = x._payload.dtype
     if storage in FULL_RANGE_STORAGES:
         return x
@@ -131,11 +128,8 @@ def encode_plain_tensor(
 
 
 def encode_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
-    """Return a tensor or number as a ScaledTensor with a float32 payload; scaled tensors unchanged.
-
-    A number is split at the nearest power of two in log2, so that a factor of 0.95 leaves a scale alone; the scale of a
-    plain tensor is measured without outliers.
-    """
+    """Return a tensor or number as a ScaledTensor with a float32 payload; scaled tensors unchanged."""
+    # A number is split at the nearest power of two in log2, so that a factor of 0.95 leaves a scale alone.
     if isinstance(x, ScaledTensor):
         return x
     if isinstance(x, Tensor):
@@ -152,6 +146,24 @@ def encode_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
         scale = _powers.round_number_to_power(abs(value))
     payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
     return wrap_payload(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
+
+
+def is_symbolic(value: Any) -> bool:
+    """Return whether a number is a traced size: taking its power of two would fix it."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat))
+
+
+def split_off_power_of_two(value: Any) -> tuple[Any, float]:
+    """Split a number into a mantissa and the power of two next to it; 1 where there is none, the smallest for 0."""
+    if is_symbolic(value):
+        return value, 1.0
+    if isinstance(value, complex):
+        raise ComplexOperandError
+    value = float(value)
+    if not math.isfinite(value):
+        return value, 1.0
+    power = _powers.round_number_to_power(abs(value)) if value else _powers.ZERO_SCALE
+    return value / power, power
 
 
 # Masks write numbers of at most -LEAST_OUTLIER for minus infinity: -1e9, the smallest of the dtype.
@@ -265,10 +277,8 @@ def encode_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bo
 def find_outliers(
     x: Any, like: ScaledTensor, factor: Any = 1.0, inverse: bool = False, among_zeros: bool = True
 ) -> Tensor | None:
-    """Return where a plain operand, or a divisor's inverse, times a number stands for infinity; None if nowhere.
-
-    `like` is the scaled tensor that it meets.
-    """
+    """Return where a plain operand, or a divisor's inverse, times a number stands for infinity; None if nowhere."""
+    # `like` is the scaled tensor that it meets.
     if not _is_plain_float_tensor(x):
         return None
     size = _find_least_outlier(like._payload.dtype, factor)
@@ -348,11 +358,18 @@ def widen_payload(x: Any) -> Any:
     return wrap_payload(to_float32(x), x._scale, x.dtype, x._home)
 
 
-def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    def change_nested(x: Any) -> Any:
-        return tree_map(change, x) if isinstance(x, (list, tuple)) else change(x)
+def map_tree(function: Callable[[Any], Any], x: Any) -> Any:
+    """Return tree_map(function, x), without its cost for a tensor and for plain tuples, lists and dicts."""
+    kind = type(x)
+    if kind is tuple or kind is list:
+        return kind([map_tree(function, y) for y in x])
+    if kind is dict:
+        return {key: map_tree(function, y) for key, y in x.items()}
+    return tree_map(function, x) if isinstance(x, (tuple, list, dict)) else function(x)
 
-    return tuple(map(change_nested, arguments)), {name: change_nested(x) for name, x in options.items()}
+
+def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    return map_tree(change, arguments), map_tree(change, options)
 
 
 widen_operands = functools.partial(_map_tensors, widen_payload)
@@ -360,10 +377,8 @@ round_operands_to_home = functools.partial(_map_tensors, lambda x: round_to_home
 
 
 def widen_operands_if_one_is_wide(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Widen every payload to float32 if one is, or a plain tensor is, as autocast; lists are left to their rules.
-
-    The range of the plain float32 tensor that a narrow one meets may be all that holds the result.
-    """
+    """Widen every payload to float32 if one is, or a plain tensor is, as autocast; lists are left to their rules."""
+    # The range of the plain float32 tensor that a narrow one meets may be all that holds the result.
     if any(map(_has_float32_values, arguments)) or any(map(_has_float32_values, options.values())):
         return tuple(map(widen_payload, arguments)), {name: widen_payload(x) for name, x in options.items()}
     return arguments, options
@@ -387,10 +402,8 @@ def prepare_sum_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
 
 
 def is_outer_broadcast(a: Tensor, b: Tensor) -> bool:
-    """Return whether broadcasting repeats both tensors, as in an outer sum.
-
-    Sizes are compared to 1 alone: a graph of varying sizes would be compiled again where two become equal.
-    """
+    """Return whether broadcasting repeats both tensors, as in an outer sum."""
+    # Sizes are compared to 1 alone: a graph of varying sizes would be compiled again where two become equal.
     return all(
         x.dim() < y.dim() or any(one == 1 and other != 1 for one, other in zip(reversed(x.shape), reversed(y.shape)))
         for x, y in ((a, b), (b, a))
@@ -418,10 +431,8 @@ _PREPARATIONS_BY_OPERATOR: dict[str, OperandPreparation | None] = {
 
 
 def find_operand_preparation(operator: OpOverload) -> OperandPreparation | None:
-    """Return how an operator changes its operands' storage before its rule runs; None if it does not.
-
-    An argument that is written stays the tensor it is; what has no family runs by the steps it is made of.
-    """
+    """Return how an operator changes its operands' storage before its rule runs; None if it does not."""
+    # An argument that is written stays the tensor it is; what has no family runs by the steps it is made of.
     if operator not in FAMILY_BY_OPERATOR or operator._schema.is_mutable:
         return None
     of_family = _PREPARATIONS_BY_FAMILY[FAMILY_BY_NAME[FAMILY_BY_OPERATOR[operator]].operands]
@@ -430,10 +441,8 @@ def find_operand_preparation(operator: OpOverload) -> OperandPreparation | None:
 
 @register_derivation_with_home
 def make_rule_with_home(operator: OpOverload) -> Callable:
-    """Return an operator's rule for operands of which one has a home, which the results then have too.
-
-    Steps of a formula that divides by a sum have float32 operands, with a home and without.
-    """
+    """Return an operator's rule for operands of which one has a home, which the results then have too."""
+    # Steps of a formula that divides by a sum have float32 operands, with a home and without.
     prepare = find_operand_preparation(operator)
     writes = operator._schema.is_mutable
     accumulates = operator._schema.name.removeprefix("aten::") in _GRADIENT_ACCUMULATION_OPERATORS
@@ -469,10 +478,8 @@ def _set_home_of_results(results: Any, home: torch.dtype, written: Container[int
 
 
 def _run_quotient_formula_step(operator: OpOverload, arguments: tuple, options: dict) -> Any:
-    """Run a step of a formula that divides by a sum, on float32 payloads, without a home.
-
-    Of nothing but narrow values it makes a step in between, in float32; of others too a gradient, in their storage.
-    """
+    """Run a step of a formula that divides by a sum, on float32 payloads, without a home."""
+    # Of nothing but narrow values it makes a step in between, in float32; of others too a gradient, in their storage.
     given = [x for x in tree_leaves((arguments, options)) if type(x) is ScaledTensor]
     narrow = [x._payload.dtype for x in given if x._payload.dtype != torch.float32]
     if operator._schema.is_mutable or not narrow:

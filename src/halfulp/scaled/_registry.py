@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch._ops import OpOverload
@@ -177,11 +177,12 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     """
     if family not in FAMILY_BY_NAME:
         raise ValueError(describe_unknown_name("family", family, FAMILY_BY_NAME))
-    register: Callable[[Given], Given] = _rule_table.implements(*operators)
+    known = list_present_operators(operators)
+    register: Callable[[Given], Given] = _rule_table.implements(*known)
 
     def register_in_family(rule: Given) -> Given:
-        FAMILY_BY_OPERATOR.update(dict.fromkeys(list_present_operators(operators), family))
-        for operator in list_present_operators(operators):
+        for operator in known:
+            FAMILY_BY_OPERATOR[operator] = family
             _rule_table_with_home.forget(operator)
         return register(rule)
 
@@ -193,8 +194,7 @@ def implements_each(*operators: OpOverload, family: str) -> Callable[[Given], Gi
 
     def register(rule: Given) -> Given:
         for operator in list_present_operators(operators):
-            rule_of_one: Any = functools.update_wrapper(functools.partial(rule, operator), rule)
-            implements(operator, family=family)(rule_of_one)
+            implements(operator, family=family)(functools.partial(rule, operator))
         return rule
 
     return register

@@ -234,6 +234,9 @@ class ScaledTensor(CompositeTensor):
         payload, scale = inner
         return wrap_payload(payload, scale, self.dtype, self._home, requires_grad)
 
+    def _replace_by_views(self, view: Callable[[Tensor], Tensor]) -> None:
+        self._payload = view(self._payload)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         payload, scale = self._payload, self._scale
         if type(payload) is not Tensor or payload.is_meta:
@@ -354,11 +357,9 @@ def change_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
 
 
 def enable_lazy_conjugates() -> AbstractContextManager[Any]:
-    """Let torch see, inside a rule too, that a complex tensor is still to be conjugated or negated.
-
-    Below autograd torch leaves out what does so, as its own kernels have no such operands; formulas of several
-    operators make them, and their results would silently be wrong.
-    """
+    """Let torch see, inside a rule too, that a complex tensor is still to be conjugated or negated."""
+    # Below autograd torch leaves out what does so, as its own kernels have no such operands; formulas of several
+    # operators make them, and their results would silently be wrong.
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor):
         exclude = exclude.remove(key)
@@ -378,10 +379,9 @@ def convert_storage_and_dtype(
 
 
 class _ConvertTensor(torch.autograd.Function):
-    """The identity on values, from one kind of tensor to another, as gradients go back and tangents go on.
+    """The identity on values, from one kind of tensor to another, as gradients go back and tangents go on."""
 
-    Its arguments: a tensor; a function of it and of the last ones; the result's kind if that is another; these others.
-    """
+    # Arguments: a tensor; a function of it and of the last ones; the result's kind if that is another; these others.
 
     generate_vmap_rule = True
 
@@ -517,11 +517,9 @@ def round_to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
 
 
 def _round_to_odd(values: Tensor) -> Tensor:
-    """Round float64 values to float32 with the last bit 1 where digits were cut off.
-
-    Then rounding to 22 bits or fewer makes what it makes of the float64 value (Boldo and Melquiond, IEEE Transactions
-    on Computers 57, 2008), where rounding to float32 first may meet a tie that is none.
-    """
+    """Round float64 values to float32 with the last bit 1 where digits were cut off."""
+    # Then rounding to 22 bits or fewer makes what it makes of the float64 value (Boldo and Melquiond, IEEE Transactions
+    # on Computers 57, 2008), where rounding to float32 first may meet a tie that is none.
     near = values.to(torch.float32)
     cut = torch.where(near.double().abs() > values.abs(), torch.nextafter(near, torch.zeros_like(near)), near)
     odd = (cut.view(torch.int32) | 1).view(torch.float32)
@@ -548,10 +546,8 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def measure_rms_scale(values: Tensor, storage: torch.dtype, of_zeros: float = _powers.ZERO_SCALE) -> Tensor:
-    """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
-
-    Without such values `of_zeros`.
-    """
+    """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs."""
+    # Without such values `of_zeros`.
     if not values.numel():
         return torch.full((), of_zeros, dtype=torch.float32, device=values.device)
     quick = (

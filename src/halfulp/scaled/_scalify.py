@@ -19,17 +19,14 @@ from ..subclass.models._conversion import (
     ParameterRef,
     ParameterSelector,
     check_has_shape,
-    convert_parameters,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
     list_module_parameters,
-    put_converted_parameters,
-    put_plain_parameters,
     remove_forward_hooks,
+    replace_parameters,
 )
 from ..subclass.models._float32_products import get_original_class
-from ..subclass.models._parameter_holders import check_holders
 from ._float8 import linear_fp8
 from ._operands import WideMode, choose_home, encode_plain_tensor, is_wider_than_home, round_to_home
 from ._registry import FULL_RANGE_STORAGES, LOGICAL_DTYPES, check_storage_dtype, implements
@@ -50,18 +47,6 @@ torch.library.register_autograd("halfulp::bring_home", lambda context, gradient:
 def round_copy_to_home(x: ScaledTensor) -> ScaledTensor:
     """Round the values to the home storage, under a measured scale; return a copy of what is no wider."""
     return round_to_home(x) if is_wider_than_home(x) else x.clone()
-
-
-def install_home_rounding_hooks(model: nn.Module) -> None:
-    """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""
-    for module in model.modules():
-        # transformers' layer of GPT-2, known by name: the library is not imported for it.
-        if not isinstance(module, _PRODUCT_LAYER_CLASSES) and type(module).__name__ != "Conv1D":
-            continue
-        if any(isinstance(p, ScaledTensor) and p.home is not None for p in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(_round_inputs_to_home, with_kwargs=True)
-            if isinstance(module, _RECURRENT_CLASSES):
-                module.register_forward_hook(_round_results_to_home)
 
 
 @disable_tracing
@@ -301,15 +286,22 @@ def scalify(
         for place in list_matching_parameters(list_module_parameters(model), where)
         if _is_scalable_parameter(place)
     ]
-    check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
-    values = convert_parameters(found, lambda place: _convert_to_scaled_parameter(place, dtype, home))
+    replace_parameters(
+        model, found, lambda place: _convert_to_scaled_parameter(place, dtype, home), "scalify", plain=False
+    )
     if _keep_gradients_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
-    put_converted_parameters(model, found, values)
     remove_forward_hooks(model.modules(), lambda hook: hook in _LAYER_HOOKS)
     for module in rescaled:
         module.register_forward_pre_hook(rescale_input_gradient, with_kwargs=True)
-    install_home_rounding_hooks(model)
+    for module in model.modules():
+        # Conv1D is transformers' layer of GPT-2, known by name: the library is not imported for it.
+        is_product = isinstance(module, _PRODUCT_LAYER_CLASSES) or type(module).__name__ == "Conv1D"
+        parameters = module.parameters(recurse=False) if is_product else ()
+        if any(isinstance(p, ScaledTensor) and p.home is not None for p in parameters):
+            module.register_forward_pre_hook(_round_inputs_to_home, with_kwargs=True)
+            if isinstance(module, _RECURRENT_CLASSES):
+                module.register_forward_hook(_round_results_to_home)
     _set_eight_bit_forwards(model, matmul)
     return model
 
@@ -337,8 +329,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     if dtype is not None and dtype not in LOGICAL_DTYPES:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}, and None")
     found = [place for place in list_module_parameters(model) if isinstance(place.value, ScaledTensor)]
-    check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
-    put_plain_parameters(model, found, convert_parameters(found, lambda place: decode_parameter(place, dtype)))
+    replace_parameters(model, found, lambda place: decode_parameter(place, dtype), "unscalify", plain=True)
     remove_forward_hooks(model.modules(), lambda hook: hook in (*_LAYER_HOOKS, _keep_gradients_plain))
     _set_eight_bit_forwards(model, None)
     return model

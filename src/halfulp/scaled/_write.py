@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import find_torch_operators
+from ..subclass._composite_tensor import owns_all_memory
+from ..subclass._derivation import aten
 from . import _powers_of_two as _powers
 from ._operands import encode_operand
 from ._registry import FULL_RANGE_STORAGES, implements
@@ -21,25 +22,27 @@ from ._scaled_tensor import (
 )
 
 
-@implements(find_torch_operators("aten").copy_.default, family="writing")
+@implements(aten.copy_.default, family="writing")
 def copy_(x: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy a tensor of any kind into x."""
     return write_values(x, value)
 
 
 def write_values(x: Tensor, value: Any) -> Tensor:
-    """Copy a tensor of any kind or a number into x; its views see it.
-
-    A scaled tensor that owns all of its memory takes the value's scale. One that is a part of other memory keeps the
-    scale, unless there are only zeros of any scale: it stays as it was and ValueError is raised if the value does not
-    fit, or would be 0, where values can be looked at.
-    """
+    """Copy a tensor of any kind or a number into x; its views see it."""
+    # A scaled tensor that owns all of its memory takes the value's scale. One that is a part of other memory keeps the
+    # scale, unless there are only zeros of any scale: it stays as it was and ValueError is raised if the value does not
+    # fit, or would be 0, where values can be looked at.
     if not isinstance(x, ScaledTensor):
         return x.copy_(decode_if_scaled(value))
     value = encode_operand(value, x)
     if value.shape != x.shape and torch.broadcast_shapes(value.shape, x.shape) != x.shape:
         raise RuntimeError(f"a value of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")
-    if owns_all_memory(x):
+    if type(x._payload) is Tensor:
+        is_whole = owns_all_memory(x._payload)
+    else:
+        is_whole = not x._is_view() and not x._payload._is_view()
+    if is_whole:
         # The same storage is copied without computing: torch runs such copies after a compiled graph, outside of it.
         same = value._payload.dtype == x._payload.dtype
         payload, scale = value._payload if same else to_float32(value), value._scale
@@ -57,14 +60,6 @@ def write_values(x: Tensor, value: Any) -> Tensor:
     x._payload.copy_(payload if payload.dtype == x._payload.dtype else round_to_storage(payload, x._payload.dtype))
     x._scale.copy_(scale)
     return x
-
-
-def owns_all_memory(x: ScaledTensor) -> bool:
-    """Return whether x is all of its memory, so that no view holds elements outside of x."""
-    payload = x._payload
-    if type(payload) is not Tensor:
-        return not x._is_view() and not payload._is_view()
-    return payload.numel() * payload.element_size() == payload.untyped_storage().nbytes()
 
 
 def _check_written_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
@@ -101,10 +96,8 @@ _WRITTEN_ARGUMENT_BY_OPERATOR = {
 
 
 def check_indexed_write(name: str, given: Mapping[str, Any], x: Any, result: Any) -> None:
-    """Raise if all of what an operator writes at indices or under a mask would be 0 in the result, and is not.
-
-    Constants have no say in a scale: large ones saturate, but those that vanish leave zeros that nobody asked for.
-    """
+    """Raise if all of what an operator writes at indices or under a mask would be 0 in the result, and is not."""
+    # Constants have no say in a scale: large ones saturate, but those that vanish leave zeros that nobody asked for.
     written = given.get(_WRITTEN_ARGUMENT_BY_OPERATOR.get(name, ""), given.get("value") if name == "scatter_" else None)
     if written is None or given.get("accumulate") or given.get("reduce"):
         return

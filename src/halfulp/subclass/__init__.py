@@ -1,9 +1,9 @@
 """The common base of the tensor subclasses: rule tables, fallbacks, pickling, and conversion of models."""
 
+from ._derivation import functional_form as functional_form
+from ._derivation import is_written as is_written
 from ._rule_table import FallbackWarning as FallbackWarning
 from ._rule_table import RuleTable as RuleTable
-from ._rule_table import functional_form as functional_form
-from ._rule_table import is_written as is_written
 from ._rule_table import note_fallback as note_fallback
 from ._rule_table import record_fallbacks as record_fallbacks
 from ._rule_table import strict as strict

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from .._torch_versions import get_reduction_name
+from ._composite_tensor import list_plain_tensors
 from ._rule_table import Rule
 
 # Operators in which processes meet. Those of c10d write into their arguments; of the others torch.compile, DTensor and
@@ -50,19 +51,12 @@ def run_collective_and_wait(name: str, message: Tensor, *arguments: Any) -> Tens
 def register_collectives(
     implements: Callable[[Any], Callable[[Rule], Rule]],
     write: Callable[[Tensor, Tensor], Any],
-    broadcast: Rule,
     reduce: Rule | None = None,
     gather: Rule | None = None,
 ) -> None:
-    """Register a class's rules of c10d's operators, which write into their arguments, and finish before they return.
-
-    Args:
-        implements: the class's decorator, by operator.
-        write: writes a value into a tensor of the class.
-        broadcast: returns a rank's value, of a tensor, the rank and the group's name.
-        reduce: returns the ranks' reduction, of a tensor, "sum", "avg", "max" or "min" and the group's name.
-        gather: returns the ranks' values one after another, of a tensor and the group's name.
-    """
+    """Register a class's rules of c10d's operators, which write into their arguments, and finish before they return."""
+    # `write` writes a value into a tensor of the class; `reduce` takes a tensor, "sum", "avg", "max" or "min" and the
+    # group's name; `gather` returns the ranks' values one after another.
     if not torch.distributed.is_available():
         return
     c10d = torch.ops.c10d
@@ -70,7 +64,7 @@ def register_collectives(
     @implements(c10d.broadcast_.default)
     def broadcast_(tensors: list[Tensor], group: Any, root: int, *rest: Any, **options: Any) -> Any:
         for x in tensors:
-            write(x, broadcast(x, root, _get_group_name(group)))
+            write(x, _broadcast_parts(x, root, _get_group_name(group)))
         return tensors, _make_finished_work()
 
     @implements(c10d.allgather_.default)
@@ -78,7 +72,7 @@ def register_collectives(
         # One rank after another, so that each value keeps its own scale.
         for targets, x in zip(outs, inputs):
             for rank, target in enumerate(targets):
-                write(target, broadcast(x, rank, _get_group_name(group)))
+                write(target, _broadcast_parts(x, rank, _get_group_name(group)))
         return outs, _make_finished_work()
 
     if reduce is not None:
@@ -103,6 +97,17 @@ def register_collectives(
         def allgather_base_(out: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
             write(out, gather(x.reshape(-1), _get_group_name(group)).reshape(out.shape))
             return out, _make_finished_work()
+
+
+def _broadcast_parts(x: Any, source: int, group: str) -> Tensor:
+    """Return one rank's value: all plain tensors that hold it travel as one byte tensor."""
+    inner = list_plain_tensors(x)
+    message = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in inner])
+    pieces = run_collective_and_wait("broadcast", message, source, group).split([part.nbytes for part in inner])
+    # A clone: a piece may start anywhere, and a view of another dtype may not.
+    arrived = [piece.clone().view(part.dtype).reshape(part.shape) for piece, part in zip(pieces, inner)]
+    made: Tensor = x._make_like(arrived, False)
+    return made
 
 
 def _get_group_name(group: Any) -> str:

@@ -52,6 +52,10 @@ class CompositeTensor(torch.Tensor):
         """Return a leaf made of other plain tensors, otherwise like this one."""
         raise NotImplementedError
 
+    def _replace_by_views(self, view: Callable[[Tensor], Tensor]) -> None:
+        """Replace the plain tensors that have this tensor's shape by views of them."""
+        raise NotImplementedError
+
     @staticmethod
     def _from_plain_tangent(x: Tensor, context: Any) -> Tensor:
         """Return a plain gradient as a compiled backward pass was traced for: `context` is of `__tensor_flatten__`."""
@@ -108,6 +112,16 @@ class CompositeTensor(torch.Tensor):
         if self.grad is not None:
             made.grad = deepcopy(self.grad, memo)
         return made
+
+
+def list_plain_tensors(x: Tensor) -> list[Tensor]:
+    """Return the plain tensors that hold a tensor's value together, or the tensor itself."""
+    return x._list_plain_tensors() if isinstance(x, CompositeTensor) else [x]
+
+
+def owns_all_memory(x: Tensor) -> bool:
+    """Return whether a plain tensor is all of its memory, so that no view holds elements outside of it."""
+    return x.numel() * x.element_size() == x.untyped_storage().nbytes()
 
 
 def get_autograd_marks(x: Tensor) -> tuple[bool, bool]:

@@ -34,11 +34,9 @@ def is_in_backward() -> bool:
 
 
 def gives_plain_gradient(gradients: str, has_gradient: bool) -> bool:
-    """Return whether a result is a gradient that is to be rounded to a plain tensor.
-
-    Only where an operand may be a gradient: a plain one, or the ones that a backward pass begins with. What is computed
-    of saved values alone keeps all components: a difference or a comparison of them needs every digit.
-    """
+    """Return whether a result is a gradient that is to be rounded to a plain tensor."""
+    # Only where an operand may be a gradient: a plain one, or the ones that a backward pass begins with. What is
+    # computed of saved values alone keeps all components: a difference or a comparison of them needs every digit.
     return (
         has_gradient
         and _get_graph_task_id() != -1
@@ -109,11 +107,9 @@ setattr(torch.Tensor, _CONVERSION_METHOD, _convert_plain_gradient)
 def make_differentiable(
     operator: OpOverload, remember: Callable[..., None], backward: Callable[..., Any], tangent: Callable[..., Tensor]
 ) -> Callable[..., Any]:
-    """Register the derivatives of an operator of halfulp's, and return a function that calls it.
-
-    In transforms of torch.func and in forward mode operators have no derivatives of their own: there it is called as an
-    autograd function with `remember` as setup_context and `tangent` as jvp.
-    """
+    """Register the derivatives of an operator of halfulp's, and return a function that calls it."""
+    # In transforms of torch.func and in forward mode operators have no derivatives of their own: there it is called as
+    # an autograd function with `remember` as setup_context and `tangent` as jvp.
     torch.library.register_autograd(operator, backward, setup_context=remember)
 
     class Transformed(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -22,10 +22,9 @@ _fallback_recorders: list[Counter[str]] = []
 
 
 class _RunningModel:
-    """The counts of the model whose forward pass began last.
+    """The counts of the model whose forward pass began last."""
 
-    Only written while a compiled model is traced: to read them would be a guard, and each change a new graph.
-    """
+    # Only written while a compiled model is traced: to read them would be a guard, and each change a new graph.
 
     counts: Counter[str] | None = None
 
@@ -116,8 +115,7 @@ class RuleTable:
             if not isinstance(operator, OpOverload):
                 raise TypeError(f"{operator!r} is not one overload of an operator: give torch.ops.aten.add.Tensor, say")
             if operator in self.rules:
-                name = self.rules[operator].__name__
-                raise ValueError(f"{operator} has a rule already ({name}): no operator has two")
+                raise ValueError(f"{operator} has a rule already: no operator has two")
 
         def register(rule: Given) -> Given:
             for operator in known:
@@ -126,34 +124,6 @@ class RuleTable:
             return rule
 
         return register
-
-
-def is_written(argument: Any) -> bool:
-    """Return whether an operator writes into this argument of its schema."""
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def map_arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call of an operator by their names, defaults too."""
-    schema = operator._schema.arguments
-    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return given | dict(zip((argument.name for argument in schema), arguments)) | options
-
-
-def functional_form(operator: OpOverload) -> OpOverload | None:
-    """Return the overload of an in-place or out operator that writes none of its arguments; None without one."""
-    name = operator._schema.name.removeprefix("aten::")
-    is_out = any(argument.is_out for argument in operator._schema.arguments)
-    packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
-    if packet is None or operator.namespace != "aten" or not (is_out or name.endswith("_")):
-        return None
-    wanted = sorted((a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out)
-    for overload in packet.overloads():
-        candidate: OpOverload = getattr(packet, overload)
-        taken = sorted((a.name, str(a.type)) for a in candidate._schema.arguments)
-        if taken == wanted and not candidate._schema.is_mutable:
-            return candidate
-    return None
 
 
 _get_graph_task_id = torch._C._current_graph_task_id
@@ -181,12 +151,10 @@ _OUTLIER_GAP = 2.0**10
 
 
 def mark_outliers(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
-    """Return where elements from a size on are outliers, which stand for infinity; nowhere if they are data.
-
-    Outliers lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
-    beside a padded zero is neither. Among zeros alone they may be, unless the tensor is a product's factor, whose
-    zeros are exact beside any number.
-    """
+    """Return where elements from a size on are outliers, which stand for infinity; nowhere if they are data."""
+    # Outliers lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
+    # beside a padded zero is neither. Among zeros alone they may be, unless the tensor is a product's factor, whose
+    # zeros are exact beside any number.
     magnitudes = torch.nan_to_num(x.detach().abs(), 0.0, 0.0, 0.0)
     large = magnitudes >= size
     if not x.numel():

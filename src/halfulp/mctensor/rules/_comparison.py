@@ -11,12 +11,10 @@ from torch._ops import OpOverload
 
 from ...arithmetic import Parts, compare, pointwise
 from ...arithmetic._exact_sums import normalize_dims
-from ...kernels import find_torch_operators
+from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, gives_plain_gradient, gives_plain_gradient_of
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, align_operands, make_result, result_type, run_pointwise_function, to_components
-
-aten = find_torch_operators("aten")
 
 
 def compare_by_value(a: Any, b: Any) -> Tensor:
@@ -117,10 +115,10 @@ def find_nans(x: Any) -> Tensor:
 
 
 @implements_each(
-    *(aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default, aten.isfinite.default),
-    *(aten.signbit.default, aten.logical_not.default, aten.nonzero.default, aten.any.default, aten.all.default),
-    *(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims),
-    *(aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
+    *parse_operators("""
+        isnan isinf isposinf isneginf isfinite signbit logical_not nonzero any all any.dim all.dim any.dims all.dims
+        count_nonzero count_nonzero.dim_IntList
+    """)
 )
 def query_first_component(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Ask the first component: the others never change a sign, nor what is zero, infinite or NaN."""
@@ -201,10 +199,6 @@ def _add_integers(floors: Parts, x: Tensor) -> Parts:
     return torch.where(total[0] == 0, torch.copysign(total[0], x), total[0]), *total[1:]
 
 
-def _gather_elements(x: MCTensor, dim: int, order: Tensor) -> Tensor:
-    return map_components(x, lambda part: part.gather(dim, order))
-
-
 @implements(aten.sort.default, aten.sort.stable)
 def sort(x: MCTensor, dim: int = -1, descending: bool = False, *, stable: Any = True) -> tuple[Tensor, Tensor]:
     """Return values in order, and where they were; always stable."""
@@ -215,7 +209,7 @@ def sort(x: MCTensor, dim: int = -1, descending: bool = False, *, stable: Any = 
         seen = part if order is None else part.gather(dim, order)
         step = torch.sort(seen, dim=dim, descending=descending, stable=True).indices
         order = step if order is None else order.gather(dim, step)
-    return _gather_elements(x, dim, order), order
+    return map_components(x, lambda part: part.gather(dim, order)), order
 
 
 implements(aten.argsort.stable)(lambda x, **options: sort(x, **options)[1])
@@ -245,7 +239,7 @@ def _find_extreme(x: MCTensor, dim: int, keepdim: bool, sign: int) -> tuple[Tens
         here = (seen == seen.amax(dim, keepdim=True)) | seen.isnan()
         candidates = here if candidates is None else candidates & here
     at = candidates.to(torch.uint8).argmax(dim, keepdim=True)
-    values = _gather_elements(x, dim, at)
+    values = map_components(x, lambda part: part.gather(dim, at))
     return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
 
 

@@ -8,19 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._mode_utils import no_dispatch
 
 from ...arithmetic import PRECISION
-from ...kernels import find_torch_operators, require_float64
-from ...subclass._collectives import register_collectives, run_collective_and_wait
+from ...kernels import require_float64
+from ...subclass._collectives import register_collectives
+from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import gives_plain_gradient_of, is_storing_plain_gradient
 from .._encode import choose_scale, divide_by_scale, find_largest_finite_magnitude
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, make_result, result_type, to_components
-from .._write import copy_received_value, list_plain_tensors, truncate_to_integers, write_value
+from .._write import copy_received_value, truncate_to_integers, write_value
 from ._comparison import copy_elements, map_components
-
-aten = find_torch_operators("aten")
 
 # From this magnitude on a value becomes infinite in float16 components, as in conversions of torch's; it does not
 # choose their scale.
@@ -83,14 +81,8 @@ def zero_(x: MCTensor) -> Tensor:
 implements(aten.eye.out, aten.eye.m_out)(
     lambda *sizes, out: write_value(out, torch.eye(*sizes, dtype=torch.float64, device=out.device))
 )
-_RANDOM_OPERATORS = (
-    *(aten.rand_like.default, aten.randn_like.default),
-    *(aten.randint_like.default, aten.randint_like.low_dtype),
-)
-_FILLED_OPERATORS = (
-    *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.new_empty.default),
-    *(aten.new_empty_strided.default, aten.new_zeros.default, aten.new_ones.default),
-)
+_RANDOM_OPERATORS = parse_operators("rand_like randn_like randint_like randint_like.low_dtype")
+_FILLED_OPERATORS = parse_operators("empty_like zeros_like ones_like new_empty new_empty_strided new_zeros new_ones")
 
 
 @implements_each(*_RANDOM_OPERATORS, *_FILLED_OPERATORS)
@@ -122,9 +114,9 @@ def full_like(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
 
 
 @implements_each(
-    *(aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default),
-    *(aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default, aten.random_.default),
-    *(aten.random_.to, getattr(aten.random_, "from")),
+    *parse_operators("""
+        normal_ uniform_ bernoulli_.float exponential_ log_normal_ cauchy_ geometric_ random_ random_.to random_.from
+    """)
 )
 def draw_values(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Write random values, drawn in float64."""
@@ -133,22 +125,15 @@ def draw_values(operator: OpOverload, x: MCTensor, *arguments: Any, **options: A
 
 
 # The value is the first argument; what they fill in is 0, in every component.
-_OPERATORS_OF_ONE_VALUE = (
-    *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default),
-    *(aten.masked_select.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.tril.default),
-    *(aten.triu.default, aten.diag_embed.default, aten.rot90.default, aten.im2col.default, aten.pixel_shuffle.default),
-    *(aten.pixel_unshuffle.default, aten.channel_shuffle.default, aten.select_backward.default),
-    *(aten.slice_backward.default, aten.diagonal_backward.default),
-    *(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default),
-    *(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default),
-    *(aten.upsample_nearest1d.default, aten.upsample_nearest2d.default),
-    *(aten.upsample_nearest3d.default, aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec),
-    *(aten.upsample_nearest3d.vec, aten.embedding.default, aten.view_copy.default, aten.expand_copy.default),
-    *(aten.permute_copy.default, aten.transpose_copy.int, aten.t_copy.default, aten.slice_copy.Tensor),
-    *(aten.select_copy.int, aten.unsqueeze_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim),
-    *(aten.as_strided_copy.default, aten.alias_copy.default, aten.detach_copy.default, aten.unfold_copy.default),
-    *(aten._reshape_copy.default, aten.diagonal_copy.default),
-)
+_OPERATORS_OF_ONE_VALUE = parse_operators("""
+    index.Tensor _unsafe_index.Tensor index_select gather take masked_select repeat flip roll tril triu diag_embed rot90
+    im2col pixel_shuffle pixel_unshuffle channel_shuffle select_backward slice_backward diagonal_backward
+    reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest1d.vec upsample_nearest2d.vec
+    upsample_nearest3d.vec embedding view_copy expand_copy permute_copy transpose_copy.int t_copy slice_copy.Tensor
+    select_copy.int unsqueeze_copy squeeze_copy squeeze_copy.dim as_strided_copy alias_copy detach_copy unfold_copy
+    _reshape_copy diagonal_copy
+""")
 
 
 @implements_each(*_OPERATORS_OF_ONE_VALUE)
@@ -212,14 +197,11 @@ def pad_with_number(x: MCTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     return padded.masked_fill(~aten.constant_pad_nd.default(inside, pad, False), value)
 
 
-_VIEW_OPERATORS = (
-    *(aten.alias.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default),
-    *(aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default),
-    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.as_strided.default),
-    *(aten.diagonal.default, aten.unfold.default, aten.lift_fresh.default),
-    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
-    *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default),
-)
+_VIEW_OPERATORS = parse_operators("""
+    alias view _unsafe_view _reshape_alias t transpose.int permute slice.Tensor select.int expand unsqueeze squeeze
+    squeeze.dim squeeze.dims as_strided diagonal unfold lift_fresh split.Tensor split_with_sizes unbind.int
+    unsafe_split.Tensor unsafe_split_with_sizes unsafe_chunk
+""")
 
 
 @implements_each(*_VIEW_OPERATORS)
@@ -247,34 +229,4 @@ def compare_layouts(operator: OpOverload, *tensors: Tensor) -> Any:
     return operator(*(x._parts[0] if isinstance(x, MCTensor) else x for x in tensors))
 
 
-_VIEW_OPERATOR_BY_IN_PLACE_OPERATOR = {
-    aten.squeeze_.default: aten.squeeze.default,
-    aten.squeeze_.dim: aten.squeeze.dim,
-    aten.squeeze_.dims: aten.squeeze.dims,
-    aten.unsqueeze_.default: aten.unsqueeze.default,
-    aten.t_.default: aten.t.default,
-    aten.transpose_.default: aten.transpose.int,
-    aten.as_strided_.default: aten.as_strided.default,
-    aten.detach_.default: aten.detach.default,
-}
-
-
-@implements_each(*_VIEW_OPERATOR_BY_IN_PLACE_OPERATOR)
-def view_in_place(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> MCTensor:
-    """View every component in its place."""
-    x._parts = tuple(_VIEW_OPERATOR_BY_IN_PLACE_OPERATOR[operator](part, *arguments, **options) for part in x._parts)
-    with no_dispatch():
-        return operator(x, *arguments, **options)
-
-
-def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
-    """Return one rank's values: every component and the scale travel as one byte tensor."""
-    inner = list_plain_tensors(x)
-    message = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in inner])
-    pieces = run_collective_and_wait("broadcast", message, source, group).split([part.nbytes for part in inner])
-    # A clone: a piece may start anywhere, and a view of another dtype may not.
-    arrived = [piece.clone().view(part.dtype).reshape(part.shape) for piece, part in zip(pieces, inner)]
-    return x._make_like(arrived, False)
-
-
-register_collectives(implements, copy_received_value, broadcast)
+register_collectives(implements, copy_received_value)

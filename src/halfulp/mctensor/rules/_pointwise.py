@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from ...arithmetic import MOST, pointwise
 from ...arithmetic._constants import compute_log, split_into_floats
-from ...kernels import find_torch_operators
+from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE
 from .._derivation import choose_float64_or_rule, fall_back_to_float64, implements_beyond_exact_float64, run_in_float64
 from .._mctensor import MCTensor, implements, implements_each
@@ -26,14 +26,6 @@ from .._result_type import (
     run_pointwise_function,
 )
 from .._write import can_write_directly, check_takes_fractions, choose_computing_type, write_components, write_value
-
-aten = find_torch_operators("aten")
-
-
-def make_constant(value: Any, like: Tensor) -> MCTensor:
-    """Return a number of any precision as a 0-d MCTensor of four float64."""
-    terms = split_into_floats(value, MOST)
-    return MCTensor.from_components([torch.scalar_tensor(x, dtype=torch.float64, device=like.device) for x in terms])
 
 
 @implements(aten.pow.Tensor_Scalar)
@@ -65,7 +57,9 @@ def _make_logarithm_rule(base: int) -> Callable:
         form = result_type((x,))
         # One component more, up to the most, as errors grow.
         logarithm = run_pointwise_function("log", x, form=form._replace(components=min(form.components + 1, MOST)))
-        return run_pointwise_function("div", logarithm, make_constant(compute_log(base), x), form=form)
+        terms = split_into_floats(compute_log(base), MOST)
+        number = MCTensor.from_components([torch.scalar_tensor(t, dtype=torch.float64, device=x.device) for t in terms])
+        return run_pointwise_function("div", logarithm, number, form=form)
 
     return log
 
@@ -75,14 +69,10 @@ implements_beyond_exact_float64(aten.log10.default)(_make_logarithm_rule(10))
 
 
 # What a last bit of the operands may change at all: counted where float64 does not hold these.
-for _operator in (
-    *(aten.floor_divide.default, aten.floor_divide.Scalar, aten.fmod.Tensor, aten.fmod.Scalar),
-    *(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
-    *(aten.acosh.default, aten.atanh.default, aten.round.default, aten.tan.default),
-    *(aten.asin.default, aten.acos.default, aten.atan2.default),
-    *(aten.median.dim, aten.nanmedian.dim, aten.kthvalue.default, aten.put.default),
-    *(aten.copysign.Tensor, aten.copysign.Scalar),
-):
+for _operator in parse_operators("""
+    floor_divide floor_divide.Scalar fmod.Tensor fmod.Scalar remainder.Tensor remainder.Scalar remainder.Scalar_Tensor
+    acosh atanh round tan asin acos atan2 median.dim nanmedian.dim kthvalue put copysign.Tensor copysign.Scalar
+"""):
     implements_beyond_exact_float64(_operator)(functools.partial(fall_back_to_float64, _operator))
 _divide_to_integers = choose_float64_or_rule(
     aten.div.Tensor_mode, functools.partial(fall_back_to_float64, aten.div.Tensor_mode), exactly=True

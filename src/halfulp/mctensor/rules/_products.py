@@ -14,7 +14,8 @@ from ... import arithmetic
 from ..._torch_versions import has_transposed_factors_in_solve_backward
 from ...arithmetic import Parts
 from ...arithmetic._matmul import find_largest_magnitude, multiply_float16_in_float32, split_into_float16
-from ...kernels import define_operator, find_torch_operators
+from ...kernels import define_operator
+from ...subclass._derivation import aten
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, gives_plain_gradient
 from .._encode import (
     HEADROOM_BINADES,
@@ -35,8 +36,6 @@ from .._result_type import (
     to_components,
 )
 
-aten = find_torch_operators("aten")
-
 
 def multiply_matrices(a: Any, b: Any, form: ResultType) -> Tensor:
     """Return a @ b as a result of a type; batch dimensions are broadcast."""
@@ -56,7 +55,10 @@ def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
     scales = [x._scale for x in (a, b) if _has_scale(x)]
     # float32 carries a product to two float16 components; more need float64.
     is_short = form.scaled and form.components <= 2 and not gives_plain_gradient(form.gradients, form.has_gradient)
-    if is_short and _are_float16_matrices(left[0], right[0]):
+    x, y = left[0], right[0]
+    # float16 on the CPU, whose products float32 holds without overflow or underflow; matrices or as many of them.
+    is_half = x.dtype == y.dtype == torch.float16 and x.device.type == "cpu"
+    if is_short and is_half and x.dim() <= 3 and x.shape[:-2] == y.shape[:-2] and x.numel() and y.numel():
         flat = [*left, *right]
         call = _multiply_float16 if all(type(part) is Tensor for part in flat) else _float16_operator
         *parts, scale = call(flat, len(left), scales, form.components)
@@ -69,12 +71,6 @@ def _multiply_in_float64(left: Parts, right: Parts, scales: list[Tensor], count:
     for scale in scales:
         wide = tuple(part * scale for part in wide)
     return wide
-
-
-def _are_float16_matrices(x: Tensor, y: Tensor) -> bool:
-    """float16 on the CPU, whose products float32 holds without overflow or underflow; matrices or as many of them."""
-    half = x.dtype == y.dtype == torch.float16 and x.device.type == "cpu"
-    return half and x.dim() <= 3 and x.shape[:-2] == y.shape[:-2] and bool(x.numel() and y.numel())
 
 
 def _multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], components: int) -> list[Tensor]:

@@ -13,13 +13,13 @@ from torch import Tensor
 from ... import arithmetic
 from ...arithmetic import MOST, PRECISION, Parts
 from ...arithmetic._exact_sums import normalize_dims
-from ...kernels import find_torch_operators
+from ...subclass._derivation import aten
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, disable_result_rounding, gives_plain_gradient
 from .._derivation import (
     choose_float64_or_rule,
     implements_beyond_exact_float64,
     implements_beyond_float64,
-    refuse_operator,
+    refuse_mctensor_operator,
 )
 from .._mctensor import MCTensor, implements
 from .._result_type import (
@@ -32,8 +32,6 @@ from .._result_type import (
     to_components,
 )
 from ._memory import combine_elements
-
-aten = find_torch_operators("aten")
 
 
 def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
@@ -119,7 +117,9 @@ implements(aten.dist.default)(lambda a, b, p=2: torch.linalg.vector_norm(a - b, 
 # Their gradients ask which elements are equal to the result, which float64 must hold for that.
 for _operator in (aten.scatter_reduce.two, aten.index_reduce.default, aten.median.default, aten.nanmedian.default):
     implements_beyond_exact_float64(_operator)(
-        functools.partial(refuse_operator, _operator, "chooses elements in float64, which does not hold these,")
+        functools.partial(
+            refuse_mctensor_operator, _operator, "chooses elements in float64, which does not hold these,"
+        )
     )
 
 

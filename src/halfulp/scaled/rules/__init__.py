@@ -1,5 +1,6 @@
 """Rules of scaled tensors, by family, and the vocabulary that says a rule in one line."""
 
+from ...subclass._derivation import overloads as overloads
 from .. import _float8 as _float8
 from .. import _write as _write
 from .._registry import Family as Family
@@ -18,5 +19,4 @@ from ._vocabulary import decoded as decoded
 from ._vocabulary import gate as gate
 from ._vocabulary import homogeneous as homogeneous
 from ._vocabulary import measured_scale as measured_scale
-from ._vocabulary import overloads as overloads
 from ._vocabulary import unit_scale as unit_scale

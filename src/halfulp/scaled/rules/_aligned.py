@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import find_torch_operators
+from ...subclass._derivation import aten
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
@@ -36,7 +36,6 @@ from .._scaled_tensor import (
 )
 from ._vocabulary import align_constants, align_operands, align_with_constants, scale_payloads
 
-aten = find_torch_operators("aten")
 # The largest eps: numbers added to keep a divisor from 0 are no larger.
 _LARGEST_EPS = 1e-3
 # Storages whose smallest number, at most 2^-16, is as good as 0 beside 1: sums of one sign become it instead of 0.

@@ -28,11 +28,9 @@ def agree_on_scales(
     terms: int = 1,
     storage: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Return scales that all ranks agree on, in one message: the largest of each, with room for a sum over ranks.
-
-    `find_largest` gives the elementwise maximum over all ranks; `terms` ranks are added, 1 for what is no sum; payloads
-    travel in `storage`, each in its own by default.
-    """
+    """Return scales that all ranks agree on in one message: the largest of each, with room for a sum."""
+    # `find_largest` gives the elementwise maximum over all ranks; `terms` ranks are added, 1 for what is no sum;
+    # payloads travel in `storage`, each in its own by default.
 
     def measure_amax(x: ScaledTensor) -> Tensor:
         if not x.numel():
@@ -79,13 +77,4 @@ def gather(x: ScaledTensor, group: str) -> ScaledTensor:
     )
 
 
-def broadcast(x: ScaledTensor, source: int, group: str) -> ScaledTensor:
-    """Return one rank's payload and scale."""
-    bits = run_collective_and_wait(
-        "broadcast", x._payload.contiguous().reshape(-1).view(torch.uint8).clone(), source, group
-    )
-    scale = run_collective_and_wait("broadcast", x._scale.reshape(1).clone(), source, group).reshape(())
-    return wrap_payload(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype)
-
-
-register_collectives(functools.partial(implements, family="collectives"), write_values, broadcast, reduce, gather)
+register_collectives(functools.partial(implements, family="collectives"), write_values, reduce, gather)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import find_torch_operators, list_present_operators, require_float64
-from ...subclass._foreach import make_foreach_rule
+from ...kernels import list_present_operators, require_float64
+from ...subclass._derivation import aten, make_foreach_rule, parse_operators
 from .. import _powers_of_two as _powers
 from .._operands import encode_operand, encode_plain_tensor, find_scaled_tensor
 from .._registry import EIGHT_BIT_DTYPES, LOGICAL_DTYPES, implements, implements_each
@@ -23,8 +23,6 @@ from .._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, wrap
 from .._write import check_indexed_write, write_values
 from ._aligned import move_number_to_scale
 from ._vocabulary import align_with_constants, decode_value, encode_results, is_constant, scale_payloads
-
-aten = find_torch_operators("aten")
 
 
 def encode_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
@@ -87,8 +85,9 @@ def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -
 
 
 @implements_each(
-    *(aten.uniform.default, aten.normal_functional.default, aten.exponential.default, aten.log_normal.default),
-    *(aten.cauchy.default, aten.geometric.default, aten.random.default, aten.random.to, getattr(aten.random, "from")),
+    *parse_operators("""
+        uniform normal_functional exponential log_normal cauchy geometric random random.to random.from
+    """),
     family="random",
 )
 def draw_numbers(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
@@ -247,23 +246,6 @@ for _operator in list_present_operators(
 ):
     if (_rule := make_foreach_rule(_operator)) is not None:
         implements(_operator, family="foreach")(_rule)
-
-_FUSED_OPTIMIZER_OPERATORS = [
-    getattr(packet, overload)
-    for name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
-    for packet in (getattr(aten, name), getattr(aten, f"{name}_"))
-    for overload in packet.overloads()
-    if not overload.endswith("out")
-]
-
-
-@implements(*_FUSED_OPTIMIZER_OPERATORS, family="foreach")
-def refuse_fused_step(*arguments: Any, **options: Any) -> None:
-    """Refuse torch's fused optimizers."""
-    raise NotImplementedError(
-        "torch's fused optimizers read memory as plain numbers, and ScaledTensors have a scale: make the optimizer "
-        "with fused=False, foreach=False, or take one of halfulp.optim"
-    )
 
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default, family="foreach")

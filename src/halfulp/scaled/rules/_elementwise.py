@@ -8,51 +8,40 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import find_torch_operators
+from ...subclass._derivation import aten, parse_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_decoded_values
 from .._operands import choose_storage, encode_plain_tensor, make_scaled_tensor, promote_dtypes
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, to_float32
 from .._write import write_values
-from ._vocabulary import decode_value, make_rule_result, make_unit_scale, overloads, raise_scale_to_degree
+from ._vocabulary import decode_value, make_rule_result, make_unit_scale, raise_scale_to_degree
 
-aten = find_torch_operators("aten")
+_LINEAR_NEAR_ZERO_OPERATORS = parse_operators("""
+    tanh sin asin atan asinh atanh erf log1p expm1 sinh tan erfinv frac special_bessel_j1 special_i1e special_i1
+    special_modified_bessel_i1
+""")
 
 
-def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """Return float32 values under a scale, or under the larger one that the largest finite value needs."""
+@implements_each(
+    *_LINEAR_NEAR_ZERO_OPERATORS, aten.exp.default, aten.exp2.default, aten.cosh.default, family="unit output"
+)
+def compute_function_of_values(operator: OpOverload, x: ScaledTensor) -> Tensor:
+    """f(p s) in float32 under 1, under min(s, 1) where f(x) is about x near 0, or what the largest result needs."""
+    values = operator(decode_value(x))
+    if operator not in _LINEAR_NEAR_ZERO_OPERATORS:
+        scale = make_unit_scale(values)
+    elif (own := _powers.read_scale(x._scale)) is None:
+        scale = torch.clamp(x._scale, max=1.0)
+    else:
+        scale = torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
+    storage = x._payload.dtype
     if storage not in FULL_RANGE_STORAGES and values.numel():
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
         scale = _powers.take_largest_scale(scale, needed)
     payload = _powers.multiply_by_power(values, _powers.divide_scales(make_unit_scale(values), scale))
-    return make_scaled_tensor(payload, scale.clone(), storage, dtype)
-
-
-@implements_each(aten.exp.default, aten.exp2.default, aten.cosh.default, family="unit output")
-def compute_under_unit_scale(operator: OpOverload, x: ScaledTensor) -> Tensor:
-    """f(p s) in float32, under the scale 1 or what the largest finite result needs."""
-    values = operator(decode_value(x))
-    return encode_values_to_fit(values, make_unit_scale(values), x._payload.dtype, x.dtype)
-
-
-@implements_each(
-    *(aten.tanh.default, aten.sin.default, aten.asin.default, aten.atan.default, aten.asinh.default),
-    *(aten.atanh.default, aten.erf.default, aten.log1p.default, aten.expm1.default, aten.sinh.default),
-    *(aten.tan.default, aten.erfinv.default, aten.frac.default, aten.special_bessel_j1.default),
-    *(aten.special_i1e.default, aten.special_i1.default, aten.special_modified_bessel_i1.default),
-    family="unit output",
-)
-def compute_linear_near_zero(operator: OpOverload, x: ScaledTensor) -> Tensor:
-    """f(p s) in float32, under min(s, 1), as f(x) is about x near 0, or what the largest finite result needs."""
-    values = operator(decode_value(x))
-    own = _powers.read_scale(x._scale)
-    if own is None:
-        scale = torch.clamp(x._scale, max=1.0)
-    else:
-        scale = torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
-    return encode_values_to_fit(values, scale, x._payload.dtype, x.dtype)
+    return make_scaled_tensor(payload, scale.clone(), storage, x.dtype)
 
 
 # Exponents whose torch kernels commute with powers of two bit for bit; others are computed by logarithms.
@@ -103,7 +92,7 @@ def rrelu_with_noise_(x: ScaledTensor, noise: Any, *arguments: Any, **options: A
     return write_values(x, rrelu_with_noise(x, noise, *arguments, **options))
 
 
-@implements(*overloads(aten._ctc_loss_backward), family="special")
+@implements(*parse_operators("_ctc_loss_backward.*"), family="special")
 def ctc_loss_backward(
     gradient: Any, x: Any, targets: Tensor, lengths: Any, target_lengths: Any, loss: Any, alpha: Any, *options: Any
 ) -> Tensor:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import find_torch_operators
-from ...subclass._rule_table import map_arguments_by_name
+from ...subclass._derivation import aten, map_arguments_by_name
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._float8 import has_cuda_capability
@@ -25,6 +24,7 @@ from .._operands import (
     find_scaled_tensor,
     fit_scaled_tensor,
     make_scaled_tensor,
+    map_tree,
     move_payload_to_scale,
     move_power_to_scale,
     promote_dtypes,
@@ -36,13 +36,10 @@ from ._vocabulary import (
     decode_value,
     make_scaled_result,
     make_unit_scale,
-    map_tree,
     round_root_to_power,
     scale_payloads,
     scale_values,
 )
-
-aten = find_torch_operators("aten")
 
 
 def _encode_norm_statistics(
@@ -95,7 +92,7 @@ def _scale_norm_gradients(
 
 
 def _run_norm_backward(operator: OpOverload, given: tuple, like: ScaledTensor, deviation: Any, rows: int) -> tuple:
-    """Run a normalisation's backward kernel on the gradient's payload and other values, and scale its results."""
+    """Run a normalisation's backward kernel on the gradient's payload and other values: to x under gs / xs."""
     g = encode_operand(given[0], like)
     results = operator(to_float32(g), *map(decode_value, given[1:]))
     return _scale_norm_gradients(g, results, given[-1], rows, deviation, like)
@@ -103,17 +100,17 @@ def _run_norm_backward(operator: OpOverload, given: tuple, like: ScaledTensor, d
 
 @implements(aten.native_layer_norm_backward.default, family="norm")
 def layer_norm_backward(*given: Any) -> tuple:
-    """Return the gradients: to x under gs / xs."""
-    gradient, x, shape, _, deviation, weight, _, _ = given
-    rows = math.prod(x.shape[: x.dim() - len(shape)])
+    """Return the gradients of layer normalisation with respect to its input, weight and bias."""
+    gradient, x, shape, _, deviation, weight, *_ = given
     like = find_scaled_tensor((gradient, x, weight))
+    rows = math.prod(x.shape[: x.dim() - len(shape)])
     return _run_norm_backward(aten.native_layer_norm_backward.default, given, like, deviation, rows)
 
 
 @implements(aten.native_group_norm_backward.default, family="norm")
 def group_norm_backward(*given: Any) -> tuple:
     """Return the gradients of group normalisation with respect to its input, weight and bias."""
-    gradient, x, _, deviation, weight, n, _, hw, _, _ = given
+    gradient, x, _, deviation, weight, n, _, hw, *_ = given
     like = find_scaled_tensor((gradient, x, weight))
     return _run_norm_backward(aten.native_group_norm_backward.default, given, like, deviation, n * hw)
 
@@ -196,8 +193,8 @@ def batch_norm(operator: OpOverload, *given: Any) -> tuple:
 
 def batch_norm_backward(*given: Any) -> tuple:
     """Return the gradients: to x under gs / xs, to weight and bias under gs c."""
-    gradient, x, weight, mean, variance, _, deviation, train, eps, _ = given
-    like = find_scaled_tensor((gradient, x, weight, mean, variance))
+    _, x, _, _, variance, _, deviation, train, eps, _ = given
+    like = find_scaled_tensor(given[:5])
     used = deviation if train else (decode_value(variance) + eps).rsqrt()
     rows = x.numel() // max(x.shape[1], 1)
     return _run_norm_backward(aten.native_batch_norm_backward.default, given, like, used, rows)
@@ -231,10 +228,8 @@ _ATTENTION_ROW_ALIGNMENT = 8  # elements of 16 bits that the kernels' rows are a
 
 @implements_each(*_list_attention_operators(*_ATTENTION_KERNELS, suffixes=("",)), family="attention")
 def compute_attention(operator: OpOverload, *arguments: Any, **options: Any) -> tuple:
-    """kernel(pq (sq sk), pk, pv) under the scale sv: logits are values, so the query takes its scale and the key's.
-
-    The log-sum-exp that the backward kernel wants is plain.
-    """
+    """kernel(pq (sq sk), pk, pv) under the scale sv: logits are values, so the query takes its scale and the key's."""
+    # The log-sum-exp that the backward kernel wants is plain.
     given = map_arguments_by_name(operator, arguments, options)
     inputs = [given[name] for name in _ATTENTION_INPUT_NAMES]
     query, key, value, storage = _scale_attention_operands(inputs, given)
@@ -247,12 +242,10 @@ def compute_attention(operator: OpOverload, *arguments: Any, **options: Any) -> 
 
 @implements_each(*_list_attention_operators(*_ATTENTION_KERNELS, suffixes=("_backward",)), family="attention")
 def differentiate_attention(operator: OpOverload, *arguments: Any, **options: Any) -> tuple:
-    """Return the gradients of fused attention.
-
-    With kernel(pg, pq (sq sk), pk, pv) = dq, dk, dv, db the gradients are sg sv sk dq, sg sv / sk dk, which is
-    sg sv sq (dk / (sq sk)), sg dv, and sg sv db for a bias. Those of logits are about 1 / n for n keys, and sums of n
-    of them about 1 / sqrt(n): that factor moves from the payloads into the scales.
-    """
+    """Return the gradients of fused attention."""
+    # With kernel(pg, pq (sq sk), pk, pv) = dq, dk, dv, db the gradients are sg sv sk dq, sg sv / sk dk, which is
+    # sg sv sq (dk / (sq sk)), sg dv, and sg sv db for a bias. Those of logits are about 1 / n for n keys, and sums of n
+    # of them about 1 / sqrt(n): that factor moves from the payloads into the scales.
     given = map_arguments_by_name(operator, arguments, options)
     of_output = next(name for name in given if name.startswith("grad_out"))
     tensors = [given[name] for name in (of_output, *_ATTENTION_INPUT_NAMES, "out")]

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...environment._narrow_products import list_dtypes_multiplied_in_float32
-from ...kernels import define_operator, find_torch_operators
+from ...kernels import define_operator
+from ...subclass._derivation import aten
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._float8 import eight_bit_engine
@@ -30,19 +31,14 @@ from .._operands import (
     find_outliers,
     find_scaled_tensor,
     fit_scaled_tensor,
+    is_symbolic,
     promote_dtypes,
     replace_underflows,
     round_second_moment_above_zero,
     saturate_outliers,
+    split_off_power_of_two,
 )
-from .._powers_of_two import round_number_to_power
-from .._registry import (
-    EIGHT_BIT_DTYPES,
-    RULES_OF_OPERATORS_DEFINED_LATER,
-    ComplexOperandError,
-    implements,
-    implements_each,
-)
+from .._registry import EIGHT_BIT_DTYPES, RULES_OF_OPERATORS_DEFINED_LATER, implements, implements_each
 from .._scaled_tensor import ScaledTensor, to_float32, wrap_payload
 from ._aligned import add
 from ._vocabulary import (
@@ -54,7 +50,6 @@ from ._vocabulary import (
     round_root_to_power,
 )
 
-aten = find_torch_operators("aten")
 EIGHT_BIT_SIDE_MULTIPLE = 16  # torch._scaled_mm takes multiples of this
 
 
@@ -96,38 +91,15 @@ def invert_scale(scale: Tensor) -> Tensor | float:
     return torch.where(scale == _powers.ZERO_SCALE, torch.ones_like(scale), scale).double().reciprocal()
 
 
-def divide_scale_product(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
-    """Return the product of some scales divided by another: the factor that brings payloads under it.
-
-    A normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
-    """
+def divide_scale_product(*factors: Tensor | float, scale: Tensor) -> Tensor | float:
+    """Return the product of some scales divided by another: the factor that brings payloads under it."""
+    # A normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
     values: list[Any] = [_powers.read_scale(factor) if isinstance(factor, Tensor) else factor for factor in factors]
-    held = 1.0 if scale is None else _powers.read_scale(scale)
+    held = _powers.read_scale(scale)
     if held is not None and None not in values:
         return min(max(math.prod(values) / held, _powers.SMALLEST_SCALE), _powers.LARGEST_SCALE)
-    first: Any = factors[0]
-    total = first.double() if scale is None else scale.double().reciprocal() * first
-    for factor in factors[1:]:
-        total = total * factor
+    total = functools.reduce(torch.mul, factors, scale.double().reciprocal())
     return total.clamp(_powers.SMALLEST_SCALE, _powers.LARGEST_SCALE).to(torch.float32)
-
-
-def is_symbolic(value: Any) -> bool:
-    """Return whether a number is a traced size: taking its power of two would fix it."""
-    return isinstance(value, (torch.SymInt, torch.SymFloat))
-
-
-def split_off_power_of_two(value: Any) -> tuple[Any, float]:
-    """Split a number into a mantissa and the power of two next to it; 1 where there is none, the smallest for 0."""
-    if is_symbolic(value):
-        return value, 1.0
-    if isinstance(value, complex):
-        raise ComplexOperandError
-    value = float(value)
-    if not math.isfinite(value):
-        return value, 1.0
-    power = round_number_to_power(abs(value)) if value else _powers.ZERO_SCALE
-    return value / power, power
 
 
 def make_zero_scale(x: ScaledTensor) -> Tensor:
@@ -168,10 +140,8 @@ def encode_matrix_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
 
 
 def _choose_product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
-    """Return payloads for a matrix product: bfloat16, which torch sums in float32 and rounds once, or float32.
-
-    float16 would leave its range before the sum is brought back.
-    """
+    """Return payloads for a matrix product: bfloat16, which torch sums in float32 and rounds once, or float32."""
+    # float16 would leave its range before the sum is brought back.
     payloads = [x._payload for x in tensors]
     # Processors without instructions for bfloat16 get float32 too.
     native = tensors[0].device.type != "cpu" or torch.bfloat16 not in list_dtypes_multiplied_in_float32()

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import find_torch_operators
+from ...subclass._derivation import aten
 from .._operands import encode_operand, encode_plain_tensor, find_scaled_tensor
 from .._registry import LOGICAL_DTYPES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, decode_values, to_float32
 from ._vocabulary import align_operands, decode_value, encode_results, homogeneous, round_root_to_power, scale_payloads
-
-aten = find_torch_operators("aten")
 
 
 def count_summed_elements(x: Tensor, dims: Sequence[int] | int | None) -> int:
@@ -34,11 +32,9 @@ def choose_sum_divisor(x: Tensor, dims: Sequence[int] | int | None = None) -> fl
 
 
 def register_reduction(*operators: OpOverload) -> Callable[[Callable], Callable]:
-    """Register a rule that computes in float32 for operators with dtype=, as a decorator.
-
-    With dtype=float64 they compute in it, on exact values; the result is rounded once, to payloads under a measured
-    scale. With integers and complex numbers they are torch's own, on values, and their results plain.
-    """
+    """Register a rule that computes in float32 for operators with dtype=, as a decorator."""
+    # With dtype=float64 they compute in it, on exact values; the result is rounded once, to payloads under a measured
+    # scale. With integers and complex numbers they are torch's own, on values, and their results plain.
 
     def register(rule: Callable) -> Callable:
         @implements_each(*operators, family="reduction")
@@ -118,10 +114,8 @@ MEAN_REDUCTION, SUM_REDUCTION = 1, 2
 
 
 def _find_mean_gradient_factor(position: int, *arguments: Any, **options: Any) -> float:
-    """Return the power of two near 1 / n by which the backward of a mean multiplies gradients; 1 where there is none.
-
-    Its arguments are the gradient, the input, the target and others, among them the reduction at a position.
-    """
+    """Return the power of two near 1 / n by which the backward of a mean multiplies gradients; 1 for none."""
+    # Its arguments are the gradient, the input, the target and others, among them the reduction at a position.
     reduction = arguments[position] if len(arguments) > position else options.get("reduction", MEAN_REDUCTION)
     count = arguments[2].numel()
     return 1.0 / round_root_to_power(count * count) if reduction == MEAN_REDUCTION else 1.0

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torch._ops import OpOverload
+from ...subclass._derivation import parse_operators
+from ._vocabulary import aligned, data_movement, decoded, gate, homogeneous, measured_scale, unit_scale
 
-from ...kernels import find_torch_operators
-from ._vocabulary import aligned, data_movement, decoded, gate, homogeneous, measured_scale, overloads, unit_scale
-
-aten = find_torch_operators("aten")
-# "name" is an operator's default overload, "name.overload" another, and "name.*" all that `overloads` finds.
 OPERATORS_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
     (homogeneous, "pass-through"): """
         native_dropout relu abs neg leaky_relu amax amin aminmax max max.dim min min.dim median median.dim nanmedian
@@ -136,15 +132,6 @@ OPERATORS_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
         _compute_linear_combination.*
     """,
 }
-
-
-def parse_operators(names: str) -> list[OpOverload]:
-    """Return the operators of a text of names."""
-    found: list[OpOverload] = []
-    for name, _, overload in (one.partition(".") for one in names.split()):
-        packet = getattr(aten, name)
-        found += overloads(packet) if overload == "*" else [getattr(packet, overload or "default")]
-    return found
 
 
 for (_register, _family), _names in OPERATORS_BY_RULE.items():

@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_leaves, tree_map
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from ..._names import describe_unknown_name
-from ...kernels import find_torch_operators, list_present_operators
+from ...kernels import list_present_operators
 from ...kernels._plain_memory import is_floating
+from ...subclass._derivation import aten
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
@@ -42,6 +43,7 @@ from .._operands import (
     find_outliers,
     find_scaled_tensor,
     fit_scaled_tensor,
+    map_tree,
     move_payload_to_scale,
     promote_dtypes,
     saturate_outliers,
@@ -51,16 +53,6 @@ from .._scaled_tensor import ScaledTensor, decode_values, to_float32, wrap_paylo
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.
 _LARGEST_ORDINARY_SCALE = 2.0**60
-
-
-def map_tree(function: Callable[[Any], Any], x: Any) -> Any:
-    """Return tree_map(function, x), without its cost for a tensor and for plain tuples, lists and dicts."""
-    kind = type(x)
-    if kind is tuple or kind is list:
-        return kind(map_tree(function, y) for y in x)
-    if kind is dict:
-        return {key: map_tree(function, y) for key, y in x.items()}
-    return tree_map(function, x) if isinstance(x, (tuple, list, dict)) else function(x)
 
 
 def decode_value(x: Any) -> Any:
@@ -144,10 +136,8 @@ def encode_results(y: Any, holders: list[Any]) -> Any:
 
 
 def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtype]:
-    """Return operands' float32 payloads under their largest scale, that scale, the storage and the logical dtype.
-
-    Numbers that stand for infinity do not decide the scale: they stay as much larger than the rest as float32 can hold.
-    """
+    """Return operands' float32 payloads under their largest scale, that scale, the storage and the dtype."""
+    # Numbers that stand for infinity do not decide the scale: they stay as much larger than the rest as float32 holds.
     like = find_scaled_tensor(operands)
     tensors = [encode_operand(x, like) for x in operands]
     storage, dtype = choose_storage(operands), promote_dtypes(operands)
@@ -180,11 +170,9 @@ def _clamp_outliers(payload: Tensor, given: Any, scale: float | None, storage: t
 
 
 def round_root_to_power(count: int) -> float:
-    """Return the power of two below the square root of a number of terms.
-
-    Any power of two would give the same values: a symbolic size has that of the traced one, so that others share the
-    graph.
-    """
+    """Return the power of two below the square root of a number of terms."""
+    # Any power of two would give the same values: a symbolic size has that of the traced one, so that others share the
+    # graph.
     if isinstance(count, torch.SymInt):
         count = count.node.hint if count.node.has_hint() else 1
     power = 1
@@ -203,11 +191,9 @@ def is_constant(x: Any) -> bool:
 
 
 def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
-    """Return float32 payloads under their largest scale, or what a constant needs if that is more.
-
-    A constant that stands for infinity saturates, at 128 or more. Among zeros of any scale a constant's own power of
-    two is taken, for a large one what it needs.
-    """
+    """Return float32 payloads under their largest scale, or what a constant needs if that is more."""
+    # A constant that stands for infinity saturates, at 128 or more. Among zeros of any scale a constant's own power of
+    # two is taken, for a large one what it needs.
     like, storage = find_scaled_tensor(operands), choose_storage(operands)
     tensors = {i: encode_addend(x, like) for i, x in enumerate(operands) if not is_constant(x)}
     constants = {i: encode_operand(x, like) for i, x in enumerate(operands) if i not in tensors}
@@ -272,10 +258,8 @@ def make_constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.
 
 
 def align_constants(x: ScaledTensor, *constants: Any, room: bool = True) -> tuple[list[Any], Tensor]:
-    """Return constants as payloads, and x's scale, raised as they need, or theirs if x is zeros of any scale.
-
-    `room` is False of bounds, which results need not reach: only zeros of any scale take theirs.
-    """
+    """Return constants as payloads, and x's scale, raised as they need, or theirs if x is zeros of any scale."""
+    # `room` is False of bounds, which results need not reach: only zeros of any scale take theirs.
     storage, own = x._payload.dtype, _powers.read_scale(x._scale)
     if own is not None and all(isinstance(c, (int, float)) for c in constants):
         numbers = [float(c) for c in constants]
@@ -321,7 +305,6 @@ def _find_least_outlier_constant(storage: torch.dtype) -> float:
     return _powers.HUGE_SCALE if storage in FULL_RANGE_STORAGES else LEAST_OUTLIER_BY_STORAGE[storage]
 
 
-aten = find_torch_operators("aten")
 # Operators whose results are elements of the argument, or their negatives: exact in every storage.
 _SELECTING_OPERATORS = {aten.relu.default, aten.neg.default, aten.abs.default}
 
@@ -504,17 +487,3 @@ def aligned(*operators: OpOverload, family: str = "own") -> None:
         arguments, options = map_tree(lambda x: next(found) if is_floating(x) else x, (arguments, options))
         results = operator(*arguments, **options)
         return scale_payloads(results, [scale], holders + [x for x in flat if is_floating(x) and x.dim()])
-
-
-def overloads(*packets: OpOverloadPacket) -> list[OpOverload]:
-    """Return the overloads of operators that are neither views, nor composites, and write no argument."""
-    found = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    return [
-        operator
-        for operator in found
-        if torch._C._dispatch_has_kernel(operator.name())  # not so for TorchScript's own, of lists of tensors say
-        and not operator._schema.is_mutable
-        and not operator.is_view
-        and any("Tensor" in str(argument.type) for argument in operator._schema.arguments)
-        and not operator._can_decompose()
-    ]

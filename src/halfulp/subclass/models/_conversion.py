@@ -16,7 +16,7 @@ from ...kernels import disable_tracing
 from .. import _rule_table
 from .._in_backward import refuse_tracing_of
 from . import _state_dict
-from ._parameter_holders import install_registration_hooks
+from ._parameter_holders import check_holders, install_registration_hooks
 
 
 def remove_forward_hooks(modules: Iterable[nn.Module], is_ours: Callable[[Any], bool]) -> None:
@@ -71,10 +71,8 @@ def list_module_parameters(model: nn.Module, constants: bool = False) -> Iterato
 
 
 def list_matching_parameters(found: Iterable[ParameterRef], where: ParameterSelector) -> list[ParameterRef]:
-    """Return the parameters that match under any of their names, each under all of its names.
-
-    `where` is a glob, several, a function of a module and a name, or None for all.
-    """
+    """Return the parameters that match under any of their names, each under all of its names."""
+    # `where` is a glob, several, a function of a module and a name, or None for all.
     found = list(found)
     if where is None:
         return found
@@ -117,10 +115,9 @@ _CHECKPOINT_ADVICE = "checkpoint the whole model instead, or run it without chec
 
 
 def capture_recomputation(pack: Callable[..., Any], wrap: FunctionWrapper, what: str) -> None:
-    """Wrap, once, the function that torch.utils.checkpoint(use_reentrant=False) recomputes; other hooks are left alone.
-
-    Its frame is reached through the hook that packs saved tensors while the checkpointed function runs.
-    """
+    """Wrap, once, the function that torch.utils.checkpoint(use_reentrant=False) recomputes."""
+    # Its frame is reached through the hook that packs saved tensors while the checkpointed function runs; other hooks
+    # are left alone.
     if getattr(pack, "__module__", "") != "torch.utils.checkpoint" or "_recomputation_hook" in pack.__qualname__:
         return
     cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or ()))
@@ -189,18 +186,6 @@ def _begin_forward(module: nn.Module, arguments: Any) -> None:
     _rule_table.running_model.counts = module.__dict__[_FALLBACK_COUNTS_ATTRIBUTE]
 
 
-ConvertedTensors = dict[int, Tensor]
-
-
-def convert_parameters(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> ConvertedTensors:
-    """Return converted tensors by the ids of the present ones; a shared parameter is converted once."""
-    found: ConvertedTensors = {}
-    for ref in refs:
-        if id(ref.value) not in found:
-            found[id(ref.value)] = convert(ref)
-    return found
-
-
 def decode_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
     """Return a parameter or buffer of a subclass as a plain one, its gradient too, each value rounded once."""
     old: Any = ref.value
@@ -216,23 +201,28 @@ def decode_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
     return copy_attributes(new, old)
 
 
-def put_converted_parameters(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:
-    """Put tensors of a subclass in the parameters' places; install state dicts and counts of fallbacks."""
+def replace_parameters(
+    model: nn.Module, refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor], what: str, *, plain: bool
+) -> None:
+    """Put converted tensors in the parameters' places, with what a model of such tensors needs; or `plain` ones."""
+    # A shared parameter is converted once. Nothing is changed where a parameter is refused.
+    check_holders([(ref.name, ref.value) for ref in refs if ref.is_parameter], what, replaced=True)
+    values: dict[int, Tensor] = {}
+    for ref in refs:
+        if id(ref.value) not in values:
+            values[id(ref.value)] = convert(ref)
     for ref in refs:
         ref.put(values[id(ref.value)])
-        _state_dict.install_state_dict_hooks(ref.module)
+        if not plain:
+            _state_dict.install_state_dict_hooks(ref.module)
+    if plain:
+        for module in model.modules():
+            _state_dict.remove_state_dict_hooks(module)
+            vars(module).pop(_FALLBACK_COUNTS_ATTRIBUTE, None)
+        remove_forward_hooks(model.modules(), lambda hook: hook is _begin_forward)
+        return
     _state_dict.install_state_dict_check(model)
     if _FALLBACK_COUNTS_ATTRIBUTE not in vars(model):
         vars(model)[_FALLBACK_COUNTS_ATTRIBUTE] = Counter()
         model.register_forward_pre_hook(_begin_forward)
     install_registration_hooks()
-
-
-def put_plain_parameters(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:
-    """Put plain tensors in the parameters' places, and remove what `put_converted_parameters` installed."""
-    for ref in refs:
-        ref.put(values[id(ref.value)])
-    for module in model.modules():
-        _state_dict.remove_state_dict_hooks(module)
-        vars(module).pop(_FALLBACK_COUNTS_ATTRIBUTE, None)
-    remove_forward_hooks(model.modules(), lambda hook: hook is _begin_forward)

@@ -197,24 +197,20 @@ _thread_state = _ThreadState()
 def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module's forward pass, under the mode where the model has numbers of a dtype that is widened."""
     mark = module.__dict__.get(_WIDENED_MARK_ATTRIBUTE)  # vars() of a module is more than torch 2.6 can trace
-    if mark is None or is_exporting():
-        return forward(*args, **kwargs)
-    dtypes = list_dtypes_multiplied_in_float32()
+    dtypes = () if mark is None or is_exporting() else list_dtypes_multiplied_in_float32()
     if not dtypes or _is_mode_active():
         return forward(*args, **kwargs)
-    if torch.compiler.is_compiling():
-        if mark == _WIDENED_WHERE_EAGER:
-            _count_products_left_to_torch()
-            return forward(*args, **kwargs)
-        if not _has_numbers_of_dtypes(module, dtypes, True) and not _receives_numbers_of_dtypes(args, kwargs, dtypes):
-            return forward(*args, **kwargs)
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling and mark == _WIDENED_WHERE_EAGER:
+        _count_products_left_to_torch()
+        return forward(*args, **kwargs)
+    runs_plainly = not is_compiling and _thread_state.runs_plainly
+    if _has_numbers_of_dtypes(module, dtypes, not runs_plainly) or _receives_numbers_of_dtypes(args, kwargs, dtypes):
+        if not is_compiling:
+            return _call_under_mode(forward, args, kwargs)
         with _PRODUCT_MODE:
             return forward(*args, **kwargs)
-    if _has_numbers_of_dtypes(module, dtypes, not _thread_state.runs_plainly) or _receives_numbers_of_dtypes(
-        args, kwargs, dtypes
-    ):
-        return _call_under_mode(forward, args, kwargs)
-    if _thread_state.runs_plainly:
+    if is_compiling or runs_plainly:
         return forward(*args, **kwargs)
     _thread_state.runs_plainly = True
     try:
@@ -288,23 +284,19 @@ def _is_mode_active() -> bool:
 
 def _call_under_mode(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function under the mode, below all others: they see products of the dtypes that the model asked for."""
-    _push_modes([*_pop_modes(), _PRODUCT_MODE])
+    _replace_modes(lambda modes: [*modes, _PRODUCT_MODE])
     _thread_state.hooks_at_entry = get_saved_tensor_hooks()
     try:
         return function(*args, **kwargs)
     finally:
         _thread_state.hooks_at_entry = None
-        _push_modes([mode for mode in _pop_modes() if mode is not _PRODUCT_MODE])
+        _replace_modes(lambda modes: [mode for mode in modes if mode is not _PRODUCT_MODE])
 
 
-def _pop_modes() -> list[TorchFunctionMode]:
-    """Pop all modes, the innermost first."""
-    return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-
-
-def _push_modes(modes: list[TorchFunctionMode]) -> None:
-    """Push modes that `_pop_modes` gave."""
-    for mode in reversed(modes):
+def _replace_modes(change: Callable[[list[TorchFunctionMode]], list[TorchFunctionMode]]) -> None:
+    """Put other modes in place of all that are in force, the innermost first."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    for mode in reversed(change(modes)):
         _push_mode(mode)
 
 

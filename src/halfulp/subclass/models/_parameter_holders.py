@@ -62,10 +62,8 @@ def _load_with_renamed_entries(
     *given: Any,
     **options: Any,
 ) -> Any:
-    """Rename auxiliary entries to their parameters' names with ``module.`` (DDP) and ``_orig_mod.`` (torch.compile).
-
-    torch takes these out of names when it saves, and puts them before parameters and buffers alone when it loads.
-    """
+    """Rename auxiliary entries to their parameters' names with ``module.`` (DDP) and ``_orig_mod.`` (torch.compile)."""
+    # torch takes these out of names when it saves, and puts them before parameters and buffers alone when it loads.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (layout := find_state_dict_layout(parameter)) is None:
             continue
@@ -187,16 +185,10 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> list[nn.Module]:
-    """Refuse to change parameters that other objects hold, before anything is changed; return fully_shard's modules.
-
-    For these call `reset_shards` when the change is made. A change of dtype in place reaches modules, optimizers, hooks
-    and compiled graphs, which are traced again, but not DistributedDataParallel, FSDP1 or others that share memory.
-
-    Args:
-        named: qualified names and parameters; one parameter may have several names.
-        what: the caller, for messages.
-        replaced: whether they become new objects; else they change their dtype in place.
-    """
+    """Refuse to change parameters that other objects hold, before anything is changed; return fully_shard's modules."""
+    # For these call `reset_shards` when the change is made. `what` is the caller, for messages; `replaced` is whether
+    # parameters become new objects. A change of dtype in place reaches modules, optimizers, hooks and compiled graphs,
+    # which are traced again, but not DistributedDataParallel, FSDP1 or others that share memory.
     names: dict[int, str] = {}
     unique = []
     for name, tensor in named:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._messages import name_type, quote
+from .._composite_tensor import list_plain_tensors
 
 _C: Any = torch._C
 _LOADED_ATTRIBUTE = "_halfulp_loaded"
@@ -25,17 +26,13 @@ class StateDictLayout(NamedTuple):
     # The entry of the metadata, and what stands there; a file of another version is refused.
     key: str
     version: int
-    # Words for messages: what is stored, and the function that makes a plain state_dict.
-    what: str
-    plain: str
+    what: str  # is stored, for messages
     # Of the entries of auxiliary tensors.
     suffix: re.Pattern
     # All entries of a tensor, by its name.
     entries: Callable[[str, Any], dict[str, Tensor]]
     # The tensor that a state_dict holds under a name, with a given one's dtypes and parts, or None.
     fitting: Callable[[Mapping, str, Any], Any]
-    # From one tensor into another of the same dtypes and parts, bit for bit.
-    copy: Callable[[Any, Any], None]
 
 
 _layouts_by_class: dict[type, StateDictLayout] = {}
@@ -81,8 +78,10 @@ def remove_state_dict_hooks(module: nn.Module) -> None:
 
 
 def check_state_dict(given: object, what: str) -> None:
-    """Raise TypeError for a model, or another object, in place of a state_dict."""
+    """Raise TypeError for a model, or another object, in place of a state_dict, and ValueError for another layout."""
     if isinstance(given, Mapping):
+        for metadata in getattr(given, "_metadata", {}).values():
+            check_layout_version(metadata)
         return
     wanted = "model.state_dict()" if isinstance(given, nn.Module) else "a mapping from names to tensors"
     raise TypeError(f"{what} takes a state_dict, got {name_type(given)}: give it {wanted}")
@@ -94,8 +93,16 @@ def check_layout_version(metadata: Mapping) -> None:
         if (version := metadata.get(layout.key, layout.version)) != layout.version:
             raise ValueError(
                 f"this file holds {layout.what} in layout {version}, and this version of halfulp reads layout "
-                f"{layout.version}: load it with the version that wrote it, and save its {layout.plain}"
+                f"{layout.version}: load it with the version that wrote it, and save its plain_state_dict"
             )
+
+
+def divide_exactly(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return an entry's values divided by a scale, in a dtype; None where it does not hold these."""
+    part = (values.detach().double() / scale.double()).to(dtype)
+    back = part.double() * scale.double()
+    holds = values.is_meta or bool(((back == values) | (back.isnan() & values.isnan())).all())
+    return part if holds else None
 
 
 def _list_own_parameters(module: nn.Module) -> list[tuple[str, Tensor, StateDictLayout]]:
@@ -128,11 +135,9 @@ def _save_auxiliary_tensors(
 def _share_tied_memory(
     entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return a parameter's entries, in the memory that they have under its first name in this state_dict.
-
-    Savers that write shared memory once (transformers) would else write the values under both names and what stands
-    beside them under one, and the values alone would be loaded last.
-    """
+    """Return a parameter's entries, in the memory that they have under its first name in this state_dict."""
+    # Savers that write shared memory once (transformers) would else write the values under both names and what stands
+    # beside them under one, and the values alone would be loaded last.
     first, *noted = parameter.__dict__.get(FIRST_SAVED_NAME_ATTRIBUTE, ("",))
     known = state_dict.get(first, entries[name])
     if first != name and noted == [id(state_dict), id(known), known._version, parameter._version]:
@@ -188,7 +193,9 @@ def _load_auxiliary_tensors(
             continue
         state_dict[name] = value
         if value.shape == parameter.shape and not local_metadata.get("assign_to_params_buffers", False):
-            layout.copy(parameter, value)
+            with torch.no_grad():
+                for target, part in zip(list_plain_tensors(parameter), list_plain_tensors(value), strict=True):
+                    target.copy_(part)
             del state_dict[name]
             loaded.append(name)
 
