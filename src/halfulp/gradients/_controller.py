@@ -113,16 +113,14 @@ class GradientSharingProcesses:
     def add_model(self, model: nn.Module) -> None:
         """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
         self._models.append(weakref.ref(model))
-        self._add_process_groups(model if isinstance(model, nn.parallel.DistributedDataParallel) else None, [model])
+        self.find_process_groups(model if isinstance(model, nn.parallel.DistributedDataParallel) else None)
 
-    def find_process_groups(self) -> None:
-        """Look for wrappers again, once in an iteration, in the forward pass of a model."""
-        if dist.is_available() and dist.is_initialized():
-            self._add_process_groups(nn.parallel.DistributedDataParallel._active_ddp_module, self._list_models())
-
-    def _add_process_groups(self, wrapper: nn.parallel.DistributedDataParallel | None, models: list[nn.Module]) -> None:
-        """Add the process groups of a wrapper, and of FSDP2 in models."""
-        found = [group for model in models for group in _list_fsdp_groups(model)]
+    def find_process_groups(self, wrapper: nn.parallel.DistributedDataParallel | None = None) -> None:
+        """Look for wrappers of the models, and for FSDP2 in them, once in an iteration, in the forward pass of one."""
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        wrapper = wrapper or nn.parallel.DistributedDataParallel._active_ddp_module
+        found = [group for model in self._list_models() for group in _list_fsdp_groups(model)]
         if wrapper is not None:
             self._wrappers.add(wrapper)
             found.insert(0, wrapper.process_group)
@@ -327,17 +325,17 @@ class ExponentController:
 
     @property
     def progress(self) -> list:
-        """The counters that a state holds beside its sites; two that are no more are 0."""
+        """The counters that a state holds beside its sites."""
         counters = [self.iteration, self.steps_since_change, self.backward.measuring]
-        return [*counters, 0, self._restart_iteration, self._skips_in_row, 0]
+        return [*counters, self._restart_iteration, self._skips_in_row]
 
     def load_state(self, given: dict[str, Any], progress: list) -> None:
         """Load the sites of a state."""
         load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
             self._set_exponent(self.sites[key], values["exponent"])
-        self.iteration, self.steps_since_change, self.backward.measuring = progress[:3]
-        self._restart_iteration, self._skips_in_row = progress[4:6]
+        self.iteration, self.steps_since_change, self.backward.measuring, *rest = progress
+        self._restart_iteration, self._skips_in_row = rest
         self.sites.global_site.loss_binade, self.loss_follower.resumes = given[GLOBAL_SITE_KEY]["reference"]
         self.loss_follower.begin_iteration(self.iteration)
         self.sites.note_lowest_exponent()

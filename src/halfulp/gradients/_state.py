@@ -79,7 +79,7 @@ def read_sites_from_state_dict(state_dict: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-_PROGRESS_COUNTERS_LENGTH = 7
+_PROGRESS_COUNTERS_LENGTH = 5
 # The types of a site's entries that hold one value.
 _TYPES_BY_SITE_ENTRY: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("exponent", "overflows"), (int,)),

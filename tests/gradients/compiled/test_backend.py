@@ -209,7 +209,7 @@ def _check_edges(backward: Backward, compiled: bool) -> None:
     if not compiled:
         assert set(backward.reached) <= reached
     # In a graph, gradients that reach parameters alone keep the global exponent and cross no edge.
-    moved = {(target, source) for factors in backward.factors.values() for source, target in factors._edges}
+    moved = {(target, source) for pairs in backward.edges_by_text.values() for source, target in pairs}
     assert moved == (edges if compiled else set())
     assert len(reached) >= 2
 

@@ -24,7 +24,7 @@ from ...subclass.models._float32_products import (
 )
 from .._functions import map_tensors
 from ._backward import Backward, is_in_backward_pass, thread_region_state
-from ._region import ModuleNameCache, Region, is_compiler_active
+from ._region import CallRecording, ModuleNameCache, Region, is_compiler_active
 from ._replay import GraphReplay
 
 
@@ -111,9 +111,10 @@ class WatchedForward(GraphReadingForward):
         """Mark the model's outputs in a compiled graph for the scaler's backend."""
         if self._role != "model":
             return out
-        wide = self._is_output_widened_to_float32()
-        widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
-        return map_tensors(widened, lambda x: mark_scaled_output(x, self._backward.handle))
+        handle, wide = self._backward.handle, self._is_output_widened_to_float32()
+        return map_tensors(
+            out, lambda x: mark_scaled_output(x.float() if wide and x.dtype == torch.float16 else x, handle)
+        )
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -155,11 +156,11 @@ class WatchedForward(GraphReadingForward):
         """Run the forward pass in a region, from which ``replay`` learns if it is given."""
         with Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
-            recording = region.recording = None if replay is None else replay.start_recording()
             region.mark_arguments_at_global_exponent((args, kwargs))
             out = self.inner(*args, **kwargs)
-            if replay is not None and recording is not None:
-                region.recording = None
+            # A region that a checkpoint keeps keeps no nodes.
+            recording, region.recording = region.recording, CallRecording()
+            if replay is not None and replay.is_learning():
                 replay.learn_from_recording(recording, (args, kwargs), out, region.begun)
             return region.move_output_to_global_exponent(out, self._is_output_widened_to_float32())
 
