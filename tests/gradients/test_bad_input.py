@@ -324,7 +324,7 @@ def test_a_tensor_that_left_by_an_attribute(seed):
     clear(number)
     scaler = hu.AdaptiveGradScaler(number)
     mean_square(number(x))
-    for key, site in enumerate(scaler._controller.sites):
+    for key, site in enumerate(scaler._controller.sites.values()):
         site.exponent = 3 * key
     scaler.scale(mean_square(number(x)) + number.kept).backward()
     assert all(torch.equal(p.grad / scaler.get_scale(), g) for p, g in zip(number.parameters(), wanted))

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import cache, partial, wraps
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -160,7 +160,7 @@ class _RoundingMode(TorchDispatchMode):
 
     def hook_backward_graph(self, tensor: Tensor) -> None:
         """Hook the node that made a tensor, and all nodes before it without hooks."""
-        todo = [tensor.grad_fn]
+        todo: list[Any] = [tensor.grad_fn]
         while todo:
             node = todo.pop()
             number = -1 if node is None else node._sequence_nr()

@@ -42,11 +42,12 @@ def _compute_edge_factors(scaler: str, edges: str, count: int, device: torch.dev
     if edges not in backward.edges_by_text:
         keys, *pairs = json.loads(edges)
         sites = [backward.sites.open_site(key) for key in keys]
-        backward.edges_by_text[edges] = [(sites[source], sites[target]) for source, target in pairs]
-    found = backward.edges_by_text[edges]
+        backward.edges_by_text[edges] = sites, [(sites[source], sites[target]) for source, target in pairs]
+    # The global site comes first.
+    (_, *own), found = backward.edges_by_text[edges]
     for source, target in found:
         backward.get_edge_hook(target, source)
-    backward.reached.update((site, None) for edge in found for site in edge if site is not backward.sites.global_site)
+    backward.reached.update(dict.fromkeys(own))
     # A new tensor, as compilers may write into it.
     return _make_factors(tuple(target.exponent - source.exponent for source, target in found), device).clone()
 
@@ -238,12 +239,15 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
     for parameter in parameters.values():
         refuse_float16_gradient(parameter)
     plan = SitePlan(tuple(node in parameters for node in placeholders), {})
-    parts = {str(key): name for one in backward.names for key, name in one.map_part_names_by_module_id().items()}
-    owners = {
-        node: find_owning_module_name(x, backward) or _read_owning_module_name_from_source(node) or "model"
-        for node, x in parameters.items()
-        if x.requires_grad
-    }
+    modules = (item for one in backward.names for item in one.list_modules())
+    parts = {str(id(module)): name for name, module in modules if next(module.children(), None) is not None}
+    owners: dict[Node, str] = {}
+    for node, x in parameters.items():
+        if x.requires_grad:
+            # As far as its source tells.
+            names = _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source))
+            source = ".".join(a or b for a, b in names[:-1])
+            owners[node] = find_owning_module_name(x, backward) or source or "model"
     calls: Counter[str] = Counter()
 
     def name_site(node: Node, kind: OperatorKind) -> str:
@@ -285,9 +289,3 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
 def find_owning_module_name(parameter: Tensor, backward: Backward) -> str | None:
     """Return the module that holds a parameter, where a scaler's model lists it; else None."""
     return next((name for name in (one.find_holding_module_name(parameter) for one in backward.names) if name), None)
-
-
-def _read_owning_module_name_from_source(node: Node) -> str:
-    """Return the module that holds the parameter that a graph reads, as far as its source tells."""
-    names = _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source))
-    return ".".join(a or b for a, b in names[:-1])

@@ -314,11 +314,9 @@ class ExponentController:
         """Set exponents by hand, all others to 0, and begin a new iteration."""
         unknown = [key for key in exponents if key not in self.sites]
         if unknown:
-            raise ValueError(
-                f"no sites {', '.join(unknown)}; the sites are {', '.join(site.key for site in self.sites)}"
-            )
+            raise ValueError(f"no sites {', '.join(unknown)}; the sites are {', '.join(self.sites)}")
         self.sites.set_reference_binade(None)
-        for site in self.sites:
+        for site in self.sites.values():
             self._set_exponent(site, exponents.get(site.key, 0))
             site.memory = OverflowMemory()
         self._begin_iteration()
@@ -382,7 +380,7 @@ class ExponentController:
             # The global exponent falls at once to the others, which are far below it by now.
             own = [site for site in fallen if not site.follows_global]
             highest = max(site.exponent for site in own or fallen)
-            for site in self.sites:
+            for site in self.sites.values():
                 self._set_exponent(site, min(site.exponent, highest - _COMMON_FALL))
             return fallen
         reached = [
@@ -474,7 +472,7 @@ class ExponentController:
     def _find_exponent_allowed_by_all_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> int | None:
         """Return the exponent that all measured gradients allow, below an overflow of a loss outside the model."""
         global_site = self.sites.global_site
-        found = [self.policy.exponent(site) for site in self.sites if site.history]
+        found = [self.policy.exponent(site) for site in self.sites.values() if site.history]
         wanted = min((exponent for exponent in found if exponent is not None), default=None)
         if wanted is None and readings:
             # Every gradient is stored as zero.
@@ -504,7 +502,7 @@ class ExponentController:
         if self.loss_follower.on and not followed:
             # Exponents of meanwhile are meant for losses of meanwhile.
             self.sites.set_reference_binade(None)
-        for site in self.sites:
+        for site in self.sites.values():
             site.proposals.clear()
         for gathered in (self._measured, self.loss_follower.read_binades, self._suspects, self.losses):
             gathered.clear()

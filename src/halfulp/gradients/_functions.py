@@ -31,13 +31,6 @@ _FUNCTIONS_WITHOUT_GRADIENT = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "register_hook", "retain_grad"),
     *("__repr__", "__format__", "__hash__", "__bool__", "__float__", "__int__", "backward", "grad"),
 }
-_FUNCTIONS_BY_KIND: tuple[tuple[OperatorKind, set[str]], ...] = (
-    ("product", PRODUCT_FUNCTION_NAMES),
-    # All steps share a site, that of the state, which several parts of such a function read.
-    ("cell", RECURRENT_CELL_NAMES),
-    ("shape", _FUNCTIONS_SHAPED_BY_SECOND_ARGUMENT),
-    ("fact", _FUNCTIONS_WITHOUT_GRADIENT),
-)
 
 
 @functools.cache
@@ -51,9 +44,15 @@ def classify_function(function: Callable[..., Any]) -> OperatorKind:
     if isinstance(function, MethodWrapperType):
         return "property"
     name = get_function_name(function)
-    for kind, known in _FUNCTIONS_BY_KIND:
-        if name in known:
-            return kind
+    if name in PRODUCT_FUNCTION_NAMES:
+        return "product"
+    if name in RECURRENT_CELL_NAMES:
+        # All steps share a site, that of the state, which several parts of such a function read.
+        return "cell"
+    if name in _FUNCTIONS_SHAPED_BY_SECOND_ARGUMENT:
+        return "shape"
+    if name in _FUNCTIONS_WITHOUT_GRADIENT:
+        return "fact"
     inplace = name.endswith("_") and not name.endswith("__")
     return "in-place" if inplace or name == "__setitem__" or name.startswith("__i") else "plain"
 

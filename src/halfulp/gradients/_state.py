@@ -36,7 +36,7 @@ def convert_sites_to_plain_data(sites: Sites, resumes: int) -> tuple[tuple[str, 
             "memory": [site.memory.exponent, site.memory.until],
             "history": [dict(entry) for entry in site.history],
         }
-        for site in sites
+        for site in sites.values()
     }
     # Processes have exponents of their own, and any may write this entry: what they are meant for belongs in it, too.
     found[GLOBAL_SITE_KEY]["reference"] = [sites.global_site.loss_binade, resumes]

@@ -7,7 +7,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -290,12 +290,8 @@ def measure_result_difference(wanted: Tensor | None, got: Tensor | None) -> floa
     return 0.0 if same_bits(wanted, got) else compute_relative_difference(wanted, got)
 
 
-class OperatorDifference(NamedTuple):
-    """An operator whose results are not torch's: its name, the module or direction it ran in, and by how much."""
-
-    operator: str
-    place: str
-    off: float
+# Of an operator whose results are not torch's: its name, the module or direction it ran in, and by how much.
+OperatorDifference = tuple[str, str, float]
 
 
 class OperatorCheckMode(TorchDispatchMode):
@@ -360,7 +356,7 @@ class OperatorCheckMode(TorchDispatchMode):
 
     def _record_difference(self, operator: Any, wanted: list[Tensor], got: list[Tensor], exact: list[Tensor]) -> None:
         place = "the backward pass" if torch._C._current_graph_task_id() != -1 else self._module_paths[-1]
-        found = OperatorDifference(str(operator), place, max(map(compute_relative_difference, wanted, got)))
+        found = str(operator), place, max(map(compute_relative_difference, wanted, got))
         self.unequal = self.unequal or found
         best: list[Tensor | None] = [None] * len(wanted)
         if len(exact) == len(wanted):

@@ -144,6 +144,8 @@ class VerificationRuns:
         self.off = {name: 0.0 for name, value in self.plain.items() if value is not None}
         # What differs by more than another order of sums explains, in words, each once.
         self.wrong: dict[str, None] = {}
+        # Of the gradient sites, in the first run's order.
+        self._keys: list[str] = []
 
     def compare_with_float32(
         self, found: StepResults, where: str = "", plain: StepResults | None = None, step: int = 1
@@ -200,25 +202,19 @@ class VerificationRuns:
                     parameter.data = values.with_scale(scale).detach()
             check = OperatorCheckMode(other)
             self.compare_with_float32(run_one_step(other, self._batch, self._loss, watch=check))
-            self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
+            self.wrong |= dict.fromkeys(f"operator {operator} in {place}" for operator, place, _ in check.wrong)
             wrong, unequal = wrong + check.wrong, unequal or check.unequal
             counts.update(fallbacks(other))
         left_out, first = "eight-bit products" if recipe.matmul else None, wrong[0] if wrong else unequal
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
         return self.make_verification("scaled", trials, first=first, **more)
 
-
-class ExponentVerificationRuns(VerificationRuns):
-    """Copies of a model, each with a scaler of its own, run under random exponents.
-
-    Each run is compared with one whose exponents are all 0, and that one with the plain model, so that what attaching a
-    scaler changes is not taken for what an exponent does.
-    """
-
-    _keys: tuple[str, ...] = ()  # of the sites, in the first run's order
-
     def merge_inexact_sites(self, trials: int) -> list[str]:
-        """Draw exponents and merge sites until all draws are exact, or every site is merged."""
+        """Draw exponents, for copies with a scaler, and merge sites until all draws are exact or every site is merged.
+
+        Each run is compared with one whose exponents are all 0, and that one with the plain model, so that what
+        attaching a scaler changes is not taken for what an exponent does.
+        """
         baseline = self._run_scaled_step({})
         self.compare_with_float32(baseline)
         keys = self._keys
@@ -229,7 +225,7 @@ class ExponentVerificationRuns(VerificationRuns):
         merged: list[str] = []
         linear = not self.wrong
         for _ in range(trials):
-            draw = self._draw_exponents((GLOBAL_SITE_KEY, *keys) if linear else keys)
+            draw = self._draw_exponents([GLOBAL_SITE_KEY, *keys] if linear else keys)
             found = self._run_scaled_step(draw, merged)
             if has_different_results(baseline, found):
                 own = [key for key in keys if key not in merged]
@@ -272,7 +268,7 @@ class ExponentVerificationRuns(VerificationRuns):
         scaler = self._make_scaler(model, merged)
         scaler.set_exponents(exponents)
         run = run_one_step(model, self._batch, self._loss, scaler.scale)
-        self._keys = self._keys or tuple(row.site for row in scaler.sites() if row.site != GLOBAL_SITE_KEY)
+        self._keys = self._keys or [row.site for row in scaler.sites() if row.site != GLOBAL_SITE_KEY]
         return self._unscale_gradients(run, scaler)
 
     def _make_scaler(self, model: nn.Module, merged: Sequence[str]) -> AdaptiveGradScaler:
@@ -348,9 +344,9 @@ def verify(
     if scaler is not None and [one() for one in scaler._models] != [model]:
         raise ValueError("the scaler is not this model's alone: make one for the model, AdaptiveGradScaler(model)")
     with forbid_model_changes(model):
+        proof = VerificationRuns(model, batch, loss_of, seed)
         if recipe.payload:
-            return VerificationRuns(model, batch, loss_of, seed).run_under_scales(recipe, trials)
-        proof = ExponentVerificationRuns(model, batch, loss_of, seed)
+            return proof.run_under_scales(recipe, trials)
         merged = proof.merge_inexact_sites(trials)
         replays = 0 if proof.wrong else proof.verify_replayed_passes(merged)
     found = proof.make_verification("gradients", trials, merged=merged, replays=replays)

@@ -215,7 +215,9 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str) -> Callable[[], None]:
     """Attach a scaler's edges to a model; returns a function that detaches them."""
-    model = get_wrapped_model(model)
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("DataParallel runs copies of the model in threads: use DistributedDataParallel")
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     refuse_unwatchable_model(model)
     names = ModuleNameCache(model, prefix)
     backward.names.add(names)
@@ -232,13 +234,6 @@ def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, pr
             forward.restore()
 
     return detach
-
-
-def get_wrapped_model(model: nn.Module) -> nn.Module:
-    """Return the model inside torch's data-parallel wrappers."""
-    if isinstance(model, nn.DataParallel):
-        raise ValueError("DataParallel runs copies of the model in threads: use DistributedDataParallel")
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def refuse_unwatchable_model(model: nn.Module) -> None:

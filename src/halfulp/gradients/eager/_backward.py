@@ -113,7 +113,7 @@ class Backward:
         self._has_warned_of_second_order = False
         # What compiled graphs know it by, the edges that they name, and whose parameters they name.
         self.handle = str(next(_handle_counter))
-        self.edges_by_text: dict[str, list[tuple[Site, Site]]] = {}
+        self.edges_by_text: dict[str, tuple[list[Site], list[tuple[Site, Site]]]] = {}
         self.names: weakref.WeakSet = weakref.WeakSet()
         BACKWARDS_BY_HANDLE[self.handle] = self
 

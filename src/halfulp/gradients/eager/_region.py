@@ -76,19 +76,17 @@ class ModuleNameCache:
             self._names.setdefault(id(parameter), None)
         return self._names[id(parameter)]
 
-    def map_part_names_by_module_id(self) -> dict[int, str]:
-        """Return the qualified names of the modules that have children, by their ids."""
+    def list_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the qualified name of each module, with which its sites' keys begin, and the module."""
         model = self._model()
-        modules = () if model is None else model.named_modules()
-        parts = ((name, one) for name, one in modules if next(one.children(), None) is not None)
-        return {id(one): (self._prefix + name).strip(".") for name, one in parts}
+        for name, module in () if model is None else model.named_modules():
+            yield (self._prefix + name).strip("."), module
 
     def is_sharded(self) -> bool:
         """Return whether parts of the model belong to FSDP, which computes with copies of its parameters."""
         from torch.distributed.fsdp import FSDPModule
 
-        model = self._model()
-        return model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
+        return any(isinstance(module, FSDPModule) for _, module in self.list_modules())
 
 
 class CallRecording:
@@ -97,7 +95,8 @@ class CallRecording:
     def __init__(self) -> None:
         # Whether the forward pass had something that only a region can handle.
         self.failed = False
-        self.opened_sites: dict[Site, None] = {}
+        # Each with its number.
+        self.opened_sites: dict[Site, int] = {}
         self.edge_nodes: set[Any] = set()
         # 0-d results, which the model may keep besides its outputs (see `_replay.learn_graph`).
         self.scalar_results: list[weakref.ref] = []
@@ -254,7 +253,6 @@ class Region(TorchFunctionMode):
         self._names = names
         self._calls: Counter[str] = Counter()
         self.recording = CallRecording()
-        self._rank: dict[Site, int] = {}
 
     def __enter__(self) -> Region:
         self._outer = thread_region_state.region
@@ -355,8 +353,8 @@ class Region(TorchFunctionMode):
         call = self._calls[key]
         self._calls[key] = call + 1
         site = self._backward.sites.open_site(f"{key}#{call}" if call else key)
-        self._rank[site] = len(self._rank)
-        self.recording.opened_sites.setdefault(site)
+        opened = self.recording.opened_sites
+        opened[site] = len(opened)
         self._backward.reached.setdefault(site)
         return site
 
@@ -365,7 +363,7 @@ class Region(TorchFunctionMode):
         sites = [self.find_site(x) for x in differentiable if not is_parameter(x)]
         if not sites:
             return self._open_site(function, differentiable)
-        return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self._rank.get(site, -1))
+        return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self.recording.opened_sites.get(site, -1))
 
     # edges ----------------------------------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ def learn_graph(
         is_view = node_type is not None and node_type.__name__ in _RESHAPING_NODE_NAMES
         is_leaf_view = is_view and [link and link[0] in leaves for link in links] == [True]
         sites.append(global_site if is_leaf_view else site)
-    return LearnedGraph(shape, sites, recording.opened_sites, backward)
+    return LearnedGraph(shape, sites, dict.fromkeys(recording.opened_sites), backward)
 
 
 # So many graphs are kept, and so many forward passes may turn out to have another than those before; a model that has
