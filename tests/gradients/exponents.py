@@ -48,7 +48,7 @@ def mean_square(y):
 def scramble(scaler, low=-12, high=24):
     """A random exponent for every site, no two alike as long as there are enough, and a random size to follow."""
     scaler._controller.sites.set_reference_binade(random.randint(-12, 12))
-    every, numbers = list(scaler._controller.sites), []
+    every, numbers = list(scaler._controller.sites.values()), []
     while len(numbers) < len(every):
         numbers += random.sample(range(low, high + 1), high + 1 - low)
     for site, number in zip(every, numbers):
@@ -56,12 +56,12 @@ def scramble(scaler, low=-12, high=24):
 
 
 def equalise(scaler, exponent):
-    for site in scaler._controller.sites:
+    for site in scaler._controller.sites.values():
         site.exponent = exponent
 
 
 def sites(scaler):
-    return {site.key: site.exponent for site in scaler._controller.sites}
+    return {site.key: site.exponent for site in scaler._controller.sites.values()}
 
 
 def own(scaler):

@@ -434,7 +434,7 @@ def test_the_memory_of_an_overflow_ends(seed):
 
     for _ in range(8):
         iterate()
-    every = list(scaler._controller.sites)
+    every = list(scaler._controller.sites.values())
     before = {site: site.exponent for site in every}
     remembered = _controller._OVERFLOW_MEMORY_INTERVALS * interval
     for site in every:

@@ -283,8 +283,8 @@ def test_edges_keep_the_strides_of_every_gradient_and_output(kind, seed, monkeyp
     scaler = hu.AdaptiveGradScaler(model)
     make, checked = Backward.get_edge_hook, []
 
-    def watching(self, source, target):
-        hook = make(self, source, target)
+    def watching(self, source, target, *made_in):
+        hook = make(self, source, target, *made_in)
 
         def look(gradients):
             out = hook(gradients)

@@ -372,7 +372,7 @@ def test_distributed_data_parallel_is_looked_through(process_group, seed):
         assert all(torch.equal(p.grad / scaler.get_scale(), g) for p, g in zip(model.parameters(), wanted))
         scramble(scaler)
         scaler._controller.backward.end_iteration()
-    assert {site.key for site in scaler._controller.sites} == {"global", "0", "2", "4"}
+    assert set(scaler._controller.sites) == {"global", "0", "2", "4"}
 
 
 def test_accelerate_takes_the_scaler(seed):
@@ -573,7 +573,7 @@ def test_several_models_in_one_scaler(seed):
     wanted = plainly(seed, run, encoder, decoder)
     scaler = hu.AdaptiveGradScaler([encoder, decoder])
     found = scrambled(seed, scaler, lambda: scaler.scale(run()).backward(), encoder, decoder)
-    assert {site.key for site in scaler._controller.sites} == {"global", "0.0", "0.2", "1.0", "1.2"}
+    assert set(scaler._controller.sites) == {"global", "0.0", "0.2", "1.0", "1.2"}
     assert_same(found, wanted)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial, wraps
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,11 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch_versions import get_saved_tensor_hooks, is_exporting
+from ..arithmetic._float32_products import iterate_tensors
 from ..formats import Format
 from ..rounding import Nearest, Rounding
 from ..subclass import is_written
-from ..subclass.models._conversion import FunctionWrapper, capture_recomputation, capture_reentrant_recomputation
+from ..subclass.models._conversion import capture_recomputation, capture_reentrant_recomputation
 from ._rounder import Rounder
 
 # Outputs other than the first that only the backward pass reads: they are inside the operator, in float32.
@@ -78,17 +79,24 @@ def read_operator_results(operator: torch._ops.OpOverload) -> OperatorResults:
 _LEAF_SEQUENCE_NUMBER = 2**64 - 1
 
 
-class GradientRounding:
-    """Hooks the autograd nodes made since it was created, on one thread, to round their gradients.
+class _RoundingMode(TorchDispatchMode):
+    """Rounds below autograd, where composite functions have been taken apart and nothing is fused.
 
-    The roundings are attached to the nodes, not to the time at which they run, so a backward pass from anywhere
-    passes through them, and they go when the graph goes. No node is held here.
+    It hooks the autograd nodes made since it was created, on one thread, to round their gradients. The roundings are
+    attached to the nodes, not to the time at which they run, so a backward pass from anywhere passes through them, and
+    they go when the graph goes. No node is held here.
     """
 
-    def __init__(self, rounder: Rounder, emulated: FunctionWrapper) -> None:
+    def __init__(self, rounder: Rounder) -> None:
+        super().__init__()
         self.rounder = rounder
-        self._emulated = emulated
-        self.task = -1
+        # Of the backward pass in which it was entered, and of the one that runs through its nodes.
+        self.task, self._backward_task = torch._C._current_graph_task_id(), -1
+        self._emulated = partial(_emulate_recomputation, rounder)
+        self._pending: list = []
+        self._promised: list[weakref.ref] = []
+        self._pack: Callable | None = None
+        self._with_gradients = torch.is_grad_enabled()
         self._start = torch.autograd._get_sequence_nr()
         self._seen: set[int] = set()
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
@@ -97,91 +105,6 @@ class GradientRounding:
     def __del__(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-    def hook_backward_graph(self, tensor: Tensor) -> None:
-        """Hook the node that made a tensor, and all nodes before it without hooks."""
-        node = tensor.grad_fn
-        todo = [] if node is None else [(node, node._sequence_nr())]
-        while todo:
-            node, number = todo.pop()
-            if self._start <= number < _LEAF_SEQUENCE_NUMBER and number not in self._seen:
-                self._seen.add(number)
-                self._hook_node(node, number, todo)
-
-    def _hook_node(self, node, number: int, todo: list) -> None:
-        """Register both hooks of a node, and append the nodes before it to `todo`."""
-        name = node.name()
-        if name == "CompiledFunctionBackward":
-            raise NotImplementedError(
-                "emulate met code that torch.compile has compiled, whose operators cannot be rounded one by one: "
-                "call the module as it was before torch.compile"
-            )
-        capture_reentrant_recomputation(node, name, self._emulated, "emulate")
-        for child, _ in node.next_functions:
-            before = -1 if child is None else child._sequence_nr()
-            if before == _LEAF_SEQUENCE_NUMBER:
-                self._hook_leaf(child.variable)
-            elif before not in self._seen:
-                todo.append((child, before))
-        node.register_prehook(partial(self._round_incoming_gradients, name))
-        node.register_hook(partial(self._round_node_results, name))
-
-    def _hook_leaf(self, leaf: Tensor) -> None:
-        """Hook a leaf so that the sums of its gradients are rounded, over its uses and over backward passes."""
-        known = self._leaves.get(id(leaf))
-        if known is not None and known() is leaf:
-            return
-        self._leaves[id(leaf)] = weakref.ref(leaf)
-        me = weakref.ref(self)
-
-        def get_owner() -> GradientRounding | None:
-            """Return the graph's roundings while a backward pass through it runs."""
-            owner = me()
-            return owner if owner is not None and owner.task == torch._C._current_graph_task_id() else None
-
-        def round_gradient_sum(gradient: Tensor) -> Tensor | None:
-            owner = get_owner()
-            return None if owner is None else owner.rounder.round_copy(gradient, "AccumulateGrad")
-
-        def round_accumulated_gradient(leaf: Tensor) -> None:
-            owner = get_owner()
-            if owner is not None and leaf.grad is not None:
-                owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
-
-        self._handles.append(leaf.register_post_accumulate_grad_hook(round_accumulated_gradient))
-        self._handles.append(leaf.register_hook(round_gradient_sum))
-
-    def _round_incoming_gradients(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple:
-        """Round incoming gradients, which may be sums or come from outside (a node's pre-hook)."""
-        self.task = torch._C._current_graph_task_id()
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "emulate rounds first gradients only: create_graph=True asks for gradients of gradients"
-            )
-        return self._round_gradients(gradients, f"the gradient for {name}")
-
-    def _round_node_results(self, name: str, gradients: tuple[Tensor | None, ...], arrived: tuple) -> tuple:
-        """Round each result of a node (its post-hook), before the results of several are summed."""
-        return self._round_gradients(gradients, name)
-
-    def _round_gradients(self, gradients: tuple[Tensor | None, ...], source: str) -> tuple:
-        # A number of the format stays as it is, so that rounding twice changes nothing.
-        return tuple(None if one is None else self.rounder.round_copy(one, source) for one in gradients)
-
-
-class _RoundingMode(TorchDispatchMode):
-    """Rounds below autograd, where composite functions have been taken apart and nothing is fused."""
-
-    def __init__(self, rounder: Rounder) -> None:
-        super().__init__()
-        self.rounder = rounder
-        self.task = torch._C._current_graph_task_id()
-        self._emulated = partial(_emulate_recomputation, rounder)
-        self._gradients = GradientRounding(rounder, self._emulated)
-        self._pending: list = []
-        self._promised: list[weakref.ref] = []
-        self._pack: Callable | None = None
-        self._with_gradients = torch.is_grad_enabled()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -193,7 +116,7 @@ class _RoundingMode(TorchDispatchMode):
         if torch.is_grad_enabled():
             self._pending.append(out)
         elif self._with_gradients:
-            self._promised += [weakref.ref(value) for value in _list_tensors(out)]
+            self._promised += [weakref.ref(value) for value in iterate_tensors(out)]
         return out
 
     def hook_last_outputs(self) -> None:
@@ -205,8 +128,8 @@ class _RoundingMode(TorchDispatchMode):
             return
         promised = (promise() for promise in self._promised)
         for value in (*self._pending, *promised):
-            for tensor in _list_tensors(value):
-                self._gradients.hook_backward_graph(tensor)
+            for tensor in iterate_tensors(value):
+                self.hook_backward_graph(tensor)
         self._pending.clear()
         self._promised.clear()
         hooks = get_saved_tensor_hooks()
@@ -228,18 +151,76 @@ class _RoundingMode(TorchDispatchMode):
             self._round_tensors(value, name)
             if torch.is_grad_enabled():
                 # A write through a view gives the tensor that is viewed a new node.
-                self._pending += [tensor._base for tensor in _list_tensors(value) if tensor._base is not None]
+                self._pending += [tensor._base for tensor in iterate_tensors(value) if tensor._base is not None]
         return out
 
     def _round_tensors(self, value, name: str) -> None:
-        for tensor in _list_tensors(value):
+        for tensor in iterate_tensors(value):
             self.rounder.round_in_place(tensor, name)
 
+    def hook_backward_graph(self, tensor: Tensor) -> None:
+        """Hook the node that made a tensor, and all nodes before it without hooks."""
+        todo: list[Any] = [tensor.grad_fn]
+        while todo:
+            node = todo.pop()
+            number = -1 if node is None else node._sequence_nr()
+            if number == _LEAF_SEQUENCE_NUMBER:
+                self._hook_leaf(node.variable)
+            elif number >= self._start and number not in self._seen:
+                self._seen.add(number)
+                self._hook_node(node)
+                todo += [child for child, _ in node.next_functions]
 
-def _list_tensors(value) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        return (value,)
-    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list | tuple) else ()
+    def _hook_node(self, node) -> None:
+        """Register both hooks of a node: on the gradients that arrive, and on those that it gives."""
+        name = node.name()
+        if name == "CompiledFunctionBackward":
+            raise NotImplementedError(
+                "emulate met code that torch.compile has compiled, whose operators cannot be rounded one by one: "
+                "call the module as it was before torch.compile"
+            )
+        capture_reentrant_recomputation(node, name, self._emulated, "emulate")
+        node.register_prehook(partial(self._round_incoming_gradients, name))
+        # Before the results of several nodes are summed.
+        node.register_hook(lambda gradients, _: self._round_gradients(gradients, name))
+
+    def _hook_leaf(self, leaf: Tensor) -> None:
+        """Hook a leaf so that the sums of its gradients are rounded, over its uses and over backward passes."""
+        known = self._leaves.get(id(leaf))
+        if known is not None and known() is leaf:
+            return
+        self._leaves[id(leaf)] = weakref.ref(leaf)
+        me = weakref.ref(self)
+
+        def get_owner() -> _RoundingMode | None:
+            """Return the graph's roundings while a backward pass through it runs."""
+            owner = me()
+            return owner if owner is not None and owner._backward_task == torch._C._current_graph_task_id() else None
+
+        def round_gradient_sum(gradient: Tensor) -> Tensor | None:
+            owner = get_owner()
+            return None if owner is None else owner.rounder.round_copy(gradient, "AccumulateGrad")
+
+        def round_accumulated_gradient(leaf: Tensor) -> None:
+            owner = get_owner()
+            if owner is not None and leaf.grad is not None:
+                owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
+
+        self._handles.append(leaf.register_post_accumulate_grad_hook(round_accumulated_gradient))
+        self._handles.append(leaf.register_hook(round_gradient_sum))
+
+    def _round_incoming_gradients(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple:
+        """Round incoming gradients, which may be sums or come from outside (a node's pre-hook)."""
+        self._backward_task = torch._C._current_graph_task_id()
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "emulate rounds first gradients only: create_graph=True asks for gradients of gradients"
+            )
+        return self._round_gradients(gradients, f"the gradient for {name}")
+
+    def _round_gradients(self, gradients: tuple[Tensor | None, ...], source: str) -> tuple:
+        # A number of the format stays as it is, so that rounding twice changes nothing.
+        return tuple(None if one is None else self.rounder.round_copy(one, source) for one in gradients)
 
 
 _thread_state = threading.local()

@@ -72,16 +72,13 @@ class Rounder:
 
     def _round_into(self, x: Tensor, target: Target, out: Tensor) -> None:
         """Round x into out, which may be x, by the kernel itself: callers are below autograd or without gradients."""
+        key = mix64(draw_key(), 0) if isinstance(self.rounding, Stochastic) else 0
         if x.is_contiguous() and out.is_contiguous():
-            run_kernel(x, target, self._draw_random_key(), out)
+            run_kernel(x, target, key, out)
             return
         ordered = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
-        run_kernel(ordered, target, self._draw_random_key(), ordered)
+        run_kernel(ordered, target, key, ordered)
         out.copy_(ordered)
-
-    def _draw_random_key(self) -> int:
-        """Return the key of the next rounding's random bits."""
-        return mix64(draw_key(), 0) if isinstance(self.rounding, Stochastic) else 0
 
     def _view_as_real(self, x: Tensor, source: str) -> Tensor:
         """Return x as a plain tensor of real numbers, in x's memory unless its conjugate or negative bit is set."""

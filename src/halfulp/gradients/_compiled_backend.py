@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import warnings
 from collections import Counter
@@ -20,31 +22,10 @@ from ._functions import OperatorKind, classify_function, get_function_name
 from .eager._attach import mark_scaled_output
 from .eager._backward import BACKWARDS_BY_HANDLE, Backward, list_nodes_reached_by_backward, refuse_float16_gradient
 
-# Separates what a string argument of an operator lists; a site's key has neither.
-ITEM_SEPARATOR, PART_SEPARATOR = "\n", "\t"
 
-
-class EdgeFactors:
-    """Holds the factors 2^(target - source) of a graph's edges on a device, and renews them when exponents change."""
-
-    def __init__(self, backward: Backward, edges: str, device: torch.device) -> None:
-        keys, *pairs = edges.split(ITEM_SEPARATOR)
-        sites = [backward.sites.open_site(key) for key in keys.split(PART_SEPARATOR)]
-        self.sites = dict.fromkeys(site for site in sites if site is not backward.sites.global_site)
-        self._edges = [tuple(sites[int(i)] for i in pair.split(PART_SEPARATOR)) for pair in pairs]
-        for source, target in self._edges:
-            backward.get_edge_hook(target, source)
-        self._device = device
-        self._exponents: list[int] = []
-        self._values = torch.empty(0, dtype=torch.float32, device="cpu")
-
-    def make_current_factors(self) -> Tensor:
-        """Return the factors for the present exponents; a new tensor, as compilers may write into it."""
-        exponents = [target.exponent - source.exponent for source, target in self._edges]
-        if exponents != self._exponents:
-            self._exponents = exponents
-            self._values = torch.tensor([2.0**e for e in exponents], dtype=torch.float32, device="cpu").to(self._device)
-        return self._values.clone()
+@functools.lru_cache(maxsize=256)
+def _make_factors(exponents: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([2.0**e for e in exponents], dtype=torch.float32, device="cpu").to(device)
 
 
 def _find_active_backward(scaler: str) -> Backward | None:
@@ -58,11 +39,17 @@ def _compute_edge_factors(scaler: str, edges: str, count: int, device: torch.dev
     backward = _find_active_backward(scaler)
     if backward is None:
         return torch.ones(count, device=device, dtype=torch.float32)
-    if (edges, device) not in backward.factors:
-        backward.factors[edges, device] = EdgeFactors(backward, edges, device)
-    factors = backward.factors[edges, device]
-    backward.reached.update(factors.sites)
-    return factors.make_current_factors()
+    if edges not in backward.edges_by_text:
+        keys, *pairs = json.loads(edges)
+        sites = [backward.sites.open_site(key) for key in keys]
+        backward.edges_by_text[edges] = sites, [(sites[source], sites[target]) for source, target in pairs]
+    # The global site comes first.
+    (_, *own), found = backward.edges_by_text[edges]
+    for source, target in found:
+        backward.get_edge_hook(target, source)
+    backward.reached.update(dict.fromkeys(own))
+    # A new tensor, as compilers may write into it.
+    return _make_factors(tuple(target.exponent - source.exponent for source, target in found), device).clone()
 
 
 def _observe_gradients(gradients: list[Tensor], scaler: str, key: str, kinds: str) -> None:
@@ -71,7 +58,7 @@ def _observe_gradients(gradients: list[Tensor], scaler: str, key: str, kinds: st
     if backward is not None and backward.measuring:
         site = backward.sites.open_site(key)
         backward.reached.setdefault(site)
-        for kind, gradient in zip(kinds.split(PART_SEPARATOR), gradients):
+        for kind, gradient in zip(kinds.split(","), gradients):
             backward.measurements.measure_gradient_on_device(site, kind, gradient, None)
 
 
@@ -94,11 +81,9 @@ def insert_edges_and_measurements(module: GraphModule, plan: SitePlan, scaler: s
     """Write moves between sites, and measurements, into a backward graph, with the values of new nodes in meta."""
     graph, placement = module.graph, SitePlacement(module, plan)
     edges = placement.list_edges_between_sites()
-    index = {key: str(i) for i, key in enumerate(placement.site_keys)}
     pairs = list(dict.fromkeys((edge.source, edge.target) for edge in edges))
-    edges_text = ITEM_SEPARATOR.join(
-        [PART_SEPARATOR.join(index), *(PART_SEPARATOR.join(index[key] for key in pair) for pair in pairs)]
-    )
+    keys = placement.site_keys
+    edges_text = json.dumps([keys, *([keys.index(key) for key in pair] for pair in pairs)])
     factor_vectors: dict[torch.device, Node] = {}
 
     def write_call(target: Callable, *args: Any) -> Node:
@@ -130,7 +115,7 @@ def insert_edges_and_measurements(module: GraphModule, plan: SitePlan, scaler: s
     for key, gradients in placement.list_measured_gradients(moved).items():
         nodes, kinds = zip(*gradients)
         with graph.inserting_after(max(nodes)):
-            write_call(observe_gradients, list(nodes), scaler, key, PART_SEPARATOR.join(kinds))
+            write_call(observe_gradients, list(nodes), scaler, key, ",".join(kinds))
     graph.lint()
     module.recompile()
 
@@ -254,12 +239,15 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
     for parameter in parameters.values():
         refuse_float16_gradient(parameter)
     plan = SitePlan(tuple(node in parameters for node in placeholders), {})
-    parts = {str(key): name for one in backward.names for key, name in one.map_part_names_by_module_id().items()}
-    owners = {
-        node: find_owning_module_name(x, backward) or _read_owning_module_name_from_source(node) or "model"
-        for node, x in parameters.items()
-        if x.requires_grad
-    }
+    modules = (item for one in backward.names for item in one.list_modules())
+    parts = {str(id(module)): name for name, module in modules if next(module.children(), None) is not None}
+    owners: dict[Node, str] = {}
+    for node, x in parameters.items():
+        if x.requires_grad:
+            # As far as its source tells.
+            names = _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source))
+            source = ".".join(a or b for a, b in names[:-1])
+            owners[node] = find_owning_module_name(x, backward) or source or "model"
     calls: Counter[str] = Counter()
 
     def name_site(node: Node, kind: OperatorKind) -> str:
@@ -301,9 +289,3 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
 def find_owning_module_name(parameter: Tensor, backward: Backward) -> str | None:
     """Return the module that holds a parameter, where a scaler's model lists it; else None."""
     return next((name for name in (one.find_holding_module_name(parameter) for one in backward.names) if name), None)
-
-
-def _read_owning_module_name_from_source(node: Node) -> str:
-    """Return the module that holds the parameter that a graph reads, as far as its source tells."""
-    names = _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source))
-    return ".".join(a or b for a, b in names[:-1])

@@ -41,8 +41,8 @@ _FILL_VALUE_POSITIONS_BY_OPERATOR = {
     **dict.fromkeys(("add", "sub", "rsub"), (0, 1)),
     **{"where": (1, 2), "masked_fill": (2,), "constant_pad_nd": (2,), "scatter": (3,), "index_fill": (3,)},
 }
-# a * b + c, by the places of a and b.
-_FACTOR_POSITIONS_BY_MULTIPLY_ADD = {"fma": (0, 1), "addcmul": (1, 2)}
+# a * b, or a * b + c, by the places of a and b.
+_FACTOR_POSITIONS_BY_MULTIPLY_ADD = {"mul": (0, 1), "fma": (0, 1), "addcmul": (1, 2)}
 # Of a gradient's shape alone.
 _SHAPE_READING_OPERATOR_NAMES = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "sym_size", "sym_stride"),
@@ -77,11 +77,8 @@ def classify_gradient_use(node: Node, gradients: Mapping[Node, None]) -> Gradien
         product = name == "convolution_backward" or "attention" in name or name in _RECURRENT_BACKWARD_NAMES
         return "product" if product else "linear"
     if name in _FACTOR_POSITIONS_BY_MULTIPLY_ADD:
-        return (
-            "linear" if _has_one_gradient_factor(node, gradients, *_FACTOR_POSITIONS_BY_MULTIPLY_ADD[name]) else "other"
-        )
-    if name == "mul":
-        return "linear" if (node.args[0] in gradients) != (node.args[1] in gradients) else "other"
+        positions = _FACTOR_POSITIONS_BY_MULTIPLY_ADD[name]
+        return "linear" if _has_one_gradient_factor(node, gradients, *positions) else "other"
     if name == "copy":
         # The second argument in the shape of the first.
         shape, source = cast(tuple[Node, Node], node.args[:2])

@@ -113,16 +113,14 @@ class GradientSharingProcesses:
     def add_model(self, model: nn.Module) -> None:
         """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
         self._models.append(weakref.ref(model))
-        self._add_process_groups(model if isinstance(model, nn.parallel.DistributedDataParallel) else None, [model])
+        self.find_process_groups(model if isinstance(model, nn.parallel.DistributedDataParallel) else None)
 
-    def find_process_groups(self) -> None:
-        """Look for wrappers again, once in an iteration, in the forward pass of a model."""
-        if dist.is_available() and dist.is_initialized():
-            self._add_process_groups(nn.parallel.DistributedDataParallel._active_ddp_module, self._list_models())
-
-    def _add_process_groups(self, wrapper: nn.parallel.DistributedDataParallel | None, models: list[nn.Module]) -> None:
-        """Add the process groups of a wrapper, and of FSDP2 in models."""
-        found = [group for model in models for group in _list_fsdp_groups(model)]
+    def find_process_groups(self, wrapper: nn.parallel.DistributedDataParallel | None = None) -> None:
+        """Look for wrappers of the models, and for FSDP2 in them, once in an iteration, in the forward pass of one."""
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        wrapper = wrapper or nn.parallel.DistributedDataParallel._active_ddp_module
+        found = [group for model in self._list_models() for group in _list_fsdp_groups(model)]
         if wrapper is not None:
             self._wrappers.add(wrapper)
             found.insert(0, wrapper.process_group)
@@ -316,28 +314,26 @@ class ExponentController:
         """Set exponents by hand, all others to 0, and begin a new iteration."""
         unknown = [key for key in exponents if key not in self.sites]
         if unknown:
-            raise ValueError(
-                f"no sites {', '.join(unknown)}; the sites are {', '.join(site.key for site in self.sites)}"
-            )
+            raise ValueError(f"no sites {', '.join(unknown)}; the sites are {', '.join(self.sites)}")
         self.sites.set_reference_binade(None)
-        for site in self.sites:
+        for site in self.sites.values():
             self._set_exponent(site, exponents.get(site.key, 0))
             site.memory = OverflowMemory()
         self._begin_iteration()
 
     @property
     def progress(self) -> list:
-        """The counters that a state holds beside its sites; two that are no more are 0."""
+        """The counters that a state holds beside its sites."""
         counters = [self.iteration, self.steps_since_change, self.backward.measuring]
-        return [*counters, 0, self._restart_iteration, self._skips_in_row, 0]
+        return [*counters, self._restart_iteration, self._skips_in_row]
 
     def load_state(self, given: dict[str, Any], progress: list) -> None:
         """Load the sites of a state."""
         load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
             self._set_exponent(self.sites[key], values["exponent"])
-        self.iteration, self.steps_since_change, self.backward.measuring = progress[:3]
-        self._restart_iteration, self._skips_in_row = progress[4:6]
+        self.iteration, self.steps_since_change, self.backward.measuring, *rest = progress
+        self._restart_iteration, self._skips_in_row = rest
         self.sites.global_site.loss_binade, self.loss_follower.resumes = given[GLOBAL_SITE_KEY]["reference"]
         self.loss_follower.begin_iteration(self.iteration)
         self.sites.note_lowest_exponent()
@@ -384,7 +380,7 @@ class ExponentController:
             # The global exponent falls at once to the others, which are far below it by now.
             own = [site for site in fallen if not site.follows_global]
             highest = max(site.exponent for site in own or fallen)
-            for site in self.sites:
+            for site in self.sites.values():
                 self._set_exponent(site, min(site.exponent, highest - _COMMON_FALL))
             return fallen
         reached = [
@@ -476,7 +472,7 @@ class ExponentController:
     def _find_exponent_allowed_by_all_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> int | None:
         """Return the exponent that all measured gradients allow, below an overflow of a loss outside the model."""
         global_site = self.sites.global_site
-        found = [self.policy.exponent(site) for site in self.sites if site.history]
+        found = [self.policy.exponent(site) for site in self.sites.values() if site.history]
         wanted = min((exponent for exponent in found if exponent is not None), default=None)
         if wanted is None and readings:
             # Every gradient is stored as zero.
@@ -506,7 +502,7 @@ class ExponentController:
         if self.loss_follower.on and not followed:
             # Exponents of meanwhile are meant for losses of meanwhile.
             self.sites.set_reference_binade(None)
-        for site in self.sites:
+        for site in self.sites.values():
             site.proposals.clear()
         for gathered in (self._measured, self.loss_follower.read_binades, self._suspects, self.losses):
             gathered.clear()

@@ -31,13 +31,6 @@ _FUNCTIONS_WITHOUT_GRADIENT = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "register_hook", "retain_grad"),
     *("__repr__", "__format__", "__hash__", "__bool__", "__float__", "__int__", "backward", "grad"),
 }
-_FUNCTIONS_BY_KIND: tuple[tuple[OperatorKind, set[str]], ...] = (
-    ("product", PRODUCT_FUNCTION_NAMES),
-    # All steps share a site, that of the state, which several parts of such a function read.
-    ("cell", RECURRENT_CELL_NAMES),
-    ("shape", _FUNCTIONS_SHAPED_BY_SECOND_ARGUMENT),
-    ("fact", _FUNCTIONS_WITHOUT_GRADIENT),
-)
 
 
 @functools.cache
@@ -51,15 +44,18 @@ def classify_function(function: Callable[..., Any]) -> OperatorKind:
     if isinstance(function, MethodWrapperType):
         return "property"
     name = get_function_name(function)
-    for kind, known in _FUNCTIONS_BY_KIND:
-        if name in known:
-            return kind
+    if name in PRODUCT_FUNCTION_NAMES:
+        return "product"
+    if name in RECURRENT_CELL_NAMES:
+        # All steps share a site, that of the state, which several parts of such a function read.
+        return "cell"
+    if name in _FUNCTIONS_SHAPED_BY_SECOND_ARGUMENT:
+        return "shape"
+    if name in _FUNCTIONS_WITHOUT_GRADIENT:
+        return "fact"
     inplace = name.endswith("_") and not name.endswith("__")
     return "in-place" if inplace or name == "__setitem__" or name.startswith("__i") else "plain"
 
-
-# Which side of a product of matrices the gradient is, or which kind of convolution was differentiated.
-GradientSide = Literal["left", "right", "convolution", "transposed convolution"]
 
 # The places of the two factors.
 _FACTOR_POSITIONS_BY_MATRIX_PRODUCT = {
@@ -84,25 +80,15 @@ class BackwardProductOperands:
 class SecondFactor:
     """The second operand of a product in backward, by which a gradient is multiplied."""
 
-    # The matrix, batched or not, or the convolution's weight as torch stores it.
-    tensor: Tensor
-    gradient_side: GradientSide
-    groups: int = 1
+    # With the summed dimension first.
+    weight: Tensor
+    # The summed dimension of the gradient.
+    gradient_dimension: int
+    fan: int
 
     def align_operands(self, gradient: Tensor) -> BackwardProductOperands:
         """Return gradient and weight with the summed dimensions last and first; complex ones as real numbers."""
-        gradient, weight = gradient.detach(), self.tensor.detach()
-        if self.gradient_side == "left":
-            weight = weight.movedim(-2, 0)
-            fan = weight.shape[0]
-        elif self.gradient_side == "right":
-            gradient, weight = gradient.movedim(-2, -1), weight.movedim(-1, 0)
-            fan = weight.shape[0]
-        else:
-            if self.gradient_side == "transposed convolution":
-                weight = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
-            gradient = gradient.movedim(1 - weight.dim(), -1)
-            fan = weight.shape[0] // self.groups * math.prod(weight.shape[2:])
+        gradient, weight, fan = gradient.detach().movedim(self.gradient_dimension, -1), self.weight, self.fan
         if gradient.is_complex():
             gradient, weight = torch.cat([gradient.real, gradient.imag], -1), torch.cat([weight.real, weight.imag])
             fan *= 2
@@ -124,17 +110,19 @@ def list_second_factors(function: Callable, args: tuple, kwargs: Mapping[str, An
         return
     left, right = a.detach(), b.detach()
     if name in _CONVOLUTION_NAMES:
-        groups = kwargs.get(
-            "groups", args[_CONVOLUTION_GROUPS_POSITION] if len(args) > _CONVOLUTION_GROUPS_POSITION else 1
-        )
-        yield SecondFactor(right, "transposed convolution" if "transpose" in name else "convolution", groups)
+        position = _CONVOLUTION_GROUPS_POSITION
+        groups = kwargs.get("groups", args[position] if len(args) > position else 1)
+        if "transpose" in name:
+            right = right.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+        yield SecondFactor(right, 1 - right.dim(), right.shape[0] // groups * math.prod(right.shape[2:]))
         return
     # A layer's input counts even where nothing is passed on to it.
     if not is_parameter(a) and (a.requires_grad or is_parameter(b)):
         # A linear layer's weight is stored transposed already.
-        yield SecondFactor(right if name == "linear" else right.mT, "left")
+        summed = -2 if name == "linear" else -1
+        yield SecondFactor(right.movedim(summed, 0), -1, right.shape[summed])
     if not is_parameter(b) and (b.requires_grad or is_parameter(a)):
-        yield SecondFactor(left.mT, "right")
+        yield SecondFactor(left.movedim(-2, 0), -2, left.shape[-2])
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -152,11 +140,8 @@ def list_differentiable_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from list_differentiable_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from list_differentiable_tensors(item)
     elif type(value) not in _TYPES_WITHOUT_TENSORS and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):

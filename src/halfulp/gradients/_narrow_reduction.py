@@ -132,13 +132,9 @@ class NarrowReduction:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
 
-def _average_bucket_hook(reduction: NarrowReduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    return reduction.average_bucket(bucket)
-
-
 if dist.is_available():
     # torch compares annotations, and knows no strings.
-    _average_bucket_hook.__annotations__ = typing.get_type_hints(_average_bucket_hook)
+    NarrowReduction.average_bucket.__annotations__ = typing.get_type_hints(NarrowReduction.average_bucket)
 
 
 def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReduction:
@@ -196,5 +192,5 @@ def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReducti
         raise ValueError("this DistributedDataParallel has a communication hook, and takes no second one")
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     reduction = NarrowReduction(scaler, model.process_group, names)
-    model.register_comm_hook(reduction, _average_bucket_hook)
+    model.register_comm_hook(reduction, NarrowReduction.average_bucket)
     return reduction

@@ -12,7 +12,7 @@ from .._messages import name_type
 from .._names import read_own_docstring, register_entry
 from ..formats import Format
 from ._functions import BackwardProductOperands
-from ._site import ExponentProposal, Site
+from ._site import Site
 
 _POLICIES_BY_NAME: dict[str, type[Policy]] = {}
 # Beyond 2^15 more room in the format serves nobody, and sums of squares would leave float32.
@@ -60,7 +60,7 @@ class Policy(abc.ABC):
         """
         return None
 
-    def propose_bounds(self, site: Site, operands: BackwardProductOperands, format: Format) -> ExponentProposal | None:
+    def propose_bounds(self, site: Site, operands: BackwardProductOperands, format: Format) -> tuple[int, int] | None:
         """Return bounds of a site's exponent from a product's operands, for policies with ``wants_operands``, or None.
 
         Args:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from .._messages import align_columns
 from ._site import Site
 
 
@@ -121,7 +122,6 @@ class SiteTable:
             }
             for row in self.rows
         ]
-        headers = list(lines[0])
-        widths = [max(len(header), *(len(line[header]) for line in lines)) for header in headers]
-        table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
-        return "\n".join("  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table)
+        rows = [list(lines[0]), *(list(line.values()) for line in lines)]
+        rows.insert(1, ["─" * max(map(len, column)) for column in zip(*rows)])
+        return "\n".join(align_columns(rows))

@@ -22,7 +22,7 @@ from ._policy import Policy, get_policy
 from ._reports import LastStep, SiteRow, SiteTable
 from ._site import GLOBAL_SITE_KEY, MAX_EXPONENT, get_exponent_of_power_of_two_scale
 from ._state import check_saved_sites_match, convert_sites_to_plain_data, read_sites_from_state_dict
-from .eager._attach import attach_scaler, get_wrapped_model
+from .eager._attach import attach_scaler
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
 
@@ -295,11 +295,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         return self._scale.to(device, non_blocking=True)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Refuse: scales are powers of two, which the policy chooses.
-
-        Raises:
-            NotImplementedError: always, with the policy to give instead.
-        """
+        """Refuse: scales are powers of two, which the policy chooses."""
         raise NotImplementedError(
             f"scales are powers of two, which the policy chooses, got {new_factor}: give policy= to the scaler, such "
             "as Dynamic(growth_interval=...)"
@@ -315,7 +311,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
     def sites(self) -> SiteTable:
         """Return every gradient's exponent and its last measurement; ``print`` it for a table."""
-        return SiteTable(tuple(map(SiteRow.from_site, self._controller.sites)))
+        return SiteTable(tuple(map(SiteRow.from_site, self._controller.sites.values())))
 
     def set_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set sites' exponents by hand, all others to 0, and begin a new iteration: for experiments and proofs.
@@ -360,11 +356,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         return {**state, "sites": sites, "progress": controller.progress}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Raise: a copy would belong to no model.
-
-        Raises:
-            TypeError: always, with what to save or to make instead.
-        """
+        """Refuse: a copy would belong to no model."""
         raise TypeError(
             "an AdaptiveGradScaler is not pickled or copied, as it belongs to a model: save scaler.state_dict(), make "
             "AdaptiveGradScaler(model) of the copied model, and load it there; keep the scaler beside the model"
@@ -384,13 +376,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
         controller, given = self._controller, read_sites_from_state_dict(state_dict)
-        # The qualified names of all modules, with which sites' keys begin.
-        module_names = {"model", "", GLOBAL_SITE_KEY}
-        for i, model in enumerate(one() for one in self._models):
-            names = () if model is None else (name for name, _ in get_wrapped_model(model).named_modules())
-            prefix = str(i) if len(self._models) > 1 else ""
-            module_names |= {f"{prefix}.{name}".strip(".") for name in names}
-        check_saved_sites_match(given, {site.key for site in controller.sites}, module_names)
+        module_names = {name for one in controller.backward.names for name, _ in one.list_modules()}
+        module_names |= {"model", "", GLOBAL_SITE_KEY}
+        check_saved_sites_match(given, set(controller.sites), module_names)
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
         controller.load_state(given, state_dict["progress"])

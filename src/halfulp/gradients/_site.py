@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,13 +74,6 @@ class OverflowMemory:
         return self.exponent
 
 
-class ExponentProposal(NamedTuple):
-    """Bounds of an exponent: the least one without underflow and the largest one without overflow, which wins."""
-
-    least: int
-    most: int
-
-
 class Site:
     """A group of gradients with one exponent: they are stored as 2^exponent times the true ones."""
 
@@ -91,8 +84,9 @@ class Site:
         self.merged: str | None = None
         # By kind: "received" (the gradient that arrives), "passed" (what its product passes on), "weight".
         self.readings: dict[str, GradientReading] = {}
-        # What a policy made of each product's operands, in this iteration.
-        self.proposals: list[ExponentProposal] = []
+        # What a policy made of each product's operands in this iteration: the least exponent without underflow and the
+        # largest one without overflow, which wins.
+        self.proposals: list[tuple[int, int]] = []
         # Largest magnitudes by kind, of the latest measurements, in units of 2^reference_binade.
         self.history: deque[dict[str, float]] = deque(maxlen=AMAX_HISTORY_LENGTH)
         # The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
@@ -142,12 +136,12 @@ class Site:
         return f"Site({self.key!r}, exponent={self.exponent})"
 
 
-class Sites:
+class Sites(dict[str, Site]):
     """The sites of a scaler's models by key, in order of first use, the global one first; if uniform, all follow it."""
 
     def __init__(self, exponent: int, uniform: bool = False) -> None:
         self.global_site: Site = Site(GLOBAL_SITE_KEY, None, exponent)
-        self._sites = {GLOBAL_SITE_KEY: self.global_site}
+        super().__init__({GLOBAL_SITE_KEY: self.global_site})
         self.start = exponent
         # The least exponent of a site that was measured, or overflowed; None where none was.
         self.lowest: int | None = None
@@ -155,14 +149,14 @@ class Sites:
 
     def open_site(self, key: str) -> Site:
         """Return the site of a key, created at its first use with the previous call's exponent or the lowest in use."""
-        site = self._sites.get(key)
+        site = self.get(key)
         if site is None:
             place, _, call = key.rpartition("#")
             before = f"{place}#{int(call) - 1}" if call.isdecimal() and call != "1" else place
             first = self.start if self.lowest is None else self.lowest
-            if call.isdecimal() and before in self._sites:
-                first = self._sites[before]._exponent
-            site = self._sites[key] = Site(key, self.global_site, first)
+            if call.isdecimal() and before in self:
+                first = self[before]._exponent
+            site = self[key] = Site(key, self.global_site, first)
             site.merged = UNIFORM_SCALE_REASON if self._uniform else None
         return site
 
@@ -171,7 +165,7 @@ class Sites:
         before, self.global_site.loss_binade = self.global_site.loss_binade, binade
         if before == binade:
             return
-        for site in (site for site in self if not site.follows_global):
+        for site in (site for site in self.values() if not site.follows_global):
             if before is None or binade is None:
                 factor = (before or 0) - (binade or 0)
                 for entry in site.history:
@@ -185,30 +179,18 @@ class Sites:
 
     def note_lowest_exponent(self) -> None:
         """Note the lowest exponent in use, at which new sites start."""
-        fallen = [site for site in self if site.memory.exponent is not None and not site.follows_global]
-        measured = [site for site in self if site.format is not None]
+        fallen = [site for site in self.values() if site.memory.exponent is not None and not site.follows_global]
+        measured = [site for site in self.values() if site.format is not None]
         self.lowest = min((site.exponent for site in measured + fallen), default=None)
 
     def merge_sites(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass any key is taken."""
         keys = list(keys)
-        unknown = [key for key in keys if key == GLOBAL_SITE_KEY or (key not in self._sites and len(self) > 1)]
+        unknown = [key for key in keys if key == GLOBAL_SITE_KEY or (key not in self and len(self) > 1)]
         if unknown:
-            raise ValueError(f"no sites {', '.join(unknown)} to merge; the sites are {', '.join(self._sites)}")
+            raise ValueError(f"no sites {', '.join(unknown)} to merge; the sites are {', '.join(self)}")
         for key in keys:
             self.open_site(key).merged = reason
-
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self._sites.values())
-
-    def __len__(self) -> int:
-        return len(self._sites)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._sites
-
-    def __getitem__(self, key: str) -> Site:
-        return self._sites[key]
 
 
 def get_exponent_of_power_of_two_scale(field: str, scale: float) -> int:
@@ -423,7 +405,7 @@ class LossFollower:
         self.lift = 0
         self._is_lift_found = not measuring and self._global_site.loss_binade is None
         if not self._is_lift_found:
-            below = (site.exponent - self._global_site.exponent for site in self._sites)
+            below = (site.exponent - self._global_site.exponent for site in self._sites.values())
             self._largest_lift = _LARGEST_FLOAT32_EXPONENT - max(map(abs, below))
         self._reached_outputs = 0
         self._factors.clear()
@@ -448,7 +430,7 @@ class LossFollower:
         if known is None:
             self._sites.set_reference_binade(largest)
         elif self.on or largest > known:
-            own = [site.exponent for site in self._sites if not site.follows_global]
+            own = [site.exponent for site in self._sites.values() if not site.follows_global]
             most, least = max(0, min(own) - floor), min(0, max(own) - ceiling)
             self._sites.set_reference_binade(known + max(least, min(most, largest - known)))
 

@@ -36,7 +36,7 @@ def convert_sites_to_plain_data(sites: Sites, resumes: int) -> tuple[tuple[str, 
             "memory": [site.memory.exponent, site.memory.until],
             "history": [dict(entry) for entry in site.history],
         }
-        for site in sites
+        for site in sites.values()
     }
     # Processes have exponents of their own, and any may write this entry: what they are meant for belongs in it, too.
     found[GLOBAL_SITE_KEY]["reference"] = [sites.global_site.loss_binade, resumes]
@@ -79,7 +79,7 @@ def read_sites_from_state_dict(state_dict: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-_PROGRESS_COUNTERS_LENGTH = 7
+_PROGRESS_COUNTERS_LENGTH = 5
 # The types of a site's entries that hold one value.
 _TYPES_BY_SITE_ENTRY: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("exponent", "overflows"), (int,)),

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..formats import Format
 from ._functions import BackwardProductOperands
 from ._policy import Policy
-from ._site import MAX_EXPONENT, ExponentProposal, Site
+from ._site import MAX_EXPONENT, Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,7 @@ class OperandStatisticsPolicy(Policy):
     def list_bounds_by_each_rule(self, operands: BackwardProductOperands, format: Format) -> list[LogScaleBounds]:
         """Return the bounds of log2 alpha, by each rule of the policy; NaN where an operand is not finite."""
 
-    def propose_bounds(self, site: Site, operands: BackwardProductOperands, format: Format) -> ExponentProposal | None:
+    def propose_bounds(self, site: Site, operands: BackwardProductOperands, format: Format) -> tuple[int, int] | None:
         """Return the bounds of a site's exponent by a product's operands; the gradient is stored at the present one."""
         # Zeros alone say nothing of how far to go.
         if not bool(operands.gradient.any()):
@@ -178,13 +178,13 @@ class OperandStatisticsPolicy(Policy):
         lower, upper = max([0.0, *(one.lower for one in bounds)]), min(one.upper for one in bounds)
         # Up for what must be reached, down for what must not be passed.
         least = site.exponent - floor_rounded_log2(-lower)
-        return ExponentProposal(least, MAX_EXPONENT if upper == math.inf else site.exponent + floor_rounded_log2(upper))
+        return least, MAX_EXPONENT if upper == math.inf else site.exponent + floor_rounded_log2(upper)
 
     def exponent(self, site: Site) -> int | None:
         """Return the largest lower bound of all proposals, at most the smallest upper one."""
         if not site.proposals:
             return None
-        return min(max(one.least for one in site.proposals), min(one.most for one in site.proposals))
+        return min(max(least for least, _ in site.proposals), min(most for _, most in site.proposals))
 
 
 @dataclasses.dataclass(frozen=True)

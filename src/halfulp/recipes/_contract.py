@@ -21,7 +21,6 @@ from ..scaled import ScaledTensor
 
 CONTRACT_KEY = "precision_contract"
 _CONTRACT_VERSION = 1
-_TENSOR_PRECISION_FIELDS = ("dtype", "storage", "weight_update", "states", "scale")
 _MOST_PRINTED_DIFFERENCES = 5
 
 
@@ -187,7 +186,7 @@ def _list_differences(
             a, b = ("absent" if x is None else _describe_precision(x) for x in (ours, theirs))
             yield name, "tensor", f"tensor was {a}, is {b}"
             continue
-        for key in _TENSOR_PRECISION_FIELDS:
+        for key in asdict(ours):
             old, new = getattr(ours, key), getattr(theirs, key)
             unknown = key in ("weight_update", "states") and (not with_optimizer or not old or not new)
             if old != new and not unknown:

@@ -197,12 +197,8 @@ def is_converted(model: nn.Module, recipe: Recipe | None = None) -> bool:
 
 
 def _list_conversion_records(model: nn.Module) -> list[_ConversionRecord]:
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [
-        module.__dict__[_CONVERSION_RECORD_ATTRIBUTE]
-        for module in modules
-        if _CONVERSION_RECORD_ATTRIBUTE in module.__dict__
-    ]
+    held = map(vars, model.modules() if isinstance(model, nn.Module) else ())
+    return [own[_CONVERSION_RECORD_ATTRIBUTE] for own in held if _CONVERSION_RECORD_ATTRIBUTE in own]
 
 
 def _get_param_dtype(recipe: Recipe) -> torch.dtype:
@@ -219,15 +215,12 @@ def _cast_parameters_to_narrow_dtype(model: nn.Module, kept: Container[str], dty
         else:
             narrow_parameter(parameter, dtype)
     # torch's kernel wants statistics of the dtype of the weights, or inputs narrower than both.
-    norms = {
-        name
+    changed = tuple(
+        f"{name}.{key}".lstrip(".")
         for name, module in model.named_modules()
         if isinstance(module, nn.modules.batchnorm._NormBase) and not _casts.is_inside_modules(name, kept)
-    }
-    changed = tuple(
-        name
-        for name, buffer in model.named_buffers(remove_duplicate=False)
-        if name.rpartition(".")[0] in norms and buffer.dtype == torch.float32
+        for key, buffer in module.named_buffers(recurse=False)
+        if buffer.dtype == torch.float32
     )
     _cast_buffers(model, changed, dtype)
     _casts.install_cast_hooks(model, kept, dtype)
@@ -261,13 +254,8 @@ def _refuse_stepped_parameters(model: nn.Module, function: str) -> None:
 
 def _refuse_wrapped_model(model: object) -> None:
     """Raise for a wrapper that has read the parameters already."""
-    wraps = {
-        "DistributedDataParallel": "DistributedDataParallel",
-        "FullyShardedDataParallel": "FullyShardedDataParallel",
-        "FSDPModule": "fully_shard",
-        "OptimizedModule": "torch.compile",
-        "ScriptModule": "torch.jit.script",
-    }
+    wraps = {name: name for name in ("DistributedDataParallel", "FullyShardedDataParallel")}
+    wraps |= {"FSDPModule": "fully_shard", "OptimizedModule": "torch.compile", "ScriptModule": "torch.jit.script"}
     for kind in (kind.__name__ for kind in type(model).__mro__ if kind.__name__ in wraps):
         call = f"{wraps[kind]}(model)"
         raise ValueError(f"the model is a {kind}, which holds its parameters as they were: convert before {call}")

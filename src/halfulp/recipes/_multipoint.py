@@ -196,11 +196,8 @@ def multipoint(
         held = count * sizes[name] + (count - channels) * _CHANNEL_INDEX_BYTES
         errors = ladder.compute_error(points[name]), ladder.compute_error(torch.ones_like(points[name]))
         made[name] = LayerPoints(name, points[name], held, *errors)
-        k, c = (
-            (torch.arange(_MOST_POINTS_PER_CHANNEL, dtype=torch.int64, device="cpu")[:, None] < points[name])
-            .nonzero()
-            .unbind(1)
-        )
+        numbers = torch.arange(_MOST_POINTS_PER_CHANNEL, dtype=torch.int64, device="cpu")
+        k, c = (numbers[:, None] < points[name]).nonzero().unbind(1)
         quantized[chosen[name]] = MultipointLayer(chosen[name], bits, ladder.codes[k, c], ladder.scales[k, c], c)
     for owner in [*model.modules()]:  # a layer may stand in several places
         for key, layer in owner._modules.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -154,14 +155,11 @@ def emulate_recipe(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[LossF
 
     with emulate(model, recipe.emulate) as emulation:
 
-        def emulate_loss(loss: LossFunction) -> LossFunction:
-            def compute_rounded_loss(*given: Any) -> Tensor:
-                with emulation.region():
-                    return loss(*given)
+        def compute_rounded_loss(loss: LossFunction, *given: Any) -> Tensor:
+            with emulation.region():
+                return loss(*given)
 
-            return compute_rounded_loss
-
-        yield emulate_loss
+        yield lambda loss: functools.partial(compute_rounded_loss, loss)
 
 
 def _make_scaler_options(recipe: Recipe) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -133,32 +134,31 @@ class Recipe:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ValueError(f"a recipe needs a name, got {self.name!r}")
         self._convert_fields()
-        own_format = (self.format,) if self.format else ()
-        updates = _list_builtin_and_registered_names(DESCRIPTION_BY_WEIGHT_UPDATE, "weight update")
-        _refuse_unknown_names("param_dtype", PARAMETER_DTYPES, self.param_dtype)
-        _refuse_unknown_names(
-            "state_dtype",
-            (*_list_builtin_and_registered_names(STATE_DTYPES, "state store"), *own_format),
-            self.state_dtype,
+        scale = self.gradient_scale
+        states = (*_list_names(STATE_DTYPES, "state store"), *((self.format,) if self.format else ()))
+        policies = _list_names(DESCRIPTION_BY_GRADIENT_SCALE, "policy")
+        named: tuple[tuple[str, tuple[str, ...], tuple[str | None, ...]], ...] = (
+            ("param_dtype", PARAMETER_DTYPES, (self.param_dtype,)),
+            ("state_dtype", states, (self.state_dtype,)),
+            ("weight update", _list_names(DESCRIPTION_BY_WEIGHT_UPDATE, "weight update"), self.update_names()),
+            ("payload", PAYLOAD_DTYPES, (self.payload,)),
+            ("matmul", MATMUL_FORMATS, (self.matmul,)),
+            ("gradient rounding", GRADIENT_ROUNDINGS, (self.gradient_rounding,)),
+            ("gradient scale", policies, (scale,) if isinstance(scale, str) else ()),
         )
-        _refuse_unknown_names("weight update", updates, *self.update_names())
-        _refuse_unknown_names("payload", PAYLOAD_DTYPES, self.payload)
-        _refuse_unknown_names("matmul", MATMUL_FORMATS, self.matmul)
-        _refuse_unknown_names("gradient rounding", GRADIENT_ROUNDINGS, self.gradient_rounding)
+        for kind, allowed, given in named:
+            for name in given:
+                if name not in (None, *allowed):
+                    raise ValueError(describe_unknown_name(kind, name, allowed))
         for field in _FIELDS_NAMING_FORMATS:
             name = getattr(self, field)
             if name not in (None, *block_names()):
                 get_format(name)
             elif name is not None and field != "operand_format":
-                only = "whose scales products read: it goes with operand_format= alone"
-                raise ValueError(f"{name} is a block format, {only}")
-        scale, policies = (
-            self.gradient_scale,
-            _list_builtin_and_registered_names(DESCRIPTION_BY_GRADIENT_SCALE, "policy"),
-        )
-        if isinstance(scale, str):
-            _refuse_unknown_names("gradient scale", policies, scale)
-        elif scale is not None and not (
+                raise ValueError(
+                    f"{name} is a block format, whose scales products read: it goes with operand_format= alone"
+                )
+        if not isinstance(scale, str | None) and not (
             isinstance(scale, float) and math.frexp(scale)[0] == 0.5 and 2.0**-30 <= scale <= 2.0**60
         ):
             raise ValueError(
@@ -311,23 +311,17 @@ def _describe_field(field: str, value: Any) -> list[str]:
     """Return a field's value in words; pairs of globs and weight updates one by one."""
     if field == "weight_update" and isinstance(value, tuple):
         return [f"{glob!r} {said}" for glob, name in value for said in _describe_field(field, name)]
-    registry, words = _KIND_AND_DESCRIPTIONS_BY_FIELD.get(field, ("", {}))
     if isinstance(value, tuple):
         written = ", ".join(value) or "none"
     else:
         written = f"{value:g}" if isinstance(value, float) else str(value)
+    registry, words = _KIND_AND_DESCRIPTIONS_BY_FIELD.get(field, ("", {}))
     return [", ".join(filter(None, (written, {**read_registered_descriptions(registry), **words}.get(value))))]
 
 
-def _list_builtin_and_registered_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
+def _list_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
     """Return the library's names followed by those that were registered."""
-    return (*names, *(name for name in read_registered_descriptions(kind) if name not in names))
-
-
-def _refuse_unknown_names(kind: str, allowed: tuple[str, ...], *given: object) -> None:
-    for one in given:
-        if one is not None and one not in allowed:
-            raise ValueError(describe_unknown_name(kind, one, allowed))
+    return tuple({**dict.fromkeys(names), **read_registered_descriptions(kind)})
 
 
 def _refuse_unknown_fields(data: Mapping[str, Any]) -> None:
@@ -337,108 +331,89 @@ def _refuse_unknown_fields(data: Mapping[str, Any]) -> None:
             raise ValueError(describe_unknown_name("field of a recipe", key, allowed))
 
 
-# Suffix of the name, words and policy of recipes whose gradients are rounded to a format.
-_GRADIENT_SCALE_CHOICES: tuple[tuple[str, str, str | float | None], ...] = (
-    ("none", "no scale", None),
-    ("dynamic", "one scale, halved by an overflow", "dynamic"),
-    ("adaptive", "a scale per layer by its largest gradient", "amax"),
-)
-# Those of fp16 alone, which further policies and constants have.
-_FP16_GRADIENT_SCALE_CHOICES: tuple[tuple[str, str, str | float], ...] = (
-    *((f"constant-{scale}", f"one scale, {scale}", scale) for scale in (1, 16, 128, 1024, 4096, 16384)),
-    ("measured", "one scale by the largest of all gradients", "measured"),
-    ("underflow-bound", "a scale per layer by the papers' underflow bound", "underflow-bound"),
-    ("element-wise", "a scale per layer by the products of elements", "element-wise"),
-    ("abs-range", "a scale per layer by the range of its operands", "abs-range"),
-)
-
-# Scalify's rows, and more of their kind: name, words, weight update, dtype of the states, products.
-_SCALED_RECIPE_CHOICES = (
-    ("scaled-fp16-master", "Scalify, row 1: float16 with scales, float32 masters", "master", "float32", None),
-    ("scaled-fp16", "Scalify, row 2: float16 with scales, weights too", "nearest", "float32", None),
-    ("scaled-fp8", "Scalify, row 3: the same, products in eight bits", "nearest", "float32", "fp8"),
-    ("scaled-fp8-state16", "Scalify, row 4: the same, moments float16 with scales", "nearest", "float16", "fp8"),
-    ("scaled-fp16-kahan", "float16 with scales, moments too, a residual per weight", "kahan", "float16", None),
-    ("scaled-fp16-stochastic", "float16 with scales, moments too, stochastic updates", "stochastic", "float16", None),
-    ("scaled-fp8-stochastic", "the same, products and moments in eight bits", "stochastic", "fp8", "fp8"),
-)
-
-# Name, words, weight update and dtype of the states of recipes with 16-bit parameters, named by their dtype.
-_NARROW_RECIPE_CHOICES: tuple[tuple[str, str, str | UpdateByGlob, str | None], ...] = (
-    ("bf16", "bfloat16, updates rounded to nearest", "nearest", None),
-    ("bf16-stochastic", "bfloat16, updates rounded stochastically", "stochastic", None),
-    ("bf16-kahan", "bfloat16 with a 16-bit residual", "kahan", None),
-    ("bf16-kahan-stochastic", "bfloat16 with a residual and stochastic rounding", "kahan-stochastic", None),
-    ("bf16-split", "bfloat16 plus 16 bits: exact float32 weights", "split", None),
-    ("bf16-split8", "bfloat16 plus 8 bits, 8-bit moments", "split8", "8bit"),
-    ("bf16-feedback", "bfloat16, the lost part goes into the first moment", "feedback", None),
-    ("bf16-master", "bfloat16 with a float32 master copy", "master", None),
-    (
-        "bf16-mixed",
-        "Kahan on embeddings and norms, stochastic elsewhere",
-        (("*Embedding*", "kahan"), ("*Norm*", "kahan"), ("*", "stochastic")),
-        None,
-    ),
-    ("bf16-mc2", "Collage: weights and second moment as two bfloat16 each", "components", "bfloat16x2"),
-    ("fp16", "float16, no scale, updates rounded to nearest", "nearest", None),
-    ("fp16-kahan", "float16 with a 16-bit residual", "kahan", None),
-    ("fp16-split8", "float16 plus 8 bits, 8-bit moments", "split8", "8bit"),
-    ("fp16-master", "float16 with a float32 master copy", "master", None),
-)
-# Name, words, dtype and number of components of recipes that torch.optim steps.
-_COMPONENT_RECIPE_CHOICES: tuple[tuple[str, str, str, int | None], ...] = (
-    ("fp16-mc2", "MCTensor: weights as two float16 components, computed with as such", "float16", 2),
-    ("fp16-mc3", "MCTensor: weights as three float16 components, computed with as such", "float16", 3),
-    ("fp64", "float64 everywhere, a wider reference", "float64", None),
-    ("fp64-mc2", "MCTensor: weights as two float64 components", "float64", 2),
+# Suffix of the name, words and policy of recipes whose gradients are rounded to a format, and the formats that have it.
+_GRADIENT_SCALE_CHOICES: tuple[tuple[str, str, str | float | None, tuple[str, ...]], ...] = (
+    ("none", "no scale", None, ("fp16", "e5m2")),
+    ("dynamic", "one scale, halved by an overflow", "dynamic", ("fp16", "e5m2")),
+    ("adaptive", "a scale per layer by its largest gradient", "amax", ("fp16", "e5m2", "e4m3fn")),
+    ("adaptive-stochastic", "stochastically, a scale per layer", "amax", ("e5m2",)),
+    *((f"constant-{scale}", f"one scale, {scale}", scale, ("fp16",)) for scale in (1, 16, 128, 1024, 4096, 16384)),
+    ("measured", "one scale by the largest of all gradients", "measured", ("fp16",)),
+    ("underflow-bound", "a scale per layer by the papers' underflow bound", "underflow-bound", ("fp16",)),
+    ("element-wise", "a scale per layer by the products of elements", "element-wise", ("fp16",)),
+    ("abs-range", "a scale per layer by the range of its operands", "abs-range", ("fp16",)),
 )
 
 
-def _make_catalogue() -> Iterator[Recipe]:
-    """Yield the recipes of the catalogue, in its order."""
-    own: dict[str, Any]
-    yield Recipe(name="fp32", description="float32 everywhere, the reference")
-    yield Recipe(name="fp32-twin", description="float32 from a start that differs by 1e-7, the control", perturb=1e-7)
-    for name, words, update, states in _NARROW_RECIPE_CHOICES:
-        own = {"weight_update": update, "state_dtype": states}
-        own["param_dtype"] = "bfloat16" if name.startswith("bf16") else "float16"
-        if not isinstance(update, str):
-            own["float32"] = ()  # a mix of updates has one for norms
-        yield Recipe(name=name, description=words, **own)
-    for name, words, dtype, components in _COMPONENT_RECIPE_CHOICES[:2]:
-        yield Recipe(name=name, description=words, param_dtype=dtype, components=components)
-    for name, words, update, states, matmul in _SCALED_RECIPE_CHOICES:
-        own = {"payload": "float16", "weight_update": update, "state_dtype": states, "matmul": matmul}
-        yield Recipe(name=name, description=words, **own)
-    for name, words, dtype, components in _COMPONENT_RECIPE_CHOICES[2:]:
-        yield Recipe(name=name, description=words, param_dtype=dtype, components=components)
-    for format, bits in (("e8m5", 14), ("e8m3", 12), ("e8m1", 10)):
-        for update in ("nearest", "stochastic", "kahan", "kahan-stochastic"):
-            own = {"format": format, "emulate": format, "state_dtype": format}
-            own["weight_update"] = "kahan-literal" if update == "kahan" else update
-            name = format if update == "nearest" else f"{format}-{update}"
-            yield Recipe(name=name, description=f"{bits}-bit floats everywhere, {update} weight updates", **own)
-    for format, choices in (
-        ("fp16", (*_GRADIENT_SCALE_CHOICES, *_FP16_GRADIENT_SCALE_CHOICES)),
-        ("e5m2", _GRADIENT_SCALE_CHOICES),
-        ("e5m2", (("adaptive-stochastic", "stochastically, a scale per layer", "amax"),)),
-        ("e4m3fn", _GRADIENT_SCALE_CHOICES[-1:]),
+def _make_catalogue() -> dict[str, Recipe]:
+    """Return the recipes of the catalogue by name, in its order."""
+    made: dict[str, Recipe] = {}
+
+    def add(name: str, description: str, **fields: Any) -> None:
+        made[name] = Recipe(name=name, description=description, **fields)
+
+    bf16, fp16 = functools.partial(add, param_dtype="bfloat16"), functools.partial(add, param_dtype="float16")
+    mixed = (("*Embedding*", "kahan"), ("*Norm*", "kahan"), ("*", "stochastic"))
+    add("fp32", "float32 everywhere, the reference")
+    add("fp32-twin", "float32 from a start that differs by 1e-7, the control", perturb=1e-7)
+    bf16("bf16", "bfloat16, updates rounded to nearest", weight_update="nearest")
+    bf16("bf16-stochastic", "bfloat16, updates rounded stochastically", weight_update="stochastic")
+    bf16("bf16-kahan", "bfloat16 with a 16-bit residual", weight_update="kahan")
+    bf16("bf16-kahan-stochastic", "bfloat16 with a residual and stochastic rounding", weight_update="kahan-stochastic")
+    bf16("bf16-split", "bfloat16 plus 16 bits: exact float32 weights", weight_update="split")
+    bf16("bf16-split8", "bfloat16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit")
+    bf16("bf16-feedback", "bfloat16, the lost part goes into the first moment", weight_update="feedback")
+    bf16("bf16-master", "bfloat16 with a float32 master copy", weight_update="master")
+    # The mix of updates has one for norms.
+    bf16("bf16-mixed", "Kahan on embeddings and norms, stochastic elsewhere", weight_update=mixed, float32=())
+    words = "Collage: weights and second moment as two bfloat16 each"
+    bf16("bf16-mc2", words, weight_update="components", state_dtype="bfloat16x2")
+    fp16("fp16", "float16, no scale, updates rounded to nearest", weight_update="nearest")
+    fp16("fp16-kahan", "float16 with a 16-bit residual", weight_update="kahan")
+    fp16("fp16-split8", "float16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit")
+    fp16("fp16-master", "float16 with a float32 master copy", weight_update="master")
+    fp16("fp16-mc2", "MCTensor: weights as two float16 components, computed with as such", components=2)
+    fp16("fp16-mc3", "MCTensor: weights as three float16 components, computed with as such", components=3)
+    # Scalify's rows, and more of their kind.
+    for name, words, update, states in (
+        ("scaled-fp16-master", "Scalify, row 1: float16 with scales, float32 masters", "master", "float32"),
+        ("scaled-fp16", "Scalify, row 2: float16 with scales, weights too", "nearest", "float32"),
+        ("scaled-fp8", "Scalify, row 3: the same, products in eight bits", "nearest", "float32"),
+        ("scaled-fp8-state16", "Scalify, row 4: the same, moments float16 with scales", "nearest", "float16"),
+        ("scaled-fp16-kahan", "float16 with scales, moments too, a residual per weight", "kahan", "float16"),
+        ("scaled-fp16-stochastic", "float16 with scales, moments too, stochastic updates", "stochastic", "float16"),
+        ("scaled-fp8-stochastic", "the same, products and moments in eight bits", "stochastic", "fp8"),
     ):
-        for name, words, scale in choices:
-            own = {"gradient_format": format, "gradient_scale": scale}
-            own["gradient_rounding"] = "stochastic" if name.endswith("stochastic") else "nearest"
-            words = f"float32 weights, gradients rounded to {format}, {words}"
-            yield Recipe(name=f"{format}-{name}", description=words, **own)
-    yield Recipe(
-        name="mixed-precision",
-        description="Micikevicius et al.: float16 operands and gradients, float32 masters, one loss scale",
+        matmul = "fp8" if name.startswith("scaled-fp8") else None
+        add(name, words, payload="float16", weight_update=update, state_dtype=states, matmul=matmul)
+    add("fp64", "float64 everywhere, a wider reference", param_dtype="float64")
+    add("fp64-mc2", "MCTensor: weights as two float64 components", param_dtype="float64", components=2)
+    for format, bits in (("e8m5", 14), ("e8m3", 12), ("e8m1", 10)):
+        everywhere = functools.partial(add, format=format, emulate=format, state_dtype=format)
+        for suffix in ("", "-stochastic", "-kahan", "-kahan-stochastic"):
+            update = suffix[1:] or "nearest"
+            words = f"{bits}-bit floats everywhere, {update} weight updates"
+            everywhere(format + suffix, words, weight_update="kahan-literal" if update == "kahan" else update)
+    for format in ("fp16", "e5m2", "e4m3fn"):
+        for suffix, words, scale, formats in _GRADIENT_SCALE_CHOICES:
+            if format in formats:
+                add(
+                    f"{format}-{suffix}",
+                    f"float32 weights, gradients rounded to {format}, {words}",
+                    gradient_format=format,
+                    gradient_scale=scale,
+                    gradient_rounding="stochastic" if suffix.endswith("stochastic") else "nearest",
+                )
+    add(
+        "mixed-precision",
+        "Micikevicius et al.: float16 operands and gradients, float32 masters, one loss scale",
         operand_format="fp16",
         gradient_format="fp16",
         gradient_scale="dynamic",
     )
-    yield Recipe(
-        name="fp8-training",
-        description="Mellempudi et al.: e5m2 operands and stochastic gradients, stochastic float16 masters, a floor",
+    add(
+        "fp8-training",
+        "Mellempudi et al.: e5m2 operands and stochastic gradients, stochastic float16 masters, a floor",
         operand_format="e5m2",
         gradient_format="e5m2",
         gradient_rounding="stochastic",
@@ -451,10 +426,11 @@ def _make_catalogue() -> Iterator[Recipe]:
         ("nvfp4", "nvfp4", "16 e2m1 with an e4m3 scale"),
     ):
         words = f"operands of all products in blocks of {blocks}, to nearest, float32 weights and sums"
-        yield Recipe(name=name, description=words, operand_format=format)
+        add(name, words, operand_format=format)
+    return made
 
 
-_RECIPES_BY_NAME = {recipe.name: recipe for recipe in _make_catalogue()}
+_RECIPES_BY_NAME = _make_catalogue()
 
 
 def names() -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -41,23 +42,14 @@ def is_close_to_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor
     >>> [is_close_to_float32(a, b, a.double()) for b in (a * (1 + 1e-7), torch.where(a < 1e-6, 0.0, a))]
     [True, False]
     """
-    if wanted is None or got is None:
-        return wanted is got
-    if wanted.shape != got.shape:
-        return False
-    if same_bits(wanted, got):
-        return True
-    if _has_other_nonfinite(wanted, got):
-        return False
-    wanted, got = wanted.double().flatten(), got.double().flatten()
-    finite = wanted.isfinite()
-    wanted, got = wanted[finite], got[finite]
+    off = measure_result_difference(wanted, got)
+    if wanted is None or got is None or not 0 < off < math.inf:
+        return off == 0
+    finite = wanted.isfinite().flatten()
+    wanted, got = (x.double().flatten()[finite] for x in (wanted, got))
     if exact is None or exact.numel() != finite.numel():
-        is_close = compute_relative_difference(wanted, got) <= SUM_ORDER_TOLERANCE
-        return is_close and not bool(((wanted == 0) != (got == 0)).any())
+        return off <= SUM_ORDER_TOLERANCE and not bool(((wanted == 0) != (got == 0)).any())
     exact = exact.double().flatten()[finite]
-    if not exact.numel():
-        return True
     if (got - exact).norm() > max(SUM_ORDER_TOLERANCE * exact.norm(), _FLOAT32_ERROR_FACTOR * (wanted - exact).norm()):
         return False
     binades = (
@@ -79,18 +71,12 @@ def compute_relative_difference(wanted: Tensor, got: Tensor) -> float:
     >>> [compute_relative_difference(torch.tensor(wanted), torch.tensor(got)) for wanted, got in pairs]
     [0.25, inf]
     """
-    if _has_other_nonfinite(wanted, got):
-        return float("inf")
+    finite = wanted.isfinite() & got.isfinite()
+    if not bool((finite | (wanted == got) | (wanted.isnan() & got.isnan())).all()):
+        return math.inf
     wanted, got = wanted.double(), got.double()
-    finite = wanted.isfinite()
     norm = torch.where(finite, wanted, 0.0).norm().clamp(min=torch.finfo(torch.float64).tiny)
     return float(torch.where(finite, wanted - got, 0.0).norm() / norm)
-
-
-def _has_other_nonfinite(wanted: Tensor, got: Tensor) -> bool:
-    """Return whether infinities or NaN differ."""
-    finite = wanted.isfinite() & got.isfinite()
-    return not bool((finite | (wanted == got) | (wanted.isnan() & got.isnan())).all())
 
 
 # Every run begins with these random bits.
@@ -201,25 +187,20 @@ def run_float64_step(
 ) -> StepResults | None:
     """Run the step in float64, to estimate float32's own error; None where it raises or draws other random numbers."""
     try:
-        other, found = copy_model(model).double(), None
+        other = copy_model(model).double()
         for _ in range(step):
             given = tree_map(lambda x: x.double() if is_floating(x) else x, batch)
             found = run_one_step(other, given, loss_of)
-    except Exception:  # whatever a model of somebody else's raises in another dtype
+        # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
+        for names in (["the loss"], [*select_gradient_results(plain)]):
+            ours, theirs = (
+                torch.cat([x.double().flatten() for name in names if (x := run.get(name)) is not None])
+                for run in (plain, found)
+            )
+            if not compute_relative_difference(ours, theirs) < _SAME_COMPUTATION_TOLERANCE:
+                return None
+    except Exception:  # whatever a model of somebody else's raises in another dtype, and results of other shapes
         return None
-    if found is None or any(
-        (a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape)
-        for _, a, b in pair_results_by_name(plain, found)
-    ):
-        return None
-    # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
-    for names in (["the loss"], [*select_gradient_results(plain)]):
-        ours, theirs = (
-            torch.cat([x.double().flatten() for name in names if (x := run.get(name)) is not None])
-            for run in (plain, found)
-        )
-        if not compute_relative_difference(ours, theirs) < _SAME_COMPUTATION_TOLERANCE:
-            return None
     return found
 
 
@@ -304,19 +285,13 @@ def make_loss_function(given: LossOfOutput | None, seed: int) -> LossOfOutput:
 
 def measure_result_difference(wanted: Tensor | None, got: Tensor | None) -> float:
     """Return the relative norm of the difference, 0 where the bits are the same, infinite where one is missing."""
-    if wanted is None or got is None:
-        return 0.0 if wanted is got else float("inf")
-    if wanted.shape != got.shape:
-        return float("inf")
+    if wanted is None or got is None or wanted.shape != got.shape:
+        return 0.0 if wanted is got else math.inf
     return 0.0 if same_bits(wanted, got) else compute_relative_difference(wanted, got)
 
 
-class OperatorDifference(NamedTuple):
-    """An operator whose results are not torch's: its name, the module or direction it ran in, and by how much."""
-
-    operator: str
-    place: str
-    off: float
+# Of an operator whose results are not torch's: its name, the module or direction it ran in, and by how much.
+OperatorDifference = tuple[str, str, float]
 
 
 class OperatorCheckMode(TorchDispatchMode):
@@ -356,20 +331,32 @@ class OperatorCheckMode(TorchDispatchMode):
             tree_map(lambda x, to=to: _decode_to_dtype(x, to), (arguments, options))
             for to in (torch.float32, torch.float64)
         )
-        with _rewind_random_draws(options.get("generator")) as rewind:
-            results = operator(*arguments, **options)
-            wanted, got = _run_plain_operator(operator, narrow, rewind), _list_floating_results(results)
-            # Where torch takes no such operands, the results count by what they lead to.
-            if [x.shape for x in wanted] == [x.shape for x in got]:
-                wanted, got = list(map(_clamp_huge_values, wanted, got)), list(map(_clamp_huge_values, got, wanted))
-                if not all(map(same_bits, wanted, got)):
-                    exact = _run_plain_operator(operator, wide, rewind)
-                    self._record_difference(operator, wanted, got, exact)
+        generator = options.get("generator") or torch.random.default_generator
+        before = generator.get_state()
+        results = operator(*arguments, **options)
+        after = generator.get_state()
+
+        def run_plain_operator(operands: tuple) -> list[Tensor]:
+            """Return the floating results of torch's own operator, of the same random bits; none where it raises."""
+            generator.set_state(before)
+            try:
+                return _list_floating_results(operator(*operands[0], **operands[1]))
+            except (RuntimeError, TypeError, NotImplementedError):
+                return []
+            finally:
+                generator.set_state(after)
+
+        wanted, got = run_plain_operator(narrow), _list_floating_results(results)
+        # Where torch takes no such operands, the results count by what they lead to.
+        if [x.shape for x in wanted] == [x.shape for x in got]:
+            wanted, got = list(map(_clamp_huge_values, wanted, got)), list(map(_clamp_huge_values, got, wanted))
+            if not all(map(same_bits, wanted, got)):
+                self._record_difference(operator, wanted, got, run_plain_operator(wide))
         return results
 
     def _record_difference(self, operator: Any, wanted: list[Tensor], got: list[Tensor], exact: list[Tensor]) -> None:
         place = "the backward pass" if torch._C._current_graph_task_id() != -1 else self._module_paths[-1]
-        found = OperatorDifference(str(operator), place, max(map(compute_relative_difference, wanted, got)))
+        found = str(operator), place, max(map(compute_relative_difference, wanted, got))
         self.unequal = self.unequal or found
         best: list[Tensor | None] = [None] * len(wanted)
         if len(exact) == len(wanted):
@@ -394,32 +381,6 @@ def _decode_to_dtype(x: Any, dtype: torch.dtype) -> Any:
     return values.to(dtype) if values.dtype == torch.float32 else values
 
 
-def _run_plain_operator(operator: Any, operands: tuple, rewind: Any) -> list[Tensor]:
-    """Return the floating results of torch's own operator; none where it does not take these operands."""
-    arguments, options = operands
-    rewind()
-    try:
-        return _list_floating_results(operator(*arguments, **options))
-    except (RuntimeError, TypeError, NotImplementedError):
-        return []
-
-
 def _list_floating_results(results: Any) -> list[Tensor]:
     floats = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.is_floating_point()]
     return [_decode_to_dtype(x, torch.float32) for x in floats]
-
-
-@contextlib.contextmanager
-def _rewind_random_draws(generator: torch.Generator | None) -> Iterator[Any]:
-    """Yield a function to rewind the random generators; at the end they are where its first call left them."""
-    source = torch.random.default_generator if generator is None else generator
-    before = source.get_state()
-    after: list[Tensor] = []
-
-    def rewind() -> None:
-        after.append(source.get_state())
-        source.set_state(before)
-
-    yield rewind
-    if after:
-        source.set_state(after[0])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 
 from .._messages import name_type
 from ..gradients import AdaptiveGradScaler
+from ..gradients._site import GLOBAL_SITE_KEY
 from ..gradients.eager._replay import count_replays
 from ..mctensor import MCTensor
 from ..scaled import ScaledTensor, scalify
@@ -47,11 +47,8 @@ _MOST_SHOWN_RESULTS = 5
 
 # Random exponents lie in this range; differences of two are far from float32's limits.
 MIN_EXPONENT, MAX_EXPONENT = -12, 24
-_GLOBAL_SITE = "global"
 # So many steps show whether the graph is known: two forward passes are watched, the others are not.
 _STEPS_OF_REPLAY_CHECK = 4
-# The number of an iteration that is not measured.
-_NUMBER_OF_UNMEASURED_ITERATION = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +144,8 @@ class VerificationRuns:
         self.off = {name: 0.0 for name, value in self.plain.items() if value is not None}
         # What differs by more than another order of sums explains, in words, each once.
         self.wrong: dict[str, None] = {}
+        # Of the gradient sites, in the first run's order.
+        self._keys: list[str] = []
 
     def compare_with_float32(
         self, found: StepResults, where: str = "", plain: StepResults | None = None, step: int = 1
@@ -203,37 +202,30 @@ class VerificationRuns:
                     parameter.data = values.with_scale(scale).detach()
             check = OperatorCheckMode(other)
             self.compare_with_float32(run_one_step(other, self._batch, self._loss, watch=check))
-            self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
+            self.wrong |= dict.fromkeys(f"operator {operator} in {place}" for operator, place, _ in check.wrong)
             wrong, unequal = wrong + check.wrong, unequal or check.unequal
             counts.update(fallbacks(other))
         left_out, first = "eight-bit products" if recipe.matmul else None, wrong[0] if wrong else unequal
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
         return self.make_verification("scaled", trials, first=first, **more)
 
-
-class ExponentVerificationRuns(VerificationRuns):
-    """Copies of a model, each with a scaler of its own, run under random exponents.
-
-    Each run is compared with one whose exponents are all 0, and that one with the plain model, so that what attaching a
-    scaler changes is not taken for what an exponent does.
-    """
-
-    _state: dict[str, Any] | None = None  # of the first run's scaler
-
     def merge_inexact_sites(self, trials: int) -> list[str]:
-        """Draw exponents and merge sites until all draws are exact, or every site is merged."""
+        """Draw exponents, for copies with a scaler, and merge sites until all draws are exact or every site is merged.
+
+        Each run is compared with one whose exponents are all 0, and that one with the plain model, so that what
+        attaching a scaler changes is not taken for what an exponent does.
+        """
         baseline = self._run_scaled_step({})
-        assert self._state is not None  # the first run keeps its scaler's
         self.compare_with_float32(baseline)
-        keys = [key for key in self._state["sites"] if key != _GLOBAL_SITE]
+        keys = self._keys
         for exponent in (MIN_EXPONENT, MAX_EXPONENT):
             # A model or a hook that bounds or rounds gradients by their size is right under no other loss scale.
-            found = self._run_scaled_step({_GLOBAL_SITE: exponent})
+            found = self._run_scaled_step({GLOBAL_SITE_KEY: exponent})
             self.compare_with_float32(found, f" under a loss scale of 2^{exponent} alone")
         merged: list[str] = []
         linear = not self.wrong
         for _ in range(trials):
-            draw = self._draw_exponents([_GLOBAL_SITE, *keys] if linear else keys)
+            draw = self._draw_exponents([GLOBAL_SITE_KEY, *keys] if linear else keys)
             found = self._run_scaled_step(draw, merged)
             if has_different_results(baseline, found):
                 own = [key for key in keys if key not in merged]
@@ -251,54 +243,47 @@ class ExponentVerificationRuns(VerificationRuns):
         One copy runs several steps beside a plain one, each under other exponents, which follow the loss besides.
         """
         ours, theirs = copy_model(self._model), copy_model(self._model)
-        scaler = AdaptiveGradScaler(ours, init_scale=1.0, float32_outputs=False)
-        assert self._state is not None  # `merge_inexact_sites` ran
-        scaler.load_state_dict(self._state)
+        scaler = self._make_scaler(ours, merged)
         (binade,) = self.draw_random_integers(MIN_EXPONENT, -MIN_EXPONENT - 1, 1)
         for step in range(1, _STEPS_OF_REPLAY_CHECK + 1):
-            scaler.set_exponents({})
-            state = scaler.state_dict()
-            drawn = self._draw_exponents([key for key in dict(state["sites"]) if key not in merged])
-            drawn[_GLOBAL_SITE] = MAX_EXPONENT if step % 2 else MIN_EXPONENT
-            state = self._set_exponents(state, drawn, merged)
+            drawn = self._draw_exponents([key for key in (GLOBAL_SITE_KEY, *self._keys) if key not in merged])
+            drawn[GLOBAL_SITE_KEY] = MAX_EXPONENT if step % 2 else MIN_EXPONENT
+            scaler.set_exponents(drawn)
+            # What is measured is watched.
+            scaler._controller.backward.measuring = False
             # Meant for a loss that sends gradients of this binade into the model, the exponents follow the one that
             # there is: of two steps one at least then has exponents that are not what they are meant for.
-            state["sites"][_GLOBAL_SITE]["reference"] = [binade + step, 0]
-            state["progress"] = [_NUMBER_OF_UNMEASURED_ITERATION, 0, False, 0, 0, 0, state["progress"][-1]]
-            scaler.load_state_dict(state)
+            scaler._controller.sites.global_site.loss_binade = binade + step
             wanted = run_one_step(theirs, self._batch, self._loss)
             found = self._unscale_gradients(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
             self.compare_with_float32(found, f" in step {step} of a copy", wanted, step)
         return count_replays(scaler)
 
-    def _draw_exponents(self, keys: list[str]) -> dict[str, int]:
+    def _draw_exponents(self, keys: Sequence[str]) -> dict[str, int]:
         return dict(zip(keys, self.draw_random_integers(MIN_EXPONENT, MAX_EXPONENT, len(keys))))
 
-    def _run_scaled_step(self, exponents: dict[str, int], merged: list[str] | None = None) -> StepResults:
+    def _run_scaled_step(self, exponents: dict[str, int], merged: Sequence[str] = ()) -> StepResults:
         """Return a copy's step under these exponents, 0 elsewhere, its gradients unscaled."""
         model = copy_model(self._model)
-        scaler = AdaptiveGradScaler(model, init_scale=1.0, float32_outputs=False)
-        if self._state is not None:
-            scaler.load_state_dict(self._set_exponents(self._state, exponents, merged or []))
+        scaler = self._make_scaler(model, merged)
+        scaler.set_exponents(exponents)
         run = run_one_step(model, self._batch, self._loss, scaler.scale)
-        if self._state is None:
-            state = scaler.state_dict()
-            self._state = {**state, "sites": dict(state["sites"])}
+        self._keys = self._keys or [row.site for row in scaler.sites() if row.site != GLOBAL_SITE_KEY]
         return self._unscale_gradients(run, scaler)
+
+    def _make_scaler(self, model: nn.Module, merged: Sequence[str]) -> AdaptiveGradScaler:
+        """Return a scaler of a copy that knows the sites before its first forward pass."""
+        scaler = AdaptiveGradScaler(model, init_scale=1.0, float32_outputs=False)
+        for key in self._keys:
+            scaler._controller.sites.open_site(key)
+        scaler.merge(*merged, reason="not exact by itself")
+        return scaler
 
     def _unscale_gradients(self, run: StepResults, scaler: AdaptiveGradScaler) -> StepResults:
         scale = scaler.get_scale()
         return run | {
             name: None if value is None else value / scale for name, value in select_gradient_results(run).items()
         }
-
-    def _set_exponents(self, given: Mapping[str, Any], exponents: dict[str, int], merged: list[str]) -> dict[str, Any]:
-        state = copy.deepcopy({**given, "sites": dict(given["sites"])})
-        for key, site in state["sites"].items():
-            site["exponent"] = exponents.get(key, 0)
-            site["merged"] = site["merged"] or ("not exact by itself" if key in merged else None)
-        state["scale"] = 2.0 ** exponents.get(_GLOBAL_SITE, 0)
-        return state
 
 
 def _get_parameter_name_of_result(name: str) -> str:
@@ -359,9 +344,9 @@ def verify(
     if scaler is not None and [one() for one in scaler._models] != [model]:
         raise ValueError("the scaler is not this model's alone: make one for the model, AdaptiveGradScaler(model)")
     with forbid_model_changes(model):
+        proof = VerificationRuns(model, batch, loss_of, seed)
         if recipe.payload:
-            return VerificationRuns(model, batch, loss_of, seed).run_under_scales(recipe, trials)
-        proof = ExponentVerificationRuns(model, batch, loss_of, seed)
+            return proof.run_under_scales(recipe, trials)
         merged = proof.merge_inexact_sites(trials)
         replays = 0 if proof.wrong else proof.verify_replayed_passes(merged)
     found = proof.make_verification("gradients", trials, merged=merged, replays=replays)

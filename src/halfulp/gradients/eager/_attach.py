@@ -24,7 +24,7 @@ from ...subclass.models._float32_products import (
 )
 from .._functions import map_tensors
 from ._backward import Backward, is_in_backward_pass, thread_region_state
-from ._region import ModuleNameCache, Region, is_compiler_active
+from ._region import CallRecording, ModuleNameCache, Region, is_compiler_active
 from ._replay import GraphReplay
 
 
@@ -111,9 +111,10 @@ class WatchedForward(GraphReadingForward):
         """Mark the model's outputs in a compiled graph for the scaler's backend."""
         if self._role != "model":
             return out
-        wide = self._is_output_widened_to_float32()
-        widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
-        return map_tensors(widened, lambda x: mark_scaled_output(x, self._backward.handle))
+        handle, wide = self._backward.handle, self._is_output_widened_to_float32()
+        return map_tensors(
+            out, lambda x: mark_scaled_output(x.float() if wide and x.dtype == torch.float16 else x, handle)
+        )
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -155,11 +156,11 @@ class WatchedForward(GraphReadingForward):
         """Run the forward pass in a region, from which ``replay`` learns if it is given."""
         with Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
-            recording = region.recording = None if replay is None else replay.start_recording()
             region.mark_arguments_at_global_exponent((args, kwargs))
             out = self.inner(*args, **kwargs)
-            if replay is not None and recording is not None:
-                region.recording = None
+            # A region that a checkpoint keeps keeps no nodes.
+            recording, region.recording = region.recording, CallRecording()
+            if replay is not None and replay.is_learning():
                 replay.learn_from_recording(recording, (args, kwargs), out, region.begun)
             return region.move_output_to_global_exponent(out, self._is_output_widened_to_float32())
 
@@ -214,7 +215,9 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str) -> Callable[[], None]:
     """Attach a scaler's edges to a model; returns a function that detaches them."""
-    model = get_wrapped_model(model)
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("DataParallel runs copies of the model in threads: use DistributedDataParallel")
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     refuse_unwatchable_model(model)
     names = ModuleNameCache(model, prefix)
     backward.names.add(names)
@@ -231,13 +234,6 @@ def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, pr
             forward.restore()
 
     return detach
-
-
-def get_wrapped_model(model: nn.Module) -> nn.Module:
-    """Return the model inside torch's data-parallel wrappers."""
-    if isinstance(model, nn.DataParallel):
-        raise ValueError("DataParallel runs copies of the model in threads: use DistributedDataParallel")
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def refuse_unwatchable_model(model: nn.Module) -> None:

@@ -111,9 +111,9 @@ class Backward:
         # Of nodes that read several tensors.
         self.reader_hooks: dict[tuple, Callable] = {}
         self._has_warned_of_second_order = False
-        # What compiled graphs know it by, the factors that they hold, and whose parameters they name.
+        # What compiled graphs know it by, the edges that they name, and whose parameters they name.
         self.handle = str(next(_handle_counter))
-        self.factors: dict[tuple, Any] = {}
+        self.edges_by_text: dict[str, tuple[list[Site], list[tuple[Site, Site]]]] = {}
         self.names: weakref.WeakSet = weakref.WeakSet()
         BACKWARDS_BY_HANDLE[self.handle] = self
 
@@ -203,32 +203,43 @@ class Backward:
         while len(self.unmarked_passes) > _REMEMBERED_EARLIER_PASSES:
             self.unmarked_passes.popleft()
 
-    def get_edge_hook(self, source: Site, target: Site) -> GradientHook:
-        """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s."""
-        if (source, target) in self.edge_hooks:
-            return self.edge_hooks[source, target]
+    def get_edge_hook(self, source: Site, target: Site, weight_dtype: torch.dtype | None = None) -> GradientHook:
+        """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s.
+
+        ``weight_dtype``: of a parameter's gradient, on its way to the global exponent, the dtype that it is made in.
+        """
+        narrow = None if weight_dtype is None else find_narrow_format(weight_dtype)
+        hooks: dict[Any, GradientHook] = self.edge_hooks if weight_dtype is None else self._weight_edge_hooks
+        key = (source, target) if weight_dtype is None else (target, narrow)
+        if key in hooks:
+            return hooks[key]
 
         @disable_tracing
         def move_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
             if self.has_inactive_hooks() or gradient is None:
                 return None
-            self.reached[source] = None
-            changed = self._round_and_measure_gradient(gradient, target, "passed")
+            if weight_dtype is None:
+                self.reached[source] = None
+                changed = self._round_and_measure_gradient(gradient, target, "passed", target.stored)
+            else:
+                changed = self._round_and_measure_gradient(gradient, target, "weight", narrow)
+                # A float16 parameter sums its gradients in float32 (`refuse_float16_gradient`): leaving is exact there.
+                changed = changed.float() if changed.dtype == torch.float16 else changed
             changed = self.loss_follower.rescale_gradient_between_sites(changed, source, target)
-            changed = self._round_and_measure_gradient(changed, source, "received")
+            changed = self._round_and_measure_gradient(changed, source, "received", source.stored)
             return None if changed is gradient else (changed,)
 
-        self.edge_hooks[source, target] = move_gradient
+        hooks[key] = move_gradient
         return move_gradient
 
-    def _round_and_measure_gradient(self, gradient: Tensor, site: Site, kind: str) -> Tensor:
+    def _round_and_measure_gradient(self, gradient: Tensor, site: Site, kind: str, narrow: Format | None) -> Tensor:
         """Return a gradient as a site stores it, and measure it; at the global exponent products read none."""
-        stored = None if site is self.sites.global_site else self.format or site.stored
+        stored = None if site is self.sites.global_site else self.format or narrow
         if stored is self.format:
             gradient = self.round_to_format(gradient)
         # What is received in a wide format cannot leave its range.
-        if self.measuring and (stored is not None or kind == "passed"):
+        if self.measuring and (stored is not None or kind != "received"):
             self.measurements.measure_gradient_on_device(site, kind, gradient, stored)
         return gradient
 
@@ -265,29 +276,6 @@ class Backward:
                     site.proposals.append(proposal)
 
         return show_operands
-
-    def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> GradientHook:
-        """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""
-        key = site, find_narrow_format(made_in)
-        if key in self._weight_edge_hooks:
-            return self._weight_edge_hooks[key]
-        stored = self.format or key[1]
-
-        @disable_tracing
-        def move_weight_gradient(gradients: tuple) -> tuple | None:
-            gradient = gradients[0]
-            if self.has_inactive_hooks() or gradient is None:
-                return None
-            changed = self.round_to_format(gradient)
-            if self.measuring:
-                self.measurements.measure_gradient_on_device(site, "weight", changed, stored)
-            # A float16 parameter sums its gradients in float32 (`refuse_float16_gradient`), where leaving is exact.
-            changed = changed.float() if changed.dtype == torch.float16 else changed
-            changed = self.loss_follower.rescale_gradient_between_sites(changed, self.sites.global_site, site)
-            return None if changed is gradient else (changed,)
-
-        self._weight_edge_hooks[key] = move_weight_gradient
-        return move_weight_gradient
 
     def has_inactive_hooks(self) -> bool:
         """Return whether edges are inactive, as they are for a whole iteration with a second derivative."""

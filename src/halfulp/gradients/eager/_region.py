@@ -76,19 +76,17 @@ class ModuleNameCache:
             self._names.setdefault(id(parameter), None)
         return self._names[id(parameter)]
 
-    def map_part_names_by_module_id(self) -> dict[int, str]:
-        """Return the qualified names of the modules that have children, by their ids."""
+    def list_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the qualified name of each module, with which its sites' keys begin, and the module."""
         model = self._model()
-        modules = () if model is None else model.named_modules()
-        parts = ((name, one) for name, one in modules if next(one.children(), None) is not None)
-        return {id(one): (self._prefix + name).strip(".") for name, one in parts}
+        for name, module in () if model is None else model.named_modules():
+            yield (self._prefix + name).strip("."), module
 
     def is_sharded(self) -> bool:
         """Return whether parts of the model belong to FSDP, which computes with copies of its parameters."""
         from torch.distributed.fsdp import FSDPModule
 
-        model = self._model()
-        return model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
+        return any(isinstance(module, FSDPModule) for _, module in self.list_modules())
 
 
 class CallRecording:
@@ -97,7 +95,8 @@ class CallRecording:
     def __init__(self) -> None:
         # Whether the forward pass had something that only a region can handle.
         self.failed = False
-        self.opened_sites: dict[Site, None] = {}
+        # Each with its number.
+        self.opened_sites: dict[Site, int] = {}
         self.edge_nodes: set[Any] = set()
         # 0-d results, which the model may keep besides its outputs (see `_replay.learn_graph`).
         self.scalar_results: list[weakref.ref] = []
@@ -149,13 +148,12 @@ class ArgumentGradientMoves:
         return not tensor.is_leaf or not (tensor.dtype == torch.float16 or torch._C._is_any_autocast_enabled())
 
     def run_function(
-        self, recording: CallRecording | None, function: Callable, args: tuple, kwargs: dict, written: Tensor | None
+        self, recording: CallRecording, function: Callable, args: tuple, kwargs: dict, written: Tensor | None
     ) -> Any:
         """Call a function, and hook the nodes that read tensors of other sites; ``written``: what it writes into."""
         begun = torch._C._autograd._get_sequence_nr()
         out = function(*args, **kwargs)
-        if recording is not None:
-            recording.record_call_nodes(begun, self._site)
+        recording.record_call_nodes(begun, self._site)
         if self.hooks or self.leaves or self.views:
             self._hook_nodes_reading_arguments(
                 out if written is None else [written, written._base], out if written is None else written, begun
@@ -166,10 +164,9 @@ class ArgumentGradientMoves:
         """Hook the views of parameters, and the nodes behind ``made`` that read noted tensors."""
         if isinstance(out, list | tuple):
             out = next((x for x in out if isinstance(x, Tensor)), None)
-        leaving = self._backward.get_weight_edge_hook(
-            self._site, out.dtype if isinstance(out, Tensor) else torch.float32
-        )
         global_site = self._backward.sites.global_site
+        made_in = out.dtype if isinstance(out, Tensor) else torch.float32
+        leaving = self._backward.get_edge_hook(global_site, self._site, made_in)
         for view in self.views:
             node: Any = view.grad_fn
             if isinstance(node, GradientWideningView._backward_cls):
@@ -255,9 +252,7 @@ class Region(TorchFunctionMode):
         self._global_site = backward.sites.global_site
         self._names = names
         self._calls: Counter[str] = Counter()
-        # What later forward passes know of this one; None where they need not.
-        self.recording: CallRecording | None = None
-        self._rank: dict[Site, int] = {}
+        self.recording = CallRecording()
 
     def __enter__(self) -> Region:
         self._outer = thread_region_state.region
@@ -310,10 +305,6 @@ class Region(TorchFunctionMode):
                 node.register_prehook(self._backward.make_operand_reporting_hook(site, factor))
         return made
 
-    def _mark_recording_as_failed(self) -> None:
-        if self.recording is not None:
-            self.recording.failed = True
-
     def mark_arguments_at_global_exponent(self, arguments: Any) -> None:
         """Put the model's arguments at the global exponent, whichever thread made them."""
         with torch._C.DisableTorchFunction():
@@ -330,25 +321,21 @@ class Region(TorchFunctionMode):
             site = self._get_assigned_site(tensor._base)
         # With second derivatives all gradients have the global exponent until the next update, whatever made them.
         if site is None and not self._backward.second_order:
-            self._refuse_unwatched(tensor)
+            node: Any = tensor.grad_fn
+            made_here = node is not None and self.begun <= node._sequence_nr() < FIRST_LEAF_SEQUENCE_NUMBER
+            if made_here and node.metadata.get(self._global_site) is not self._global_site:
+                raise NotImplementedError(
+                    f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
+                    f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
+                    "torch.func): call it inside a torch.autograd.Function, or take policy='dynamic'"
+                )
+            self._backward.mark_node_at_global_exponent(node)
         return site or self._global_site
 
     def _get_assigned_site(self, tensor: Tensor) -> Site | None:
         """Return the site that a region of this scaler gave a tensor."""
         site = getattr(tensor, _SITE_ATTRIBUTE, None)
         return site if site is None or site is self._global_site or site.global_site is self._global_site else None
-
-    def _refuse_unwatched(self, tensor: Tensor) -> None:
-        """Refuse a tensor that an unwatched function made in this region, as its gradient's exponent is unknown."""
-        node: Any = tensor.grad_fn
-        made_here = node is not None and self.begun <= node._sequence_nr() < FIRST_LEAF_SEQUENCE_NUMBER
-        if made_here and node.metadata.get(self._global_site) is not self._global_site:
-            raise NotImplementedError(
-                f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
-                f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
-                "torch.func): call it inside a torch.autograd.Function, or take policy='dynamic'"
-            )
-        self._backward.mark_node_at_global_exponent(node)
 
     def _find_call_site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
         """Return the site of a function's inputs and results; of a cell that of its state, if any."""
@@ -366,9 +353,8 @@ class Region(TorchFunctionMode):
         call = self._calls[key]
         self._calls[key] = call + 1
         site = self._backward.sites.open_site(f"{key}#{call}" if call else key)
-        self._rank[site] = len(self._rank)
-        if self.recording is not None:
-            self.recording.opened_sites.setdefault(site)
+        opened = self.recording.opened_sites
+        opened[site] = len(opened)
         self._backward.reached.setdefault(site)
         return site
 
@@ -377,7 +363,7 @@ class Region(TorchFunctionMode):
         sites = [self.find_site(x) for x in differentiable if not is_parameter(x)]
         if not sites:
             return self._open_site(function, differentiable)
-        return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self._rank.get(site, -1))
+        return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self.recording.opened_sites.get(site, -1))
 
     # edges ----------------------------------------------------------------------------------------------------
 
@@ -411,7 +397,7 @@ class Region(TorchFunctionMode):
         refuse_float16_gradient(parameter, self._names.is_sharded)
         known = self._names.find_holding_module_name(parameter) is not None and type(parameter) is nn.Parameter
         if not known or parameter.dtype == torch.float16:
-            self._mark_recording_as_failed()
+            self.recording.failed = True
         if site is self._global_site or reads is None:
             return parameter
         if reads.can_move_by_hook(parameter):
@@ -424,8 +410,7 @@ class Region(TorchFunctionMode):
         else:
             view = parameter.view_as(parameter)
         reads.views.append(view)
-        if self.recording is not None:
-            self.recording.edge_nodes.add(view.grad_fn)
+        self.recording.edge_nodes.add(view.grad_fn)
         return view
 
     def insert_edge_between_sites(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
@@ -437,8 +422,7 @@ class Region(TorchFunctionMode):
         out = tensor.view_as(tensor) if viewed else copy_with_strides(tensor)
         node: Any = out.grad_fn
         node.register_prehook(self._backward.get_edge_hook(source, target))
-        if self.recording is not None:
-            self.recording.edge_nodes.add(node)
+        self.recording.edge_nodes.add(node)
         node.metadata[self._global_site] = target
         setattr(out, _SITE_ATTRIBUTE, target)
         return out
@@ -466,32 +450,30 @@ class Region(TorchFunctionMode):
 
     def _set_result_sites(self, out: Any, site: Site, kind: str, reads: ArgumentGradientMoves | None = None) -> Any:
         """Assign the new tensors of a function's results to ``site``, and return the results."""
+        rounds = self._backward.format is not None and kind in ("product", "cell")
         rounding_nodes: set = set()
-        return map_tensors(out, lambda x: self._set_result_site(x, site, kind, rounding_nodes, reads))
 
-    def _set_result_site(
-        self, out: Tensor, site: Site, kind: str, rounding_nodes: set, reads: ArgumentGradientMoves | None
-    ) -> Tensor:
-        """Assign one new tensor to ``site``; those of ``rounding_nodes`` round their gradients already."""
-        if out.is_leaf or (reads is not None and reads.hooks and (out.grad_fn, out.output_nr) in reads.hooks):
-            # One of the arguments that were read stays at its site.
-            return out
-        if kind == "product":
-            site.stored = find_narrow_format(out.dtype)
-        if kind == "cell" and self._backward.format is not None:
-            # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
-            out = copy_with_strides(out)
-        if kind in ("product", "cell") and self._backward.format is not None and out.grad_fn not in rounding_nodes:
-            node: Any = out.grad_fn
-            rounding_nodes.add(node)
-            node.register_prehook(self._backward.round_gradients)
-        if out.dim() == 0 and site is not self._global_site and not out._is_view():
+        def set_result_site(out: Tensor) -> Tensor:
+            if out.is_leaf or (reads is not None and reads.hooks and (out.grad_fn, out.output_nr) in reads.hooks):
+                # One of the arguments that were read stays at its site.
+                return out
+            if kind == "product":
+                site.stored = find_narrow_format(out.dtype)
+            if rounds and kind == "cell":
+                # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
+                out = copy_with_strides(out)
+            if rounds and out.grad_fn not in rounding_nodes:
+                node: Any = out.grad_fn
+                rounding_nodes.add(node)
+                node.register_prehook(self._backward.round_gradients)
+            if out.dim() or site is self._global_site or out._is_view():
+                return self._set_site(out, site)
             # Numbers are losses: they may leave the model by other ways than its output.
             out = self.insert_edge_between_sites(out, site, self._global_site, leaving=True)
-            site = self._global_site
-            if self.recording is not None:
-                self.recording.scalar_results.append(weakref.ref(out))
-        return self._set_site(out, site)
+            self.recording.scalar_results.append(weakref.ref(out))
+            return self._set_site(out, self._global_site)
+
+        return map_tensors(out, set_result_site)
 
     def _set_site(self, out: Tensor, site: Site) -> Tensor:
         """Set a tensor's site; at the global exponent, mark its node as an exit."""
@@ -503,7 +485,7 @@ class Region(TorchFunctionMode):
 
     def call_at_global_exponent(self, apply: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a function with its incoming and outgoing gradients at the global exponent; return its results."""
-        self._mark_recording_as_failed()
+        self.recording.failed = True
         with torch._C.DisableTorchFunction():
             moved = self._move_arguments(args, self._global_site, None)
             versions = [x._version for x in list_differentiable_tensors(moved)]
@@ -575,7 +557,7 @@ def _intercept_function_apply(cls: type[Function], *args: Any, **kwargs: Any) ->
         args = (functools.partial(_rerun_checkpoint_in_region, run, region), *rest)
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
-        region._mark_recording_as_failed()
+        region.recording.failed = True
         return apply(*args, **kwargs)
     # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
     return region.call_at_global_exponent(apply, args, kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -190,7 +189,7 @@ def learn_graph(
         is_view = node_type is not None and node_type.__name__ in _RESHAPING_NODE_NAMES
         is_leaf_view = is_view and [link and link[0] in leaves for link in links] == [True]
         sites.append(global_site if is_leaf_view else site)
-    return LearnedGraph(shape, sites, recording.opened_sites, backward)
+    return LearnedGraph(shape, sites, dict.fromkeys(recording.opened_sites), backward)
 
 
 # So many graphs are kept, and so many forward passes may turn out to have another than those before; a model that has
@@ -219,9 +218,9 @@ class GraphReplay:
         """Return whether enough forward passes in a row had known graphs for the next one to need no region."""
         return self._known_in_row >= 2**self._unknown_graphs
 
-    def start_recording(self) -> CallRecording | None:
-        """Return a recording for the next region to fill; None where no forward pass will be replayed."""
-        return None if self._has_given_up or self._names.is_sharded() else CallRecording()
+    def is_learning(self) -> bool:
+        """Return whether regions may still teach it a graph."""
+        return not self._has_given_up and not self._names.is_sharded()
 
     def learn_from_recording(self, recording: CallRecording, arguments: Any, output: Any, begun: int) -> None:
         """Store the graph that a region recorded."""
@@ -302,24 +301,19 @@ class GraphReplay:
         elif node.metadata.get(self._global_site) is self._global_site:
             # It was there before, and may outlive this pass by many, each of which would add a hook.
             return out
+        backward = self._backward
+        multiply = make_multiplying_hook(backward, "", ((0, *move),) if any(move) else ())
+
+        @disable_tracing
+        def move_gradient(gradients: tuple) -> tuple | None:
+            if not backward.has_inactive_hooks():
+                backward.reached.update(opened)
+            return multiply(gradients, gradients)
+
         node = out.grad_fn
-        node.register_prehook(functools.partial(_move_output_gradient, self._backward, move, opened))
+        node.register_prehook(move_gradient)
         node.metadata[self._global_site] = self._global_site
         return out
-
-
-@disable_tracing
-def _move_output_gradient(
-    backward: Backward, move: tuple[int, int], opened: dict[Site, None], gradients: tuple
-) -> tuple | None:
-    """Move an output's gradient to the output's site (the hook of its node)."""
-    if backward.has_inactive_hooks():
-        return None
-    backward.reached.update(opened)
-    gradient = gradients[0]
-    if gradient is None or not any(move):
-        return None
-    return backward.loss_follower.multiply_by_power_and_lift(gradient, *move), *gradients[1:]
 
 
 def count_replays(scaler: Any) -> int:

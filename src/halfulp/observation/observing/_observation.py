@@ -685,7 +685,7 @@ class ScalerTracker:
                 "overflows": site.overflows,
                 "format": None if site.format is None else site.format.name,
             }
-            for site in self.scaler._controller.sites
+            for site in self.scaler._controller.sites.values()
         ]
 
 
