@@ -1,4 +1,4 @@
-"""The target of a rounding, as integers that a torch operator takes, and the constants of its kernels."""
+"""The target of a rounding, which a torch operator takes as text, and the constants of its kernels."""
 
 from __future__ import annotations
 
@@ -13,41 +13,23 @@ import torch
 
 from ..formats import Format, get
 from ..formats._reference import check_overflow_policy
-from ._modes import Rounding, encode_rounding
+from ._modes import Rounding
 
-# As `encode_rounding` numbers them; behind them the registered ones.
-NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(5)
-OVERFLOW_POLICIES = ("inf", "nan", "saturate")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Target(NamedTuple):
-    """A format, a mode and an overflow policy.
+    """A format's numbers, the name of a mode, and what overflows become; the other fields are those of `Format`."""
 
-    Attributes:
-        mode: NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC, or the number of a registered one.
-        mantissa_bits: explicit bits of the significand.
-        emin: exponent of the smallest normal number.
-        max_word: the bits of the largest number as a float64.
-        policy: position in OVERFLOW_POLICIES.
-        subnormals: whether numbers below 2^emin exist beside zero.
-        zero, signed, signed_zero: whether 0, negative numbers and -0 exist.
-    """
-
-    mode: int
+    mode: str
     mantissa_bits: int
     emin: int
-    max_word: int
-    policy: int
-    subnormals: int
-    zero: int
-    signed: int
-    signed_zero: int
-
-    @property
-    def max(self) -> float:
-        """Largest number."""
-        return struct.unpack("<d", struct.pack("<q", self.max_word))[0]
+    max: float
+    policy: str
+    subnormals: bool
+    zero: bool
+    signed: bool
+    signed_zero: bool
 
     @property
     def tiny_exponent(self) -> int:
@@ -66,14 +48,8 @@ def make_target(format: Format, rounding: Rounding, overflow: str | None, dtype:
     holds_all = format.mantissa_bits >= held.mantissa_bits and format.max >= held.max
     if holds_all and format.smallest_subnormal <= held.smallest_subnormal and policy == "inf" and format.signed_zero:
         return None
-    return Target(
-        encode_rounding(rounding.name),
-        format.mantissa_bits,
-        format.emin,
-        struct.unpack("<q", struct.pack("<d", format.max))[0],
-        OVERFLOW_POLICIES.index(policy),
-        *map(int, (format.subnormals, format.zero, format.signed, format.signed_zero)),
-    )
+    signs = format.subnormals, format.zero, format.signed, format.signed_zero
+    return Target(rounding.name, format.mantissa_bits, format.emin, format.max, policy, *signs)
 
 
 def _check_range(format: Format, rounding: Rounding, policy: str, dtype: torch.dtype) -> None:
@@ -125,6 +101,11 @@ class WordLayout(NamedTuple):
 
 
 WORD32_LAYOUT, WORD64_LAYOUT = WordLayout(32, 23, 127), WordLayout(64, 52, 1023)
+
+
+def get_word_layout(dtype: torch.dtype) -> WordLayout:
+    """Return the words in which kernels of a dtype compute."""
+    return WORD64_LAYOUT if dtype == torch.float64 else WORD32_LAYOUT
 
 
 class RoundingWords(NamedTuple):
@@ -200,7 +181,7 @@ def choose_word_layout(target: Target) -> WordLayout:
     """
     if _is_fixed_grid(target, WORD32_LAYOUT):
         return WORD32_LAYOUT
-    deep = target.mode >= STOCHASTIC and target.tiny_exponent < -95
+    deep = target.mode not in ("nearest", "toward_zero", "up", "down") and target.tiny_exponent < -95
     return WORD64_LAYOUT if deep or target.emin < -126 else WORD32_LAYOUT
 
 
@@ -229,7 +210,7 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
         finite=infinity - 1,
         drawn=ones & -1 << 32 - count_random_bits(target) & 0xFFFFFFFF,
         largest=largest,
-        overflow=(infinity, nan, largest)[target.policy],
+        overflow={"inf": infinity, "nan": nan, "saturate": largest}[target.policy],
         zero_sign=sign * target.signed_zero,
         value_sign=sign * target.signed,
         negative=ones if target.signed else sign,
@@ -262,7 +243,7 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
             whole_steps=(1 << layout.width) - (1 << spare),
         )
     array = np.array(words, np.uint32 if layout.width == 32 else np.uint64)
-    return TargetConstants(path, bool(target.signed_zero), OVERFLOW_POLICIES[target.policy] == "saturate", array)
+    return TargetConstants(path, target.signed_zero, target.policy == "saturate", array)
 
 
 def count_random_bits(target: Target) -> int:
@@ -274,10 +255,10 @@ def _choose_rounding_path(target: Target, layout: WordLayout) -> str:
     if _is_fixed_grid(target, layout):
         return "fixed"
     normal = target.zero and (target.subnormals or target.mantissa_bits == 0)
-    if target.mode == STOCHASTIC:
+    if target.mode == "stochastic":
         scalable = normal and layout.width == 32 and target.mantissa_bits <= 6 and target.emin >= -96
         return "scaled" if scalable else "packed"
-    addable = target.mode == NEAREST and normal
+    addable = target.mode == "nearest" and normal
     roomy = floor_log2(target.max) + layout.mantissa + 1 - target.mantissa_bits <= layout.bias
     fine = target.mantissa_bits < layout.mantissa and target.tiny_exponent >= 3 - layout.bias
     return "adder" if addable and roomy and fine else "packed"
