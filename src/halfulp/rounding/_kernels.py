@@ -91,10 +91,10 @@ def share_table(table: Table) -> Table:
 
 def choose_mode_functions(target: Target, known: TargetConstants) -> dict[str, Callable]:
     """Return the functions bound to the free names of `round_word`."""
-    mode, path, saturating = target.mode, known.rounding_path, known.saturates
+    mode, path = target.mode, known.rounding_path
     bind: dict[str, Callable] = {
         "magnitude": _ROUNDING_FUNCTION_BY_PATH[path],
-        "limited": p.limit_to_largest if saturating else p.replace_overflow,
+        "limited": p.limit_to_largest if known.saturates else p.replace_overflow,
         "signed": p.copy_sign if known.keeps_signs else p.copy_allowed_sign,
     }
     if mode == "nearest":
@@ -109,9 +109,7 @@ def choose_mode_functions(target: Target, known: TargetConstants) -> dict[str, C
     if mode in ("toward_zero", "up", "down"):
         bind["limited"] = p.replace_directed_overflow
     elif path == "adder":
-        # What the saturating adder returns needs no limit.
-        bind["limited"] = (lambda w, a, r, c: r) if saturating else p.replace_overflow_by_input
-        bind["magnitude"] = p.round_by_saturating_adder if saturating else p.round_by_adder
+        bind["limited"] = p.replace_overflow_by_input
     return bind
 
 
