@@ -13,9 +13,9 @@ import halfulp as hu
 from halfulp.arithmetic import names, pointwise
 from halfulp.arithmetic._pointwise import (
     EXPANSION_FUNCTION_BY_NAME,
-    _make_pointwise_call,
     _make_rounding_kernels,
     _make_scaled_kernels,
+    make_pointwise_kernels,
     round_under_scale,
     run_on_scaled_operands,
 )
@@ -127,7 +127,7 @@ def _sources(kept):
     for name, dtype, components in _sample(kept):
         count = EXPANSION_FUNCTION_BY_NAME[name].operands
         elements = (
-            _make_pointwise_call(name, ((dtype, components),) * count, components, dtype).kernels
+            make_pointwise_kernels(name, ((dtype, components),) * count, components, dtype)
             if name in EXPANSION_FUNCTION_BY_NAME
             else None
         )
@@ -187,7 +187,7 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
 
     cases = [("add", torch.float32), ("mul", torch.float32), ("exp", torch.float64), ("div", torch.bfloat16)]
     kinds = {
-        name: _make_pointwise_call(name, ((dtype, 2),) * EXPANSION_FUNCTION_BY_NAME[name].operands, 2, dtype).kernels
+        name: make_pointwise_kernels(name, ((dtype, 2),) * EXPANSION_FUNCTION_BY_NAME[name].operands, 2, dtype)
         for name, dtype in cases
     }
     half = ((torch.float16, 2, True),) * 2
