@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from ._kernels import (
     increment_tensor_version,
     make_check_elements,
     make_tensor_kernel,
+    name_words,
     round_by_triton,
     run_table_on_tensors,
     share_table,
@@ -42,8 +44,6 @@ from ._random_bits import WEYL_STEP, draw_first_word, trace_stream_start
 from ._target import (
     FLOAT_DTYPES,
     WORD32_LAYOUT,
-    WORD_COUNT,
-    RoundingWords,
     Target,
     WordLayout,
     choose_word_layout,
@@ -56,21 +56,9 @@ from ._target import (
 # ruff: noqa: F821  names that are free here (scale_of, payload, ...) are bound when a kernel is compiled
 
 
-class BlockConstants(NamedTuple):
-    """The constants of a kernel about blocks: for scales that are powers of two, and for any."""
-
-    first: Any = 0
-    second: Any = 0
-    smallest: Any = 0
-    greatest: Any = 0
-    twice_bias: Any = 0
-    below_normal: Any = 0
-    unit: Any = 0
-    tensor: Any = 0
-    amax: Any = 0
-    divisor: Any = 0
-
-
+# The words about blocks: for scales that are powers of two, and for any.
+BLOCK_WORD_NAMES = ("first", "second", "smallest", "greatest", "twice_bias", "below_normal")
+BLOCK_WORD_NAMES += ("unit", "tensor", "amax", "divisor")
 SMALLEST_TENSOR_SCALE = np.float32(2.0**-126)
 
 
@@ -147,7 +135,7 @@ def add_tensor_scale(b):
     """Device function: the words about blocks, `unit` times the tensor's scale, which is amax / divisor."""
     scale = divide(real(b.amax), real(b.divisor))
     scale = select(scale > SMALLEST_TENSOR_SCALE, scale, SMALLEST_TENSOR_SCALE)
-    return b._replace(tensor=word(scale), unit=word(scale * real(b.unit)))
+    return SimpleNamespace(tensor=word(scale), unit=word(scale * real(b.unit)))
 
 
 def divide_by_scale(w, inverse, c):
@@ -256,14 +244,16 @@ def record_block_kernel(
     Its columns are what is rounded and where it goes. Where it scales by amax, the kernel computes the tensor's own
     scale from the word `amax`.
     """
-    layout, count = get_word_layout(dtype), 2 * WORD_COUNT + len(BlockConstants._fields)
+    layout = get_word_layout(dtype)
+    names = make_target_constants(target.element, layout).words
+    first, count = 2 * len(names), 2 * len(names) + len(BLOCK_WORD_NAMES)
     element = ElementRecording(2, count, f"w{layout.width}")
     i, (source, goal), words = element.index, element.arrays, element.constants
-    c, d = RoundingWords(*words[:WORD_COUNT]), RoundingWords(*words[WORD_COUNT : 2 * WORD_COUNT])
+    c, d = name_words(names, words), name_words(names, words[len(names) :])
     pieces = choose_container_functions(dtype, dtype.itemsize == 2 and has_wide_results(target))
     w = pieces["load"](source, i)
     if rounds:
-        of_block = BlockConstants(*words[2 * WORD_COUNT :])
+        of_block = name_words(BLOCK_WORD_NAMES, words[first:])
         of_block = add_tensor_scale(of_block) if scales_by_amax else of_block
         rounded = bind_names(round_block_element, bind_device_functions(target, layout))
         pieces["store"](goal, i, rounded(w, draw_first_word(*element.stream), c, d, of_block))
@@ -278,25 +268,24 @@ def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float,
 
     `tensor` is the tensor's scale, and `unit` its product with the largest element.
     """
+    words = dict.fromkeys(BLOCK_WORD_NAMES, 0)
     if target.has_power_scales:
         first, second = compute_scale_threshold(target, layout.mantissa)
-        highest = floor_log2(target.scale.max)
-        words = BlockConstants(
-            first=first % (1 << layout.width),
-            second=second,
-            smallest=max(0, target.scale.tiny_exponent + layout.bias),
-            greatest=min(highest + layout.bias, 2 * layout.bias - 1),
-            twice_bias=2 * layout.bias,
-            below_normal=layout.make_power_word(-layout.bias),
-        )
+        words |= {
+            "first": first % (1 << layout.width),
+            "second": second,
+            "smallest": max(0, target.scale.tiny_exponent + layout.bias),
+            "greatest": min(floor_log2(target.scale.max) + layout.bias, 2 * layout.bias - 1),
+            "twice_bias": 2 * layout.bias,
+            "below_normal": layout.make_power_word(-layout.bias),
+        }
     else:
         with np.errstate(over="ignore"):  # an infinity, as in `compute_tensor_scale`
             divisor = float(np.float32(target.element.max * target.scale.max)) if target.tensor_scale else 0.0
-        words = BlockConstants(
-            unit=layout.encode_number(unit), tensor=layout.encode_number(tensor), divisor=layout.encode_number(divisor)
-        )
-    of_block = np.array(words, np.uint32 if layout.width == 32 else np.uint64)
-    return np.concatenate([*(make_target_constants(t, layout).words for t in (target.element, target.scale)), of_block])
+        numbers = {"unit": unit, "tensor": tensor, "divisor": divisor}
+        words |= {name: layout.encode_number(number) for name, number in numbers.items()}
+    known = [make_target_constants(one, layout).array for one in (target.element, target.scale)]
+    return np.concatenate([*known, np.array([*words.values()], known[0].dtype)])
 
 
 @cache
@@ -345,7 +334,7 @@ def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget) -> TritonPla
     """Return the plan of a dtype and a target."""
     words = make_block_constants(target, get_word_layout(dtype), 1.0, target.element.max)
     # The largest magnitude on which a tensor's scale depends lies in the device's memory.
-    in_memory = (2 * WORD_COUNT + BlockConstants._fields.index("amax"),) if target.tensor_scale else ()
+    in_memory = (len(words) - len(BLOCK_WORD_NAMES) + BLOCK_WORD_NAMES.index("amax"),) if target.tensor_scale else ()
     kernel = make_tensor_kernel(record_block_kernel(dtype, target, True, target.tensor_scale), in_memory)
     plan = TritonPlan(kernel, kernel.constant_arguments(words), f"quantize in blocks of {dtype}")
     if not target.tensor_scale:

@@ -1,6 +1,6 @@
 """Device functions that round one word: a mode, a path, overflow, the sign; and the codec of 8-bit floats.
 
-A piece serves 32- and 64-bit words alike. `c` are the `RoundingWords` of `_target`. Every choice is a select between
+A piece serves 32- and 64-bit words alike. `c` are the words of `TargetConstants`. Every choice is a select between
 two values that are both computed, so that LLVM vectorizes the loop.
 """
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache, lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,8 +41,6 @@ from ._modes import get_rounding
 from ._random_bits import WEYL_STEP, compute_stream_counters, draw_first_word, random_words, trace_stream_start
 from ._target import (
     WORD64_LAYOUT,
-    WORD_COUNT,
-    RoundingWords,
     Target,
     TargetConstants,
     choose_word_layout,
@@ -72,13 +71,19 @@ _MEMORY_FUNCTIONS_BY_DTYPE: dict[torch.dtype, dict[str, Callable]] = {
 @lru_cache(maxsize=1024)
 def record_rounding_kernel(dtype: torch.dtype, target: Target, streams: bool = False) -> Table:
     """Return the table whose columns are what is rounded and where it goes: in place too, unless it streams."""
-    layout = get_word_layout(dtype)
-    element, pieces = ElementRecording(2, WORD_COUNT, f"w{layout.width}"), choose_container_functions(dtype)
-    i, (source, goal) = element.index, element.arrays
-    rounded = bind_names(p.round_word, choose_mode_functions(target, make_target_constants(target, layout)))
-    words = RoundingWords(*element.constants)
+    layout, pieces = get_word_layout(dtype), choose_container_functions(dtype)
+    known = make_target_constants(target, layout)
+    element = ElementRecording(2, len(known.words), f"w{layout.width}")
+    i, (source, goal), words = element.index, element.arrays, name_words(known.words, element.constants)
+    rounded = bind_names(p.round_word, choose_mode_functions(target, known))
     pieces["store"](goal, i, rounded(pieces["load"](source, i), draw_first_word(*element.stream), words))
-    return share_table(Table(element.trace, 2, WORD_COUNT, trace_stream_start(), int(WEYL_STEP), is_streaming=streams))
+    start = trace_stream_start()
+    return share_table(Table(element.trace, 2, len(known.words), start, int(WEYL_STEP), is_streaming=streams))
+
+
+def name_words(names: Iterable[str], values: Iterable[Any]) -> SimpleNamespace:
+    """Return a table's constants under the names by which device functions know them."""
+    return SimpleNamespace(**dict(zip(names, values)))
 
 
 _TABLE_BY_KEY: dict[str, Table] = {}
@@ -149,7 +154,7 @@ def round_by_reference(x: torch.Tensor, target: Target, key: int, first: int = 0
     The index of an element's random bits is its position in x's logical order, counted from `first` on.
     """
     index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(x.shape)
-    words = make_target_constants(target, get_word_layout(x.dtype)).words
+    words = make_target_constants(target, get_word_layout(x.dtype)).array
     return run_table_on_tensors(record_rounding_kernel(x.dtype, target), x, words, index, key, target.mode)
 
 
@@ -236,7 +241,7 @@ def round_by_triton(
 def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
     """Return the plan of a dtype and a target."""
     kernel = make_tensor_kernel(record_rounding_kernel(dtype, target))
-    words = make_target_constants(target, get_word_layout(dtype)).words
+    words = make_target_constants(target, get_word_layout(dtype)).array
     return TritonPlan(kernel, kernel.constant_arguments(words), f"quantize of {dtype}")
 
 
@@ -326,7 +331,7 @@ def increment_tensor_version(out: torch.Tensor) -> None:
 def prepare_rounding_plan(target: Target, dtype: torch.dtype, streams: bool = False) -> RoundingPlan:
     """Return the plan of rounding tensors of a dtype by a compiled kernel; it may store past the caches."""
     words, table = (
-        make_target_constants(target, get_word_layout(dtype)).words,
+        make_target_constants(target, get_word_layout(dtype)).array,
         record_rounding_kernel(dtype, target, streams),
     )
     kernel, at, x = _compile_kernel(table), get_array_address(words), make_check_elements(dtype)

@@ -6,7 +6,7 @@ import struct
 from fractions import Fraction
 from functools import lru_cache
 from math import frexp
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -108,68 +108,21 @@ def get_word_layout(dtype: torch.dtype) -> WordLayout:
     return WORD64_LAYOUT if dtype == torch.float64 else WORD32_LAYOUT
 
 
-class RoundingWords(NamedTuple):
-    """The constants of a kernel that rounds, each a word: Python's integers, or traced values in a device function."""
-
-    magnitude: Any
-    sign: Any
-    infinity: Any
-    nan: Any
-    ones: Any
-    significand: Any
-    implicit: Any
-    field: Any
-    last_bit: Any
-    finite: Any
-    drawn: Any
-    largest: Any
-    overflow: Any
-    zero_sign: Any
-    value_sign: Any
-    negative: Any
-    # how many bits a word loses by its exponent, and the words around the smallest number
-    shift: Any
-    base: Any
-    highest: Any
-    lowest: Any
-    tiny: Any
-    floor: Any
-    tie: Any
-    first_factor: Any
-    second_factor: Any
-    # the path "adder": the addend 2^(e - m + M) of a magnitude with exponent e, and the largest that stays finite
-    smallest_binade: Any = 0
-    raise_by: Any = 0
-    limit: Any = 0
-    # the path "scaled": factors to and from fixed point, in which a step is 2^(29 - mantissa bits)
-    up_scale: Any = 0
-    down_scale: Any = 0
-    spare_bits: Any = 0
-    whole_steps: Any = 0
-
-
-WORD_COUNT = len(RoundingWords._fields)
-
 # A fraction is compared with this many random bits where it has more: 31, and what a 30-bit product leaves for formats
 # of few bits, whose fast path is a fixed-point number.
 _SCALED_BITS = 29
 
 
 class TargetConstants(NamedTuple):
-    """The constants of one target for words of one layout.
+    """The constants of one target for words of one layout."""
 
-    Attributes:
-        rounding_path: "fixed" where every word loses the same bits, "adder" where a float addition rounds, "scaled"
-            where a fixed-point number takes the random bits, else "packed".
-        keeps_signs: whether every result keeps the sign of its input.
-        saturates: whether what overflows becomes the largest number.
-        words: uint32 or uint64 array of `RoundingWords`.
-    """
-
+    # "fixed" where every word loses the same bits, "adder" where a float addition rounds, "scaled" where a fixed-point
+    # number takes the random bits, else "packed".
     rounding_path: str
-    keeps_signs: bool
-    saturates: bool
-    words: np.ndarray
+    keeps_signs: bool  # whether every result keeps the sign of its input
+    saturates: bool  # whether what overflows becomes the largest number
+    words: dict[str, int]  # by the names that device functions know them by; the same names for every target
+    array: np.ndarray  # the words, uint32 or uint64
 
 
 @lru_cache(maxsize=1024)
@@ -197,53 +150,58 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
     highest, tiny = max(0, base - lost), target.tiny_exponent
     exponent = max(0, 31 - tiny)
     halves = (exponent // 2, exponent - exponent // 2) if layout.width == 64 else (min(exponent, 127), 0)
-    words = RoundingWords(
-        magnitude=sign - 1,
-        sign=sign,
-        infinity=infinity,
-        nan=nan,
-        ones=ones,
-        significand=(1 << layout.mantissa) - 1,
-        implicit=1 << layout.mantissa,
-        field=layout.mantissa,
-        last_bit=layout.width - 1,
-        finite=infinity - 1,
-        drawn=ones & -1 << 32 - count_random_bits(target) & 0xFFFFFFFF,
-        largest=largest,
-        overflow={"inf": infinity, "nan": nan, "saturate": largest}[target.policy],
-        zero_sign=sign * target.signed_zero,
-        value_sign=sign * target.signed,
-        negative=ones if target.signed else sign,
-        shift=lost,
-        base=base,
-        highest=highest,
-        lowest=min(highest, max(1, base - layout.mantissa)),
-        tiny=layout.make_power_word(tiny),
-        floor=0 if target.zero else layout.make_power_word(tiny),
-        tie=layout.make_power_word(tiny - 1) + 1,
-        first_factor=layout.make_power_word(halves[0]),
-        second_factor=layout.make_power_word(halves[1]),
-    )
+    words = {
+        "magnitude": sign - 1,
+        "sign": sign,
+        "infinity": infinity,
+        "nan": nan,
+        "ones": ones,
+        "significand": (1 << layout.mantissa) - 1,
+        "implicit": 1 << layout.mantissa,
+        "field": layout.mantissa,
+        "last_bit": layout.width - 1,
+        "finite": infinity - 1,
+        "drawn": ones & -1 << 32 - count_random_bits(target) & 0xFFFFFFFF,
+        "largest": largest,
+        "overflow": {"inf": infinity, "nan": nan, "saturate": largest}[target.policy],
+        "zero_sign": sign * target.signed_zero,
+        "value_sign": sign * target.signed,
+        "negative": ones if target.signed else sign,
+        # how many bits a word loses by its exponent, and the words around the smallest number
+        "shift": lost,
+        "base": base,
+        "highest": highest,
+        "lowest": min(highest, max(1, base - layout.mantissa)),
+        "tiny": layout.make_power_word(tiny),
+        "floor": 0 if target.zero else layout.make_power_word(tiny),
+        "tie": layout.make_power_word(tiny - 1) + 1,
+        "first_factor": layout.make_power_word(halves[0]),
+        "second_factor": layout.make_power_word(halves[1]),
+        **dict.fromkeys(("smallest_binade", "raise_by", "limit"), 0),
+        **dict.fromkeys(("up_scale", "down_scale", "spare_bits", "whole_steps"), 0),
+    }
     path = _choose_rounding_path(target, layout)
     if path == "adder":
         spacing = Fraction(2) ** (floor_log2(target.max) - target.mantissa_bits)
         steps = Fraction(target.max) / spacing
-        words = words._replace(
-            smallest_binade=layout.make_power_word(target.emin),
-            raise_by=(layout.mantissa - target.mantissa_bits) << layout.mantissa,
-            limit=layout.encode_number(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
-        )
+        # The addend 2^(e - m + M) of a magnitude with exponent e, and the largest that stays finite.
+        words |= {
+            "smallest_binade": layout.make_power_word(target.emin),
+            "raise_by": (layout.mantissa - target.mantissa_bits) << layout.mantissa,
+            "limit": layout.encode_number(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
+        }
     if path == "scaled":
         spare = _SCALED_BITS - target.mantissa_bits
-        words = words._replace(
-            smallest_binade=layout.make_power_word(target.emin),
-            up_scale=(2 * layout.bias + _SCALED_BITS) << layout.mantissa,
-            down_scale=_SCALED_BITS << layout.mantissa,
-            spare_bits=layout.width - spare,
-            whole_steps=(1 << layout.width) - (1 << spare),
-        )
-    array = np.array(words, np.uint32 if layout.width == 32 else np.uint64)
-    return TargetConstants(path, target.signed_zero, target.policy == "saturate", array)
+        # Factors to and from fixed point, in which a step is 2^(29 - mantissa bits).
+        words |= {
+            "smallest_binade": layout.make_power_word(target.emin),
+            "up_scale": (2 * layout.bias + _SCALED_BITS) << layout.mantissa,
+            "down_scale": _SCALED_BITS << layout.mantissa,
+            "spare_bits": layout.width - spare,
+            "whole_steps": (1 << layout.width) - (1 << spare),
+        }
+    array = np.array([*words.values()], np.uint32 if layout.width == 32 else np.uint64)
+    return TargetConstants(path, target.signed_zero, target.policy == "saturate", words, array)
 
 
 def count_random_bits(target: Target) -> int:
