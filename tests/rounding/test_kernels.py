@@ -13,7 +13,7 @@ from halfulp.kernels.triton import _launch, _writer
 from halfulp.kernels.vector._machine_function import get_array_address
 from halfulp.kernels.vector._table_loop import compile_table_kernel
 from halfulp.rounding import _blocks as blocks
-from halfulp.rounding import get_rounding
+from halfulp.rounding import _kernels, get_rounding
 from halfulp.rounding._blocks import make_block_target
 from halfulp.rounding._kernels import choose_container_functions, make_triton_plan
 from halfulp.rounding._quantize import find_target
@@ -113,6 +113,8 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monke
     monkeypatch.setattr(hu.kernels._engine, "_fallback_counts", type(hu.kernels._engine._fallback_counts)())
     monkeypatch.setattr(_writer, "load_triton_module", refuse)
     monkeypatch.setattr(_launch, "_checked_kernels", {})
+    for made in (_kernels.make_tensor_kernel, make_triton_plan, blocks.make_block_triton_plan):
+        made.cache_clear()  # whose modules may be loaded
     x = torch.randn(4, 64)
     for name, what in (("e4m3", "quantize of"), ("mxfp4", "quantize in blocks of")):
         with hu.kernels.engine("reference"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -323,10 +323,9 @@ def compute_tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float
     """Return the tensor's scale, and its product with the largest element, as float32 numbers."""
     if not target.tensor_scale:
         return 1.0, target.element.max
-    numbers = [amax, target.element.max * target.scale.max, target.element.max]
-    single = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-    scale = (single[0] / single[1]).clamp(min=float(SMALLEST_TENSOR_SCALE))
-    return float(scale), float(scale * single[2])
+    with np.errstate(all="ignore"):  # a divisor that is infinite gives the smallest scale
+        scale = max(np.float32(amax) / np.float32(target.element.max * target.scale.max), SMALLEST_TENSOR_SCALE)
+        return float(scale), float(scale * np.float32(target.element.max))
 
 
 @lru_cache(maxsize=1024)
@@ -336,19 +335,17 @@ def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget) -> TritonPla
     # The largest magnitude on which a tensor's scale depends lies in the device's memory.
     in_memory = (len(words) - len(BLOCK_WORD_NAMES) + BLOCK_WORD_NAMES.index("amax"),) if target.tensor_scale else ()
     kernel = make_tensor_kernel(record_block_kernel(dtype, target, True, target.tensor_scale), in_memory)
-    plan = TritonPlan(kernel, kernel.constant_arguments(words), f"quantize in blocks of {dtype}")
+    reference = partial(round_blocks_by_reference, target=target, key=CANARY_KEY)
+
+    def make_elements(aligned: bool, ragged: bool) -> torch.Tensor:
+        return make_check_rows(dtype, 3 * target.block + 1 if ragged else 16 * target.block)
+
+    name = f"quantize in blocks of {dtype}"
+    plan = TritonPlan(kernel, kernel.constant_arguments(words), name, make_elements, reference)
     if not target.tensor_scale:
         return plan
     measure = make_tensor_kernel(record_block_kernel(dtype, target, False))
     return plan._replace(largest_kernel=measure, largest_constants=measure.constant_arguments(words))
-
-
-def _round_by_triton(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> bool:
-    def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
-        return make_check_rows(x.dtype, 3 * target.block + 1 if ragged else 16 * target.block)
-
-    plan = make_block_triton_plan(x.dtype, target)
-    return round_by_triton(plan, x, key, out, fixed, lambda rows: round_blocks_by_reference(rows, target, CANARY_KEY))
 
 
 BLOCK_CHUNK_ELEMENTS = 16_384
@@ -388,7 +385,7 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
     result = out if direct and (engine == "triton" or address(source) != address(out)) else torch.empty_like(source)
     if engine == "llvm":
         _round_by_llvm(*_prepare_kernels(work, target), source, target, key, result)
-    elif not _round_by_triton(source, target, key, result):
+    elif not round_by_triton(make_block_triton_plan(work, target), source, key, result):
         out.copy_(round_blocks_by_reference(x, target, key))
         return
     if result is not out:

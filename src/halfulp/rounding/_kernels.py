@@ -175,11 +175,14 @@ def run_table_on_tensors(
 
 
 class TritonPlan(NamedTuple):
-    """The kernel that rounds tensors of a dtype to a target, with the target's constants."""
+    """The kernel that rounds tensors of a dtype to a target, with the target's constants and how it is checked."""
 
     kernel: TensorKernel
     constants: tuple[int, ...]
     name: str  # for messages
+    # (Whether whole vectors are wanted, whether blocks are ragged) -> fixed elements; what plain torch makes of them.
+    make_elements: Callable[[bool, bool], torch.Tensor]
+    reference: Callable[[torch.Tensor], torch.Tensor]
     # Where a tensor has a scale of its own: what finds the largest of the finite blocks' largest magnitudes.
     largest_kernel: TensorKernel | None = None
     largest_constants: tuple[int, ...] = ()
@@ -201,37 +204,23 @@ def find_row_length(x: torch.Tensor) -> int:
     return x.shape[-1] if x.dim() else 1
 
 
-def round_by_triton(
-    plan: TritonPlan,
-    x: torch.Tensor,
-    key: int,
-    out: torch.Tensor,
-    fixed: Callable[[bool, bool], torch.Tensor],
-    reference: Callable[[torch.Tensor], torch.Tensor],
-) -> bool:
-    """Round contiguous x into out, which may be x; return False if there is no Triton kernel.
-
-    Before the first use it is compared with `reference`, plain torch with the key CANARY_KEY, on what `fixed` returns:
-    (whether whole vectors are wanted, whether blocks are ragged) -> elements.
-    """
+def round_by_triton(plan: TritonPlan, x: torch.Tensor, key: int, out: torch.Tensor) -> bool:
+    """Round contiguous x into out, which may be x; return False if there is no Triton kernel."""
     if not x.numel():
         return True
     aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(find_row_length(x))
 
-    def on_fixed(plan: TritonPlan, device: torch.device) -> list[torch.Tensor]:
-        here, there = (copy_with_alignment(fixed(aligned, ragged), device, aligned) for _ in range(2))
+    def run(plan: TritonPlan, device: torch.device) -> list[torch.Tensor]:
+        elements = plan.make_elements(aligned, ragged)
+        here, there = (copy_with_alignment(elements, device, aligned) for _ in range(2))
         plan.round_tensor(here, CANARY_KEY, there, aligned)
         return [there.cpu()]
 
-    found = find_checked_kernel(
-        (plan.kernel, aligned, ragged),
-        plan.name,
-        x.device,
-        lambda: plan,
-        on_fixed,
-        lambda: [reference(fixed(aligned, ragged))],
-    )
-    if found is None:
+    def reference() -> list[torch.Tensor]:
+        return [plan.reference(plan.make_elements(aligned, ragged))]
+
+    key_of_use = plan.kernel, aligned, ragged
+    if find_checked_kernel(key_of_use, plan.name, x.device, lambda: plan, run, reference) is None:
         return False
     plan.round_tensor(x, key, out, aligned)
     return True
@@ -241,20 +230,17 @@ def round_by_triton(
 def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
     """Return the plan of a dtype and a target."""
     kernel = make_tensor_kernel(record_rounding_kernel(dtype, target))
-    words = make_target_constants(target, get_word_layout(dtype)).array
-    return TritonPlan(kernel, kernel.constant_arguments(words), f"quantize of {dtype}")
+    constants = kernel.constant_arguments(make_target_constants(target, get_word_layout(dtype)).array)
+
+    def make_elements(aligned: bool, ragged: bool) -> torch.Tensor:
+        elements = make_check_elements(dtype)
+        return elements[: elements.numel() // VECTOR_BYTES * VECTOR_BYTES] if aligned else elements
+
+    reference = functools.partial(round_by_reference, target=target, key=CANARY_KEY)
+    return TritonPlan(kernel, constants, f"quantize of {dtype}", make_elements, reference)
 
 
 make_tensor_kernel = cache(TensorKernel)
-
-
-def _round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
-    def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
-        elements = make_check_elements(x.dtype)
-        return elements[: elements.numel() // VECTOR_BYTES * VECTOR_BYTES] if aligned else elements
-
-    plan = make_triton_plan(x.dtype, target)
-    return round_by_triton(plan, x, key, out, fixed, lambda elements: round_by_reference(elements, target, CANARY_KEY))
 
 
 def round_into(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
@@ -292,7 +278,7 @@ def _round_by_engine(x: torch.Tensor, target: Target, key: int, out: torch.Tenso
         if chosen == "llvm":
             if x.numel():
                 round_memory(prepare_rounding_plan(target, x.dtype), address(x), address(out), x.numel(), key)
-        elif chosen == "reference" or not _round_by_triton(x, target, key, out):
+        elif chosen == "reference" or not round_by_triton(make_triton_plan(x.dtype, target), x, key, out):
             out.copy_(round_by_reference(x, target, key))
 
 
