@@ -57,7 +57,7 @@ from ._target import (
 
 
 # The words about blocks: for scales that are powers of two, and for any.
-BLOCK_WORD_NAMES = ("first", "second", "smallest", "greatest", "twice_bias", "below_normal")
+BLOCK_WORD_NAMES: tuple[str, ...] = ("first", "second", "smallest", "greatest", "twice_bias", "below_normal")
 BLOCK_WORD_NAMES += ("unit", "tensor", "amax", "divisor")
 SMALLEST_TENSOR_SCALE = np.float32(2.0**-126)
 
@@ -384,7 +384,8 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
     # A Triton program has read all of its blocks before it writes one.
     result = out if direct and (engine == "triton" or address(source) != address(out)) else torch.empty_like(source)
     if engine == "llvm":
-        _round_by_llvm(*_prepare_kernels(work, target), source, target, key, result)
+        kernel, measure = _prepare_kernels(work, target)
+        _round_by_llvm(kernel, measure, source, target, key, result)
     elif not round_by_triton(make_block_triton_plan(work, target), source, key, result):
         out.copy_(round_blocks_by_reference(x, target, key))
         return

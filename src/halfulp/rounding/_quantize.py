@@ -237,9 +237,12 @@ def _encode_target(
 @lru_cache(maxsize=1024)
 def _decode_target(text: str) -> Target | BlockTarget:
     """Return the target of an operator's text."""
-    fields = literal_eval(text)
-    is_block = isinstance(fields[0], tuple)
-    target = BlockTarget(*(Target(*one) for one in fields[:2]), *fields[2:]) if is_block else Target(*fields)
+    first, second, *rest = literal_eval(text)
+    target: Target | BlockTarget
+    if isinstance(first, tuple):
+        target = BlockTarget(Target(*first), Target(*second), *rest)
+    else:
+        target = Target(first, second, *rest)
     if target.mode not in ROUNDING_CLASS_BY_NAME:
         raise ValueError(
             f"rounding {target.mode!r} is not known in this process: import the module that registers it by "
