@@ -12,6 +12,7 @@ import torch
 import halfulp as hu
 from halfulp.arithmetic import names, pointwise
 from halfulp.arithmetic._pointwise import (
+    ANGLE_FUNCTION_NAMES,
     EXPANSION_FUNCTION_BY_NAME,
     _make_rounding_kernels,
     _make_scaled_kernels,
@@ -81,6 +82,8 @@ def compare(seed, device, share=0, shares=1):
             count = EXPANSION_FUNCTION_BY_NAME[name].operands
             shapes = ((7, 33), (33,), (7, 1)) if count > 1 else ((7, 33),)
             parts = [_expansion(shape, dtype, components, generator) for shape in shapes[:count]]
+            if name in ANGLE_FUNCTION_NAMES:  # which take angles up to 2^20
+                parts = [tuple(part * 2.0**-8 for part in operand) for operand in parts]
             if differ(functools.partial(pointwise, name, components=components, dtype=dtype), parts):
                 found.append(f"{name} of {components} x {dtype}")
         for name, dtype, components in [(*case, n) for case in SCALED for n in (1, 2)][share::shares]:
