@@ -13,11 +13,12 @@ from halfulp.kernels.triton import _launch, _writer
 from halfulp.kernels.vector._machine_function import get_array_address
 from halfulp.kernels.vector._table_loop import compile_table_kernel
 from halfulp.rounding import _blocks as blocks
-from halfulp.rounding import get_rounding
-from halfulp.rounding._blocks import choose_block_layout, make_block_target
+from halfulp.rounding import _kernels, get_rounding
+from halfulp.rounding._blocks import make_block_target
 from halfulp.rounding._kernels import choose_container_functions, make_triton_plan
 from halfulp.rounding._quantize import find_target
 from halfulp.rounding._random_bits import mix64
+from halfulp.rounding._target import get_word_layout, make_target_constants
 
 from ..kernels.triton.compiled import inexact, instructions
 from ..kernels.triton.interpreted import interpreted
@@ -31,11 +32,14 @@ SHARES, TRIED = 12, 4  # of the cases, each compiled on the way, and how many of
 def test_every_kernel_is_written_in_what_triton_can_compile():
     plans = [case[-1] for case in (*triton_cases.kernels(), *triton_cases.block_kernels())]
     assert len(plans) > 150
-    kinds = {plan.kind[2] for plan in plans if isinstance(plan.kind[2], str)}
-    assert kinds == {"fixed", "adder", "scaled", "packed"}
+    paths = set()
+    for dtype, mode, name, policy, _ in triton_cases.kernels():
+        target = find_target(name, get_rounding(triton_cases.mode_of(mode)), policy, dtype)
+        paths.add(make_target_constants(target, get_word_layout(dtype)).rounding_path)
+    assert paths == {"fixed", "adder", "scaled", "packed"}
     for plan in plans:
         assert {"element", "run"} <= check_source(plan.kernel.source)
-        if getattr(plan, "measure", None) is not None:
+        if plan.largest_kernel is not None:
             assert {"element", "run"} <= check_source(plan.largest_kernel.source)
 
 
@@ -58,7 +62,7 @@ def _plan(dtype, name, mode):
     if block is None:
         return make_triton_plan(dtype, find_target(name, rounding, None, dtype))
     target = make_block_target(block, rounding, None, dtype)
-    return blocks.make_block_triton_plan(dtype, target, choose_block_layout(dtype, target))
+    return blocks.make_block_triton_plan(dtype, target)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -69,7 +73,7 @@ def test_the_compiler_fuses_and_flushes_nothing(name, rounding, dtype, capabilit
     """Down to machine code, which needs no device; whole vectors are 16 bytes at a time."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     plan = _plan(dtype, name, rounding)
-    for kernel in (plan.kernel, getattr(plan, "measure", None)):
+    for kernel in (plan.kernel, plan.largest_kernel):
         if kernel is None:
             continue
         assert inexact(instructions(kernel, capability, aligned=False, ragged=bool(kernel.table.block))) == []
@@ -109,6 +113,8 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monke
     monkeypatch.setattr(hu.kernels._engine, "_fallback_counts", type(hu.kernels._engine._fallback_counts)())
     monkeypatch.setattr(_writer, "load_triton_module", refuse)
     monkeypatch.setattr(_launch, "_checked_kernels", {})
+    for made in (_kernels.make_tensor_kernel, make_triton_plan, blocks.make_block_triton_plan):
+        made.cache_clear()  # whose modules may be loaded
     x = torch.randn(4, 64)
     for name, what in (("e4m3", "quantize of"), ("mxfp4", "quantize in blocks of")):
         with hu.kernels.engine("reference"):

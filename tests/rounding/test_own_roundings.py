@@ -6,6 +6,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.rounding import Rounding, _modes, register_rounding
+from halfulp.rounding._quantize import encode_target
 
 from .oracle import ROUNDED, random_patterns
 
@@ -124,9 +125,9 @@ def test_classes_that_are_not_registered_are_refused(registered):
             hu.quantize(torch.ones(2), "e4m3fn", rounding(name, up)())
 
 
-def test_the_number_of_a_rounding_that_nobody_registered_says_so(registered):
-    registered(rounding("gone", nearest))
-    code = _modes.encode_rounding("gone")
+def test_an_operator_with_a_rounding_that_nobody_registered_says_so(registered):
+    mode = registered(rounding("gone", nearest))()
+    text = encode_target(hu.formats.e4m3fn, mode, None, torch.float32)
     del _modes.ROUNDING_CLASS_BY_NAME["gone"]
-    with pytest.raises(ValueError, match=f"rounding number {code} is not known in this process"):
-        _modes.decode_rounding(code)
+    with pytest.raises(ValueError, match="rounding 'gone' is not known in this process: import the module"):
+        torch.ops.halfulp.quantize(torch.ones(2), text, 0, 0)

@@ -15,7 +15,7 @@ from halfulp.kernels import address, same_bits
 from halfulp.kernels.triton._launch import TensorKernel
 from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import get_rounding
-from halfulp.rounding._blocks import choose_block_layout, make_block_target, round_blocks_by_reference
+from halfulp.rounding._blocks import choose_block_dtype, make_block_target, round_blocks_by_reference
 from halfulp.rounding._kernels import make_triton_plan, round_by_reference
 from halfulp.rounding._quantize import find_target
 from halfulp.rounding._target import WORD64_LAYOUT, choose_word_layout
@@ -50,8 +50,8 @@ def kernels() -> Iterator[tuple[torch.dtype, str, str, str | None, object]]:
         if target is None or (dtype != torch.float64 and choose_word_layout(target) is WORD64_LAYOUT):
             continue
         plan = make_triton_plan(dtype, target)
-        if plan.kind not in seen:
-            seen.add(plan.kind)
+        if plan.kernel not in seen:
+            seen.add(plan.kernel)
             yield dtype, mode, name, policy, plan
 
 
@@ -61,10 +61,9 @@ def block_kernels() -> Iterator[tuple[torch.dtype, str, BlockFormat, object]]:
     for dtype, format in itertools.product(DTYPES, BLOCKS):
         for mode in ("nearest", next(modes)):
             target = make_block_target(format, get_rounding(mode_of(mode)), None, dtype)
-            layout = choose_block_layout(dtype, target)
-            if layout is not None:
-                work = torch.float64 if layout is WORD64_LAYOUT else dtype
-                yield dtype, mode, format, blocks.make_block_triton_plan(work, target, layout)
+            work = choose_block_dtype(dtype, target)
+            if work is not None:
+                yield dtype, mode, format, blocks.make_block_triton_plan(work, target)
 
 
 def elements(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
@@ -192,7 +191,7 @@ def beyond(seed: int) -> list[str]:
             plan = make_triton_plan(dtype, find_target(name, get_rounding(mode_of("stochastic")), None, dtype))
         else:
             target = make_block_target(get_block(name), get_rounding(mode_of("stochastic")), None, dtype)
-            plan = blocks.make_block_triton_plan(dtype, target, choose_block_layout(dtype, target))
+            plan = blocks.make_block_triton_plan(dtype, target)
         kernel, out, first = TensorKernel(plan.kernel.table), torch.empty_like(x), skipped * step
         kernel.__dict__["run"] = Far(kernel.run, skipped, -(-x.numel() // step))
         given = [address(one) - first * x.element_size() for one in (x, out)]

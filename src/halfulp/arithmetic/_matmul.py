@@ -71,40 +71,27 @@ def _sum_products(left: Parts, right: Parts, components: int, dtype: torch.dtype
 # scratch memory ----------------------------------------------------------------------------------------------
 
 _MOST_CACHED_BYTES = 64 << 20
-_ALIGNMENT = 64
 _thread_memory = threading.local()
-_WorkspaceLayout = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]
+_WorkspaceLayout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 @contextlib.contextmanager
-def _borrow_workspace(layout: _WorkspaceLayout, device: torch.device) -> Iterator[list[list[torch.Tensor]]]:
-    """Return uninitialized contiguous tensors from the thread's scratch memory, by groups of (shape, dtype).
+def _borrow_workspace(layout: _WorkspaceLayout, device: torch.device) -> Iterator[list[torch.Tensor]]:
+    """Return uninitialized tensors of shapes and dtypes from the thread's scratch memory.
 
-    The first group has memory of its own; all later ones lie over each other. On the CPU it is kept between calls, so
-    that a product does not fault its pages in again: up to a third of its time.
+    On the CPU it is kept between calls, so that a product does not fault its pages in again: up to a third of its time.
     """
     cached = _thread_memory.__dict__.setdefault("cached", {})
     # Taken out while in use, so that a call inside a call gets memory of its own.
-    workspace = (cached.pop(layout, None) if device.type == "cpu" else None) or _allocate_workspace(layout, device)
+    workspace = cached.pop(layout, None) if device.type == "cpu" else None
+    workspace = workspace or [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layout]
     try:
-        yield workspace[0]
+        yield workspace
     finally:
         if device.type == "cpu":
             cached[layout] = workspace
-            while sum(size for _, size in cached.values()) > _MOST_CACHED_BYTES:
+            while sum(part.nbytes for parts in cached.values() for part in parts) > _MOST_CACHED_BYTES:
                 del cached[next(iter(cached))]
-
-
-def _allocate_workspace(layout: _WorkspaceLayout, device: torch.device) -> tuple[list[list[torch.Tensor]], int]:
-    """Return the tensors of one block of memory, and its bytes."""
-    sizes = [[-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in g] for g in layout]
-    size = sum(sizes[0]) + max(map(sum, sizes[1:]), default=0)
-    block, groups = torch.empty(size, dtype=torch.uint8, device=device), []
-    for k, group in enumerate(layout):
-        starts = itertools.accumulate(sizes[k], initial=sum(sizes[0]) if k else 0)
-        bounds = ((at, at + math.prod(shape) * dtype.itemsize) for at, (shape, dtype) in zip(starts, group))
-        groups.append([block[i:j].view(dtype).view(shape) for (i, j), (shape, dtype) in zip(bounds, group)])
-    return groups, size
 
 
 _INNER_PIECE_LENGTH = 512  # inner length from which on a product is taken in pieces
@@ -123,7 +110,7 @@ def _multiply_in_wide_type(a: Parts, b: Parts, components: int, dtype: torch.dty
     long = work == torch.float64 and components * PRECISION[dtype] > 40
     pieces = max(1, min(_MOST_INNER_PIECES, a[0].shape[-1] // _INNER_PIECE_LENGTH)) if long else 1
     layout = (*((tuple(parts[0].shape), work) for parts in merged), *([] if direct else [(shape, work)] * pieces))
-    with _borrow_workspace((layout,), a[0].device) as ((*scratch,),):
+    with _borrow_workspace(layout, a[0].device) as scratch:
         rest = iter(scratch)
         x, y = (
             _merge_components(parts, next(rest)) if any(parts is z for z in merged) else parts[0] for parts in (a, b)
@@ -149,7 +136,7 @@ def multiply_float16_in_float32(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
     """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block."""
     shapes = a[0].shape, b[0].shape, (*a[0].shape[:-1], b[0].shape[-1])
     layout = tuple((tuple(shape), torch.float32) for shape in shapes)
-    with _borrow_workspace((layout,), a[0].device) as ((left, right, out),):
+    with _borrow_workspace(layout, a[0].device) as (left, right, out):
         multiply_plain_matrices(_merge_components(a, left), _merge_components(b, right), out)
         yield out
 
@@ -407,7 +394,9 @@ def _multiply_block(block: _InnerBlock, known: Parts, last: bool) -> tuple[Parts
     wanted = 0
     missed: torch.Tensor | None = None
     while True:
-        with _borrow_workspace(_plan_workspace(block, slices), block.a[0].device) as (cut, sizes, results):
+        count = 2 * (slices + 1)
+        with _borrow_workspace(_plan_workspace(block, slices), block.a[0].device) as workspace:
+            cut, sizes, results = workspace[:count], workspace[count : count + 3], workspace[count + 3 :]
             left, right = _cut_slices(block, slices, cut, sizes)
             if not wanted:
                 wanted, missed = _choose_slice_count(block, slices, sizes)
@@ -422,9 +411,10 @@ def _plan_workspace(block: _InnerBlock, slices: int) -> _WorkspaceLayout:
     wide, narrow = torch.float64, torch.float32
     spare = block.components if block.dtype == wide else 0
     return (
-        ((left, wide),) * (slices + 1) + ((right, wide),) * (slices + 1),
-        ((left, narrow), (right, narrow), (block.shape, narrow)),
-        ((block.shape, wide),) * (_MOST_UNSUMMED_PRODUCTS - spare),
+        *((left, wide),) * (slices + 1),
+        *((right, wide),) * (slices + 1),
+        *((left, narrow), (right, narrow), (block.shape, narrow)),
+        *((block.shape, wide),) * (_MOST_UNSUMMED_PRODUCTS - spare),
     )
 
 

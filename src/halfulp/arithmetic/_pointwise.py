@@ -246,51 +246,42 @@ def _make_trial_inputs(stored: Dtypes) -> list[torch.Tensor]:
     return made
 
 
-@dataclass(frozen=True)
-class PointwiseCall:
-    """The specification of a kernel: function, operands' and result's components and dtypes."""
+@functools.cache
+def make_pointwise_kernels(
+    name: str, operands: tuple[tuple[torch.dtype, int], ...], components: int, dtype: torch.dtype
+) -> ElementwiseKernels:
+    """Return the kernels of a function, from its operands' and its result's dtypes and numbers of components.
 
-    name: str
-    operands: tuple[tuple[torch.dtype, int], ...]
-    components: int
-    dtype: torch.dtype
+    The arithmetic is float32 where + - * / and roots of up to two float32 are asked for, else float64.
+    """
+    if name not in EXPANSION_FUNCTION_BY_NAME:
+        raise ValueError(f"no function {name!r} of expansions: there are {', '.join(names())}")
+    function = EXPANSION_FUNCTION_BY_NAME[name]
+    if len(operands) != function.operands:
+        raise ValueError(f"{name} takes {function.operands} operands, got {len(operands)}")
+    check_component_dtypes(*operands, (dtype, components))
+    counts, dtypes = tuple(count for _, count in operands), {dtype, *(kind for kind, _ in operands)}
+    is_narrow = function.any_precision and dtypes == {torch.float32} and max(components, *counts) <= 2
+    arithmetic = torch.float32 if is_narrow else torch.float64
 
-    @property
-    def arithmetic(self) -> torch.dtype:
-        """float32 where + - * / and roots of up to two float32 are asked for, else float64."""
-        narrow = all(dtype == torch.float32 for dtype, _ in self.operands) and self.dtype == torch.float32
-        few = max(self.components, *(count for _, count in self.operands)) <= 2
-        return (
-            torch.float32 if narrow and few and EXPANSION_FUNCTION_BY_NAME[self.name].any_precision else torch.float64
-        )
-
-    def evaluate(self, *values: Any) -> Terms:
-        """Return the function of all operands' components, in the arithmetic's type."""
-        operands, rest = [], list(values)
-        for dtype, count in self.operands:
+    def evaluate(*values: Any) -> Terms:
+        terms, rest = [], list(values)
+        for kind, count in operands:
             parts, rest = rest[:count], rest[count:]
-            if dtype == torch.float16 == self.dtype and self.name != "renormalize":  # of which terms have no order
+            if kind == torch.float16 == dtype and name != "renormalize":  # of which terms have no order
                 parts = sum_float16_components(parts)
-            elif dtype != self.arithmetic:
+            elif kind != arithmetic:
                 parts = to_float64_terms(parts)
-            operands.append(parts)
-        network = EXPANSION_FUNCTION_BY_NAME[self.name].network
-        if self.dtype == self.arithmetic:
-            return network(*operands, self.components)[: self.components]
+            terms.append(parts)
+        if dtype == arithmetic:
+            return function.network(*terms, components)[:components]
         # So many components carry the result and a few bits more.
-        working = -(-(self.components * PRECISION[self.dtype] + 4) // PRECISION[self.arithmetic])
-        return round_to_components(network(*operands, working), self.dtype, self.components)
+        working = -(-(components * PRECISION[dtype] + 4) // PRECISION[arithmetic])
+        return round_to_components(function.network(*terms, working), dtype, components)
 
-    @functools.cached_property
-    def kernels(self) -> ElementwiseKernels:
-        """The function as kernels of elements."""
-        stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
-        written = (self.dtype,) * self.components
-        counts, is_one = tuple(count for _, count in self.operands), len({*stored, self.dtype}) == 1
-        short = make_quick_function(self.name, counts, self.components, self.dtype) if is_one else None
-        return ElementwiseKernels(
-            f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, short, exact=True
-        )
+    stored, written = tuple(kind for kind, count in operands for _ in range(count)), (dtype,) * components
+    quick = make_quick_function(name, counts, components, dtype) if len(dtypes) == 1 else None
+    return ElementwiseKernels(f"pointwise_{name}", evaluate, arithmetic, stored, written, quick, exact=True)
 
 
 def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:
@@ -324,7 +315,7 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
             plain = plain and type(part) is torch.Tensor
     if out is None and (not plain or torch.compiler.is_compiling()):
         return tuple(_pointwise_operator(name, flat, [count for _, count in kinds], components, dtype))
-    return _run_pointwise_call(_make_pointwise_call(name, tuple(kinds), components, dtype), flat, out)
+    return _fill_results(name, make_pointwise_kernels(name, tuple(kinds), components, dtype), flat, out)
 
 
 def evaluate_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
@@ -350,7 +341,7 @@ def evaluate_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
 @functools.cache
 def _find_kernels_of_like_operands(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels:
     """Return the kernels of `evaluate_on_like_operands`."""
-    return _make_pointwise_call(name, ((dtype, components),) * 2, components, dtype).kernels
+    return make_pointwise_kernels(name, ((dtype, components),) * 2, components, dtype)
 
 
 def names() -> tuple[str, ...]:
@@ -362,17 +353,6 @@ def names() -> tuple[str, ...]:
     return tuple(EXPANSION_FUNCTION_BY_NAME)
 
 
-@functools.cache
-def _make_pointwise_call(name: str, operands: tuple[Any, ...], components: int, dtype: torch.dtype) -> PointwiseCall:
-    if name not in EXPANSION_FUNCTION_BY_NAME:
-        raise ValueError(f"no function {name!r} of expansions: there are {', '.join(names())}")
-    wanted = EXPANSION_FUNCTION_BY_NAME[name].operands
-    if len(operands) != wanted:
-        raise ValueError(f"{name} takes {wanted} operands, got {len(operands)}")
-    check_component_dtypes(*operands, (dtype, components))
-    return PointwiseCall(name, operands, components, dtype)
-
-
 def check_component_dtypes(*kinds: tuple[torch.dtype, int]) -> None:
     """Raise unless operands and results have 1 to MOST components of a known dtype."""
     for kind, count in kinds:
@@ -382,12 +362,12 @@ def check_component_dtypes(*kinds: tuple[torch.dtype, int]) -> None:
             raise ValueError(f"{count} components: allowed are 1 to {MOST}")
 
 
-def _run_pointwise_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
-    if call.name in ANGLE_FUNCTION_NAMES:
+def _fill_results(name: str, elements: ElementwiseKernels, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+    if name in ANGLE_FUNCTION_NAMES:
         far = (flat[0].abs() > LARGEST_ANGLE) & torch.isfinite(flat[0])
         if bool(far.any()):
             raise ValueError(
-                f"{call.name} of components takes angles up to 2**20, got {float(flat[0][far][0]):.6g}: reduce them "
+                f"{name} of components takes angles up to 2**20, got {float(flat[0][far][0]):.6g}: reduce them "
                 "first, or take x.decode()"
             )
     first = flat[0]
@@ -401,8 +381,8 @@ def _run_pointwise_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: 
         written = out
         flat = [part.clone() if _is_written_before_read(part, out) else part for part in flat]
     else:
-        written = _make_outputs_like(first, shape, call.dtype, call.components)
-    call.kernels(flat, written)
+        written = _make_outputs_like(first, shape, elements.written[0], len(elements.written))
+    elements(flat, written)
     if out is not None and out is not written:
         for target, part in zip(out, written, strict=True):
             target.copy_(part)
@@ -499,7 +479,7 @@ def _run_pointwise_operator(
 ) -> list[torch.Tensor]:
     starts = itertools.accumulate(counts, initial=0)
     kinds = tuple((parts[start].dtype, count) for start, count in zip(starts, counts))
-    return list(_run_pointwise_call(_make_pointwise_call(name, kinds, components, dtype), parts, None))
+    return list(_fill_results(name, make_pointwise_kernels(name, kinds, components, dtype), parts, None))
 
 
 _pointwise_operator = define_operator(
@@ -620,12 +600,12 @@ def _make_scaled_kernels(name: str, kinds: _OperandKinds, components: int) -> El
 
 @functools.cache
 def _make_rounding_kernels(count: int, components: int, dtype: torch.dtype, keeps_nonzero: bool) -> ElementwiseKernels:
-    rounding = PointwiseCall("renormalize", ((torch.float64, count),), components, dtype)
+    rounding = make_pointwise_kernels("renormalize", ((torch.float64, count),), components, dtype)
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
     def function(*values: Any) -> Terms:
         *wide, inverse = values
-        made = rounding.evaluate(*(part * inverse for part in wide))
+        made = rounding.function(*(part * inverse for part in wide))
         if keeps_nonzero:
             vanished = made[0] == 0.0
             made[0] = select(vanished & (wide[0] > 0.0), least, made[0])

@@ -1,6 +1,6 @@
 """Device functions that round one word: a mode, a path, overflow, the sign; and the codec of 8-bit floats.
 
-A piece serves 32- and 64-bit words alike. `c` are the `RoundingWords` of `_target`. Every choice is a select between
+A piece serves 32- and 64-bit words alike. `c` are the words of `TargetConstants`. Every choice is a select between
 two values that are both computed, so that LLVM vectorizes the loop.
 """
 
@@ -64,15 +64,6 @@ def round_by_adder(w, a, u, c):
     binade = bit_and(a, c.infinity)
     large = real(add(select(binade > c.smallest_binade, binade, c.smallest_binade), c.raise_by))
     return word((real(a) + large) - large)
-
-
-def round_by_saturating_adder(w, a, u, c):
-    """Device function: the same of a magnitude that is at most the largest number, or NaN.
-
-    Compared as reals in this order: one instruction of x86, which takes its second operand where one is NaN.
-    """
-    largest = real(c.largest)
-    return round_by_adder(w, word(select(largest < real(a), largest, real(a))), u, c)
 
 
 def round_by_exponent(w, a, u, c):
@@ -189,7 +180,7 @@ def limit_to_largest(w, a, r, c):
 
 
 def replace_overflow_by_input(w, a, r, c):
-    """Device function: the same decided on the input, where rounding to nearest tells from there; r is NaN where a is.
+    """Device function: an overflow decided on the input, where rounding to nearest tells; r is NaN where a is.
 
     Reals are compared by one instruction, where unsigned words take two on processors with AVX2 alone.
     """
@@ -259,7 +250,6 @@ BELOW_SIXTEEN, BELOW_THIRTEEN, FLOAT32_NAN, FLOAT16_NAN = (np.uint32(n) for n in
 ONE_HALF, ONE_HALF_WORD, BEYOND_HALF = np.float32(0.5), np.uint32(0x3F000000), np.uint32(0x47800000)
 
 
-MAGNITUDE_MASK, INFINITY_WORD, CANONICAL_NAN = (np.uint32(w) for w in (0x7FFFFFFF, 0x7F800000, 0x7FC00000))
 NONE, ONE_WORD, SHIFT_8, SHIFT_24, SIGN_MASK_8, MAGNITUDE_MASK_8, NAN_CODE_8 = (
     np.uint32(n) for n in (0, 1, 8, 24, 0x80, 0x7F, 0x7F)
 )
@@ -295,28 +285,28 @@ def _make_float8(
     units, raised = np.float32(2.0 ** (mantissa_bits - emin)), np.float32(2.0 ** (126 + emin))
     last_code, first_special = np.uint32(largest), np.uint32(infinity)
     infinite_word, last_number = (
-        INFINITY_WORD if is_infinite else CANONICAL_NAN,
-        np.uint32(INFINITY_WORD - (not is_infinite)),
+        FLOAT32_INFINITY if is_infinite else FLOAT32_NAN,
+        np.uint32(FLOAT32_INFINITY - (not is_infinite)),
     )
 
     def decode(code):
         """Device function: the float32 of a code; the product places subnormals too, without rounding."""
         magnitude = bit_and(code, MAGNITUDE_MASK_8)
         placed = word(real(shl(magnitude, lost)) * raised)
-        special = select(magnitude == first_special, infinite_word, CANONICAL_NAN)
+        special = select(magnitude == first_special, infinite_word, FLOAT32_NAN)
         value = select(magnitude >= first_special, special, placed)
         return real(bit_or(value, shl(bit_and(code, SIGN_MASK_8), SHIFT_24)))
 
     def nearest(x, random):
         """Device function: the code nearest to x, ties to even; the float adder rounds subnormals."""
-        magnitude = bit_and(word(x), MAGNITUDE_MASK)
+        magnitude = bit_and(word(x), FLOAT32_MAGNITUDE_MASK)
         tiny = sub(word(real(magnitude) + magic), magic_word)
         rounded = add(add(magnitude, half), bit_and(shr(magnitude, lost), ONE_WORD))
         return signed(x, magnitude, tiny, shr(sub(rounded, rebias), lost))
 
     def stochastic(x, random):
         """Device function: one of the two codes around x, the farther with the probability of its nearness."""
-        magnitude = bit_and(word(x), MAGNITUDE_MASK)
+        magnitude = bit_and(word(x), FLOAT32_MAGNITUDE_MASK)
         steps = real(magnitude) * units
         below = to_word(select(magnitude < least_normal, steps, units))
         tiny = add(

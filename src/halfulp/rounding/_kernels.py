@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache, lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,20 +37,14 @@ from ..kernels.triton._launch import VECTOR_BYTES, TensorKernel, copy_with_align
 from ..kernels.vector._machine_function import Kernel, get_array_address
 from ..kernels.vector._table_loop import compile_row_kernel
 from . import _device_functions as p
-from ._modes import decode_rounding
+from ._modes import get_rounding
 from ._random_bits import WEYL_STEP, compute_stream_counters, draw_first_word, random_words, trace_stream_start
 from ._target import (
-    DOWN,
-    NEAREST,
-    STOCHASTIC,
-    TOWARD_ZERO,
-    UP,
-    WORD32_LAYOUT,
     WORD64_LAYOUT,
-    WORD_COUNT,
-    RoundingWords,
     Target,
+    TargetConstants,
     choose_word_layout,
+    get_word_layout,
     make_target_constants,
 )
 
@@ -73,44 +68,53 @@ _MEMORY_FUNCTIONS_BY_DTYPE: dict[torch.dtype, dict[str, Callable]] = {
 }
 
 
-@cache
-def record_rounding_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool = False) -> Table:
+@lru_cache(maxsize=1024)
+def record_rounding_kernel(dtype: torch.dtype, target: Target, streams: bool = False) -> Table:
     """Return the table whose columns are what is rounded and where it goes: in place too, unless it streams."""
-    width = 64 if dtype == torch.float64 else 32
-    element, pieces = ElementRecording(2, WORD_COUNT, f"w{width}"), choose_container_functions(dtype)
-    i, (source, target) = element.index, element.arrays
-    rounded = bind_names(p.round_word, choose_mode_functions(mode, kind))
-    pieces["store"](
-        target,
-        i,
-        rounded(pieces["load"](source, i), draw_first_word(*element.stream), RoundingWords(*element.constants)),
-    )
-    return Table(element.trace, 2, WORD_COUNT, trace_stream_start(), int(WEYL_STEP), is_streaming=streams)
+    layout, pieces = get_word_layout(dtype), choose_container_functions(dtype)
+    known = make_target_constants(target, layout)
+    element = ElementRecording(2, len(known.words), f"w{layout.width}")
+    i, (source, goal), words = element.index, element.arrays, name_words(known.words, element.constants)
+    rounded = bind_names(p.round_word, choose_mode_functions(target, known))
+    pieces["store"](goal, i, rounded(pieces["load"](source, i), draw_first_word(*element.stream), words))
+    start = trace_stream_start()
+    return share_table(Table(element.trace, 2, len(known.words), start, int(WEYL_STEP), is_streaming=streams))
 
 
-def choose_mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
-    """Return the functions bound to the free names of `round_word`, for a mode and a kind of `TargetConstants`."""
-    path, plain, saturating = kind
+def name_words(names: Iterable[str], values: Iterable[Any]) -> SimpleNamespace:
+    """Return a table's constants under the names by which device functions know them."""
+    return SimpleNamespace(**dict(zip(names, values)))
+
+
+_TABLE_BY_KEY: dict[str, Table] = {}
+
+
+def share_table(table: Table) -> Table:
+    """Return the first table of these instructions: targets that differ in constants alone share their kernels."""
+    return _TABLE_BY_KEY.setdefault(table.make_key(), table)
+
+
+def choose_mode_functions(target: Target, known: TargetConstants) -> dict[str, Callable]:
+    """Return the functions bound to the free names of `round_word`."""
+    mode, path = target.mode, known.rounding_path
     bind: dict[str, Callable] = {
         "magnitude": _ROUNDING_FUNCTION_BY_PATH[path],
-        "limited": p.limit_to_largest if saturating else p.replace_overflow,
-        "signed": p.copy_sign if plain else p.copy_allowed_sign,
+        "limited": p.limit_to_largest if known.saturates else p.replace_overflow,
+        "signed": p.copy_sign if known.keeps_signs else p.copy_allowed_sign,
     }
-    if mode == NEAREST:
+    if mode == "nearest":
         bind["addend"] = p.compute_nearest_addend_on_grid if path == "fixed" else p.compute_nearest_addend
         bind["reaches_smallest"] = p.exceeds_half_smallest
-    elif mode == STOCHASTIC:
+    elif mode == "stochastic":
         bind |= {"addend": p.compute_random_addend, "reaches_smallest": p.draws_smallest}
     else:
         bind |= {"addend": p.compute_mode_addend, "reaches_smallest": p.takes_smallest_by_mode}
         # A partial function: names of its module are not those that are bound here.
-        bind["goes_away"] = functools.partial(decode_rounding(mode).goes_away)
-    if mode in (TOWARD_ZERO, UP, DOWN):
+        bind["goes_away"] = functools.partial(get_rounding(mode).goes_away)
+    if mode in ("toward_zero", "up", "down"):
         bind["limited"] = p.replace_directed_overflow
     elif path == "adder":
-        # What the saturating adder returns needs no limit.
-        bind["limited"] = (lambda w, a, r, c: r) if saturating else p.replace_overflow_by_input
-        bind["magnitude"] = p.round_by_saturating_adder if saturating else p.round_by_adder
+        bind["limited"] = p.replace_overflow_by_input
     return bind
 
 
@@ -149,49 +153,37 @@ def round_by_reference(x: torch.Tensor, target: Target, key: int, first: int = 0
 
     The index of an element's random bits is its position in x's logical order, counted from `first` on.
     """
-    known = make_target_constants(target, WORD64_LAYOUT if x.dtype == torch.float64 else WORD32_LAYOUT)
     index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(x.shape)
-    table = record_rounding_kernel(x.dtype, target.mode, known[:3])
-    return run_recorded_kernel_on_tensors(table, x, known.words, key if target.mode == STOCHASTIC else None, index)
+    words = make_target_constants(target, get_word_layout(x.dtype)).array
+    return run_table_on_tensors(record_rounding_kernel(x.dtype, target), x, words, index, key, target.mode)
 
 
-def run_recorded_kernel_on_tensors(
-    table: Table, x: torch.Tensor, words: np.ndarray, key: int | None, index: torch.Tensor
+def run_table_on_tensors(
+    table: Table, x: torch.Tensor, words: np.ndarray, index: torch.Tensor, key: int, mode: str
 ) -> torch.Tensor:
-    """Return what a table that rounds, as of `record_rounding_kernel`, gives for x or for whole blocks, in plain torch.
+    """Return what a table that rounds gives for x, or for whole blocks, in plain torch.
 
-    `words` are the table's constants; the int64 index, of x's shape, numbers the elements under the key of their random
-    words, which is None where none are drawn.
+    `words` are the table's constants; the int64 index, of x's shape, numbers the elements of the key's random words.
     """
-    drawn = {} if key is None else dict(zip(RANDOM_STREAM_INPUTS, compute_stream_counters(key, index)))
+    signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
+    given: dict[Any, Any] = {("constant", k): word for k, word in enumerate(signed.tolist())}
+    if mode == "stochastic":
+        given |= dict(zip(RANDOM_STREAM_INPUTS, compute_stream_counters(key, index)))
     out = torch.empty_like(x)
-    run_trace_on_tensors(table.trace, [x, out], index_constants(words) | drawn, block=table.block)
+    run_trace_on_tensors(table.trace, [x, out], given, block=table.block)
     return out
 
 
-def index_constants(words: np.ndarray) -> dict[tuple[str, int], Any]:
-    """Return constants as signed integers, by the names of a trace's inputs."""
-    signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
-    return {("constant", k): word for k, word in enumerate(signed.tolist())}
-
-
 class TritonPlan(NamedTuple):
-    """The kernel that rounds tensors of a dtype to a target, with the target's constants.
-
-    Attributes:
-        kernel: of all targets of its kind.
-        constants: of the target.
-        kind: the dtype, and what else determines the kernel.
-        name: for messages.
-        largest_kernel: where a tensor has a scale of its own, the kernel that finds the largest of the finite blocks'
-            largest magnitudes.
-        largest_constants: its constants.
-    """
+    """The kernel that rounds tensors of a dtype to a target, with the target's constants and how it is checked."""
 
     kernel: TensorKernel
     constants: tuple[int, ...]
-    kind: tuple[Hashable, ...]
-    name: str
+    name: str  # for messages
+    # (Whether whole vectors are wanted, whether blocks are ragged) -> fixed elements; what plain torch makes of them.
+    make_elements: Callable[[bool, bool], torch.Tensor]
+    reference: Callable[[torch.Tensor], torch.Tensor]
+    # Where a tensor has a scale of its own: what finds the largest of the finite blocks' largest magnitudes.
     largest_kernel: TensorKernel | None = None
     largest_constants: tuple[int, ...] = ()
 
@@ -212,33 +204,23 @@ def find_row_length(x: torch.Tensor) -> int:
     return x.shape[-1] if x.dim() else 1
 
 
-def round_by_triton(
-    plan: TritonPlan,
-    x: torch.Tensor,
-    key: int,
-    out: torch.Tensor,
-    fixed: Callable[[bool, bool], torch.Tensor],
-    reference: Callable[[torch.Tensor], torch.Tensor],
-) -> bool:
-    """Round contiguous x into out, which may be x; return False if there is no Triton kernel.
-
-    Before the first use it is compared with `reference`, plain torch with the key CANARY_KEY, on what `fixed` returns:
-    (whether whole vectors are wanted, whether blocks are ragged) -> elements.
-    """
+def round_by_triton(plan: TritonPlan, x: torch.Tensor, key: int, out: torch.Tensor) -> bool:
+    """Round contiguous x into out, which may be x; return False if there is no Triton kernel."""
     if not x.numel():
         return True
     aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(find_row_length(x))
 
-    def on_fixed(plan: TritonPlan, device: torch.device) -> list[torch.Tensor]:
-        here, there = (copy_with_alignment(fixed(aligned, ragged), device, aligned) for _ in range(2))
+    def run(plan: TritonPlan, device: torch.device) -> list[torch.Tensor]:
+        elements = plan.make_elements(aligned, ragged)
+        here, there = (copy_with_alignment(elements, device, aligned) for _ in range(2))
         plan.round_tensor(here, CANARY_KEY, there, aligned)
         return [there.cpu()]
 
-    key_of_use = "quantize", *plan.kind, aligned, ragged
-    found = find_checked_kernel(
-        key_of_use, plan.name, x.device, lambda: plan, on_fixed, lambda: [reference(fixed(aligned, ragged))]
-    )
-    if found is None:
+    def reference() -> list[torch.Tensor]:
+        return [plan.reference(plan.make_elements(aligned, ragged))]
+
+    key_of_use = plan.kernel, aligned, ragged
+    if find_checked_kernel(key_of_use, plan.name, x.device, lambda: plan, run, reference) is None:
         return False
     plan.round_tensor(x, key, out, aligned)
     return True
@@ -247,19 +229,18 @@ def round_by_triton(
 @lru_cache(maxsize=1024)
 def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
     """Return the plan of a dtype and a target."""
-    known = make_target_constants(target, WORD64_LAYOUT if dtype == torch.float64 else WORD32_LAYOUT)
-    kernel = TensorKernel(record_rounding_kernel(dtype, target.mode, known[:3]))
-    kind, name = (dtype, target.mode, *known[:3]), f"quantize of {dtype}"
-    return TritonPlan(kernel, kernel.constant_arguments(known.words), kind, name)
+    kernel = make_tensor_kernel(record_rounding_kernel(dtype, target))
+    constants = kernel.constant_arguments(make_target_constants(target, get_word_layout(dtype)).array)
 
-
-def _round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
-    def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
-        elements = make_check_elements(x.dtype)
+    def make_elements(aligned: bool, ragged: bool) -> torch.Tensor:
+        elements = make_check_elements(dtype)
         return elements[: elements.numel() // VECTOR_BYTES * VECTOR_BYTES] if aligned else elements
 
-    plan = make_triton_plan(x.dtype, target)
-    return round_by_triton(plan, x, key, out, fixed, lambda elements: round_by_reference(elements, target, CANARY_KEY))
+    reference = functools.partial(round_by_reference, target=target, key=CANARY_KEY)
+    return TritonPlan(kernel, constants, f"quantize of {dtype}", make_elements, reference)
+
+
+make_tensor_kernel = cache(TensorKernel)
 
 
 def round_into(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
@@ -297,7 +278,7 @@ def _round_by_engine(x: torch.Tensor, target: Target, key: int, out: torch.Tenso
         if chosen == "llvm":
             if x.numel():
                 round_memory(prepare_rounding_plan(target, x.dtype), address(x), address(out), x.numel(), key)
-        elif chosen == "reference" or not _round_by_triton(x, target, key, out):
+        elif chosen == "reference" or not round_by_triton(make_triton_plan(x.dtype, target), x, key, out):
             out.copy_(round_by_reference(x, target, key))
 
 
@@ -335,9 +316,11 @@ def increment_tensor_version(out: torch.Tensor) -> None:
 @lru_cache(maxsize=1024)
 def prepare_rounding_plan(target: Target, dtype: torch.dtype, streams: bool = False) -> RoundingPlan:
     """Return the plan of rounding tensors of a dtype by a compiled kernel; it may store past the caches."""
-    known = make_target_constants(target, WORD64_LAYOUT if dtype == torch.float64 else WORD32_LAYOUT)
-    kernel, at = _compile_kernel(dtype, target.mode, known[:3], streams), get_array_address(known.words)
-    x = make_check_elements(dtype)
+    words, table = (
+        make_target_constants(target, get_word_layout(dtype)).array,
+        record_rounding_kernel(dtype, target, streams),
+    )
+    kernel, at, x = _compile_kernel(table), get_array_address(words), make_check_elements(dtype)
 
     def fast() -> list[torch.Tensor]:
         out = torch.empty_like(x)
@@ -345,15 +328,13 @@ def prepare_rounding_plan(target: Target, dtype: torch.dtype, streams: bool = Fa
         kernel(0, number, table, at, 0, CANARY_KEY, address(x), address(out))
         return [out]
 
-    # Once per kind of kernel.
-    name, kind = f"quantize ({dtype}, {known.rounding_path})", ("quantize", dtype, target.mode, *known[:3], streams)
-    check_bits(name, fast, lambda: [round_by_reference(x, target, CANARY_KEY)], kind)
-    return RoundingPlan(kernel, at, dtype.itemsize, target, dtype, known.words)
+    check_bits(f"quantize of {dtype}", fast, lambda: [round_by_reference(x, target, CANARY_KEY)], table)
+    return RoundingPlan(kernel, at, dtype.itemsize, target, dtype, words)
 
 
 @cache
-def _compile_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool) -> Kernel:
-    return compile_row_kernel(f"quantize_{kind[0]}", record_rounding_kernel(dtype, mode, kind, streams))
+def _compile_kernel(table: Table) -> Kernel:
+    return compile_row_kernel("quantize", table)
 
 
 def round_memory(plan: RoundingPlan, source: int, goal: int, count: int, key: int) -> None:

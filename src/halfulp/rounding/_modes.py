@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -201,28 +200,6 @@ def _record_mode_decision(kind: type[Rounding]) -> tuple[object, ...]:
             raise TypeError(f"goes_away of rounding {kind.name!r} returns {away!r}: return a mask, as fraction > half")
         found += [element.trace.digest(), away.number]
     return tuple(found)
-
-
-def encode_rounding(name: str) -> int:
-    """Return the number of a mode in a torch operator's arguments, the same in every process."""
-    if name in _BUILT_IN_NAMES:
-        return _BUILT_IN_NAMES.index(name)
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little") | 1 << 56
-
-
-def decode_rounding(code: int) -> type[Rounding]:
-    """Return the rounding with a number.
-
-    Raises:
-        ValueError: nobody registered it in this process.
-    """
-    for name, kind in ROUNDING_CLASS_BY_NAME.items():
-        if code == encode_rounding(name):
-            return kind
-    raise ValueError(
-        f"rounding number {code} is not known in this process: import the module that registers it by "
-        "hu.rounding.register_rounding"
-    )
 
 
 def _normalize_name(name: str) -> str:

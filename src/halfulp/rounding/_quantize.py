@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.compiler import is_compiling
 
-from ..formats import BlockFormat, Format
+from ..formats import BlockFormat, Format, get
 from ..formats._block import get_format_or_block
 from ..kernels import assume_constant_result, define_operator, disable_tracing, plain_address
 from ..kernels._engine import allows_machine_code, choose_engine_and_reason
@@ -25,9 +25,9 @@ from ._kernels import (
     round_into,
     round_memory,
 )
-from ._modes import Nearest, Rounding, Stochastic, draw_key, get_rounding
+from ._modes import ROUNDING_CLASS_BY_NAME, Nearest, Rounding, Stochastic, draw_key, get_rounding
 from ._random_bits import mix64
-from ._target import FLOAT_DTYPES, STOCHASTIC, Target, make_target
+from ._target import FLOAT_DTYPES, Target, make_target
 
 AnyFormat: TypeAlias = Format | BlockFormat | str | torch.dtype
 
@@ -86,10 +86,11 @@ def quantize(
     check_tensor(x)
     if out is not None:
         check_out_tensor(out, x)
+    format = get_format_or_block(format)
     target, x = encode_target(format, rounding, overflow, x.dtype), x.detach()
     if target is None:
         return x.clone() if out is None else out.copy_(x.clone())  # they may overlap
-    in_blocks = len(target) > _TARGET_SIZE
+    in_blocks = isinstance(format, BlockFormat)
     if in_blocks and x.dim() and not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is from {-x.dim()} to {x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
     if not in_blocks or x.dim() < 2:
@@ -169,7 +170,7 @@ def _make_plan_without_operator(
 
 
 def _call_quantize_operator(
-    x: torch.Tensor, target: tuple[int, ...], rounding: Rounding, counter: int, out: torch.Tensor | None
+    x: torch.Tensor, target: str, rounding: Rounding, counter: int, out: torch.Tensor | None
 ) -> torch.Tensor:
     """Call the operator that fits; x is detached and all has been checked."""
     draws = isinstance(rounding, Stochastic) and rounding.seed is None
@@ -183,35 +184,23 @@ def _call_quantize_operator(
     return out
 
 
-_TARGET_SIZE = len(Target._fields)
-
-
-def find_target(
-    format: Format | str | torch.dtype, rounding: Rounding, overflow: str | None, dtype: torch.dtype
-) -> Target | None:
-    """Return `make_target`'s result, cached where no compiler traces."""
-    flat = encode_target(format, rounding, overflow, dtype)
-    return None if flat is None else Target(*flat)
-
-
 def encode_target(
-    format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
-) -> tuple[int, ...] | None:
-    """Return the integers of a target, or of a block target; None where rounding changes nothing.
+    format: Format | BlockFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
+) -> str | None:
+    """Return the text of a target, as operators take it; None where rounding changes nothing.
 
-    While a compiler traces they are a constant of the graph, guarded by all fields of the format. Of an object that is
+    While a compiler traces it is a constant of the graph, guarded by all fields of the format. Of an object that is
     an argument, a compiler makes an integer field a variable once it has seen two values of it, and `Format.max` is no
     arithmetic of variables; a string is compared as a whole. What is raised is raised inside the trace, where a graph
     can break and the caller sees it as it is.
     """
     if not is_compiling():
         return _encode_target(format, rounding, overflow, dtype)
-    known = get_format_or_block(format)
-    in_blocks = isinstance(known, BlockFormat)
-    flat, error, message = _encode_target_in_graph(known._key, in_blocks, rounding.name, overflow, dtype)
+    in_blocks = isinstance(format, BlockFormat)
+    text, error, message = _encode_target_in_graph(format._key, in_blocks, rounding.name, overflow, dtype)
     if error:
         raise _ERROR_CLASS_BY_NAME[error](message)
-    return flat
+    return text
 
 
 _ERROR_CLASS_BY_NAME: dict[str, type[Exception]] = {
@@ -222,7 +211,7 @@ _ERROR_CLASS_BY_NAME: dict[str, type[Exception]] = {
 @assume_constant_result
 def _encode_target_in_graph(
     key: str, in_blocks: bool, rounding: str, overflow: str | None, dtype: torch.dtype
-) -> tuple[tuple[int, ...] | None, str, str]:
+) -> tuple[str | None, str, str]:
     fields = literal_eval(key)
     if in_blocks:
         name, element, scale, *rest = fields
@@ -236,12 +225,38 @@ def _encode_target_in_graph(
 
 @lru_cache(maxsize=1024)
 def _encode_target(
-    format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
-) -> tuple[int, ...] | None:
-    known = get_format_or_block(format)
-    if isinstance(known, BlockFormat):
-        return make_block_target(known, rounding, overflow, dtype).to_integers()
-    return make_target(known, rounding, overflow, dtype)
+    format: Format | BlockFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
+) -> str | None:
+    if isinstance(format, BlockFormat):
+        element, scale, *rest = make_block_target(format, rounding, overflow, dtype)
+        return repr((tuple(element), tuple(scale), *rest))
+    target = find_target(format, rounding, overflow, dtype)
+    return None if target is None else repr(tuple(target))
+
+
+@lru_cache(maxsize=1024)
+def _decode_target(text: str) -> Target | BlockTarget:
+    """Return the target of an operator's text."""
+    first, second, *rest = literal_eval(text)
+    target: Target | BlockTarget
+    if isinstance(first, tuple):
+        target = BlockTarget(Target(*first), Target(*second), *rest)
+    else:
+        target = Target(first, second, *rest)
+    if target.mode not in ROUNDING_CLASS_BY_NAME:
+        raise ValueError(
+            f"rounding {target.mode!r} is not known in this process: import the module that registers it by "
+            "hu.rounding.register_rounding"
+        )
+    return target
+
+
+@lru_cache(maxsize=1024)
+def find_target(
+    format: Format | str | torch.dtype, rounding: Rounding, overflow: str | None, dtype: torch.dtype
+) -> Target | None:
+    """Return `make_target`'s result, cached."""
+    return make_target(get(format), rounding, overflow, dtype)
 
 
 def check_tensor(x: torch.Tensor) -> None:
@@ -276,67 +291,64 @@ def check_out_tensor(out: torch.Tensor, x: torch.Tensor) -> None:
 # operators ---------------------------------------------------------------------------------------------------
 
 
-def _round_into_new_tensor(x: torch.Tensor, target: list[int], seed: int, counter: int) -> torch.Tensor:
+def _round_into_new_tensor(x: torch.Tensor, target: str, seed: int, counter: int) -> torch.Tensor:
     out = _make_empty_result(x, target)
     _round_into(x, target, seed, counter, out)
     return out
 
 
-def _round_into(x: torch.Tensor, target: list[int], seed: int, counter: int, out: torch.Tensor) -> None:
-    if len(target) > _TARGET_SIZE:
-        blocks = BlockTarget.from_integers(target)
-        round_blocks_into(x, blocks, mix64(seed, counter) if blocks.element.mode == STOCHASTIC else 0, out)
+def _round_into(x: torch.Tensor, text: str, seed: int, counter: int, out: torch.Tensor) -> None:
+    target = _decode_target(text)
+    draws = target.mode == "stochastic"
+    key = mix64(seed, counter) if draws else 0
+    if isinstance(target, BlockTarget):
+        round_blocks_into(x, target, key, out)
         return
-    goal = Target(*target)
-    key = mix64(seed, counter) if goal.mode == STOCHASTIC else 0
-    same_order = (
-        not has_partial_overlap(x, out)
-        and x.stride() == out.stride()
-        and (goal.mode != STOCHASTIC or x.is_contiguous())
-    )
+    same_order = not has_partial_overlap(x, out) and x.stride() == out.stride() and (not draws or x.is_contiguous())
     if same_order and is_dense(x):
-        round_into(x, goal, key, out)
+        round_into(x, target, key, out)
         increment_tensor_version(out)
         return
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    round_into(x.contiguous(), goal, key, result)
+    round_into(x.contiguous(), target, key, result)
     out.copy_(result)
 
 
-def _make_empty_result(x: torch.Tensor, target: list[int], *arguments: object) -> torch.Tensor:
-    is_elementwise = len(target) == _TARGET_SIZE
-    return torch.empty_like(x, memory_format=torch.preserve_format if is_elementwise else torch.contiguous_format)
+def _make_empty_result(x: torch.Tensor, target: str, *arguments: object) -> torch.Tensor:
+    is_block = isinstance(_decode_target(target), BlockTarget)
+    return torch.empty_like(x, memory_format=torch.contiguous_format if is_block else torch.preserve_format)
 
 
 _quantize = define_operator(
-    "quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _round_into_new_tensor, _make_empty_result
+    "quantize(Tensor x, str target, int seed, SymInt counter) -> Tensor", _round_into_new_tensor, _make_empty_result
 )
 
 
 def _quantize_under_vmap(
-    info: Any, places: Any, x: torch.Tensor, target: list[int], seed: int, counter: int
+    info: Any, places: Any, x: torch.Tensor, target: str, seed: int, counter: int
 ) -> tuple[torch.Tensor, int]:
     """Quantize under vmap: elements singly, but random bits and blocks are each sample's own."""
     x = x.movedim(places[0], 0)
-    if len(target) == _TARGET_SIZE and Target(*target).mode != STOCHASTIC:
+    goal = _decode_target(target)
+    if isinstance(goal, Target) and goal.mode != "stochastic":
         return _quantize(x, target, seed, counter), 0
     return torch.stack([_quantize(sample, target, seed, counter) for sample in x]), 0
 
 
 torch.library.register_vmap("halfulp::quantize", _quantize_under_vmap)
 _quantize_into = define_operator(
-    "quantize_into(Tensor x, int[] target, int seed, SymInt counter, Tensor(a!) out) -> ()",
+    "quantize_into(Tensor x, str target, int seed, SymInt counter, Tensor(a!) out) -> ()",
     _round_into,
     lambda *given: None,
 )
 _quantize_drawing = define_operator(
-    "quantize_drawing(Tensor x, int[] target, SymInt counter) -> Tensor",
+    "quantize_drawing(Tensor x, str target, SymInt counter) -> Tensor",
     lambda x, target, counter: _round_into_new_tensor(x, target, draw_key(), counter),
     _make_empty_result,
     random=True,
 )
 _quantize_drawing_into = define_operator(
-    "quantize_drawing_into(Tensor x, int[] target, SymInt counter, Tensor(a!) out) -> ()",
+    "quantize_drawing_into(Tensor x, str target, SymInt counter, Tensor(a!) out) -> ()",
     lambda x, target, counter, out: _round_into(x, target, draw_key(), counter, out),
     lambda *given: None,
     random=True,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..formats._block import get_format_or_block
 from ..kernels import is_under_transform
 from ._modes import Nearest, Rounding, Stochastic, get_rounding
 from ._quantize import AnyFormat, check_tensor, encode_target, quantize
@@ -101,7 +102,7 @@ def straight_through(
         # Other random bits than the values'.
         backward_rounding = Stochastic(mix64(backward_rounding.signed_seed, _BACKWARD_STREAM))
     if backward is not None:
-        encode_target(backward, backward_rounding, overflow, x.dtype)
+        encode_target(get_format_or_block(backward), backward_rounding, overflow, x.dtype)
     if forward is None and backward is None:
         return x
     return _choose_function()(x, forward, backward, rounding, backward_rounding, overflow, counter)

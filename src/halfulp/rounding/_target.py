@@ -1,4 +1,4 @@
-"""The target of a rounding, as integers that a torch operator takes, and the constants of its kernels."""
+"""The target of a rounding, which a torch operator takes as text, and the constants of its kernels."""
 
 from __future__ import annotations
 
@@ -6,48 +6,30 @@ import struct
 from fractions import Fraction
 from functools import lru_cache
 from math import frexp
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..formats import Format, get
 from ..formats._reference import check_overflow_policy
-from ._modes import Rounding, encode_rounding
+from ._modes import Rounding
 
-# As `encode_rounding` numbers them; behind them the registered ones.
-NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(5)
-OVERFLOW_POLICIES = ("inf", "nan", "saturate")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Target(NamedTuple):
-    """A format, a mode and an overflow policy.
+    """A format's numbers, the name of a mode, and what overflows become; the other fields are those of `Format`."""
 
-    Attributes:
-        mode: NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC, or the number of a registered one.
-        mantissa_bits: explicit bits of the significand.
-        emin: exponent of the smallest normal number.
-        max_word: the bits of the largest number as a float64.
-        policy: position in OVERFLOW_POLICIES.
-        subnormals: whether numbers below 2^emin exist beside zero.
-        zero, signed, signed_zero: whether 0, negative numbers and -0 exist.
-    """
-
-    mode: int
+    mode: str
     mantissa_bits: int
     emin: int
-    max_word: int
-    policy: int
-    subnormals: int
-    zero: int
-    signed: int
-    signed_zero: int
-
-    @property
-    def max(self) -> float:
-        """Largest number."""
-        return struct.unpack("<d", struct.pack("<q", self.max_word))[0]
+    max: float
+    policy: str
+    subnormals: bool
+    zero: bool
+    signed: bool
+    signed_zero: bool
 
     @property
     def tiny_exponent(self) -> int:
@@ -66,14 +48,8 @@ def make_target(format: Format, rounding: Rounding, overflow: str | None, dtype:
     holds_all = format.mantissa_bits >= held.mantissa_bits and format.max >= held.max
     if holds_all and format.smallest_subnormal <= held.smallest_subnormal and policy == "inf" and format.signed_zero:
         return None
-    return Target(
-        encode_rounding(rounding.name),
-        format.mantissa_bits,
-        format.emin,
-        struct.unpack("<q", struct.pack("<d", format.max))[0],
-        OVERFLOW_POLICIES.index(policy),
-        *map(int, (format.subnormals, format.zero, format.signed, format.signed_zero)),
-    )
+    signs = format.subnormals, format.zero, format.signed, format.signed_zero
+    return Target(rounding.name, format.mantissa_bits, format.emin, format.max, policy, *signs)
 
 
 def _check_range(format: Format, rounding: Rounding, policy: str, dtype: torch.dtype) -> None:
@@ -127,47 +103,10 @@ class WordLayout(NamedTuple):
 WORD32_LAYOUT, WORD64_LAYOUT = WordLayout(32, 23, 127), WordLayout(64, 52, 1023)
 
 
-class RoundingWords(NamedTuple):
-    """The constants of a kernel that rounds, each a word: Python's integers, or traced values in a device function."""
+def get_word_layout(dtype: torch.dtype) -> WordLayout:
+    """Return the words in which kernels of a dtype compute."""
+    return WORD64_LAYOUT if dtype == torch.float64 else WORD32_LAYOUT
 
-    magnitude: Any
-    sign: Any
-    infinity: Any
-    nan: Any
-    ones: Any
-    significand: Any
-    implicit: Any
-    field: Any
-    last_bit: Any
-    finite: Any
-    drawn: Any
-    largest: Any
-    overflow: Any
-    zero_sign: Any
-    value_sign: Any
-    negative: Any
-    # how many bits a word loses by its exponent, and the words around the smallest number
-    shift: Any
-    base: Any
-    highest: Any
-    lowest: Any
-    tiny: Any
-    floor: Any
-    tie: Any
-    first_factor: Any
-    second_factor: Any
-    # the path "adder": the addend 2^(e - m + M) of a magnitude with exponent e, and the largest that stays finite
-    smallest_binade: Any = 0
-    raise_by: Any = 0
-    limit: Any = 0
-    # the path "scaled": factors to and from fixed point, in which a step is 2^(29 - mantissa bits)
-    up_scale: Any = 0
-    down_scale: Any = 0
-    spare_bits: Any = 0
-    whole_steps: Any = 0
-
-
-WORD_COUNT = len(RoundingWords._fields)
 
 # A fraction is compared with this many random bits where it has more: 31, and what a 30-bit product leaves for formats
 # of few bits, whose fast path is a fixed-point number.
@@ -175,20 +114,15 @@ _SCALED_BITS = 29
 
 
 class TargetConstants(NamedTuple):
-    """The constants of one target for words of one layout.
+    """The constants of one target for words of one layout."""
 
-    Attributes:
-        rounding_path: "fixed" where every word loses the same bits, "adder" where a float addition rounds, "scaled"
-            where a fixed-point number takes the random bits, else "packed".
-        keeps_signs: whether every result keeps the sign of its input.
-        saturates: whether what overflows becomes the largest number.
-        words: uint32 or uint64 array of `RoundingWords`.
-    """
-
+    # "fixed" where every word loses the same bits, "adder" where a float addition rounds, "scaled" where a fixed-point
+    # number takes the random bits, else "packed".
     rounding_path: str
-    keeps_signs: bool
-    saturates: bool
-    words: np.ndarray
+    keeps_signs: bool  # whether every result keeps the sign of its input
+    saturates: bool  # whether what overflows becomes the largest number
+    words: dict[str, int]  # by the names that device functions know them by; the same names for every target
+    array: np.ndarray  # the words, uint32 or uint64
 
 
 @lru_cache(maxsize=1024)
@@ -200,7 +134,7 @@ def choose_word_layout(target: Target) -> WordLayout:
     """
     if _is_fixed_grid(target, WORD32_LAYOUT):
         return WORD32_LAYOUT
-    deep = target.mode >= STOCHASTIC and target.tiny_exponent < -95
+    deep = target.mode not in ("nearest", "toward_zero", "up", "down") and target.tiny_exponent < -95
     return WORD64_LAYOUT if deep or target.emin < -126 else WORD32_LAYOUT
 
 
@@ -216,53 +150,58 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
     highest, tiny = max(0, base - lost), target.tiny_exponent
     exponent = max(0, 31 - tiny)
     halves = (exponent // 2, exponent - exponent // 2) if layout.width == 64 else (min(exponent, 127), 0)
-    words = RoundingWords(
-        magnitude=sign - 1,
-        sign=sign,
-        infinity=infinity,
-        nan=nan,
-        ones=ones,
-        significand=(1 << layout.mantissa) - 1,
-        implicit=1 << layout.mantissa,
-        field=layout.mantissa,
-        last_bit=layout.width - 1,
-        finite=infinity - 1,
-        drawn=ones & -1 << 32 - count_random_bits(target) & 0xFFFFFFFF,
-        largest=largest,
-        overflow=(infinity, nan, largest)[target.policy],
-        zero_sign=sign * target.signed_zero,
-        value_sign=sign * target.signed,
-        negative=ones if target.signed else sign,
-        shift=lost,
-        base=base,
-        highest=highest,
-        lowest=min(highest, max(1, base - layout.mantissa)),
-        tiny=layout.make_power_word(tiny),
-        floor=0 if target.zero else layout.make_power_word(tiny),
-        tie=layout.make_power_word(tiny - 1) + 1,
-        first_factor=layout.make_power_word(halves[0]),
-        second_factor=layout.make_power_word(halves[1]),
-    )
+    words = {
+        "magnitude": sign - 1,
+        "sign": sign,
+        "infinity": infinity,
+        "nan": nan,
+        "ones": ones,
+        "significand": (1 << layout.mantissa) - 1,
+        "implicit": 1 << layout.mantissa,
+        "field": layout.mantissa,
+        "last_bit": layout.width - 1,
+        "finite": infinity - 1,
+        "drawn": ones & -1 << 32 - count_random_bits(target) & 0xFFFFFFFF,
+        "largest": largest,
+        "overflow": {"inf": infinity, "nan": nan, "saturate": largest}[target.policy],
+        "zero_sign": sign * target.signed_zero,
+        "value_sign": sign * target.signed,
+        "negative": ones if target.signed else sign,
+        # how many bits a word loses by its exponent, and the words around the smallest number
+        "shift": lost,
+        "base": base,
+        "highest": highest,
+        "lowest": min(highest, max(1, base - layout.mantissa)),
+        "tiny": layout.make_power_word(tiny),
+        "floor": 0 if target.zero else layout.make_power_word(tiny),
+        "tie": layout.make_power_word(tiny - 1) + 1,
+        "first_factor": layout.make_power_word(halves[0]),
+        "second_factor": layout.make_power_word(halves[1]),
+        **dict.fromkeys(("smallest_binade", "raise_by", "limit"), 0),
+        **dict.fromkeys(("up_scale", "down_scale", "spare_bits", "whole_steps"), 0),
+    }
     path = _choose_rounding_path(target, layout)
     if path == "adder":
         spacing = Fraction(2) ** (floor_log2(target.max) - target.mantissa_bits)
         steps = Fraction(target.max) / spacing
-        words = words._replace(
-            smallest_binade=layout.make_power_word(target.emin),
-            raise_by=(layout.mantissa - target.mantissa_bits) << layout.mantissa,
-            limit=layout.encode_number(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
-        )
+        # The addend 2^(e - m + M) of a magnitude with exponent e, and the largest that stays finite.
+        words |= {
+            "smallest_binade": layout.make_power_word(target.emin),
+            "raise_by": (layout.mantissa - target.mantissa_bits) << layout.mantissa,
+            "limit": layout.encode_number(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
+        }
     if path == "scaled":
         spare = _SCALED_BITS - target.mantissa_bits
-        words = words._replace(
-            smallest_binade=layout.make_power_word(target.emin),
-            up_scale=(2 * layout.bias + _SCALED_BITS) << layout.mantissa,
-            down_scale=_SCALED_BITS << layout.mantissa,
-            spare_bits=layout.width - spare,
-            whole_steps=(1 << layout.width) - (1 << spare),
-        )
-    array = np.array(words, np.uint32 if layout.width == 32 else np.uint64)
-    return TargetConstants(path, bool(target.signed_zero), OVERFLOW_POLICIES[target.policy] == "saturate", array)
+        # Factors to and from fixed point, in which a step is 2^(29 - mantissa bits).
+        words |= {
+            "smallest_binade": layout.make_power_word(target.emin),
+            "up_scale": (2 * layout.bias + _SCALED_BITS) << layout.mantissa,
+            "down_scale": _SCALED_BITS << layout.mantissa,
+            "spare_bits": layout.width - spare,
+            "whole_steps": (1 << layout.width) - (1 << spare),
+        }
+    array = np.array([*words.values()], np.uint32 if layout.width == 32 else np.uint64)
+    return TargetConstants(path, target.signed_zero, target.policy == "saturate", words, array)
 
 
 def count_random_bits(target: Target) -> int:
@@ -274,10 +213,10 @@ def _choose_rounding_path(target: Target, layout: WordLayout) -> str:
     if _is_fixed_grid(target, layout):
         return "fixed"
     normal = target.zero and (target.subnormals or target.mantissa_bits == 0)
-    if target.mode == STOCHASTIC:
+    if target.mode == "stochastic":
         scalable = normal and layout.width == 32 and target.mantissa_bits <= 6 and target.emin >= -96
         return "scaled" if scalable else "packed"
-    addable = target.mode == NEAREST and normal
+    addable = target.mode == "nearest" and normal
     roomy = floor_log2(target.max) + layout.mantissa + 1 - target.mantissa_bits <= layout.bias
     fine = target.mantissa_bits < layout.mantissa and target.tiny_exponent >= 3 - layout.bias
     return "adder" if addable and roomy and fine else "packed"

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import __version__, optim, recipes
 from .._extensions import load_inherited_extensions
 from ..environment import count_cores, describe_processor
-from ..observation.scripts import ScriptEnding, find_module_of_parameters, listen_to_backward_losses, run_script
+from ..observation.scripts import find_module_of_parameters, listen_to_backward_losses, run_script
 from ..recipes import Recipe
 from ..recipes._optimizer import choose_optimizer_state_dtype, split_groups_by_update
 from ._defaults import REFERENCE_RECIPE, TWIN_RECIPE
@@ -191,9 +191,15 @@ def run_worker() -> None:
     load_inherited_extensions()
     recipe, result, script, *arguments = sys.argv[1:]
     losses: list[float] = []
-    done = SubstitutedOptimizer()
-
-    def write(ending: ScriptEnding) -> None:
+    try:
+        with (
+            substitute_optimizers(recipes.get(recipe)) as done,
+            listen_to_backward_losses(lambda loss: losses.append(float(loss))),
+        ):
+            ending = run_script(script, arguments, passing=RecipeRefusal)
+    except RecipeRefusal as refusal:
+        run = ScriptRun(failure=f"could not be used: {refusal}")
+    else:
         why = None
         if ending.code:
             why = f"{ending.reason} with exit code {ending.code}, see above"
@@ -203,21 +209,8 @@ def run_worker() -> None:
             why = f"made no optimizer to replace; {_REPLACED_OPTIMIZERS_HINT}"
         elif not done.step_count:
             why = "never stepped its optimizer"
-        write_run(ScriptRun(losses, done.step_count, why, None if why else done.bytes_per_parameter()))
-
-    def write_run(run: ScriptRun) -> None:
-        Path(result).write_text(json.dumps(asdict(run)), encoding="utf-8")
-
-    def log(loss: Tensor) -> None:
-        losses.append(float(loss))
-
-    try:
-        with substitute_optimizers(recipes.get(recipe)) as done, listen_to_backward_losses(log):
-            ending = run_script(script, arguments, passing=RecipeRefusal)
-    except RecipeRefusal as refusal:
-        write_run(ScriptRun(failure=f"could not be used: {refusal}"))
-    else:
-        write(ending)
+        run = ScriptRun(losses, done.step_count, why, None if why else done.bytes_per_parameter())
+    Path(result).write_text(json.dumps(asdict(run)), encoding="utf-8")
 
 
 class ScriptEvidence(Evidence):

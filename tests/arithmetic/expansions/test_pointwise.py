@@ -7,7 +7,7 @@ import torch
 
 from halfulp.arithmetic import names, pointwise
 from halfulp.arithmetic._functions import EXPANSION_FUNCTION_BY_NAME
-from halfulp.arithmetic._pointwise import PointwiseCall
+from halfulp.arithmetic._pointwise import make_pointwise_kernels
 from halfulp.kernels import engine, record_function, same_bits
 
 
@@ -34,10 +34,12 @@ def test_the_arithmetic_is_float32s_where_two_of_them_are_enough(name):
     """Which decides the bits of the last component: a function that any precision serves, of one or two float32."""
     for counts in itertools.product((1, 2, 3), repeat=2):
         for operand, result in itertools.product((torch.float32, torch.bfloat16, torch.float64), repeat=2):
-            call = PointwiseCall(name, ((operand, counts[0]), (torch.float32, 1)), counts[1], result)
+            operands = ((operand, counts[0]), (torch.float32, 1), (torch.float32, 1))
+            operands = operands[: EXPANSION_FUNCTION_BY_NAME[name].operands]
+            kernels = make_pointwise_kernels(name, operands, counts[1], result)
             few = max(counts) <= 2 and operand == result == torch.float32
             wanted = torch.float32 if few and EXPANSION_FUNCTION_BY_NAME[name].any_precision else torch.float64
-            assert call.arithmetic == wanted, call
+            assert kernels.arithmetic == wanted, (operands, counts[1], result)
 
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
@@ -108,8 +110,8 @@ def _to_compile(trace, known: set) -> int:
 def test_a_compiler_sees_few_instructions(name):
     """Ten thousand take about a second to compile; pow of four components has many more to run."""
     counts = (4,) * EXPANSION_FUNCTION_BY_NAME[name].operands
-    call = PointwiseCall(name, tuple((torch.float64, count) for count in counts), 4, torch.float64)
-    assert _to_compile(record_function(call.evaluate, torch.float64, sum(counts))[0], set()) < 15_000
+    kernels = make_pointwise_kernels(name, tuple((torch.float64, count) for count in counts), 4, torch.float64)
+    assert _to_compile(record_function(kernels.function, torch.float64, sum(counts))[0], set()) < 15_000
 
 
 def test_refusals_say_what_is_allowed():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ._files import TaskWithDataFiles, read_parquet
 from ._task import Batch, Data, compute_warm_cosine_rate
-from ._text import TransformerBlock, init_weights
+from ._text import GPT
 
 SENTENCE_LENGTH = 32
 # The first numbers of the vocabulary: padding, the token that is classified, and every rare word.
@@ -52,20 +52,11 @@ class SST2(TaskWithDataFiles):
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build a transformer of width 64, two layers, four heads."""
         torch.manual_seed(seed)
-        return SentenceClassifier(1 + int(data.train[0].max()))
+        return SentenceClassifier(1 + int(data.train[0].max()), width=64, time=SENTENCE_LENGTH, outputs=2)
 
 
-class SentenceClassifier(nn.Module):
+class SentenceClassifier(GPT):
     """A transformer from word numbers (batch, time), 0 where a sentence has ended, to logits (batch, 2)."""
-
-    def __init__(self, vocabulary: int, width: int = 64, layers: int = 2, heads: int = 4):
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(SENTENCE_LENGTH, width)
-        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 2)
-        self.apply(init_weights)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits of word numbers (batch, time)."""

@@ -1,5 +1,6 @@
 """Tasks text, tinyshakespeare, tinyshakespeare-lstm and gpt-scaled: next characters by a GPT or an LSTM."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -46,7 +47,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer from token ids (batch, time) to logits (batch, time, vocabulary)."""
+    """A decoder-only transformer from token ids (batch, time) to logits (batch, time, outputs or vocabulary)."""
 
     future: Tensor
 
@@ -59,13 +60,14 @@ class GPT(nn.Module):
         heads: int = 4,
         time: int = 64,
         fused: bool = False,
+        outputs: int | None = None,
     ):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(time, width)
         self.blocks = nn.ModuleList(TransformerBlock(width, heads, fused) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary)
+        self.head = nn.Linear(width, outputs or vocabulary)
         future = torch.ones(time, time, dtype=torch.bool, device=self.tokens.weight.device).triu(1)
         self.register_buffer("future", future, persistent=False)
         self.apply(init_weights)
@@ -113,20 +115,6 @@ class LSTM(nn.Module):
             memory = forget * memory + into * gates[:, 3 * self.width :].tanh()
             states.append(out * memory.tanh())
         return torch.stack(states, 1)
-
-
-class CharacterLSTM(nn.Module):
-    """A recurrent network from token ids (batch, time) to logits (batch, time, vocabulary)."""
-
-    def __init__(self, vocabulary: int, width: int = 128):
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width // 2)
-        self.recurrent = LSTM(width // 2, width)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the logits of token ids (batch, time)."""
-        return self.head(self.recurrent(self.tokens(ids)))
 
 
 CHARACTERS_PER_WINDOW = 64
@@ -226,9 +214,12 @@ class TinyShakespeareLSTM(TinyShakespeare):
     time: ClassVar[int] = 32
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Build an LSTM of width 128."""
+        """Build an LSTM of width 128, from token ids (batch, time) to logits (batch, time, vocabulary)."""
         torch.manual_seed(seed)
-        return CharacterLSTM(count_distinct_characters(data))
+        vocabulary = count_distinct_characters(data)
+        return nn.Sequential(
+            OrderedDict(tokens=nn.Embedding(vocabulary, 64), recurrent=LSTM(64, 128), head=nn.Linear(128, vocabulary))
+        )
 
 
 class ScaledGPT(Text):
