@@ -103,6 +103,8 @@ def test_what_is_no_schedule_is_a_type_error():
         compute_learning_rates(3, [1.0])
     with pytest.raises(TypeError, match="a learning rate is a number"):
         compute_learning_rates(lambda step: "high", [1.0], steps=3)
+    with pytest.raises(TypeError, match="a learning rate is a number"):
+        compute_learning_rates(["high", 0.1, 0.1], [1.0], start=1)
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer())
     with pytest.raises(NotImplementedError, match="depends on losses"):
         compute_learning_rates(plateau, [0.1, 0.2], steps=5)

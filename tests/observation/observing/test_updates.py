@@ -23,6 +23,7 @@ OPTIMIZERS = {
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
     "adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "nadam-numpy": lambda p: torch.optim.NAdam(p, lr=1e-3, betas=(np.float32(0.9), 0.999)),
     "radam": lambda p: torch.optim.RAdam(p, lr=1e-3),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-3),

@@ -70,7 +70,7 @@ def compute_learning_rates(
                     f"schedule: give {', '.join(map(repr, SCHEDULE_NAMES))}, a scheduler of torch, a function step -> "
                     f"learning rate or a list of learning rates; got {name_type(schedule)}"
                 )
-            listed = list(schedule)
+            listed = [_check_scheduled_rate(value) for value in schedule]
             if steps is not None and steps != len(listed):
                 raise ValueError(f"steps={steps} and a list of {len(listed)} learning rates: leave steps out")
             schedule, steps = listed.__getitem__, len(listed)

@@ -477,9 +477,9 @@ _IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "identities", "random_
 
 
 def _read_option(value: Any) -> Any:
-    """Return an option that is a number, a word or a flag, or has them as a tuple; None of any other."""
-    if isinstance(value, tuple):
-        return tuple(map(_read_option, value))
+    """Return an option that is a number, a word or a flag, or a tuple, with tensors as numbers; None of any other."""
+    if isinstance(value, tuple):  # of which NumPy's numbers stay
+        return tuple(one if (read := _read_option(one)) is None else read for one in value)
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else None
     return value if isinstance(value, bool | int | float | str) else None
