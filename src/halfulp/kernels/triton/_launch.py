@@ -329,6 +329,12 @@ class TableKernel(TritonKernel):
     def __init__(self, table: Table, tile: int = TILE_ELEMENTS) -> None:
         self.table, self.tile_elements = table, tile
         self.largest_columns = sum(how == "max" for how, _ in table.trace.sums)
+        sizes = {extra[0] for operation, _, extra in table.trace.lines if operation == "load" and not extra[1]}
+        # Registers hold 32 bytes of an array. Beside codes of 4 bits, of which threads load all of theirs at once, 16:
+        # if they had two vectors of the others, whose elements do not lie together, codes would be exchanged.
+        bytes_per_thread, narrowest = (16 if 4 in sizes else 32), min(sizes - {4}, default=0) // 8
+        warps = max(COMPILE_OPTIONS["num_warps"], tile * narrowest // bytes_per_thread // 32)
+        self.options = COMPILE_OPTIONS | {"num_warps": warps}
 
     @property
     def source(self) -> str:
@@ -408,5 +414,5 @@ class TableKernel(TritonKernel):
                 if first < last:
                     to = [totals if self.largest_columns else totals[first:]] if sums else []
                     run = self.run[last - first, parts]
-                    run(placed.device_tensor[first:last], rows, rows.shape[1], *to, aligned, **COMPILE_OPTIONS)
+                    run(placed.device_tensor[first:last], rows, rows.shape[1], *to, aligned, **self.options)
         return totals

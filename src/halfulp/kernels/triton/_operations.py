@@ -113,15 +113,20 @@ def elements(address, kind: tl.constexpr, aligned: tl.constexpr):
     return pointer
 
 
-def load4(address, i, lanes):
-    byte = read(address.to(tl.pointer_type(tl.uint8)) + (i >> 1), lanes).to(tl.uint32)
-    return (byte >> ((i & 1) * 4).to(tl.uint32)) & 15
+def halves(address, b, i, aligned: tl.constexpr):
+    """Return where the bytes of blocks lie, each of two elements of i."""
+    columns: tl.constexpr = i.shape[1] // 2
+    return elements(address, tl.uint8, aligned) + b[:, None] * columns + tl.arange(0, columns)[None, :]
 
 
-def store4(address, i, w, lanes):
-    low, high = tl.split(tl.reshape(w & 15, [w.shape[0], w.shape[1] // 2, 2]))
-    place, _ = tl.split(tl.reshape(i >> 1, [w.shape[0], w.shape[1] // 2, 2]))
-    write(address.to(tl.pointer_type(tl.uint8)) + place, (low | (high << 4)).to(tl.uint8), lanes)
+def load4(address, b, i, lanes, aligned: tl.constexpr):
+    byte = read(halves(address, b, i, aligned), lanes).to(tl.uint32)
+    return tl.interleave(byte & 15, byte >> 4)
+
+
+def store4(address, b, i, w, lanes, aligned: tl.constexpr):
+    low, high = tl.split(tl.reshape(w & 15, [i.shape[0], i.shape[1] // 2, 2]))
+    write(halves(address, b, i, aligned), (low | (high << 4)).to(tl.uint8), lanes)
 
 
 def gather(table, index, last: tl.constexpr):

@@ -102,7 +102,7 @@ def write_element_function(name: str, trace: Trace, arguments: Mapping[Any, str]
     for (address, bits, per_block), number in trace.stores.items():
         place, index = arguments[trace.lines[address][2]], "b[:, None]" if per_block else "i"
         if bits == 4:
-            lines.append(f"store4({place}, {index}, v{number}, lanes)")
+            lines.append(f"store4({place}, b, i, v{number}, lanes, aligned)")
         else:
             to = f"elements({place}, tl.uint{bits}, aligned) + {index}"
             lines.append(f"write({to}, v{number}.to(tl.uint{bits}), lanes)")
@@ -247,7 +247,7 @@ def _write_expression(
         array = names[trace.lines[operands[0]][2]]
         bits, per_block = extra
         if bits == 4:
-            return f"load4({array}, i, lanes)"
+            return f"load4({array}, b, i, lanes, aligned)"
         cast = ".to(tl.uint32)" if bits < 32 else ""
         if per_block:
             return f"tl.load({array}.to(tl.pointer_type(tl.uint{bits})) + b){cast}[:, None]"
