@@ -107,9 +107,9 @@ def _sources() -> list[tuple[str, str, dict[str, str], dict[str, object]]]:
     """The modules' texts, a kernel's name in each, its pointers to payloads and its constants."""
     found = []
     for k, kernel in enumerate(_kernels()):
-        payloads = {f"x{j}": POINTERS[dtype] for j, dtype in enumerate(kernel.stored)}
-        payloads |= {"out": POINTERS[kernel.written]} if kernel.stored else {}
-        constants = {"same": bool(k % 2), "BLOCK": fused.BLOCK_ELEMENTS} if kernel.stored else {}
+        payloads = {f"x{j}": POINTERS[dtype] for j, dtype in enumerate(kernel.payload_dtypes)}
+        payloads |= {"out": POINTERS[kernel.result_dtype]} if kernel.payload_dtypes else {}
+        constants = {"same": bool(k % 2), "BLOCK": fused.BLOCK_ELEMENTS} if kernel.payload_dtypes else {}
         found.append((fused.write_kernel_source(kernel), "kernel", payloads, constants))
     for dtype in KINDS:
         parts = {"y": POINTERS[dtype], "parts": "*fp64"}
