@@ -294,7 +294,7 @@ def main() -> None:
         result = Result("triton", "Triton kernels, compiled ahead of time", TEXT, "python -m benchmarks.bench_triton")
         if given.family:
             kept = result.earlier_rows("kernels", "sm").values()
-            table.rows += [row for row in kept if row["kernels"] not in given.family]
+            table.rows += [row for row in kept if row["kernels"] in FAMILIES.keys() - given.family]
             table.rows.sort(key=lambda row: list(FAMILIES).index(row["kernels"]))
         result.tables = [table]
         save(result)
