@@ -157,7 +157,7 @@ def examine(asm, threads: int, kernel: Kernel) -> Kernel:
             shared.remove(width)
         else:
             widths.append(width)
-    whole = [(count / threads, size) for one in arrays.values() for count, size in one.tiles if count == tile]
+    whole = [(count / threads, size) for one in arrays.values() for count, size in one.tiles if 2 * count >= tile]
     fewest = sum(max(1, math.ceil(own * size / WIDEST)) for own, size in whole)
     kernel.narrowest, kernel.surplus = min(widths, default=0), len(widths) / fewest if fewest else 1.0
     words = [word for line in asm["ptx"].splitlines() if line.startswith("\t") for word in line.split()[:2]]
@@ -173,7 +173,8 @@ def examine(asm, threads: int, kernel: Kernel) -> Kernel:
 def _arrays(code: str, threads: int) -> dict[str, _Arrays]:
     """What Triton's code loads and stores; what a block has one of is shared by its threads, as pointers are by all.
 
-    Tables of constants, in which each element looks up a place of its own, are no arrays.
+    Codes of 4 bits are bytes, half as many as elements. Tables of constants, in which each element looks
+    up a place of its own, are no arrays.
     """
     found, tables = {"load": _Arrays(), "store": _Arrays()}, {"%tables"}
     looked_up = 0
@@ -194,7 +195,7 @@ def _arrays(code: str, threads: int) -> dict[str, _Arrays]:
             found[match[1]].tiles.append((math.prod(map(int, tensor[1].rstrip("x").split("x"))), SIZES[tensor[2]]))
     tile = max((count for one in found.values() for count, _ in one.tiles), default=1)
     for one in found.values():
-        one.shared += [size for count, size in one.tiles if count < tile]
+        one.shared += [size for count, size in one.tiles if 2 * count < tile]
     found["load"].shared += [SIZES["f64"]] * (looked_up * math.ceil(tile / threads))
     return found
 

@@ -37,8 +37,6 @@ add in the processor's order: a warp reads whole lines, an instruction of a thre
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STORAGES = (FP32, BF16, FP16, torch.float8_e4m3fn, torch.float8_e5m2)
 SHAPE = (32, 1024)
-# Kernels on parameters, rows and scales.
-SMALL = {"read_scales", "choose_scales", "keep_scales", "settle", "level", "affine_factors"}
 SCALED_STEPS = [
     ("AdamW", {"weight_decay": 0.1}, "kahan", FP16, torch.float8_e5m2, "fp8"),
     ("AdamW", {"amsgrad": True}, "stochastic", BF16, FP16, FP16),
@@ -117,7 +115,8 @@ def moved(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> tu
         optimizer.step()  # which makes the states
     held = [parameter, *(x for x in optimizer.state[parameter].values() if isinstance(x, torch.Tensor))]
     own = sum(size_of(x) for x in held)
-    return (own + size_of(parameter.grad)) / parameter.numel(), own / parameter.numel()
+    prepared = 4 * parameter.numel() if optimizer.rule(optimizer.param_groups[0]).prepare else 0
+    return (own + size_of(parameter.grad) + prepared) / parameter.numel(), own / parameter.numel()
 
 
 def size_of(x: torch.Tensor) -> int:
@@ -181,11 +180,17 @@ def reductions() -> Launches:
 
 
 def exact_sums() -> Launches:
-    """Exact sums and dot products of rows, and their settling."""
+    """Exact sums and dot products of rows, and the rounding of their accumulators."""
+    from halfulp.arithmetic import _exact_sums as module
+
     for dtype, (rows, columns) in itertools.product((BF16, FP16, FP32, FP64), ((64, 128), (64, 1024), (4, 65_536))):
-        x = numbers(dtype, (rows, columns))
-        yield f"sum of {dtype}", (x.itemsize, 0), lambda: hu.exact_sum(x, 1)
-        yield f"dot of {dtype}", (2 * x.itemsize, 0), lambda: hu.arithmetic.exact_dot(x, x, 1)
+        for name, operands in ("sum", 1), ("dot", 2):
+            given = [numbers(dtype, (rows, columns))] * operands
+            reach = module.LimbRange.for_terms(dtype, operands > 1)
+            words = torch.zeros(rows, reach.counter_count + 1, dtype=torch.int64)
+            fill = lambda: module._fill_windows_by_triton(given, reach)  # noqa: E731
+            yield f"{name} of {dtype}", (operands * dtype.itemsize, 0), fill
+            yield f"rounding to {dtype}", None, lambda: module._round_windows("triton", words, reach, dtype)
 
 
 def scaled_results() -> Launches:
@@ -225,7 +230,7 @@ def compiled(family: str, architectures: tuple[int, ...]) -> list[Kernel]:
             launch.arrays = int(launch.name.split(" of ")[1].split(" ")[0]) if family.endswith("reductions") else 0
             run()
     for kernel in found:
-        if kernel.function in SMALL or family.endswith("reductions"):
+        if kernel.function == "level":  # reads few numbers, whatever the elements are
             kernel.launch.least = None
     return found
 
@@ -253,7 +258,7 @@ def judge(table: Table, family: str, architecture: int, kernels: list[Kernel]) -
         **{f"{way} / least": value for way, value in excess.items()},
         **{
             "instructions / fewest": surplus,
-            "narrowest": min((k.narrowest for k in kernels if k.narrowest), default=0),
+            "narrowest": min((k.narrowest for k in judged or kernels if k.narrowest), default=0),
         },
         registers=max(k.registers for k in kernels),
         **worst,
@@ -289,7 +294,7 @@ def main() -> None:
         result = Result("triton", "Triton kernels, compiled ahead of time", TEXT, "python -m benchmarks.bench_triton")
         if given.family:
             kept = result.earlier_rows("kernels", "sm").values()
-            table.rows += [row for row in kept if row["kernels"] not in given.family]
+            table.rows += [row for row in kept if row["kernels"] in FAMILIES.keys() - given.family]
             table.rows.sort(key=lambda row: list(FAMILIES).index(row["kernels"]))
         result.tables = [table]
         save(result)

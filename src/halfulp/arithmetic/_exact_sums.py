@@ -132,13 +132,14 @@ def _fill_windows_by_triton(operands: Operands, reach: LimbRange) -> torch.Tenso
     (rows, columns), first, words = operands[0].shape, operands[0], reach.counter_count + 1
     begin = np.arange(0, columns, CHUNK_ELEMENTS)
     several = _COUNTERS_PER_ROW if len(begin) > 1 else 1
-    counters = torch.zeros(rows, several, words, dtype=torch.int64, device=first.device)
+    # All begin at multiples of 16 bytes, as a tile is read by whole vectors where all of its addresses are such.
+    counters = torch.zeros(rows, several, words + words % 2, dtype=torch.int64, device=first.device)[..., :words]
     row, number = (array.reshape(-1) for array in np.indices((rows, len(begin))))
     slot = row * several + number % several
     table = np.stack([slot, begin[number], np.minimum(columns - begin[number], CHUNK_ELEMENTS), begin[number]], 1)
     rows_of = np.arange(rows * several)
     pointers = [_find_row_addresses(x, rows_of // several) for x in operands]
-    pointers.append(address(counters) + rows_of * (8 * words))
+    pointers.append(address(counters) + rows_of * (8 * counters.stride(1)))
     if len(table):
         _compile_table_kernel("triton", make_term_adding_kernel(first.dtype, len(operands) > 1, reach))(
             table, np.stack(pointers, 1), first.device

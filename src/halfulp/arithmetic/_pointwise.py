@@ -212,7 +212,7 @@ class ElementwiseKernels:
     @functools.cached_property
     def triton_kernel(self) -> PointwiseKernel:
         """The kernel of an accelerator."""
-        return PointwiseKernel(*self.recorded_trace, self.stored, self.written)
+        return PointwiseKernel(*self.recorded_trace)
 
     def _find_triton_kernel(self, device: torch.device, whole: bool) -> Any:
         """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""

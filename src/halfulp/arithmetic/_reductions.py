@@ -297,7 +297,6 @@ def _compile_kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
 
 def _find_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
     """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
-    stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
     name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"
 
     def run(kernel: ReductionKernel, device: torch.device) -> list[torch.Tensor]:
@@ -308,9 +307,8 @@ def _find_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
         return [part for cut, parts in trials() for part in _reduce_by_reference(reduction, parts, cut)]
 
     trials = functools.partial(_make_trial_matrices, reduction)
-    return find_checked_kernel(
-        reduction, name, device, lambda: ReductionKernel(reduction.device_functions, stored, written), run, reference
-    )
+    build = lambda: ReductionKernel(reduction.device_functions, reduction.inputs, reduction.components)  # noqa: E731
+    return find_checked_kernel(reduction, name, device, build, run, reference)
 
 
 def _run_on_triton(

@@ -195,8 +195,8 @@ class TritonPlan(NamedTuple):
             # The device alone reads it, so that nothing waits.
             amax = torch.zeros(1, dtype=torch.int32, device=device)
             at = address(amax)
-            self.largest_kernel.launch(device, addresses, count, self.largest_constants, (0,), length, at, aligned)
-        self.kernel.launch(device, addresses, count, self.constants, (key,), length, at, aligned)
+            self.largest_kernel.launch(device, addresses, count, self.largest_constants, 0, length, at, aligned)
+        self.kernel.launch(device, addresses, count, self.constants, key, length, at, aligned)
 
 
 def find_row_length(x: torch.Tensor) -> int:

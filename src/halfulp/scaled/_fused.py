@@ -259,7 +259,7 @@ def write_kernel_source(kernel: FusedKernel) -> str:
     given = [f"tl.load(s{k}).to(tl.float64)" for k in range(scales)]
     given += [f"tl.full([], 1.0, tl.float64) * c{k}" for k in range(numbers)]
     functions = write_functions("scales", scale_trace, scale_results)
-    lines = ["program = tl.program_id(0)", f"{', '.join(made)} = scales({', '.join([*given, 'None'])})"]
+    lines = ["program = tl.program_id(0)", f"{', '.join(made)} = scales({', '.join(given)})"]
     if kept:
         lines += ["if program == 0:", *(f"    tl.store(r{k}, y{k}.to(tl.float32))" for k in range(kept))]
     names = [*(f"s{k}" for k in range(scales)), *(f"r{k}" for k in range(kept)), *(f"c{k}" for k in range(numbers))]
@@ -270,7 +270,7 @@ def write_kernel_source(kernel: FusedKernel) -> str:
             f"tl.load({place}, mask=lanes, other=0){_TRITON_LOAD_CAST_BY_ITEMSIZE[dtype.itemsize]}"
             for place, dtype in zip(places, kernel.payload_dtypes)
         ]
-        elements = [*words, *(f"{y}.to(tl.float32)" for y in made[kept:]), *(f"c{k}" for k in range(numbers)), "None"]
+        elements = [*words, *(f"{y}.to(tl.float32)" for y in made[kept:]), *(f"c{k}" for k in range(numbers))]
         lines += [
             "i = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
             "lanes = i < n",
@@ -310,7 +310,7 @@ def measure(y, parts, n, programs, loops, BLOCK: tl.constexpr):
     k = 0
     while k < loops:
         i = (program + k * programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        size, square, one = element(tl.load(y + i, mask=i < n, other=0)READ, None)
+        size, square, one = element(tl.load(y + i, mask=i < n, other=0)READ)
         largest = tl.maximum(largest, size)
         squares += square
         count += one
@@ -328,7 +328,7 @@ def level(parts, out, programs, limit, zero_scale, BLOCK: tl.constexpr):
     squares = tl.sum(tl.load(parts + programs + i, mask=lanes, other=0.0), axis=0)
     count = tl.sum(tl.load(parts + 2 * programs + i, mask=lanes, other=0.0), axis=0)
     one = tl.full([], 1.0, tl.float64)
-    tl.store(out, level_of(largest, squares, count, one * limit, one * zero_scale, None).to(tl.float32))
+    tl.store(out, level_of(largest, squares, count, one * limit, one * zero_scale).to(tl.float32))
 """
 
 

@@ -44,7 +44,7 @@ REDUCTIONS = [
 def _expansion(shape, dtype, components, generator):
     """Components of numbers of many magnitudes, as they come out of an operator, and some special ones."""
     x = torch.randn(shape, dtype=torch.float64, generator=generator)
-    x = x.sign() * (4 * x.abs()).exp()
+    x = x.sign() * (4 * x.abs()).exp().clamp(max=2.0**20)  # the largest angle
     if x.numel() > 30:
         x.view(-1)[::13] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0])[
             torch.randint(0, 6, (x.view(-1)[::13].numel(),), generator=generator)
@@ -136,10 +136,9 @@ def _sources(kept):
         )
         if elements is not None:
             trace, numbers = elements.recorded_trace
-            yield name, PointwiseKernel(trace, numbers, elements.stored, elements.written).source
+            yield name, PointwiseKernel(trace, numbers).source
     for one in REDUCTIONS:
-        stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
-        yield one.kind, ReductionKernel(one.device_functions, stored, written).source
+        yield one.kind, ReductionKernel(one.device_functions, one.inputs, one.components).source
 
 
 def test_every_function_is_written_in_what_triton_can_compile(seed):
@@ -199,14 +198,14 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
     for name, elements in kinds.items():
         trace, numbers = elements.recorded_trace
         constants = {f"mode{k}": 0 for k in range(len(elements.stored))} | {"WHOLE": True, "TILE": 1024}
-        text = PointwiseKernel(trace, numbers, elements.stored, elements.written).source
+        text = PointwiseKernel(trace, numbers).source
         given = {"tables": "*fp64", "count": "i64", "columns": "i64"}
         ptx = instructions(text, (elements.stored, elements.written), given, constants, 4)
         check(ptx, name in ("mul", "exp", "div"))
         assert ptx.count("ld.global.v"), "16 bytes at a time"
     for one in REDUCTIONS:
         stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
-        text = ReductionKernel(one.device_functions, stored, written).source
+        text = ReductionKernel(one.device_functions, one.inputs, one.components).source
         given = dict.fromkeys(("rows", "columns", "length", "segments", "divisor", "several", "tiles"), "i64")
         for lanes in (32, 128):
             constants = {"LANES": lanes}

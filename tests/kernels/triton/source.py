@@ -11,6 +11,7 @@ OPERATORS = (
 DECORATOR = re.compile(r"triton\.jit(\(do_not_specialize=\[('\w+'(, )?)+\]\))?")
 # What a kernel is compiled apart for.
 SWITCHES = ("aligned", "ragged")
+TYPE_TESTS = ("x.dtype == tl.float64", "a.dtype == tl.float64", "w.dtype == tl.uint64")
 
 
 def check_source(text: str) -> set[str]:
@@ -28,11 +29,11 @@ def check_source(text: str) -> set[str]:
             assert not negated, ast.unparse(node)
             assert not isinstance(node, FORBIDDEN), ast.unparse(node)
             if isinstance(node, ast.If):
-                assert ast.unparse(node.test) in SWITCHES
+                assert ast.unparse(node.test) in SWITCHES + TYPE_TESTS
             if isinstance(node, ast.BinOp):
                 assert isinstance(node.op, OPERATORS), ast.unparse(node)
                 # Of float32 it is correctly rounded by div_rn alone.
-                assert not isinstance(node.op, ast.Div) or function.name == "divide64", ast.unparse(node)
+                assert not isinstance(node.op, ast.Div) or function.name == "div", ast.unparse(node)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 assert node.id in own | known | {"tl", "triton"}, f"{function.name} uses {node.id}"
         known.add(function.name)

@@ -7,7 +7,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import address, square_root
 from halfulp.kernels._device_function import ElementRecording, Table
-from halfulp.kernels._operations import load16, load32, load64, real, store32, store64, word
+from halfulp.kernels._operations import load64, real, store64, word
 from halfulp.kernels.triton._launch import TensorKernel
 
 from .compiled import inexact, instructions
@@ -72,21 +72,6 @@ def test_operations_on_64_bits_round_correctly(capability, monkeypatch, tmp_path
 def test_the_text_holds_what_triton_can_compile():
     text = _wide().source
     assert {"element", "run"} <= check_source(text)
-    assert "def run(a0: tl.int64, a1: tl.int64, a2: tl.int64, c0: tl.int64, c2: tl.int64, memory" in text
-    assert "real64(tl.full([], 9223372036854775808, tl.uint64))" in text, "the sign of a zero"
-    assert "real64(tl.full([], 9221120237041090560, tl.uint64))" in text, "a NaN"
-
-
-def test_an_array_of_two_sizes_is_refused():
-    element = ElementRecording(2)
-    source, target = element.arrays
-    store32(target, element.index, load16(source, element.index) + load32(source, element.index))
-    with pytest.raises(NotImplementedError, match="one element of one size"):
-        TensorKernel(Table(element.trace, 2)).source  # noqa: B018
-
-
-def test_a_sum_is_refused():
-    element = ElementRecording(1)
-    element.trace.emit_total("sum", hu.kernels._operations.real(load32(element.arrays[0], element.index)))
-    with pytest.raises(NotImplementedError, match="finds the largest word, got a sum"):
-        TensorKernel(Table(element.trace, 1)).source  # noqa: B018
+    assert "def run(a0: tl.int64, a1: tl.int64, a2: tl.int64, c0: tl.int64, c2: tl.int64, key" in text
+    assert "real(tl.full([], 9223372036854775808, tl.uint64))" in text, "the sign of a zero"
+    assert "real(tl.full([], 9221120237041090560, tl.uint64))" in text, "a NaN"

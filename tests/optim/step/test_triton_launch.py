@@ -11,8 +11,7 @@ import torch
 import halfulp as hu
 from halfulp._torch_versions import HAS_GRADIENT_DTYPE
 from halfulp.kernels import record_function, select
-from halfulp.kernels._trace import RecordedFunction
-from halfulp.kernels.triton._writer import COMPILE_OPTIONS, write_word_function
+from halfulp.kernels.triton._writer import write_functions
 from halfulp.optim._storage import STORE_BY_DTYPE
 from halfulp.optim.step._triton_kernel import make_step_kernel
 
@@ -66,13 +65,13 @@ def test_every_metered_kind_is_written_in_what_triton_can_compile(rule, update, 
 def test_an_operation_without_a_form_on_blocks_is_refused():
     trace, (value,) = record_function(lambda x: [x.trace.emit("logarithm", (x,))], torch.float32, 1)
     with pytest.raises(NotImplementedError, match="logarithm of a device function has no form on Triton's blocks"):
-        write_word_function("logarithm", RecordedFunction(trace, (value.number,)))
+        write_functions("logarithm", trace, (value.number,))
 
 
 def test_constants_keep_their_bits():
     numbers = (-0.0, math.nan, 2.0**-149)
     trace, (value,) = record_function(lambda x: [select(x < numbers[0], numbers[1], numbers[2])], torch.float32, 1)
-    text = write_word_function("chosen", RecordedFunction(trace, (value.number,)))
+    (text,) = write_functions("chosen", trace, (value.number,))
     for written in (
         "real(tl.full([], 2147483648, tl.uint32))",
         "real(tl.full([], 2143289344, tl.uint32))",
@@ -128,7 +127,7 @@ def test_the_compiler_fuses_and_flushes_nothing(case, capability, monkeypatch, t
     types = {"chunks": "*i64", "rows": "*i64", "width": "i64", **totals, "aligned": "constexpr"}
     whole = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}
     source = triton.compiler.ASTSource(kernel.run, types, {(len(types) - 1,): True}, whole)
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=COMPILE_OPTIONS).asm["ptx"]
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.options).asm["ptx"]
     instructions = {line.split()[0] for line in ptx.splitlines() if line.startswith("\t") and line.split()}
     assert "ld.global.v4.b32" in ptx, "16 bytes at a time"
     assert not [i for i in instructions if i.startswith("fma") or ".ftz" in i or ".approx" in i or ".full" in i]

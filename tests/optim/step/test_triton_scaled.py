@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.kernels.triton._launch import TableKernel
-from halfulp.kernels.triton._writer import COMPILE_OPTIONS
 from halfulp.optim._storage import PAYLOAD_STORE_BY_DTYPE
 from halfulp.optim.step._run import make_reduction_spec
 from halfulp.optim.step._triton_kernel import make_step_kernel
@@ -227,7 +226,7 @@ def test_the_compiler_fuses_and_flushes_nothing_in_scaled_steps(case, metered, c
         types = {"chunks": "*i64", "rows": "*i64", "width": "i64", **totals, "aligned": "constexpr"}
         whole = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}
         source = triton.compiler.ASTSource(kernel.run, types, {(len(types) - 1,): True}, whole)
-        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=COMPILE_OPTIONS).asm["ptx"]
+        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.options).asm["ptx"]
         lines = [[w for w in line.split() if w[0] != "@"] for line in ptx.splitlines() if line.startswith("\t")]
         found = [words[0] for words in lines if words]
         assert not inexact(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,6 @@ from ._writer import (
     TritonKernel,
     concatenate_tables,
     indent_lines,
-    write_cast,
     write_functions,
     write_module,
 )
@@ -31,39 +31,35 @@ _SAME_SHAPE_MODE, _ONE_ELEMENT_MODE, _ELEMENT_PER_ROW_MODE, _ELEMENT_PER_COLUMN_
 class PointwiseKernel(TritonKernel):
     """A compiled function of elements; calling it fills contiguous results.
 
-    `stored` are the dtypes in memory of the inputs, `written` those of the values of the instructions `results`, which
-    must be numbers of them or of the next wider ones.
+    These are the values of the instructions `results`, in dtypes that hold them or in the next narrower ones.
     """
 
-    def __init__(
-        self, trace: Trace, results: Sequence[int], stored: Sequence[torch.dtype], written: Sequence[torch.dtype]
-    ) -> None:
-        self._source_arguments = trace, tuple(results), tuple(stored), tuple(written)
-        self.size = trace.count_instructions()
+    def __init__(self, trace: Trace, results: Sequence[int]) -> None:
+        self.trace, self.results, self.size = trace, results, trace.count_instructions()
         # Registers hold the values of a tile.
         self.tile = 1024 if self.size <= 100 else 512 if self.size <= LONG_TRACE_INSTRUCTIONS else 256
-        self.values = concatenate_tables(trace)
+        self.values = concatenate_tables(trace) or (0.0,)
         # Kept as long as the kernel, since what runs or was captured still reads them.
-        self._tables: dict[torch.device, torch.Tensor] = {}
+        self.copy_tables = functools.cache(functools.partial(torch.tensor, self.values, dtype=torch.float64))
 
     @property
     def source(self) -> str:
         """The text of the module, whose function `run` takes inputs, outputs, constants, sizes and modes."""
-        trace, results, stored, written = self._source_arguments
-        functions = write_functions("element", trace, results)
-        inputs, outputs = range(len(stored)), range(len(written))
+        functions = write_functions("element", self.trace, self.results)
+        inputs = range(sum(operation == "input" for operation, *_ in self.trace.lines))
+        outputs, tables = range(len(self.results)), ["tables"] if concatenate_tables(self.trace) else []
         modes = [f"mode{k}: tl.constexpr" for k in inputs]
         arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), "tables"]
         arguments += ["count: tl.int64", "columns: tl.int64", *modes, "WHOLE: tl.constexpr", "TILE: tl.constexpr"]
-        wide = "tl.float64" if trace.dtype == torch.float64 else "tl.float32"
+        wide = "tl.float64" if self.trace.dtype == torch.float64 else "tl.float32"
         lines = [
             "if WHOLE:",  # of an argument itself tl.multiple_of says nothing
             f"    count = count // {VECTOR_ELEMENTS} * {VECTOR_ELEMENTS}",
             "i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)",
             "lanes = i < count",
             *(f"x{k} = load(input{k}, i, columns, lanes, mode{k}, TILE).to({wide})" for k in inputs),
-            f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), 'tables'])})",
-            *(f"write(output{k} + i, {write_cast(f'y{k}', dtype)}, lanes)" for k, dtype in enumerate(written)),
+            f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), *tables])})",
+            *(f"write(output{k} + i, narrow(y{k}, output{k}.dtype.element_ty), lanes)" for k in outputs),
         ]
         # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
         head = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef run({', '.join(arguments)}):\n"
@@ -76,14 +72,9 @@ class PointwiseKernel(TritonKernel):
         if not count:
             return
         held, modes, columns = lay_out_operands(inputs, first.shape, device)
-        table = self._tables.get(device)
-        if table is None:
-            table = torch.tensor(self.values or (0.0,), dtype=torch.float64, device=device)
-            self._tables[device] = table
-        grid = (-(-count // self.tile),)
+        given = *held, *outputs, self.copy_tables(device=device), count, columns, *modes, count % VECTOR_ELEMENTS == 0
         with use_device(device):
-            whole = count % VECTOR_ELEMENTS == 0
-            self.run[grid](*held, *outputs, table, count, columns, *modes, whole, self.tile, **COMPILE_OPTIONS)
+            self.run[(-(-count // self.tile),)](*given, self.tile, **COMPILE_OPTIONS)
 
 
 _LOAD_SOURCE = f"""@triton.jit
@@ -130,33 +121,28 @@ _SIZE_ARGUMENT_NAMES = ("rows", "columns", "length", "segments", "divisor", "sev
 
 
 class ReductionKernel(TritonKernel):
-    """A compiled reduction, of rows whose components are `stored` in some dtypes; calling it fills the results."""
+    """A compiled reduction, of rows of some components to others; calling it fills the results."""
 
-    def __init__(self, steps: ReductionSteps, stored: Sequence[torch.dtype], written: Sequence[torch.dtype]) -> None:
-        self._source_arguments = steps, tuple(stored), tuple(written)
+    def __init__(self, steps: ReductionSteps, inputs: int, outputs: int) -> None:
+        self._source_arguments = steps, range(inputs), range(outputs)
 
     @property
     def source(self) -> str:
         """The text of the module, with the kernel `run(inputs, outputs, numbers, LANES)`."""
-        steps, stored, written = self._source_arguments
-        pieces = steps.record_steps(len(stored))
-        functions = dict.fromkeys(
-            text
-            for name, (trace, results) in zip(("step", "join", "merge", "close"), pieces)
-            for text in write_functions(name, trace, results)
-        )
-        inputs, outputs = range(len(stored)), range(len(written))
-        state, held, other = ([f"{name}{k}" for k in range(steps.width)] for name in ("state", "held", "other"))
-        row = [f"row{k}" for k in inputs]
-        begin = [steps.start] + [0.0] * (steps.width - 1)
-        written_out = pieces[0][0].count_instructions() <= _MOST_UNROLLED_INSTRUCTIONS
+        steps, inputs, outputs = self._source_arguments
+        pieces = dict(zip(("step", "join", "merge", "close"), steps.record_steps(len(inputs))))
+        functions = dict.fromkeys(text for name, piece in pieces.items() for text in write_functions(name, *piece))
+        width = range(steps.width)
+        state, new, held, other = ([f"{name}{k}" for k in width] for name in ("state", "new", "held", "other"))
+        written_out = pieces["step"][0].count_instructions() <= _MOST_UNROLLED_INSTRUCTIONS
 
         def call(name: str, results: Sequence[str], given: Sequence[str]) -> str:
-            # None of these looks constants up.
-            return f"{', '.join(results)} = {name}({', '.join(given)}, None)"
+            return f"{', '.join(results)} = {name}({', '.join(given)})"
 
         def start(names: Sequence[str]) -> list[str]:
-            return [f"{name} = tl.full([LANES], {value}, tl.float64)" for name, value in zip(names, begin)]
+            return [
+                f"{name} = tl.full([LANES], {0.0 if k else steps.start}, tl.float64)" for k, name in enumerate(names)
+            ]
 
         turn = [
             "at = (first + turn) * width + lane",
@@ -165,22 +151,22 @@ class ReductionKernel(TritonKernel):
                 f"row{k} = tl.load(input{k} + base + at, mask=there, other={0.0 if k else steps.start}).to(tl.float64)"
                 for k in inputs
             ),
-            call("step", [f"new{k}" for k in range(steps.width)], [*state, *row]),
-            *(f"state{k} = tl.where(first + turn < turns, new{k}, state{k})" for k in range(steps.width)),
+            call("step", new, [*state, *(f"row{k}" for k in inputs)]),
+            *(f"state{k} = tl.where(first + turn < turns, new{k}, state{k})" for k in width),
         ]
         block = [
             *start(state),
             f"for turn in {'tl.static_range' if written_out else 'range'}({BLOCK_ROWS}):",
-            *map("    {}".format, turn),
+            indent_lines(turn),
             call("join", held, [*held, *state]),
             f"first += {BLOCK_ROWS}",
         ]
         merge = [
             "beside = (several + 1) // 2",
             "from_lane = tl.minimum(lane + beside * columns, LANES - 1).to(tl.int32)",
-            *(f"other{k} = tl.gather(held{k}, from_lane, 0)" for k in range(steps.width)),
-            call("merge", [f"new{k}" for k in range(steps.width)], [*held, *other]),
-            *(f"held{k} = tl.where(lane < (several - beside) * columns, new{k}, held{k})" for k in range(steps.width)),
+            *(f"other{k} = tl.gather(held{k}, from_lane, 0)" for k in width),
+            call("merge", new, [*held, *other]),
+            *(f"held{k} = tl.where(lane < (several - beside) * columns, new{k}, held{k})" for k in width),
             "several = beside",
         ]
         lines = [
@@ -198,18 +184,15 @@ class ReductionKernel(TritonKernel):
             # Triton's interpreter has no loops over ranges that it computes.
             "first = turns * 0",
             "while first < turns:",
-            *map("    {}".format, block),
+            indent_lines(block),
             f"for _ in range({NARROW_LANES.bit_length() - 1}):",
-            *map("    {}".format, merge),
+            indent_lines(merge),
             call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
             "to = segment * columns + lane",
-            *(
-                f"tl.store(output{k} + to, {write_cast(f'y{k}', dtype)}, mask=lane < columns)"
-                for k, dtype in enumerate(written)
-            ),
+            *(f"write(output{k} + to, narrow(y{k}, output{k}.dtype.element_ty), lane < columns)" for k in outputs),
         ]
-        numbers = [f"{name}: tl.int64" for name in _SIZE_ARGUMENT_NAMES]
-        arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), *numbers, "LANES: tl.constexpr"]
+        arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs)]
+        arguments += [*(f"{name}: tl.int64" for name in _SIZE_ARGUMENT_NAMES), "LANES: tl.constexpr"]
         # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
         text = f"@triton.jit(do_not_specialize={list(_SIZE_ARGUMENT_NAMES)})\ndef run({', '.join(arguments)}):\n"
         return write_module(functions, f"{text}{indent_lines(lines)}\n")

@@ -1,8 +1,7 @@
 """Operations on Triton blocks that take more than an expression: plain functions whose text goes into modules.
 
 `lanes` is the mask of the elements that exist, and `aligned` says that addresses and indices are multiples of 16. Words
-are uint32 blocks and reals float32 blocks. Functions with a name in `WIDTHLESS_FUNCTIONS` are written for blocks of 64
-bits too, under names that end in 64.
+are blocks of uint32 or uint64, and reals of float32 or float64.
 """
 
 from __future__ import annotations
@@ -15,44 +14,68 @@ else:
     tl = None  # triton.language in a generated module
 
 
-WIDTHLESS_FUNCTIONS = ("word", "real", "negative", "absolute", "product_error", "rint")
-# Constants of the functions below as they are for reals of 32 and of 64 bits.
-NAN, SIGN, MAGNITUDE = (0x7FC00000, 0x7FF8 << 48), (1 << 31, 1 << 63), ((1 << 31) - 1, (1 << 63) - 1)
-ROUNDING_SUMMAND, LEAST_WITHOUT_FRACTION = (1.5 * 2.0**23, 1.5 * 2.0**52), (2.0**22, 2.0**51)
+def bits(x):
+    if x.dtype == tl.float64:
+        return x.to(tl.uint64, bitcast=True)
+    else:
+        return x.to(tl.uint32, bitcast=True)
+
+
+def real(w):
+    if w.dtype == tl.uint64:
+        return w.to(tl.float64, bitcast=True)
+    else:
+        return w.to(tl.float32, bitcast=True)
 
 
 def word(x):
     # A GPU's own NaN has all low bits set, which the encoders do not allow.
-    return tl.where(x == x, x.to(tl.uint32, bitcast=True), tl.full([], NAN, tl.uint32))
+    if x.dtype == tl.float64:
+        return tl.where(x == x, bits(x), tl.full([], 0x7FF8000000000000, tl.uint64))
+    else:
+        return tl.where(x == x, bits(x), tl.full([], 0x7FC00000, tl.uint32))
 
 
-def real(w):
-    return w.to(tl.float32, bitcast=True)
+def sign_bit(w):
+    return tl.full([], 1, w.dtype) << (w.dtype.primitive_bitwidth - 1)
 
 
-def negative(x):
+def neg(x):
     # Triton's own minus is 0 - x, which loses the sign of a zero.
-    return real(x.to(tl.uint32, bitcast=True) ^ tl.full([], SIGN, tl.uint32))
+    return real(bits(x) ^ sign_bit(bits(x)))
 
 
-def absolute(x):
-    return real(x.to(tl.uint32, bitcast=True) & tl.full([], MAGNITUDE, tl.uint32))
+def abs(x):
+    return real(bits(x) & (sign_bit(bits(x)) - 1))
 
 
 def product_error(a, b, p):
-    return tl.fma(a, b, negative(p))
+    return tl.fma(a, b, neg(p))
 
 
 def rint(x):
     # The sum rounds to a whole number, which larger ones nearly are; the sign of what becomes zero stays.
-    summand = tl.full([], ROUNDING_SUMMAND, tl.float32)
-    whole = tl.where(tl.abs(x) < tl.full([], LEAST_WITHOUT_FRACTION, tl.float32), (x + summand) - summand, x)
-    sign = x.to(tl.uint32, bitcast=True) & tl.full([], SIGN, tl.uint32)
-    return real(whole.to(tl.uint32, bitcast=True) | sign)
+    if x.dtype == tl.float64:
+        least_without_fraction = tl.full([], 2251799813685248.0, tl.float64)
+    else:
+        least_without_fraction = tl.full([], 4194304.0, tl.float32)
+    summand = least_without_fraction * 3.0
+    whole = tl.where(tl.abs(x) < least_without_fraction, (x + summand) - summand, x)
+    return real(bits(whole) | (bits(x) & sign_bit(bits(x))))
 
 
-def divide64(a, b):
-    return a / b  # of float64 correctly rounded, and div_rn takes float32 alone
+def div(a, b):
+    if a.dtype == tl.float64:
+        return a / b  # correctly rounded, and div_rn takes float32 alone
+    else:
+        return tl.div_rn(a, b)
+
+
+def sqrt(x):
+    if x.dtype == tl.float64:
+        return tl.sqrt(x)  # correctly rounded, and sqrt_rn takes float32 alone
+    else:
+        return tl.sqrt_rn(x)
 
 
 def deposit64(address, places, words, lanes):
@@ -113,15 +136,20 @@ def elements(address, kind: tl.constexpr, aligned: tl.constexpr):
     return pointer
 
 
-def load4(address, i, lanes):
-    byte = read(address.to(tl.pointer_type(tl.uint8)) + (i >> 1), lanes).to(tl.uint32)
-    return (byte >> ((i & 1) * 4).to(tl.uint32)) & 15
+def halves(address, b, i, aligned: tl.constexpr):
+    """Return where the bytes of blocks lie, each of two elements of i."""
+    columns: tl.constexpr = i.shape[1] // 2
+    return elements(address, tl.uint8, aligned) + b[:, None] * columns + tl.arange(0, columns)[None, :]
 
 
-def store4(address, i, w, lanes):
-    low, high = tl.split(tl.reshape(w & 15, [w.shape[0], w.shape[1] // 2, 2]))
-    place, _ = tl.split(tl.reshape(i >> 1, [w.shape[0], w.shape[1] // 2, 2]))
-    write(address.to(tl.pointer_type(tl.uint8)) + place, (low | (high << 4)).to(tl.uint8), lanes)
+def load4(address, b, i, lanes, aligned: tl.constexpr):
+    byte = read(halves(address, b, i, aligned), lanes).to(tl.uint32)
+    return tl.interleave(byte & 15, byte >> 4)
+
+
+def store4(address, b, i, w, lanes, aligned: tl.constexpr):
+    low, high = tl.split(tl.reshape(w & 15, [i.shape[0], i.shape[1] // 2, 2]))
+    write(halves(address, b, i, aligned), (low | (high << 4)).to(tl.uint8), lanes)
 
 
 def gather(table, index, last: tl.constexpr):
@@ -131,9 +159,15 @@ def gather(table, index, last: tl.constexpr):
     return read(table + inside.to(tl.int32), tl.full(index.shape, True, tl.int1)).to(index.dtype)
 
 
-def to_bfloat16(x):
-    # By words, as Triton's interpreter converts subnormal numbers to others.
-    w = x.to(tl.uint32, bitcast=True)
-    nearest = (w + tl.full([], 0x7FFF, tl.uint32) + ((w >> 16) & 1)) >> 16
-    nearest = tl.where(x == x, nearest, tl.full([], 0x7FC0, tl.uint32))
-    return nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+def narrow(x, kind: tl.constexpr):
+    """Return a real rounded to a type in memory, to nearest; of 16 bits by way of float32, in which it is exact."""
+    if kind == tl.bfloat16:
+        # By words, as Triton's interpreter converts subnormal numbers to others.
+        w = bits(x.to(tl.float32))
+        nearest = (w + tl.full([], 0x7FFF, tl.uint32) + ((w >> 16) & 1)) >> 16
+        nearest = tl.where(x == x, nearest, tl.full([], 0x7FC0, tl.uint32))
+        return nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif kind == tl.float16:
+        return x.to(tl.float32).to(tl.float16)
+    else:
+        return x.to(kind)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import itertools
 import linecache
 import math
-import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from .._trace import RecordedFunction, Trace
+from .._trace import Trace
 from . import _operations as operations
 
 # No fused multiply-add: it rounds once where the reference rounds twice.
@@ -24,34 +24,21 @@ _INFIX_OPERATOR_BY_OPERATION = {
     **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "==", "ne": "!="},
     **{"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"},
 }
-# What an operation is as an expression of its operands x, y and z, where reals of 64 bits have the same one.
+# What an operation that is no function of `_operations` is as an expression of its operands x, y and z.
 _EXPRESSION_BY_OPERATION = {
-    "abs": "absolute{width}({x})",
-    "neg": "negative{width}({x})",
-    "rint": "rint{width}({x})",
-    "product_error": "product_error{width}({x}, {y}, {z})",
     "not": "{x} == 0",
     "select": "tl.where({x}, {y}, {z})",
-    "div": "tl.div_rn({x}, {y})",
-    "sqrt": "tl.sqrt_rn({x})",
     "floor": "tl.floor({x})",
     "low_word": "{x}.to(tl.uint32)",
     "high_word": "({x} >> 32).to(tl.uint32)",
     "widen": "{x}.to(tl.uint64)",
     "to_real": "{x}.to(tl.int32, bitcast=True).to(tl.float32)",
-    "to_word": "{x}.to(tl.int32).to(tl.uint32, bitcast=True)",
+    "to_word": "{x}.to(tl.int32).to(tl.uint32, bitcast=True).to({type})",
     "to_float32": "{x}.to(tl.float32)",
     "to_float64": "{x}.to(tl.float64)",
     "word_sar": "({x}.to(tl.int64, bitcast=True) >> {y}.to(tl.int64)).to(tl.uint64, bitcast=True)",
     "word_mulh16": "(({x} >> 16) * ({y} >> 16) & 0xFFFF0000) | (({x} & 0xFFFF) * ({y} & 0xFFFF) >> 16)",
     "multiply_add": "{x} * {y} + {z}",
-    "block_largest": "block_largest({x})",
-}
-# Triton's sqrt_rn takes float32 alone; its plain root rounds float64 correctly.
-_FLOAT64_EXPRESSION_BY_OPERATION = _EXPRESSION_BY_OPERATION | {
-    "div": "divide64({x}, {y})",
-    "sqrt": "tl.sqrt({x})",
-    "to_word": "{x}.to(tl.int32).to(tl.uint32, bitcast=True).to(tl.uint64)",
 }
 _TRITON_TYPE_BY_KIND = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
 
@@ -61,14 +48,11 @@ def write_module(functions: Iterable[str], kernel: str, size: int = 0) -> str:
 
     Beyond LONG_TRACE_INSTRUCTIONS instructions the kernel's tile has at most a vector of float64 per thread.
     """
-    texts = {}
-    for name, function in vars(operations).items():
-        if inspect.isfunction(function):
-            text = f"@triton.jit\n{inspect.getsource(function).rstrip()}"
-            texts[name] = _insert_numbers(text, 0)
-            if name in operations.WIDTHLESS_FUNCTIONS:
-                wide = _WIDTHLESS_CALL_PATTERN.sub(r"\g<0>64", _TYPE_WIDTH_PATTERN.sub("64", text))
-                texts[f"{name}64"] = _insert_numbers(wide, 1)
+    texts = {
+        name: f"@triton.jit\n{inspect.getsource(function).rstrip()}"
+        for name, function in vars(operations).items()
+        if inspect.isfunction(function)
+    }
     if size > LONG_TRACE_INSTRUCTIONS:
         texts |= {name: texts[f"{name}_in_loop"].replace("_in_loop", "") for name in ("read", "write")}
     written = "\n\n\n".join([*functions, kernel])
@@ -76,20 +60,6 @@ def write_module(functions: Iterable[str], kernel: str, size: int = 0) -> str:
         if f"{name}(" in written:
             written = f"{text}\n\n\n{written}"
     return f"import triton\nimport triton.language as tl\n\n\n{written}"
-
-
-_TYPE_WIDTH_PATTERN = re.compile(r"(?<=int)32|(?<=float)32")
-_WIDTHLESS_CALL_PATTERN = re.compile(rf"\b({'|'.join(operations.WIDTHLESS_FUNCTIONS)})(?=\()")
-# Constants of the operations, as pairs for reals of 32 and of 64 bits.
-_NUMBER_PAIR_BY_NAME = {
-    name: pair for name, pair in vars(operations).items() if isinstance(pair, tuple) and len(pair) == 2
-}
-
-
-def _insert_numbers(text: str, place: int) -> str:
-    return re.sub(
-        rf"\b({'|'.join(_NUMBER_PAIR_BY_NAME)})\b", lambda found: repr(_NUMBER_PAIR_BY_NAME[found[0]][place]), text
-    )
 
 
 def write_element_function(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str:
@@ -102,7 +72,7 @@ def write_element_function(name: str, trace: Trace, arguments: Mapping[Any, str]
     for (address, bits, per_block), number in trace.stores.items():
         place, index = arguments[trace.lines[address][2]], "b[:, None]" if per_block else "i"
         if bits == 4:
-            lines.append(f"store4({place}, {index}, v{number}, lanes)")
+            lines.append(f"store4({place}, b, i, v{number}, lanes, aligned)")
         else:
             to = f"elements({place}, tl.uint{bits}, aligned) + {index}"
             lines.append(f"write({to}, v{number}.to(tl.uint{bits}), lanes)")
@@ -113,44 +83,49 @@ def write_element_function(name: str, trace: Trace, arguments: Mapping[Any, str]
 
 
 def write_functions(name: str, trace: Trace, results: Sequence[int]) -> list[str]:
-    """Return the sources of a device function of reals x0, x1, ... and of those that it calls, which come first.
+    """Return the sources of a device function of inputs x0, x1, ... and of those that it calls, which come first.
 
-    Each takes `tables` behind its inputs, the address of the values of `concatenate_tables(trace)`, and returns its
-    results.
+    If any looks constants up, each takes `tables` behind its inputs, the address of the values of
+    `concatenate_tables(trace)`.
+
+    >>> from halfulp.kernels._device_function import record_word_function
+    >>> from halfulp.kernels._operations import mul
+    >>> piece = record_word_function(lambda x: mul(x, x), "w32")
+    >>> print(*write_functions("square", piece.trace, piece.results))
+    @triton.jit
+    def square(x0):
+        v0 = x0
+        v1 = v0 * v0
+        return v1
     """
     found: dict[str, str] = {}
-    _write_functions_into(found, name, trace, results, _find_table_offsets(trace))
+    tables = _list_tables(trace)
+    offsets = dict(zip(tables, itertools.accumulate(map(len, tables), initial=0)))
+
+    def write(name: str, trace: Trace, results: Sequence[int]) -> None:
+        names: dict[Any, str] = {k: f"x{k}" for k in range(sum(line[0] == "input" for line in trace.lines))}
+        arguments = [*names.values(), *(["tables"] if offsets else [])]
+        for k, piece in enumerate(trace.functions):
+            told = repr((piece.trace.digest(), piece.results))
+            called = f"piece_{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+            names["call", k] = f"{called}({{}}{', tables' if offsets else ''})"
+            if called not in found:
+                write(called, piece.trace, piece.results)
+        names |= {("table", k): str(offsets[table]) for k, table in enumerate(trace.tables)}
+        found[name] = _write_function(name, arguments, _write_lines(trace, names, results))
+
+    write(name, trace, results)
     return list(found.values())
 
 
 def concatenate_tables(trace: Trace) -> tuple[float, ...]:
     """Return the constants that a trace and those that it calls look up, one table behind the other."""
-    return tuple(value for table in _find_table_offsets(trace) for value in table)
+    return tuple(itertools.chain(*_list_tables(trace)))
 
 
-def write_cast(name: str, dtype: torch.dtype) -> str:
-    """Return a real in a dtype in memory, to nearest; a float64 of 16 bits goes through float32, which is exact."""
-    if dtype == torch.bfloat16:
-        return f"to_bfloat16({name}.to(tl.float32))"
-    if dtype == torch.float16:
-        return f"{name}.to(tl.float32).to(tl.float16)"
-    return f"{name}.to({'tl.float64' if dtype == torch.float64 else 'tl.float32'})"
-
-
-def write_word_function(name: str, piece: RecordedFunction) -> str:
-    """Return the source of a device function of words.
-
-    >>> from halfulp.kernels._device_function import record_word_function
-    >>> from halfulp.kernels._operations import add, mul
-    >>> print(write_word_function("twice", record_word_function(lambda x: add(x, x), "w32")))
-    @triton.jit
-    def twice(x0):
-        v0 = x0
-        v1 = v0 + v0
-        return v1
-    """
-    names = _name_inputs(piece.trace)
-    return _write_function(name, names.values(), _write_lines(piece.trace, names, piece.results))
+def _list_tables(trace: Trace) -> list[tuple[float, ...]]:
+    called = (table for piece in trace.functions for table in _list_tables(piece.trace))
+    return list(dict.fromkeys([*trace.tables, *called]))
 
 
 def find_needed_instructions(trace: Trace, results: Iterable[int] = ()) -> set[int]:
@@ -183,42 +158,13 @@ class TritonKernel:
         return load_triton_module(self.source)["run"]
 
 
-def _find_table_offsets(trace: Trace) -> dict[tuple[float, ...], int]:
-    """Return where each table begins."""
-    found: dict[tuple[float, ...], int] = {}
-    waiting = [trace]
-    while waiting:
-        one = waiting.pop()
-        for table in one.tables:
-            found.setdefault(table, sum(map(len, found)))
-        waiting += [piece.trace for piece in reversed(one.functions)]
-    return found
-
-
-def _write_functions_into(
-    found: dict[str, str], name: str, trace: Trace, results: Sequence[int], offsets: Mapping[tuple[float, ...], int]
-) -> None:
-    inputs, names = _name_inputs(trace), {}
-    for k, piece in enumerate(trace.functions):
-        told = repr((piece.trace.digest(), piece.results))
-        names["call", k] = called = f"piece_{hashlib.sha256(told.encode()).hexdigest()[:16]}"
-        if called not in found:
-            _write_functions_into(found, called, piece.trace, piece.results, offsets)
-    names |= {("table", k): str(offsets[table]) for k, table in enumerate(trace.tables)}
-    found[name] = _write_function(name, [*inputs.values(), "tables"], _write_lines(trace, inputs | names, results))
-
-
-def _name_inputs(trace: Trace) -> dict[Any, str]:
-    return {k: f"x{k}" for k in range(sum(line[0] == "input" for line in trace.lines))}
-
-
 def _write_function(name: str, arguments: Iterable[str], lines: Iterable[str]) -> str:
     return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n{indent_lines(lines)}"
 
 
 def indent_lines(lines: Iterable[str]) -> str:
     """Return lines as the body of a function."""
-    return "\n".join(f"    {line}" for line in lines)
+    return textwrap.indent("\n".join(lines), "    ")
 
 
 def _write_lines(trace: Trace, names: Mapping[Any, str], results: Sequence[int] = ()) -> list[str]:
@@ -229,8 +175,7 @@ def _write_lines(trace: Trace, names: Mapping[Any, str], results: Sequence[int] 
             continue
         if operation == "call":
             made = ", ".join(f"v{number}_{k}" for k in range(len(trace.functions[extra].results)))
-            given = ", ".join([*(f"v{k}" for k in operands), "tables"])
-            found.append(f"{made} = {names['call', extra]}({given})")
+            found.append(f"{made} = {names['call', extra].format(', '.join(f'v{k}' for k in operands))}")
             continue
         found.append(f"v{number} = {_write_expression(trace, operation, operands, extra, kind, names)}")
     return [*found, f"return {', '.join(f'v{k}' for k in results)}"] if results else found
@@ -247,7 +192,7 @@ def _write_expression(
         array = names[trace.lines[operands[0]][2]]
         bits, per_block = extra
         if bits == 4:
-            return f"load4({array}, i, lanes)"
+            return f"load4({array}, b, i, lanes, aligned)"
         cast = ".to(tl.uint32)" if bits < 32 else ""
         if per_block:
             return f"tl.load({array}.to(tl.pointer_type(tl.uint{bits})) + b){cast}[:, None]"
@@ -257,7 +202,7 @@ def _write_expression(
     if operation == "word":
         return f"tl.full([], {extra[0]}, {_TRITON_TYPE_BY_KIND[kind]})"
     if operation == "bits":
-        return f"{'real' if kind[0] == 'f' else 'word'}{kind[1:].removeprefix('32')}({values[0]})"
+        return f"{'real' if kind[0] == 'f' else 'word'}({values[0]})"
     if operation == "part":
         return f"{values[0]}_{extra}"
     if operation == "gather":
@@ -265,17 +210,17 @@ def _write_expression(
         return f"gather(tables + {names['table', extra]}, {values[0]}, {last})"
     if name in _INFIX_OPERATOR_BY_OPERATION:
         return f"{values[0]} {_INFIX_OPERATOR_BY_OPERATION[name]} {values[1]}"
+    if inspect.isfunction(vars(operations).get(operation)):
+        return f"{operation}({', '.join(values)})"
     if operation not in _EXPRESSION_BY_OPERATION:
         raise NotImplementedError(f"the operation {operation} of a device function has no form on Triton's blocks")
-    width = "64" if kind[1:] == "64" else ""
-    expressions = _FLOAT64_EXPRESSION_BY_OPERATION if width else _EXPRESSION_BY_OPERATION
-    return expressions[operation].format(width=width, **dict(zip("xyz", values)))
+    given = dict(zip("xyz", values), type=_TRITON_TYPE_BY_KIND.get(kind))
+    return _EXPRESSION_BY_OPERATION[operation].format(**given)
 
 
 def _write_constant(value: float, kind: str) -> str:
     """Return a constant as a typed scalar; a zero's sign and a NaN by their bits."""
     if not math.isfinite(value) or (value == 0 and math.copysign(1.0, value) < 0):
-        if kind == "f32":
-            return f"real(tl.full([], {int(np.float32(value).view(np.uint32))}, tl.uint32))"
-        return f"real64(tl.full([], {int(np.float64(value).view(np.uint64))}, tl.uint64))"
+        bits = np.array(value, f"f{int(kind[1:]) // 8}").view(f"u{int(kind[1:]) // 8}")
+        return f"real(tl.full([], {bits}, tl.uint{kind[1:]}))"
     return f"tl.full([], {value!r}, {_TRITON_TYPE_BY_KIND[kind]})"
