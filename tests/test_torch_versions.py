@@ -21,7 +21,7 @@ EXCEPTIONS = {
     "environment/_describe.py": "describes a torch below the floor too, which _torch_versions.py refuses",
     "observation/_text.py": "which optimizers are torch's own",
     "optim/_group_options.py": "which dtype a word names",
-    "subclass/_rule_table.py": "which operator an in-place one repeats",
+    "subclass/_derivation.py": "which operator an in-place one repeats",
 }
 
 

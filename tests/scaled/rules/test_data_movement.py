@@ -333,6 +333,24 @@ def test_fused_optimizers_are_refused_with_the_remedy():
         torch.optim.Adam([p], fused=True).step()
 
 
+def test_kron_writes_values_and_scale_into_its_output(seed):
+    # torch writes into an _unsafe_view of the output, which autograd does not know as a view of it.
+    x = ScaledTensor.encode(50 * torch.randn(2, 2), torch.float32)
+    wanted = torch.kron(x, x)
+    out = torch.ones_like(wanted)
+    torch.kron(x, x, out=out)
+    assert torch.equal(out.decode(), wanted.decode())
+
+
+def test_a_plain_output_that_is_empty_is_resized_beside_a_scaled_one(seed):
+    x = ScaledTensor.encode(torch.randn(3, 4))
+    values, places = ScaledTensor.encode(torch.ones(3)), torch.empty(0, dtype=torch.int64)
+    torch.max(x, 1, out=(values, places))
+    wanted = x.decode().max(1)
+    assert torch.equal(values.decode(), wanted.values)
+    assert torch.equal(places, wanted.indices)
+
+
 def test_unscaling_gradients_finds_what_is_not_finite(seed):
     g = [ScaledTensor.encode(torch.randn(3), torch.float32) for _ in range(2)]
     before, found = [x.decode() for x in g], torch.zeros(1)

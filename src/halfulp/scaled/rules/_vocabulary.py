@@ -318,7 +318,8 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
     @implements_each(*operators, family=family)
     def move(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         payload, scale, dtype = x._payload, x._scale, x.dtype
-        if operator.is_view:
+        # torch does not call _unsafe_view one, as autograd need not know; it shares the memory that kron(out=) writes.
+        if operator.is_view or operator is aten._unsafe_view.default:
             if torch.is_inference_mode_enabled() and not x.is_inference():
                 with torch.inference_mode(False):  # a view of what is no inference tensor must not be one
                     return move(operator, x, *arguments, **options)
