@@ -283,9 +283,11 @@ class RoundingRegion:
         mode.__exit__(kind, error, trace)
         _get_entered_modes().pop()
         torch.backends.mha.set_fastpath_enabled(fast)
-        if kind is None:
-            mode.hook_last_outputs()
-        mode.release_graphs()
+        try:
+            if kind is None:
+                mode.hook_last_outputs()
+        finally:
+            mode.release_graphs()
 
 
 def describe_refusal(recorder: str) -> str:

@@ -104,8 +104,7 @@ class CallRecording:
 
     def record_call_nodes(self, begun: int, site: Site) -> None:
         """Note that the nodes that were made since a sequence number are at a site."""
-        end = torch._C._autograd._get_sequence_nr()
-        if end > begun and not self.failed:
+        if not self.failed and (end := torch._C._autograd._get_sequence_nr()) > begun:
             self._calls.append((begun, end, site))
 
     def add_edge_node(self, node: Any) -> None:
