@@ -1,11 +1,15 @@
 """Blocks: what is rounded inside, and that nothing stays behind."""
 
+import contextlib
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from halfulp.emulation import region
 from halfulp.kernels import same_bits
@@ -189,3 +193,37 @@ def test_transformer_layers_in_evaluation_are_taken_apart(seed):
 def test_meta_tensors_pass():
     with region("bf16"):
         assert (torch.ones(2, device="meta") * 2).is_meta
+
+
+def _end_by_error(x, w):
+    y = x @ w
+    y * 2
+    raise ZeroDivisionError
+
+
+def _end_without_gradients(x, w):
+    torch.set_grad_enabled(False)
+    with torch.enable_grad():
+        return x @ w * 2
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w: x @ w * 2,
+        lambda x, w: checkpoint(lambda x: x @ w, x, use_reentrant=False) * 2,
+        lambda x, w: checkpoint(lambda x: x @ w, x, use_reentrant=True) * 2,
+        _end_by_error,
+        _end_without_gradients,
+    ],
+    ids=["plain", "checkpoint", "reentrant checkpoint", "error", "no gradients"],
+)
+def test_a_graph_goes_with_its_last_tensor(f, seed):
+    w, x = torch.randn(8, 8, requires_grad=True), torch.randn(6, 8)
+    with torch.enable_grad(), contextlib.suppress(ZeroDivisionError), region("bfloat16"):
+        inner = x @ w
+        kept = weakref.ref(inner)
+        inner = f(inner, w)
+    del inner
+    gc.collect()
+    assert kept() is None

@@ -269,6 +269,14 @@ def test_a_damaged_state(place, name, value, known, seed):
     assert by_name(scaler.state_dict()) == whole
 
 
+def test_a_state_of_another_version_names_what_to_do(seed):
+    _, scaler, _, _ = ready()
+    with pytest.raises(
+        ValueError, match=r"has 7 numbers, not 5.* in this version of halfulp, or start anew.*init_scale="
+    ):
+        scaler.load_state_dict({**saved_state(), "progress": [3, 0, False, 0, 0, 0, 0]})
+
+
 @pytest.mark.parametrize("state", [3, ["scale"], "scale"])
 def test_no_state(state, seed):
     _, scaler, _, _ = ready()

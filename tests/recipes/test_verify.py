@@ -15,6 +15,7 @@ from halfulp.mctensor import multicomponent, single_component
 from halfulp.recipes import _verify, verify
 from halfulp.recipes._training_step import (
     compute_relative_difference,
+    run_float64_step,
     run_one_step,
     select_gradient_results,
 )
@@ -91,6 +92,18 @@ def test_batches_and_losses_of_every_form(seed):
         assert verify(Two(), batch, "scaled-fp16", trials=1).equal == 1
     found = verify(nn.Linear(3, 2), x, "scaled-fp8", loss=lambda y: y.exp().sum(), trials=1)
     assert found.to_dict()["passed"] is True
+
+
+def test_a_float64_twin_with_an_output_of_another_shape_judges_nothing(seed):
+    class Turned(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y.detach().t().contiguous() if self.turns and y.dtype == torch.float64 else y.detach()
+
+    model, x, loss = Turned(3, 2), torch.randn(4, 3), lambda y: y[0].square().mean()
+    for model.turns in (False, True):
+        plain = run_one_step(model, x, loss)
+        assert (run_float64_step(model, x, loss, plain) is None) is model.turns
 
 
 def test_what_cannot_be_verified_is_refused():

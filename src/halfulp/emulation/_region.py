@@ -137,6 +137,11 @@ class _RoundingMode(TorchDispatchMode):
             self._pack = hooks[0]
             capture_recomputation(self._pack, self._emulated, "emulate")
 
+    def release_graphs(self) -> None:
+        """Release the last outputs and the pack hook, which hold graphs whose nodes hold the mode."""
+        self._pending.clear()
+        self._pack = None
+
     def _round_results(self, results: OperatorResults, out, args: tuple, kwargs: dict):
         """Round an operator's results, and return its output."""
         name = results.name
@@ -278,8 +283,11 @@ class RoundingRegion:
         mode.__exit__(kind, error, trace)
         _get_entered_modes().pop()
         torch.backends.mha.set_fastpath_enabled(fast)
-        if kind is None:
-            mode.hook_last_outputs()
+        try:
+            if kind is None:
+                mode.hook_last_outputs()
+        finally:
+            mode.release_graphs()
 
 
 def describe_refusal(recorder: str) -> str:

@@ -244,10 +244,12 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
     owners: dict[Node, str] = {}
     for node, x in parameters.items():
         if x.requires_grad:
-            # As far as its source tells.
-            names = _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source))
-            source = ".".join(a or b for a, b in names[:-1])
-            owners[node] = find_owning_module_name(x, backward) or source or "model"
+            owner = find_owning_module_name(x, backward)
+            if owner is None:
+                # As far as its source tells.
+                names = _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source))
+                owner = ".".join(a or b for a, b in names[:-1]) or "model"
+            owners[node] = owner
     calls: Counter[str] = Counter()
 
     def name_site(node: Node, kind: OperatorKind) -> str:

@@ -140,8 +140,11 @@ def list_differentiable_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
-    elif isinstance(value, list | tuple | dict):
-        for item in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from list_differentiable_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
             yield from list_differentiable_tensors(item)
     elif type(value) not in _TYPES_WITHOUT_TENSORS and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):

@@ -57,8 +57,9 @@ def read_sites_from_state_dict(state_dict: Any) -> dict[str, dict[str, Any]]:
         )
         _read_entry(state_dict, "_growth_tracker", int)
         progress = _read_entry(state_dict, "progress", list, tuple)
-        if len([_read_entry(progress, i, int) for i in range(len(progress))]) != _PROGRESS_COUNTERS_LENGTH:
-            raise ValueError(f"'progress' has {_PROGRESS_COUNTERS_LENGTH} numbers")
+        count = len([_read_entry(progress, i, int) for i in range(len(progress))])
+        if count != _PROGRESS_COUNTERS_LENGTH:
+            raise ValueError(f"'progress' has {count} numbers, not {_PROGRESS_COUNTERS_LENGTH}")
         given = dict(_read_entry(state_dict, "sites", list, tuple, dict))
         found = {}
         for key in (*given, GLOBAL_SITE_KEY):
@@ -69,7 +70,8 @@ def read_sites_from_state_dict(state_dict: Any) -> dict[str, dict[str, Any]]:
     except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{place} is damaged ({type(error).__name__}: {error}), got {reprlib.repr(state_dict)}: load what a "
-            "scaler's state_dict() gave"
+            "scaler's state_dict() gave in this version of halfulp, or start anew, as from "
+            "AdaptiveGradScaler(model, init_scale=state_dict['scale'])"
         ) from error
     if found[GLOBAL_SITE_KEY]["exponent"] != exponent:
         raise ValueError(

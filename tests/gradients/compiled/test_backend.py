@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import halfulp as hu
-from halfulp.gradients._compiled_backend import make_torch_compile_backend
+from halfulp.gradients._compiled_backend import make_torch_compile_backend, plan_sites
 from halfulp.gradients._policy import get_policy
 from halfulp.gradients._site import GLOBAL_SITE_KEY, Sites
 from halfulp.gradients.eager._attach import attach_scaler
@@ -163,6 +163,14 @@ def test_a_module_that_is_called_global_has_the_global_exponent(seed):
     _shuffle(backward)
     assert _same(_backpropagate(run(x).square().sum(), model, backward), expected)
     assert list(backward.sites) == [GLOBAL_SITE_KEY, "first", "last"]
+
+
+def test_a_graph_without_sources_is_planned_by_the_model_alone():
+    model, graph = nn.Linear(3, 2), torch.fx.Graph()
+    backward = _watched(model)
+    graph.output(graph.placeholder("weight"))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    assert plan_sites(module, [model.weight], backward).parameter_inputs == (True,)
 
 
 class Adapted(nn.Module):

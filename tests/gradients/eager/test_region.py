@@ -5,6 +5,7 @@ import gc
 import pickle
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -408,6 +409,35 @@ def test_no_reference_is_lost(seed):
     for _ in range(100):
         model(x)
     assert sys.getrefcount(None) > before - 100
+
+
+@pytest.mark.parametrize("end", ["forward", "backward", "error"])
+def test_a_checkpoint_that_runs_again_in_backward_does_not_keep_the_graph(end, seed):
+    model, kept = nn.Sequential(nn.Linear(WIDTH, WIDTH), mlp(), nn.Linear(WIDTH, WIDTH)), []
+    inner = model[1].forward
+
+    def note(x):
+        kept.append(weakref.ref(x))
+        return x
+
+    def run(x):
+        return checkpoint(inner, note(x), use_reentrant=True)
+
+    model[1].forward = lambda x: checkpoint(run, note(x * 2), use_reentrant=True)
+    scaler = hu.AdaptiveGradScaler(model)
+    if end == "error":
+        model[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    for _ in range(3):
+        try:
+            loss = mean_square(model(batch()))
+        except ZeroDivisionError:
+            continue
+        if end == "backward":
+            scaler.scale(loss).backward()
+        del loss
+    gc.collect()
+    assert len(kept) >= 6
+    assert [one for one in kept if one() is not None] == []
 
 
 def test_what_another_thread_kept_from_inside_is_refused(seed):

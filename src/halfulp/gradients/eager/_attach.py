@@ -154,13 +154,15 @@ class WatchedForward(GraphReadingForward):
 
     def _run_in_region(self, args: tuple, kwargs: dict, replay: GraphReplay | None) -> Any:
         """Run the forward pass in a region, from which ``replay`` learns if it is given."""
-        with Region(self._backward, self._names) as region:
+        if replay is not None and not replay.is_learning():
+            replay = None
+        with Region(self._backward, self._names, learns=replay is not None) as region:
             region.path = [self._place] if self._place else []
             region.mark_arguments_at_global_exponent((args, kwargs))
             out = self.inner(*args, **kwargs)
-            # A region that a checkpoint keeps keeps no nodes.
-            recording, region.recording = region.recording, CallRecording()
-            if replay is not None and replay.is_learning():
+            # What a checkpoint keeps of this region must not hold the graph, which holds the checkpoint.
+            recording, region.recording = region.recording, CallRecording(learns=False)
+            if replay is not None:
                 replay.learn_from_recording(recording, (args, kwargs), out, region.begun)
             return region.move_output_to_global_exponent(out, self._is_output_widened_to_float32())
 

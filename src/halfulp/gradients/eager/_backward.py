@@ -227,7 +227,8 @@ class Backward:
                 # A float16 parameter sums its gradients in float32 (`refuse_float16_gradient`): leaving is exact there.
                 changed = changed.float() if changed.dtype == torch.float16 else changed
             changed = self.loss_follower.rescale_gradient_between_sites(changed, source, target)
-            changed = self._round_and_measure_gradient(changed, source, "received", source.stored)
+            if source is not self.sites.global_site:
+                changed = self._round_and_measure_gradient(changed, source, "received", source.stored)
             return None if changed is gradient else (changed,)
 
         hooks[key] = move_gradient

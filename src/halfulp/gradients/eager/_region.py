@@ -92,9 +92,9 @@ class ModuleNameCache:
 class CallRecording:
     """A record of a forward pass in a region: which call made each node, at which site, and which nodes are edges."""
 
-    def __init__(self) -> None:
-        # Whether the forward pass had something that only a region can handle.
-        self.failed = False
+    def __init__(self, learns: bool) -> None:
+        # Whether no graph is learned from it: nobody asks, or the forward pass had what only a region can handle.
+        self.failed = not learns
         # Each with its number.
         self.opened_sites: dict[Site, int] = {}
         self.edge_nodes: set[Any] = set()
@@ -104,9 +104,18 @@ class CallRecording:
 
     def record_call_nodes(self, begun: int, site: Site) -> None:
         """Note that the nodes that were made since a sequence number are at a site."""
-        end = torch._C._autograd._get_sequence_nr()
-        if end > begun:
+        if not self.failed and (end := torch._C._autograd._get_sequence_nr()) > begun:
             self._calls.append((begun, end, site))
+
+    def add_edge_node(self, node: Any) -> None:
+        """Note that a node is an edge; it is kept alive, with its graph, where a graph is learned."""
+        if not self.failed:
+            self.edge_nodes.add(node)
+
+    def fail(self) -> None:
+        """Let the nodes go: no graph is learned."""
+        self.failed = True
+        self.edge_nodes.clear()
 
     def find_site(self, node: Any) -> Site | None:
         """Return the site of the call that made a node; None where none did."""
@@ -245,14 +254,14 @@ class Region(TorchFunctionMode):
 
     is_replaying = False
 
-    def __init__(self, backward: Backward, names: ModuleNameCache) -> None:
+    def __init__(self, backward: Backward, names: ModuleNameCache, learns: bool = False) -> None:
         super().__init__()
         self.path: list[str] = []
         self._backward = backward
         self._global_site = backward.sites.global_site
         self._names = names
         self._calls: Counter[str] = Counter()
-        self.recording = CallRecording()
+        self.recording = CallRecording(learns)
 
     def __enter__(self) -> Region:
         self._outer = thread_region_state.region
@@ -397,7 +406,7 @@ class Region(TorchFunctionMode):
         refuse_float16_gradient(parameter, self._names.is_sharded)
         known = self._names.find_holding_module_name(parameter) is not None and type(parameter) is nn.Parameter
         if not known or parameter.dtype == torch.float16:
-            self.recording.failed = True
+            self.recording.fail()
         if site is self._global_site or reads is None:
             return parameter
         if reads.can_move_by_hook(parameter):
@@ -410,7 +419,7 @@ class Region(TorchFunctionMode):
         else:
             view = parameter.view_as(parameter)
         reads.views.append(view)
-        self.recording.edge_nodes.add(view.grad_fn)
+        self.recording.add_edge_node(view.grad_fn)
         return view
 
     def insert_edge_between_sites(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
@@ -422,7 +431,7 @@ class Region(TorchFunctionMode):
         out = tensor.view_as(tensor) if viewed else copy_with_strides(tensor)
         node: Any = out.grad_fn
         node.register_prehook(self._backward.get_edge_hook(source, target))
-        self.recording.edge_nodes.add(node)
+        self.recording.add_edge_node(node)
         node.metadata[self._global_site] = target
         setattr(out, _SITE_ATTRIBUTE, target)
         return out
@@ -485,7 +494,7 @@ class Region(TorchFunctionMode):
 
     def call_at_global_exponent(self, apply: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a function with its incoming and outgoing gradients at the global exponent; return its results."""
-        self.recording.failed = True
+        self.recording.fail()
         with torch._C.DisableTorchFunction():
             moved = self._move_arguments(args, self._global_site, None)
             versions = [x._version for x in list_differentiable_tensors(moved)]
@@ -557,7 +566,7 @@ def _intercept_function_apply(cls: type[Function], *args: Any, **kwargs: Any) ->
         args = (functools.partial(_rerun_checkpoint_in_region, run, region), *rest)
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
-        region.recording.failed = True
+        region.recording.fail()
         return apply(*args, **kwargs)
     # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
     return region.call_at_global_exponent(apply, args, kwargs)
