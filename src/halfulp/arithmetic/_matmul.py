@@ -83,14 +83,16 @@ def _borrow_workspace(layout: _WorkspaceLayout, device: torch.device) -> Iterato
     """
     cached = _thread_memory.__dict__.setdefault("cached", {})
     # Taken out while in use, so that a call inside a call gets memory of its own.
-    workspace = cached.pop(layout, None) if device.type == "cpu" else None
-    workspace = workspace or [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layout]
+    workspace, size = cached.pop(layout, ([], 0)) if device.type == "cpu" else ([], 0)
+    if not workspace:
+        workspace = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layout]
+        size = sum(part.nbytes for part in workspace)
     try:
         yield workspace
     finally:
         if device.type == "cpu":
-            cached[layout] = workspace
-            while sum(part.nbytes for parts in cached.values() for part in parts) > _MOST_CACHED_BYTES:
+            cached[layout] = workspace, size
+            while sum(size for _, size in cached.values()) > _MOST_CACHED_BYTES:
                 del cached[next(iter(cached))]
 
 
@@ -396,7 +398,9 @@ def _multiply_block(block: _InnerBlock, known: Parts, last: bool) -> tuple[Parts
     while True:
         count = 2 * (slices + 1)
         with _borrow_workspace(_plan_workspace(block, slices), block.a[0].device) as workspace:
-            cut, sizes, results = workspace[:count], workspace[count : count + 3], workspace[count + 3 :]
+            cut, sizes, results = workspace[:count], workspace[count : count + 2], workspace[count + 2 :]
+            # The magnitudes' product is read before the first result is written.
+            sizes.append(results[0].view(torch.float32).as_strided(block.shape, results[0].stride()))
             left, right = _cut_slices(block, slices, cut, sizes)
             if not wanted:
                 wanted, missed = _choose_slice_count(block, slices, sizes)
@@ -406,14 +410,14 @@ def _multiply_block(block: _InnerBlock, known: Parts, last: bool) -> tuple[Parts
 
 
 def _plan_workspace(block: _InnerBlock, slices: int) -> _WorkspaceLayout:
-    """Return the workspace's layout: slices and tails of both operands, magnitudes with their product, results."""
+    """Return the workspace's layout: slices and tails of both operands, magnitudes, results."""
     left, right = tuple(block.a[0].shape), tuple(block.b[0].shape)
     wide, narrow = torch.float64, torch.float32
     spare = block.components if block.dtype == wide else 0
     return (
         *((left, wide),) * (slices + 1),
         *((right, wide),) * (slices + 1),
-        *((left, narrow), (right, narrow), (block.shape, narrow)),
+        *((left, narrow), (right, narrow)),
         *((block.shape, wide),) * (_MOST_UNSUMMED_PRODUCTS - spare),
     )
 

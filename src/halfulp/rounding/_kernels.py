@@ -114,7 +114,7 @@ def choose_mode_functions(target: Target, known: TargetConstants) -> dict[str, C
     if mode in ("toward_zero", "up", "down"):
         bind["limited"] = p.replace_directed_overflow
     elif path == "adder":
-        bind["limited"] = p.replace_overflow_by_input
+        bind["limited"] = p.limit_input_to_largest if known.saturates else p.replace_overflow_by_input
     return bind
 
 

@@ -96,7 +96,7 @@ class WordLayout(NamedTuple):
 
     def encode_number(self, value: float) -> int:
         """Return the word of a number that the container holds."""
-        real, integer = ("<f", "<i") if self.width == 32 else ("<d", "<q")
+        real, integer = ("<f", "<I") if self.width == 32 else ("<d", "<Q")
         return struct.unpack(integer, struct.pack(real, value))[0]
 
 

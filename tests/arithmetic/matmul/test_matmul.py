@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from halfulp.arithmetic import pointwise, renormalize, split
+from halfulp.arithmetic import _matmul, pointwise, renormalize, split
 from halfulp.arithmetic._matmul import (
     _borrow_workspace,
     _cut_into_inner_blocks,
@@ -331,7 +331,7 @@ def test_memory_is_a_small_multiple_of_the_operands():
     operand = (torch.randn(size, size, dtype=F64), torch.randn(size, size, dtype=F64) * 2.0**-60)
     task = _cut_into_inner_blocks(operand, operand, 2, F64)[0]
     used = sum(math.prod(shape) * dtype.itemsize for shape, dtype in _plan_workspace(task, 3))
-    assert used + 2 * 8 * size**2 <= 17 * 8 * size**2
+    assert used + 2 * 8 * size**2 <= 16 * 8 * size**2
 
 
 def test_a_workspace_in_use_is_not_handed_out_again():
@@ -341,6 +341,26 @@ def test_a_workspace_in_use_is_not_handed_out_again():
         assert first.data_ptr() != second.data_ptr()
     with _borrow_workspace(layout, cpu) as (again,):
         assert again.data_ptr() in (first.data_ptr(), second.data_ptr())
+
+
+def test_the_oldest_workspaces_make_room(monkeypatch):
+    """Their bytes are counted once: torch takes long to count them, and a program may hold hundreds."""
+    counted, empty = [], torch.empty
+    monkeypatch.setattr(_matmul, "_thread_memory", threading.local())
+    monkeypatch.setattr(_matmul, "_MOST_CACHED_BYTES", 1000)
+
+    class Counted(torch.Tensor):
+        @property
+        def nbytes(self):
+            counted.append(tuple(self.shape))
+            return self.numel() * self.itemsize
+
+    monkeypatch.setattr(torch, "empty", lambda *given, **options: empty(*given, **options).as_subclass(Counted))
+    for n in (50, 60, 50, 70, 60, 50):
+        with _borrow_workspace((((n,), F64),), torch.device("cpu")):
+            pass
+    assert counted == [(50,), (60,), (70,), (60,), (50,)]
+    assert list(_matmul._thread_memory.cached) == [(((n,), F64),) for n in (60, 50)]
 
 
 def test_threads_do_not_share_workspaces(seed):

@@ -203,3 +203,9 @@ def test_blocks_of_any_length(block, scale, seed):
     found = quantize(x, form)
     with engine("reference"):
         assert same_bits(found, quantize(x, form))
+
+
+def test_a_tensor_scale_of_infinity_by_infinity_is_nan():
+    """Where neither the largest magnitude nor its divisor is a float32."""
+    vast = BlockFormat("vast", formats.e4m3fn, formats.e8m0, 8, tensor_scale=True)
+    assert quantize(torch.full((16,), 1e300, dtype=torch.float64), vast).isnan().all()
