@@ -31,14 +31,12 @@ class Launch:
         family: of kernels.
         name: of the operation.
         least: bytes per element that it must read, and write; None for kernels on something else than elements.
-        own: whether `least` is instead what each kernel is given and gives.
         arrays: that it reads, where one program reads several tiles of each; 0 for one tile.
     """
 
     family: str = ""
     name: str = ""
     least: tuple[float, float] | None = None
-    own: bool = False
     arrays: int = 0
 
 
@@ -120,10 +118,6 @@ def compiling(architectures: tuple[int, ...], found: list[Kernel], launch: Launc
 
     def run(self, *arguments, grid, warmup=False, **options):
         given = dict(zip(self.arg_names, arguments))
-        if launch.own:
-            launch.least = tuple(
-                sum(x.itemsize for name, x in given.items() if name.startswith(way)) for way in ("input", "output")
-            )
         for driver.architecture in architectures:
             compiled = compile_and_run(self, *arguments, grid=grid, warmup=True, **options)
             if (compiled.hash, driver.architecture) not in seen:

@@ -31,9 +31,9 @@ column. Bytes per element are those of the arrays that a program reads and write
 must move; instructions are those that load or store elements, over the fewest that a thread's elements need at 16 \
 bytes each. Registers that do not suffice are spilled to memory. A fused multiply-add rounds once where the reference \
 rounds twice, so that none may stand but the error of a product, which asks for it; `.ftz`, `.approx` and `.full` mark \
-instructions that flush subnormal numbers or approximate. An integer quotient takes several kernels with float64 \
-between them: the least is what each is given and gives. A reduction's threads have a column each, whose elements they \
-add in the processor's order: a warp reads whole lines, an instruction of a thread one element; it has no least."""
+instructions that flush subnormal numbers or approximate. A reduction's threads have a column each, whose elements \
+they add in the processor's order: a warp reads whole lines, an instruction of a thread one element; it has no least, \
+nor has the rounding of exact sums, which reads a row of counters for each."""
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STORAGES = (FP32, BF16, FP16, torch.float8_e4m3fn, torch.float8_e5m2)
 SHAPE = (32, 1024)
@@ -224,11 +224,12 @@ FAMILIES: dict[str, Callable[[], Launches]] = {
 def compiled(family: str, architectures: tuple[int, ...]) -> list[Kernel]:
     """All kernels of a family; one of rows, parameters or scales has no bytes per element to move."""
     found: list[Kernel] = []
-    launch = Launch(family, own=family.endswith("quotients"))
+    launch = Launch(family)
     with compiling(architectures, found, launch):
         for launch.name, launch.least, run in FAMILIES[family]():
             launch.arrays = int(launch.name.split(" of ")[1].split(" ")[0]) if family.endswith("reductions") else 0
             run()
+            launch.least = None  # of what is launched while the next one is made
     for kernel in found:
         if kernel.function == "level":  # reads few numbers, whatever the elements are
             kernel.launch.least = None

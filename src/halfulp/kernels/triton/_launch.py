@@ -263,11 +263,11 @@ class TableKernel(TritonKernel):
     def __init__(self, table: Table, tile: int = TILE_ELEMENTS) -> None:
         self.table, self.tile_elements = table, tile
         self.largest_columns = sum(how == "max" for how, _ in table.trace.sums)
-        sizes = {extra[0] for operation, _, extra in table.trace.lines if operation == "load" and not extra[1]}
-        # Registers hold 32 bytes of an array. Beside codes of 4 bits, of which threads load all of theirs at once, 16:
-        # if they had two vectors of the others, whose elements do not lie together, codes would be exchanged.
-        bytes_per_thread, narrowest = (16 if 4 in sizes else 32), min(sizes - {4}, default=0) // 8
-        warps = max(COMPILE_OPTIONS["num_warps"], tile * narrowest // bytes_per_thread // 32)
+        sizes = [extra[0] for operation, _, extra in table.trace.lines if operation == "load" and not extra[1]]
+        # A thread has 8 elements of 16 bits, or 4 of more: ptxas spills some kernels of 8, whose two vectors would not
+        # lie together, as those codes of 4 bits do that a thread loads at once.
+        is_wide = min((bits for bits in sizes if bits > 4), default=0) >= 32
+        warps = max(COMPILE_OPTIONS["num_warps"], tile // (_ELEMENTS_PER_WARP // 2 if is_wide else _ELEMENTS_PER_WARP))
         self.options = COMPILE_OPTIONS | {"num_warps": warps}
 
     @property
