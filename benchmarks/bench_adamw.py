@@ -41,7 +41,7 @@ def bytes_alone():
 
     from halfulp.kernels import IndexMap, make_chunk_table, run_chunks
     from halfulp.kernels._device_function import ElementRecording
-    from halfulp.kernels._device_function import Table as Loop
+    from halfulp.kernels._device_function import TableFunction as Loop
     from halfulp.kernels._operations import add, load16, store16
     from halfulp.kernels.vector._machine_function import get_array_address
     from halfulp.kernels.vector._table_loop import compile_table_kernel

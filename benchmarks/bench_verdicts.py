@@ -101,7 +101,10 @@ def said(gap: float, noise: float, seeds: int, kind: str, runs: int, draws: rand
         twins = [twin * (draw(draws, width) - start) for start in starts]
         gaps = [gap + draw(draws, width) - start for start in starts]
         reference = 1 + statistics.fmean(starts)
-        limit, allowed = judge.compute_noise(gaps, twins, reference), judge.compute_gap_tolerance(twins, reference)
+        limit, allowed = (
+            judge.compute_noise_threshold(gaps, twins, reference),
+            judge.compute_gap_tolerance(twins, reference),
+        )
         found[judge.choose_verdict(statistics.fmean(gaps), limit, allowed)] += 1
     return found
 
@@ -122,7 +125,10 @@ def told(family: Family, gaps: Sequence[float], seeds: int, draws: random.Random
         own = [width * (move + draw(draws, apart)) if width else 0.0 for move in moves]
         found.append([gap + one - start for one, start in zip(own, starts, strict=True)])
     means = [abs(math.fsum(one) / seeds) for one in found]
-    limits = [(judge.compute_gap_bound(one, twins, 1.0), judge.compute_noise(one, twins, 1.0, found)) for one in found]
+    limits = [
+        (judge.compute_gap_bound(one, twins, 1.0), judge.compute_noise_threshold(one, twins, 1.0, found))
+        for one in found
+    ]
     alone = [mean > (limit[0] or 0.0) for mean, limit in zip(means, limits, strict=True)]
     return alone, [mean > (limit[1] or 0.0) for mean, limit in zip(means, limits, strict=True)]
 

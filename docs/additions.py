@@ -50,7 +50,7 @@ class LARS(Signum):
 
 # %% weight-update
 from dataclasses import dataclass
-from halfulp.optim.weight_updates._weight_update import WeightUpdate, read_plain, store_bindings, write_plain
+from halfulp.optim.weight_updates._weight_update import WeightUpdate, read_plain, make_store_bindings, write_plain
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Dithered(WeightUpdate):
 
     name = "dithered"
 
-    def draws(self, store):
+    def count_random_bits(self, store):
         return (store.random_bits,)
 
-    def bindings(self, store):
-        return {"read_weight": read_plain, "write_weight": write_plain} | store_bindings(store, True)
+    def make_bindings(self, store):
+        return {"read_weight": read_plain, "write_weight": write_plain} | make_store_bindings(store, True)
 
 
 hu.optim.register_weight_update(Dithered())

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from halfulp.trials import Evidence
-from halfulp.trials._defaults import REFERENCE_RECIPE, VERDICT_TONES
+from halfulp.trials._defaults import REFERENCE_RECIPE, TONE_BY_VERDICT
 from halfulp.trials.evidence._row import FinishedTrials, Row
 from halfulp.trials.page._curves import SVG_SETTINGS, render_figure_as_svg
 
@@ -70,7 +70,7 @@ def draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: di
         row = rows.get(name)
         if row is None:
             continue
-        tone = VERDICT_TONES.get(row.verdict or "", "open")
+        tone = TONE_BY_VERDICT.get(row.verdict or "", "open")
         if row.diverged or row.gap is None or not reference:
             axes.plot([1.3 * REACH], [place], marker="x", color=colours["bad"], markersize=5)
             continue

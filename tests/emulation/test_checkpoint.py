@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from halfulp._messages import ENV_HINT
 from halfulp.emulation import emulate
 from halfulp.rounding import Nearest, Stochastic
-from halfulp.subclass.models._conversion import capture_reentrant_recomputation
+from halfulp.subclass.models._conversion import wrap_reentrant_recomputed_function
 
 
 class Model(nn.Module):
@@ -116,4 +116,4 @@ def test_other_saved_tensor_hooks_are_left_alone():
 def test_checkpointing_of_another_make_is_refused_by_name():
     name = "OtherCheckpointFunctionBackward"
     with pytest.raises(NotImplementedError, match=f"emulate does not know the checkpointing of {name}: .*{ENV_HINT}"):
-        capture_reentrant_recomputation(object(), name, lambda function: function, "emulate")
+        wrap_reentrant_recomputed_function(object(), name, lambda function: function, "emulate")

@@ -6,30 +6,30 @@ import torch
 from halfulp.emulation._region import (
     _BACKWARD_ONLY_OUTPUTS_BY_OPERATOR,
     _RUNNING_STATISTICS_BY_OPERATOR,
-    read_operator_results,
+    read_operator_result_kinds,
 )
 
 aten = torch.ops.aten
 
 
 def test_fresh_written_and_views():
-    assert read_operator_results(aten.add.Tensor).new_result_positions == (0,)
-    assert read_operator_results(aten.add_.Tensor)[1:3] == ((), ((0, "self"),))
-    assert read_operator_results(aten.add.out)[1:3] == ((), ((3, "out"),))
-    assert read_operator_results(aten.split.Tensor).new_result_positions == ()
-    assert read_operator_results(aten.unsafe_split.Tensor).new_result_positions == (0,)
-    assert read_operator_results(aten.max_pool2d_with_indices.default).new_result_positions == (0, 1)
-    assert read_operator_results(aten._foreach_add_.Scalar).written_arguments == ((0, "self"),)
-    assert read_operator_results(aten._local_scalar_dense.default).new_result_positions == ()
+    assert read_operator_result_kinds(aten.add.Tensor).new_result_positions == (0,)
+    assert read_operator_result_kinds(aten.add_.Tensor)[1:3] == ((), ((0, "self"),))
+    assert read_operator_result_kinds(aten.add.out)[1:3] == ((), ((3, "out"),))
+    assert read_operator_result_kinds(aten.split.Tensor).new_result_positions == ()
+    assert read_operator_result_kinds(aten.unsafe_split.Tensor).new_result_positions == (0,)
+    assert read_operator_result_kinds(aten.max_pool2d_with_indices.default).new_result_positions == (0, 1)
+    assert read_operator_result_kinds(aten._foreach_add_.Scalar).written_arguments == ((0, "self"),)
+    assert read_operator_result_kinds(aten._local_scalar_dense.default).new_result_positions == ()
 
 
 def test_statistics_stay():
-    assert read_operator_results(aten.native_layer_norm.default)[1:3] == ((0,), ())
-    assert read_operator_results(aten.native_batch_norm.default).written_arguments == (
+    assert read_operator_result_kinds(aten.native_layer_norm.default)[1:3] == ((0,), ())
+    assert read_operator_result_kinds(aten.native_batch_norm.default).written_arguments == (
         (3, "running_mean"),
         (4, "running_var"),
     )
-    assert read_operator_results(aten._native_batch_norm_legit.default).written_arguments == (
+    assert read_operator_result_kinds(aten._native_batch_norm_legit.default).written_arguments == (
         (3, "running_mean"),
         (4, "running_var"),
     )
@@ -53,7 +53,7 @@ def test_known_operators_have_running_statistics():
 
 
 def test_operators_of_other_libraries_are_taken_by_their_schema():
-    results = read_operator_results(torch.ops.halfulp.quantize_into.default)
+    results = read_operator_result_kinds(torch.ops.halfulp.quantize_into.default)
     assert (results.name, results.new_result_positions, results.written_arguments) == (
         "halfulp.quantize_into",
         (),

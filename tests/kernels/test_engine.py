@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfulp import kernels
-from halfulp.kernels import engine, note_and_warn_once, note_fallback, report, select_engine
+from halfulp.kernels import engine, note_fallback, report, select_engine, warn_once_of_fallback
 from halfulp.rounding import quantize
 
 
@@ -72,6 +72,6 @@ def test_notes(monkeypatch):
     note_fallback("kind", "one thing")
     note_fallback("kind", "one thing")
     with pytest.warns(RuntimeWarning, match="another"):
-        note_and_warn_once("kind", "another")
-    note_and_warn_once("kind", "another")
+        warn_once_of_fallback("kind", "another")
+    warn_once_of_fallback("kind", "another")
     assert report() == {"kind: one thing": 2, "kind: another": 2}

@@ -29,7 +29,7 @@ def unrolled(pieces: np.ndarray) -> np.ndarray:
 def check(index_map: IndexMap) -> None:
     wanted = brute(index_map)
     assert index_map.numel == wanted.size
-    assert unrolled(index_map.runs()).tolist() == wanted.tolist()
+    assert unrolled(index_map.list_contiguous_runs()).tolist() == wanted.tolist()
     table = cut_into_chunks(index_map, 7)
     assert (table[:, 0] == 7).all()
     assert unrolled(table[:, [1, 3, 2]]).tolist() == wanted.tolist()
@@ -88,4 +88,4 @@ def test_bad_maps(fields):
 def test_large_tensors_are_not_walked():
     """A shard of 2^40 elements costs as many rows as it has runs."""
     index_map = IndexMap((2, 3), (2**20, 2**20), (2**19, 5), (1, 1))
-    assert index_map.runs().tolist() == [[0, 2**39 + 5, 3], [3, 2**39 + 2**20 + 5, 3]]
+    assert index_map.list_contiguous_runs().tolist() == [[0, 2**39 + 5, 3], [3, 2**39 + 2**20 + 5, 3]]

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import halfulp as hu
 from halfulp.emulation import region
-from halfulp.kernels import address, has_strided_values, overlaps_itself, plain_address, to_plain_memory
+from halfulp.kernels import address, get_plain_address_or_zero, has_strided_values, overlaps_itself, to_plain_memory
 
 SOURCE = Path(hu.__file__).parent
 VALUES = [1.0, -2.0, 0.5]
@@ -239,7 +239,7 @@ def test_overlapping_elements_are_seen(x, overlaps):
 LOOKED_AT = {
     "optim/parameters/_outside_writes.py": {"renew_payload_version"},
     "subclass/models/_parameter_holders.py": {"refuse_overlapping_memory", "has_common_memory"},
-    "kernels/_plain_memory.py": {"address", "has_strided_values", "plain_address"},
+    "kernels/_plain_memory.py": {"address", "has_strided_values", "get_plain_address_or_zero"},
     "rounding/_quantize.py": {"_quantize_plain_memory"},
     "arithmetic/_pointwise.py": {"evaluate_on_like_operands", "run_on_broadcast_operands", "_is_written_before_read"},
     "optim/parameters/_narrowing.py": {"narrow_parameter", "pop_kept_float32_values"},
@@ -263,14 +263,14 @@ def test_pointers_are_taken_in_few_places():
 def test_only_plain_memory_has_an_address():
     x = torch.ones(4, 6)
     plain = (x, torch.nn.Parameter(x), x[1:], x.bfloat16(), torch.ones(()), torch.inference_mode()(torch.ones)(3))
-    assert all(plain_address(one) == one.data_ptr() for one in plain)
+    assert all(get_plain_address_or_zero(one) == one.data_ptr() for one in plain)
     scaled = hu.scalify(torch.nn.Linear(4, 4)).weight
     others = [x.t(), x[:, 1:], x.to_sparse(), torch._neg_view(x), torch._efficientzerotensor(3), x.to("meta")]
     others += [scaled, torch.empty(0), torch.ones(3, dtype=torch.complex64).conj().imag]
-    assert [plain_address(one) for one in others] == [0] * len(others)
+    assert [get_plain_address_or_zero(one) for one in others] == [0] * len(others)
 
     def check(one: torch.Tensor) -> torch.Tensor:
-        assert plain_address(one) == 0
+        assert get_plain_address_or_zero(one) == 0
         return one.sum()
 
     torch.vmap(check)(x)

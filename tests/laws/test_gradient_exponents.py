@@ -48,7 +48,7 @@ def test_the_comparison_sees_an_edge_that_is_missing(seed, monkeypatch):
     wanted = plainly(seed, case.run, case.model)
     scaler = hu.AdaptiveGradScaler(case.model)
     backward = scaler._controller.backward
-    opened = scaler._controller.sites.open_site
+    opened = scaler._controller.sites.get_or_create_site
     lost = []
 
     def get_edge_hook(source, target, *made_in):

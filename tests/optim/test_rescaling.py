@@ -20,20 +20,20 @@ SCALING = [name for name, update in UPDATES.items() if update.scales]
 def _goes(update, dtype):
     store = PAYLOAD_STORE_BY_DTYPE[dtype]
     try:
-        UPDATES[update].check(store)
+        UPDATES[update].check_store(store)
     except ValueError:
         return False
-    return dtype != torch.float32 or not UPDATES[update].auxiliary_tensors(store)
+    return dtype != torch.float32 or not UPDATES[update].describe_auxiliary_tensors(store)
 
 
 def _accompanied(update, store):
     """Parts with live companions, of all sizes down to subnormals."""
     value = torch.randn(400) * 2.0 ** torch.linspace(store.emin - 4, 6, 400).round()
-    names = update.auxiliary_tensors(store)
+    names = update.describe_auxiliary_tensors(store)
     parts = [torch.zeros(400, dtype=dtype) for dtype in (store.dtype, *(dtype for _, dtype in names))]
     update.fill(store, parts, value)
     for _ in range(3):
-        draws = [torch.randint(2**bits, (400,)) for bits in update.draws(store)]
+        draws = [torch.randint(2**bits, (400,)) for bits in update.count_random_bits(store)]
         write_update(update, store, parts, torch.randn(400) * value * 2.0 ** -(store.mantissa_bits + 3), draws)
     return parts
 
@@ -51,7 +51,7 @@ def _middle(update, store):
     Normal numbers look at the low bits of a draw, subnormal ones at the high bits: no draw is the middle of both.
     """
     low = 2 ** (22 - store.mantissa_bits)
-    whole = [bits > 16 for bits in update.draws(store)]
+    whole = [bits > 16 for bits in update.count_random_bits(store)]
     draws = [torch.full((400,), 2**31 + low if has_high else low) for has_high in whole]
     return draws, 0.5 + low * 2.0**-32 * any(whole)
 
@@ -132,7 +132,7 @@ def walk(update, dtype, factors, seed, chosen="reference", steps=3):
         PAYLOAD_STORE_BY_DTYPE[dtype],
         SCALE_WINDOW_BY_DTYPE[dtype][0],
     )
-    rounding = 0.5 if not own.draws(store) or getattr(own, "weight", "stochastic") == "nearest" else 1.0
+    rounding = 0.5 if not own.count_random_bits(store) or getattr(own, "weight", "stochastic") == "nearest" else 1.0
     held, broken = [p.detach().decode() for p in parameters], []
     with engine(chosen):
         for k, target in enumerate(targets):

@@ -7,7 +7,7 @@ import torch
 import halfulp as hu
 from halfulp.formats import BlockFormat, e4m3fn, e8m0
 from halfulp.kernels import IndexMap, address, cut_into_chunks, run_chunks, same_bits
-from halfulp.kernels._device_function import ElementRecording, Table
+from halfulp.kernels._device_function import ElementRecording, TableFunction
 from halfulp.kernels._operations import load32
 from halfulp.kernels.triton import _launch, _writer
 from halfulp.kernels.vector import _machine_function, _processor
@@ -111,7 +111,7 @@ def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
     element = ElementRecording(2)
     source, target = element.arrays
     choose_container_functions(dtype, inexact=True)["store"](target, element.index, load32(source, element.index))
-    kernel = compile_table_kernel(f"narrowed_{dtype}".replace(".", "_"), Table(element.trace, 2))
+    kernel = compile_table_kernel(f"narrowed_{dtype}".replace(".", "_"), TableFunction(element.trace, 2))
     wide = triton_cases.elements(torch.float32, 2**18, seed)
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
     between = (
@@ -133,7 +133,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monke
     monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
     monkeypatch.setattr(hu.kernels._engine, "_fallback_counts", type(hu.kernels._engine._fallback_counts)())
     monkeypatch.setattr(_writer, "load_triton_module", refuse)
-    monkeypatch.setattr(_launch, "_checked_kernels", {})
+    monkeypatch.setattr(_launch, "_checked_kernel_by_key", {})
     for made in (_kernels.make_tensor_kernel, make_triton_plan, blocks.make_block_triton_plan):
         made.cache_clear()  # whose modules may be loaded
     x = torch.randn(4, 64)

@@ -10,7 +10,13 @@ import torch
 from halfulp.kernels._device_function import record_word_function
 from halfulp.kernels._interpreter import run_trace_on_tensors, to_signed_integer
 from halfulp.rounding import mix64, random_words
-from halfulp.rounding._random_bits import WEYL_STEP, compute_stream_counters, draw_word, hash_element, stream_start
+from halfulp.rounding._random_bits import (
+    WEYL_STEP,
+    compute_stream_counters,
+    compute_stream_position,
+    draw_word,
+    hash_element,
+)
 
 COUNT = 1 << 18
 LIMIT = 6.5  # beyond it once in ten million, a tail a little longer than a normal one's included
@@ -18,7 +24,9 @@ LIMIT = 6.5  # beyond it once in ten million, a tail a little longer than a norm
 
 def list_drawn_words(key, number, count=COUNT, first=0):
     """Some of the words of neighbouring elements, by the device functions that kernels are written from."""
-    piece = record_word_function(lambda *x: draw_word(hash_element(*stream_start(*x)), number), "w32", "w32", "w64")
+    piece = record_word_function(
+        lambda *x: draw_word(hash_element(*compute_stream_position(*x)), number), "w32", "w32", "w64"
+    )
     halves = to_signed_integer(key & 0xFFFFFFFF, 32), to_signed_integer(key >> 32, 32)
     given = {0: halves[0], 1: halves[1], 2: torch.arange(first, first + count)}
     return run_trace_on_tensors(piece.trace, (), given, piece.results)[0][0].to(torch.int64) & 0xFFFFFFFF

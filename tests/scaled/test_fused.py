@@ -22,7 +22,7 @@ def interpreted(monkeypatch):
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     if not triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET=1 must be set before triton is imported")
-    monkeypatch.setattr(_launch, "_checked_kernels", {})
+    monkeypatch.setattr(_launch, "_checked_kernel_by_key", {})
     with hu.kernels.engine("triton"):
         yield
 
@@ -41,8 +41,8 @@ def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
             fused.add_payloads(x, y[0], *scales[:2], to, sign, keep)
         fused.measure_rms_scale(y, to, 1.0)
     fused.compute_affine_factors(*scales[:3], 1.0, 2.0)
-    assert _launch._checked_kernels
-    assert None not in _launch._checked_kernels.values()
+    assert _launch._checked_kernel_by_key
+    assert None not in _launch._checked_kernel_by_key.values()
     assert not [str(warning.message) for warning in recwarn.list]
 
 
@@ -58,7 +58,7 @@ def test_kernels_give_a_model_the_gradients_of_plain_torch(interpreted, benchmar
         gradients = [p.grad for p in parts.model.parameters()]
         found.append([x for g in gradients for x in (g.payload, g.scale)])
     assert all(map(hu.kernels.same_bits, *found))
-    assert None not in _launch._checked_kernels.values()
+    assert None not in _launch._checked_kernel_by_key.values()
 
 
 def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypatch):
@@ -66,7 +66,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypa
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(fused, "load_triton_module", refuse)
-    monkeypatch.setattr(_launch, "_checked_kernels", {})
+    monkeypatch.setattr(_launch, "_checked_kernel_by_key", {})
     with pytest.warns(RuntimeWarning, match="no Triton kernel for finish .* no compiler here"):
         payload, scale = fused.multiply_payload(
             torch.tensor([3.0, -1e9]), [torch.tensor(2.0)], torch.float16, factor=0.5

@@ -16,7 +16,7 @@ from .. import formats
 from ..formats import Format
 from ..kernels import _operations as o
 from ..kernels import product_error, select
-from ..kernels._device_function import ElementRecording, Table
+from ..kernels._device_function import ElementRecording, TableFunction
 from ..kernels._trace import block_largest
 from ..rounding._device_functions import widen_float16
 
@@ -39,7 +39,7 @@ _STORES_BY_BITS: dict[int, Any] = {16: o.store16, 32: o.store32, 64: o.store64}
 _WORD_ONE, _WORD_ZERO = np.uint64(1), np.uint64(0)
 
 
-def _find_top_field(layout: Format) -> int:
+def _find_largest_exponent_field(layout: Format) -> int:
     """Return the largest exponent field, that of infinities and NaNs."""
     return 2 * layout.bias + 1
 
@@ -91,7 +91,7 @@ def _read_term(layout: Format, array: Any, index: Any) -> _IntegerTerm:
     word = _LOADS_BY_BITS[layout.bits](array, index)
     top = o.high_word(word) if layout.bits == 64 else word
     width = min(layout.bits, 32)
-    field = o.bit_and(o.shr(top, width - 1 - layout.exponent_bits), _find_top_field(layout))
+    field = o.bit_and(o.shr(top, width - 1 - layout.exponent_bits), _find_largest_exponent_field(layout))
     normal = field != 0
     wide = word if layout.bits == 64 else o.widen(word)
     fraction = o.bit_and(wide, (1 << layout.mantissa_bits) - 1)
@@ -99,8 +99,8 @@ def _read_term(layout: Format, array: Any, index: Any) -> _IntegerTerm:
         negative=top >= 1 << (width - 1),
         integer=o.bit_or(fraction, select(normal, np.uint64(1 << layout.mantissa_bits), _WORD_ZERO)),
         shift=o.sub(field, select(normal, np.uint32(1), np.uint32(0))),
-        infinite=(field == _find_top_field(layout)) & (fraction == 0),
-        nan=(field == _find_top_field(layout)) & (fraction != 0),
+        infinite=(field == _find_largest_exponent_field(layout)) & (fraction == 0),
+        nan=(field == _find_largest_exponent_field(layout)) & (fraction != 0),
     )
 
 
@@ -133,7 +133,7 @@ def _cut_integer(whole: Any, bits: int, count: int) -> list[tuple[Any, int]]:
 
 
 @functools.cache
-def make_term_adding_kernel(dtype: torch.dtype, product: bool, reach: LimbRange, apart: int = 0) -> Table:
+def make_term_adding_kernel(dtype: torch.dtype, product: bool, reach: LimbRange, apart: int = 0) -> TableFunction:
     """Return the kernel that adds terms to the counters of a row.
 
     Columns: the elements, for products those of the other factor, then int64 (copies, counters) `apart` words apart.
@@ -162,8 +162,8 @@ def make_term_adding_kernel(dtype: torch.dtype, product: bool, reach: LimbRange,
             last = 2 * reach.limbs
             word = select(special, coded, select(minus_zero, _WORD_ONE, word))
             window = select(special, np.uint32(last), select(minus_zero, np.uint32(last + 1), window))
-        o.deposit64(counters, window, word, apart)
-    return Table(element.trace, len(element.arrays))
+        o.add_to_counter64(counters, window, word, apart)
+    return TableFunction(element.trace, len(element.arrays))
 
 
 # blocks ------------------------------------------------------------------------------------------------------
@@ -174,13 +174,13 @@ def count_block_elements(dtype: torch.dtype, product: bool) -> int:
     return 512 if product and dtype == torch.float64 else 2048
 
 
-def list_cut_counts(dtype: torch.dtype, product: bool) -> tuple[int, int]:
+def get_near_and_far_cut_counts(dtype: torch.dtype, product: bool) -> tuple[int, int]:
     """Return how often terms are cut that are near each other, and how often those that are not."""
     return (2, 5) if product and dtype == torch.float64 else (1, 4)
 
 
 @functools.cache
-def make_block_summing_kernel(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> Table:
+def make_block_summing_kernel(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> TableFunction:
     """Return the kernel that sums a block into `cuts` + 1 float64 (or NaN), and counts its terms that are -0."""
     element = ElementRecording(1 + product)
     words = [_LOADS_BY_BITS[FORMAT_BY_ELEMENT_DTYPE[dtype].bits](array, element.index) for array in element.arrays]
@@ -189,7 +189,9 @@ def make_block_summing_kernel(dtype: torch.dtype, product: bool, cuts: int, part
     for part in parts:
         element.trace.emit_total("sum", part)
     element.trace.emit_total("count", minus_zero)
-    return Table(element.trace, len(element.arrays), block=count_block_elements(dtype, product), partial=partial)
+    return TableFunction(
+        element.trace, len(element.arrays), block=count_block_elements(dtype, product), partial=partial
+    )
 
 
 def _split_term(dtype: torch.dtype, product: bool, cuts: int, carries: int, words: list) -> list:
@@ -216,7 +218,9 @@ def _split_term(dtype: torch.dtype, product: bool, cuts: int, carries: int, word
         zero = np.float64(0.0)
         nonzero = (values[0] != zero) & (values[1] != zero) if product else values[0] != zero
         least = o.bit_or(size, select(nonzero, np.uint32(1), np.uint32(0)))
-    fields, bias, shift = (_find_top_field(layout), layout.bias, layout.mantissa_bits) if own else (2047, 1023, 20)
+    fields, bias, shift = (
+        (_find_largest_exponent_field(layout), layout.bias, layout.mantissa_bits) if own else (2047, 1023, 20)
+    )
     high = o.shr(block_largest(size), shift)
     # The smallest but 0 is the largest of the negatives.
     smallest = o.sub(0, block_largest(o.sub(0, least)))
@@ -258,7 +262,7 @@ def _convert_to_float64(dtype: torch.dtype, word: Any) -> Any:
 
 
 @functools.cache
-def make_accumulator_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None) -> Table:
+def make_accumulator_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None) -> TableFunction:
     """Return the kernel that passes carries on within an accumulator, and with a dtype rounds its value, ties to even.
 
     Columns: int64 of each counter; with a dtype how many terms there are, then the floats; without one int64 of each
@@ -278,7 +282,7 @@ def make_accumulator_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None
             reach, layout, digits, [word != 0 for word in specials], (terms != 0) & (terms == zeros)
         )
         _STORES_BY_BITS[layout.bits](element.arrays[-1], element.index, bits if layout.bits == 64 else o.low_word(bits))
-    return Table(element.trace, len(element.arrays))
+    return TableFunction(element.trace, len(element.arrays))
 
 
 def _pass_carries(reach: LimbRange, counters: list) -> list:
@@ -324,14 +328,14 @@ def _round_accumulator(reach: LimbRange, layout: Format, digits: list, specials:
     # Below 62 bits it matters only whether there is anything.
     head = o.bit_or(head, select(lost != 0, _WORD_ONE, _WORD_ZERO))
     exponent = o.add(o.add(o.shl(top, 5), length), reach.lowest_exponent - 1 + _EXPONENT_OFFSET)
-    infinity = np.uint64(_find_top_field(layout) << layout.mantissa_bits)
+    infinity = np.uint64(_find_largest_exponent_field(layout) << layout.mantissa_bits)
     bits = _round_head(layout, head, exponent)
     plus, minus = specials
     special = plus | minus
     bits = select(special, infinity, select(zero, _WORD_ZERO, bits))
     negative = (special & minus) | (~special & ((zero & all_minus_zero) | (negative & ~zero)))
     bits = o.bit_or(bits, select(negative, np.uint64(1 << (layout.bits - 1)), _WORD_ZERO))
-    nan = np.uint64(_find_top_field(layout) << layout.mantissa_bits | 1 << (layout.mantissa_bits - 1))
+    nan = np.uint64(_find_largest_exponent_field(layout) << layout.mantissa_bits | 1 << (layout.mantissa_bits - 1))
     return select(plus & minus, nan, bits)
 
 
@@ -346,8 +350,10 @@ def _round_head(layout: Format, head: Any, exponent: Any) -> Any:
     kept = o.add(kept, select(up, _WORD_ONE, _WORD_ZERO))
     # A mantissa's leading bit, or one that a carry made, adds 1 to the exponent field.
     field = select(exponent > lowest, o.sub(exponent, lowest), _WORD_ZERO)
-    infinity = np.uint64(_find_top_field(layout) << layout.mantissa_bits)
-    return select(field > _find_top_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits)))
+    infinity = np.uint64(_find_largest_exponent_field(layout) << layout.mantissa_bits)
+    return select(
+        field > _find_largest_exponent_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits))
+    )
 
 
 def _make_low_mask(count: Any) -> Any:

@@ -22,7 +22,7 @@ from ..kernels import (
     run_trace_on_tensors,
     select_engine,
 )
-from ..kernels._device_function import Table
+from ..kernels._device_function import TableFunction
 from ..kernels._trace import COUNTER_COPIES
 from ..kernels.triton._launch import TILE_ELEMENTS, TableKernel, find_checked_kernel
 from ..kernels.vector._table_loop import compile_table_kernel
@@ -35,7 +35,7 @@ from ._exact_sum_kernels import (
     WORD_DTYPE_BY_BITS,
     LimbRange,
     count_block_elements,
-    list_cut_counts,
+    get_near_and_far_cut_counts,
     make_accumulator_rounding_kernel,
     make_block_summing_kernel,
     make_term_adding_kernel,
@@ -84,7 +84,7 @@ def _choose_engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
         _check_kernels(dtype, product)
     elif engine == "triton":
         kind = ("exact sums", dtype, product)
-        name, run, reference = _make_canary(dtype, product)
+        name, run, reference = _make_canary_functions(dtype, product)
         return find_checked_kernel(kind, name, x.device, lambda: engine, run, reference) or "reference"
     return engine
 
@@ -166,9 +166,9 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     cut[:, :, 0], cut[:, :, 1], cut[:, :, 2] = row[:, None], begin, size
     pointers = np.stack([_find_row_addresses(x, row) for x in operands], 1)
     lost = np.ones((rows, len(begin)), bool)
-    for cuts in list_cut_counts(dtype, product):
+    for cuts in get_near_and_far_cut_counts(dtype, product):
         table, left = make_block_summing_kernel(dtype, product, cuts, size < whole), cut[lost]
-        sums = np.empty((len(left), table.sums))
+        sums = np.empty((len(left), table.sum_column_count))
         given = get_array_address(left), get_array_address(pointers), 0, 0, 0, get_array_address(sums)
         run_chunks(_compile_table_kernel("llvm", table), left[:, 2], *given)
         failed = np.isnan(sums[:, 0])
@@ -265,7 +265,7 @@ def _round_windows(engine: str, words: WindowCounters, reach: LimbRange, dtype: 
 
 
 @functools.cache
-def _compile_table_kernel(engine: str, table: Table) -> Any:
+def _compile_table_kernel(engine: str, table: TableFunction) -> Any:
     if engine == "llvm":
         return compile_table_kernel("exact_sums", table)
     # All limbs of an accumulator are in a thread's registers at once.
@@ -278,11 +278,11 @@ def _compile_table_kernel(engine: str, table: Table) -> Any:
 @functools.cache
 def _check_kernels(dtype: torch.dtype, product: bool) -> None:
     """Compare the kernels' bits on fixed rows with the reference's, once per process, dtype and kind (a canary)."""
-    name, run, reference = _make_canary(dtype, product)
+    name, run, reference = _make_canary_functions(dtype, product)
     check_bits(name, lambda: run("llvm", torch.device("cpu")), reference)
 
 
-def _make_canary(dtype: torch.dtype, product: bool) -> tuple[str, Callable[..., Any], Callable[..., Any]]:
+def _make_canary_functions(dtype: torch.dtype, product: bool) -> tuple[str, Callable[..., Any], Callable[..., Any]]:
     """Return a name, and functions that sum fixed rows: by an engine on a device, and by the reference."""
 
     def run(engine: str, device: torch.device) -> list[torch.Tensor]:
@@ -339,7 +339,7 @@ def exact_sum(
     """
     _check_operand(x, "exact_sum")
     dtype = _check_result_dtype(dtype, x.dtype)
-    return _run_outside_transforms("exact_sum", _sum_operator, x, normalize_dims(x.dim(), dim), keepdim, dtype)
+    return _run_unless_under_transform("exact_sum", _sum_operator, x, normalize_dims(x.dim(), dim), keepdim, dtype)
 
 
 def exact_dot(
@@ -371,7 +371,7 @@ def exact_dot(
     """
     a, b = _promote_operands(a, b, "exact_dot")
     dtype = _check_result_dtype(dtype, a.dtype)
-    return _run_outside_transforms("exact_dot", _dot_operator, a, b, normalize_dims(a.dim(), dim), keepdim, dtype)
+    return _run_unless_under_transform("exact_dot", _dot_operator, a, b, normalize_dims(a.dim(), dim), keepdim, dtype)
 
 
 def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = None) -> torch.Tensor:
@@ -556,7 +556,7 @@ for _name in ("halfulp::exact_sum", "halfulp::exact_dot"):
     torch.library.register_autograd(_name, _compute_gradient, setup_context=_save_for_gradient)
 
 
-def _run_outside_transforms(name: str, operator: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+def _run_unless_under_transform(name: str, operator: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
     """Run an operator, outside of torch.func's transforms: there jvp would take its derivative for 0."""
     if is_under_transform():
         raise NotImplementedError(

@@ -86,7 +86,7 @@ def count_series_terms(n: int, bits: float, growth=lambda k: 1.0) -> int:
     return k + 1
 
 
-def split_exp(x: Terms, n: int) -> tuple[Value, Terms]:
+def split_exp_into_power_and_rest(x: Terms, n: int) -> tuple[Value, Terms]:
     """q and y with e^x = 2^q (1 + y), -0.3 < y < 0.42."""
     large, low = x[0] > 800.0, x[0] < -800.0
     head = select(large, 800.0, select(low, -800.0, x[0]))
@@ -111,7 +111,7 @@ def _interleave_terms(a: Terms, b: Terms) -> Terms:
 
 def evaluate_exp(x: Terms, n: int) -> Terms:
     """Return e^x, of finite x."""
-    q, y = split_exp(x, n)
+    q, y = split_exp_into_power_and_rest(x, n)
     one = add(make_constants(x[0], [1.0]), y, n)
     return [scale_by_power(t, q) for t in one]
 
@@ -124,7 +124,7 @@ def exp(x: Terms, n: int) -> Terms:
 
 def evaluate_expm1(x: Terms, n: int) -> Terms:
     """e^x - 1."""
-    q, y = split_exp(x, n)
+    q, y = split_exp_into_power_and_rest(x, n)
     one = make_constants(x[0], [1.0])
     power_of_e = [scale_by_power(t, q) for t in add(one, y, n)]
     far = set_special_values(power_of_e[0] - 1.0, add(power_of_e, negate(one), n))
@@ -171,7 +171,7 @@ def _evaluate_small_log1p(r: Terms, n: int) -> Terms:
     return add(scale_terms(s, 2.0), rest, n)
 
 
-def finish_logarithm(x, made: Terms) -> Terms:
+def set_logarithm_special_values(x, made: Terms) -> Terms:
     """Return a logarithm's terms with the special values of log x."""
     nan, lowest = make_constants(x, [math.nan, -math.inf])
     beyond = select(x < 0.0, nan, select(x == 0.0, lowest, x))
@@ -180,13 +180,15 @@ def finish_logarithm(x, made: Terms) -> Terms:
 
 def log(x: Terms, n: int) -> Terms:
     """Return the natural logarithm."""
-    return finish_logarithm(x[0], evaluate_log(x, n))
+    return set_logarithm_special_values(x[0], evaluate_log(x, n))
 
 
 def log1p(x: Terms, n: int) -> Terms:
     """log(1 + x), relatively accurate near zero."""
     total = distill_terms([*make_constants(x[0], [1.0]), *x], n + 1)
-    return keep_sign_of_zero(x, finish_logarithm(select(is_finite(x[0]), total[0], x[0]), evaluate_log(total, n)))
+    return keep_sign_of_zero(
+        x, set_logarithm_special_values(select(is_finite(x[0]), total[0], x[0]), evaluate_log(total, n))
+    )
 
 
 def _select_terms(condition, a: Terms, b: Terms) -> Terms:

@@ -225,7 +225,7 @@ def multiply_plain_matrices(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor)
 SLICE_BITS = 22  # of the first slice; the later ones have one more, for their sign
 SLICED_BLOCK_LENGTH = 512  # 2 BITS + log2(BLOCK) = 53: inner products of slices are exact up to this length
 MOST_SLICES = 12
-LEAST_JUDGED_MAGNITUDE = 2.0**-60  # magnitudes below it do not count in the sums that judge the slices
+LEAST_MAGNITUDE_IN_SLICE_CHECK = 2.0**-60  # magnitudes below it do not count in the sums that judge the slices
 
 
 def count_covered_bits(slices: int) -> int:
@@ -233,7 +233,7 @@ def count_covered_bits(slices: int) -> int:
     return SLICE_BITS + (slices - 1) * (SLICE_BITS + 1)
 
 
-def find_least_sum_within_bound(slices: int, inner: int, bits: int) -> float:
+def find_accurate_entry_threshold(slices: int, inner: int, bits: int) -> float:
     """Return the |A||B| (scaled) from which on the tails' error stays under half of 2^-bits of it.
 
     Every tail product is at most inner 2^-(covered + 1). Their sum, of `length` products in one accumulator, is off by
@@ -262,7 +262,7 @@ def make_slice_kernel(dtype: torch.dtype, count: int, slices: int) -> Elementwis
             magic = 1.5 * 2.0 ** (52 - count_covered_bits(k + 1))
             out.append((rest[0] + magic) - magic)
             rest = [rest[0] - out[-1], *rest[1:]]
-        return [*out, _add_terms_from_last(rest), select(size < LEAST_JUDGED_MAGNITUDE, 0.0, size)]
+        return [*out, _add_terms_from_last(rest), select(size < LEAST_MAGNITUDE_IN_SLICE_CHECK, 0.0, size)]
 
     inputs = (dtype,) * count + (torch.float64, torch.float64)
     outputs = (torch.float64,) * (slices + 1) + (torch.float32,)
@@ -344,13 +344,13 @@ class _InnerBlock:
     def shape(self) -> tuple[int, ...]:
         return (*self.a[0].shape[:-1], self.b[0].shape[-1])
 
-    def find_least_sum_within_bound(self, slices: int) -> float:
+    def find_accurate_entry_threshold(self, slices: int) -> float:
         """Return the |A||B| (scaled) from which on so many slices have the error that the result may have."""
         if self.dtype == torch.float64 and self.components <= 2:
             bits = 104 if self.components == 2 else 58
         else:
             bits = self.components * PRECISION[self.dtype] - 4
-        return find_least_sum_within_bound(slices, self.a[0].shape[-1], bits)
+        return find_accurate_entry_threshold(slices, self.a[0].shape[-1], bits)
 
 
 def multiply_by_slices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -392,7 +392,7 @@ def _multiply_block(block: _InnerBlock, known: Parts, last: bool) -> tuple[Parts
     """`known` plus a block's product, and the entries that must be computed alone."""
     # They suffice where |A||B| is not much below its largest possible.
     most = block.a[0].shape[-1] / 64
-    slices = next((n for n in range(1, MOST_SLICES) if block.find_least_sum_within_bound(n) <= most), MOST_SLICES)
+    slices = next((n for n in range(1, MOST_SLICES) if block.find_accurate_entry_threshold(n) <= most), MOST_SLICES)
     wanted = 0
     missed: torch.Tensor | None = None
     while True:
@@ -441,14 +441,14 @@ def _choose_slice_count(block: _InnerBlock, slices: int, sizes: list[Any]) -> tu
     """Choose the number of slices; return it, and the entries that it does not cover."""
     left, right, sums = sizes
     multiply_plain_matrices(left, right, sums)
-    if float(sums.amin()) >= block.find_least_sum_within_bound(slices):
+    if float(sums.amin()) >= block.find_accurate_entry_threshold(slices):
         return slices, None
     nonzero = sums > 0
     if any(bool(((size == 0) & (parts[0] != 0)).any()) for size, parts in ((left, block.a), (right, block.b))):
         # A product may be nonzero though factors of it were flushed.
         nonzero = nonzero | (torch.matmul((block.a[0] != 0).float(), (block.b[0] != 0).float()) > 0)
     slices = _choose_cheapest_slice_count(block, slices, sums[nonzero])
-    missed = nonzero & (sums < block.find_least_sum_within_bound(slices))
+    missed = nonzero & (sums < block.find_accurate_entry_threshold(slices))
     return slices, missed if bool(missed.any()) else None
 
 
@@ -457,7 +457,7 @@ def _choose_cheapest_slice_count(block: _InnerBlock, slices: int, sums: torch.Te
     outputs = block.shape[-1] * block.a[0].shape[:-1].numel()
 
     def cost(count: int) -> float:
-        missed = int((sums < block.find_least_sum_within_bound(count)).sum())
+        missed = int((sums < block.find_accurate_entry_threshold(count)).sum())
         # Plain products: exact ones of slices i + j <= count + 1, one for each tail, and two of the first try.
         products = count * (count + 1) // 2 + count + 1 + (2 if count > slices else 0)
         return products * outputs + _COST_OF_SINGLE_ENTRY * missed

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..kernels import (
-    BROADCAST_LANES,
+    BROADCAST_COPIES,
     MOST_SERIAL_ELEMENTS,
     ShortcutTrace,
     address,
@@ -460,16 +460,16 @@ def _lay_out_operand_values(
     """Return a broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
     if part.numel() == 1:
         if part.dtype in _ARRAY_TYPE_CODE_BY_DTYPE:
-            copies = array.array(_ARRAY_TYPE_CODE_BY_DTYPE[part.dtype], (part.item(),)) * BROADCAST_LANES
+            copies = array.array(_ARRAY_TYPE_CODE_BY_DTYPE[part.dtype], (part.item(),)) * BROADCAST_COPIES
             return copies, (copies.buffer_info()[0], 0, 0)
-        part = part.reshape(1).expand(BROADCAST_LANES).contiguous()
+        part = part.reshape(1).expand(BROADCAST_COPIES).contiguous()
         return part, (address(part), 0, 0)
     if part.dim() == 1 and part.shape[-1] == row:
         part = part.contiguous()
         return part, (address(part), 0, 1)
     if part.shape[-1] == 1:
-        part = part.expand(*shape[:-1], 1).reshape(-1, 1).expand(-1, BROADCAST_LANES).contiguous()
-        return part, (address(part), BROADCAST_LANES, 0)
+        part = part.expand(*shape[:-1], 1).reshape(-1, 1).expand(-1, BROADCAST_COPIES).contiguous()
+        return part, (address(part), BROADCAST_COPIES, 0)
     part = part.expand(shape).contiguous()
     return part, (address(part), row, 1)
 

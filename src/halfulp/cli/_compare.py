@@ -24,7 +24,7 @@ from ._conventions import (
 from ._errors import exit_with_error, print_json
 
 
-def run_trials(train: Callable[..., Any], *arguments: Any, out: str, **options: Any) -> Any:
+def call_with_trial_progress(train: Callable[..., Any], *arguments: Any, out: str, **options: Any) -> Any:
     """Call `compare` or `tune` with progress bars; end the command where they end early."""
     from ..trials import TrialError
     from ..trials.running._progress import TrialProgress
@@ -117,7 +117,9 @@ def compare(
     from ..trials import compare as train
 
     where: dict[str, Any] = {"out": out, "data": data, "workers": workers, "resume": resume, "overwrite": overwrite}
-    evidence = run_trials(train, split_names(task, DEFAULT_TASKS), recipes, seeds=seeds, steps=steps, **where)
+    evidence = call_with_trial_progress(
+        train, split_names(task, DEFAULT_TASKS), recipes, seeds=seeds, steps=steps, **where
+    )
     if json:
         print_json(evidence.to_dict())
         return
@@ -133,13 +135,13 @@ _TABLE_STYLES_BY_VERDICT_TONE = {"good": "green", "bad": "red", "open": "yellow"
 
 
 def _print_task_tables(evidence: Any) -> None:
-    from ..trials._defaults import VERDICT_TONES
+    from ..trials._defaults import TONE_BY_VERDICT
     from ..trials.evidence._table import format_row_cells, list_filled_column_headers, list_table_notes
 
     for task in evidence.tasks():
         rows, headers = evidence.rows(task), list_filled_column_headers(evidence, task)
         cells = [[format_row_cells(evidence, row)[header] for header in headers] for row in rows]
-        styles = [_TABLE_STYLES_BY_VERDICT_TONE.get(VERDICT_TONES.get(row.verdict or "", ""), "") for row in rows]
+        styles = [_TABLE_STYLES_BY_VERDICT_TONE.get(TONE_BY_VERDICT.get(row.verdict or "", ""), "") for row in rows]
         print(f"\n{task}")
         print_table(headers, cells, styles, cut=4)
         make_stdout_console().print(*list_table_notes(evidence, task), sep="\n", style="dim")
@@ -170,7 +172,7 @@ def tune(
     refuse_torchrun("tune")
     candidates = None if recipe is None else split_names(recipe, ())
     where: dict[str, Any] = {"out": out, "data": data, "workers": workers, "resume": resume, "overwrite": overwrite}
-    found = run_trials(search, task, tolerance, recipes=candidates, seeds=seeds, steps=steps, **where)
+    found = call_with_trial_progress(search, task, tolerance, recipes=candidates, seeds=seeds, steps=steps, **where)
     content = found.to_dict()
     write_file_atomically(Path(out, "tune.json"), encoder.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
     if json:

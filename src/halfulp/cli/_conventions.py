@@ -16,7 +16,7 @@ from ..pages import check_writable, require_page_packages, write_file_atomically
 from ._errors import print_json
 
 if TYPE_CHECKING:
-    from ..observation.page import Instrument
+    from ..observation.page import InstrumentName
 
 
 def describe_names_option(kind: str, default: Sequence[str]) -> str:
@@ -96,7 +96,7 @@ def _format_cell(cell: Any) -> str:
 OutFolderOption = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
 
 
-def prepare_out_folder(out: str | None, name: Instrument | Literal["compare-script"]) -> None:
+def prepare_out_folder(out: str | None, name: InstrumentName | Literal["compare-script"]) -> None:
     """Create the output folder and check, before any work, that a page can be written into it."""
     if out is None:
         return
@@ -119,7 +119,7 @@ def print_result(found: Any, as_json: bool) -> None:
         print(found)
 
 
-def write_page_and_json(out: str | None, name: Instrument, found: Any) -> None:
+def write_page_and_json(out: str | None, name: InstrumentName, found: Any) -> None:
     """Write what an instrument found as NAME.html and NAME.json, each whole or not at all; without a folder nothing."""
     if out is None:
         return

@@ -18,7 +18,7 @@ from ..arithmetic._float32_products import iterate_tensors
 from ..formats import Format
 from ..rounding import Nearest, Rounding
 from ..subclass import is_written
-from ..subclass.models._conversion import capture_recomputation, capture_reentrant_recomputation
+from ..subclass.models._conversion import wrap_recomputed_function, wrap_reentrant_recomputed_function
 from ._rounder import Rounder
 
 # Outputs other than the first that only the backward pass reads: they are inside the operator, in float32.
@@ -42,7 +42,7 @@ _OPERATORS_WITHOUT_NEW_NUMBERS = frozenset(
 ) | {"resize_", "resize_as_", "set_"}
 
 
-class OperatorResults(NamedTuple):
+class OperatorResultKinds(NamedTuple):
     """Which results of an operator are new, or written into an argument."""
 
     name: str  # such as "aten.addmm"
@@ -51,16 +51,16 @@ class OperatorResults(NamedTuple):
 
 
 @cache
-def read_operator_results(operator: torch._ops.OpOverload) -> OperatorResults:
+def read_operator_result_kinds(operator: torch._ops.OpOverload) -> OperatorResultKinds:
     """Return an operator's results by its schema, with exceptions that schemas do not tell.
 
-    >>> read_operator_results(torch.ops.aten.addmm.default).new_result_positions
+    >>> read_operator_result_kinds(torch.ops.aten.addmm.default).new_result_positions
     (0,)
-    >>> read_operator_results(torch.ops.aten.relu_.default).written_arguments
+    >>> read_operator_result_kinds(torch.ops.aten.relu_.default).written_arguments
     ((0, 'self'),)
-    >>> read_operator_results(torch.ops.aten.transpose.int).new_result_positions
+    >>> read_operator_result_kinds(torch.ops.aten.transpose.int).new_result_positions
     ()
-    >>> read_operator_results(torch.ops.aten.native_layer_norm.default).new_result_positions
+    >>> read_operator_result_kinds(torch.ops.aten.native_layer_norm.default).new_result_positions
     (0,)
     """
     schema = operator._schema
@@ -68,12 +68,12 @@ def read_operator_results(operator: torch._ops.OpOverload) -> OperatorResults:
     name = f"{namespace}.{base}"
     known = namespace == "aten"
     if known and base in _OPERATORS_WITHOUT_NEW_NUMBERS:
-        return OperatorResults(name, (), ())
+        return OperatorResultKinds(name, (), ())
     statistics = _BACKWARD_ONLY_OUTPUTS_BY_OPERATOR.get(base, ()) if known else ()
     fresh = (i for i, value in enumerate(schema.returns) if value.alias_info is None and "Tensor" in str(value.type))
     written = tuple((i, argument.name) for i, argument in enumerate(schema.arguments) if is_written(argument))
     written = written or (_RUNNING_STATISTICS_BY_OPERATOR.get(base, ()) if known else ())
-    return OperatorResults(name, tuple(i for i in fresh if i not in statistics), written)
+    return OperatorResultKinds(name, tuple(i for i in fresh if i not in statistics), written)
 
 
 _LEAF_SEQUENCE_NUMBER = 2**64 - 1
@@ -112,7 +112,7 @@ class _RoundingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         self.hook_last_outputs()
         out = func(*args, **kwargs)
-        out = self._round_results(read_operator_results(func), out, args, kwargs)
+        out = self._round_results(read_operator_result_kinds(func), out, args, kwargs)
         if torch.is_grad_enabled():
             self._pending.append(out)
         elif self._with_gradients:
@@ -135,14 +135,14 @@ class _RoundingMode(TorchDispatchMode):
         hooks = get_saved_tensor_hooks()
         if hooks is not None and hooks[0] is not self._pack:
             self._pack = hooks[0]
-            capture_recomputation(self._pack, self._emulated, "emulate")
+            wrap_recomputed_function(self._pack, self._emulated, "emulate")
 
     def release_graphs(self) -> None:
         """Release the last outputs and the pack hook, which hold graphs whose nodes hold the mode."""
         self._pending.clear()
         self._pack = None
 
-    def _round_results(self, results: OperatorResults, out, args: tuple, kwargs: dict):
+    def _round_results(self, results: OperatorResultKinds, out, args: tuple, kwargs: dict):
         """Round an operator's results, and return its output."""
         name = results.name
         if name == "aten.lift_fresh":  # hands out memory that Python's caller may own, which must not be written
@@ -184,7 +184,7 @@ class _RoundingMode(TorchDispatchMode):
                 "emulate met code that torch.compile has compiled, whose operators cannot be rounded one by one: "
                 "call the module as it was before torch.compile"
             )
-        capture_reentrant_recomputation(node, name, self._emulated, "emulate")
+        wrap_reentrant_recomputed_function(node, name, self._emulated, "emulate")
         node.register_prehook(partial(self._round_incoming_gradients, name))
         # Before the results of several nodes are summed.
         node.register_hook(lambda gradients, _: self._round_gradients(gradients, name))

@@ -47,7 +47,7 @@ class Rounder:
             x.detach().copy_(self.round_copy(x, source))
             return
         real = self._view_as_real(x, source)
-        target = self._find_target(real.dtype, source)
+        target = self._find_rounding_target(real.dtype, source)
         if target is not None:
             self._round_into(real, target, real)
 
@@ -56,7 +56,7 @@ class Rounder:
         if not (x.is_floating_point() or x.is_complex()) or x.is_meta:
             return x
         real = self._view_as_real(x.detach(), source)
-        target = self._find_target(real.dtype, source)
+        target = self._find_rounding_target(real.dtype, source)
         if target is None:
             return x
         out = torch.empty_like(real)
@@ -90,7 +90,7 @@ class Rounder:
         x = to_plain_memory(x, f"what {source} gives")
         return torch.view_as_real(x) if x.is_complex() else x
 
-    def _find_target(self, dtype: torch.dtype, source: str) -> Target | None:
+    def _find_rounding_target(self, dtype: torch.dtype, source: str) -> Target | None:
         if dtype in WIDE_DTYPES:
             return find_target(self.format, self.rounding, self.overflow, dtype)
         raise NotImplementedError(

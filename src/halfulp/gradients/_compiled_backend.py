@@ -41,7 +41,7 @@ def _compute_edge_factors(scaler: str, edges: str, count: int, device: torch.dev
         return torch.ones(count, device=device, dtype=torch.float32)
     if edges not in backward.edges_by_text:
         keys, *pairs = json.loads(edges)
-        sites = [backward.sites.open_site(key) for key in keys]
+        sites = [backward.sites.get_or_create_site(key) for key in keys]
         backward.edges_by_text[edges] = sites, [(sites[source], sites[target]) for source, target in pairs]
     # The global site comes first.
     (_, *own), found = backward.edges_by_text[edges]
@@ -56,7 +56,7 @@ def _observe_gradients(gradients: list[Tensor], scaler: str, key: str, kinds: st
     """Measure the gradients of a site in an iteration that is measured."""
     backward = _find_active_backward(scaler)
     if backward is not None and backward.measuring:
-        site = backward.sites.open_site(key)
+        site = backward.sites.get_or_create_site(key)
         backward.reached.setdefault(site)
         for kind, gradient in zip(kinds.split(","), gradients):
             backward.measurements.measure_gradient_on_device(site, kind, gradient, None)
@@ -202,12 +202,12 @@ class GradientMovingPartitioner:
 def warn_of_graph_breaks(inputs: Sequence, backward: Backward) -> None:
     """Warn where a model's parameters are read outside of its graphs, as sites exist only in graphs."""
 
-    def ends(node: Any) -> bool:
+    def is_search_end(node: Any) -> bool:
         # Marks are where another model ends that is not compiled, whose parameters have sites.
         return node.name() == "CompiledFunctionBackward" or backward.sites.global_site in node.metadata
 
     broken = set()
-    for node in list_nodes_reached_by_backward([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends):
+    for node in list_nodes_reached_by_backward([x.grad_fn for x in inputs if isinstance(x, Tensor)], is_search_end):
         parameter = getattr(node, "variable", None)
         if isinstance(parameter, Tensor):
             name = find_owning_module_name(parameter, backward)
@@ -284,7 +284,7 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
 
     visit_graph(module)
     for key in dict.fromkeys(plan.site_keys.values()):
-        backward.sites.open_site(key)
+        backward.sites.get_or_create_site(key)
     return plan
 
 

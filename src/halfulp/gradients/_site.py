@@ -97,7 +97,7 @@ class Site:
         # The narrow format that its product computes in, whatever its operands were cast from; None if wide.
         self.stored: Format | None = None
         # Of the global site, floor(log2) of the largest gradient that losses send into the model for which sites'
-        # exponents are meant, which move with it from pass to pass (`LossFollower`); None if it is not known.
+        # exponents are meant, which move with it from pass to pass (`LossGradientFollower`); None if it is not known.
         self.loss_binade: int | None = None
         # None of the global site itself.
         self.global_site = global_site
@@ -147,7 +147,7 @@ class Sites(dict[str, Site]):
         self.lowest: int | None = None
         self._uniform = uniform
 
-    def open_site(self, key: str) -> Site:
+    def get_or_create_site(self, key: str) -> Site:
         """Return the site of a key, created at its first use with the previous call's exponent or the lowest in use."""
         site = self.get(key)
         if site is None:
@@ -190,7 +190,7 @@ class Sites(dict[str, Site]):
         if unknown:
             raise ValueError(f"no sites {', '.join(unknown)} to merge; the sites are {', '.join(self)}")
         for key in keys:
-            self.open_site(key).merged = reason
+            self.get_or_create_site(key).merged = reason
 
 
 def get_exponent_of_power_of_two_scale(field: str, scale: float) -> int:
@@ -256,7 +256,7 @@ def restore_sizes_lost_in_moves(
 ) -> set[Site]:
     """Return the sites where all received gradients underflowed to zero; their size before the move is filled in.
 
-    ``lift``: how far sites were above their exponents, from the global one (`LossFollower`).
+    ``lift``: how far sites were above their exponents, from the global one (`LossGradientFollower`).
     """
     found = set()
     for source, target in edges:
@@ -369,7 +369,7 @@ def copy_with_strides(tensor: Tensor) -> Tensor:
 _FLOAT32_BIAS, _LARGEST_FLOAT32_EXPONENT = 127, 126
 
 
-class LossFollower:
+class LossGradientFollower:
     """Lifts all sites' exponents by one power of two per backward pass, so that they follow the loss's gradient.
 
     Exponents are right for a loss that sends gradients of a certain size into the model, the reference. Gradients are

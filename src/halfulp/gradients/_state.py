@@ -132,7 +132,7 @@ def _is_key_of_module(key: str, modules: set[str]) -> bool:
 def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
     """Load every site of a state; ``narrow`` is the format of those that have one."""
     for key, values in given.items():
-        site: Site = sites.global_site if key == GLOBAL_SITE_KEY else sites.open_site(key)
+        site: Site = sites.global_site if key == GLOBAL_SITE_KEY else sites.get_or_create_site(key)
         site.exponent = values["exponent"]
         # Whether one scale serves all sites comes from the current policy, not from the file.
         if site.merged != UNIFORM_SCALE_REASON:

@@ -91,7 +91,7 @@ UNLIMITED_LOG_SCALE_BOUNDS = LogScaleBounds(-math.inf, math.inf)
 _NAN_LOG_SCALE_BOUNDS = LogScaleBounds(math.nan, math.nan)
 
 
-def underflow_bound(
+def bound_log_scale(
     gradient: OperandStats,
     weight: OperandStats | None = None,
     fan: int = 1,
@@ -112,7 +112,7 @@ def underflow_bound(
     and wins. s_o = 0 gives alpha = 1. arXiv 1910.12385 has the same rule without 0.5 K.
 
     >>> g, w = OperandStats.measure(torch.tensor([-1e-6, 1e-6])), OperandStats.measure(torch.tensor([-1.0, 1.0]))
-    >>> underflow_bound(g, w, 512, u_min=6e-8, u_max=65504.0).log2_alpha
+    >>> bound_log_scale(g, w, 512, u_min=6e-8, u_max=65504.0).log2_alpha
     1.581...
     """
     if not (gradient.finite and (weight is None or weight.finite)):
@@ -191,7 +191,7 @@ class OperandStatisticsPolicy(Policy):
 class UnderflowBound(OperandStatisticsPolicy):
     """Lets at most a share of a product's outputs underflow, if its operands are Gaussian and independent.
 
-    See `underflow_bound` for the equations: the rule for the product and the one for the gradient alone hold together.
+    See `bound_log_scale` for the equations: the rule for the product and the one for the gradient alone hold together.
 
     Args:
         share: The share that may underflow.
@@ -209,7 +209,7 @@ class UnderflowBound(OperandStatisticsPolicy):
         """Return the bounds by the rule for the product and by the one for the gradient alone."""
         limits: dict[str, Any] = {"share": self.share, "u_min": format.smallest_subnormal, "u_max": format.max}
         gradient, weight = OperandStats.measure(operands.gradient), OperandStats.measure(operands.weight)
-        return [underflow_bound(gradient, weight, operands.fan, **limits), underflow_bound(gradient, **limits)]
+        return [bound_log_scale(gradient, weight, operands.fan, **limits), bound_log_scale(gradient, **limits)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,7 @@ def find_direction_and_length(x: Tensor) -> tuple[Tensor, Tensor]:
     return part / torch.where(length == 0, torch.ones_like(length), length), length * size
 
 
-def compute_tanh_and_complement(length: Tensor) -> tuple[Tensor, Tensor]:
+def compute_tanh_of_half_and_complement(length: Tensor) -> tuple[Tensor, Tensor]:
     """Return tanh(s / 2) and 1 - tanh(s / 2) = 2 / (e^s + 1), each to full relative accuracy."""
     # A length beyond the logarithm of the largest number would lead out of the range.
     grown = length.clamp(max=0.98 * math.log(torch.finfo(length.dtype).max)).expm1()
@@ -212,7 +212,7 @@ class PoincareBall(Manifold):
     def _compute_geodesic(self, place: Tensor, gap: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """Return the unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2, computed without cancellation."""
         direction, length = find_direction_and_length(step)
-        t, rest = compute_tanh_and_complement(2 * (length / gap))
+        t, rest = compute_tanh_of_half_and_complement(2 * (length / gap))
         along, radius = find_direction_and_length(place)
         both = along + direction
         return direction, t, radius, gap / (1 + radius) + radius * rest, (both * both).sum(-1, keepdim=True)
@@ -321,7 +321,7 @@ class HalfSpace(Manifold):
         """Return 2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t), as in `exp`."""
         direction, length = find_direction_and_length(step / match_component_count(y, step))
         h, w = direction[..., :-1], direction[..., -1:]
-        t, rest = compute_tanh_and_complement(length)
+        t, rest = compute_tanh_of_half_and_complement(length)
         flat = (h * h).sum(-1, keepdim=True)
         up = round_to_plain(w) > 0
         # 1 - w t: upwards 1 - w = |h|^2 / (1 + w), so that nothing cancels.

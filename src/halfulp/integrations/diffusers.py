@@ -89,7 +89,7 @@ class EMAModel:
         self.ema.update()
 
     def store(self, parameters: ParametersOrModule) -> None:
-        """Keep the present weights to be restored; `copy_to` saves them."""
+        """Let `restore` undo the next `copy_to`, which saves the weights that it replaces."""
         self._check_own_parameters(parameters)
         self._is_stored = True
 

@@ -17,7 +17,7 @@ from ._canary import (
     same_bits,
     to_float64,
 )
-from ._engine import engine, note_and_warn_once, note_fallback, report, select_engine
+from ._engine import engine, note_fallback, report, select_engine, warn_once_of_fallback
 from ._index_map import CHUNK_ELEMENTS, IndexMap, cut_into_chunks, make_chunk_table
 from ._interpreter import run_trace_on_tensors
 from ._operations import divide, floor, maximum, select, sign_of, sqrt
@@ -35,11 +35,11 @@ from ._plain_memory import (
     address,
     checksum,
     compute_row_checksums,
+    get_plain_address_or_zero,
     has_strided_values,
     overlaps_itself,
-    plain_address,
-    resolve_plain_memory,
     to_plain_memory,
+    to_plain_memory_unless_traced,
 )
 from ._threads import MOST_SERIAL_ELEMENTS, keeping_subnormals, run_chunks
 from ._trace import (
@@ -60,7 +60,7 @@ from ._trace import (
     scale_by_power,
     square_root,
 )
-from .vector._loop import BROADCAST_LANES, ShortcutTrace, compile_trace
+from .vector._loop import BROADCAST_COPIES, ShortcutTrace, compile_trace
 from .vector._machine_function import compute_source_digest, get_array_address
 from .vector._processor import find_vector_bits
 from .vector._reductions import BLOCK_ROWS, NARROW_LANES, ReductionSteps, compile_reduction

@@ -22,7 +22,7 @@ STREAMING_STORE_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Table:
+class TableFunction:
     """A traced device function with the layout of the table of pointers that it reads and writes."""
 
     trace: Trace  # what is computed per element, of inputs ("constant", k) and those of `RANDOM_STREAM_INPUTS`
@@ -39,7 +39,7 @@ class Table:
     is_streaming: bool = False
 
     @property
-    def sums(self) -> int:
+    def sum_column_count(self) -> int:
         """Columns of the sums of chunks."""
         return max(CHUNK_COLUMNS, len(self.trace.sums))
 
@@ -122,12 +122,12 @@ class ElementRecording:
         self.arrays = [emit("address", (), j, "address") for j in range(columns)]
         self.constants = [emit("input", (), ("constant", k), kind) for k in range(constants)]
 
-    def block(self) -> Traced:
+    def add_block_index(self) -> Traced:
         """Return the index of the element's block."""
         return self.trace.emit("block", (), None, "block")
 
     @property
-    def stream(self) -> tuple[Traced, Traced]:
+    def stream_inputs(self) -> tuple[Traced, Traced]:
         """Return the element's counter in its stream of random words, and the stream's own word."""
         counter, own = (self.trace.emit("input", (), name, "w32") for name in RANDOM_STREAM_INPUTS)
         return counter, own

@@ -32,7 +32,7 @@ def note_fallback(kind: str, text: str) -> None:
     _fallback_counts[kind, text] += 1
 
 
-def note_and_warn_once(kind: str, text: str) -> None:
+def warn_once_of_fallback(kind: str, text: str) -> None:
     """Count a fallback, and warn at its first."""
     if not _fallback_counts[kind, text]:
         warnings.warn(text, RuntimeWarning, stacklevel=find_user_stack_level())
@@ -84,7 +84,7 @@ def select_engine(device: str) -> str:
     """Return the engine for tensors on a kind of device: "llvm" or "reference", on CUDA "triton" or "reference"."""
     name, reason = choose_engine_and_reason(device)
     if reason:
-        note_and_warn_once("engine", reason)
+        warn_once_of_fallback("engine", reason)
     return name
 
 

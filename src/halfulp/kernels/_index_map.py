@@ -22,7 +22,7 @@ class IndexMap:
         offset: per dimension, the global coordinate of local coordinate 0.
         step: per dimension, the distance of neighbours in global coordinates.
 
-    >>> IndexMap.shard((4, 6), dim=1, start=2, stop=5).runs()
+    >>> IndexMap.shard((4, 6), dim=1, start=2, stop=5).list_contiguous_runs()
     array([[ 0,  2,  3],
            [ 3,  8,  3],
            [ 6, 14,  3],
@@ -60,7 +60,7 @@ class IndexMap:
         """Elements of the local tensor."""
         return prod(self.shape)
 
-    def runs(self) -> np.ndarray:
+    def list_contiguous_runs(self) -> np.ndarray:
         """Return the local tensor as consecutive runs, int64 (runs, 3): local and global start, length."""
         if self.numel == 0:
             return np.empty((0, 3), np.int64)
@@ -97,7 +97,7 @@ def cut_into_chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
     kernel's pointer table, local start, length, global start.
     """
     rows = [np.empty((0, 4), np.int64)]
-    for local, start, length in index_map.runs():
+    for local, start, length in index_map.list_contiguous_runs():
         first = min(length, CHUNK_ELEMENTS - start % CHUNK_ELEMENTS)
         cuts = np.concatenate([[0], np.arange(first, length, CHUNK_ELEMENTS, dtype=np.int64), [length]])
         places = np.full(len(cuts) - 1, tensor, np.int64)

@@ -88,7 +88,7 @@ load4, load8, load16, load32, load64 = map(_make_load, (4, 8, 16, 32, 64))
 store4, store8, store16, store32, store64 = map(_make_store, (4, 8, 16, 32, 64))
 
 
-def deposit64(address: Word, i: Word, w: Word, apart: int = 0) -> None:
+def add_to_counter64(address: Word, i: Word, w: Word, apart: int = 0) -> None:
     """Add a word to the 64-bit element i of an array, or of a copy of it; see `Trace.emit_counter_addition`."""
     _find_trace(address).emit_counter_addition(address, i, w, apart)
 

@@ -38,14 +38,14 @@ def address(x: Tensor) -> int:
     return at
 
 
-def plain_address(x: Tensor) -> int:
+def get_plain_address_or_zero(x: Tensor) -> int:
     """Return the address of a contiguous plain CPU tensor's elements; 0 for any other tensor, and for an empty one.
 
     It holds where no mode of torch watches functions, and for floating-point dtypes: others may be conjugate or
     quantized.
 
-    >>> plain_address(torch.ones(3)) > 0, plain_address(torch.ones(2, 3).t()), plain_address(torch.ones(3).to_sparse())
-    (True, 0, 0)
+    >>> [get_plain_address_or_zero(x) > 0 for x in (torch.ones(3), torch.ones(2, 3).t(), torch.ones(3).to_sparse())]
+    [True, False, False]
     """
     if type(x) not in _PLAIN_CLASSES or not x.is_cpu or x.is_neg() or x.is_nested:
         return 0
@@ -55,10 +55,10 @@ def plain_address(x: Tensor) -> int:
         return 0
 
 
-def is_watched() -> bool:
+def has_operator_interceptors() -> bool:
     """Return whether something sees or replaces the operators that run here: a mode, a tracer, or a transform.
 
-    >>> is_watched()
+    >>> has_operator_interceptors()
     False
     """
     is_seen = _count_dispatch_modes() > 0 or _count_function_modes() > 0
@@ -92,7 +92,7 @@ def to_plain_memory(x: Tensor, what: str = "a tensor") -> Tensor:
     return x
 
 
-def resolve_plain_memory(x: Tensor, what: str = "a tensor") -> Tensor:
+def to_plain_memory_unless_traced(x: Tensor, what: str = "a tensor") -> Tensor:
     """Return `to_plain_memory` of a tensor; a traced or meta tensor, which has no values, unchanged."""
     if x.is_meta or torch.compiler.is_compiling() or type(x).__name__ in _TRACED_CLASS_NAMES:
         return x

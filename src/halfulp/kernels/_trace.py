@@ -19,7 +19,7 @@ import torch
 
 from ._canary import compute_float32_root, to_float64
 
-Network = TypeVar("Network", bound=Callable[..., list[Any]])
+ArithmeticNetwork = TypeVar("ArithmeticNetwork", bound=Callable[..., list[Any]])
 
 MANTISSA_BITS_BY_DTYPE = {torch.float32: 23, torch.float64: 52}
 _EXPONENT_BIAS_BY_DTYPE = {torch.float32: 127, torch.float64: 1023}
@@ -193,7 +193,7 @@ def _record_called_function(function: Callable, shape: tuple, dtype: torch.dtype
     return RecordedFunction(trace, tuple(x.number for x in results))
 
 
-def compile_out_of_line(network: Network) -> Network:
+def compile_out_of_line(network: ArithmeticNetwork) -> ArithmeticNetwork:
     """Return a network, (lists of values and constants) -> a list of values, that large kernels hold once and call."""
 
     @functools.wraps(network)
@@ -203,7 +203,7 @@ def compile_out_of_line(network: Network) -> Network:
         found: list[Any] = network(*arguments) if traced is None else traced.trace.emit_call(network, arguments)
         return found
 
-    return cast("Network", run)
+    return cast("ArithmeticNetwork", run)
 
 
 def _make_operator_methods(operation: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from ..kernels import disable_tracing, list_present_operators
-from ..subclass._derivation import aten, functional_form, parse_operators
+from ..subclass._derivation import aten, find_functional_form, parse_operators
 from ._derivation import make_unrounded_writing_rule, note_float64_fallback
 from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor, attach_autograd_history
 from ._result_type import ResultType, encode_plain_operands, has_plain_operand, is_plain, make_result, result_type
@@ -215,7 +215,7 @@ FUNCTION_BY_ENTRY_OPERATOR: dict[OpOverload, Callable[..., Any]] = {
     **{
         operator: make_unrounded_writing_rule(operator, form)
         for operator in (getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads())
-        if "out" in operator._overloadname and (form := functional_form(operator)) is not None
+        if "out" in operator._overloadname and (form := find_functional_form(operator)) is not None
     },
 }
 

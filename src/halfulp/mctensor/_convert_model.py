@@ -146,18 +146,18 @@ register_layout(
 )
 
 
-Model = TypeVar("Model", bound=nn.Module)
+ModelType = TypeVar("ModelType", bound=nn.Module)
 # Name of a module's record of the dtypes that its parameters had before.
 _FORMER_DTYPES_KEY = "_halfulp_dtypes"
 
 
 def multicomponent(
-    model: Model,
+    model: ModelType,
     components: int = 2,
     dtype: torch.dtype | None = None,
     where: ParameterSelector = None,
     gradients: str = FIRST_GRADIENTS_MODE,
-) -> Model:
+) -> ModelType:
     """Hold a model's parameters as sums of several components: in place, like nn.Module.to.
 
     Every matched parameter becomes an nn.Parameter that is an MCTensor, with every digit that fits; its modules, their

@@ -17,7 +17,7 @@ from ..subclass import _rule_table as _fallback
 from ..subclass._derivation import (
     aten,
     derive_common_rule,
-    functional_form,
+    find_functional_form,
     make_foreach_rule,
     make_writing_rule,
     refuse_operator,
@@ -62,7 +62,7 @@ def _run_decomposition_or_derived_rule(operator: OpOverload, *arguments: Any, **
 
 def _derive_primitive_rule(operator: OpOverload) -> Callable:
     if operator._schema.is_mutable:
-        if (functional := functional_form(operator)) is None:
+        if (functional := find_functional_form(operator)) is None:
             return functools.partial(refuse_mctensor_operator, operator, "writes into its argument")
         return make_unrounded_writing_rule(operator, functional)
     if operator.is_view:

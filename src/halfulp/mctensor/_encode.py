@@ -16,7 +16,7 @@ from torch import Tensor
 from .._messages import name_type
 from ..arithmetic import MOST, PRECISION, Parts, merge, pointwise, renormalize
 from ..arithmetic._pointwise import round_under_scale
-from ..kernels import require_float64, resolve_plain_memory
+from ..kernels import require_float64, to_plain_memory_unless_traced
 
 _FLOAT32_STRUCT = struct.Struct("f")
 
@@ -52,7 +52,9 @@ def canonicalize_components(components: Any, scale: Any) -> tuple[Parts, Tensor 
     kinds = {part.dtype for part in tensors}
     if len(kinds) > 1:
         raise ValueError(f"components of several dtypes, {' and '.join(sorted(map(str, kinds)))}: convert them to one")
-    tensors = torch.broadcast_tensors(*(resolve_plain_memory(part.detach(), "a component") for part in tensors))
+    tensors = torch.broadcast_tensors(
+        *(to_plain_memory_unless_traced(part.detach(), "a component") for part in tensors)
+    )
     parts: Parts = tensors[:1]
     for part in tensors[1:]:
         parts = pointwise("add", parts, (part,), components=MOST, dtype=part.dtype)
@@ -152,7 +154,7 @@ def _convert_to_components(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
         return (x._parts if x._scale is None else convert_to_float64(x._parts, x._scale)), x.dtype
     if hasattr(x, "decode"):
         x = x.decode()
-    return (resolve_plain_memory(x.detach(), "x"),), check_dtype(x.dtype)
+    return (to_plain_memory_unless_traced(x.detach(), "x"),), check_dtype(x.dtype)
 
 
 def _convert_numbers_to_components(x: Any, device: Any) -> tuple[Parts, torch.dtype]:

@@ -26,16 +26,16 @@ from ..subclass._in_backward import (
     refuse_jit_trace,
     refuse_make_fx,
 )
-from ..subclass._rule_table import Given, RuleTable
+from ..subclass._rule_table import GivenRule, RuleTable
 from ._encode import canonicalize_components, convert_to_float64, encode_components, format_tensor, format_values
 
 _rule_table = RuleTable()
 RULES = _rule_table.rules
-find_rule = _rule_table.of
+find_rule = _rule_table.find_rule
 register_derivation = _rule_table.register_derivation
 
 
-def implements(*operators: OpOverload) -> Callable[[Given], Given]:
+def implements(*operators: OpOverload) -> Callable[[GivenRule], GivenRule]:
     """Register a function as the rule of torch operators for MCTensors, as a decorator.
 
     The function takes the operator's own arguments, runs below autograd, and returns what the operator returns.
@@ -59,10 +59,10 @@ def implements(*operators: OpOverload) -> Callable[[Given], Given]:
     return _rule_table.implements(*operators)
 
 
-def implements_each(*operators: OpOverload) -> Callable[[Given], Given]:
+def implements_each(*operators: OpOverload) -> Callable[[GivenRule], GivenRule]:
     """Register a function of an operator and its arguments as the rule of each of some operators, as a decorator."""
 
-    def register(rule: Given) -> Given:
+    def register(rule: GivenRule) -> GivenRule:
         for operator in list_present_operators(operators):
             implements(operator)(functools.partial(rule, operator))
         return rule
@@ -260,7 +260,7 @@ class MCTensor(CompositeTensor):
         return wrap_components(parts, held, gradients)
 
     @staticmethod
-    def implements(*operators: Any) -> Callable[[Given], Given]:
+    def implements(*operators: Any) -> Callable[[GivenRule], GivenRule]:
         """Register a function as the rule of torch operators, as a decorator: see `halfulp.mctensor.implements`."""
         return implements(*operators)
 

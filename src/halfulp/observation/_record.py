@@ -103,7 +103,7 @@ class TensorRecord:
 
 
 @dataclass(slots=True)
-class RoundingRecord:
+class RoundingDirectionRecord:
     """Directions in which stored updates were rounded, of an optimizer that seems to round stochastically.
 
     Attributes:
@@ -161,7 +161,7 @@ class ParameterRecord:
     accumulation: RealisedChanges | None = None
     states: dict[str, RealisedChanges] = field(default_factory=dict)
     state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    rounding: RoundingRecord | None = None
+    rounding: RoundingDirectionRecord | None = None
 
     @property
     def is_held_by_halfulp_optimizer(self) -> bool:
@@ -193,7 +193,7 @@ class ResidualRecord:
 
 
 @dataclass(slots=True)
-class PositionsRecord:
+class PositionCollisionRecord:
     """A module's output in which neighbouring positions are one, as `dtype` rounds whole numbers up to `length`."""
 
     name: str
@@ -281,7 +281,7 @@ class Record:
     tensors: dict[tuple[Role, str], TensorRecord] = field(default_factory=dict)
     averages: dict[str, AverageRecord] = field(default_factory=dict)
     residuals: dict[str, ResidualRecord] = field(default_factory=dict)
-    positions: dict[str, PositionsRecord] = field(default_factory=dict)
+    positions: dict[str, PositionCollisionRecord] = field(default_factory=dict)
     history: list[StepRecord] = field(default_factory=list)
     sampled_steps: list[int] = field(default_factory=list)
     expectations: list[DtypeExpectation] = field(default_factory=list)

@@ -18,7 +18,7 @@ from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
 from ._float32 import read_float32_weights
-from ._group_options import check_group_options, read_halfulp_version
+from ._group_options import check_group_options, get_halfulp_version
 from .parameters._local_tensors import get_local, is_dtensor, wrap_like_dtensor
 from .parameters._narrow_groups import read_parameter_name, walk_group_parameters
 from .parameters._outside_writes import (
@@ -34,7 +34,7 @@ from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import list_identities, strip_wrapper_names
 from .parameters._state_tensors import (
     STATE_NAME_SUFFIXES,
-    STATES_BEGUN_KEY,
+    STEPS_BEFORE_STATES_KEY,
     check_codec_version,
     is_auxiliary_name,
     set_initial_state_values,
@@ -54,7 +54,7 @@ _DEFAULTS_OF_LATER_OPTIONS = {
     **dict.fromkeys(("foreach", "fused")),
 }
 # Options by which the file of another rule is known.
-_HYPERPARAMETER_NAMES = {
+_TORCH_HYPERPARAMETER_NAMES = {
     *("lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas", "lr_decay"),
     *("momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size", "lambd"),
 }
@@ -119,7 +119,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 state = _convert_states_to_dtensors(state, parameter, self._plans.get(parameter))
             saved["state"][number] = versions | state
         for group in saved["param_groups"]:
-            group[VERSION_GROUP_KEY] = read_halfulp_version()
+            group[VERSION_GROUP_KEY] = get_halfulp_version()
             if isinstance(group["weight_update"], WeightUpdate):
                 group["weight_update"] = group["weight_update"].to_dict()
             # In words, as they are not loaded; torch.distributed.checkpoint wants in a file whatever a group has.
@@ -202,7 +202,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                     tensor.zero_()
                 set_initial_state_values(plan.spec, group, plan.tensors)
                 held["step"] = 0
-                held.pop(STATES_BEGUN_KEY, None)
+                held.pop(STEPS_BEFORE_STATES_KEY, None)
                 continue
             for name, value in tensors.items():
                 if name in plan.spec.tensor_names:
@@ -210,9 +210,9 @@ class CheckpointMixin(torch.optim.Optimizer):
                 else:
                     held[name] = copy.deepcopy(value)
             held["step"] = _read_saved_step(state, "")
-            held.pop(STATES_BEGUN_KEY, None)
-            if isinstance(begun := state.get(STATES_BEGUN_KEY), int) and 0 < begun <= held["step"]:
-                held[STATES_BEGUN_KEY] = begun
+            held.pop(STEPS_BEFORE_STATES_KEY, None)
+            if isinstance(begun := state.get(STEPS_BEFORE_STATES_KEY), int) and 0 < begun <= held["step"]:
+                held[STEPS_BEFORE_STATES_KEY] = begun
             record_loaded_payload(plan, state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
@@ -231,7 +231,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             raise ValueError(
                 "this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'"
             )
-        own_version = read_halfulp_version()
+        own_version = get_halfulp_version()
         for version in (str(group[VERSION_GROUP_KEY]) for group in saved if VERSION_GROUP_KEY in group):
             ours, theirs = ([int(number) for number in re.findall(r"\d+", one)[:2]] for one in (own_version, version))
             if ours < theirs:  # a later minor version may write what this one does not know
@@ -276,7 +276,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         plan = self._find_valid_plan(group, position)
         _read_saved_step(state, plan.name)
         fitted: dict[str, Any] = {}
-        used = {"step", STATES_BEGUN_KEY, *plan.spec.rule.follows_from_step, *PAYLOAD_IDENTITY_KEYS}
+        used = {"step", STEPS_BEFORE_STATES_KEY, *plan.spec.rule.follows_from_step, *PAYLOAD_IDENTITY_KEYS}
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensor_names):
             used |= {f"{rule_state.name}{suffix}" for suffix in STATE_NAME_SUFFIXES}
             fitted |= _convert_saved_state(plan, group, codec, rule_state, names, state)
@@ -424,7 +424,7 @@ def _convert_states_to_dtensors(state: Mapping, parameter: Any, plan: ParameterP
     if plan is not None:
         shapes = dict.fromkeys(plan.spec.factor_names)  # the same on every rank
         for codec, slot in zip(plan.spec.codecs, plan.spec.rule.states):
-            shapes |= {key: shape for key, (shape, _) in codec.tensors(slot.name, parameter.shape).items()}
+            shapes |= {key: shape for key, (shape, _) in codec.describe_tensors(slot.name, parameter.shape).items()}
     placed = dict(state)
     for name, value in state.items():
         if name == CHECKSUMS_KEY:
@@ -490,8 +490,8 @@ def _read_saved_step(state: Mapping, name: str) -> int:
 
 def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     """Raise ValueError for a saved group of another rule, of other names, or under another weight update."""
-    unknown = sorted(_HYPERPARAMETER_NAMES & theirs.keys() - mine.keys())
-    rules = (defaults.keys() | _HYPERPARAMETER_NAMES) & mine.keys()
+    unknown = sorted(_TORCH_HYPERPARAMETER_NAMES & theirs.keys() - mine.keys())
+    rules = (defaults.keys() | _TORCH_HYPERPARAMETER_NAMES) & mine.keys()
     lacking = sorted(rules - theirs.keys() - HALFULP_OPTION_NAMES - _DEFAULTS_OF_LATER_OPTIONS.keys())
     if unknown or lacking:
         raise ValueError(

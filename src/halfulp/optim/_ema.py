@@ -49,7 +49,7 @@ AVERAGING_RULE = UpdateRule(
 )
 
 
-class AverageOptimizer(ExplicitGradientOptimizer):
+class AverageUpdateOptimizer(ExplicitGradientOptimizer):
     """The optimizer that moves averages towards the live weights, which stand for its gradients."""
 
     narrowing_option = "dtype=torch.bfloat16"
@@ -137,7 +137,7 @@ class EMA:
             "seed": seed,
             "report_interval": report_interval,
         }
-        self._average_optimizer = AverageOptimizer(named, {"decay": decay}, **options)
+        self._average_optimizer = AverageUpdateOptimizer(named, {"decay": decay}, **options)
         plans = self._average_optimizer.find_average_plans()
         with torch.no_grad():
             for weights in self._read_live_weights(live):
@@ -184,7 +184,7 @@ class EMA:
         for group, position, parameter in () if optimizer is None else walk_group_parameters(optimizer):
             if parameter in names and (optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
                 plan = optimizer._find_valid_plan(group, position)
-                if plan.spec.update.auxiliary_tensors(plan.spec.store):
+                if plan.spec.update.describe_auxiliary_tensors(plan.spec.store):
                     held.append(plan)
         read = {plan.parameter for plan in held}
         if shown := {name: weight.detach() for name, weight in live.items() if weight not in read}:

@@ -21,7 +21,7 @@ from ..kernels import (
     run_chunks,
     select_engine,
 )
-from ..kernels._device_function import ElementRecording, Table, bind_names
+from ..kernels._device_function import ElementRecording, TableFunction, bind_names
 from ..kernels._operations import store32, word
 from ..kernels.triton._launch import TableKernel, find_checked_kernel
 from ..kernels.vector._machine_function import get_array_address
@@ -144,7 +144,7 @@ def _make_chunk_table(counts: tuple[int, ...]) -> np.ndarray:
 
 def _record_read_trace(update: WeightUpdate, store: Store) -> Trace:
     """Return the weight of an element as a device function: columns are the parameter, three tensors, the result."""
-    element, names = ElementRecording(5), update.bindings(store)
+    element, names = ElementRecording(5), update.make_bindings(store)
     *arrays, out = element.arrays
     read: Any = names["read_weight"]
     store32(out, element.index, word(bind_names(read, names)(*arrays, element.index)[0]))
@@ -156,8 +156,8 @@ def _record_read_trace(update: WeightUpdate, store: Store) -> Trace:
 def make_read_kernel(update: WeightUpdate, store: Store) -> Callable[..., None]:
     """Return the kernel that reads one weight update and store, checked against its reference once per process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
-    kernel = compile_table_kernel(name, Table(_record_read_trace(update, store), 5))
-    parts = _make_check_parts(update, store)
+    kernel = compile_table_kernel(name, TableFunction(_record_read_trace(update, store), 5))
+    parts = _make_check_tensors(update, store)
     out = torch.empty(64, dtype=torch.float32, device="cpu")
     check_bits(name, lambda: _run_read_kernel(kernel, [parts], [out]), lambda: [update.read(store, parts)])
     return kernel
@@ -167,29 +167,29 @@ def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.d
     """Return the kernel of `make_read_kernel` on an accelerator; None, counted, where there is none."""
 
     def run(kernel: TableKernel, device: torch.device) -> list[torch.Tensor]:
-        parts = [part.to(device) for part in _make_check_parts(update, store)]
+        parts = [part.to(device) for part in _make_check_tensors(update, store)]
         out = [torch.empty(count, dtype=torch.float32, device=device) for count in (64, 61)]
         kernel(*_make_read_tables([parts, parts], out), device)
         return [made.cpu() for made in out]
 
     def reference() -> list[torch.Tensor]:
-        wanted = update.read(store, _make_check_parts(update, store))
+        wanted = update.read(store, _make_check_tensors(update, store))
         return [wanted, wanted[:61]]
 
     kernel: TableKernel | None = find_checked_kernel(
         ("read", update, store),
         f"read {update.name} {store.name}",
         device,
-        lambda: TableKernel(Table(_record_read_trace(update, store), 5)),
+        lambda: TableKernel(TableFunction(_record_read_trace(update, store), 5)),
         run,
         reference,
     )
     return kernel
 
 
-def _make_check_parts(update: WeightUpdate, store: Store) -> list[torch.Tensor]:
+def _make_check_tensors(update: WeightUpdate, store: Store) -> list[torch.Tensor]:
     ramp = torch.linspace(-1, 1, 64, dtype=torch.float32, device="cpu")
-    dtypes = (store.dtype, *(dtype for _, dtype in update.auxiliary_tensors(store)))
+    dtypes = (store.dtype, *(dtype for _, dtype in update.describe_auxiliary_tensors(store)))
     parts = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes]
     update.fill(store, parts, ramp * ramp * ramp)
     parts[0][11], parts[0][12:14], parts[0][14] = torch.inf, 0.0, parts[0][30]  # as somebody else may have written them

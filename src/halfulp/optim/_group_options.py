@@ -97,7 +97,7 @@ _BOOKKEEPING_KEYS = frozenset(("params", "param_names", "identities", "random_st
 def check_ranks_agree(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
     """Check that all processes of a group train in the same way; all of them must call this."""
     # Versions and options, in words.
-    mine = {"halfulp": read_halfulp_version(), "torch": torch.__version__, "the optimizer": type(optimizer).__name__}
+    mine = {"halfulp": get_halfulp_version(), "torch": torch.__version__, "the optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if name in _BOOKKEEPING_KEYS or name == "report_interval" or name not in optimizer.defaults:  # a user's own
@@ -118,7 +118,7 @@ def check_ranks_agree(optimizer: torch.optim.Optimizer, process_group: Any, devi
                 )
 
 
-def read_halfulp_version() -> str:
+def get_halfulp_version() -> str:
     """Return halfulp's version, without an import of the package that imports this one."""
     version: str = sys.modules["halfulp"].__version__
     return version

@@ -47,7 +47,7 @@ from .parameters._outside_writes import (
 )
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
 from .parameters._random_identity import (
-    Identities,
+    IdentityByParameter,
     assign_identities,
     record_identities,
     update_identities_of_edited_group,
@@ -65,7 +65,7 @@ from .step._batch import (
     convert_to_plain_gradient,
     refuse_unwritable_parameter,
 )
-from .step._run import add_late_constants, add_prepared_tensors, compile_kernels, compute_rule_sums, run_step
+from .step._run import add_constants_from_sums, add_prepared_tensors, compile_kernels, compute_rule_sums, run_step
 from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")
@@ -166,7 +166,7 @@ class Optimizer(CheckpointMixin):
         """Create the empty caches by parameter, plans and identities; also in a copy."""
         wrap_distributed_checkpoint_functions()
         self._plans = PlanCache()
-        self._identities: Identities = {}
+        self._identities: IdentityByParameter = {}
 
     @classmethod
     def split_groups(cls, params: OptimizerParams) -> OptimizerParams:
@@ -366,10 +366,10 @@ class Optimizer(CheckpointMixin):
         if any(batch.spec.rule.late_values is not None for batch in batches):
             sums = compute_rule_sums(batches)
             self._reduction_sums = next((own for batch in sums for own in batch), ())
-            add_late_constants(batches, sums)
+            add_constants_from_sums(batches, sums)
         for batch in batches:
             run_step(batch)
-            batch.record_step()
+            batch.complete_step()
             if batch.spec.metered:
                 warn_if_mostly_lost(batch.plans)
         # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.

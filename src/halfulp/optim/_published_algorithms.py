@@ -16,7 +16,7 @@ from .rules._adam_variants import LAMB as LAMB_RULE
 from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, compute_next_schedule_free_counters
 
 # What a schedule-free optimizer's groups count.
-_SCHEDULE_FREE_COUNTERS = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
+_INITIAL_SCHEDULE_FREE_COUNTERS = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
 
 
 @register_optimizer
@@ -238,7 +238,7 @@ class SGDScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**make_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
+        super().__init__(**make_init_arguments(locals(), **_INITIAL_SCHEDULE_FREE_COUNTERS))
 
 
 @register_optimizer
@@ -280,7 +280,7 @@ class AdamWScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**make_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
+        super().__init__(**make_init_arguments(locals(), **_INITIAL_SCHEDULE_FREE_COUNTERS))
 
 
 @register_optimizer

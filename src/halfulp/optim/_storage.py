@@ -187,7 +187,7 @@ PAYLOAD_STORE_BY_DTYPE = {**STORE_BY_DTYPE, E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 
 # Bound per format.
-KEPT_BITS = UNDRAWN_BITS = ROUNDING_ADDEND = LOST_BITS = np.uint32(0)
+KEPT_BITS_MASK = UNDRAWN_BIT_COUNT = ROUNDING_ADDEND = LOST_BIT_COUNT = np.uint32(0)
 LEAST_POWER_OF_TWO = ADDEND_EXPONENT = SPACING_EXPONENT = INVERSE_SPACING_EXPONENT = np.uint32(0)
 LARGEST_FINITE = OVERFLOW_RESULT = np.uint32(0)
 
@@ -195,14 +195,14 @@ LARGEST_FINITE = OVERFLOW_RESULT = np.uint32(0)
 def round_to_nearest_by_masking(x, random):
     """Device function: to nearest where every word loses the same bits (8 exponent bits)."""
     bits = word(x)
-    rounded = bit_and(add(add(bits, ROUNDING_ADDEND), bit_and(shr(bits, LOST_BITS), ONE)), KEPT_BITS)
+    rounded = bit_and(add(add(bits, ROUNDING_ADDEND), bit_and(shr(bits, LOST_BIT_COUNT), ONE)), KEPT_BITS_MASK)
     return select(bit_and(bits, MAGNITUDE_MASK) > EXPONENT_MASK, bits, rounded)
 
 
 def round_stochastically_by_masking(x, random):
     """Device function: stochastic where every word loses the same bits."""
     bits = word(x)
-    rounded = bit_and(add(bits, shr(random, UNDRAWN_BITS)), KEPT_BITS)
+    rounded = bit_and(add(bits, shr(random, UNDRAWN_BIT_COUNT)), KEPT_BITS_MASK)
     return select(bit_and(bits, MAGNITUDE_MASK) > EXPONENT_MASK, bits, rounded)
 
 
@@ -216,7 +216,7 @@ def round_to_nearest_by_adder(x, random):
 
 
 def round_stochastically_in_units(x, random):
-    """Device function: stochastic in units of the spacing."""
+    """Device function: a float32 rounded stochastically to a multiple of the format's spacing."""
     bits = word(x)
     magnitude = bit_and(bits, MAGNITUDE_MASK)
     bounded = select(magnitude < EXPONENT_MASK, magnitude, LEAST_POWER_OF_TWO)
@@ -258,10 +258,10 @@ def make_format_store(given: Format | str | None) -> Store | None:
             raise ValueError(f"format={fmt.name} has more bits than the float32 parameters that are to hold it")
         lost, pieces = 23 - fmt.mantissa_bits, (round_to_nearest_by_masking, round_stochastically_by_masking)
         constants = {
-            "KEPT_BITS": 0xFFFFFFFF << lost & 0xFFFFFFFF,
-            "UNDRAWN_BITS": 32 - lost,
+            "KEPT_BITS_MASK": 0xFFFFFFFF << lost & 0xFFFFFFFF,
+            "UNDRAWN_BIT_COUNT": 32 - lost,
             "ROUNDING_ADDEND": (1 << lost - 1) - 1,
-            "LOST_BITS": lost,
+            "LOST_BIT_COUNT": lost,
         }
     else:
         if fmt.emax - fmt.mantissa_bits + 24 > 127 or fmt.emin - fmt.mantissa_bits < -100 or fmt.mantissa_bits > 20:

@@ -40,7 +40,7 @@ BASE_STATE_PREFIX = "base."
 _UNSHARED_GROUP_KEYS = {*HALFULP_OPTION_NAMES, "params", "param_names"}
 
 
-def assign_weight(w: Any, g: Any) -> tuple[Any]:
+def compute_assignment_update(w: Any, g: Any) -> tuple[Any]:
     """Return u and no states; the new weight is g, passed in the gradient's place."""
     return (g - w,)
 
@@ -50,7 +50,9 @@ def return_no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...
     return ()
 
 
-ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), return_no_constants, assigns=True, decays=False)
+ASSIGNMENT_RULE = UpdateRule(
+    "assignment", compute_assignment_update, (), return_no_constants, assigns=True, decays=False
+)
 
 
 class ExplicitGradientOptimizer(Optimizer):

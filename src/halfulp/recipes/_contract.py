@@ -159,7 +159,7 @@ def contract(
         if not isinstance(getattr(one, "param_groups", None), list):
             raise TypeError(f"the optimizer is {name_type(one)}: give a torch optimizer, a list of them, or None")
     stepped = {
-        id(parameter): _read_update_and_states(one, group, position)
+        id(parameter): _describe_update_and_states(one, group, position)
         for one in optimizers
         for group, position, parameter in walk_group_parameters(one)
     }
@@ -190,10 +190,10 @@ def _list_differences(
             old, new = getattr(ours, key), getattr(theirs, key)
             unknown = key in ("weight_update", "states") and (not with_optimizer or not old or not new)
             if old != new and not unknown:
-                yield name, key, f"{key} was {_write_value(old)}, is {_write_value(new)}"
+                yield name, key, f"{key} was {_format_contract_value(old)}, is {_format_contract_value(new)}"
 
 
-def _read_update_and_states(
+def _describe_update_and_states(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], position: int
 ) -> tuple[str, dict[str, str]]:
     """Return the weight update of a parameter and the dtypes of its states."""
@@ -221,12 +221,12 @@ def _describe_precision(precision: TensorPrecision) -> str:
         f"stored as {precision.storage}": precision.storage != precision.dtype,
         f"scale {precision.scale}": precision.scale != "none",
         f"weight_update {precision.weight_update}": precision.weight_update is not None,
-        f"states {_write_value(precision.states)}": precision.states,
+        f"states {_format_contract_value(precision.states)}": precision.states,
     }
     return ", ".join([precision.dtype, *(words for words, is_said in said.items() if is_said)])
 
 
-def _write_value(given: object) -> str:
+def _format_contract_value(given: object) -> str:
     if isinstance(given, Mapping):
         return " and ".join(f"{key} {value}" for key, value in given.items()) or "none"
     return str(given)

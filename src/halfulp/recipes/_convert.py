@@ -14,14 +14,18 @@ from ..optim.parameters._narrowing import mark_as_float32, narrow_parameter, wid
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
 from ..subclass.models._conversion import remove_forward_hooks
-from ..subclass.models._parameter_holders import check_holders, list_holding_optimizers, replace_parameter_data
+from ..subclass.models._parameter_holders import (
+    check_parameter_holders,
+    list_holding_optimizers,
+    replace_parameter_data,
+)
 from . import _casts, _operands
 from . import _recipe as _catalog
 from ._multipoint import MultipointLayer
 from ._plan import (
     assign,
     check_float32_model,
-    find_float32_modules,
+    find_float32_module_names,
     list_float32_parameter_ids,
     refuse_values_beyond_float16,
 )
@@ -99,7 +103,7 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
                 f"{name or 'the model'} has multipoint weights, which are codes and not trained: model.to(torch."
                 "bfloat16) narrows what is beside them, and halfulp.multipoint comes after a recipe and halfulp.revert"
             )
-    kept = find_float32_modules(model, recipe)
+    kept = find_float32_module_names(model, recipe)
     assign(recipe, model)
     if recipe.narrow:
         refuse_values_beyond_float16(model, recipe, list_float32_parameter_ids(model, kept))
@@ -240,7 +244,7 @@ def _refuse_parameters_held_elsewhere(model: nn.Module, recipe: Recipe, what: st
         return
     if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):
         raise ValueError(f"the model is sharded: {what} it before fully_shard, or give the optimizer param_dtype=")
-    check_holders(model.named_parameters(), what, replaced=False)
+    check_parameter_holders(model.named_parameters(), what, replaced=False)
 
 
 def _refuse_stepped_parameters(model: nn.Module, function: str) -> None:

@@ -39,14 +39,14 @@ def check_float32_model(model: nn.Module) -> None:
             raise TypeError(f"a recipe starts from float32 parameters, but {name!r} is {parameter.dtype}; {cure}")
 
 
-def find_float32_modules(model: nn.Module, recipe: Recipe) -> dict[str, str]:
+def find_float32_module_names(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     """Return the names of the modules that a narrow recipe keeps in float32, the outermost ones, each with why.
 
     These are the ones that the recipe's globs match, losses with weights, modules whose weight is computed from float32
     buffers before each forward pass, and, where norms are kept, modules with vectors alone, which enter no product.
 
     >>> from halfulp import recipes
-    >>> find_float32_modules(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
+    >>> find_float32_module_names(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
     {'1': "matches '*Norm*'"}
     """
     if not recipe.narrow:
@@ -260,7 +260,7 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     """
     recipe = _catalog.get(recipe)
     check_float32_model(model)
-    float32_modules = find_float32_modules(model, recipe)
+    float32_modules = find_float32_module_names(model, recipe)
     keeps, updates = list_float32_parameter_ids(model, float32_modules), assign(recipe, model)
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     given = recipe, float32_modules, keeps, updates, first

@@ -275,7 +275,7 @@ class VerificationRuns:
         """Return a scaler of a copy that knows the sites before its first forward pass."""
         scaler = AdaptiveGradScaler(model, init_scale=1.0, float32_outputs=False)
         for key in self._keys:
-            scaler._controller.sites.open_site(key)
+            scaler._controller.sites.get_or_create_site(key)
         scaler.merge(*merged, reason="not exact by itself")
         return scaler
 

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ..formats import BlockFormat
 from ..formats._block import ScaleRounding
 from ..kernels import address, check_bits, note_fallback, run_chunks
-from ..kernels._device_function import ElementRecording, Table, bind_names
+from ..kernels._device_function import ElementRecording, TableFunction, bind_names
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, divide, real, select, shl, shr, sub, word
 from ..kernels._trace import block_largest
 from ..kernels.vector._machine_function import Kernel, get_array_address
@@ -40,7 +40,7 @@ from ._kernels import (
     share_table,
 )
 from ._modes import Nearest, Rounding, Up
-from ._random_bits import WEYL_STEP, draw_first_word, trace_stream_start
+from ._random_bits import WEYL_STEP, draw_first_word, get_stream_position_trace
 from ._target import (
     FLOAT_DTYPES,
     WORD32_LAYOUT,
@@ -131,7 +131,7 @@ def use_scale_itself(scale, c, b):
     return scale
 
 
-def add_tensor_scale(b):
+def compute_tensor_scale_constants(b):
     """Device function: the words about blocks, `unit` times the tensor's scale, which is amax / divisor."""
     scale = divide(real(b.amax), real(b.divisor))
     scale = select(scale > SMALLEST_TENSOR_SCALE, scale, SMALLEST_TENSOR_SCALE)
@@ -202,7 +202,7 @@ def compute_scale_threshold(target: BlockTarget, mantissa: int) -> tuple[int, in
     return first, int(second) + (target.scale_rounding == "up")
 
 
-def has_wide_results(target: BlockTarget) -> bool:
+def has_inexact_16_bit_results(target: BlockTarget) -> bool:
     """Return whether results may lie between two 16-bit numbers.
 
     So may products, and what a largest element scaled down makes of a larger one.
@@ -238,7 +238,7 @@ def bind_device_functions(target: BlockTarget, layout: WordLayout) -> dict[str, 
 @lru_cache(maxsize=1024)
 def record_block_kernel(
     dtype: torch.dtype, target: BlockTarget, rounds: bool = True, scales_by_amax: bool = False
-) -> Table:
+) -> TableFunction:
     """Return the table that rounds, or that finds the largest of the finite blocks' largest magnitudes.
 
     Its columns are what is rounded and where it goes. Where it scales by amax, the kernel computes the tensor's own
@@ -250,17 +250,19 @@ def record_block_kernel(
     element = ElementRecording(2, count, f"w{layout.width}")
     i, (source, goal), words = element.index, element.arrays, element.constants
     c, d = name_words(names, words), name_words(names, words[len(names) :])
-    pieces = choose_container_functions(dtype, dtype.itemsize == 2 and has_wide_results(target))
+    pieces = choose_container_functions(dtype, dtype.itemsize == 2 and has_inexact_16_bit_results(target))
     w = pieces["load"](source, i)
     if rounds:
         of_block = name_words(BLOCK_WORD_NAMES, words[first:])
-        of_block = add_tensor_scale(of_block) if scales_by_amax else of_block
+        of_block = compute_tensor_scale_constants(of_block) if scales_by_amax else of_block
         rounded = bind_names(round_block_element, bind_device_functions(target, layout))
-        pieces["store"](goal, i, rounded(w, draw_first_word(*element.stream), c, d, of_block))
+        pieces["store"](goal, i, rounded(w, draw_first_word(*element.stream_inputs), c, d, of_block))
     else:
         largest = block_largest(bit_and(w, c.magnitude))
         element.trace.emit_total("max", select(largest < c.infinity, largest, 0))
-    return share_table(Table(element.trace, 2, count, trace_stream_start(), int(WEYL_STEP), target.block, partial=True))
+    return share_table(
+        TableFunction(element.trace, 2, count, get_stream_position_trace(), int(WEYL_STEP), target.block, partial=True)
+    )
 
 
 def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float, unit: float) -> np.ndarray:
@@ -341,11 +343,11 @@ def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget) -> TritonPla
         return make_check_rows(dtype, 3 * target.block + 1 if ragged else 16 * target.block)
 
     name = f"quantize in blocks of {dtype}"
-    plan = TritonPlan(kernel, kernel.constant_arguments(words), name, make_elements, reference)
+    plan = TritonPlan(kernel, kernel.select_argument_constants(words), name, make_elements, reference)
     if not target.tensor_scale:
         return plan
     measure = make_tensor_kernel(record_block_kernel(dtype, target, False))
-    return plan._replace(largest_kernel=measure, largest_constants=measure.constant_arguments(words))
+    return plan._replace(largest_kernel=measure, largest_constants=measure.select_argument_constants(words))
 
 
 BLOCK_CHUNK_ELEMENTS = 16_384
@@ -377,7 +379,7 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
         out.copy_(round_blocks_by_reference(x, target, key))
         return
     # The processor's kernels store 16-bit numbers without rounding.
-    if engine == "llvm" and work != torch.float64 and has_wide_results(target):
+    if engine == "llvm" and work != torch.float64 and has_inexact_16_bit_results(target):
         work = torch.float32
     source = x.to(work).contiguous()
     direct = work == x.dtype and out.is_contiguous() and not has_partial_overlap(source, out)
@@ -413,7 +415,7 @@ def _prepare_kernels(dtype: torch.dtype, target: BlockTarget) -> tuple[Kernel, K
 
 
 @cache
-def _compile_kernel(table: Table) -> Kernel:
+def _compile_kernel(table: TableFunction) -> Kernel:
     return compile_table_kernel("quantize_blocks" if table.trace.stores else "largest_blocks", table)
 
 

@@ -116,7 +116,7 @@ def compute_random_addend(w, a, u, s, keep, c):
     return shr(align_random_bits(u, c), sub(c.last_bit, s))
 
 
-def draws_smallest(w, a, u, c):
+def is_smallest_number_drawn(w, a, u, c):
     """Device function: with the probability a / TINY; the sum carries into the sign bit."""
     return add(align_random_bits(u, c), compute_fraction(a, c)) >= c.sign
 
@@ -131,7 +131,7 @@ def compute_mode_addend(w, a, u, s, keep, c):
     return select(away, lost, 0)
 
 
-def takes_smallest_by_mode(w, a, u, c):
+def is_smallest_chosen_by_mode(w, a, u, c):
     """Device function: whether the mode takes the smallest number, beside 0, which is even."""
     part = shl(compute_fraction(a, c), 1)
     part = select(has_residue(a, c), bit_or(part, 1), part)
@@ -179,7 +179,7 @@ def limit_to_largest(w, a, r, c):
     return select(a > c.infinity, c.nan, r)
 
 
-def replace_overflow_by_input(w, a, r, c):
+def replace_overflow_judged_by_input(w, a, r, c):
     """Device function: an overflow decided on the input, where rounding to nearest tells; r is NaN where a is.
 
     Reals are compared by one instruction, where unsigned words take two on processors with AVX2 alone.
@@ -311,7 +311,7 @@ def _make_float8(
         magnitude = bit_and(word(x), FLOAT32_MAGNITUDE_MASK)
         tiny = sub(word(real(magnitude) + magic), magic_word)
         rounded = add(add(magnitude, half), bit_and(shr(magnitude, lost), ONE_WORD))
-        return signed(x, magnitude, tiny, shr(sub(rounded, rebias), lost))
+        return encode_with_sign(x, magnitude, tiny, shr(sub(rounded, rebias), lost))
 
     def stochastic(x, random):
         """Device function: one of the two codes around x, the farther with the probability of its nearness."""
@@ -322,9 +322,9 @@ def _make_float8(
             below, select(to_real(shr(random, SHIFT_8)) * TWO_TO_MINUS_24 < steps - to_real(below), ONE_WORD, NONE)
         )
         normal = shr(sub(add(magnitude, shr(random, undrawn)), rebias), lost)
-        return signed(x, magnitude, tiny, normal)
+        return encode_with_sign(x, magnitude, tiny, normal)
 
-    def signed(x, magnitude, tiny, normal):
+    def encode_with_sign(x, magnitude, tiny, normal):
         limited = select(normal < last_code, normal, last_code)
         finite = select(magnitude < least_normal, tiny, limited)
         code = select(magnitude > last_number, NAN_CODE_8, finite)

@@ -27,7 +27,7 @@ from ..kernels._device_function import (
     RANDOM_STREAM_INPUTS,
     STREAMING_STORE_ALIGNMENT,
     ElementRecording,
-    Table,
+    TableFunction,
     bind_names,
 )
 from ..kernels._engine import use_reference_in_thread
@@ -38,7 +38,7 @@ from ..kernels.vector._machine_function import Kernel, get_array_address
 from ..kernels.vector._table_loop import compile_row_kernel
 from . import _device_functions as p
 from ._modes import get_rounding
-from ._random_bits import WEYL_STEP, compute_stream_counters, draw_first_word, random_words, trace_stream_start
+from ._random_bits import WEYL_STEP, compute_stream_counters, draw_first_word, get_stream_position_trace, random_words
 from ._target import (
     WORD64_LAYOUT,
     Target,
@@ -69,16 +69,16 @@ _MEMORY_FUNCTIONS_BY_DTYPE: dict[torch.dtype, dict[str, Callable]] = {
 
 
 @lru_cache(maxsize=1024)
-def record_rounding_kernel(dtype: torch.dtype, target: Target, streams: bool = False) -> Table:
+def record_rounding_kernel(dtype: torch.dtype, target: Target, streams: bool = False) -> TableFunction:
     """Return the table whose columns are what is rounded and where it goes: in place too, unless it streams."""
     layout, pieces = get_word_layout(dtype), choose_container_functions(dtype)
     known = make_target_constants(target, layout)
     element = ElementRecording(2, len(known.words), f"w{layout.width}")
     i, (source, goal), words = element.index, element.arrays, name_words(known.words, element.constants)
     rounded = bind_names(p.round_word, choose_mode_functions(target, known))
-    pieces["store"](goal, i, rounded(pieces["load"](source, i), draw_first_word(*element.stream), words))
-    start = trace_stream_start()
-    return share_table(Table(element.trace, 2, len(known.words), start, int(WEYL_STEP), is_streaming=streams))
+    pieces["store"](goal, i, rounded(pieces["load"](source, i), draw_first_word(*element.stream_inputs), words))
+    start = get_stream_position_trace()
+    return share_table(TableFunction(element.trace, 2, len(known.words), start, int(WEYL_STEP), is_streaming=streams))
 
 
 def name_words(names: Iterable[str], values: Iterable[Any]) -> SimpleNamespace:
@@ -86,10 +86,10 @@ def name_words(names: Iterable[str], values: Iterable[Any]) -> SimpleNamespace:
     return SimpleNamespace(**dict(zip(names, values)))
 
 
-_TABLE_BY_KEY: dict[str, Table] = {}
+_TABLE_BY_KEY: dict[str, TableFunction] = {}
 
 
-def share_table(table: Table) -> Table:
+def share_table(table: TableFunction) -> TableFunction:
     """Return the first table of these instructions: targets that differ in constants alone share their kernels."""
     return _TABLE_BY_KEY.setdefault(table.make_key(), table)
 
@@ -106,15 +106,15 @@ def choose_mode_functions(target: Target, known: TargetConstants) -> dict[str, C
         bind["addend"] = p.compute_nearest_addend_on_grid if path == "fixed" else p.compute_nearest_addend
         bind["reaches_smallest"] = p.exceeds_half_smallest
     elif mode == "stochastic":
-        bind |= {"addend": p.compute_random_addend, "reaches_smallest": p.draws_smallest}
+        bind |= {"addend": p.compute_random_addend, "reaches_smallest": p.is_smallest_number_drawn}
     else:
-        bind |= {"addend": p.compute_mode_addend, "reaches_smallest": p.takes_smallest_by_mode}
+        bind |= {"addend": p.compute_mode_addend, "reaches_smallest": p.is_smallest_chosen_by_mode}
         # A partial function: names of its module are not those that are bound here.
         bind["goes_away"] = functools.partial(get_rounding(mode).goes_away)
     if mode in ("toward_zero", "up", "down"):
         bind["limited"] = p.replace_directed_overflow
     elif path == "adder":
-        bind["limited"] = p.limit_input_to_largest if known.saturates else p.replace_overflow_by_input
+        bind["limited"] = p.limit_input_to_largest if known.saturates else p.replace_overflow_judged_by_input
     return bind
 
 
@@ -159,7 +159,7 @@ def round_by_reference(x: torch.Tensor, target: Target, key: int, first: int = 0
 
 
 def run_table_on_tensors(
-    table: Table, x: torch.Tensor, words: np.ndarray, index: torch.Tensor, key: int, mode: str
+    table: TableFunction, x: torch.Tensor, words: np.ndarray, index: torch.Tensor, key: int, mode: str
 ) -> torch.Tensor:
     """Return what a table that rounds gives for x, or for whole blocks, in plain torch.
 
@@ -230,7 +230,7 @@ def round_by_triton(plan: TritonPlan, x: torch.Tensor, key: int, out: torch.Tens
 def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
     """Return the plan of a dtype and a target."""
     kernel = make_tensor_kernel(record_rounding_kernel(dtype, target))
-    constants = kernel.constant_arguments(make_target_constants(target, get_word_layout(dtype)).array)
+    constants = kernel.select_argument_constants(make_target_constants(target, get_word_layout(dtype)).array)
 
     def make_elements(aligned: bool, ragged: bool) -> torch.Tensor:
         elements = make_check_elements(dtype)
@@ -257,14 +257,14 @@ def round_into(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> 
 def check_device(x: torch.Tensor, target: Hashable, round_into: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     """Raise NotImplementedError if the device of x rounds fixed elements of x's dtype otherwise than the CPU."""
 
-    def rounded(device: torch.device) -> list[torch.Tensor]:
+    def round_check_elements(device: torch.device) -> list[torch.Tensor]:
         elements = make_check_elements(x.dtype).to(device)
         out = torch.empty_like(elements)
         with use_reference_in_thread():  # what is asked is whether plain torch rounds there as here
             round_into(elements, out)
         return [out.cpu()]
 
-    require_same_bits(x.device, f"quantize of {x.dtype}", (x.dtype, target), rounded, "Give x.cpu()")
+    require_same_bits(x.device, f"quantize of {x.dtype}", (x.dtype, target), round_check_elements, "Give x.cpu()")
 
 
 def _round_by_engine(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
@@ -333,7 +333,7 @@ def prepare_rounding_plan(target: Target, dtype: torch.dtype, streams: bool = Fa
 
 
 @cache
-def _compile_kernel(table: Table) -> Kernel:
+def _compile_kernel(table: TableFunction) -> Kernel:
     return compile_row_kernel("quantize", table)
 
 

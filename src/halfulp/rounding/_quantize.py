@@ -11,9 +11,9 @@ from torch.compiler import is_compiling
 
 from ..formats import BlockFormat, Format, get
 from ..formats._block import get_format_or_block
-from ..kernels import assume_constant_result, define_operator, disable_tracing, plain_address
+from ..kernels import assume_constant_result, define_operator, disable_tracing, get_plain_address_or_zero
 from ..kernels._engine import allows_machine_code, choose_engine_and_reason
-from ..kernels._plain_memory import is_dense, is_watched, refuse_tensor_without_plain_memory
+from ..kernels._plain_memory import has_operator_interceptors, is_dense, refuse_tensor_without_plain_memory
 from ._blocks import BlockTarget, make_block_target, round_blocks_into
 from ._kernels import (
     RoundingPlan,
@@ -113,7 +113,7 @@ def _quantize_plain_memory(
 
     None where the operator is needed: something watches what runs, a tensor is not plain, or `out` does not fit.
     """
-    source = 0 if is_watched() else plain_address(x)
+    source = 0 if has_operator_interceptors() else get_plain_address_or_zero(x)
     if not source or not allows_machine_code():
         return None
     global _latest_call
@@ -137,7 +137,7 @@ def _quantize_plain_memory(
         return out
     goal = source
     if out is not x:
-        goal = plain_address(out)
+        goal = get_plain_address_or_zero(out)
         overlaps = 0 < abs(source - goal) < count * plan.element_size
         if not goal or out.dtype is not dtype or out.shape != x.shape or overlaps:
             return None

@@ -79,7 +79,7 @@ def mix64_all(*values: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return mixed
 
 
-def stream_start(key_low: Word, key_high: Word, index: Word) -> tuple[Word, Word]:
+def compute_stream_position(key_low: Word, key_high: Word, index: Word) -> tuple[Word, Word]:
     """Device function: the counter of the element at a global index, and what its hash is xored with.
 
     Neighbours' counters differ by WEYL_STEP, and the second word is the same for all elements up to 2^32 apart.
@@ -89,9 +89,9 @@ def stream_start(key_low: Word, key_high: Word, index: Word) -> tuple[Word, Word
 
 
 @functools.cache
-def trace_stream_start() -> RecordedFunction:
-    """Return the recorded trace of the device function `stream_start`, for kernels that take a table of pointers."""
-    return record_word_function(stream_start, "w32", "w32", "w64")
+def get_stream_position_trace() -> RecordedFunction:
+    """Return the trace of the device function `compute_stream_position`, for kernels that take a table of pointers."""
+    return record_word_function(compute_stream_position, "w32", "w32", "w64")
 
 
 def hash_element(counter: Word, own: Word) -> Word:
@@ -125,7 +125,7 @@ def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
 
 def compute_stream_counters(key: int, index: torch.Tensor) -> list[torch.Tensor]:
     """Return the counters of elements at global indices under a key, and their stream's own words, as int32 words."""
-    return _draw_words_at_elements(trace_stream_start(), key, index)
+    return _draw_words_at_elements(get_stream_position_trace(), key, index)
 
 
 def _draw_words_at_elements(piece: RecordedFunction, key: int, index: torch.Tensor) -> list[torch.Tensor]:
@@ -136,5 +136,5 @@ def _draw_words_at_elements(piece: RecordedFunction, key: int, index: torch.Tens
 @functools.cache
 def _record_word_draw() -> RecordedFunction:
     return record_word_function(
-        lambda low, high, index: draw_first_word(*stream_start(low, high, index)), "w32", "w32", "w64"
+        lambda low, high, index: draw_first_word(*compute_stream_position(low, high, index)), "w32", "w32", "w64"
     )

@@ -110,7 +110,7 @@ def get_word_layout(dtype: torch.dtype) -> WordLayout:
 
 # A fraction is compared with this many random bits where it has more: 31, and what a 30-bit product leaves for formats
 # of few bits, whose fast path is a fixed-point number.
-_SCALED_BITS = 29
+_FIXED_POINT_BITS = 29
 
 
 class TargetConstants(NamedTuple):
@@ -191,12 +191,12 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
             "limit": layout.encode_number(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
         }
     if path == "scaled":
-        spare = _SCALED_BITS - target.mantissa_bits
+        spare = _FIXED_POINT_BITS - target.mantissa_bits
         # Factors to and from fixed point, in which a step is 2^(29 - mantissa bits).
         words |= {
             "smallest_binade": layout.make_power_word(target.emin),
-            "up_scale": (2 * layout.bias + _SCALED_BITS) << layout.mantissa,
-            "down_scale": _SCALED_BITS << layout.mantissa,
+            "up_scale": (2 * layout.bias + _FIXED_POINT_BITS) << layout.mantissa,
+            "down_scale": _FIXED_POINT_BITS << layout.mantissa,
             "spare_bits": layout.width - spare,
             "whole_steps": (1 << layout.width) - (1 << spare),
         }
@@ -206,7 +206,7 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
 
 def count_random_bits(target: Target) -> int:
     """Return how many random bits a fraction is compared with."""
-    return _SCALED_BITS - target.mantissa_bits if target.mantissa_bits <= 6 else 31
+    return _FIXED_POINT_BITS - target.mantissa_bits if target.mantissa_bits <= 6 else 31
 
 
 def _choose_rounding_path(target: Target, layout: WordLayout) -> str:

@@ -11,13 +11,13 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..kernels._plain_memory import is_floating
-from ..subclass import functional_form, note_fallback
+from ..subclass import find_functional_form, note_fallback
 from ..subclass._derivation import aten, derive_common_rule, make_writing_rule, refuse_operator
 from ._operands import choose_storage, encode_plain_tensor, promote_dtypes, round_second_moment_above_zero
 from ._powers_of_two import has_readable_values
 from ._registry import RULES_OF_OPERATORS_DEFINED_LATER, find_rule, register_rule_derivation
 from ._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, enable_lazy_conjugates, wrap_payload
-from ._write import check_indexed_write, write_values
+from ._write import refuse_vanishing_indexed_write, write_values
 
 _refuse_operator = functools.partial(refuse_operator, "ScaledTensor")
 # Primitives that torch's Python formulas call, such as those of forward-mode derivatives.
@@ -38,7 +38,7 @@ def derive_rule(operator: OpOverload) -> Callable:
     if name in RULES_OF_OPERATORS_DEFINED_LATER:
         return RULES_OF_OPERATORS_DEFINED_LATER[name]
     if operator._schema.is_mutable:
-        if (functional := functional_form(operator)) is None:
+        if (functional := find_functional_form(operator)) is None:
             return functools.partial(_refuse_operator, operator, "writes into its argument")
         write = functools.partial(_write_results, name)
         return make_writing_rule(operator, functional, write, _run_on_plain_targets)
@@ -122,6 +122,6 @@ def _write_results(name: str, given: dict[str, Any], targets: list[Any], results
         added, total = given["other"], results[0]
         if not has_readable_values(total._payload) and added._payload.dtype == torch.float32:
             results = [round_second_moment_above_zero(total, targets[0], added)]
-    check_indexed_write(name, given, targets[0], results[0])
+    refuse_vanishing_indexed_write(name, given, targets[0], results[0])
     for target, result in zip(targets, results):
         write_values(target, result)

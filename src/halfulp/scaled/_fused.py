@@ -98,7 +98,7 @@ def compute_rescaling_factor(scale: Any, other: Any) -> Any:
 
 
 # By mode: the scale, if there is one, and the factors of the payload.
-SCALE_FUNCTIONS_BY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
+SCALE_FUNCTION_BY_MULTIPLY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
     "product": lambda s, number, factor: split_product_into_scale_and_factor(s, number),
     "values": lambda s, number, factor: (s[0], take_larger_number(1.0 / s[0], SMALLEST_SCALE)),
     "factor": lambda s, number, factor: (clamp_scale(math.prod(s, start=number)),),
@@ -359,7 +359,7 @@ def multiply_payload(
 def _make_multiplying_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> FusedKernel:
     kept = int(mode != "factor")
     return FusedKernel(
-        "finish", SCALE_FUNCTIONS_BY_MODE[mode], multiply_by_factors, (scales, 2, kept), (stored,), written
+        "finish", SCALE_FUNCTION_BY_MULTIPLY_MODE[mode], multiply_by_factors, (scales, 2, kept), (stored,), written
     )
 
 

@@ -52,7 +52,7 @@ def make_scaled_tensor(values: Tensor, scale: Tensor, storage: torch.dtype, dtyp
 
 
 # Between which a payload's largest magnitude neither overflows nor leaves others without digits.
-_ACCEPTED_AMAX_RANGES = {
+_ACCEPTED_AMAX_RANGE_BY_STORAGE = {
     storage: (torch.finfo(storage).smallest_normal / torch.finfo(storage).eps ** 0.5, torch.finfo(storage).max)
     for storage in STORAGE_DTYPES
 }
@@ -64,7 +64,7 @@ def fit_scaled_tensor(values: Tensor, scale: Tensor, storage: torch.dtype, dtype
     if storage in FULL_RANGE_STORAGES or not values.numel() or not _powers.has_readable_values(values):
         return make_scaled_tensor(values, scale, storage, dtype)
     least, most = torch.aminmax(values)
-    low, high, (lowest, largest) = least.item(), most.item(), _ACCEPTED_AMAX_RANGES[storage]
+    low, high, (lowest, largest) = least.item(), most.item(), _ACCEPTED_AMAX_RANGE_BY_STORAGE[storage]
     if lowest <= max(-low, high) <= largest or low == high == 0.0:
         return wrap_payload(values.to(storage), scale, dtype)
     amax = torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().amax()
@@ -85,7 +85,7 @@ def move_power_to_scale(
     return fit_scaled_tensor(_powers.multiply_by_power(payload.to(torch.float32) / level, rest), total, storage, dtype)
 
 
-def move_payload_to_scale(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
+def bring_payload_under_scale(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
     """Return the payload under a deciding scale, rounded to a storage, where outliers stay finite."""
     if _powers.has_fused_kernels(x._payload):
         return fused.multiply_payload(x._payload, (x._scale, scale), storage, "brought")[0]
@@ -171,7 +171,7 @@ LEAST_OUTLIER = 2.0**24
 # Narrower ranges hold less beside other numbers.
 LEAST_OUTLIER_BY_STORAGE = dict.fromkeys(STORAGE_DTYPES, LEAST_OUTLIER) | {torch.float8_e4m3fn: 2.0**12}
 # The least magnitude to which an outlier may saturate: exp(-128) is 0 in float32.
-LEAST_SATURATED_OUTLIER = 128.0
+LEAST_SATURATION_MAGNITUDE = 128.0
 
 
 def has_no_outlier(x: Tensor, size: float, is_negative: bool = True) -> bool:
@@ -186,7 +186,7 @@ def measure_scale_without_outliers(
     x: Tensor,
     storage: torch.dtype,
     size: float = LEAST_OUTLIER,
-    least: float = LEAST_SATURATED_OUTLIER,
+    least: float = LEAST_SATURATION_MAGNITUDE,
     is_negative: bool = True,
     is_wide: bool = False,
     among_zeros: bool = True,
@@ -257,14 +257,14 @@ def _is_plain_float_tensor(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and bool(x.dim()) and x.is_floating_point()
 
 
-def encode_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
+def encode_ignoring_outliers(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
     """Return an operand, which `factor` multiplies, as a ScaledTensor; outliers do not decide a plain one's scale."""
     if not _is_plain_float_tensor(x):
         return encode_operand(x, like)
     # What a home of float16 keeps in float32 for now is to fit float16 in the end.
     storage = torch.float16 if like._home == torch.float16 else like._payload.dtype
     size = _find_least_outlier(storage, factor)
-    least = min(LEAST_SATURATED_OUTLIER * size / LEAST_OUTLIER_BY_STORAGE[storage], size)
+    least = min(LEAST_SATURATION_MAGNITUDE * size / LEAST_OUTLIER_BY_STORAGE[storage], size)
     is_wide = storage in FULL_RANGE_STORAGES
     scale = measure_scale_without_outliers(x, storage, size, least, False, is_wide, among_zeros)
     made = encode_plain_tensor(x, torch.float32, scale)
@@ -412,14 +412,14 @@ def is_outer_broadcast(a: Tensor, b: Tensor) -> bool:
 
 # By `Family.operands`. Normalisations are left to their rules: they compute in float32 and give results about 1, which
 # lose nothing in the operand's storage.
-_PREPARATIONS_BY_FAMILY: dict[str, OperandPreparation | None] = {
+_PREPARATION_BY_OPERAND_STORAGE: dict[str, OperandPreparation | None] = {
     "float32": widen_operands,
     "home": round_operands_to_home,
     "widest": widen_operands_if_one_is_wide,
     "rule": None,
 }
 # Operators that differ from their family.
-_PREPARATIONS_BY_OPERATOR: dict[str, OperandPreparation | None] = {
+_PREPARATION_BY_OPERATOR_NAME: dict[str, OperandPreparation | None] = {
     **dict.fromkeys(("mul", "addcmul", "lerp", "sign", "sgn"), widen_operands_if_one_is_wide),
     **dict.fromkeys(("dot", "vdot", "addcdiv", "hypot", "softplus", "log_sigmoid_forward"), widen_operands),
     **dict.fromkeys(("embedding", "embedding_dense_backward", "_embedding_bag"), round_operands_to_home),
@@ -435,8 +435,8 @@ def find_operand_preparation(operator: OpOverload) -> OperandPreparation | None:
     # An argument that is written stays the tensor it is; what has no family runs by the steps it is made of.
     if operator not in FAMILY_BY_OPERATOR or operator._schema.is_mutable:
         return None
-    of_family = _PREPARATIONS_BY_FAMILY[FAMILY_BY_NAME[FAMILY_BY_OPERATOR[operator]].operands]
-    return _PREPARATIONS_BY_OPERATOR.get(operator._schema.name.removeprefix("aten::"), of_family)
+    of_family = _PREPARATION_BY_OPERAND_STORAGE[FAMILY_BY_NAME[FAMILY_BY_OPERATOR[operator]].operands]
+    return _PREPARATION_BY_OPERATOR_NAME.get(operator._schema.name.removeprefix("aten::"), of_family)
 
 
 @register_derivation_with_home

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from .._names import describe_unknown_name
 from ..kernels import list_present_operators
 from ..subclass import RuleTable
-from ..subclass._rule_table import Given, Rule
+from ..subclass._rule_table import GivenRule, Rule
 
 STORAGE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
 LOGICAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -138,11 +138,11 @@ RULES_OF_OPERATORS_DEFINED_LATER: dict[str, Rule] = {}
 
 _rule_table = RuleTable()
 RULES = _rule_table.rules
-find_rule = _rule_table.of
+find_rule = _rule_table.find_rule
 register_rule_derivation = _rule_table.register_derivation
 # For tensors with a home: a rule is a function of the home, the arguments and the options.
 _rule_table_with_home = RuleTable()
-find_rule_with_home = _rule_table_with_home.of
+find_rule_with_home = _rule_table_with_home.find_rule
 register_derivation_with_home = _rule_table_with_home.register_derivation
 # The family of every registered operator.
 FAMILY_BY_OPERATOR: dict[OpOverload, str] = {}
@@ -152,7 +152,7 @@ class ComplexOperandError(Exception):
     """Raised for a complex operand: the operator runs on plain values, and the result is plain."""
 
 
-def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given], Given]:
+def implements(*operators: OpOverload, family: str = "own") -> Callable[[GivenRule], GivenRule]:
     """Register a function as the rule of torch operators for scaled tensors, as a decorator.
 
     The function takes the operator's own arguments, of which some are ScaledTensors, runs below autograd, and returns
@@ -178,21 +178,21 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     if family not in FAMILY_BY_NAME:
         raise ValueError(describe_unknown_name("family", family, FAMILY_BY_NAME))
     known = list_present_operators(operators)
-    register: Callable[[Given], Given] = _rule_table.implements(*known)
+    register: Callable[[GivenRule], GivenRule] = _rule_table.implements(*known)
 
-    def register_in_family(rule: Given) -> Given:
+    def register_in_family(rule: GivenRule) -> GivenRule:
         for operator in known:
             FAMILY_BY_OPERATOR[operator] = family
-            _rule_table_with_home.forget(operator)
+            _rule_table_with_home.drop_derived_rule(operator)
         return register(rule)
 
     return register_in_family
 
 
-def implements_each(*operators: OpOverload, family: str) -> Callable[[Given], Given]:
+def implements_each(*operators: OpOverload, family: str) -> Callable[[GivenRule], GivenRule]:
     """Register a function of an operator and of its arguments as the rule of several operators, as a decorator."""
 
-    def register(rule: Given) -> Given:
+    def register(rule: GivenRule) -> GivenRule:
         for operator in list_present_operators(operators):
             implements(operator, family=family)(functools.partial(rule, operator))
         return rule

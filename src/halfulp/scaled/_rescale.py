@@ -50,7 +50,7 @@ def rescale(x: Tensor, side: RescaleSide = "forward") -> Tensor:
         raise ValueError(f"side={side!r}: allowed are 'forward' and 'gradient'")
     if not isinstance(x, ScaledTensor):
         return x
-    gradient_side = _RescaleGradientUnderTransform if is_under_transform() else _RescaleGradient
+    gradient_side = _RescaleGradientWithJvp if is_under_transform() else _RescaleGradient
     run: Callable[[Tensor], Tensor] = _rescale_payload if side == "forward" else gradient_side.apply
     return run(x)
 
@@ -93,7 +93,7 @@ class _RescaleGradient(torch.autograd.Function):
         return rescaled
 
 
-class _RescaleGradientUnderTransform(_RescaleGradient):
+class _RescaleGradientWithJvp(_RescaleGradient):
     """The same in forward mode. Dynamo refuses Functions with a jvp, so that it is chosen only where one is needed."""
 
     @staticmethod
@@ -101,12 +101,12 @@ class _RescaleGradientUnderTransform(_RescaleGradient):
         return tangent.view_as(tangent)
 
 
-RescaledLayers = Literal["auto", "norms"] | None
+RescaledLayersOption = Literal["auto", "norms"] | None
 
 _NORM_CLASS_PATTERN = re.compile("Norm(?![a-z])")
 
 
-def find_rescaled_modules(model: nn.Module, rescale: RescaledLayers) -> list[nn.Module]:
+def find_rescaled_modules(model: nn.Module, rescale: RescaledLayersOption) -> list[nn.Module]:
     """Return the normalisation layers for "norms", by the names of their classes; modules that hold others are none."""
     if rescale not in (None, "norms"):
         raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..kernels import disable_tracing, require_float64, resolve_plain_memory
+from ..kernels import disable_tracing, require_float64, to_plain_memory_unless_traced
 from ..subclass._composite_tensor import (
     CompositeTensor,
     check_pickled_layout,
@@ -19,7 +19,7 @@ from ..subclass._composite_tensor import (
     restore_autograd_marks,
 )
 from ..subclass._in_backward import refuse_make_fx
-from ..subclass._rule_table import Given, is_in_quotient_formula
+from ..subclass._rule_table import GivenRule, is_in_quotient_formula
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._registry import (
@@ -36,7 +36,7 @@ from ._registry import (
 )
 
 # The logical dtype, the storage (None of plain tensors) and the home.
-TensorKind = tuple[torch.dtype, Any, torch.dtype | None]
+DtypeStorageAndHome = tuple[torch.dtype, Any, torch.dtype | None]
 
 _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # Of what pickle stores; a file of another layout is refused.
@@ -95,7 +95,10 @@ class ScaledTensor(CompositeTensor):
         check_logical_dtype(dtype)
         check_home_dtype(home)
         return wrap_payload(
-            resolve_plain_memory(payload.detach(), "a payload"), _powers.make_scale(scale, payload.device), dtype, home
+            to_plain_memory_unless_traced(payload.detach(), "a payload"),
+            _powers.make_scale(scale, payload.device),
+            dtype,
+            home,
         )
 
     @classmethod
@@ -172,7 +175,7 @@ class ScaledTensor(CompositeTensor):
         return made
 
     @staticmethod
-    def implements(*operators: Any) -> Callable[[Given], Given]:
+    def implements(*operators: Any) -> Callable[[GivenRule], GivenRule]:
         """Register a function as the rule of torch operators, as a decorator: see `halfulp.scaled.implements`."""
         return implements(*operators)
 
@@ -287,17 +290,19 @@ class ScaledTensor(CompositeTensor):
         self._payload, self._scale = held._payload, held._scale
 
     @disable_tracing
-    def __tensor_flatten__(self) -> tuple[list[str], TensorKind]:
+    def __tensor_flatten__(self) -> tuple[list[str], DtypeStorageAndHome]:
         # The payload's dtype too: a compiled backward reads a gradient's memory as the dtype that it was traced with.
         return ["_payload", "_scale"], (self.dtype, self._payload.dtype, self._home)
 
     @staticmethod
     @disable_tracing
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: TensorKind, size: Any, stride: Any) -> ScaledTensor:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: DtypeStorageAndHome, size: Any, stride: Any
+    ) -> ScaledTensor:
         return wrap_payload(inner["_payload"], inner["_scale"], context[0], context[2])
 
     @staticmethod
-    def _from_plain_tangent(x: Tensor, context: TensorKind) -> ScaledTensor:
+    def _from_plain_tangent(x: Tensor, context: DtypeStorageAndHome) -> ScaledTensor:
         dtype, storage, home = context
         made = ScaledTensor.encode(x, storage)
         return wrap_payload(made._payload, made._scale, dtype, home)
@@ -386,7 +391,7 @@ class _ConvertTensor(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, function: Callable[..., Tensor], kind: TensorKind | None, *rest: Any) -> Tensor:
+    def forward(x: Tensor, function: Callable[..., Tensor], kind: DtypeStorageAndHome | None, *rest: Any) -> Tensor:
         return function(x, *rest)
 
     @staticmethod

@@ -30,7 +30,7 @@ from ..subclass.models._float32_products import get_original_class
 from ._float8 import linear_fp8
 from ._operands import WideMode, choose_home, encode_plain_tensor, is_wider_than_home, round_to_home
 from ._registry import FULL_RANGE_STORAGES, LOGICAL_DTYPES, check_storage_dtype, implements
-from ._rescale import RescaledLayers, find_rescaled_modules, rescale_input_gradient
+from ._rescale import RescaledLayersOption, find_rescaled_modules, rescale_input_gradient
 from ._scaled_tensor import ScaledTensor, convert_tensor
 
 _RECURRENT_CLASSES = (nn.RNNBase, nn.RNNCellBase)
@@ -206,7 +206,7 @@ def scalify_function(
 
 
 # What `scalify` installs at layers, and `unscalify` removes.
-_LAYER_HOOKS = (rescale_input_gradient, _round_inputs_to_home, _round_results_to_home)
+_LAYER_HOOK_FUNCTIONS = (rescale_input_gradient, _round_inputs_to_home, _round_results_to_home)
 
 
 def scalify(
@@ -214,7 +214,7 @@ def scalify(
     dtype: torch.dtype = torch.float16,
     matmul: str | None = None,
     where: ParameterSelector = None,
-    rescale: RescaledLayers = "auto",
+    rescale: RescaledLayersOption = "auto",
     wide: WideMode = "autocast",
 ) -> ModuleOrFunction:
     """Hold a model's parameters as payload x scale, in place, so that all tensors of its passes carry scales.
@@ -291,7 +291,7 @@ def scalify(
     )
     if _keep_gradients_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
-    remove_forward_hooks(model.modules(), lambda hook: hook in _LAYER_HOOKS)
+    remove_forward_hooks(model.modules(), lambda hook: hook in _LAYER_HOOK_FUNCTIONS)
     for module in rescaled:
         module.register_forward_pre_hook(rescale_input_gradient, with_kwargs=True)
     for module in model.modules():
@@ -330,7 +330,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}, and None")
     found = [place for place in list_module_parameters(model) if isinstance(place.value, ScaledTensor)]
     replace_parameters(model, found, lambda place: decode_parameter(place, dtype), "unscalify", plain=True)
-    remove_forward_hooks(model.modules(), lambda hook: hook in (*_LAYER_HOOKS, _keep_gradients_plain))
+    remove_forward_hooks(model.modules(), lambda hook: hook in (*_LAYER_HOOK_FUNCTIONS, _keep_gradients_plain))
     _set_eight_bit_forwards(model, None)
     return model
 

@@ -95,7 +95,7 @@ _WRITTEN_ARGUMENT_BY_OPERATOR = {
 }
 
 
-def check_indexed_write(name: str, given: Mapping[str, Any], x: Any, result: Any) -> None:
+def refuse_vanishing_indexed_write(name: str, given: Mapping[str, Any], x: Any, result: Any) -> None:
     """Raise if all of what an operator writes at indices or under a mask would be 0 in the result, and is not."""
     # Constants have no say in a scale: large ones saturate, but those that vanish leave zeros that nobody asked for.
     written = given.get(_WRITTEN_ARGUMENT_BY_OPERATOR.get(name, ""), given.get("value") if name == "scatter_" else None)

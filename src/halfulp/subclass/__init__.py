@@ -1,6 +1,6 @@
 """The common base of the tensor subclasses: rule tables, fallbacks, pickling, and conversion of models."""
 
-from ._derivation import functional_form as functional_form
+from ._derivation import find_functional_form as find_functional_form
 from ._derivation import is_written as is_written
 from ._rule_table import FallbackWarning as FallbackWarning
 from ._rule_table import RuleTable as RuleTable

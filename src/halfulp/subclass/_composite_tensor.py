@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 import torch
 from torch import Tensor
 
-Subclass = TypeVar("Subclass", bound=Tensor)
+SubclassType = TypeVar("SubclassType", bound=Tensor)
 
 
 def _refuse_fully_shard(x: Tensor) -> NoReturn:
@@ -131,7 +131,7 @@ def get_autograd_marks(x: Tensor) -> tuple[bool, bool]:
     return x.requires_grad, getattr(x, "_is_param", False)
 
 
-def restore_autograd_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
+def restore_autograd_marks(x: SubclassType, requires_grad: bool, is_parameter: bool) -> SubclassType:
     """Set the autograd marks that `get_autograd_marks` returned, and return the tensor."""
     x.requires_grad_(requires_grad)
     if is_parameter:

@@ -56,7 +56,7 @@ def map_arguments_by_name(operator: OpOverload, arguments: Sequence[Any], option
     return given | dict(zip((argument.name for argument in schema), arguments)) | options
 
 
-def functional_form(operator: OpOverload) -> OpOverload | None:
+def find_functional_form(operator: OpOverload) -> OpOverload | None:
     """Return the overload of an in-place or out operator that writes none of its arguments; None without one."""
     name = operator._schema.name.removeprefix("aten::")
     is_out = any(argument.is_out for argument in operator._schema.arguments)
@@ -143,7 +143,7 @@ def derive_common_rule(kind: str, operator: OpOverload, collectives_text: str) -
         return functools.partial(refuse_operator, kind, operator, why)
     if name in ("resize_", "resize_as_", "set_"):
         return functools.partial(refuse_operator, kind, operator, "changes memory that views share")
-    if torch.Tag.inplace_view in operator.tags and (functional := functional_form(operator)) is not None:
+    if torch.Tag.inplace_view in operator.tags and (functional := find_functional_form(operator)) is not None:
         return functools.partial(_run_view_in_place, operator, functional)
     return None
 

@@ -42,7 +42,7 @@ def gives_plain_gradient(gradients: str, has_gradient: bool) -> bool:
         and _get_graph_task_id() != -1
         and gradients == FIRST_GRADIENTS_MODE
         and _is_computing_gradient()
-        and not _is_storing_gradient()
+        and not _is_in_accumulate_grad_node()
     )
 
 
@@ -53,7 +53,7 @@ def gives_plain_gradient_of(x: Any) -> bool:
 
 def is_storing_plain_gradient(gradients: str) -> bool:
     """Return whether a gradient is being stored in a leaf of plain gradients: one in the mode "first", or plain."""
-    if _get_graph_task_id() == -1 or not _is_storing_gradient():
+    if _get_graph_task_id() == -1 or not _is_in_accumulate_grad_node():
         return False
     is_gradient = gradients == FIRST_GRADIENTS_MODE and _is_computing_gradient()
     return is_gradient or not hasattr(getattr(torch._C._current_autograd_node(), "variable", None), "_parts")
@@ -75,7 +75,7 @@ def _get_node_name() -> str:
     return "" if node is None else node.name()
 
 
-def _is_storing_gradient() -> bool:
+def _is_in_accumulate_grad_node() -> bool:
     """Return whether a leaf's gradient is being stored; other code that runs then is a hook (an optimizer step)."""
     return _get_node_name().endswith("AccumulateGrad")
 
@@ -90,7 +90,7 @@ def _is_computing_gradient() -> bool:
 
 
 # torch calls this method of a gradient.
-_CONVERSION_METHOD = "__coerce_same_metadata_as_tangent__"
+_GRADIENT_CONVERSION_METHOD = "__coerce_same_metadata_as_tangent__"
 
 
 @disable_tracing
@@ -101,7 +101,7 @@ def _convert_plain_gradient(gradient: Tensor, context: Any, expected: type | Non
 
 
 # Of an output that the loss does not use, autograd hands over plain zeros.
-setattr(torch.Tensor, _CONVERSION_METHOD, _convert_plain_gradient)
+setattr(torch.Tensor, _GRADIENT_CONVERSION_METHOD, _convert_plain_gradient)
 
 
 def make_differentiable(
@@ -112,7 +112,7 @@ def make_differentiable(
     # an autograd function with `remember` as setup_context and `tangent` as jvp.
     torch.library.register_autograd(operator, backward, setup_context=remember)
 
-    class Transformed(torch.autograd.Function):
+    class OperatorUnderTransform(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
@@ -120,10 +120,10 @@ def make_differentiable(
             return operator(*arguments)
 
     for name, function in (("setup_context", remember), ("backward", backward), ("jvp", tangent)):
-        setattr(Transformed, name, staticmethod(function))
+        setattr(OperatorUnderTransform, name, staticmethod(function))
 
     def call(*arguments: Any) -> Any:
-        return (Transformed.apply if is_under_transform() else operator)(*arguments)
+        return (OperatorUnderTransform.apply if is_under_transform() else operator)(*arguments)
 
     return call
 

@@ -21,7 +21,7 @@ _warned_fallbacks: set[tuple[str, str]] = set()
 _fallback_recorders: list[Counter[str]] = []
 
 
-class _RunningModel:
+class _RunningModelFallbacks:
     """The counts of the model whose forward pass began last."""
 
     # Only written while a compiled model is traced: to read them would be a guard, and each change a new graph.
@@ -29,7 +29,7 @@ class _RunningModel:
     counts: Counter[str] | None = None
 
 
-running_model = _RunningModel()
+running_model_fallbacks = _RunningModelFallbacks()
 _strict_contexts: list[bool] = []
 
 
@@ -71,7 +71,7 @@ def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> Non
     if _strict_contexts:
         raise NotImplementedError(f"{advice}, or leave halfulp.mctensor.strict()")
     fallback_totals[name] += 1
-    for counts in (*_fallback_recorders, running_model.counts):
+    for counts in (*_fallback_recorders, running_model_fallbacks.counts):
         if counts is not None:
             counts[name] += 1
     if (name, remedy) not in _warned_fallbacks:
@@ -80,7 +80,7 @@ def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> Non
 
 
 Rule = Callable[..., Any]
-Given = TypeVar("Given", bound=Rule)
+GivenRule = TypeVar("GivenRule", bound=Rule)
 
 
 class RuleTable:
@@ -96,7 +96,7 @@ class RuleTable:
         self._derive = derive
         return derive
 
-    def of(self, operator: OpOverload) -> Rule:
+    def find_rule(self, operator: OpOverload) -> Rule:
         """Return an operator's rule; derived, and kept, where none is registered."""
         rule = self.rules.get(operator) or self._derived.get(operator)
         if rule is None:
@@ -104,11 +104,11 @@ class RuleTable:
             rule = self._derived[operator] = self._derive(operator)
         return rule
 
-    def forget(self, operator: OpOverload) -> None:
+    def drop_derived_rule(self, operator: OpOverload) -> None:
         """Drop an operator's derived rule, so that it is derived anew."""
         self._derived.pop(operator, None)
 
-    def implements(self, *operators: OpOverload) -> Callable[[Given], Given]:
+    def implements(self, *operators: OpOverload) -> Callable[[GivenRule], GivenRule]:
         """Return a decorator that registers a function as the rule of operators, of which torch may lack some."""
         known = list_present_operators(operators)
         for operator in known:
@@ -117,10 +117,10 @@ class RuleTable:
             if operator in self.rules:
                 raise ValueError(f"{operator} has a rule already: no operator has two")
 
-        def register(rule: Given) -> Given:
+        def register(rule: GivenRule) -> GivenRule:
             for operator in known:
                 self.rules[operator] = rule
-                self.forget(operator)
+                self.drop_derived_rule(operator)
             return rule
 
         return register

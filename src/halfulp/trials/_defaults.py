@@ -18,7 +18,7 @@ DEFAULT_RECIPES: tuple[str, ...] = (
 PASSING_VERDICTS: tuple[str, ...] = ("no difference", "better")
 FAILING_VERDICTS: tuple[str, ...] = ("worse", "diverged")
 # How tables and pages colour a verdict; others are neutral.
-VERDICT_TONES: dict[str, str] = {
+TONE_BY_VERDICT: dict[str, str] = {
     **dict.fromkeys(PASSING_VERDICTS, "good"),
     **dict.fromkeys(FAILING_VERDICTS, "bad"),
     **dict.fromkeys(("unclear", "no verdict"), "open"),

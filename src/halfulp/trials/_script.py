@@ -149,7 +149,7 @@ _TWIN_GAP_FACTOR = 2.0
 GAP_TOLERANCE = 0.01
 # Curves are means over as many stretches.
 _MOST_CURVE_POINTS = 200
-_NOTES = (
+_TABLE_NOTES = (
     "One run for each recipe, with the script's own seeds.",
     f"The loss is what backward passes began with, without a scaler's factor, as the mean over the last tenth. A gap "
     f"within {GAP_TOLERANCE:.0%} of it, or within {_TWIN_GAP_FACTOR:g} times that of {TWIN_RECIPE}, whose start "
@@ -282,7 +282,7 @@ def compare_script(
             raise ValueError(f"the script cannot be compared under recipes: fp32 {run.failure}")
         listen(name, run.failure or f"loss {run.compute_final_mean_loss():.4g} after {run.steps:,} steps")
     facts = {
-        "notes": _NOTES,
+        "notes": _TABLE_NOTES,
         "refused": [{"recipe": name, "why": run.failure} for name, run in runs.items() if run.failure],
         **{"workers": 1, "cores": count_cores(), "seconds": round(time.monotonic() - start, 1)},
         **{"trained": len(runs), "reused": 0, "processor": describe_processor()},

@@ -142,9 +142,9 @@ def test_underflow_bound_is_the_formula(share, seed):
         most = mpmath.mpf(U["u_max"]) / (fan * corner)
         sigma = mpmath.sqrt(second[0] * second[1] * mpmath.mpf(fan) / 2)
         wanted = least_and_most(U["u_min"] / (of * sigma), most)
-        assert rules.underflow_bound(g, w, fan, share=share, **U).log2_alpha == pytest.approx(wanted, abs=NEAR)
+        assert rules.bound_log_scale(g, w, fan, share=share, **U).log2_alpha == pytest.approx(wanted, abs=NEAR)
         wanted = least_and_most(U["u_min"] / (of * g.std), U["u_max"] / mpmath.mpf(g.amax))
-        assert rules.underflow_bound(g, None, fan, share=share, **U).log2_alpha == pytest.approx(wanted, abs=NEAR)
+        assert rules.bound_log_scale(g, None, fan, share=share, **U).log2_alpha == pytest.approx(wanted, abs=NEAR)
 
 
 def test_abs_range_is_the_formula(seed):
@@ -204,7 +204,7 @@ def share_below(outputs, log2_alpha, expected):
 
 def test_gaussian_gradients_underflow_at_the_share(seed):
     g, share = torch.randn(200_000) * 1e-4, 0.02
-    alone = rules.underflow_bound(rules.OperandStats.measure(g), share=share, **FREE)
+    alone = rules.bound_log_scale(rules.OperandStats.measure(g), share=share, **FREE)
     assert abs(share_below(g, alone.log2_alpha, share)) < DEVIATIONS
 
 
@@ -212,7 +212,7 @@ def test_gaussian_sums_underflow_at_most_at_the_share(seed):
     share, fan = 0.05, 128
     g, w = torch.randn(40_000, fan) * 1e-4, torch.randn(40_000, fan) * 1e-2
     outputs = torch.einsum("ik,ik->i", g.double(), w.double())
-    alpha = rules.underflow_bound(
+    alpha = rules.bound_log_scale(
         rules.OperandStats.measure(g), rules.OperandStats.measure(w), fan, share=share, **FREE
     )
     assert share_below(outputs, alpha.log2_alpha, share) < DEVIATIONS
@@ -226,7 +226,7 @@ def test_the_upper_bound_keeps_every_sum_finite(seed):
     g, w = torch.randn(50, 64) * 1e6, torch.randn(64, 30)
     moments = rules.OperandStats.measure(g), rules.OperandStats.measure(w)
     for found in (
-        rules.underflow_bound(*moments, 64, **U),
+        rules.bound_log_scale(*moments, 64, **U),
         abs_range(g, w, 64, **U),
         element_wise(g, w, 64, **U),
     ):
@@ -243,10 +243,10 @@ def test_nothing_to_scale():
     for x in (zero, zero[:0], zero[:, :0]):
         for g, w in ((x, one), (one, x), (x, x)):
             moments = rules.OperandStats.measure(g), rules.OperandStats.measure(w)
-            assert rules.underflow_bound(*moments, 3, **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
+            assert rules.bound_log_scale(*moments, 3, **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
             assert abs_range(g, w, 3, **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
-        assert rules.underflow_bound(rules.OperandStats.measure(x), **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
-    assert rules.underflow_bound(rules.OperandStats.measure(one), **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
+        assert rules.bound_log_scale(rules.OperandStats.measure(x), **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
+    assert rules.bound_log_scale(rules.OperandStats.measure(one), **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
     left, right = torch.tensor([[1e-9, 0.0]]), torch.tensor([[0.0], [1.0]])
     for g, w in ((zero, one), (one, zero), (left, right), (zero[:0], one), (one, one[:, :0]), (zero[:, :0], zero[:0])):
         assert element_wise(g, w, 2, **U) == rules.UNLIMITED_LOG_SCALE_BOUNDS
@@ -257,10 +257,10 @@ def test_what_is_not_finite_gives_nan(bad):
     x, one = torch.tensor([[bad, 1.0], [0.0, 0.0]]), torch.ones(2, 2)
     for g, w in ((x, one), (one, x)):
         moments = rules.OperandStats.measure(g), rules.OperandStats.measure(w)
-        assert math.isnan(rules.underflow_bound(*moments, 2, **U).upper)
+        assert math.isnan(rules.bound_log_scale(*moments, 2, **U).upper)
         assert math.isnan(abs_range(g, w, 2, **U).upper)
         assert math.isnan(element_wise(g, w, 2, **U).upper)
-    assert math.isnan(rules.underflow_bound(rules.OperandStats.measure(x), **U).upper)
+    assert math.isnan(rules.bound_log_scale(rules.OperandStats.measure(x), **U).upper)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch) -> None:
-    monkeypatch.setattr(_launch, "_checked_kernels", {})
+    monkeypatch.setattr(_launch, "_checked_kernel_by_key", {})
 
 
 def _ones() -> list[torch.Tensor]:
@@ -53,7 +53,7 @@ def test_a_kernel_is_not_compared_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     given = ("key", "captured work", torch.device("cuda"), pytest.fail, pytest.fail, pytest.fail)
     assert find_checked_kernel(*given) is None
-    assert _launch._checked_kernels == {}, "the next call may compare"
+    assert _launch._checked_kernel_by_key == {}, "the next call may compare"
     assert any("captured work by plain torch operations" in text for text in hu.kernels.report())
 
 

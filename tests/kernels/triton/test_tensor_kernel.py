@@ -6,7 +6,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import address, square_root
-from halfulp.kernels._device_function import ElementRecording, Table
+from halfulp.kernels._device_function import ElementRecording, TableFunction
 from halfulp.kernels._operations import load64, real, store64, word
 from halfulp.kernels.triton._launch import TensorKernel
 
@@ -26,7 +26,7 @@ def _wide() -> TensorKernel:
     for number in NUMBERS:
         value = hu.kernels.select(a == np.float64(number), np.float64(number), value)
     store64(out, i, word(value))
-    return TensorKernel(Table(element.trace, 3, 4))
+    return TensorKernel(TableFunction(element.trace, 3, 4))
 
 
 def wide_results(device: str) -> list[bool]:
@@ -41,7 +41,7 @@ def wide_results(device: str) -> list[bool]:
         out = torch.full((1040,), 7.0, dtype=torch.float64, device=device)
         here = [one.to(device) for one in (x, y)]
         given = [address(one) for one in (*here, out)]
-        constants = kernel.constant_arguments(np.array([2.0, 99.0, 3.0, 99.0]).view(np.uint64))
+        constants = kernel.select_argument_constants(np.array([2.0, 99.0, 3.0, 99.0]).view(np.uint64))
         assert len(constants) == 2, "those that are used"
         kernel.launch(torch.device(device), given, count, constants, aligned=count % 16 == 0)
         found.append(hu.kernels.same_bits(out[:count].cpu(), wanted[:count]))

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from halfulp.kernels import BROADCAST_LANES, compile_out_of_line, compile_trace, record_function, same_bits, select
+from halfulp.kernels import BROADCAST_COPIES, compile_out_of_line, compile_trace, record_function, same_bits, select
 from halfulp.kernels.vector import _machine_function, _processor
 
 from .rows import run_rows
@@ -40,10 +40,10 @@ def _short(a, b):
 def test_every_length_has_the_bits_of_tensors(function, dtype, seed):
     trace, results = record_function(function, dtype, 2)
     kernel = compile_trace("test", trace, [r.number for r in results], [dtype] * 2, [dtype] * 2)
-    for count in (*range(1, 2 * BROADCAST_LANES + 2), 100):
+    for count in (*range(1, 2 * BROADCAST_COPIES + 2), 100):
         a, b = torch.randn(2, count, dtype=dtype)
         expected = function(a, b)
-        behind = torch.full((2, count + BROADCAST_LANES), 7.0, dtype=dtype)
+        behind = torch.full((2, count + BROADCAST_COPIES), 7.0, dtype=dtype)
         outputs = [part[:count] for part in behind]
         run_rows(kernel, count, [a, b], [(count, 1)] * 2, outputs)
         assert all(map(same_bits, outputs, expected))
@@ -59,8 +59,8 @@ def test_rows_with_a_broadcast_operand(dtype, seed):
     for rows, columns in ((3, 1), (4, 7), (2, 19)):
         a, b = torch.randn(rows, columns).to(dtype), torch.randn(rows, 1).to(dtype)
         outputs = [torch.empty(rows, columns, dtype=torch.float64) for _ in range(2)]
-        repeated = b.expand(-1, BROADCAST_LANES).contiguous()
-        run_rows(kernel, columns, [a, repeated], [(columns, 1), (BROADCAST_LANES, 0)], outputs)
+        repeated = b.expand(-1, BROADCAST_COPIES).contiguous()
+        run_rows(kernel, columns, [a, repeated], [(columns, 1), (BROADCAST_COPIES, 0)], outputs)
         assert all(map(same_bits, outputs, _long(a.double(), b.double())))
 
 

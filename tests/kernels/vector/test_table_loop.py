@@ -8,12 +8,12 @@ import torch
 
 from halfulp.kernels import Trace, same_bits
 from halfulp.kernels import _operations as o
-from halfulp.kernels._device_function import Table, bind_names, record_word_function
+from halfulp.kernels._device_function import TableFunction, bind_names, record_word_function
 from halfulp.kernels._operations import (
     add,
+    add_to_counter64,
     bit_and,
     bit_or,
-    deposit64,
     high_word,
     low_word,
     mul,
@@ -41,14 +41,14 @@ def recorded(function, columns, **more):
     trace = Trace(torch.float32)
     i, block = (trace.emit(name, (), None, name) for name in ("index", "block"))
     function(trace, i, block, *(trace.emit("address", (), j, "address") for j in range(columns)))
-    return Table(trace, columns, **more)
+    return TableFunction(trace, columns, **more)
 
 
 def run(table, arrays, chunks=None, constants=None, keys=None):
     """Run a table on arrays, all of them one row; return the sums of each chunk."""
     chunks = np.array([[0, 0, len(arrays[0]), 0]] if chunks is None else chunks, np.int64)
     pointers = np.array([[array.ctypes.data for array in arrays]], np.int64)
-    sums = np.zeros((len(chunks), table.sums))
+    sums = np.zeros((len(chunks), table.sum_column_count))
     constants = np.zeros((1, 1), np.float32) if constants is None else constants
     keys = np.zeros((1, 1), np.uint64) if keys is None else keys
     key = table.make_key()
@@ -352,7 +352,7 @@ def test_words_are_added_to_counters(narrow, apart, seed):
 
     def function(trace, i, block, given, counters):
         x = load(given, i)
-        deposit64(counters, bit_and(x, np.uint32(15)), sub(np.uint64(3), widen(x)), apart)
+        add_to_counter64(counters, bit_and(x, np.uint32(15)), sub(np.uint64(3), widen(x)), apart)
         trace.emit_total("count", x > np.uint32(900))
 
     for count in LENGTHS:

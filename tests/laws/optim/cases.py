@@ -145,7 +145,7 @@ def allowed(rule: str, update: str, store: str) -> bool:
     if store == "fp32":
         return update == "exact"  # where a float32 parameter ends, whatever it is given
     try:
-        UPDATES[update].check(held)
+        UPDATES[update].check_store(held)
         refuse_unsupported_feedback(rule_of(rule), UPDATES[update])
     except ValueError:
         return False
@@ -261,13 +261,13 @@ def write_update(update, store, parts, u, draws, ratio=1.0):
 
     The ratio is of the scale that the parts were stored under to the one that they will be under.
     """
-    element, names = ElementRecording(4), update.bindings(store)
+    element, names = ElementRecording(4), update.make_bindings(store)
     p, first, second, last = bind_names(names["read_weight"], names)(*element.arrays, element.index)
     times, given = element.add_input("ratio"), [element.add_input(f"random {k}", "w32") for k in range(2)]
     held = (p * times, first * times, second * times, last, element.add_input("u"))
     bind_names(names["write_weight"], names)(*element.arrays, element.index, *held, *given)
     drawn = {f"random {k}": 0 for k in range(2)}
-    for k, (bits, draw) in enumerate(zip(update.draws(store), draws)):
+    for k, (bits, draw) in enumerate(zip(update.count_random_bits(store), draws)):
         drawn[f"random {k}"] = (draw & 0xFFFF if bits == 16 else draw).to(torch.int32)
     run_trace_on_tensors(element.trace, parts, {"ratio": ratio, "u": u, **drawn})
 

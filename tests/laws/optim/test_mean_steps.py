@@ -15,7 +15,7 @@ BOUNDS = {"bf16": (0.003, 0.003), "8bit": (0.015, 0.08)}
 # Its second moment is of g - m, to which the noise of m in 8 bits adds: small elements step less.
 BY_THE_FIRST_MOMENT = ("AdaBelief",)
 # Of those that look at whole tensors no element's step is a mean of its own gradients, or it is Adam's.
-WITH_STATES = [rule for rule in RULES if rule_of(rule).states and not rule_of(rule).has_late_constants]
+WITH_STATES = [rule for rule in RULES if rule_of(rule).states and not rule_of(rule).has_data_dependent_constants]
 
 
 def small_elements():

@@ -87,7 +87,7 @@ def test_lost_updates_are_those_that_left_the_weights_as_they_were(named):
         assert state.update.lost_share == pytest.approx(measured, abs=0.06 + 1 / before[name].numel())
         assert state.steps == (8, 16)
     assert ("updates-lost", "1.weight") in codes(found)
-    assert found.advanced == 8
+    assert found.steps_between == 8
 
 
 def test_a_weight_whose_states_have_no_name_is_not_taken_for_one_that_is_not_trained(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfulp.observation._record import RealisedChanges
-from halfulp.observation.auditing._audit import Audit, StateAudit
+from halfulp.observation.auditing._audit import Audit, ParameterStateAudit
 from halfulp.observation.auditing._tensors import TensorAudit, TensorStatistics
 from halfulp.observation.findings import collect_findings
 
@@ -24,7 +24,7 @@ def row(name=NAMES[0], dtype=BF16, status="changed", unchanged=200, role="parame
 def state(name=NAMES[0], dtype=BF16, **given):
     options = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
     dtypes = {"exp_avg": (dtype, dtype), "exp_avg_sq": (dtype, dtype)}
-    return StateAudit(name, **{"options": options, "steps": (10, 20), "dtypes": dtypes, **given})
+    return ParameterStateAudit(name, **{"options": options, "steps": (10, 20), "dtypes": dtypes, **given})
 
 
 def audit(*rows, states=(), **given):

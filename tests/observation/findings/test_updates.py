@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.observation._record import RealisedChanges, RoundingRecord, StepRecord
+from halfulp.observation._record import RealisedChanges, RoundingDirectionRecord, StepRecord
 
 from .records import BRAIN, SINGLE, found, parameter, realised, severity, tensor
 
@@ -54,7 +54,7 @@ def test_updates_lost_in_words():
 
 
 def test_stochastic_rounding_that_is_right_on_average_is_no_loss():
-    rounding = RoundingRecord(seen=1000)
+    rounding = RoundingDirectionRecord(seen=1000)
     few = parameter(update=realised(0.8, lost=0.99, seen=1000), rounding=rounding, weight_update="stochastic")
     assert severity("updates-lost", few) is None
     many = parameter(update=realised(0.8, lost=0.9, seen=10**6), rounding=rounding, weight_update="stochastic")
@@ -110,7 +110,7 @@ def test_unknown_updates_are_not_taken_for_lost_where_they_are_kept():
 
 @pytest.mark.parametrize(("variance", "expected"), [(3.0, None), (40.0, "error")])
 def test_a_few_stochastic_updates_may_all_be_lost_by_chance(variance, expected):
-    rounding = RoundingRecord(seen=64, variance=variance)
+    rounding = RoundingDirectionRecord(seen=64, variance=variance)
     record = parameter(update=realised(0.0, lost=1.0, seen=64), weight_update="stochastic", rounding=rounding)
     assert severity("updates-lost", record) == expected
 
@@ -153,20 +153,20 @@ def test_weight_decay_lost(decay, expected):
     ("rounding", "expected"),
     [
         (None, None),
-        (RoundingRecord(), None),
-        (RoundingRecord(seen=4096, excess=10.0, variance=700.0), None),
-        (RoundingRecord(seen=4096, excess=200.0, variance=700.0), "error"),
-        (RoundingRecord(seen=4096, excess=-200.0, variance=700.0), "error"),
+        (RoundingDirectionRecord(), None),
+        (RoundingDirectionRecord(seen=4096, excess=10.0, variance=700.0), None),
+        (RoundingDirectionRecord(seen=4096, excess=200.0, variance=700.0), "error"),
+        (RoundingDirectionRecord(seen=4096, excess=-200.0, variance=700.0), "error"),
         # Significant with so many, and too small to matter.
-        (RoundingRecord(seen=10**7, excess=10**4, variance=10**6), None),
-        (RoundingRecord(seen=2**20, variance=2.0**17, repeated=0.09), None),
-        (RoundingRecord(seen=2**20, variance=2.0**17, repeated=0.11), "error"),
+        (RoundingDirectionRecord(seen=10**7, excess=10**4, variance=10**6), None),
+        (RoundingDirectionRecord(seen=2**20, variance=2.0**17, repeated=0.09), None),
+        (RoundingDirectionRecord(seen=2**20, variance=2.0**17, repeated=0.11), "error"),
         # Eight steps, each as open as 350 throws of a coin: 6 standard deviations of a correlation are 0.32.
-        (RoundingRecord(seen=4096, variance=700.0, repeated=0.32), None),
-        (RoundingRecord(seen=4096, variance=700.0, repeated=0.33), "error"),
+        (RoundingDirectionRecord(seen=4096, variance=700.0, repeated=0.32), None),
+        (RoundingDirectionRecord(seen=4096, variance=700.0, repeated=0.33), "error"),
         # Four of each step's 4096 elements are expected to go up: chance, however large the correlation.
-        (RoundingRecord(seen=2**15, variance=32.0, repeated=0.9), None),
-        (RoundingRecord(seen=300, repeated=0.3), None),
+        (RoundingDirectionRecord(seen=2**15, variance=32.0, repeated=0.9), None),
+        (RoundingDirectionRecord(seen=300, repeated=0.3), None),
     ],
 )
 def test_random_bits_repeat(rounding, expected):

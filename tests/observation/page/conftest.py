@@ -22,7 +22,7 @@ from halfulp.observation._record import (
     TensorRecord,
     record_to_plain_data,
 )
-from halfulp.observation.auditing._audit import Audit, StateAudit
+from halfulp.observation.auditing._audit import Audit, ParameterStateAudit
 from halfulp.observation.auditing._tensors import TensorAudit, TensorStatistics
 from halfulp.observation.page import render_audit_page, render_forecast_page, render_observation_page
 
@@ -101,7 +101,7 @@ def make_audit() -> Audit:
     ]
     lost = RealisedChanges(100, 90, 100, 10)
     pairs = {"exp_avg": (torch.bfloat16, torch.float32), "step": (None, torch.float32)}
-    state = StateAudit(
+    state = ParameterStateAudit(
         "norm.weight",
         {"lr": 1e-4, "betas": [0.9, 0.99]},
         (10, 70),
@@ -110,7 +110,7 @@ def make_audit() -> Audit:
     )
     found = [Finding("weight-frozen", ("norm.weight",), "error", 1.0, {"steps": 60}, "<i>cure</i>", "did not move")]
     tensors = {row.name: row for row in rows}
-    states = {"norm.weight": state, "head": StateAudit("head", {}, (None, None), {})}
+    states = {"norm.weight": state, "head": ParameterStateAudit("head", {}, (None, None), {})}
     return Audit(tensors, states, ("step 3 is <b>lost</b>",), found)
 
 

@@ -14,7 +14,9 @@ from ...laws.optim.cases import SPECIAL
 
 
 def held(values: torch.Tensor) -> list[torch.Tensor]:
-    tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in DoubleBF16().tensors("v", values.shape).values()]
+    tensors = [
+        torch.empty(shape, dtype=dtype) for shape, dtype in DoubleBF16().describe_tensors("v", values.shape).values()
+    ]
     DoubleBF16().encode(tensors, values, None)
     return tensors
 

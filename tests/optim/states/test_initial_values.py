@@ -185,7 +185,7 @@ def test_one_element_of_a_constant_state_stands_for_all():
     optimizer.bytes_per_parameter()
     codec = optimizer._plans[optimizer.param_groups[0]["params"][0]].spec.codecs[1]
     shape = torch.Size([3, 96])
-    made = [torch.zeros(size, dtype=dtype) for size, dtype in codec.tensors("", shape).values()]
+    made = [torch.zeros(size, dtype=dtype) for size, dtype in codec.describe_tensors("", shape).values()]
     codec.encode(made, torch.full(shape, 0.3), None)
     assert [tensor.unique().tolist() for tensor in made] == [[one.item()] for one in encode_constant_state(codec, 0.3)]
 

@@ -15,7 +15,7 @@ BLOCK = 64
 
 def _stored(x, squared, random=None):
     codec = Int4Blocks(BLOCK, squared)
-    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in codec.tensors("x", x.shape).values()]
+    tensors = [torch.zeros(size, dtype=dtype) for size, dtype in codec.describe_tensors("x", x.shape).values()]
     codec.encode(tensors, x, random)
     return tensors, codec.decode(tensors)
 

@@ -94,7 +94,7 @@ def test_a_positive_second_moment_never_becomes_zero(seed):
 def _save_roots(codec, held, roots):
     element = ElementRecording(2)
     given = element.add_input("root"), element.add_input("random", "w32")
-    codec.save_root(element.arrays, element.index, element.block(), *given)
+    codec.save_root(element.arrays, element.index, element.add_block_index(), *given)
     random = torch.randint(0, 2**16, roots.shape, dtype=torch.int32)
     run_trace_on_tensors(element.trace, held, {"root": roots, "random": random}, block=codec.block)
 
@@ -107,7 +107,7 @@ def test_codes_are_right_on_average_and_bounded(seed, squared, block):
     most = 255 if squared else 127
     roots = torch.randn(64 * block) * 10.0 ** torch.empty(64 * block).uniform_(-6, 0)
     roots = (roots.abs() if squared else roots) * 10.0 ** torch.empty(64).uniform_(-12, 12).repeat_interleave(block)
-    held = [torch.empty(size, dtype=dtype) for size, dtype in codec.tensors("x", roots.shape).values()]
+    held = [torch.empty(size, dtype=dtype) for size, dtype in codec.describe_tensors("x", roots.shape).values()]
     total = torch.zeros(roots.shape, dtype=torch.float64)
     rounds = 200
     for _ in range(rounds):
@@ -131,7 +131,7 @@ def test_special_values_in_blocks():
     codec = Int8Blocks(16, False)
     values = torch.zeros(48)
     values[0], values[1], values[16], values[17] = torch.nan, 1.0, torch.inf, 2.0
-    held = [torch.empty(size, dtype=dtype) for size, dtype in codec.tensors("x", values.shape).values()]
+    held = [torch.empty(size, dtype=dtype) for size, dtype in codec.describe_tensors("x", values.shape).values()]
     codec.encode(held, values, torch.zeros(48, dtype=torch.int64))
     back = codec.decode(held)
     assert back[0].isnan()

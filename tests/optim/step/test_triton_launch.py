@@ -36,7 +36,7 @@ def _kind(rule, update, store, codec, gradient, metered=False):
     parameter = torch.nn.Parameter(fit(special_pairs(0)[0], store))
     optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
     plan = optimizer._make_plan(optimizer.param_groups[0], 0, STORE_BY_DTYPE[gradient])
-    return plan.spec.metered_spec if metered else plan.spec
+    return plan.spec.lost_update_counting_spec if metered else plan.spec
 
 
 def _check_source_of(*kind):
@@ -96,7 +96,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeyp
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
     monkeypatch.setattr(_writer, "load_triton_module", refuse)
-    monkeypatch.setattr(_launch, "_checked_kernels", {})
+    monkeypatch.setattr(_launch, "_checked_kernel_by_key", {})
     case = ("lion", "kahan", "bf16", None, torch.bfloat16)
     with pytest.warns(RuntimeWarning, match="no Triton kernel .* no compiler here"):
         told = _run("triton", 1, *case)[0]

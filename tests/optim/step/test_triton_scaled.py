@@ -200,7 +200,7 @@ def _spec(case, metered=False):
     parameter = torch.nn.Parameter(ScaledTensor.encode(torch.randn(64, 64), dtype))
     optimizer = getattr(hu.optim, kind)([parameter], lr=1e-2, weight_update=update, state_dtype=states, **options)
     spec = optimizer._make_plan(optimizer.param_groups[0], 0, PAYLOAD_STORE_BY_DTYPE[gradient or FP32]).spec
-    return spec.metered_spec if metered else spec
+    return spec.lost_update_counting_spec if metered else spec
 
 
 @pytest.mark.parametrize("metered", [False, True])

@@ -195,11 +195,11 @@ def test_results_that_outgrow_their_scale_take_a_larger_one():
 def test_a_wide_product_of_graphs_keeps_the_rules_of_operators():
     from halfulp.scaled.rules import _products
 
-    operator = torch.ops.halfulp.wide_product.default
+    operator = torch.ops.halfulp.multiply_into_float32.default
     for shapes in (((3, 5), (5, 4)), ((2, 3, 5), (2, 5, 4)), ((0, 5), (5, 4)), ((3, 0), (0, 4))):
         a, b = (torch.randn(shape).to(torch.float16) for shape in shapes)
         torch.library.opcheck(operator, (a, b), test_utils=("test_schema", "test_faketensor"))
-        assert torch.equal(_products.wide_product(a, b), a.float() @ b.float())
+        assert torch.equal(_products.multiply_into_float32(a, b), a.float() @ b.float())
     a = torch.randn(5, 3).to(torch.float16).t()  # as of a weight's gradient
     torch.library.opcheck(operator, (a, torch.randn(5, 4).half()), test_utils=("test_schema", "test_faketensor"))
 
@@ -222,7 +222,7 @@ def test_compiled_float16_products_on_a_gpu_take_no_float32_matrices(bias):
     layer.zero_grad()
     x.grad = None
     _, texts = run_fw_bw_and_get_code(torch.compile(loss, fullgraph=True))
-    assert all("wide_product" in text and "extern_kernels.mm" not in text for text in texts)
+    assert all("multiply_into_float32" in text and "extern_kernels.mm" not in text for text in texts)
     for found, expected in zip((layer.weight.grad.decode(), x.grad.decode()), eager):
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
 

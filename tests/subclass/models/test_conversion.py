@@ -62,11 +62,16 @@ def test_models_without_components_are_refused():
             fallbacks(plain)
 
 
-STATE_DICT_HOOKS = {"_save_auxiliary_tensors", "_load_auxiliary_tensors", "_check_all_modules", "_forget_missing"}
+STATE_DICT_HOOKS = {
+    "_save_auxiliary_tensors",
+    "_load_auxiliary_tensors",
+    "_check_entries_of_all_modules",
+    "_drop_loaded_missing_keys",
+}
 STORED_NAMES = {
-    multicomponent: {"rebuild_mctensor", "_begin_forward", *STATE_DICT_HOOKS},
+    multicomponent: {"rebuild_mctensor", "_attribute_fallbacks_to_model", *STATE_DICT_HOOKS},
     lambda model: scalify(model, torch.float8_e4m3fn, matmul="fp8"): {
-        *("rebuild_scaled_tensor", "_begin_forward", "_keep_gradients_plain", "rescale_input_gradient"),
+        *("rebuild_scaled_tensor", "_attribute_fallbacks_to_model", "_keep_gradients_plain", "rescale_input_gradient"),
         *("_round_inputs_to_home", "_round_results_to_home", "_run_linear_fp8", *STATE_DICT_HOOKS),
     },
     float32_products: {"make_empty_module"},

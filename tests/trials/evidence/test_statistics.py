@@ -14,8 +14,8 @@ from halfulp.trials.evidence._row import (
     choose_verdict,
     compute_gap_bound,
     compute_gap_tolerance,
-    compute_noise,
-    compute_quantile,
+    compute_noise_threshold,
+    find_gap_quantile,
     get_quantile_level,
     pool_standard_deviations,
 )
@@ -25,32 +25,36 @@ from halfulp.trials.evidence._row import (
 def test_noise_is_students_interval(count: int, seed: int) -> None:
     gaps = [math.sin(seed + 7 * index) for index in range(count)]
     low, high = stats.t.interval(0.95, count - 1, statistics.fmean(gaps), stats.sem(gaps))
-    assert compute_noise(gaps, [], 0.0) == pytest.approx((high - low) / 2, rel=1e-3)
+    assert compute_noise_threshold(gaps, [], 0.0) == pytest.approx((high - low) / 2, rel=1e-3)
 
 
 def test_noise_is_at_least_what_the_twin_scatters_and_the_margin() -> None:
     width = stats.t.ppf(0.975, 2) * math.sqrt((0.02**2 + 0.03**2) / 2) / math.sqrt(3)
-    assert compute_noise([0.1, 0.1, 0.1], [0.02, -0.03], 2.0) == pytest.approx(width, rel=1e-3)
-    assert compute_noise([0.1, 0.1, 0.1], [], 2.0) == 2.0 * LEAST_NOTABLE_RELATIVE_GAP
+    assert compute_noise_threshold([0.1, 0.1, 0.1], [0.02, -0.03], 2.0) == pytest.approx(width, rel=1e-3)
+    assert compute_noise_threshold([0.1, 0.1, 0.1], [], 2.0) == 2.0 * LEAST_NOTABLE_RELATIVE_GAP
 
 
 def test_several_recipes_scatter_at_least_as_all_do() -> None:
     close, wide = [0.30, 0.31, 0.32], [0.1, 0.4, 0.7]
     compared = [close, wide]
-    assert compute_noise(close, [], 0.0, [close]) == compute_noise(close, [], 0.0) == compute_gap_bound(close, [], 0.0)
+    assert (
+        compute_noise_threshold(close, [], 0.0, [close])
+        == compute_noise_threshold(close, [], 0.0)
+        == compute_gap_bound(close, [], 0.0)
+    )
     assert pool_standard_deviations(compared) == pytest.approx(math.sqrt((0.01**2 + 0.3**2) / 2))
     assert pool_standard_deviations([[0.0, 2.0], [0.0] * 5]) == pytest.approx(math.sqrt(2 / 5))
     limit = stats.t.isf(0.037 / 2, 2)  # two recipes of three seeds need no more than one does
-    assert compute_noise(wide, [], 0.0, compared) == pytest.approx(limit * 0.3 / math.sqrt(3))
+    assert compute_noise_threshold(wide, [], 0.0, compared) == pytest.approx(limit * 0.3 / math.sqrt(3))
     # The wide one does not hide what is certain of the close one by Bonferroni's correction.
     bonferroni = stats.t.isf(0.005 / 2 / 2, 2) * 0.01 / math.sqrt(3)
     assert bonferroni < limit * pool_standard_deviations(compared) / math.sqrt(3)
-    assert compute_noise(close, [], 0.0, compared) == pytest.approx(bonferroni)
-    assert compute_noise(close, [], 0.0, [close, [0.1, 0.12, 0.14]]) == pytest.approx(
+    assert compute_noise_threshold(close, [], 0.0, compared) == pytest.approx(bonferroni)
+    assert compute_noise_threshold(close, [], 0.0, [close, [0.1, 0.12, 0.14]]) == pytest.approx(
         limit * math.sqrt((0.01**2 + 0.02**2) / 2) / math.sqrt(3)
     )
-    assert compute_noise([0.3, 0.3, 0.3], [], 1.0, [[0.3, 0.3, 0.3], wide]) == LEAST_NOTABLE_RELATIVE_GAP
-    assert compute_noise(close, [], 0.0, [close, [9.0, -9.0], []]) == compute_gap_bound(close, [], 0.0)
+    assert compute_noise_threshold([0.3, 0.3, 0.3], [], 1.0, [[0.3, 0.3, 0.3], wide]) == LEAST_NOTABLE_RELATIVE_GAP
+    assert compute_noise_threshold(close, [], 0.0, [close, [9.0, -9.0], []]) == compute_gap_bound(close, [], 0.0)
 
 
 def test_no_difference_is_said_of_one_recipe_alone() -> None:
@@ -70,19 +74,21 @@ def test_chance_calls_any_of_five_recipes_worse_or_better_in_a_twentieth_of_comp
         compared = [[draws.gauss(0.0, width) for _ in range(3)] for width in widths]
         means = [abs(statistics.fmean(gaps)) for gaps in compared]
         alone += any(mean > compute_gap_bound(gaps, [0.0] * 3, 1.0) for mean, gaps in zip(means, compared))
-        together += any(mean > compute_noise(gaps, [0.0] * 3, 1.0, compared) for mean, gaps in zip(means, compared))
+        together += any(
+            mean > compute_noise_threshold(gaps, [0.0] * 3, 1.0, compared) for mean, gaps in zip(means, compared)
+        )
     # A share of 1,000 draws exceeds 5% by .033 once in a million times.
     assert together < 83
     assert alone > 110
 
 
 def limits_of(gaps: np.ndarray) -> np.ndarray:
-    """What `compute_noise` gives for gaps of shape (comparisons, recipes, seeds) without a twin or a loss, by scipy."""
+    """`compute_noise_threshold` for gaps of shape (comparisons, recipes, seeds) without a twin or a loss, by scipy."""
     recipes, seeds = gaps.shape[1:]
     own = gaps.std(2, ddof=1)
     # The quantile comes from one call of noise, for gaps that all have a deviation of 1.
     unit = [float(x) for x in (np.arange(seeds) - (seeds - 1) / 2) / np.arange(seeds).std(ddof=1)]
-    quantile = compute_noise(unit, [], 0.0, [unit] * recipes)
+    quantile = compute_noise_threshold(unit, [], 0.0, [unit] * recipes)
     pooled = quantile * np.maximum(own, np.sqrt((own**2).mean(1, keepdims=True)))
     bonferroni = stats.t.isf(0.005 / recipes / 2, seeds - 1) * own / math.sqrt(seeds)
     return np.maximum(np.minimum(pooled, bonferroni), stats.t.isf(0.025, seeds - 1) * own / math.sqrt(seeds))
@@ -108,7 +114,9 @@ def test_gaps_that_move_together_alarm_no_more_often(
         means, limits = np.abs(gaps.mean(2)), limits_of(gaps)
         found.append((means > limits).any(1).mean())
         for one, mine in zip(gaps[:20].tolist(), limits[:20]):
-            assert [compute_noise(each, [], 0.0, one) for each in one] == pytest.approx(mine.tolist(), rel=1e-6)
+            assert [compute_noise_threshold(each, [], 0.0, one) for each in one] == pytest.approx(
+                mine.tolist(), rel=1e-6
+            )
     # A share of 200,000 draws strays by .0025 once in a million times.
     assert max(found) < 0.0525
     assert max(found) > 0.035
@@ -120,12 +128,14 @@ def test_the_level_falls_with_more_than_five_recipes() -> None:
     assert levels[1:] == sorted(levels[1:], reverse=True)
     assert levels[-1] == pytest.approx(0.037 / 2)
     compared = [[-1.0, 0.0, 1.0]] * 40
-    assert compute_noise(compared[0], [], 0.0, compared) > compute_noise(compared[0], [], 0.0, compared[:20])
+    assert compute_noise_threshold(compared[0], [], 0.0, compared) > compute_noise_threshold(
+        compared[0], [], 0.0, compared[:20]
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_too_few_seeds_for_a_verdict(count: int) -> None:
-    assert compute_noise([0.5] * count, [0.0], 1.0) is None
+    assert compute_noise_threshold([0.5] * count, [0.0], 1.0) is None
     assert choose_verdict(0.5, None, 1.0) is None
 
 
@@ -151,7 +161,7 @@ def test_tolerance_is_the_larger_of_a_hundredth_and_three_times_the_twins_scatte
 
 def judged(gaps: list[float], twins: list[float], reference: float) -> str | None:
     return choose_verdict(
-        statistics.fmean(gaps), compute_noise(gaps, twins, reference), compute_gap_tolerance(twins, reference)
+        statistics.fmean(gaps), compute_noise_threshold(gaps, twins, reference), compute_gap_tolerance(twins, reference)
     )
 
 
@@ -165,7 +175,7 @@ def test_a_wide_interval_is_no_comfort() -> None:
 
 
 def shares(gap: float, noise: float, seeds: int, draws: random.Random, twin: float = 1.0) -> dict[str | None, float]:
-    """How often each verdict is given where gaps scatter by ``compute_noise`` and the twin's by ``twin`` times that."""
+    """How often verdicts are given if gaps scatter by `compute_noise_threshold`, the twin's by ``twin`` times that."""
     found: list[str | None] = []
     for _ in range(1000):
         reference = [draws.gauss(0.0, noise / math.sqrt(2)) for _ in range(seeds)]
@@ -216,14 +226,14 @@ def test_a_narrow_interval_leaves_nothing_unclear(seed: int) -> None:
 @pytest.mark.parametrize("seeds", [2, 3, 4, 7, 12, 41])
 @pytest.mark.parametrize("level", [0.05, 0.001])
 def test_students_quantile_for_one_recipe(seeds: int, level: float) -> None:
-    assert compute_quantile(seeds, 1, level) == pytest.approx(stats.t.isf(level / 2, seeds - 1), rel=1e-7)
+    assert find_gap_quantile(seeds, 1, level) == pytest.approx(stats.t.isf(level / 2, seeds - 1), rel=1e-7)
 
 
 def test_more_recipes_and_smaller_levels_ask_for_more() -> None:
     for seeds in (3, 5, 10, 40):
-        limits = [compute_quantile(seeds, recipes) for recipes in (1, 2, 5, 10, 20)]
+        limits = [find_gap_quantile(seeds, recipes) for recipes in (1, 2, 5, 10, 20)]
         assert limits == sorted(limits)
-        assert compute_quantile(seeds, 5, 0.01) > compute_quantile(seeds, 5)
+        assert find_gap_quantile(seeds, 5, 0.01) > find_gap_quantile(seeds, 5)
         # No more than Bonferroni's correction of each recipe's own deviation.
         assert limits[2] < stats.t.isf(0.05 / 5 / 2, seeds - 1)
 
@@ -244,7 +254,7 @@ SCATTERS = [
 def test_chance_exceeds_it_as_often_as_the_level_says(seeds: int, seed: int) -> None:
     """For means and deviations drawn apart; the chance of each mean is known, so that only deviations are drawn."""
     draws = np.random.default_rng(seed)
-    limit, found = compute_quantile(seeds, 5), []
+    limit, found = find_gap_quantile(seeds, 5), []
     for scatter in SCATTERS:
         width = np.array([*scatter, *(1e-9,) * (5 - len(scatter))])
         squares = width**2 * draws.chisquare(seeds - 1, (40_000, 5)) / (seeds - 1)

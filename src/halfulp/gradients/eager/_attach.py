@@ -18,13 +18,13 @@ from ...kernels import define_operator
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import (
-    GraphReadingForward,
+    ForwardReadByCompiler,
     get_original_class,
     leave_compiled_products_to_torch,
 )
 from .._functions import map_tensors
 from ._backward import Backward, is_in_backward_pass, thread_region_state
-from ._region import CallRecording, ModuleNameCache, Region, is_compiler_active
+from ._region import CallRecording, ModuleNameCache, Region, is_inside_compiled_call
 from ._replay import GraphReplay
 
 
@@ -52,7 +52,7 @@ class NotScriptedError(NotImplementedError, AttributeError):
 ModuleRole = Literal["model", "part", "layer"]
 
 
-class WatchedForward(GraphReadingForward):
+class WatchedForward(ForwardReadByCompiler):
     """The ``forward`` of a model or of a part, which runs in a region whenever gradients are recorded.
 
     Parts and layers make regions where they are called by themselves, as by a training step that does not call the
@@ -102,7 +102,7 @@ class WatchedForward(GraphReadingForward):
         if torch.compiler.is_compiling():
             # One expression: where a graph breaks in it, Dynamo goes on inside of the module.
             return self.inner(*args, **kwargs) if is_exporting() else self._mark_outputs(self.inner(*args, **kwargs))
-        if thread_region_state.region is None and is_compiler_active():
+        if thread_region_state.region is None and is_inside_compiled_call():
             # Dynamo has given this call up, and would compile parts of it.
             return torch.compiler.disable(self._run_with_edges)(args, kwargs)
         return self._run_with_edges(args, kwargs)

@@ -20,7 +20,7 @@ from ...kernels import disable_tracing
 from ...rounding import Rounding, quantize
 from .._functions import SecondFactor
 from .._policy import Policy
-from .._site import LossFollower, PendingMeasurements, Site, Sites, find_narrow_format
+from .._site import LossGradientFollower, PendingMeasurements, Site, Sites, find_narrow_format
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 FIRST_LEAF_SEQUENCE_NUMBER = 2**62
@@ -100,7 +100,9 @@ class Backward:
         self.unmarked_passes: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED_PASSES)
         self.replays = 0
         self._may_replay = True
-        self.loss_follower = LossFollower(sites, policy.per_site and policy.measures and not policy.wants_operands)
+        self.loss_follower = LossGradientFollower(
+            sites, policy.per_site and policy.measures and not policy.wants_operands
+        )
         # The sites of this iteration's forward and backward passes.
         self.reached: dict[Site, None] = {}
         self.forwards = 0

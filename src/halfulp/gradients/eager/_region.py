@@ -42,7 +42,7 @@ from ._backward import (
 _set_dynamo_callback = torch._C._dynamo.eval_frame.set_eval_frame
 
 
-def is_compiler_active() -> bool:
+def is_inside_compiled_call() -> bool:
     """Return whether something that torch.compile was given runs."""
     callback = _set_dynamo_callback(None)
     if callback is not None:
@@ -52,7 +52,7 @@ def is_compiler_active() -> bool:
 
 def refuse_compiled_part() -> None:
     """Refuse a part of the model that is compiled by itself."""
-    if torch.compiler.is_dynamo_compiling() or is_compiler_active():
+    if torch.compiler.is_dynamo_compiling() or is_inside_compiled_call():
         raise NotImplementedError(
             "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile "
             'the whole model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
@@ -298,7 +298,7 @@ class Region(TorchFunctionMode):
                 return out
             kind = "plain"  # such as ``x.mT``, which carries the tensor's gradient
         if kind == "in-place":
-            return self._run_in_place(function, args, kwargs, differentiable)
+            return self._run_in_place_function(function, args, kwargs, differentiable)
         site = self._find_call_site(kind, function, args, differentiable)
         reads = ArgumentGradientMoves(self._backward, site)
         # Views run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
@@ -351,17 +351,19 @@ class Region(TorchFunctionMode):
         if kind == "cell":
             state = next(list_differentiable_tensors(args[1]), None) if len(args) > 1 else None
             site = self._global_site if state is None or is_parameter(state) else self.find_site(state)
-            return self._open_site(function, differentiable) if site is self._global_site else site
-        return (self._open_site if kind == "product" else self._find_common_site)(function, differentiable)
+            return self._get_site_of_product_call(function, differentiable) if site is self._global_site else site
+        return (self._get_site_of_product_call if kind == "product" else self._find_common_site)(
+            function, differentiable
+        )
 
-    def _open_site(self, function: Callable, differentiable: list[Tensor]) -> Site:
+    def _get_site_of_product_call(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the site of this call of a product."""
         parameter = next((x for x in differentiable if is_parameter(x)), None)
         module = None if parameter is None else self._names.find_holding_module_name(parameter)
         key = module or ".".join([*self.path[-1:], get_function_name(function)])
         call = self._calls[key]
         self._calls[key] = call + 1
-        site = self._backward.sites.open_site(f"{key}#{call}" if call else key)
+        site = self._backward.sites.get_or_create_site(f"{key}#{call}" if call else key)
         opened = self.recording.opened_sites
         opened[site] = len(opened)
         self._backward.reached.setdefault(site)
@@ -371,7 +373,7 @@ class Region(TorchFunctionMode):
         """Return the latest site of a function's inputs; a new site if it reads only parameters."""
         sites = [self.find_site(x) for x in differentiable if not is_parameter(x)]
         if not sites:
-            return self._open_site(function, differentiable)
+            return self._get_site_of_product_call(function, differentiable)
         return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self.recording.opened_sites.get(site, -1))
 
     # edges ----------------------------------------------------------------------------------------------------
@@ -386,7 +388,7 @@ class Region(TorchFunctionMode):
 
         def move_tensor(x: Tensor) -> Tensor:
             if is_parameter(x):
-                return self._read_parameter(x, site, reads, function)
+                return self._get_parameter_for_site(x, site, reads, function)
             source = self.find_site(x)
             if reads is None or source is site or not reads.can_move_by_hook(x):
                 return self.insert_edge_between_sites(x, source, site)
@@ -399,7 +401,7 @@ class Region(TorchFunctionMode):
 
         return map_tensors(value, memoize_by_tensor(move_tensor) if isinstance(function, FunctionType) else move_tensor)
 
-    def _read_parameter(
+    def _get_parameter_for_site(
         self, parameter: Tensor, site: Site, reads: ArgumentGradientMoves | None, function: Callable | None
     ) -> Tensor:
         """Return a parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
@@ -438,7 +440,9 @@ class Region(TorchFunctionMode):
 
     # results --------------------------------------------------------------------------------------------------
 
-    def _run_in_place(self, function: Callable, args: tuple, kwargs: dict, differentiable: list[Tensor]) -> Any:
+    def _run_in_place_function(
+        self, function: Callable, args: tuple, kwargs: dict, differentiable: list[Tensor]
+    ) -> Any:
         """Run a function that writes into its first argument, whose site does not change."""
         if args and isinstance(args[0], list | tuple):
             name = get_function_name(function)

@@ -83,7 +83,7 @@ _NODE_NAMES_MAKING_NEW_GRADIENTS = {
 def make_multiplying_hook(backward: Backward, node_name: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
     """Return a hook that multiplies some of a node's gradients by powers of two while a scaled loss is differentiated.
 
-    ``moves``: which gradient, by which power, and how often the pass's lift counts (see LossFollower).
+    ``moves``: which gradient, by which power, and how often the pass's lift counts (see LossGradientFollower).
     """
     following, new = backward.loss_follower, node_name in _NODE_NAMES_MAKING_NEW_GRADIENTS
 

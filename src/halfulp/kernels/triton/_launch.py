@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from .._canary import check_bits
-from .._device_function import RANDOM_STREAM_INPUTS, Table
-from .._engine import note_and_warn_once, note_fallback, use_reference_in_thread
+from .._device_function import RANDOM_STREAM_INPUTS, TableFunction
+from .._engine import note_fallback, use_reference_in_thread, warn_once_of_fallback
 from .._index_map import CHUNK_ELEMENTS
 from .._operator import is_under_transform
 from ._writer import (
@@ -25,7 +25,7 @@ from ._writer import (
     write_module,
 )
 
-_checked_kernels: dict[Hashable, Any] = {}
+_checked_kernel_by_key: dict[Hashable, Any] = {}
 
 
 def use_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -54,7 +54,7 @@ def find_checked_kernel(
     `run(kernel, device)` returns, on the CPU, what the kernel writes for fixed elements, and `reference()` what plain
     torch writes for them.
     """
-    if (key, device) not in _checked_kernels:
+    if (key, device) not in _checked_kernel_by_key:
         caller = ""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # The comparison reads results back, which no capture allows: a call outside of one makes it.
@@ -64,8 +64,8 @@ def find_checked_kernel(
         if caller:
             note_fallback("engine", f"{name} by plain torch operations: its first call was {caller}")
             return None
-        _checked_kernels[key, device] = _build_checked_kernel(name, device, build, run, reference)
-    known = _checked_kernels[key, device]
+        _checked_kernel_by_key[key, device] = _build_checked_kernel(name, device, build, run, reference)
+    known = _checked_kernel_by_key[key, device]
     if known is None:
         note_fallback("engine", f"no Triton kernel for {name} on {device.type}: plain torch instead")
     return known
@@ -80,7 +80,7 @@ def _build_checked_kernel(name: str, device: torch.device, build: Any, run: Any,
         raise  # which says nothing of the kernel
     except Exception as error:  # whatever a compiler for another machine may raise
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        note_and_warn_once("engine", f"no Triton kernel for {name} on {device.type} ({reason}): plain torch instead")
+        warn_once_of_fallback("engine", f"no Triton kernel for {name} on {device.type} ({reason}): plain torch instead")
         return None
     return kernel
 
@@ -97,7 +97,7 @@ class TensorKernel(TritonKernel):
     that order. A launch reads `memory_constants` from the device's memory, where they lie in order.
     """
 
-    def __init__(self, table: Table, memory_constants: tuple[int, ...] = ()) -> None:
+    def __init__(self, table: TableFunction, memory_constants: tuple[int, ...] = ()) -> None:
         self.table, self.memory_constants, trace = table, memory_constants, table.trace
         # A block is padded to a power of two, and is a row.
         columns = 1 << (table.block - 1).bit_length() if table.block else TILE_ELEMENTS
@@ -107,13 +107,13 @@ class TensorKernel(TritonKernel):
         inputs = (k for k in sorted(find_needed_instructions(trace)) if trace.lines[k][0] == "input")
         self.input_kinds: dict[tuple[str, int], str] = {trace.lines[k][2]: trace.kinds[k] for k in inputs}
         constants = (k for name, k in self.input_kinds if name == "constant")
-        self.argument_constants = [k for k in constants if k not in memory_constants]
+        self.argument_constant_numbers = [k for k in constants if k not in memory_constants]
 
     @property
     def source(self) -> str:
         """The text of the module, with one program per tile."""
         (rows, columns), block, kinds = self.tile_shape, self.table.block, self.input_kinds
-        lines = [f"constant{k} = c{k}" for k in self.argument_constants]
+        lines = [f"constant{k} = c{k}" for k in self.argument_constant_numbers]
         for slot, k in enumerate(self.memory_constants):
             bits = kinds["constant", k][1:]
             lines.append(f"constant{k} = tl.load(memory.to(tl.pointer_type(tl.int{bits})) + {slot})")
@@ -148,7 +148,7 @@ class TensorKernel(TritonKernel):
             lines += ["if aligned:", f"    count = count // {VECTOR_BYTES} * {VECTOR_BYTES}", *whole]
         take = ["tl.atomic_max(memory.to(tl.pointer_type(tl.uint32)), tl.max(tl.where(lanes, sum0, 0)), sem='relaxed')"]
         types = {f"a{j}": "tl.int64" for j in range(self.table.columns)}
-        types |= {f"c{k}": f"tl.int{kinds['constant', k][1:]}" for k in self.argument_constants}
+        types |= {f"c{k}": f"tl.int{kinds['constant', k][1:]}" for k in self.argument_constant_numbers}
         types |= dict.fromkeys(("key", "memory", "count", "length", "per_row"), "tl.int64")
         typed = ", ".join(f"{name}: {kind}" for name, kind in types.items())
         head = f"do_not_specialize={list(types)}", f"{typed}, aligned: tl.constexpr, ragged: tl.constexpr"
@@ -159,10 +159,10 @@ class TensorKernel(TritonKernel):
         block = self.table.block
         return block is not None and (block != self.tile_shape[1] or length % block != 0)
 
-    def constant_arguments(self, words: np.ndarray) -> tuple[int, ...]:
+    def select_argument_constants(self, words: np.ndarray) -> tuple[int, ...]:
         """Return the constants of a launch from all of the table's, by their bits."""
         signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
-        return tuple(signed[self.argument_constants].tolist())
+        return tuple(signed[self.argument_constant_numbers].tolist())
 
     def launch(
         self,
@@ -177,7 +177,7 @@ class TensorKernel(TritonKernel):
     ) -> None:
         """Run the kernel over `count` elements at addresses, in rows of a length where there are blocks.
 
-        `constants` are as `constant_arguments` returns them, `key` that of the random words, `memory` the address of
+        `constants` are of `select_argument_constants`, `key` that of the random words, `memory` the address of
         the constants in memory, or of the word that takes the largest; `aligned` may be False though all are.
         """
         if not count:
@@ -211,7 +211,11 @@ def copy_with_alignment(x: torch.Tensor, device: torch.device, aligned: bool) ->
 
 
 def write_kernel(
-    table: Table, inputs: Iterable[tuple[str, int]], head: tuple[str, str], lines: Sequence[str], sums: Sequence[str]
+    table: TableFunction,
+    inputs: Iterable[tuple[str, int]],
+    head: tuple[str, str],
+    lines: Sequence[str],
+    sums: Sequence[str],
 ) -> str:
     """Return a module whose kernel runs a table's function on elements i in blocks b, as lines of source make them.
 
@@ -260,7 +264,7 @@ class TableKernel(TritonKernel):
     elements of a tile are a power of two that divides CHUNK_ELEMENTS.
     """
 
-    def __init__(self, table: Table, tile: int = TILE_ELEMENTS) -> None:
+    def __init__(self, table: TableFunction, tile: int = TILE_ELEMENTS) -> None:
         self.table, self.tile_elements = table, tile
         self.largest_columns = sum(how == "max" for how, _ in table.trace.sums)
         sizes = [extra[0] for operation, _, extra in table.trace.lines if operation == "load" and not extra[1]]

@@ -78,7 +78,7 @@ def sqrt(x):
         return tl.sqrt_rn(x)
 
 
-def deposit64(address, places, words, lanes):
+def add_to_counter64(address, places, words, lanes):
     """Add words to counters: those of one place together, and then at once."""
     counters = address.to(tl.pointer_type(tl.int64))
     numbers = words.to(tl.int64, bitcast=True)

@@ -77,7 +77,7 @@ def write_element_function(name: str, trace: Trace, arguments: Mapping[Any, str]
             to = f"elements({place}, tl.uint{bits}, aligned) + {index}"
             lines.append(f"write({to}, v{number}.to(tl.uint{bits}), lanes)")
     for address, number, word, _ in trace.counter_additions:
-        lines.append(f"deposit64({arguments[trace.lines[address][2]]}, v{number}, v{word}, lanes)")
+        lines.append(f"add_to_counter64({arguments[trace.lines[address][2]]}, v{number}, v{word}, lanes)")
     lines += [f"return {', '.join(f'v{number}' for _, number in trace.sums)}"] if trace.sums else []
     return _write_function(name, ["i", "b", *arguments.values(), "lanes", "aligned: tl.constexpr"], lines)
 

@@ -22,7 +22,7 @@ _FIXUP_NOT_FINITE, _FIXUP_ZERO, _FIXUP_TAKE_FINITE = 0x00110011, 0x00000100, 0x1
 _FIXUP_RESPONSE_BY_CONSTANT = {(0.0).hex(): 8, (-0.0).hex(): 7}
 
 
-def find_fixup(trace: Trace, number: int) -> tuple[int, int, int] | None:
+def match_select_to_fixup(trace: Trace, number: int) -> tuple[int, int, int] | None:
     """Return a select's kept and classified instruction and VFIXUPIMM's table; None if it does not choose by class."""
     lines, (condition, x, y) = trace.lines, trace.lines[number][1]
     if lines[condition][0] == "and":  # with a mask that is true, as it compares a word with itself
@@ -32,13 +32,13 @@ def find_fixup(trace: Trace, number: int) -> tuple[int, int, int] | None:
         return None
     first, second = lines[condition][1]
     name, operands, _ = lines[first]
-    if name == "sub" and operands[0] == operands[1] and (first == second or _find_response(trace, second)):
+    if name == "sub" and operands[0] == operands[1] and (first == second or _find_fixup_response(trace, second)):
         classified, classes, kept, other = operands[0], _FIXUP_NOT_FINITE, x, y
-    elif _find_response(trace, second):
+    elif _find_fixup_response(trace, second):
         classified, classes, kept, other = first, _FIXUP_ZERO, y, x
     else:
         return None
-    response = _find_response(trace, other)
+    response = _find_fixup_response(trace, other)
     if response is None:
         return (y, classified, _FIXUP_TAKE_FINITE) if classes == _FIXUP_NOT_FINITE and x == classified else None
     return kept, classified, classes * response
@@ -49,7 +49,7 @@ def has_fixup_instruction(lanes: int) -> bool:
     return (lanes == 16 and has_features("avx512f")) or (lanes == 8 and has_features("avx512f", "avx512vl"))
 
 
-def write_fixup(b: Any, kept: Any, classified: Any, table: int) -> Any:
+def write_fixup_instruction(b: Any, kept: Any, classified: Any, table: int) -> Any:
     """Write the instruction; `kept` are reals or words."""
     ir = b.ir
     lanes, i32, reals = kept.type.count, b.i32, classified.type
@@ -63,7 +63,7 @@ def write_fixup(b: Any, kept: Any, classified: Any, table: int) -> Any:
     return b.b.bitcast(b.b.call(function, values + current_rounding), kept.type)
 
 
-def _find_response(trace: Trace, number: int) -> int | None:
+def _find_fixup_response(trace: Trace, number: int) -> int | None:
     """Return the response that gives a constant; None where there is none."""
     operation, _, extra = trace.lines[number]
     if operation == "word" and extra == (0, 32):

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from .._trace import RecordedFunction, Trace
-from ._builder import VectorBuilder, find_fixup, get_lane_type, has_fixup_instruction, write_fixup
+from ._builder import (
+    VectorBuilder,
+    get_lane_type,
+    has_fixup_instruction,
+    match_select_to_fixup,
+    write_fixup_instruction,
+)
 from ._processor import find_processor, find_vector_bits, has_fused_vectors
 
 # Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
@@ -178,10 +184,10 @@ class InstructionWriter(VectorBuilder):
 
     def write_select(self, _, condition, x, y):
         is_fixable = self.kind in ("f32", "w32") and has_fixup_instruction(self.lanes)
-        if is_fixable and (found := find_fixup(self.trace, self.number)) is not None:
+        if is_fixable and (found := match_select_to_fixup(self.trace, self.number)) is not None:
             kept, classified = (self.values[k] for k in found[:2])
             if kept is not None and classified is not None:
-                return write_fixup(self, kept, classified, found[2])
+                return write_fixup_instruction(self, kept, classified, found[2])
         return self.b.select(condition, x, y)
 
     def write_gather(self, number, index):

@@ -22,7 +22,7 @@ _LATENCY_CYCLES_BY_OPERATION |= dict.fromkeys(("add", "sub", "mul", "word_mul", 
 _RECOMPUTED_OPERATIONS = ("bits", "to_float64")
 
 
-class Phases(NamedTuple):
+class BlockPhases(NamedTuple):
     """The instructions of a trace by what they need of a block's largest words."""
 
     largest_lines: list[int]  # find one
@@ -35,7 +35,7 @@ class Phases(NamedTuple):
     block_result_lines: list[int]  # those of them that are needed behind, and all largest words
 
 
-def split_into_phases(trace: Trace) -> Phases:
+def split_into_block_phases(trace: Trace) -> BlockPhases:
     """Return the phases of a trace of blocks."""
     lines, varies = trace.lines, _find_varying_instructions(trace)
     reads: set[int] = set()
@@ -68,7 +68,7 @@ def split_into_phases(trace: Trace) -> Phases:
     crossing |= {k for k in both if k not in {n for other in both for n in lines[other][1]}}
     used = {operand for k in behind for operand in lines[k][1]} | summed
     used |= {line for array, line in trace.stores.items() if array[2]}
-    return Phases(
+    return BlockPhases(
         largest_lines=largest,
         early_lines=everything - waits,
         uniform_lines=find_dependencies(trace, uniform) - set(largest),
@@ -80,7 +80,7 @@ def split_into_phases(trace: Trace) -> Phases:
     )
 
 
-class Stages(NamedTuple):
+class LoopStages(NamedTuple):
     """The instructions of a trace in two stages: a turn of a loop computes each for other elements.
 
     A processor looks ahead by some hundred instructions: if all that waits for a root follows it at once, there is
@@ -92,7 +92,7 @@ class Stages(NamedTuple):
     carried_lines: list[int]  # the early ones that late ones need, and what is stored of them
 
 
-def split_into_stages(trace: Trace) -> Stages | None:
+def split_into_loop_stages(trace: Trace) -> LoopStages | None:
     """Return the stages of a trace; None where it has no root of anything that varies between elements."""
     everything, varies = set(range(len(trace.lines))), _find_varying_instructions(trace)
     early = find_dependencies(trace, [k for k in varies if trace.lines[k][0] == "sqrt"])
@@ -100,7 +100,7 @@ def split_into_stages(trace: Trace) -> Stages | None:
     used = {operand for k in late for operand in trace.lines[k][1]} | set(trace.stores.values())
     if not early & varies:
         return None
-    return Stages(early | (everything - varies), late, sorted(early & varies & used))
+    return LoopStages(early | (everything - varies), late, sorted(early & varies & used))
 
 
 def _find_varying_instructions(trace: Trace) -> set[int]:
@@ -134,7 +134,7 @@ def find_dependencies(trace: Trace, lines: Iterable[int]) -> set[int]:
     return found
 
 
-BROADCAST_LANES = 32  # neighbours that a broadcast operand repeats: the widest step of any kernel
+BROADCAST_COPIES = 32  # neighbours that a broadcast operand repeats: the widest step of any kernel
 _TABLE_HEADER_WORDS = 2  # words of the table before the operands: elements per row, elements in all
 _WORDS_PER_OPERAND = 3  # words per operand: address, elements from row to row, elements from neighbour to neighbour
 _LEAST_INSTRUCTIONS_FOR_CALLS = 3000  # from which on calls cost less than the compiler's time for writing all out
@@ -160,7 +160,7 @@ def compile_trace(
     """Return a function (first row, last row, table address) that runs a trace on rows of elements.
 
     The table is an int64 array: row length, element count, then for each input and each result address, row stride and
-    neighbour stride (0 or 1). An input with neighbour stride 0 must hold BROADCAST_LANES equal values from each row's
+    neighbour stride (0 or 1). An input with neighbour stride 0 must hold BROADCAST_COPIES equal values from each row's
     address. `results` are the instructions whose values are written, rounded to nearest in the dtypes `written` unless
     they are `exact`; `quick` computes most elements in less time, where all dtypes have 16 bits.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..._messages import ENV_HINT
-from .._engine import note_and_warn_once, note_fallback
+from .._engine import note_fallback, warn_once_of_fallback
 from ._processor import find_processor
 
 _FUNCTION_SYMBOL = "halfulp_kernel"
@@ -152,7 +152,7 @@ def _make_target_machine() -> Any:
 
 
 _CACHE_FOLDER_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENV_HINT}"
-_KERNEL_FILE_TAG = b"halfulp-kernel-1"
+_KERNEL_FILE_HEADER = b"halfulp-kernel-1"
 # How many kernels this process found, compiled and wrote, and the bytes that it wrote.
 cache_statistics = Counter[str]()
 _COMPILER_SOURCE_FILES = tuple(Path(__file__).parents[1] / name for name in ("_operations.py", "vector"))
@@ -185,7 +185,7 @@ def _load_kernel_file(path: Path | None) -> int | None:
     try:
         blob = path.read_bytes()
         tag, checksum, payload = blob[:16], blob[16:48], blob[48:]
-        if tag != _KERNEL_FILE_TAG or hashlib.sha256(payload).digest() != checksum:
+        if tag != _KERNEL_FILE_HEADER or hashlib.sha256(payload).digest() != checksum:
             raise ValueError("damaged")
         return _link_object(payload)
     except (FileNotFoundError, NotADirectoryError):
@@ -198,20 +198,20 @@ def _load_kernel_file(path: Path | None) -> int | None:
 def _write_kernel_file(path: Path | None, payload: bytes) -> None:
     """Write a file whole or not at all: of processes that write it at a time, as ranks do, the last one's stays."""
     if path is None:
-        note_and_warn_once("cache", f"no home folder: kernels are compiled in every process; {_CACHE_FOLDER_REMEDY}")
+        warn_once_of_fallback("cache", f"no home folder: kernels are compiled in every process; {_CACHE_FOLDER_REMEDY}")
         return
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".part")
         with os.fdopen(handle, "wb") as file:
-            file.write(_KERNEL_FILE_TAG + hashlib.sha256(payload).digest() + payload)
+            file.write(_KERNEL_FILE_HEADER + hashlib.sha256(payload).digest() + payload)
         os.replace(temporary, path)
         cache_statistics.update(written=1, bytes=len(payload))
     except OSError as e:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        note_and_warn_once(
+        warn_once_of_fallback(
             "cache",
             f"kernel cache {path.parent} cannot be written ({e.strerror}): kernels are compiled in every process; "
             f"{_CACHE_FOLDER_REMEDY}",

@@ -91,7 +91,7 @@ class _ReductionLoop(VectorBuilder):
         """The rows from element `start` on into the row of results at element `out`."""
         raise NotImplementedError
 
-    def write_function(self, piece: tuple, values: list) -> list:
+    def inline_function(self, piece: tuple, values: list) -> list:
         """Return the results of a device function."""
         computed = InstructionWriter(self.b, piece[0], count_lanes(values[0].type)).run(values)
         return [computed[number] for number in piece[1]]
@@ -104,13 +104,13 @@ class _ReductionLoop(VectorBuilder):
             state = list(begin)
             last = self.select_lesser(self.b.add(first, self.word(BLOCK_ROWS)), turns)
             with self.loop(first, last, 1, state) as turn:
-                state[:] = self.write_function(self.step, [*state, *load(turn)])
-            held[:] = self.write_function(self.join, [*held, *state])
+                state[:] = self.inline_function(self.step, [*state, *load(turn)])
+            held[:] = self.inline_function(self.join, [*held, *state])
         return held
 
     def store_results(self, held: list, at) -> None:
         """Close and store from element `at` on."""
-        values = self.write_function(self.close, [*held, self.splat(self.number, count_lanes(held[0].type))])
+        values = self.inline_function(self.close, [*held, self.splat(self.number, count_lanes(held[0].type))])
         for target, dtype, value in zip(self.targets, self.written, values):
             self.store_reals(target, at, dtype, value)
 
@@ -225,7 +225,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
             base = [b.ptrtoint(b.gep(part, [b.mul(half, self.columns)]), self.i64) for part in self.scratch]
             other = [self.load_reals(address, self.word(0), torch.float64, self.row_type) for address in base]
             mask = self.mask_lanes_below(b.mul(b.sub(rows, half), self.columns))
-            pairs = self.write_function(self.merge, [*held, *other])
+            pairs = self.inline_function(self.merge, [*held, *other])
             values[:] = [half, *(b.select(mask, new, old) for new, old in zip(pairs, held))]
         return values[1:]
 
@@ -243,5 +243,5 @@ class _ColumnLoop(_NarrowMatrixLoop):
         while half > 1:
             half //= 2
             low, high = ([self.extract_lanes(value, first, half) for value in held] for first in (0, half))
-            held = self.write_function(self.merge, [*low, *high])
+            held = self.inline_function(self.merge, [*low, *high])
         self.store_results(held, out)

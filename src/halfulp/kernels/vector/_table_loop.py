@@ -11,11 +11,11 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._device_function import CHUNK_COLUMNS, RANDOM_STREAM_INPUTS, Table
+from .._device_function import CHUNK_COLUMNS, RANDOM_STREAM_INPUTS, TableFunction
 from .._trace import COUNTER_COPIES
 from ._builder import VectorBuilder, get_lane_type
 from ._instructions import InstructionWriter
-from ._loop import Stages, find_dependencies, schedule_instructions, split_into_phases, split_into_stages
+from ._loop import LoopStages, find_dependencies, schedule_instructions, split_into_block_phases, split_into_loop_stages
 from ._machine_function import Kernel, compile_machine_function
 from ._processor import find_vector_bits
 
@@ -25,18 +25,18 @@ _PREFETCH_BYTES, _FAR_PREFETCH_BYTES, _CACHE_LINE_BYTES = 1024, 8192, 64
 ArrayKey = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
 
 
-def compile_table_kernel(name: str, table: Table) -> Kernel:
+def compile_table_kernel(name: str, table: TableFunction) -> Kernel:
     """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
-    (rows of constants, constants), uint64 (rows,): keys, and float64 (chunks, `table.sums`).
+    (rows of constants, constants), uint64 (rows,): keys, and float64 (chunks, `table.sum_column_count`).
     """
     return compile_machine_function(
         name, table.make_key(), 8, lambda b, *values: TableLoop(b.b, table).write_kernel(*values)
     )
 
 
-def compile_row_kernel(name: str, table: Table) -> Kernel:
+def compile_row_kernel(name: str, table: TableFunction) -> Kernel:
     """Return `compile_table_kernel`'s function of a single row, without sums.
 
     It takes first and last chunk, the addresses of chunks and constants, 0, the key, and the row's pointers.
@@ -52,7 +52,7 @@ def compile_row_kernel(name: str, table: Table) -> Kernel:
 class TableLoop(VectorBuilder):
     """Writes the loop of a kernel over a table of pointers."""
 
-    def __init__(self, builder, table: Table) -> None:
+    def __init__(self, builder, table: TableFunction) -> None:
         super().__init__(builder)
         self.table, self.trace = table, table.trace
         assert not (table.block and self.trace.counter_additions), (
@@ -67,9 +67,9 @@ class TableLoop(VectorBuilder):
         self.together = (
             1 if self.copied else max(1, min(find_vector_bits() // 32, _MOST_ELEMENTS_IN_TURNS // self.padded))
         )
-        self.phases = split_into_phases(self.trace)
+        self.phases = split_into_block_phases(self.trace)
         has_stages = not (table.block or self.trace.sums or self.trace.counter_additions)
-        self.stages = split_into_stages(self.trace) if has_stages else None
+        self.stages = split_into_loop_stages(self.trace) if has_stages else None
         lines = self.trace.lines
         self.constant_inputs = [
             (x[2], kind) for x, kind in zip(lines, self.trace.kinds) if x[0] == "input" and x[2][0] == "constant"
@@ -130,7 +130,7 @@ class TableLoop(VectorBuilder):
             (self.write_block_loop if table.block else self.write_vector_loop)(begin, count, totals)
             reduced = [self.reduce_total_lanes(how, totals[2 * k :][:2]) for k, (how, _) in enumerate(self.trace.sums)]
             for k, total in enumerate(reduced):
-                place = self.pointer(sums, b.add(b.mul(c, self.word(table.sums)), self.word(k)), self.f64)
+                place = self.pointer(sums, b.add(b.mul(c, self.word(table.sum_column_count)), self.word(k)), self.f64)
                 b.store(total, place, align=8)
         if table.is_streaming:
             b.fence("seq_cst")  # such stores are in no order with others
@@ -196,7 +196,7 @@ class TableLoop(VectorBuilder):
         self.write_counter_additions(values, limit)
         self.add_to_totals(values, i, totals, limit, range(len(self.trace.lines)))
 
-    def write_two_stage_loop(self, stages: Stages, limit, before, bases: dict) -> None:
+    def write_two_stage_loop(self, stages: LoopStages, limit, before, bases: dict) -> None:
         """Write the loop over whole vectors in two stages: a turn stores what the turn before has begun."""
         # The first turn only begins; the last begins again what is there.
         b, zero, width, carried_lines = self.b, self.word(0), self.word(self.width), stages.carried_lines

@@ -125,7 +125,7 @@ def draw_values(operator: OpOverload, x: MCTensor, *arguments: Any, **options: A
 
 
 # The value is the first argument; what they fill in is 0, in every component.
-_OPERATORS_OF_ONE_VALUE = parse_operators("""
+_OPERATORS_MOVING_ELEMENTS = parse_operators("""
     index.Tensor _unsafe_index.Tensor index_select gather take masked_select repeat flip roll tril triu diag_embed rot90
     im2col pixel_shuffle pixel_unshuffle channel_shuffle select_backward slice_backward diagonal_backward
     reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
@@ -136,7 +136,7 @@ _OPERATORS_OF_ONE_VALUE = parse_operators("""
 """)
 
 
-@implements_each(*_OPERATORS_OF_ONE_VALUE)
+@implements_each(*_OPERATORS_MOVING_ELEMENTS)
 def move_elements(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Move the elements of every component."""
     if any(isinstance(value, MCTensor) for value in arguments):

@@ -168,7 +168,7 @@ _subtraction_rule = _register_sum("sub", -1)
 implements(aten.rsub.Tensor, aten.rsub.Scalar)(lambda a, b, alpha=1: _subtraction_rule(b, a, alpha))
 
 
-def _register_product(name: str, divide: bool) -> None:
+def _register_multiply_add(name: str, divide: bool) -> None:
     """Register a + value b c, or a + value b / c, and the same into a."""
 
     @implements(getattr(aten, name).default)
@@ -193,8 +193,8 @@ def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -
     return (b, c) if value == 1 else (run_pointwise_function("mul", b, c, form=whole), value)
 
 
-_register_product("addcmul", divide=False)
-_register_product("addcdiv", divide=True)
+_register_multiply_add("addcmul", divide=False)
+_register_multiply_add("addcdiv", divide=True)
 
 
 @implements(aten.lerp.Scalar, aten.lerp.Tensor)

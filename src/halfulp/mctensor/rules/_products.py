@@ -60,7 +60,7 @@ def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
     is_half = x.dtype == y.dtype == torch.float16 and x.device.type == "cpu"
     if is_short and is_half and x.dim() <= 3 and x.shape[:-2] == y.shape[:-2] and x.numel() and y.numel():
         flat = [*left, *right]
-        call = _multiply_float16 if all(type(part) is Tensor for part in flat) else _float16_operator
+        call = _multiply_float16 if all(type(part) is Tensor for part in flat) else _float16_product_operator
         *parts, scale = call(flat, len(left), scales, form.components)
         return wrap_components(tuple(parts), scale, form.gradients)
     return make_result(_multiply_in_float64(left, right, scales, 1 if form.fits_float64 else form.components), form)
@@ -97,7 +97,7 @@ def _fake_multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], 
 
 
 # The same code for eager calls and for compiled graphs, where it is one operator: the same bits.
-_float16_operator = define_operator(
+_float16_product_operator = define_operator(
     "half_product(Tensor[] flat, int left, Tensor[] scales, int components) -> Tensor[]",
     _multiply_float16,
     _fake_multiply_float16,
@@ -180,7 +180,7 @@ def grouped_mm(
     return torch.cat([*pieces, pieces[0].new_zeros(size)], 0 if a.dim() == 2 else 1)
 
 
-def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> Any:
+def _run_matrix_function(function: Callable, operands: tuple, form: ResultType) -> Any:
     """Run one of arithmetic's functions of matrices and return results of a type."""
     parts = [to_components(x, form.device) for x in operands]
     results = function(*parts, *choose_working_type(form))
@@ -189,7 +189,7 @@ def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> An
     return tuple(make_result(result, form) for result in results)
 
 
-def _factor_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
+def _factorize_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
     """Return LU factors and pivots for the backward pass (`turned`: of a contiguous a's transpose), if there is one."""
     if not a.requires_grad:
         return a.new_empty((0,)), torch.empty((0,), dtype=torch.int32, device=a.device)
@@ -223,7 +223,7 @@ def _solve_system(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
     """x with a x = b, or x a = b."""
     vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     b = b.unsqueeze(-1) if vector else b
-    x = _run_arithmetic(arithmetic.solve, (a, b) if left else (a.mT, b.mT), form)
+    x = _run_matrix_function(arithmetic.solve, (a, b) if left else (a.mT, b.mT), form)
     x = x if left else x.mT
     return x.squeeze(-1) if vector else x
 
@@ -248,29 +248,29 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
 implements(aten._linalg_solve_ex.default)(
     lambda a, b, *, left=True, check_errors=False: (
         _solve_system(a, b, left, result_type((a, b))),
-        *_factor_for_backward(a, has_transposed_factors_in_solve_backward()),
+        *_factorize_for_backward(a, has_transposed_factors_in_solve_backward()),
         _make_zero_info(a),
     )
 )
 implements(aten.linalg_inv_ex.default)(
-    lambda a, **_: (_run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), _make_zero_info(a))
+    lambda a, **_: (_run_matrix_function(arithmetic.inverse, (a,), result_type((a,))), _make_zero_info(a))
 )
 implements(aten._linalg_det.default)(
-    lambda a: (_run_arithmetic(arithmetic.det, (a,), result_type((a,))), *_factor_for_backward(a, turned=True))
+    lambda a: (_run_matrix_function(arithmetic.det, (a,), result_type((a,))), *_factorize_for_backward(a, turned=True))
 )
 
 
 @implements(aten._linalg_slogdet.default)
 def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
     """Return the determinant's sign and the logarithm of its magnitude."""
-    determinant = _run_arithmetic(arithmetic.det, (a,), result_type((a,)))
-    return determinant.sign(), determinant.abs().log(), *_factor_for_backward(a, turned=True)
+    determinant = _run_matrix_function(arithmetic.det, (a,), result_type((a,)))
+    return determinant.sign(), determinant.abs().log(), *_factorize_for_backward(a, turned=True)
 
 
 @implements(aten.cholesky.default)
 def cholesky(a: MCTensor, upper: bool = False) -> Tensor:
     """Return the Cholesky factor."""
-    lower = _run_arithmetic(arithmetic.cholesky, (a.mT if upper else a,), result_type((a,)))
+    lower = _run_matrix_function(arithmetic.cholesky, (a.mT if upper else a,), result_type((a,)))
     return lower.mT if upper else lower
 
 
@@ -284,7 +284,7 @@ def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     """Return orthonormal columns and a triangular factor."""
     if mode == "complete" and a.shape[-2] != a.shape[-1]:
         raise NotImplementedError("qr of MCTensors has the modes 'reduced' and 'r': the rest of Q is not unique")
-    q, r = _run_arithmetic(arithmetic.qr, (a,), result_type((a,)))
+    q, r = _run_matrix_function(arithmetic.qr, (a,), result_type((a,)))
     return (q.new_empty((0,)) if mode == "r" else q), r
 
 

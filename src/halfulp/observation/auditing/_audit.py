@@ -21,7 +21,7 @@ from ._tensors import (
 
 
 @dataclass(frozen=True, slots=True)
-class StateAudit:
+class ParameterStateAudit:
     """The facts about one parameter from the optimizers' states.
 
     Attributes:
@@ -49,7 +49,7 @@ class StateAudit:
     update: RealisedChanges | None = None
 
     @property
-    def advanced(self) -> int | None:
+    def steps_between(self) -> int | None:
         """Steps made from A to B, None where not known."""
         before, after = self.steps
         return None if before is None or after is None else after - before
@@ -94,7 +94,7 @@ class Audit:
     """
 
     tensors: Mapping[str, TensorAudit]
-    states: Mapping[str, StateAudit] = field(default_factory=dict)
+    states: Mapping[str, ParameterStateAudit] = field(default_factory=dict)
     unseen: tuple[str, ...] = ()
     findings: list[Finding] = field(default_factory=list)
     states_complete: bool = True
@@ -105,9 +105,9 @@ class Audit:
         return find_worst_severity(self.findings) not in ("warning", "error")
 
     @property
-    def advanced(self) -> int | None:
+    def steps_between(self) -> int | None:
         """Optimizer steps from A to B: the most of any parameter; None where not known."""
-        return max((one for state in self.states.values() if (one := state.advanced) is not None), default=None)
+        return max((one for state in self.states.values() if (one := state.steps_between) is not None), default=None)
 
     def groups(self) -> list[LayerGroup]:
         """Return the tensors joined over layers of one kind, those with the worst findings first."""
@@ -129,7 +129,7 @@ class Audit:
             "tensors": [row.to_dict() for row in self.tensors.values()],
             "states": [to_plain_data(state) for state in self.states.values()],
             "groups": [to_plain_data(group) for group in self.groups()],
-            "steps": self.advanced,
+            "steps": self.steps_between,
             "unseen": list(self.unseen),
         }
 

@@ -26,7 +26,7 @@ from ..checkpoints._checkpoint import (
     sort_checkpoint_content,
 )
 from ..findings import collect_findings
-from ._audit import Audit, StateAudit
+from ._audit import Audit, ParameterStateAudit
 from ._tensors import (
     compare_tensors,
     count_same_elements,
@@ -50,7 +50,7 @@ _COPIED_OPTION_NAMES = ("lr", "weight_decay", "betas", "eps", "momentum", "amsgr
 
 def compare_optimizer_states(
     a: Mapping[str, NamedParameterState], b: Mapping[str, NamedParameterState], weights: Checkpoint, lr: float | None
-) -> dict[str, StateAudit]:
+) -> dict[str, ParameterStateAudit]:
     """Compare the optimizer states of two checkpoints, by parameter."""
     found, missing = {}, []
     for name, after in b.items():
@@ -72,7 +72,7 @@ def compare_optimizer_states(
 
 def _compare_parameter_states(
     name: str, before: NamedParameterState | None, after: NamedParameterState, weight: Tensor, lr: float | None
-) -> StateAudit:
+) -> ParameterStateAudit:
     found = {key: after.options[key] for key in _COPIED_OPTION_NAMES if after.options.get(key) is not None}
     options = {key: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for key, x in found.items()}
     if lr is not None:
@@ -81,13 +81,13 @@ def _compare_parameter_states(
     theirs = _get_state_tensors(after)
     steps = None if before is None else _read_step(before), _read_step(after)
     compensation = [key for key in _COMPENSATION_STATE_NAMES if key in theirs]
-    weight_update = _read_weight_update(after.options, theirs)
+    weight_update = _find_weight_update_name(after.options, theirs)
     to_nearest = not compensation and weight_update in (None, "nearest")
     numbers = weight.dtype.is_floating_point and get_significand_bits(weight.dtype) is not None
     alike = {key: stored.dtype for key, stored in theirs.items() if stored.shape == weight.shape}
     first = [theirs[key] for key in _FIRST_MOMENT_STATE_NAMES if key in theirs]
     second = [theirs[key] for key in _SECOND_MOMENT_STATE_NAMES if key in theirs]
-    return StateAudit(
+    return ParameterStateAudit(
         name,
         options,
         steps,
@@ -113,7 +113,7 @@ def _read_step(state: NamedParameterState) -> int | None:
     return int(step) if isinstance(step, int | float) and math.isfinite(step) else None
 
 
-def _read_weight_update(group: Mapping[str, Any], states: Mapping[str, Tensor]) -> str | None:
+def _find_weight_update_name(group: Mapping[str, Any], states: Mapping[str, Tensor]) -> str | None:
     """Return the name of a weight update of halfulp's optimizers; None of others."""
     if "weight_update" not in group:
         return None

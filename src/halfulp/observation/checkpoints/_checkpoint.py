@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..._messages import name_type, quote
-from ...kernels import plain_address
+from ...kernels import get_plain_address_or_zero
 from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import get_local
 from ...optim.parameters._random_identity import strip_wrapper_names
@@ -64,7 +64,7 @@ class Checkpoint:
 _UNDECAYED_NAME_PATTERN = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-def list_parameter_names_by_config(config: Path, tensors: Mapping[str, Tensor]) -> list[str] | None:
+def list_parameter_names_from_config(config: Path, tensors: Mapping[str, Tensor]) -> list[str] | None:
     """Return the parameter names of a transformers model in its own order, made from its config on the meta device.
 
     Its class is that of the installed transformers; code beside the config is not run.
@@ -163,7 +163,7 @@ def _name_states_in_order(checkpoint: Checkpoint, optimizer: OptimizerStates, co
         if name.rpartition(".")[2] not in RUNNING_STATISTICS_NAMES
         and (tensor.is_floating_point() or tensor.is_complex())
     }
-    order = None if checkpoint.config is None else list_parameter_names_by_config(checkpoint.config, candidates)
+    order = None if checkpoint.config is None else list_parameter_names_from_config(checkpoint.config, candidates)
     order = list(candidates) if checkpoint.ordered else order
     if order is None or not len(order) == len(candidates) == count:
         return None
@@ -234,7 +234,7 @@ def sort_checkpoint_content(content: object, path: str) -> Checkpoint:
     # Of several names of one memory, under which tied weights are saved, the first one stays.
     first: dict[object, str] = {}
     for name, tensor in found.tensors.items():
-        memory = plain_address(tensor) if tensor.numel() else 0
+        memory = get_plain_address_or_zero(tensor) if tensor.numel() else 0
         first.setdefault((memory, tensor.dtype, tensor.shape) if memory else name, name)
     kept = set(first.values())
     if tied := [name for name in found.tensors if name not in kept]:

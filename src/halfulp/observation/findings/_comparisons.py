@@ -60,7 +60,7 @@ FEWEST_LOSSES = 4
 
 
 @register_finding
-class LossCancels(FindingKind):
+class LossRoundedTooCoarsely(FindingKind):
     """The loss is rounded more coarsely than it changes: large terms cancel, or its dtype is too narrow."""
 
     code = "loss-cancels"
@@ -177,7 +177,7 @@ class DtypeNotAsked(FindingKind):
 
 
 @register_finding
-class PatternEmpty(FindingKind):
+class PatternMatchesNothing(FindingKind):
     """A pattern that was to choose modules or parameters matches none, so that nothing was done."""
 
     code = "pattern-empty"
@@ -226,7 +226,7 @@ class InconsistentOptimizerState(FindingKind):
                 said = "a moment has another shape than the parameter"
                 cure = "see whether states and weights are of one run, and in the order of its parameters"
                 yield self.found(name, "error", 1.0, said, cure=cure)
-            if state.advanced is not None and state.advanced < 0:
+            if state.steps_between is not None and state.steps_between < 0:
                 before, after = state.steps
                 said = f"step {after} in B, {before} in A: B is the older one, or its steps began anew"
                 yield self.found(name, "warning", 0.9, said, cure="swap A and B", before=before, after=after)

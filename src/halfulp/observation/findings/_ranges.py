@@ -76,8 +76,8 @@ def has_gradient_scaler(record: Record) -> bool:
 FEWEST_NONZERO_ACTIVATION_ELEMENTS = 32
 # Products sum activations, so what counts is the error's energy: small ones beside large ones, as in a softmax, harm
 # nothing. e4m3 rounds with a relative error of 2^-4 / sqrt(3) = 3.6%; a float16 tensor that is worse has lost its use.
-ROUNDING_NOISE_WARNING = 0.036
-ROUNDING_NOISE_ERROR = 0.5
+WARNING_ABOVE_ROUNDING_NOISE = 0.036
+ERROR_ABOVE_ROUNDING_NOISE = 0.5
 FEWEST_ZERO_STEPS = 2
 
 
@@ -121,8 +121,8 @@ class ActivationUnderflow(FindingKind):
                 sure = compute_confidence(count, FEWEST_NONZERO_ACTIVATION_ELEMENTS)
             else:
                 continue
-            if noise >= ROUNDING_NOISE_WARNING:
-                severity: Severity = "error" if noise >= ROUNDING_NOISE_ERROR else "warning"
+            if noise >= WARNING_ABOVE_ROUNDING_NOISE:
+                severity: Severity = "error" if noise >= ERROR_ABOVE_ROUNDING_NOISE else "warning"
                 evidence: dict[str, Any] = {"subnormal": subnormal, "noise": noise, "amax": tensor.amax}
                 evidence |= {"rms": tensor.rms, "seen": count}
                 is_wide = has_float32_range(held_in)
@@ -270,9 +270,9 @@ def _describe_nonfinite_counts(rows: list[TensorAudit]) -> str:
 FEWEST_NONZERO_GRADIENT_ELEMENTS = 32
 # Gradients span many binades and each drives its own weight, so shares count, not energy. Of a tensor whose typical
 # element has lost digits half is subnormal; with a fifth at zero whole rows of weights stop.
-SUBNORMAL_SHARE_WARNING = 0.5
-VANISHED_SHARE_WARNING = 0.05
-VANISHED_SHARE_ERROR = 0.2
+WARNING_ABOVE_SUBNORMAL_SHARE = 0.5
+WARNING_ABOVE_VANISHED_SHARE = 0.05
+ERROR_ABOVE_VANISHED_SHARE = 0.2
 # float32's and bfloat16's numbers begin below this power of two: gradients that are all 0 in these are no underflow.
 FLOAT32_RANGE_EMIN_THRESHOLD = -100
 FEWEST_VANISHED_STEPS = 3
@@ -332,11 +332,11 @@ class GradientUnderflow(FindingKind):
                 own = (
                     REMEDY_IF_RANGE_IS_WIDE if cure == REMEDY_IF_LOSS_IS_SCALED and has_float32_range(held_in) else cure
                 )
-                says = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_GRADIENTS_DIAGNOSIS
+                says = self.says if vanished >= WARNING_ABOVE_VANISHED_SHARE else SUBNORMAL_GRADIENTS_DIAGNOSIS
             else:
                 continue
-            if vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING:
-                severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
+            if vanished >= WARNING_ABOVE_VANISHED_SHARE or subnormal >= WARNING_ABOVE_SUBNORMAL_SHARE:
+                severity: Severity = "error" if vanished >= ERROR_ABOVE_VANISHED_SHARE else "warning"
                 evidence: dict[str, Any] = {"format": name, "subnormal": subnormal, "vanished": vanished}
                 evidence |= {"amax": tensor.amax, "seen": count, "role": tensor.role}
                 words: dict[str, Any] = {"cure": own, "says": says, "write": self.write}
@@ -395,12 +395,12 @@ class OverflowNear(FindingKind):
 
 FEWEST_BLOCK_ELEMENTS = 64
 # Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.
-HIDDEN_SHARE_WARNING = 0.25
-HIDDEN_SHARE_ERROR = 0.5
+WARNING_ABOVE_HIDDEN_SHARE = 0.25
+ERROR_ABOVE_HIDDEN_SHARE = 0.5
 
 
 @register_finding
-class BlockHidden(FindingKind):
+class BlockElementsHidden(FindingKind):
     """One element of a block is so much larger that the scale it sets sends the others to zero."""
 
     code = "block-hidden"
@@ -417,8 +417,8 @@ class BlockHidden(FindingKind):
             if tensor.block_hidden is None or count < FEWEST_BLOCK_ELEMENTS:
                 continue
             share = min(1.0, tensor.block_hidden / count)
-            if share >= HIDDEN_SHARE_WARNING:
-                severity: Severity = "error" if share >= HIDDEN_SHARE_ERROR else "warning"
+            if share >= WARNING_ABOVE_HIDDEN_SHARE:
+                severity: Severity = "error" if share >= ERROR_ABOVE_HIDDEN_SHARE else "warning"
                 said = f"{format_percent(share)} of nonzero elements of {tensor.role} become 0 beside their block's "
                 said += f"largest in {format}"
                 evidence: dict[str, Any] = {"hidden": share, "role": tensor.role, "format": format, "seen": count}
@@ -454,9 +454,9 @@ class GradientBelowNoise(FindingKind):
 
 # A scale taken from the largest magnitude puts one element of each tensor there, and its near neighbours.
 FEWEST_SATURATED_ELEMENTS = 8
-SATURATED_SHARE_WARNING = 0.001
+WARNING_ABOVE_SATURATED_SHARE = 0.001
 # The largest elements carry most of a product: with a hundredth of them cut off the layer computes something else.
-SATURATED_SHARE_ERROR = 0.01
+ERROR_ABOVE_SATURATED_SHARE = 0.01
 SCALE_BEFORE_ROUNDING_CURE = (
     "scale this tensor before it is rounded (hu.scalify gives every tensor a scale), or round it to mxfp8_e4m3, "
     "whose blocks have scales, or to e5m2"
@@ -487,10 +487,10 @@ class PayloadSaturated(FindingKind):
                 cases.append((count, tensor.elements, held_in.name, said, self.cure))
             for count, elements, format, said, cure in cases:
                 share = count / max(1, elements)
-                if count < FEWEST_SATURATED_ELEMENTS or share < SATURATED_SHARE_WARNING:
+                if count < FEWEST_SATURATED_ELEMENTS or share < WARNING_ABOVE_SATURATED_SHARE:
                     continue
                 sure = compute_confidence(count, FEWEST_SATURATED_ELEMENTS)
-                severity: Severity = "error" if share >= SATURATED_SHARE_ERROR else "warning"
+                severity: Severity = "error" if share >= ERROR_ABOVE_SATURATED_SHARE else "warning"
                 evidence: dict[str, Any] = {"saturated": share, "count": count, "role": tensor.role}
                 evidence |= {"format": format, "scale": tensor.scale}
                 said = f"{format_percent(share)} of {tensor.role} elements are {said}"
@@ -559,7 +559,7 @@ class ScaleCollapsed(FindingKind):
 # Until its first scale fits, a scaler skips one to three steps of every run.
 USUAL_SKIPPED_STEPS_AT_START = 3
 # A schedule that is a hundredth ahead of its steps changes no result.
-SKIPPED_STEPS_SHARE_WARNING = 0.01
+WARNING_ABOVE_SKIPPED_SHARE = 0.01
 
 
 @register_finding
@@ -583,7 +583,7 @@ class SchedulerOnSkips(FindingKind):
         if ahead <= 1 or ahead < record.skipped - USUAL_SKIPPED_STEPS_AT_START:
             return
         share = record.skipped / (taken + record.skipped)
-        is_unusual = record.skipped > USUAL_SKIPPED_STEPS_AT_START and share >= SKIPPED_STEPS_SHARE_WARNING
+        is_unusual = record.skipped > USUAL_SKIPPED_STEPS_AT_START and share >= WARNING_ABOVE_SKIPPED_SHARE
         severity: Severity = "warning" if is_unusual else "note"
         said = f"the scheduler made {scheduled} steps and the optimizer {taken}: {record.skipped} were skipped "
         said += f"({format_percent(share)})"
@@ -602,7 +602,7 @@ HARMFUL_SUBNORMAL_SHARE = 0.5
 
 
 @register_finding
-class SiteHoldsScale(FindingKind):
+class OneSiteLimitsScale(FindingKind):
     """One layer's gradient is so much larger than all others that their loss scale is too small for them."""
 
     code = "site-holds-scale"

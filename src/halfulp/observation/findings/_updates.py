@@ -26,7 +26,7 @@ from .._text import (
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
-    from ..auditing._audit import Audit, StateAudit
+    from ..auditing._audit import Audit, ParameterStateAudit
     from ..auditing._tensors import TensorAudit
     from ..forecasting._layers import Forecast, LayerForecast
 
@@ -87,8 +87,8 @@ def has_compensated_rounding(parameter: ParameterRecord) -> bool:
 
 MISSING_GRADIENT_CURE = "see whether the loss depends on it; set requires_grad=False if it is to stay"
 # Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
-FROZEN_SHARE_WARNING = 0.02
-FROZEN_SHARE_ERROR = 0.5
+WARNING_ABOVE_SHARE_AFTER_FREEZE = 0.02
+ERROR_ABOVE_SHARE_AFTER_FREEZE = 0.5
 FROZEN_FROM_START_DIAGNOSIS = "{place} [is|are] frozen from the first step on: {dtype} weights at lr {freeze_lr}"
 UPDATE_SOURCE_OPTIMIZER_STATE = "the optimizer's state"
 
@@ -109,8 +109,8 @@ class FreezeAhead(FindingKind):
         frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
         for layer in forecast.layers:
             if layer.freeze_step is not None and layer.weight_update == "nearest":
-                severity: Severity = "warning" if layer.after_freeze >= FROZEN_SHARE_WARNING else "note"
-                severity = "error" if layer.after_freeze >= FROZEN_SHARE_ERROR else severity
+                severity: Severity = "warning" if layer.after_freeze >= WARNING_ABOVE_SHARE_AFTER_FREEZE else "note"
+                severity = "error" if layer.after_freeze >= ERROR_ABOVE_SHARE_AFTER_FREEZE else severity
                 frozen.setdefault((severity, name_dtype(layer.dtype)), []).append(layer)
         for (severity, dtype), layers in frozen.items():
             worst = max(layers, key=lambda layer: layer.after_freeze)
@@ -415,8 +415,8 @@ class WeightFrozen(FindingKind):
             else:
                 yield self._make_never_stepped_finding(row, audit, make_name_pattern(name) in moving)
 
-    def _find_frozen_when_stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
-        steps, lr = state.advanced, state.options.get("lr")
+    def _find_frozen_when_stepped(self, row: TensorAudit, state: ParameterStateAudit) -> Iterator[Finding]:
+        steps, lr = state.steps_between, state.options.get("lr")
         if state.compensation_moved or steps == 0 or lr == 0:
             return
         during = f"in {steps} steps" if steps is not None and steps > 0 else "between the checkpoints"
@@ -466,7 +466,7 @@ ERROR_BELOW_KEPT_SHARE_OF_SUMS = 0.5
 
 
 @register_finding
-class AccumulationSwamped(FindingKind):
+class GradientAccumulationSwamped(FindingKind):
     """Gradients that are added to a sum in a narrow type are smaller than half its spacing, and are dropped."""
 
     code = "accumulation-swamped"
@@ -545,7 +545,7 @@ ERROR_BELOW_KEPT_SHARE_OF_RESIDUAL = 0.1
 
 
 @register_finding
-class ResidualSwamped(FindingKind):
+class ResidualStreamSwamped(FindingKind):
     """What a layer adds to a residual stream is smaller than half the spacing of the stream's numbers, and is lost."""
 
     code = "residual-swamped"

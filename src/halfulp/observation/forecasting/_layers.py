@@ -333,7 +333,7 @@ def find_neighbour_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]
 
 
 # A layer counts as frozen when fewer than this share of its nonzero updates change their element.
-FROZEN_SHARE = 0.01
+MOVED_SHARE_IF_FROZEN = 0.01
 _LARGEST_POISSON_MEAN = 1e6
 
 
@@ -402,10 +402,10 @@ def simulate_weight_walk(
 
 
 def find_freeze_step(moved: Tensor, count: int, run: float) -> int | None:
-    """Return the first step from which on fewer than FROZEN_SHARE of the nonzero updates change their element.
+    """Return the first step from which on fewer than MOVED_SHARE_IF_FROZEN of the nonzero updates change their element.
 
     `moved` is the expected share per step, 0 where nothing is updated.
-    Of `count` elements a whole number k = ceil(FROZEN_SHARE count) has to move for the step to be above. Their number
+    Of `count` elements some k = ceil(MOVED_SHARE_IF_FROZEN count) have to move for the step to be above. Their number
     is Poisson's with mean moved * count, so that it is above with probability P(k, moved count), the regularized
     incomplete gamma function; updates keep their sign over `run` steps, in which a layer has one chance and not
     many. Returned is the first step from which on it is as likely as not that no step is above.
@@ -414,7 +414,7 @@ def find_freeze_step(moved: Tensor, count: int, run: float) -> int | None:
     2
     """
     above = torch.special.gammainc(
-        torch.full_like(moved, float(math.ceil(FROZEN_SHARE * count))), (moved * count).clamp_min(1e-300)
+        torch.full_like(moved, float(math.ceil(MOVED_SHARE_IF_FROZEN * count))), (moved * count).clamp_min(1e-300)
     )
     none = torch.log1p(-above.clamp_max(1 - 1e-15)) / run
     none_from = none.flip(0).cumsum(0).flip(0)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ...kernels import to_float64
-from .._record import OutputDifference, PositionsRecord, RealisedChanges, ResidualRecord
+from .._record import OutputDifference, PositionCollisionRecord, RealisedChanges, ResidualRecord
 from ..findings._comparisons import is_explained_by_sum_order
 from ._recorder import Recorder, find_float_tensors, make_safe_hook_method
 from ._sampler import PLAIN_TENSOR_TYPES, SAMPLE_SIZE, SIXTEEN_BIT_DTYPES, read_numbers, take_sample
@@ -52,11 +52,11 @@ class ModuleHooks:
             if check and name not in wrappers:
                 recorder.note_unobserved(f"{said} was compiled in place: there is no eager original to compare with")
         self.expects_calls: bool = bool(names) and not compiled
-        self._residuals = ResidualSums(recorder)
+        self._residuals = ResidualSumWatcher(recorder)
         self._compares_second_runs = check
         # Samples of outputs by module, None behind a second run.
         self._first_outputs: dict[str, OutputSample | None] = {}
-        self._hooks = {module: functools.partial(self._note_module_run, name) for module, name in names.items()}
+        self._hooks = {module: functools.partial(self._observe_module_run, name) for module, name in names.items()}
         self._compiled = CompiledModuleCheck(recorder, wrappers)
 
     def attach(self) -> None:
@@ -73,7 +73,7 @@ class ModuleHooks:
         self._residuals.release_tensors()
         self._first_outputs.clear()
 
-    def _note_module_run(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _observe_module_run(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Observe the outputs of a module that has run in training; evaluation without gradients is left out."""
         if not torch.compiler.is_compiling() and self.recorder.sampling and torch.is_grad_enabled():
             in_backward = torch._C._current_graph_task_id() != -1
@@ -87,7 +87,7 @@ class ModuleHooks:
             self._residuals.track_residual_sums_of_module(name, inputs, output)
             for one in output if isinstance(output, tuple) else (output,):
                 if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > _FEWEST_POSITIONS:
-                    _find_position_collisions(self.recorder, name, one)
+                    _record_position_collisions(self.recorder, name, one)
         found = list(find_float_tensors(output))
         if self._compares_second_runs and found:
             keep_or_compare_recomputed_output(self.recorder, self._first_outputs, name, found[0], in_backward)
@@ -114,11 +114,11 @@ class ModuleHooks:
         record.weight_amax = max(map(_compute_amax, find_float_tensors(own)), default=None)
         self._last = weakref.ref(tensor), tensor._version
         if tensor.requires_grad:
-            hook = functools.partial(self._note_gradient, name, kind)
+            hook = functools.partial(self._record_output_gradient, name, kind)
             self._gradient_handles.append(tensor.register_hook(hook))
 
     @make_safe_hook_method
-    def _note_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
+    def _record_output_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
         """Count the gradient of an output as it arrives."""
         if self.recorder.sampling:
             self.recorder.record_tensor("activation gradient", name, kind, gradient, self.recorder.scale)
@@ -159,7 +159,7 @@ class _Addend(NamedTuple):
     name: str | None
 
 
-class ResidualSums:
+class ResidualSumWatcher:
     """Finds sums of a module's output and a tensor that bypasses it in autograd's graph, and what rounding loses."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -234,7 +234,7 @@ _FEWEST_REPEATED_POSITIONS = 16
 _LARGEST_SHARE_OF_CHANCE_REPEATS = 0.2
 
 
-def _find_position_collisions(recorder: Recorder, name: str, output: torch.Tensor) -> None:
+def _record_position_collisions(recorder: Recorder, name: str, output: torch.Tensor) -> None:
     """Record an output whose positions were counted in 16 bits: a column repeats just where rounded integers do."""
     if name in recorder.record.positions or not output.is_floating_point() or not output.numel():
         return
@@ -249,7 +249,7 @@ def _find_position_collisions(recorder: Recorder, name: str, output: torch.Tenso
         if not bool(columns.any()) or int(expected.sum()) < _FEWEST_REPEATED_POSITIONS:
             continue
         if bool(_find_columns_repeating_at(rows[:, columns], expected).any()):
-            recorder.record.positions[name] = PositionsRecord(name, dtype, len(rows))
+            recorder.record.positions[name] = PositionCollisionRecord(name, dtype, len(rows))
             return
 
 
@@ -398,10 +398,10 @@ class CompiledModuleCheck:
     def _prepare_comparison(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._expected.pop(name, None)  # of a run that did not end
         if self.recorder.sampling and name in self._modules and torch.is_grad_enabled():
-            self._run_copies(name, module, args, kwargs)
+            self._run_original_twice(name, module, args, kwargs)
 
     @make_safe_hook_method
-    def _run_copies(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _run_original_twice(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the original twice in eager mode, before the compiled module changes inputs or buffers."""
         original = module._orig_mod
         # A copy of the wrapper would reduce its gradients by communication.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...kernels import keeping_subnormals, plain_address, to_plain_memory
+from ...kernels import get_plain_address_or_zero, keeping_subnormals, to_plain_memory
 from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import get_local
 from ...rounding import mix64
@@ -73,7 +73,7 @@ def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
 
     A sparse, quantized, nested, fake or meta tensor, and one inside a transform of torch.func, has none.
     """
-    if tensor.dtype in _PLAIN_DTYPES and plain_address(tensor):
+    if tensor.dtype in _PLAIN_DTYPES and get_plain_address_or_zero(tensor):
         return StoredNumbers(tensor.detach(), tensor.dtype)
     tensor = get_local(tensor)
     if not tensor.dtype.is_floating_point:

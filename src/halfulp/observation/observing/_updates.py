@@ -25,7 +25,7 @@ from ...optim.rules._update_rule import UpdateRule
 from ...optim.states._codec import PlainCodec
 from ...optim.step._kernel import compute_rule_change
 from ...rounding import quantize
-from .._record import AverageRecord, ParameterRecord, RealisedChanges, Role, RoundingRecord
+from .._record import AverageRecord, ParameterRecord, RealisedChanges, Role, RoundingDirectionRecord
 from ._recorder import Recorder
 from ._sampler import SIXTEEN_BIT_DTYPES, StoredNumbers, read_numbers, take_sample
 
@@ -412,7 +412,7 @@ class UpdateWatcher:
         probability = (wanted - low) / (high - low)
         decided = (low < wanted) & (wanted < high) & (up | (after == low)) & (high - low).isfinite()
         p, went_up = probability[decided], up[decided].double()
-        rounding = record.rounding = record.rounding or RoundingRecord()
+        rounding = record.rounding = record.rounding or RoundingDirectionRecord()
         rounding.seen += len(p)
         rounding.excess += float((went_up - p).sum())
         rounding.variance += float((p * (1 - p)).sum())
@@ -466,7 +466,7 @@ def has_float32_weight(plan: ParameterPlan) -> bool:
 
 def has_elementwise_rule(plan: ParameterPlan, rule: UpdateRule) -> bool:
     """Return whether a parameter changes by a rule of its elements alone: no rule of `wrap`, or of whole tensors."""
-    return not (plan.spec.scaled or rule.assigns or rule.has_late_constants)
+    return not (plan.spec.scaled or rule.assigns or rule.has_data_dependent_constants)
 
 
 def _convert_number_to_float(value: Any, otherwise: float) -> float:
@@ -494,7 +494,7 @@ def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch
         plan = optimizer._plans.get(parameter)
         if plan is None or plan.spec.scaled or plan.spec.has_components_in_parameter or plan.spec.auxiliary_names:
             return False
-        return plan.spec.store.dtype in SIXTEEN_BIT_DTYPES and bool(plan.spec.update.draws(plan.spec.store))
+        return plan.spec.store.dtype in SIXTEEN_BIT_DTYPES and bool(plan.spec.update.count_random_bits(plan.spec.store))
     return parameter.dtype in SIXTEEN_BIT_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))
 
 

@@ -504,10 +504,10 @@ def _make_chart_row(one: PlainData, low: int, high: int) -> dict[str, Any]:
     }
 
 
-Instrument = Literal["observe", "audit", "forecast"]
+InstrumentName = Literal["observe", "audit", "forecast"]
 
 
-def write_page(instrument: Instrument, data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+def write_page(instrument: InstrumentName, data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write what an instrument found as one self-contained HTML file, whole or not at all.
 
     Raises:

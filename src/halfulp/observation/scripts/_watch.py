@@ -175,7 +175,7 @@ class ScriptWatch:
 
     def __enter__(self) -> ScriptWatch:
         self._open.enter_context(listen_to_backward_losses(self._log_loss))
-        self._open.callback(register_optimizer_step_post_hook(self._end_step).remove)
+        self._open.callback(register_optimizer_step_post_hook(self._handle_optimizer_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,7 +200,7 @@ class ScriptWatch:
         if self.observation is not None and self.observation.recorder.sampling:
             self.observation.log_loss(loss)
 
-    def _end_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _handle_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
         if optimizer not in self._found_optimizers:
             self._found_optimizers.add(optimizer)
             why_not = self._add_optimizer(optimizer)

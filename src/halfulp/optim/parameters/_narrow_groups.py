@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...subclass.models._parameter_holders import (
-    check_holders,
+    check_parameter_holders,
     install_registration_hooks,
     list_data_parallel_modules,
     list_instances,
@@ -28,7 +28,7 @@ def check_holders_before_narrowing(groups: Iterable[dict]) -> list[torch.nn.Modu
     """Find other holders of the float32 parameters that groups ask to be narrowed."""
     found = _find_parameters_to_narrow(groups)
     named = [(read_parameter_name(group, position), group["params"][position]) for group, position in found]
-    return check_holders(named, "param_dtype=", replaced=False)
+    return check_parameter_holders(named, "param_dtype=", replaced=False)
 
 
 def narrow_group_parameters(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn.Module]) -> None:

@@ -71,7 +71,7 @@ def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
 def _set_neutral_values(plan: ParameterPlan, auxiliary: Sequence[torch.Tensor]) -> None:
     """Set auxiliary tensors to those of a parameter that is the whole weight by itself."""
     for tensor in auxiliary:
-        tensor[...] = plan.spec.update.neutral(plan.spec.store, plan.payloads[0])
+        tensor[...] = plan.spec.update.make_neutral_values(plan.spec.store, plan.payloads[0])
 
 
 def reset_stale_auxiliary_tensors(plan: ParameterPlan) -> None:

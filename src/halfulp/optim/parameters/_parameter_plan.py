@@ -50,7 +50,7 @@ class ParameterRecord:
     lost: LostUpdates | None = None
     payload_version: PayloadVersion | None = None
 
-    def count_updates(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
+    def add_metered_step(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
         """Count the updates of one metered step."""
         lost = self.lost = self.lost or LostUpdates()
         lost.samples += 1

@@ -18,7 +18,7 @@ from ._step_spec import StepSpec
 # What the names of a state's tensors end in, over all storages.
 STATE_NAME_SUFFIXES = ("", "_codes", "_packed", "_scale", "_residual")
 # How many steps a parameter had made when the states of its rule began, if that was later than the parameter.
-STATES_BEGUN_KEY = "states_begun"
+STEPS_BEFORE_STATES_KEY = "states_begun"
 
 
 def add_missing_state_tensors(
@@ -26,10 +26,10 @@ def add_missing_state_tensors(
 ) -> None:
     """Add the tensors that a parameter's state lacks, and its step number."""
     shape = get_local(parameter).shape
-    auxiliary = () if spec.has_components_in_parameter else spec.update.auxiliary_tensors(spec.store)
+    auxiliary = () if spec.has_components_in_parameter else spec.update.describe_auxiliary_tensors(spec.store)
     wanted = {key: (shape, dtype) for key, dtype in auxiliary}
     for codec, slot in zip(spec.codecs, spec.rule.states):
-        wanted |= codec.tensors(slot.name, shape)
+        wanted |= codec.describe_tensors(slot.name, shape)
     factors = {} if spec.rule.factors is None else spec.rule.factors(tuple(parameter.shape))
     wanted |= {key: (torch.Size(size), torch.float32) for key, size in factors.items()}
     _refuse_mismatched_tensors(state, wanted, name)
@@ -43,14 +43,14 @@ def add_missing_state_tensors(
         # States that all begin after some steps, as where a momentum is switched on: the rule counts from there.
         of_rule = {key for names in spec.state_tensor_names for key in names}
         if of_rule and of_rule <= missing.keys() and state.get("step", 0):
-            state[STATES_BEGUN_KEY] = state["step"]
+            state[STEPS_BEFORE_STATES_KEY] = state["step"]
     state.setdefault("step", 0)
 
 
 def is_auxiliary_name(name: str) -> bool:
     """Return whether an entry of a saved state is an auxiliary tensor of a weight update."""
     updates, stores = WEIGHT_UPDATE_BY_NAME.values(), STORE_BY_DTYPE.values()
-    auxiliary = {key for update in updates for store in stores for key, _ in update.auxiliary_tensors(store)}
+    auxiliary = {key for update in updates for store in stores for key, _ in update.describe_auxiliary_tensors(store)}
     return name in auxiliary or name.startswith("component_")
 
 

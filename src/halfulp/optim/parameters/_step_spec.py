@@ -69,7 +69,7 @@ class StepSpec:
     def constant_names(self) -> tuple[str, ...]:
         """The names of the rule's constants behind "rule_", then of the scales before and after the step."""
         of_rule = [f"rule_{name}" for name in self.rule.constants]
-        sums = range(len(self.rule.reductions) if self.has_rule_reductions else 0)
+        sums = range(len(self.rule.reductions) if self.computes_rule_reductions else 0)
         of_sums = [f"{name}_{k}" for k in sums for name in SUM_SCALE_CONSTANT_NAMES]
         if not self.scaled:
             return (*of_rule, *of_sums)
@@ -89,7 +89,7 @@ class StepSpec:
     @property
     def block_length(self) -> int | None:
         """Length of the blocks, None if there are none."""
-        return next((codec.scale_block for codec in self.codecs if codec.scale_block), None)
+        return next((codec.scale_block_length for codec in self.codecs if codec.scale_block_length), None)
 
     @property
     def rescales_large_elements(self) -> bool:
@@ -99,7 +99,7 @@ class StepSpec:
         return in_roots and not self.scaled and squares and self.rule.homogeneous is not None
 
     @property
-    def has_rule_reductions(self) -> bool:
+    def computes_rule_reductions(self) -> bool:
         """Whether the values that the rule adds up are looked at."""
         return self.finds in ("largest", "sums")
 
@@ -114,7 +114,7 @@ class StepSpec:
         return self.rule.assigns and not self.update.compensates
 
     @functools.cached_property
-    def metered_spec(self) -> StepSpec:
+    def lost_update_counting_spec(self) -> StepSpec:
         """This specification with lost updates counted."""
         return dataclasses.replace(self, metered=True)
 
@@ -124,14 +124,15 @@ class StepSpec:
         return (
             ()
             if self.has_components_in_parameter
-            else tuple(name for name, _ in self.update.auxiliary_tensors(self.store))
+            else tuple(name for name, _ in self.update.describe_auxiliary_tensors(self.store))
         )
 
     @functools.cached_property
     def state_tensor_names(self) -> tuple[tuple[str, ...], ...]:
         """Per state of the rule, the names of its tensors."""
         return tuple(
-            tuple(codec.tensors(state.name, torch.Size([1]))) for codec, state in zip(self.codecs, self.rule.states)
+            tuple(codec.describe_tensors(state.name, torch.Size([1])))
+            for codec, state in zip(self.codecs, self.rule.states)
         )
 
     @functools.cached_property
@@ -163,9 +164,9 @@ def assign_random_bits(spec: StepSpec) -> tuple[tuple[RandomBitDraw | None, ...]
     the first word, then the upper halves of further ones: two lower halves depend on each other. Those of more take a
     word. States in blocks, which are rounded apart from all else, come first.
     """
-    of_weight = spec.update.draws(spec.store)
+    of_weight = spec.update.count_random_bits(spec.store)
     wanted = [*of_weight, *(codec.random_bits for codec in spec.codecs)]
-    blocked = [len(of_weight) + k for k, codec in enumerate(spec.codecs) if codec.scale_block]
+    blocked = [len(of_weight) + k for k, codec in enumerate(spec.codecs) if codec.scale_block_length]
     placed: list[RandomBitDraw | None] = [None] * len(wanted)
     words, halves = itertools.count(), list[RandomBitDraw]()
     for place in sorted(range(len(wanted)), key=lambda place: place not in blocked):
@@ -204,7 +205,7 @@ def choose_step_spec(
     chosen = default if group["weight_update"] is None else group["weight_update"]
     update = own or (WEIGHT_UPDATE_BY_NAME["exact"] if store.name == "fp32" else find_weight_update(chosen))
     _refuse_scaled_options(group, parameter, update, name)
-    update.check(store)
+    update.check_store(store)
     refuse_unsupported_feedback(rule, update)
     codecs = _choose_codecs(rule, group, parameter, store, name)
     factors = tuple(rule.factors(tuple(parameter.shape))) if rule.factors is not None else ()
@@ -262,8 +263,8 @@ def _choose_codecs(
             f"{MOST_SCALED_STATES} can be stored under scales: give state_dtype={{{others}}}, or torch.bfloat16 there"
         )
     refuse_coarse_states(rule, codecs, group["state_dtype"])
-    for block in {codec.scale_block for codec in codecs if codec.scale_block}:
-        cut = (find_index_map(parameter).runs()[:, 1:] % block).any()
+    for block in {codec.scale_block_length for codec in codecs if codec.scale_block_length}:
+        cut = (find_index_map(parameter).list_contiguous_runs()[:, 1:] % block).any()
         inner = any(getattr(placement, "dim", 0) for placement in getattr(parameter, "placements", ()))
         if cut or (inner and parameter.shape[-1] % block):
             raise ValueError(

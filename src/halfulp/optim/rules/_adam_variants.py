@@ -106,7 +106,7 @@ def _list_lamb_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return (*list_leading_adam_constants(group, decoupled=False), *unbias, float(group["eps"]))
 
 
-def _list_lamb_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
+def _compute_lamb_trust_rate(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
     """Give lr times the trust ratio: 1 where either norm is 0, and where nothing decays unless `always_adapt`."""
     weight, direction = (math.sqrt(total) for total in sums)
     adapts = (group["weight_decay"] or group["always_adapt"]) and weight > 0 and direction > 0
@@ -122,7 +122,7 @@ LAMB = UpdateRule(
     ("eps",),
     betas=2,
     reductions=(Reduction(get_lamb_weight, squares=True), Reduction(compute_lamb_direction, squares=True)),
-    late_values=_list_lamb_late_values,
+    late_values=_compute_lamb_trust_rate,
 )
 
 
@@ -140,12 +140,12 @@ def prodigy(
     return -(decay * w) - size * divide(m, sqrt(v) + eps), m, v, keep_s * s + take_s * g, start
 
 
-def compute_prodigy_progress(w, g, m, v, s, start, sign, coupled, counts, first):
+def compute_prodigy_numerator(w, g, m, v, s, start, sign, coupled, counts, first):
     """g (w0 - w): how far along the gradients the weight has come."""
     return counts * ((sign * g + coupled * w) * (start + first * (w - start) - w))
 
 
-def compute_prodigy_distance(w, g, m, v, s, start, sign, coupled, counts, first, take_s, keep_s):
+def compute_prodigy_denominator(w, g, m, v, s, start, sign, coupled, counts, first, take_s, keep_s):
     """|s|, s being the sum of gradients after this step."""
     s = keep_s * s + take_s * (sign * g + coupled * w)
     return counts * maximum(s, -s)
@@ -185,7 +185,7 @@ def estimate_distance(group: Mapping, sums: Sequence[float]) -> dict[str, float]
     return {"d": min(largest, d * group["growth_rate"]), "d_max": largest, "d_numerator": numerator}
 
 
-def _list_prodigy_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
+def _compute_prodigy_eps(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
     return (float(group["eps"]) * estimate_distance(group, sums)["d"],)
 
 
@@ -196,6 +196,9 @@ PRODIGY = UpdateRule(
     _PRODIGY_STATES,
     _list_prodigy_constants,
     betas=2,
-    reductions=(Reduction(compute_prodigy_progress, over_all=True), Reduction(compute_prodigy_distance, over_all=True)),
-    late_values=_list_prodigy_late_values,
+    reductions=(
+        Reduction(compute_prodigy_numerator, over_all=True),
+        Reduction(compute_prodigy_denominator, over_all=True),
+    ),
+    late_values=_compute_prodigy_eps,
 )

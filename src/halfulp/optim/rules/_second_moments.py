@@ -113,7 +113,7 @@ def list_adafactor_state_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, 
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
 
-def prepare_adafactor(tensors: Any, group: Mapping, step: int) -> tuple[torch.Tensor, tuple[float, ...]]:
+def normalize_adafactor_gradient(tensors: Any, group: Mapping, step: int) -> tuple[torch.Tensor, tuple[float, ...]]:
     """Move the second moment on, and return g / sqrt(it) and the step size, clipped by both roots of mean squares."""
     if not math.prod(tensors.shape):  # no rows or columns to average over
         return tensors.gradient, (0.0,)
@@ -156,6 +156,6 @@ ADAFACTOR = UpdateRule(
     adafactor,
     (),
     _list_adafactor_constants,
-    prepare=prepare_adafactor,
+    prepare=normalize_adafactor_gradient,
     factors=list_adafactor_state_shapes,
 )

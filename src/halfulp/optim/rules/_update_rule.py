@@ -151,6 +151,6 @@ class UpdateRule:
         return tuple(inspect.signature(self.update).parameters)[first:]
 
     @functools.cached_property
-    def has_late_constants(self) -> bool:
+    def has_data_dependent_constants(self) -> bool:
         """Whether some of its constants are known only after a look at the tensors."""
         return self.late_values is not None or self.prepare is not None

@@ -29,7 +29,7 @@ from .._storage import (
 )
 
 NONE, ZERO = np.uint32(0), np.float32(0.0)
-LEAST_FINITE_DIFFERENCE = np.uint32(0x80800000)  # 0, less infinity's word
+ZERO_MINUS_EXPONENT_MASK = np.uint32(0x80800000)  # 0, less infinity's word
 
 
 class TensorCodec:
@@ -44,7 +44,7 @@ class TensorCodec:
         return 0
 
     @property
-    def scale_block(self) -> int | None:
+    def scale_block_length(self) -> int | None:
         """The number of elements that share a scale; None where none do."""
         return None
 
@@ -54,7 +54,7 @@ class TensorCodec:
         return self
 
     # (name, shape) -> shape and dtype of each tensor of a state, by its name.
-    tensors: ClassVar[Callable[..., dict[str, tuple[torch.Size, torch.dtype]]]]
+    describe_tensors: ClassVar[Callable[..., dict[str, tuple[torch.Size, torch.dtype]]]]
     # Device function (arrays, i, block, scale): the float32 of element i, in a block, under a scale.
     load: ClassVar[Callable[..., Any]]
     # Device function (arrays, i, block, value, inverse, random): store element i, under the scale of an inverse.
@@ -64,7 +64,7 @@ class TensorCodec:
         """Return the float32 values."""
         reader = _record_reader(self)
         return run_trace_on_tensors(
-            reader.trace, tensors, self.make_trace_inputs(tensors), reader.results, self.scale_block
+            reader.trace, tensors, self.make_trace_inputs(tensors), reader.results, self.scale_block_length
         )[0][0]
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
@@ -72,7 +72,7 @@ class TensorCodec:
         codec = self.nearest_rounding_codec if random is None else self
         drawn = self.random_word_for_nearest if random is None else mask_random_words(random, self.random_bits)
         inputs = {**self.make_trace_inputs(tensors), "value": value, "random": drawn}
-        run_trace_on_tensors(_record_writer(codec), tensors, inputs, block=self.scale_block)
+        run_trace_on_tensors(_record_writer(codec), tensors, inputs, block=self.scale_block_length)
 
     def make_trace_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
         """Return "scale" and "inverse" of a codec with a scale per tensor."""
@@ -82,7 +82,7 @@ class TensorCodec:
 @functools.cache
 def _record_reader(codec: TensorCodec) -> RecordedFunction:
     element = ElementRecording(codec.columns)
-    found = codec.load(element.arrays, element.index, element.block(), element.add_input("scale"))
+    found = codec.load(element.arrays, element.index, element.add_block_index(), element.add_input("scale"))
     return RecordedFunction(element.trace, (found.number,))
 
 
@@ -91,7 +91,7 @@ def _record_writer(codec: TensorCodec) -> Trace:
     element = ElementRecording(codec.columns)
     value, inverse = make_nan_canonical(element.add_input("value")), element.add_input("inverse")
     random = element.add_input("random", "w32")
-    codec.save(element.arrays, element.index, element.block(), value, inverse, random)
+    codec.save(element.arrays, element.index, element.add_block_index(), value, inverse, random)
     return element.trace
 
 
@@ -110,7 +110,7 @@ class PlainCodec(TensorCodec):
     def nearest_rounding_codec(self) -> PlainCodec:
         return dataclasses.replace(self, stochastic=False)
 
-    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def describe_tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
         return {name: (shape, self.store.dtype)}
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
@@ -127,7 +127,7 @@ class DoubleBF16(TensorCodec):
 
     columns: ClassVar[int] = 2
 
-    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def describe_tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
         return {name: (shape, torch.bfloat16), f"{name}_residual": (shape, torch.bfloat16)}
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
@@ -158,7 +158,7 @@ class ScaledCodec(PlainCodec):
 
     squared: bool
 
-    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def describe_tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
         return {name: (shape, self.store.dtype), f"{name}_scale": (torch.Size([]), torch.float32)}
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
@@ -208,7 +208,7 @@ def find_largest_finite_magnitude_word(x):
     """Device function: the word of the largest finite |x| of a block; 0 if there is none."""
     # Less infinity's word, those of infinities and NaN are the smallest of all.
     top = block_largest(sub(bit_and(word(x), MAGNITUDE_MASK), EXPONENT_MASK))
-    return select(top >= LEAST_FINITE_DIFFERENCE, add(top, EXPONENT_MASK), NONE)
+    return select(top >= ZERO_MINUS_EXPONENT_MASK, add(top, EXPONENT_MASK), NONE)
 
 
 def compute_finite_amax(x: torch.Tensor) -> float:

@@ -50,7 +50,7 @@ class Int4Blocks(BlockCodec):
     There is no code for NaN: the scale is NaN, and the whole block with it.
     """
 
-    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def describe_tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
         codes, scales = compute_scale_shape(shape, 2), compute_scale_shape(shape, self.block)
         return {f"{name}_packed": (codes, torch.uint8), f"{name}_scale": (scales, torch.float32)}
 

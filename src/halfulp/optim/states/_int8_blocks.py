@@ -54,7 +54,7 @@ class BlockCodec(TensorCodec):
     squared: bool
 
     @property
-    def scale_block(self) -> int:
+    def scale_block_length(self) -> int:
         """The number of elements in a block."""
         return self.block
 
@@ -70,7 +70,7 @@ class Int8Blocks(BlockCodec):
     as the largest code; -128 is NaN.
     """
 
-    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def describe_tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
         codes, scales = torch.uint8 if self.squared else torch.int8, compute_scale_shape(shape, self.block)
         return {f"{name}_codes": (shape, codes), f"{name}_scale": (scales, torch.bfloat16)}
 

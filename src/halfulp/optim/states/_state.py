@@ -31,7 +31,7 @@ _STORAGE_BY_ALIAS: dict[object, object] = {
 
 @dataclass(frozen=True)
 class State:
-    """A choice of how the states of an optimizer are stored.
+    """The options by which an optimizer stores its states: dtype, rounding and block.
 
     Args:
         dtype: torch.float32, torch.bfloat16, "8bit", "4bit", two bfloat16 ("bfloat16x2" or Components(2)), or the name
@@ -125,8 +125,8 @@ StateChoice = OneStateChoice | Mapping[str, OneStateChoice]
 
 def encode_constant_state(codec: Codec, value: float) -> list[torch.Tensor]:
     """Return one element of each tensor of a state whose elements all are one value, rounded to nearest."""
-    shape = torch.Size([codec.scale_block or 1])
-    made = [torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in codec.tensors("", shape).values()]
+    shape = torch.Size([codec.scale_block_length or 1])
+    made = [torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in codec.describe_tensors("", shape).values()]
     codec.encode(made, torch.full(shape, value, dtype=torch.float32, device="cpu"))
     return [tensor.reshape(-1)[0] for tensor in made]
 

@@ -22,7 +22,7 @@ from ..parameters._local_tensors import find_index_map, get_local, get_payload, 
 from ..parameters._narrowing import is_marked_as_float32
 from ..parameters._outside_writes import record_payload_version, renew_payload_version, reset_stale_auxiliary_tensors
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
-from ..parameters._state_tensors import STATES_BEGUN_KEY
+from ..parameters._state_tensors import STEPS_BEFORE_STATES_KEY
 from ..parameters._step_spec import StepSpec, choose_step_spec
 from ..rules._update_rule import UpdateRule
 
@@ -54,7 +54,7 @@ class BatchTable:
             (name, [plan.stored[k] for plan in plans], [plan.stored_addresses[k] for plan in plans])
             for k, name in enumerate(plans[0].spec.tensor_names)
         ]
-        self.has_later_states = any(STATES_BEGUN_KEY in plan.state for plan in plans)
+        self.has_later_states = any(STEPS_BEFORE_STATES_KEY in plan.state for plan in plans)
         self.records = [plan.record for plan in plans if plan.tracks_writes]
         self.parameter_addresses = [plan.address for plan in plans]
         self.rows_with_gaps = [row for row, plan in enumerate(plans) if not plan.contiguous]
@@ -166,7 +166,7 @@ class Batch:
             if held is not None and held.version != parameter._version:
                 reset_stale_auxiliary_tensors(plan)
 
-    def record_step(self) -> None:
+    def complete_step(self) -> None:
         """Record a step that has been written."""
         stepped = self.parameters
         if not self.table.is_plain and not self.spec.scaled:
@@ -270,17 +270,19 @@ class BatchedParameters:
                 ages = own
                 if table.has_later_states:
                     ages = [
-                        step - entry.get(STATES_BEGUN_KEY, 0)
+                        step - entry.get(STEPS_BEFORE_STATES_KEY, 0)
                         for step, entry in zip(own, table.state_entries[first:last])
                     ]
                 made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
-                if not rule.has_late_constants and any(len(one) != len(rule.constants) for one in made.values()):
+                if not rule.has_data_dependent_constants and any(
+                    len(one) != len(rule.constants) for one in made.values()
+                ):
                     raise ValueError(
                         f"the values of rule {rule.name!r} are {[*made.values()]}, but its update takes "
                         f"{rule.constants}: give a number for each of these"
                     )
                 constants += [*made.values()] * len(ages) if len(made) == 1 else [made[age] for age in ages]
-                if rule.has_late_constants:
+                if rule.has_data_dependent_constants:
                     counted += [(groups[number], age) for age in ages]
                 metered |= {bool(interval) and step % interval == 0 for step in {*own}}
             if len(metered) > 1:
@@ -288,7 +290,7 @@ class BatchedParameters:
             spec = table.plans[0].spec
             found.append(
                 Batch(
-                    spec.metered_spec if metered.pop() else spec,
+                    spec.lost_update_counting_spec if metered.pop() else spec,
                     table,
                     table.select_batch_values(parameters),
                     table.select_batch_values(gradients),

@@ -10,11 +10,23 @@ import numpy as np
 import torch
 
 from ...kernels import IndexMap, Trace, Traced, record_function, run_trace_on_tensors
-from ...kernels._device_function import RANDOM_STREAM_INPUTS, ElementRecording, Table, bind_names, call_users_function
+from ...kernels._device_function import (
+    RANDOM_STREAM_INPUTS,
+    ElementRecording,
+    TableFunction,
+    bind_names,
+    call_users_function,
+)
 from ...kernels._operations import bit_and, select, shr, sqrt
 from ...kernels._trace import RecordedFunction
 from ...kernels.vector._table_loop import compile_table_kernel
-from ...rounding._random_bits import WEYL_STEP, compute_stream_counters, draw_word, hash_element, trace_stream_start
+from ...rounding._random_bits import (
+    WEYL_STEP,
+    compute_stream_counters,
+    draw_word,
+    get_stream_position_trace,
+    hash_element,
+)
 from .._storage import F32
 from ..parameters._step_spec import (
     POINTERS_BEFORE_STATES,
@@ -40,13 +52,13 @@ def compile_step(spec: StepSpec) -> Callable:
     return compile_table_kernel(f"step_{spec.name}", make_step_function(spec))
 
 
-def make_step_function(spec: StepSpec) -> Table:
+def make_step_function(spec: StepSpec) -> TableFunction:
     """Return the step of a specification as a device function on a table of pointers."""
-    return Table(
+    return TableFunction(
         record_step(spec),
         count_pointer_columns(spec),
         len(spec.constant_names),
-        trace_stream_start() if spec.draws_bits and not spec.finds else None,
+        get_stream_position_trace() if spec.draws_bits and not spec.finds else None,
         int(WEYL_STEP),
         spec.block_length,
     )
@@ -77,7 +89,7 @@ class _StepRecorder:
         self.block = self.trace.emit("block", (), None, "block")
         count = len(spec.rule.constants)
         self.rule_constants, self.scales = numbers[:count], dict(zip(spec.constant_names[count:], numbers[count:]))
-        self.names = spec.update.bindings(spec.store)
+        self.names = spec.update.make_bindings(spec.store)
         self.shrink = self.grow = ONE
 
     def record(self) -> None:
@@ -86,7 +98,7 @@ class _StepRecorder:
         p, *held = self.bind_function("read_weight")(*self.arrays[:4], self.i)
         g = spec.gradient.real(spec.gradient.load(self.arrays[GRADIENT_COLUMN], self.i))
         w, g = (p * self.scales["weight_scale"], g * self.scales["gradient_scale"]) if spec.scaled else (p, g)
-        roots = [self.load_root(k) for k in range(len(spec.codecs))]
+        roots = [self.load_stored_state(k) for k in range(len(spec.codecs))]
         if spec.rescales_large_elements:  # scale an element down whose square float32 does not hold
             large = abs(g) > HUGE_ROOT
             for codec, slot, root in zip(spec.codecs, spec.rule.states, roots):
@@ -94,8 +106,8 @@ class _StepRecorder:
                     large = large | (root > (HUGE_ROOT if isinstance(codec, Int8Blocks) else HUGE_SQUARE))
             self.trace.rare_masks.add(large.number)
             self.shrink, self.grow = select(large, SHRINK_FACTOR, ONE), select(large, GROW_FACTOR, ONE)
-        values = [self.rescale_state(k, root) for k, root in enumerate(roots)]
-        if spec.has_rule_reductions:
+        values = [self.convert_state_for_rule(k, root) for k, root in enumerate(roots)]
+        if spec.computes_rule_reductions:
             self.record_reductions(w, g, values)
             return
         u, new = self.apply_rule(w, g, values)
@@ -120,7 +132,7 @@ class _StepRecorder:
         found: Any = self.names[name]
         return bind_names(found, self.names)
 
-    def load_root(self, k: int) -> Any:
+    def load_stored_state(self, k: int) -> Any:
         """Load state k as it is stored: a second moment in blocks before squaring."""
         codec, arrays = self.spec.codecs[k], self.list_state_addresses(k)
         if isinstance(codec, Int8Blocks):
@@ -133,7 +145,7 @@ class _StepRecorder:
         first = list_state_columns(self.spec)[k]
         return self.arrays[first : first + self.spec.codecs[k].columns]
 
-    def rescale_state(self, k: int, root: Any) -> Any:
+    def convert_state_for_rule(self, k: int, root: Any) -> Any:
         """Return state k as the rule takes it."""
         degree, is_root = self.spec.rule.states[k].degree, isinstance(self.spec.codecs[k], Int8Blocks)
         root = self.multiply_if_rescaled(root, self.shrink)
@@ -229,7 +241,7 @@ class _StepRecorder:
         """Return random bits: a word of the element's one hash, or some of its bits."""
         if drawn is None:
             return NO_RANDOM_WORD
-        word = draw_word(hash_element(*self.element.stream), drawn.word)
+        word = draw_word(hash_element(*self.element.stream_inputs), drawn.word)
         word = shr(word, np.uint32(drawn.shift)) if drawn.shift else word
         cut = drawn.shift + drawn.bits < 32
         return bit_and(word, np.uint32((1 << drawn.bits) - 1)) if cut else word

@@ -63,7 +63,7 @@ def run_step(batch: Batch) -> None:
     """Step every parameter of a batch, and count lost updates if its specification is metered."""
     spec = batch.spec
     if not spec.scaled:
-        _write_step(batch)
+        _run_step_on_engine(batch)
         return
     if batch.engine == "triton" and _run_triton(batch):
         return
@@ -73,7 +73,7 @@ def run_step(batch: Batch) -> None:
     ]
     amax = run_reduction_spec(make_reduction_spec(spec, "amax"), batch, batch.constants)
     batch.constants = choose_new_scales(spec, batch.plans, batch.constants, amax)
-    _write_step(batch)
+    _run_step_on_engine(batch)
     for plan, constants in zip(batch.plans, batch.constants):
         write_stored_scales(spec, plan, constants)
 
@@ -96,7 +96,7 @@ def run_reduction_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float
     return totals[:, :columns]
 
 
-def _write_step(batch: Batch) -> None:
+def _run_step_on_engine(batch: Batch) -> None:
     spec, device = batch.spec, batch.device.type
     if batch.engine == "llvm":
         _run_kernel(spec, batch, batch.constants)
@@ -112,7 +112,7 @@ def _write_step(batch: Batch) -> None:
         key, tensors = (keys[row] or [None])[0], batch.list_step_tensors(row)
         lost = run_reference_step(spec, *tensors, batch.constants[row], key, plan.index_map)
         if lost:
-            plan.record.count_updates(*lost)
+            plan.record.add_metered_step(*lost)
 
 
 def _run_kernel(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
@@ -194,7 +194,7 @@ def _count_lost_updates(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[P
     sums = np.zeros((len(plans), METER_COLUMN_COUNT))
     np.add.at(sums, chunk_rows[:, 0], meter)
     for plan, row in zip(plans, sums.tolist()):
-        plan.record.count_updates(*row)
+        plan.record.add_metered_step(*row)
 
 
 def _make_random_keys(batch: Batch) -> np.ndarray:
@@ -245,16 +245,21 @@ def _step_fixed_elements(
     value[5::16] *= 2.0**-128
     value[9] = 2.0**-130  # stays a subnormal number, which some devices flush
     gradient[3::16] *= 2.0**-60
-    gradient[7], gradient[9] = 1.0 if spec.has_rule_reductions else torch.nan, -0.0  # a NaN would be the sum
+    gradient[7], gradient[9] = 1.0 if spec.computes_rule_reductions else torch.nan, -0.0  # a NaN would be the sum
     parts = [torch.zeros(shape, dtype=spec.store.dtype, device="cpu")]
-    parts += [torch.zeros(shape, dtype=dtype, device="cpu") for _, dtype in spec.update.auxiliary_tensors(spec.store)]
+    parts += [
+        torch.zeros(shape, dtype=dtype, device="cpu") for _, dtype in spec.update.describe_auxiliary_tensors(spec.store)
+    ]
     spec.update.fill(spec.store, parts, value)
     # As somebody else may have written them; torch 2.6 takes no infinity for eight bits, but casts it.
     parts[0][11] = torch.tensor(torch.inf, dtype=torch.float32, device="cpu").to(spec.store.dtype)
     parts[0][12:14], parts[0][14] = 0.0, parts[0][30]
     parts, gradient = [part.to(device) for part in parts], gradient.to(spec.gradient.dtype).to(device)
     states = [
-        [torch.zeros(size, dtype=dtype, device=device) for size, dtype in codec.tensors("state", shape).values()]
+        [
+            torch.zeros(size, dtype=dtype, device=device)
+            for size, dtype in codec.describe_tensors("state", shape).values()
+        ]
         for codec in spec.codecs
     ]
     for k in spec.scaled_states:
@@ -267,7 +272,7 @@ def _step_fixed_elements(
     assert len(pointers) == count_pointer_columns(spec)
     chunks, table, key = cut_into_chunks(index_map, 0), np.array([pointers], np.int64), keys[0].tolist() or [None]
     of_rule = tuple(0.3 + 0.05 * position for position in range(len(spec.rule.constants)))
-    of_sums = (0.25, 1.5 * 2.0**16, 1.5 * 2.0**-30) * len(spec.rule.reductions if spec.has_rule_reductions else ())
+    of_sums = (0.25, 1.5 * 2.0**16, 1.5 * 2.0**-30) * len(spec.rule.reductions if spec.computes_rule_reductions else ())
     for new_scale in (0.125, 0.5):
         of_scales = (0.125, 1 / new_scale, 4.0, 0.125 / new_scale, new_scale, *(0.0625, 16.0) * len(spec.scaled_states))
         constants = (*of_rule, *(of_scales if spec.scaled else ()), *of_sums)
@@ -371,7 +376,7 @@ def compute_rule_sums(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]
     return [sums.get(id(batch), []) for batch in batches]
 
 
-def add_late_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, ...]]]) -> None:
+def add_constants_from_sums(batches: Sequence[Batch], sums: Sequence[list[tuple[float, ...]]]) -> None:
     """Give the batches the constants that follow from their sums."""
     for batch, found in zip(batches, sums):
         late = batch.spec.rule.late_values

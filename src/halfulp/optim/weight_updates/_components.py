@@ -13,7 +13,13 @@ from ...arithmetic._operators import two_sum
 from ...kernels._operations import real, select, sub, word
 from ...mctensor import MCTensor
 from .._storage import Store, find_power_of_two_word
-from ._weight_update import WeightUpdate, find_weight_update, read_rounding_name, register_weight_update, store_bindings
+from ._weight_update import (
+    WeightUpdate,
+    find_weight_update,
+    make_store_bindings,
+    read_rounding_name,
+    register_weight_update,
+)
 
 # ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
 
@@ -87,25 +93,25 @@ class Kahan(WeightUpdate):
         if self.literal and self.weight != "nearest":
             raise ValueError("Kahan(literal=True) is the paper's algorithm, which rounds to nearest: leave weight out")
 
-    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def describe_auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         return (("residual", store.dtype),)
 
-    def draws(self, store: Store) -> tuple[int, ...]:
+    def count_random_bits(self, store: Store) -> tuple[int, ...]:
         """Return one draw for each stochastic rounding: the weight, then the residual."""
         return (store.random_bits,) * [self.weight, self.residual].count("stochastic")
 
-    def bindings(self, store: Store) -> dict[str, object]:
+    def make_bindings(self, store: Store) -> dict[str, object]:
         stochastic = self.residual == "stochastic"
         functions: dict[str, object] = {
             "read_weight": read_literal_kahan if self.literal else read_kahan,
             "write_weight": write_literal_kahan if self.literal else write_kahan,
-            "fill_weight": fill_kahan,
+            "fill_weight": fill_kahan_weight,
             "residual_round": store.stochastic if stochastic else store.nearest,
             "RESIDUAL_DRAW_NUMBER": int(stochastic and self.weight == "stochastic"),
         }
         # The largest residual, its own last place included.
         ulps = (1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5) * (1 + compute_ulp_of_one(store))
-        return functions | make_residual_bindings(store, ulps) | store_bindings(store, self.weight == "stochastic")
+        return functions | make_residual_bindings(store, ulps) | make_store_bindings(store, self.weight == "stochastic")
 
 
 def read_kahan(a0, a1, a2, a3, i):
@@ -115,7 +121,7 @@ def read_kahan(a0, a1, a2, a3, i):
     return p + c, p, c, c
 
 
-def fill_kahan(a0, a1, a2, a3, i, value):
+def fill_kahan_weight(a0, a1, a2, a3, i, value):
     """Device function: the nearest narrow value, and its rounding error."""
     code = weight_nearest(value, value)
     shown = weight_real(code)
@@ -210,25 +216,25 @@ class Components(WeightUpdate):
             raise ValueError(f"Components({self.n!r}): allowed are 2, 3 and 4")
         object.__setattr__(self, "residual", read_rounding_name(self.residual))
 
-    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def describe_auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         names = ("residual",) if self.n == 2 else tuple(f"component_{k}" for k in range(1, self.n))
         return tuple((name, store.dtype) for name in names)
 
-    def draws(self, store: Store) -> tuple[int, ...]:
+    def count_random_bits(self, store: Store) -> tuple[int, ...]:
         """Return one draw for the last component if it is rounded stochastically."""
         return (store.random_bits,) if self.residual == "stochastic" else ()
 
-    def bindings(self, store: Store) -> dict[str, object]:
+    def make_bindings(self, store: Store) -> dict[str, object]:
         if self.n == 2:
-            return Kahan(residual=self.residual).bindings(store)
+            return Kahan(residual=self.residual).make_bindings(store)
         functions: dict[str, object] = {
             "read_weight": read_components,
             "write_weight": write_components,
-            "fill_weight": fill_components,
+            "fill_weight": fill_components_weight,
             "COMPONENT_COUNT": self.n,
             "residual_round": store.stochastic if self.residual == "stochastic" else store.nearest,
         }
-        return functions | make_residual_bindings(store, 0.5) | store_bindings(store, False)
+        return functions | make_residual_bindings(store, 0.5) | make_store_bindings(store, False)
 
 
 def load_component(address, i):
@@ -283,7 +289,7 @@ def write_components(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
     return read_components(a0, a1, a2, a3, i)[0]
 
 
-def fill_components(a0, a1, a2, a3, i, value):
+def fill_components_weight(a0, a1, a2, a3, i, value):
     """Device function: components from the top."""
     high, low, lost, addresses = value, ZERO, ZERO, (a0, a1, a2, a3)[:COMPONENT_COUNT]
     for address in addresses[:-1]:

@@ -10,7 +10,7 @@ import torch
 
 from ...kernels._operations import load32, select, store32, word
 from .._storage import F32, Store, word_to_float32
-from ._weight_update import WeightUpdate, read_plain, register_weight_update, store_bindings, write_plain
+from ._weight_update import WeightUpdate, make_store_bindings, read_plain, register_weight_update, write_plain
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Rounded(WeightUpdate):
     scales: ClassVar[bool] = True
     stochastic: ClassVar[bool] = False
 
-    def draws(self, store: Store) -> tuple[int, ...]:
+    def count_random_bits(self, store: Store) -> tuple[int, ...]:
         return (store.random_bits,) if self.stochastic else ()
 
-    def bindings(self, store: Store) -> dict[str, object]:
+    def make_bindings(self, store: Store) -> dict[str, object]:
         functions: dict[str, object] = {"read_weight": read_plain, "write_weight": write_plain}
-        return functions | store_bindings(store, self.stochastic)
+        return functions | make_store_bindings(store, self.stochastic)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Exact(Rounded):
 
     name: ClassVar[str] = "exact"
 
-    def check(self, store: Store) -> None:
+    def check_store(self, store: Store) -> None:
         if store.name != F32.name:
             raise ValueError("weight_update 'exact' is for float32 parameters: choose 'split' for exact bfloat16 ones")
 
@@ -59,14 +59,14 @@ class Master(WeightUpdate):
     name: ClassVar[str] = "master"
     scales: ClassVar[bool] = True
 
-    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def describe_auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         return (("master", torch.float32),)
 
-    def bindings(self, store: Store) -> dict[str, object]:
-        functions = {"read_weight": read_master, "write_weight": write_master, "fill_weight": fill_master}
-        return functions | store_bindings(store, False)
+    def make_bindings(self, store: Store) -> dict[str, object]:
+        functions = {"read_weight": read_master, "write_weight": write_master, "fill_weight": fill_master_weight}
+        return functions | make_store_bindings(store, False)
 
-    def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
+    def make_neutral_values(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
         return store.decode(payload.contiguous())
 
 
@@ -80,11 +80,11 @@ def read_master(a0, a1, a2, a3, i):
 
 def write_master(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     """Device function: the sum into the copy, its nearest narrow value into the parameter."""
-    fill_master(a0, a1, a2, a3, i, w + u)
+    fill_master_weight(a0, a1, a2, a3, i, w + u)
     return w + u
 
 
-def fill_master(a0, a1, a2, a3, i, value):
+def fill_master_weight(a0, a1, a2, a3, i, value):
     """Device function: the copy, and its nearest narrow value in the parameter."""
     store32(a1, i, word(value))
     weight_save(a0, i, weight_nearest(value, value))

@@ -29,7 +29,7 @@ from ...kernels._operations import (
     word,
 )
 from .._storage import Store
-from ._weight_update import WeightUpdate, read_rounding_name, register_weight_update, store_bindings
+from ._weight_update import WeightUpdate, make_store_bindings, read_rounding_name, register_weight_update
 
 ZERO, ONE, SHIFT_8, SHIFT_15, SHIFT_16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
 HALF_OF_16_BITS, LOW_8_MASK, TOP_24_MASK = np.uint32(0x8000), np.uint32(0xFF), np.uint32(0xFFFFFF00)
@@ -58,23 +58,23 @@ class Split16(WeightUpdate):
     name: ClassVar[str] = "split"
     stochastic: ClassVar[bool] = False
 
-    def check(self, store: Store) -> None:
+    def check_store(self, store: Store) -> None:
         if store.dtype != torch.bfloat16:
             raise ValueError(
                 f"weight_update {self.name!r} cuts a float32 word in two, which bfloat16 parameters allow, not "
                 f"{store.name} ones: use 'kahan', 'split8' or 'master'"
             )
 
-    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def describe_auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         return (("low_bits", torch.int16),)
 
-    def draws(self, store: Store) -> tuple[int, ...]:
+    def count_random_bits(self, store: Store) -> tuple[int, ...]:
         return (16,) if self.stochastic else ()
 
-    def bindings(self, store: Store) -> dict[str, object]:
+    def make_bindings(self, store: Store) -> dict[str, object]:
         rounded = round_sum_stochastically if self.stochastic else round_sum_to_nearest
-        pieces = {"read_weight": read_split, "write_weight": write_split, "fill_weight": fill_split}
-        return pieces | {"rounded_sum": rounded} | store_bindings(store, False)
+        pieces = {"read_weight": read_split, "write_weight": write_split, "fill_weight": fill_split_weight}
+        return pieces | {"rounded_sum": rounded} | make_store_bindings(store, False)
 
 
 @dataclass(frozen=True)
@@ -87,30 +87,30 @@ class Split8(WeightUpdate):
 
     name: ClassVar[str] = "split8"
 
-    def check(self, store: Store) -> None:
+    def check_store(self, store: Store) -> None:
         if store.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"weight_update 'split8' is for bfloat16 and float16 parameters, not {store.name} in float32 ones: "
                 "use 'kahan'"
             )
 
-    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def describe_auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         return (("low_bits", torch.int8),)
 
-    def draws(self, store: Store) -> tuple[int, ...]:
+    def count_random_bits(self, store: Store) -> tuple[int, ...]:
         return (8 if store.name == "bf16" else 16,)
 
-    def bindings(self, store: Store) -> dict[str, object]:
+    def make_bindings(self, store: Store) -> dict[str, object]:
         """Return the device functions: on words for bfloat16, on units of the last place for float16."""
         is_bf16 = store.name == "bf16"
         pieces = {
             "read_weight": read_split8 if is_bf16 else read_fp16_split8,
             "write_weight": write_split8,
-            "fill_weight": fill_split8,
+            "fill_weight": fill_split8_weight,
             "save_split8": save_bf16_split8 if is_bf16 else save_fp16_split8,
             "NEAREST_DRAW": HALF_OF_8_BITS if is_bf16 else HALF_OF_16_BITS,
         }
-        return pieces | store_bindings(store, False)
+        return pieces | make_store_bindings(store, False)
 
 
 def read_split(a0, a1, a2, a3, i):
@@ -129,11 +129,11 @@ def replace_infinite_weight(w, shown):
 def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     """Device function: the word of the sum, cut after rounding its upper half."""
     new = rounded_sum(w, u, r0)
-    fill_split(a0, a1, a2, a3, i, new)
+    fill_split_weight(a0, a1, a2, a3, i, new)
     return new
 
 
-def fill_split(a0, a1, a2, a3, i, value):
+def fill_split_weight(a0, a1, a2, a3, i, value):
     """Device function: a float32, split exactly."""
     bits = word(value)
     weight_save(a0, i, shr(add(bits, HALF_OF_16_BITS), SHIFT_16))
@@ -169,7 +169,7 @@ def write_split8(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     return save_split8(a0, a1, i, w + u, r0)
 
 
-def fill_split8(a0, a1, a2, a3, i, value):
+def fill_split8_weight(a0, a1, a2, a3, i, value):
     """Device function: what is nearest to a float32."""
     save_split8(a0, a1, i, value, NEAREST_DRAW)
 

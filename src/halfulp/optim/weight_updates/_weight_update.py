@@ -36,18 +36,18 @@ class WeightUpdate:
     compensates: ClassVar[bool] = False
     scales: ClassVar[bool] = False
 
-    def check(self, store: Store) -> None:
+    def check_store(self, store: Store) -> None:
         """Raise ValueError if this weight update does not apply to parameters of this store."""
 
-    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+    def describe_auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """Name and dtype of each tensor kept beside the parameter."""
         return ()
 
-    def draws(self, store: Store) -> tuple[int, ...]:
+    def count_random_bits(self, store: Store) -> tuple[int, ...]:
         """Return the random bits of each stochastic rounding that a step makes."""
         return ()
 
-    def bindings(self, store: Store) -> dict[str, object]:
+    def make_bindings(self, store: Store) -> dict[str, object]:
         """Return `read_weight(a0, a1, a2, a3, i)` and `write_weight(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1)`.
 
         The first returns the weight and three values for the second, which returns the weight it has stored. Where a
@@ -55,9 +55,9 @@ class WeightUpdate:
         One with auxiliary tensors gives `fill_weight(a0, a1, a2, a3, i, value)` too, which stores what is nearest to a
         float32, without draws; by default the parameter alone is written.
 
-        Free names in them stand for what is bound beside them (`store_bindings`): `weight_load(address, i)` is the code
-        of a parameter's element, `weight_save(address, i, code)` writes it, `weight_real(code)` is its float32, and
-        `weight_nearest(x, random)` and `weight_round(x, random)` are the codes for a float32, the latter by the
+        Free names in them stand for what is bound beside them (`make_store_bindings`): `weight_load(address, i)` is the
+        code of a parameter's element, `weight_save(address, i, code)` writes it, `weight_real(code)` is its float32,
+        and `weight_nearest(x, random)` and `weight_round(x, random)` are the codes for a float32, the latter by the
         rounding of the weight.
         """
         raise AssertionError("every weight update binds its device functions")
@@ -71,7 +71,7 @@ class WeightUpdate:
         """Set the parts to the nearest representation of a float32 value."""
         run_trace_on_tensors(_record_filler(self, store), parts, {"value": value})
 
-    def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor | int:
+    def make_neutral_values(self, store: Store, payload: torch.Tensor) -> torch.Tensor | int:
         """Return the value of each auxiliary tensor beside a parameter that is the whole weight by itself."""
         return 0
 
@@ -82,7 +82,7 @@ class WeightUpdate:
 
 @functools.cache
 def _record_reader(update: WeightUpdate, store: Store) -> RecordedFunction:
-    element, names = ElementRecording(4), update.bindings(store)
+    element, names = ElementRecording(4), update.make_bindings(store)
     read: Any = names["read_weight"]
     return RecordedFunction(element.trace, (bind_names(read, names)(*element.arrays, element.index)[0].number,))
 
@@ -90,8 +90,8 @@ def _record_reader(update: WeightUpdate, store: Store) -> RecordedFunction:
 @functools.cache
 def _record_filler(update: WeightUpdate, store: Store) -> Trace:
     nearest: dict[str, object] = {"weight_round": store.nearest, "residual_round": store.nearest}
-    element, names = ElementRecording(4), update.bindings(store) | nearest
-    fill: Any = names.get("fill_weight", fill_plain)
+    element, names = ElementRecording(4), update.make_bindings(store) | nearest
+    fill: Any = names.get("fill_weight", fill_plain_weight)
     bind_names(fill, names)(*element.arrays, element.index, make_nan_canonical(element.add_input("value")))
     return element.trace
 
@@ -109,13 +109,13 @@ def write_plain(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     return weight_real(code)
 
 
-def fill_plain(a0, a1, a2, a3, i, value):
+def fill_plain_weight(a0, a1, a2, a3, i, value):
     """Device function: the parameter nearest to a value."""
     weight_save(a0, i, weight_nearest(value, value))
 
 
-def store_bindings(store: Store, stochastic: bool) -> dict[str, object]:
-    """Return the bindings of the store's and the rounding's names in device functions."""
+def make_store_bindings(store: Store, stochastic: bool) -> dict[str, object]:
+    """Return, by name, the device functions that read, write and round a parameter of a store."""
     return {
         "weight_load": store.load,
         "weight_save": store.save,

@@ -15,7 +15,7 @@ from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
     choose_storage,
-    encode_addend,
+    encode_ignoring_outliers,
     encode_operand,
     find_outliers,
     find_scaled_tensor,
@@ -34,7 +34,7 @@ from .._scaled_tensor import (
     to_float32,
     wrap_payload,
 )
-from ._vocabulary import align_constants, align_operands, align_with_constants, scale_payloads
+from ._vocabulary import align_constants, align_operands, align_with_constants, make_scaled_results
 
 # The largest eps: numbers added to keep a divisor from 0 are no larger.
 _LARGEST_EPS = 1e-3
@@ -45,7 +45,7 @@ _STORAGES_WITH_NEGLIGIBLE_NUMBERS = (torch.float16, torch.float8_e5m2)
 
 def move_number_to_scale(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
     """Return x with the power of two next to a number in its scale, and the rest of the number."""
-    x = encode_addend(x, like, factor)
+    x = encode_ignoring_outliers(x, like, factor)
     if factor == 1:
         return x, 1.0
     power = _powers.round_number_to_power(abs(float(factor))) if factor else 1.0
@@ -62,7 +62,7 @@ def _add_operands(operator: Callable, a: Any, b: Any, alpha: Any) -> tuple[Tenso
     like = find_scaled_tensor((a, b))
     storage = choose_storage((a, b))
     moved, factor = move_number_to_scale(b, alpha, like)
-    (x, y), scale, *_ = align_operands(encode_addend(a, like), moved)
+    (x, y), scale, *_ = align_operands(encode_ignoring_outliers(a, like), moved)
     total = operator(x, y, alpha=factor)
     total = saturate_outliers(total, scale, storage, find_outliers(a, like), find_outliers(b, like, alpha))
     return x, y, total, scale, storage
@@ -143,7 +143,7 @@ implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")(lambda a, b, 
 def take_elementwise_extreme(operator: OpOverload, a: Any, b: Any) -> Tensor:
     """Return the larger or the smaller elements under the larger scale, which constants do not decide."""
     (x, y), scale = align_with_constants([a, b])
-    return scale_payloads(operator(x, y), [scale], [a, b])
+    return make_scaled_results(operator(x, y), [scale], [a, b])
 
 
 @implements(aten.where.self, family="alignment")
@@ -153,7 +153,7 @@ def where(condition: Tensor, a: Any, b: Any) -> Tensor:
     if not any(isinstance(x, ScaledTensor) for x in (a, b)):
         return torch.where(condition, a, b)
     (x, y), scale = align_with_constants([a, b])
-    return scale_payloads(torch.where(condition, x, y), [scale], [a, b])
+    return make_scaled_results(torch.where(condition, x, y), [scale], [a, b])
 
 
 @implements(aten.hypot.default, family="alignment")
@@ -189,7 +189,7 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
         payloads = [_powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale)), *bounds]
     values = payloads.pop(0)
     limits = [None if bound is None else payloads.pop(0) for bound in (low, high)]
-    return scale_payloads(torch.clamp(values, *limits), [scale], given)
+    return make_scaled_results(torch.clamp(values, *limits), [scale], given)
 
 
 implements(aten.clamp_min.default, aten.clamp_min.Tensor, family="alignment")(lambda x, low: clamp(x, low, None))
@@ -201,7 +201,7 @@ def apply_to_payload_and_constant(operator: Any, x: ScaledTensor, value: Any) ->
     """Return op(payload, payload of a constant) under x's scale."""
     (payload,), scale = align_constants(x, value)
     own = _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale))
-    return scale_payloads(operator(own, payload), [scale], [x])
+    return make_scaled_results(operator(own, payload), [scale], [x])
 
 
 @implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor, family="alignment")
@@ -219,7 +219,7 @@ def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
 def constant_pad_nd(x: ScaledTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     """Return a constant around x, under x's scale."""
     if not value:
-        return scale_payloads(aten.constant_pad_nd.default(to_float32(x), pad), [x._scale], [x])
+        return make_scaled_results(aten.constant_pad_nd.default(to_float32(x), pad), [x._scale], [x])
 
     def pad_payload(payload: Tensor, constant: Any) -> Tensor:
         if not isinstance(constant, Tensor):

@@ -20,9 +20,9 @@ from .. import _powers_of_two as _powers
 from .._operands import encode_operand, encode_plain_tensor, find_scaled_tensor
 from .._registry import EIGHT_BIT_DTYPES, LOGICAL_DTYPES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, wrap_payload
-from .._write import check_indexed_write, write_values
+from .._write import refuse_vanishing_indexed_write, write_values
 from ._aligned import move_number_to_scale
-from ._vocabulary import align_with_constants, decode_value, encode_results, is_constant, scale_payloads
+from ._vocabulary import align_with_constants, decode_value, encode_results, is_constant, make_scaled_results
 
 
 def encode_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
@@ -161,7 +161,7 @@ def compute_aligned_write(x: Any, source: Any, compute: Callable[[Tensor, Any], 
     if is_constant(source) and not isinstance(x, ScaledTensor):
         x = encode_operand(x, like)
     (base, values), scale = align_with_constants([encode_operand(x, like) if is_constant(x) else x, source])
-    return scale_payloads(compute(base, values), [scale], [x, source])
+    return make_scaled_results(compute(base, values), [scale], [x, source])
 
 
 @implements(aten.index_put.default, aten._unsafe_index_put.default, family="indexing")
@@ -175,7 +175,7 @@ def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False,
     """Write values at indices, or add them, in place: `index_put`."""
     result = index_put(x, indices, values, accumulate)
     given = {"indices": indices, "values": values, "accumulate": accumulate}
-    check_indexed_write("_index_put_impl_", given, x, result)
+    refuse_vanishing_indexed_write("_index_put_impl_", given, x, result)
     return write_values(x, result)
 
 

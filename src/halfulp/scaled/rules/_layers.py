@@ -18,6 +18,7 @@ from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._float8 import has_cuda_capability
 from .._operands import (
+    bring_payload_under_scale,
     choose_product_storage,
     choose_storage,
     encode_operand,
@@ -25,7 +26,6 @@ from .._operands import (
     fit_scaled_tensor,
     make_scaled_tensor,
     map_tree,
-    move_payload_to_scale,
     move_power_to_scale,
     promote_dtypes,
 )
@@ -34,11 +34,11 @@ from .._scaled_tensor import ScaledTensor, round_to_storage, to_float32, wrap_pa
 from .._write import write_values
 from ._vocabulary import (
     decode_value,
+    encode_under_scale,
     make_scaled_result,
+    make_scaled_results,
     make_unit_scale,
     round_root_to_power,
-    scale_payloads,
-    scale_values,
 )
 
 
@@ -48,8 +48,8 @@ def _encode_norm_statistics(
     """Return a mean under x's scale s, and a reciprocal deviation under 1 / s or the smaller root of 1 / eps."""
     largest = _powers.round_number_to_power(eps**-0.5, "down") if eps > 0 else _powers.LARGEST_SCALE
     scale = x._scale.reciprocal().clamp(_powers.SMALLEST_SCALE, largest)
-    held = None if mean is None else scale_values(mean, x._scale, torch.float32, torch.float32)
-    return held, scale_values(deviation, scale, torch.float32, torch.float32)
+    held = None if mean is None else encode_under_scale(mean, x._scale, torch.float32, torch.float32)
+    return held, encode_under_scale(deviation, scale, torch.float32, torch.float32)
 
 
 def _make_normalised_result(y: Tensor, *operands: Any) -> ScaledTensor:
@@ -88,7 +88,7 @@ def _scale_norm_gradients(
         level = encode_operand(deviation, like)._scale
         to_x = move_power_to_scale(to_x, g._scale, level, like._payload.dtype, like.dtype)
     sum_scale = round_root_to_power(rows)
-    return to_x, *(y if y is None else scale_payloads(y, [g._scale], [like], sum_scale) for y in others)
+    return to_x, *(y if y is None else make_scaled_results(y, [g._scale], [like], sum_scale) for y in others)
 
 
 def _run_norm_backward(operator: OpOverload, given: tuple, like: ScaledTensor, deviation: Any, rows: int) -> tuple:
@@ -144,7 +144,7 @@ def _step_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
 
 # By operator: whether it trains, where that is no argument; whether an empty tensor follows its results, as some
 # backends have it; and whether it writes the running statistics, or returns them.
-_BATCH_NORM_VARIANTS: dict[OpOverload, tuple[bool | None, bool, bool]] = {
+_BATCH_NORM_FLAGS_BY_OPERATOR: dict[OpOverload, tuple[bool | None, bool, bool]] = {
     aten.native_batch_norm.default: (None, False, True),
     aten._native_batch_norm_legit.default: (None, False, True),
     aten._native_batch_norm_legit_functional.default: (None, False, False),
@@ -158,10 +158,10 @@ _BATCH_NORM_VARIANTS: dict[OpOverload, tuple[bool | None, bool, bool]] = {
 }
 
 
-@implements_each(*_BATCH_NORM_VARIANTS, family="norm")
+@implements_each(*_BATCH_NORM_FLAGS_BY_OPERATOR, family="norm")
 def batch_norm(operator: OpOverload, *given: Any) -> tuple:
     """Normalise over the batch in training, else by running statistics; these move in place, or follow the results."""
-    training, reserve, in_place = _BATCH_NORM_VARIANTS[operator]
+    training, reserve, in_place = _BATCH_NORM_FLAGS_BY_OPERATOR[operator]
     if operator is aten._native_batch_norm_legit.no_stats:
         given = (*given[:3], None, None, True, *given[4:])
     elif training is not None:
@@ -254,7 +254,7 @@ def differentiate_attention(operator: OpOverload, *arguments: Any, **options: An
     bias = _decode_attention_bias(given, kernel)
     payloads = _make_attention_payloads(query, key, value, kernel) | {
         of_output: _round_payload_to_dtype(gradient, kernel),
-        "out": move_payload_to_scale(output, value._scale, kernel),
+        "out": bring_payload_under_scale(output, value._scale, kernel),
         "logsumexp": decode_value(given["logsumexp"]),
     }
     to_query, to_key, to_value, *others = call_with_named_arguments(operator, given | payloads | bias)
@@ -274,7 +274,7 @@ def differentiate_attention(operator: OpOverload, *arguments: Any, **options: An
 
 
 def _scale_attention_operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
-    """Return tensors as payload x scale, then the storage of their result."""
+    """Return attention's operands as scaled tensors, plain ones encoded, then the storage of its result."""
     like = find_scaled_tensor([*tensors, *given.values()])
     holders = tensors if any(isinstance(x, ScaledTensor) for x in tensors) else [like]
     return *(encode_operand(x, like) for x in tensors), choose_product_storage(holders)

@@ -25,7 +25,7 @@ from .._float8 import eight_bit_engine
 from .._operands import (
     choose_product_storage,
     choose_storage,
-    encode_addend,
+    encode_ignoring_outliers,
     encode_operand,
     encode_product_operand,
     find_outliers,
@@ -55,22 +55,22 @@ EIGHT_BIT_SIDE_MULTIPLE = 16  # torch._scaled_mm takes multiples of this
 
 def _multiply_into_float32(a: Tensor, b: Tensor) -> Tensor:
     packet = aten.mm if a.dim() == 2 else aten.bmm
-    if hasattr(packet, "dtype") and has_wide_products(a.device):
+    if hasattr(packet, "dtype") and has_products_into_float32(a.device):
         return packet.dtype(a, b, torch.float32)
     return packet.default(a.to(torch.float32), b.to(torch.float32))
 
 
 # The product of two matrices, or batches of some, of float16: exact products, summed in float32. An operator, as
 # compilers cannot ask the device while they trace, and not all of them know torch's products with another dtype.
-wide_product = define_operator(
-    "wide_product(Tensor a, Tensor b) -> Tensor",
+multiply_into_float32 = define_operator(
+    "multiply_into_float32(Tensor a, Tensor b) -> Tensor",
     _multiply_into_float32,
     lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32),
 )
 
 
 @functools.cache
-def has_wide_products(device: torch.device) -> bool:
+def has_products_into_float32(device: torch.device) -> bool:
     """Return whether torch multiplies float16 matrices on a device into float32 results: newer versions do on CUDA."""
     if device.type != "cuda":
         return False
@@ -124,7 +124,7 @@ def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, f
     if operator not in _ADDING_PRODUCT_BY_PRODUCT:
         return operator(to_float32(x), to_float32(y)), factor
     if _is_float16_product_on_cuda(left, right):
-        return wide_product(left, right), factor
+        return multiply_into_float32(left, right), factor
     left, right = _choose_product_payloads(x, y)
     if type(left) is not Tensor or factor == 1.0:
         return operator(left, right), factor
@@ -192,7 +192,7 @@ def mul(a: Any, b: Any) -> Tensor:
         storage = torch.float32 if is_square else choose_storage((a, b))
         return make_scaled_result(to_float32(a) * to_float32(b), (a._scale, b._scale), storage, dtype)
     like, storage = find_scaled_tensor((a, b)), choose_storage((a, b))
-    x, y = encode_addend(a, like, among_zeros=False), encode_addend(b, like, among_zeros=False)
+    x, y = encode_ignoring_outliers(a, like, among_zeros=False), encode_ignoring_outliers(b, like, among_zeros=False)
     scale, rest = _powers.multiply_scales(x._scale, y._scale)
     large = [find_outliers(factor, like, among_zeros=False) for factor in (a, b)]
     values = saturate_outliers(to_float32(x) * to_float32(y), scale, storage, *large)
@@ -208,15 +208,15 @@ def div(a: Any, b: Any) -> Tensor:
         scale, rest = _powers.multiply_scales(a._scale, 1.0 / power)
         return make_rule_result(to_float32(a) / mantissa, scale, rest, a._payload.dtype, dtype)
     like = find_scaled_tensor((a, b))
-    x, y = encode_addend(a, like, among_zeros=False), encode_addend(b, like, among_zeros=False)
+    x, y = encode_ignoring_outliers(a, like, among_zeros=False), encode_ignoring_outliers(b, like, among_zeros=False)
     scale, rest = _powers.multiply_scales(x._scale, invert_scale(y._scale))
-    rest = _restore_zero_scale(y._scale, rest)
+    rest = _restore_factor_of_zero_divisor(y._scale, rest)
     values, storage = to_float32(x) / to_float32(y), choose_storage((a, b))
     values = saturate_outliers(values, scale, storage, find_outliers(a, like), find_outliers(b, like, inverse=True))
     return make_rule_result(values, scale, rest, storage, dtype)
 
 
-def _restore_zero_scale(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
+def _restore_factor_of_zero_divisor(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
     """Put back what `invert_scale` left out for a divisor under the smallest scale."""
     value = _powers.read_scale(divisor)
     if value is not None:
@@ -245,9 +245,15 @@ def add_scaled_product(
     """
     like = find_scaled_tensor((base, a, b))
     storage, dtype = choose_product_storage((base, a, b)), promote_dtypes((base, a, b))
-    encode_product_operand = encode_matrix_operand if separate else encode_operand if of_matrices else encode_addend
+    encode_product_operand = (
+        encode_matrix_operand if separate else encode_operand if of_matrices else encode_ignoring_outliers
+    )
     large = [find_outliers(base, like, beta)]
-    base, x, y = encode_addend(base, like, beta), encode_product_operand(a, like), encode_product_operand(b, like)
+    base, x, y = (
+        encode_ignoring_outliers(base, like, beta),
+        encode_product_operand(a, like),
+        encode_product_operand(b, like),
+    )
     if separate is not None and large == [None] and _is_added_after_product(base, x, y, beta, alpha):
         values, factor = _multiply_payloads(separate, x, y, 1.0 / sum_scale)
         product = make_scaled_result(values, (x._scale, y._scale), torch.float32, dtype, sum_scale, factor)
@@ -271,7 +277,7 @@ def add_scaled_product(
         of_base = divide_scale_product(base._scale, scale=scale)
         of_product = divide_scale_product(*factors, scale=scale)
     if quotient:
-        of_product = _restore_zero_scale(y._scale, of_product)
+        of_product = _restore_factor_of_zero_divisor(y._scale, of_product)
     start, left, right = _choose_product_payloads(base, x, y) if separate else map(to_float32, (base, x, y))
     if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
         y = compute(start, left, right, _clamp_to_float32(beta * of_base), _clamp_to_float32(alpha * of_product))
@@ -279,7 +285,7 @@ def add_scaled_product(
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
         # Factors after the product fuse with what follows; before it they would cost a pass over a matrix.
         is_wide = _is_float16_product_on_cuda(x._payload, y._payload)
-        product = wide_product(x._payload, y._payload) if is_wide else separate(left, right)
+        product = multiply_into_float32(x._payload, y._payload) if is_wide else separate(left, right)
         y = product * _multiply_unless_one(of_product, alpha) + start * _multiply_unless_one(of_base, beta)
         return fit_scaled_tensor(saturate_outliers(y, scale, storage, *large), scale, storage, dtype)
     # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
@@ -310,7 +316,7 @@ def _multiply_plain_operands(
             is_beyond = is_beyond & (factor.isfinite() if isinstance(factor, Tensor) else math.isfinite(factor))
         is_beyond = is_beyond & (b != 0) if quotient else is_beyond
         product = torch.where(is_beyond, _clamp_to_float32(product), product)
-    return encode_addend(product * alpha, like), [find_outliers(product, like, alpha)]
+    return encode_ignoring_outliers(product * alpha, like), [find_outliers(product, like, alpha)]
 
 
 def _clamp_to_float32(number: Any) -> Any:
@@ -384,7 +390,7 @@ def convolution(
     if bias is not None:
         large = find_outliers(bias, like)
         large = large if large is None else large.reshape(-1, *[1] * (weight.dim() - 2))
-        bias = encode_addend(bias, like)
+        bias = encode_ignoring_outliers(bias, like)
         scale = _powers.take_largest_scale(scale, bias._scale)
         start = _powers.multiply_by_power(to_float32(bias), divide_scale_product(bias._scale, scale=scale))
     # All powers of two go into the weight and the bias, so that the result is written once.

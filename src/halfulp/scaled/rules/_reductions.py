@@ -15,7 +15,14 @@ from ...subclass._derivation import aten
 from .._operands import encode_operand, encode_plain_tensor, find_scaled_tensor
 from .._registry import LOGICAL_DTYPES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, decode_values, to_float32
-from ._vocabulary import align_operands, decode_value, encode_results, homogeneous, round_root_to_power, scale_payloads
+from ._vocabulary import (
+    align_operands,
+    decode_value,
+    encode_results,
+    homogeneous,
+    make_scaled_results,
+    round_root_to_power,
+)
 
 
 def count_summed_elements(x: Tensor, dims: Sequence[int] | int | None) -> int:
@@ -60,19 +67,19 @@ def register_reduction(*operators: OpOverload) -> Callable[[Callable], Callable]
 def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """sum(p) / c under the scale s c, with c the power of two below the root of the number of terms."""
     total = aten.sum.dim_IntList(to_float32(x), dims, keepdim)
-    return scale_payloads(total, [x._scale], [x], choose_sum_divisor(x, dims))
+    return make_scaled_results(total, [x._scale], [x], choose_sum_divisor(x, dims))
 
 
 @register_reduction(aten.mean.default, aten.mean.dim)
 def mean_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """mean(p) under the scale s."""
-    return scale_payloads(aten.mean.dim(to_float32(x), dims, keepdim), [x._scale], [x])
+    return make_scaled_results(aten.mean.dim(to_float32(x), dims, keepdim), [x._scale], [x])
 
 
 @register_reduction(aten.cumsum.default)
 def cumsum(x: ScaledTensor, dim: int) -> Tensor:
     """Return running sums, divided by the power of two below the root of the longest."""
-    return scale_payloads(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], choose_sum_divisor(x, dim))
+    return make_scaled_results(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], choose_sum_divisor(x, dim))
 
 
 @register_reduction(aten.prod.default, aten.prod.dim_int)
@@ -97,7 +104,7 @@ def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False)
         return encode_results(values, [x])
     values = aten.linalg_vector_norm.default(to_float32(x), order, dims, keepdim)
     terms = {0.0: count, 1.0: count * count, 2.0: count}.get(order, 1)
-    return scale_payloads(values, [x._scale] if order else [], [x], round_root_to_power(terms))
+    return make_scaled_results(values, [x._scale] if order else [], [x], round_root_to_power(terms))
 
 
 _UPSAMPLE_NAMES = (
@@ -129,7 +136,7 @@ def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore
     y, total = operator(to_float32(p), target, decode_value(weight), reduction, ignore_index)
     holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
     divisor = round_root_to_power(target.numel()) if reduction == SUM_REDUCTION else 1.0
-    return scale_payloads(y, [p._scale], holders, divisor), total
+    return make_scaled_results(y, [p._scale], holders, divisor), total
 
 
 @implements(aten.mse_loss_backward.default, family="loss")
@@ -139,7 +146,9 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
     g = encode_operand(gradient, like)
     (a, b), scale, *_ = align_operands(*(encode_operand(t, like) for t in (x, target)))
     y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
-    return scale_payloads(y, [g._scale, scale], [like], _find_mean_gradient_factor(3, gradient, x, target, reduction))
+    return make_scaled_results(
+        y, [g._scale, scale], [like], _find_mean_gradient_factor(3, gradient, x, target, reduction)
+    )
 
 
 # By operator, the position of its argument `reduction`.

@@ -8,7 +8,7 @@ from functools import partial
 from ...subclass._derivation import parse_operators
 from ._vocabulary import aligned, data_movement, decoded, gate, homogeneous, measured_scale, unit_scale
 
-OPERATORS_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
+OPERATOR_NAMES_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
     (homogeneous, "pass-through"): """
         native_dropout relu abs neg leaky_relu amax amin aminmax max max.dim min min.dim median median.dim nanmedian
         nanmedian.dim mode kthvalue cummax cummin argmax argmin all all.dim all.dims any any.dim any.dims count_nonzero
@@ -134,5 +134,5 @@ OPERATORS_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
 }
 
 
-for (_register, _family), _names in OPERATORS_BY_RULE.items():
+for (_register, _family), _names in OPERATOR_NAMES_BY_RULE.items():
     _register(*parse_operators(_names), family=_family)

@@ -34,17 +34,17 @@ from .. import _powers_of_two as _powers
 from .._operands import (
     LEAST_OUTLIER,
     LEAST_OUTLIER_BY_STORAGE,
-    LEAST_SATURATED_OUTLIER,
+    LEAST_SATURATION_MAGNITUDE,
+    bring_payload_under_scale,
     choose_product_storage,
     choose_storage,
-    encode_addend,
+    encode_ignoring_outliers,
     encode_operand,
     encode_plain_tensor,
     find_outliers,
     find_scaled_tensor,
     fit_scaled_tensor,
     map_tree,
-    move_payload_to_scale,
     promote_dtypes,
     saturate_outliers,
 )
@@ -111,7 +111,7 @@ def make_scaled_result(
     return made
 
 
-def scale_payloads(results: Any, scales: list[Tensor], holders: list[Any], sum_scale: float = 1.0) -> Any:
+def make_scaled_results(results: Any, scales: list[Tensor], holders: list[Any], sum_scale: float = 1.0) -> Any:
     """Return floating results, payloads under the product of scales, each with a scale of its own."""
     storage, dtype = choose_storage(holders), promote_dtypes(holders)
     scales = scales or [make_unit_scale(find_scaled_tensor(holders))]
@@ -121,7 +121,7 @@ def scale_payloads(results: Any, scales: list[Tensor], holders: list[Any], sum_s
     )
 
 
-def scale_values(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
+def encode_under_scale(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
     """Return float32 values as a scaled tensor of a given scale, and what is no float unchanged."""
     if not is_floating(y):
         return y
@@ -144,7 +144,7 @@ def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, t
     values: list[Any] = [_powers.read_scale(x._scale) for x in tensors]
     if None in values:
         scale = _powers.choose_common_scale(*(x._scale for x in tensors))
-        payloads = [move_payload_to_scale(x, scale) for x in tensors]
+        payloads = [bring_payload_under_scale(x, scale) for x in tensors]
     else:
         largest = _powers.choose_common_scale_value(values)
         scale = torch.tensor(largest, dtype=torch.float32, device="cpu")
@@ -195,7 +195,7 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     # A constant that stands for infinity saturates, at 128 or more. Among zeros of any scale a constant's own power of
     # two is taken, for a large one what it needs.
     like, storage = find_scaled_tensor(operands), choose_storage(operands)
-    tensors = {i: encode_addend(x, like) for i, x in enumerate(operands) if not is_constant(x)}
+    tensors = {i: encode_ignoring_outliers(x, like) for i, x in enumerate(operands) if not is_constant(x)}
     constants = {i: encode_operand(x, like) for i, x in enumerate(operands) if i not in tensors}
     filled = {i for i, x in tensors.items() if is_filled_with_large_number(x)}
     if len(filled) < len(tensors):
@@ -205,7 +205,7 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
         scale = raise_scale_for_constants(scale, storage, *constants.values())
     payloads = {i: make_constant_payload(x, scale, storage) for i, x in constants.items()}
     for i, x in tensors.items():
-        payload, large = move_payload_to_scale(x, scale), find_outliers(operands[i], like)
+        payload, large = bring_payload_under_scale(x, scale), find_outliers(operands[i], like)
         payloads[i] = saturate_outliers(payload, scale, storage, large)
     return [payloads[i] for i in range(len(operands))], scale
 
@@ -239,7 +239,7 @@ def _choose_scale_of_zeros(
 def _find_scale_for_constant(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
     largest = torch.finfo(storage).max
     size = torch.nan_to_num(to_float32(constant).abs() * constant._scale, 0.0, 0.0).amax()
-    needed = torch.where(size >= _find_least_outlier_constant(storage), LEAST_SATURATED_OUTLIER, size)
+    needed = torch.where(size >= _find_least_outlier_constant(storage), LEAST_SATURATION_MAGNITUDE, size)
     return _powers.round_to_power(needed / largest, "up")
 
 
@@ -253,7 +253,7 @@ def make_constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.
         held = (largest / scale).clamp(max=largest)
         moved = torch.minimum(torch.maximum(moved, -held), held)
     is_outlier = (moved.abs() > largest) & (payload.abs() * constant._scale >= _find_least_outlier_constant(storage))
-    enough = _powers.take_largest_scale(torch.full_like(scale, largest), LEAST_SATURATED_OUTLIER / scale)
+    enough = _powers.take_largest_scale(torch.full_like(scale, largest), LEAST_SATURATION_MAGNITUDE / scale)
     return torch.where(payload.isinf(), payload, torch.where(is_outlier, moved.sign() * enough, moved))
 
 
@@ -284,7 +284,7 @@ def _find_scale_for_number(constant: float, storage: torch.dtype) -> float:
     size = abs(constant)
     if not 0 < size < math.inf:
         return _powers.ZERO_SCALE
-    needed = LEAST_SATURATED_OUTLIER if size >= _find_least_outlier_constant(storage) else size
+    needed = LEAST_SATURATION_MAGNITUDE if size >= _find_least_outlier_constant(storage) else size
     return _powers.round_number_to_power(needed / torch.finfo(storage).max, "up")
 
 
@@ -296,7 +296,7 @@ def _make_number_payload(constant: float, scale: float, storage: torch.dtype) ->
         held = min(largest, largest / scale)
         return min(max(payload, -held), held)
     if abs(payload) > largest and abs(constant) >= _find_least_outlier_constant(storage):
-        return math.copysign(min(max(largest, LEAST_SATURATED_OUTLIER / scale), _powers.FLOAT32_MAX), constant)
+        return math.copysign(min(max(largest, LEAST_SATURATION_MAGNITUDE / scale), _powers.FLOAT32_MAX), constant)
     return min(max(payload, -_powers.FLOAT32_MAX), _powers.FLOAT32_MAX)
 
 
@@ -306,7 +306,7 @@ def _find_least_outlier_constant(storage: torch.dtype) -> float:
 
 
 # Operators whose results are elements of the argument, or their negatives: exact in every storage.
-_SELECTING_OPERATORS = {aten.relu.default, aten.neg.default, aten.abs.default}
+_OPERATORS_WITHOUT_ROUNDING = {aten.relu.default, aten.neg.default, aten.abs.default}
 
 
 def data_movement(*operators: OpOverload, family: str = "own") -> None:
@@ -366,12 +366,12 @@ def homogeneous(
     def run_of_degree(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         storage, dtype = x._payload.dtype, x.dtype
         keeps = (
-            operator in _SELECTING_OPERATORS and storage not in EIGHT_BIT_DTYPES
+            operator in _OPERATORS_WITHOUT_ROUNDING and storage not in EIGHT_BIT_DTYPES
         )  # for which torch has no such kernels
         entered = x._payload if keeps else to_float32(x)
         results = operator(entered, *arguments, **options)
         if degree > 0:
-            return scale_payloads(results, [x._scale] * degree, [x])
+            return make_scaled_results(results, [x._scale] * degree, [x])
         scale, rest = raise_scale_to_degree(x._scale, degree)
         return map_tree(lambda y: make_rule_result(y, scale.clone(), rest, storage, dtype), results)
 
@@ -380,7 +380,7 @@ def homogeneous(
         holders: list[Tensor] = []
         scales: list[Tensor] = []
 
-        def enter(name: str, x: Any) -> Any:
+        def prepare_operand(name: str, x: Any) -> Any:
             if name not in degrees or not is_floating(x):
                 return map_tree(decode_value, x)
             scaled = encode_operand(x, like)
@@ -389,11 +389,11 @@ def homogeneous(
                 scales.extend([scaled._scale] * degrees[name])
             return to_float32(scaled)
 
-        entered = [enter(name, x) for name, x in zip(names_by_operator[operator], arguments)]
-        results = operator(*entered, **{name: enter(name, x) for name, x in options.items()})
+        entered = [prepare_operand(name, x) for name, x in zip(names_by_operator[operator], arguments)]
+        results = operator(*entered, **{name: prepare_operand(name, x) for name, x in options.items()})
         sum_scale = 1.0 if terms is None else terms(*arguments, **options)
         holders = holders if any(isinstance(x, ScaledTensor) for x in holders) else [like]
-        return scale_payloads(results, scales, holders, sum_scale)
+        return make_scaled_results(results, scales, holders, sum_scale)
 
     implements_each(*operators, family=family)(run_of_degrees if degrees else run_of_degree)
 
@@ -430,7 +430,7 @@ def _register_on_values(
     """Register operators on decoded values, of whose results all, or the first `scaled` ones, are encoded."""
 
     @implements_each(*operators, family=family)
-    def compute(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    def run_operator(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
         flat = [*arguments, *options.values()]
         flat = [y for x in flat for y in (x if isinstance(x, (list, tuple)) else (x,))]
         storage, dtype = choose_result_storage(flat), promote_dtypes(flat)
@@ -449,7 +449,7 @@ def decoded(*operators: OpOverload, family: str = "own") -> None:
     """Register operators with plain results, computed by value: booleans, indices, complex numbers."""
 
     @implements_each(*operators, family=family)
-    def compute(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    def run_operator(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
         arguments, options = map_tree(decode_value, (arguments, options))
         return operator(*arguments, **options)
 
@@ -464,13 +464,15 @@ def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False
     """
 
     @implements_each(*operators, family=family)
-    def compute(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    def run_operator(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
         flat = tree_leaves((arguments, options))
         gated = encode_operand(arguments[0], find_scaled_tensor(flat))
         scale = _powers.take_largest_scale(gated._scale, make_unit_scale(gated)) if at_least_one else gated._scale
         values = operator(*map_tree(decode_value, arguments), **map_tree(decode_value, options))
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        return map_tree(lambda y: scale_values(y, scale, choose_storage(tensors), promote_dtypes(tensors)), values)
+        return map_tree(
+            lambda y: encode_under_scale(y, scale, choose_storage(tensors), promote_dtypes(tensors)), values
+        )
 
 
 def aligned(*operators: OpOverload, family: str = "own") -> None:
@@ -480,11 +482,11 @@ def aligned(*operators: OpOverload, family: str = "own") -> None:
     """
 
     @implements_each(*operators, family=family)
-    def compute(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    def run_operator(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
         flat = tree_leaves((arguments, options))
         holders = [x for x in flat if isinstance(x, ScaledTensor)]
         payloads, scale = align_with_constants([x for x in flat if is_floating(x)])
         found = iter(payloads)
         arguments, options = map_tree(lambda x: next(found) if is_floating(x) else x, (arguments, options))
         results = operator(*arguments, **options)
-        return scale_payloads(results, [scale], holders + [x for x in flat if is_floating(x) and x.dim()])
+        return make_scaled_results(results, [scale], holders + [x for x in flat if is_floating(x) and x.dim()])

@@ -16,7 +16,7 @@ from ...kernels import disable_tracing
 from .. import _rule_table
 from .._in_backward import refuse_tracing_of
 from . import _state_dict
-from ._parameter_holders import check_holders, install_registration_hooks
+from ._parameter_holders import check_parameter_holders, install_registration_hooks
 
 
 def remove_forward_hooks(modules: Iterable[nn.Module], is_ours: Callable[[Any], bool]) -> None:
@@ -114,7 +114,7 @@ FunctionWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _CHECKPOINT_ADVICE = "checkpoint the whole model instead, or run it without checkpointing"
 
 
-def capture_recomputation(pack: Callable[..., Any], wrap: FunctionWrapper, what: str) -> None:
+def wrap_recomputed_function(pack: Callable[..., Any], wrap: FunctionWrapper, what: str) -> None:
     """Wrap, once, the function that torch.utils.checkpoint(use_reentrant=False) recomputes."""
     # Its frame is reached through the hook that packs saved tensors while the checkpointed function runs; other hooks
     # are left alone.
@@ -133,7 +133,7 @@ def capture_recomputation(pack: Callable[..., Any], wrap: FunctionWrapper, what:
     frame.recompute_fn._wrapped_by = wrap
 
 
-def capture_reentrant_recomputation(node: Any, name: str, wrap: FunctionWrapper, what: str) -> None:
+def wrap_reentrant_recomputed_function(node: Any, name: str, wrap: FunctionWrapper, what: str) -> None:
     """Wrap the function that reentrant checkpointing (torch.utils.checkpoint) recomputes in the backward pass."""
     if name.endswith("CheckpointFunctionBackward"):
         if not callable(getattr(node, "run_function", None)):
@@ -179,11 +179,11 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
 
 
 @disable_tracing
-def _begin_forward(module: nn.Module, arguments: Any) -> None:
+def _attribute_fallbacks_to_model(module: nn.Module, arguments: Any) -> None:
     """Attribute the following fallbacks to this model, and refuse recorders: a forward pre-hook."""
     if not torch.compiler.is_compiling():
         refuse_tracing_of(module)
-    _rule_table.running_model.counts = module.__dict__[_FALLBACK_COUNTS_ATTRIBUTE]
+    _rule_table.running_model_fallbacks.counts = module.__dict__[_FALLBACK_COUNTS_ATTRIBUTE]
 
 
 def decode_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
@@ -206,7 +206,7 @@ def replace_parameters(
 ) -> None:
     """Put converted tensors in the parameters' places, with what a model of such tensors needs; or `plain` ones."""
     # A shared parameter is converted once. Nothing is changed where a parameter is refused.
-    check_holders([(ref.name, ref.value) for ref in refs if ref.is_parameter], what, replaced=True)
+    check_parameter_holders([(ref.name, ref.value) for ref in refs if ref.is_parameter], what, replaced=True)
     values: dict[int, Tensor] = {}
     for ref in refs:
         if id(ref.value) not in values:
@@ -219,10 +219,10 @@ def replace_parameters(
         for module in model.modules():
             _state_dict.remove_state_dict_hooks(module)
             vars(module).pop(_FALLBACK_COUNTS_ATTRIBUTE, None)
-        remove_forward_hooks(model.modules(), lambda hook: hook is _begin_forward)
+        remove_forward_hooks(model.modules(), lambda hook: hook is _attribute_fallbacks_to_model)
         return
     _state_dict.install_state_dict_check(model)
     if _FALLBACK_COUNTS_ATTRIBUTE not in vars(model):
         vars(model)[_FALLBACK_COUNTS_ATTRIBUTE] = Counter()
-        model.register_forward_pre_hook(_begin_forward)
+        model.register_forward_pre_hook(_attribute_fallbacks_to_model)
     install_registration_hooks()

@@ -17,10 +17,10 @@ from ..._torch_versions import get_saved_tensor_hooks, is_exporting
 from ...arithmetic._float32_products import NAME_BY_PRODUCT_FUNCTION, iterate_tensors, multiply_in_float32
 from ...environment._narrow_products import list_dtypes_multiplied_in_float32
 from ...kernels import assume_constant_result, note_fallback
-from ._conversion import capture_recomputation, check_module
+from ._conversion import check_module, wrap_recomputed_function
 from ._parameter_holders import EMULATED_FORMAT_ATTRIBUTE
 
-Model = TypeVar("Model", bound=nn.Module)
+ModelType = TypeVar("ModelType", bound=nn.Module)
 # What a module of the model holds: where its products are widened.
 _WIDENED_MARK_ATTRIBUTE = "_halfulp_float32_products"
 _WIDENED_EVERYWHERE, _WIDENED_WHERE_EAGER = "everywhere", "eager"
@@ -29,7 +29,7 @@ _WIDENED_CLASS_ATTRIBUTE = "_halfulp_with_float32_products"
 _ORIGINAL_CLASS_ATTRIBUTE = "_halfulp_without_float32_products"
 
 
-def float32_products(model: Model, enabled: bool = True) -> Model:
+def float32_products(model: ModelType, enabled: bool = True) -> ModelType:
     """Compute a model's products of bfloat16 and float16 tensors in float32 where the processor lacks instructions.
 
     There torch multiplies 16-bit matrices 5 to 50 times as slowly as float32 ones. Operands are widened, which is
@@ -79,8 +79,8 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
             # A class that somebody has made of this file's since stays, and finds no mark.
             object.__setattr__(module, "__class__", get_original_class(module))
         elif _WIDENED_MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
-            _widen_module(module)
-    if any(isinstance(vars(module).get("forward"), GraphReadingForward) for module in model.modules()):
+            _set_float32_product_class(module)
+    if any(isinstance(vars(module).get("forward"), ForwardReadByCompiler) for module in model.modules()):
         leave_compiled_products_to_torch(model)
     return model
 
@@ -92,7 +92,7 @@ def get_original_class(module: nn.Module) -> type[nn.Module]:
     return found
 
 
-class GraphReadingForward:
+class ForwardReadByCompiler:
     """Base of forwards whose graph a compiler reads: `float32_products` leaves their products to torch."""
 
     inner: Callable[..., Any]
@@ -105,13 +105,13 @@ def leave_compiled_products_to_torch(model: nn.Module, leave: bool = True) -> No
             vars(module)[_WIDENED_MARK_ATTRIBUTE] = _WIDENED_WHERE_EAGER if leave else _WIDENED_EVERYWHERE
 
 
-def _widen_module(module: nn.Module) -> None:
+def _set_float32_product_class(module: nn.Module) -> None:
     forward: Any = vars(module).get("forward")
     is_read = (
-        isinstance(forward, GraphReadingForward) and getattr(forward.inner, "__func__", None) is type(module).forward
+        isinstance(forward, ForwardReadByCompiler) and getattr(forward.inner, "__func__", None) is type(module).forward
     )
     is_changed = (forward is not None and not is_read) or parametrize.is_parametrized(module)
-    made = None if is_changed else _make_widened_class(type(module))
+    made = None if is_changed else _make_float32_product_class(type(module))
     if made is None:
         why = "has parametrizations or a forward of its own" if is_changed else "is of a class that allows no subclass"
         note_fallback("float32 products", f"left to torch in {type(module).__name__}, which {why}, called by itself")
@@ -135,7 +135,7 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _make_widened_class(base: type[nn.Module]) -> type[nn.Module] | None:
+def _make_float32_product_class(base: type[nn.Module]) -> type[nn.Module] | None:
     """Return the subclass whose modules run a class's forward in `_run_forward`; None where it cannot be subclassed."""
     # A class, and no function that a module holds: shallow copies and replicas run themselves, and no cycle keeps
     # models alive.
@@ -180,7 +180,7 @@ def _pickle_by_original_class(self: nn.Module, protocol: Any) -> Any:
 
 def make_empty_module(base: type[nn.Module], *arguments: Any) -> nn.Module:
     """Return an empty module of the class made of a class, whose state a pickle then fills in."""
-    made = _make_widened_class(base) or base
+    made = _make_float32_product_class(base) or base
     return made.__new__(made, *arguments)
 
 
@@ -257,7 +257,7 @@ class _ProductMode(TorchFunctionMode):
             hooks = get_saved_tensor_hooks()
             # A checkpoint around the model's modules runs them again, and they come back here by themselves.
             if hooks is not None and hooks != _thread_state.hooks_at_entry:
-                capture_recomputation(hooks[0], _recompute_under_mode, "hu.float32_products")
+                wrap_recomputed_function(hooks[0], _recompute_under_mode, "hu.float32_products")
         return multiply_in_float32(function, args, kwargs)
 
 

@@ -30,7 +30,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..._messages import name_type
 from ..._torch_import import call_after_import
-from ...kernels import note_and_warn_once
+from ...kernels import warn_once_of_fallback
 from .._in_backward import FIRST_GRADIENTS_MODE
 from ._state_dict import find_state_dict_layout
 
@@ -99,7 +99,7 @@ def _broadcast_states(plain: Callable, full: Any, local: MutableMapping[str, Any
 
 
 def _convert_to_sendable(value: Any) -> Any:
-    """Return a state with tensors of dtypes that processes cannot send as int32."""
+    """Return a state whose tensors of dtypes that processes cannot send are int32 tensors instead."""
     if isinstance(value, Mapping):
         parts = {name: _convert_to_sendable(part) for name, part in value.items()}
         return parts if any(parts[name] is not part for name, part in value.items()) else value
@@ -144,7 +144,7 @@ def _warn_of_narrow_averages(averages: nn.Module) -> None:
                 if payload is parameter
                 else "AveragedModel(halfulp.scaled.unscalify(copy.deepcopy(model)))"
             )
-            note_and_warn_once(
+            warn_once_of_fallback(
                 "lost updates",
                 f"AveragedModel keeps its averages in {payload.dtype}, as the model its parameters: an update moves "
                 f"them by mostly less than half a last place, which rounding drops; take {remedy}",
@@ -184,7 +184,7 @@ EMULATED_FORMAT_ATTRIBUTE = "_halfulp_emulated"
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
-def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> list[nn.Module]:
+def check_parameter_holders(named: NamedTensors, what: str, *, replaced: bool) -> list[nn.Module]:
     """Refuse to change parameters that other objects hold, before anything is changed; return fully_shard's modules."""
     # For these call `reset_shards` when the change is made. `what` is the caller, for messages; `replaced` is whether
     # parameters become new objects. A change of dtype in place reaches modules, optimizers, hooks and compiled graphs,

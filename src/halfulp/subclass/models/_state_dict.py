@@ -54,15 +54,15 @@ def install_state_dict_hooks(module: nn.Module) -> None:
     if _save_auxiliary_tensors not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_save_auxiliary_tensors)
         module.register_load_state_dict_pre_hook(_load_auxiliary_tensors)
-        module.register_load_state_dict_post_hook(_forget_missing)
+        module.register_load_state_dict_post_hook(_drop_loaded_missing_keys)
 
 
 def install_state_dict_check(model: nn.Module) -> None:
     """Check a file for all of a model's modules before any of them is loaded."""
     hooks = model._load_state_dict_pre_hooks
     assert isinstance(hooks, OrderedDict)
-    if not any(getattr(hook, "hook", None) is _check_all_modules for hook in hooks.values()):
-        model.register_load_state_dict_pre_hook(_check_all_modules)
+    if not any(getattr(hook, "hook", None) is _check_entries_of_all_modules for hook in hooks.values()):
+        model.register_load_state_dict_pre_hook(_check_entries_of_all_modules)
         hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
@@ -70,7 +70,7 @@ def remove_state_dict_hooks(module: nn.Module) -> None:
     """Remove the hooks that save and load parameters of such classes, unless some are left."""
     if any(_list_own_parameters(inner) for inner in module.modules()):
         return
-    own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_all_modules, _forget_missing)
+    own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_entries_of_all_modules, _drop_loaded_missing_keys)
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
         for key, hook in list(hooks.items()):
             if getattr(hook, "hook", hook) in own:
@@ -153,7 +153,9 @@ def _share_tied_memory(
     return entries
 
 
-def _check_all_modules(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:
+def _check_entries_of_all_modules(
+    module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any
+) -> None:
     """Refuse a file that does not fit before anything is written."""
     check_layout_version(local_metadata)
     metadata = getattr(state_dict, "_metadata", None) or {}
@@ -200,7 +202,7 @@ def _load_auxiliary_tensors(
             loaded.append(name)
 
 
-def _forget_missing(module: nn.Module, incompatible: Any) -> None:
+def _drop_loaded_missing_keys(module: nn.Module, incompatible: Any) -> None:
     """Remove the entries that `_load_auxiliary_tensors` has loaded from the missing keys."""
     for name in module.__dict__.pop(_LOADED_ATTRIBUTE, ()):
         if name in incompatible.missing_keys:

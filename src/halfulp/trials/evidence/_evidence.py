@@ -9,7 +9,7 @@ import os
 from typing import Any, Self
 
 from ...pages import render_template, require_page_packages, write_file_atomically
-from .._defaults import VERDICT_TONES
+from .._defaults import TONE_BY_VERDICT
 from ..page._curves import LineStyle, LossesByRecipe, choose_line_styles, draw_loss_curves
 from ._row import FinishedTrials, Row, check_trial_record
 from ._table import (
@@ -69,7 +69,7 @@ def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
         f"{'; '.join(ends)}. The table has the same numbers.",
         "wide": draw_loss_curves(curves, task, *_WIDE_SIZE),
         "narrow": draw_loss_curves(curves, task, *_NARROW_SIZE),
-        "rows": [_make_template_row(evidence, row, styles[row.recipe], most, reach) for row in rows],
+        "rows": [_make_row_for_template(evidence, row, styles[row.recipe], most, reach) for row in rows],
         "settings": said,
         "recipes": [evidence.of_recipe(task, row.recipe)[0]["settings"]["recipe"] for row in rows],
     }
@@ -85,7 +85,7 @@ def read_loss_curves(evidence: FinishedTrials, task: str) -> LossesByRecipe:
     return curves
 
 
-def _make_template_row(
+def _make_row_for_template(
     evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float
 ) -> dict[str, Any]:
     """Return one row for the template: the table's words, and lengths of bars in per cent."""
@@ -95,7 +95,7 @@ def _make_template_row(
         "recipe": row.recipe,
         "words": words,
         "verdict": words["verdict"],
-        "tone": VERDICT_TONES.get(row.verdict or "", ""),
+        "tone": TONE_BY_VERDICT.get(row.verdict or "", ""),
         "style": style,
         "widths": {
             "cancelled": 100 * (row.cancelled or 0.0),

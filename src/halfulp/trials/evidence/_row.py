@@ -18,7 +18,7 @@ FloatArray = NDArray[np.float64]
 
 
 @functools.lru_cache(maxsize=256)
-def compute_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
+def find_gap_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
     """Return the quantile, in standard errors, for the largest of several recipes' mean gaps.
 
     It is k, which the largest exceeds by chance as often as the level says. For one recipe it is Student's two-sided
@@ -32,7 +32,7 @@ def compute_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
     at most, for m recipes of n seeds, and k is the least number for which that is the level or less for every j. This
     is of gaps that are drawn apart; what correlation adds is left to the level.
 
-    >>> [round(compute_quantile(seeds, recipes), 3) for seeds, recipes in ((3, 1), (3, 5), (5, 1), (5, 5))]
+    >>> [round(find_gap_quantile(seeds, recipes), 3) for seeds, recipes in ((3, 1), (3, 5), (5, 1), (5, 5))]
     [4.303, 4.303, 2.776, 3.152]
     """
     found = 1.0
@@ -106,16 +106,16 @@ def compute_gap_bound(gaps: Sequence[float], twin_gaps: Sequence[float], referen
     count = len(gaps)
     if count < 3:
         return None
-    own = compute_quantile(count, 1) * math.sqrt(_compute_variance(gaps) / count)
+    own = find_gap_quantile(count, 1) * math.sqrt(_compute_variance(gaps) / count)
     twins = (
-        compute_quantile(len(twin_gaps) + 1, 1) * _compute_rms_about_zero(twin_gaps) / math.sqrt(count)
+        find_gap_quantile(len(twin_gaps) + 1, 1) * _compute_rms_about_zero(twin_gaps) / math.sqrt(count)
         if twin_gaps
         else 0.0
     )
     return max(own, twins, LEAST_NOTABLE_RELATIVE_GAP * abs(reference))
 
 
-def compute_noise(
+def compute_noise_threshold(
     gaps: Sequence[float], twin_gaps: Sequence[float], reference: float, compared: Sequence[Sequence[float]] = ()
 ) -> float | None:
     """Return how large a mean gap must be to count as one among those of all recipes compared.
@@ -123,7 +123,7 @@ def compute_noise(
     At least the `compute_gap_bound`. Where several recipes are compared it also exceeds the lower of two, in standard
     errors of the mean, so that chance calls any of them worse or better in about 5% of comparisons at most:
 
-    - the `compute_quantile` of so many recipes at the `get_quantile_level`, where the deviation of a recipe's gaps is
+    - the `find_gap_quantile` of so many recipes at the `get_quantile_level`, where the deviation of a recipe's gaps is
       at least the pooled one: at three seeds a small deviation is mostly chance;
     - Student's quantile with Bonferroni's correction, for the recipe's own deviation: one recipe that scatters wildly
       does not hide what is certain of the others.
@@ -134,7 +134,7 @@ def compute_noise(
         reference: float32's loss.
         compared: the gaps of every recipe compared, of this one too; those of fewer than three seeds do not count.
 
-    >>> compute_noise([0.060, 0.062, 0.064], [], 2.0, [[0.060, 0.062, 0.064], [0.02, 0.01, 0.03]])
+    >>> compute_noise_threshold([0.060, 0.062, 0.064], [], 2.0, [[0.060, 0.062, 0.064], [0.02, 0.01, 0.03]])
     0.0210...
     """
     alone = compute_gap_bound(gaps, twin_gaps, reference)
@@ -142,10 +142,10 @@ def compute_noise(
     if alone is None or len(family) < 2:
         return alone
     count, own = len(gaps), math.sqrt(_compute_variance(gaps))
-    pooled = compute_quantile(count, len(family), get_quantile_level(len(family))) * max(
+    pooled = find_gap_quantile(count, len(family), get_quantile_level(len(family))) * max(
         own, pool_standard_deviations(family)
     )
-    bonferroni = compute_quantile(count, 1, _BONFERRONI_LEVEL / len(family)) * own
+    bonferroni = find_gap_quantile(count, 1, _BONFERRONI_LEVEL / len(family)) * own
     return max(alone, min(pooled, bonferroni) / math.sqrt(count))
 
 
@@ -340,7 +340,7 @@ def _make_recipe_row(
     gaps = _compute_gaps_paired_by_seed(own, reference) if not diverged else []
     baseline = _compute_mean([get_judged_loss(record) for record in reference.values()])
     alone, allowed = compute_gap_bound(gaps, twins, baseline or 0.0), compute_gap_tolerance(twins, baseline or 0.0)
-    limit = compute_noise(
+    limit = compute_noise_threshold(
         gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE_RECIPE, TWIN_RECIPE) else ()
     )
     step_ms_of_float32 = [record["result"]["step_ms"] for record in reference.values()]

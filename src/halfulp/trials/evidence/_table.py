@@ -29,12 +29,16 @@ def format_with_spread(value: float | None, spread: float | None, digits: int | 
     ('1.50 ± 0.02', '1.50', '2.8e-11 ± 1e-12')
     """
 
-    def say(one: float | None, sign: bool = False) -> str:
+    def format_one(one: float | None, sign: bool = False) -> str:
         if digits is not None or one is None:
             return format_number(one, digits or 0, sign)
         return f"{one:{'+' if sign and one else ''}.2g}".replace("-", "−").replace("e−", "e-")
 
-    return say(value, sign) if value is None or spread is None else f"{say(value, sign)} ± {say(spread)}"
+    return (
+        format_one(value, sign)
+        if value is None or spread is None
+        else f"{format_one(value, sign)} ± {format_one(spread)}"
+    )
 
 
 def format_percent(value: float | None, digits: int = 1) -> str:

@@ -133,9 +133,9 @@ def _convert_batch_to_weight_dtype(model: nn.Module, batch: Batch) -> Batch:
     weight, (inputs, targets) = next(model.parameters()), batch
     components = len(weight.components) if isinstance(weight, MCTensor) and inputs.dtype == torch.float64 else 0
 
-    def hold(x: Tensor) -> Tensor:
+    def convert_to_weight_dtype(x: Tensor) -> Tensor:
         return MCTensor.encode(x, components, weight.dtype) if components else x.to(weight.dtype)
 
     if inputs.is_floating_point():
-        inputs = hold(inputs)
-    return inputs, hold(targets) if targets.dtype == torch.float64 else targets
+        inputs = convert_to_weight_dtype(inputs)
+    return inputs, convert_to_weight_dtype(targets) if targets.dtype == torch.float64 else targets

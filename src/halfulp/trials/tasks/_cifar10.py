@@ -77,12 +77,12 @@ def _read_images(path: str, rows: int | None = None) -> Batch:
     except ImportError as error:
         raise ValueError(f"task 'cifar10' reads images ({error}): pip install 'halfulp[cli]'") from None
 
-    def pixels(image: dict[str, bytes]) -> Any:
+    def decode_pixels(image: dict[str, bytes]) -> Any:
         return np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("RGB"))
 
     images, labels = read_parquet(path, ["img", "label"], rows)
     whole: Any = np.stack(
-        [decode_file_content(f"row {row} of {path}", pixels, image) for row, image in enumerate(images)]
+        [decode_file_content(f"row {row} of {path}", decode_pixels, image) for row, image in enumerate(images)]
     )
     pixels_first = torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous()
     return pixels_first, torch.tensor(labels, dtype=torch.long, device="cpu")
