@@ -22,7 +22,7 @@ def test_mix_from_dict_and_list() -> None:
     for given in (dict(pairs), [list(pair) for pair in pairs], pairs):
         recipe = Recipe(name="x", param_dtype="bfloat16", weight_update=given)
         assert recipe.weight_update == pairs
-        assert recipe.update_names() == ("kahan", "stochastic")
+        assert recipe.list_weight_update_names() == ("kahan", "stochastic")
 
 
 def test_gradient_scales() -> None:

@@ -15,8 +15,8 @@ import torch
 from ..kernels import (
     Value,
     compile_out_of_line,
+    is_computed_in_float64,
     is_finite,
-    is_float64,
     power_of_two,
     power_of_two_below,
     product_error,
@@ -213,7 +213,7 @@ def take_root_with_scaling(x: Terms, n: int) -> Terms:
 
 def center_exponents(x: Terms) -> tuple[Terms, Value]:
     """x 2^-k and k: an even power of two that brings very large and very small values into the middle."""
-    edge, step = (2.0**500, 600.0) if is_float64(x[0]) else (2.0**50, 70.0)
+    edge, step = (2.0**500, 600.0) if is_computed_in_float64(x[0]) else (2.0**50, 70.0)
     size = abs(x[0])
     zero = size * 0.0
     k = select(size > edge, zero + step, select(size < 1.0 / edge, zero - step, zero))

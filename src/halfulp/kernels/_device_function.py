@@ -122,7 +122,7 @@ class ElementRecording:
         self.arrays = [emit("address", (), j, "address") for j in range(columns)]
         self.constants = [emit("input", (), ("constant", k), kind) for k in range(constants)]
 
-    def add_block_index(self) -> Traced:
+    def add_scale_block_index(self) -> Traced:
         """Return the index of the element's block."""
         return self.trace.emit("block", (), None, "block")
 

@@ -395,13 +395,13 @@ def _split_float64(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def scale_by_power(x, k):
     """x 2^k for an integer k, rounded once, for |x| not near the ends of the range or k beyond all of it."""
-    reach = 1000.0 if is_float64(x) else 120.0
+    reach = 1000.0 if is_computed_in_float64(x) else 120.0
     first = select(k > reach, reach, select(k < -reach, -reach, k))
     rest = k - first
     rest = select(rest > reach, reach, select(rest < -reach, -reach, rest))
     return (x * power_of_two(first)) * power_of_two(rest)
 
 
-def is_float64(x) -> bool:
+def is_computed_in_float64(x) -> bool:
     """Return whether a value is computed in float64."""
     return (x.trace.dtype if isinstance(x, Traced) else x.dtype) == torch.float64

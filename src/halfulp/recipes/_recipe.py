@@ -140,7 +140,11 @@ class Recipe:
         named: tuple[tuple[str, tuple[str, ...], tuple[str | None, ...]], ...] = (
             ("param_dtype", PARAMETER_DTYPES, (self.param_dtype,)),
             ("state_dtype", states, (self.state_dtype,)),
-            ("weight update", _list_names(DESCRIPTION_BY_WEIGHT_UPDATE, "weight update"), self.update_names()),
+            (
+                "weight update",
+                _list_names(DESCRIPTION_BY_WEIGHT_UPDATE, "weight update"),
+                self.list_weight_update_names(),
+            ),
             ("payload", PAYLOAD_DTYPES, (self.payload,)),
             ("matmul", MATMUL_FORMATS, (self.matmul,)),
             ("gradient rounding", GRADIENT_ROUNDINGS, (self.gradient_rounding,)),
@@ -196,7 +200,7 @@ class Recipe:
 
     def _describe_conflicts(self) -> Iterator[str]:
         """Yield which fields cannot be together, and what to do."""
-        updates, rounds_randomly = self.update_names(), self.gradient_rounding != "nearest"
+        updates, rounds_randomly = self.list_weight_update_names(), self.gradient_rounding != "nearest"
         wide = self.param_dtype or self.payload or self.emulate
         leave = "leave out param_dtype, payload, components and emulate"
         if self.perturb and (wide or self.format):
@@ -241,7 +245,7 @@ class Recipe:
         """Whether ``torch.optim`` steps it: parameters of several components, or of float64."""
         return self.components is not None or self.param_dtype == "float64"
 
-    def update_names(self) -> tuple[str, ...]:
+    def list_weight_update_names(self) -> tuple[str, ...]:
         """Return the weight updates that this recipe uses, in order, without repeats."""
         if self.weight_update is None:
             return ()

@@ -89,7 +89,7 @@ def test_an_8_bit_code_is_what_its_draw_says(seed, squared):
     held = [torch.empty(size, dtype=dtype) for size, dtype in codec.describe_tensors("x", roots.shape).values()]
     element = ElementRecording(2)
     given = element.add_input("root"), element.add_input("random", "w32")
-    codec.save_root(element.arrays, element.index, element.add_block_index(), *given)
+    codec.save_root(element.arrays, element.index, element.add_scale_block_index(), *given)
     run_trace_on_tensors(element.trace, held, {"root": roots, "random": random}, block=64)
     size = roots.double().abs() / held[1].double().repeat_interleave(64) * most**3
     k = (size ** (1 / 3) + 1e-9).floor()

@@ -106,7 +106,7 @@ class StepSpec:
     @functools.cached_property
     def draws_bits(self) -> bool:
         """Whether a step draws random bits."""
-        return any(assign_random_bits(self)[0] + assign_random_bits(self)[1])
+        return any(assign_bits_to_roundings(self)[0] + assign_bits_to_roundings(self)[1])
 
     @property
     def assigns_weight(self) -> bool:
@@ -157,7 +157,9 @@ class RandomBitDraw(NamedTuple):
 
 
 @functools.cache
-def assign_random_bits(spec: StepSpec) -> tuple[tuple[RandomBitDraw | None, ...], tuple[RandomBitDraw | None, ...]]:
+def assign_bits_to_roundings(
+    spec: StepSpec,
+) -> tuple[tuple[RandomBitDraw | None, ...], tuple[RandomBitDraw | None, ...]]:
     """Return the draws of the weight update and of the states; None where nothing is drawn.
 
     Each gets all bits that it uses, so that no chance is off. Those of up to 16 take the upper and the lower half of

@@ -82,7 +82,7 @@ class TensorCodec:
 @functools.cache
 def _record_reader(codec: TensorCodec) -> RecordedFunction:
     element = ElementRecording(codec.columns)
-    found = codec.load(element.arrays, element.index, element.add_block_index(), element.add_input("scale"))
+    found = codec.load(element.arrays, element.index, element.add_scale_block_index(), element.add_input("scale"))
     return RecordedFunction(element.trace, (found.number,))
 
 
@@ -91,7 +91,7 @@ def _record_writer(codec: TensorCodec) -> Trace:
     element = ElementRecording(codec.columns)
     value, inverse = make_nan_canonical(element.add_input("value")), element.add_input("inverse")
     random = element.add_input("random", "w32")
-    codec.save(element.arrays, element.index, element.add_block_index(), value, inverse, random)
+    codec.save(element.arrays, element.index, element.add_scale_block_index(), value, inverse, random)
     return element.trace
 
 

@@ -33,7 +33,7 @@ from ..parameters._step_spec import (
     SUM_SCALE_CONSTANT_NAMES,
     RandomBitDraw,
     StepSpec,
-    assign_random_bits,
+    assign_bits_to_roundings,
     count_pointer_columns,
     list_state_columns,
 )
@@ -116,7 +116,7 @@ class _StepRecorder:
             for k, codec in spec.scaled_states.items():
                 self.trace.emit_total("max", find_finite_magnitude_word(codec.convert_to_payload_value(new[k])))
             return
-        weight_draws, state_draws = assign_random_bits(spec)
+        weight_draws, state_draws = assign_bits_to_roundings(spec)
         written = self.write_weight(p, held, w, g, u, [self.draw_random_bits(draw) for draw in weight_draws])
         if spec.update.feeds_back and spec.rule.error_feedback is not None:
             lost = (w + u) - written

@@ -102,7 +102,7 @@ def divide_scale_product(*factors: Tensor | float, scale: Tensor) -> Tensor | fl
     return total.clamp(_powers.SMALLEST_SCALE, _powers.LARGEST_SCALE).to(torch.float32)
 
 
-def make_zero_scale(x: ScaledTensor) -> Tensor:
+def make_scale_of_zeros(x: ScaledTensor) -> Tensor:
     """Return the scale of zeros, which decides nothing."""
     return torch.full_like(x._scale, _powers.ZERO_SCALE)
 
@@ -179,7 +179,7 @@ def mul(a: Any, b: Any) -> Tensor:
         mantissa, power = split_off_power_of_two(b)
         storage = a._payload.dtype
         if power == _powers.ZERO_SCALE:
-            return make_rule_result(to_float32(a) * mantissa, make_zero_scale(a), 1.0, storage, dtype)
+            return make_rule_result(to_float32(a) * mantissa, make_scale_of_zeros(a), 1.0, storage, dtype)
         if type(mantissa) is float and mantissa == 1.0:
             scale, rest = _powers.multiply_scales(a._scale, power)
             if type(rest) is float and rest == 1.0:
@@ -271,7 +271,7 @@ def add_scaled_product(
         scale, of_base, of_product = fused.compute_affine_factors(base._scale, x._scale, y._scale, *powers)
     else:
         own, _ = _powers.multiply_scales(base._scale, powers[0])
-        own = make_zero_scale(base) if not is_symbolic(beta) and beta == 0 else own
+        own = make_scale_of_zeros(base) if not is_symbolic(beta) and beta == 0 else own
         other = _powers.multiply_scales(*factors, powers[1])[0] if added is None else added._scale
         scale = _powers.take_largest_scale(own, other)
         of_base = divide_scale_product(base._scale, scale=scale)

@@ -39,7 +39,7 @@ def render_comparison_page(evidence: FinishedTrials) -> str:
         losers=[*describe_losing_recipes(evidence), *(f"{one['recipe']} {one['why']}." for one in refused)],
         indication=has_few_seeds(evidence),
         is_script="notes" in evidence.run,
-        tasks=[_make_template_task(evidence, task) for task in evidence.tasks()],
+        tasks=[_make_task_for_template(evidence, task) for task in evidence.tasks()],
         run=evidence.run,
         versions=first["versions"],
         date=datetime.date.today().isoformat(),
@@ -47,7 +47,7 @@ def render_comparison_page(evidence: FinishedTrials) -> str:
     )
 
 
-def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
+def _make_task_for_template(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     """Return one task for the template: its rows, curves, notes and settings."""
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
