@@ -52,6 +52,8 @@ TEXT = (
 FAULTS = dict.fromkeys(("file", "function", "line", "kind", "change", "replaced", "verdict", "by", "commit"), "")
 SEED = 20250117  # draws the faults, unless another one is given, and the cases of the tests
 LAWS = ("tests/test_defaults.py", "tests/test_docs.py")  # of every source; of what the pages say of it, which is long
+# What they run of the library runs in processes of their own, which the map does not see, and takes long.
+UNMEASURED = re.compile(r"tests/(cli/|test_(typed_face|gpu_benchmark|release|platforms|torch_import)\.py)")
 BAR = 0.9
 # By the process that forks those of the tests: nothing of the library.
 IMPORTED_ONCE = (
@@ -147,7 +149,7 @@ class Copy:
         shutil.copytree(ROOT, self.root, ignore=unwanted)
         self.kernels.mkdir()
         if cache is not None and cache.is_dir():
-            link_all(cache, self.kernels)
+            link_kernels(cache, self.kernels)
         self.plantings = 0
         self.controls: dict[tuple[str, ...], Run] = {}
         self.broken: set[str] = set()
@@ -254,8 +256,7 @@ class Copy:
     def with_fault(self, fault: Fault, *tests: str) -> Run:
         """Tests with the fault planted, and kernels of its own."""
         kernels = self.folder / "kernels-of-fault"
-        shutil.rmtree(kernels, ignore_errors=True)
-        link_all(self.kernels, kernels)
+        link_kernels(self.kernels, kernels)
         with self.planted(fault):
             return self.run(kernels, *tests)
 
@@ -276,15 +277,22 @@ def batches(tests: list[str], seconds: dict[str, float]) -> Iterator[list[str]]:
             most, parts, total = min(2 * most, 32), defaultdict(list), 0.0
 
 
-def link_all(old: Path, new: Path) -> None:
-    """A folder with the same entries, which are replaced and never written in place."""
+def link_kernels(old: Path, new: Path) -> None:
+    """A folder with the same kernels, which are replaced and never written in place, and with nothing else."""
     new.mkdir(exist_ok=True)
-    for entry in os.scandir(old):
-        if entry.is_file() and entry.name.endswith(".kernel"):
-            try:
-                os.link(entry.path, new / entry.name)
-            except OSError:
-                shutil.copy2(entry.path, new / entry.name)
+    missing = {entry.name: entry.inode() for entry in os.scandir(old) if entry.name.endswith(".kernel")}
+    for entry in os.scandir(new):
+        if missing.get(entry.name) == entry.inode():
+            del missing[entry.name]
+        elif entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+    for name in missing:
+        try:
+            os.link(old / name, new / name)
+        except OSError:
+            shutil.copy2(old / name, new / name)
 
 
 def wait(child: int, seconds: float) -> tuple[int, resource.struct_rusage, bool]:
@@ -355,9 +363,12 @@ def measure(copies: "list[Copy]", folder: Path) -> Lines:
     files = [path for path in tests if path not in shared] + [x for x in shared if ">>>" in x.read_text()]
     lines, wanted = Lines(), {}
     for path in files:
-        digest = common.copy()
-        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-        wanted[path.relative_to(ROOT).as_posix()] = folder / f"{digest.hexdigest()[:32]}.json"
+        file, digest = path.relative_to(ROOT).as_posix(), common.copy()
+        digest.update(file.encode() + path.read_bytes())
+        if UNMEASURED.match(file):
+            lines.seconds[file] = 30.0  # all its tests as one
+        else:
+            wanted[file] = folder / f"{digest.hexdigest()[:32]}.json"
 
     def run(copy: Copy, file: str) -> None:
         written = copy.folder / "lines"
@@ -426,8 +437,7 @@ def tests_of(fault: Fault, root: Path, lines: Lines) -> list[str]:
     parts = [(running - {""}) | laws[0]]
     if "" in running or not running:
         named = files_by_words(fault, root)
-        parts.append({test for test in lines.seconds if file_of(test) in named})
-        parts.append(lines.running(fault.file, -1))
+        parts = [{test for test in lines.seconds if file_of(test) in named}, *parts, lines.running(fault.file, -1)]
     if "kernels/vector/" in fault.file:  # it runs for kernels that are not kept, and a changed one makes all anew
         parts.append(lines.running("src/halfulp/kernels/vector/_machine_function.py", -1))
     files = Counter(file_of(test) for test in running)
