@@ -31,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from ._faults import KINDS, Fault, all_faults, is_another_program, planted, sample
@@ -44,14 +45,15 @@ TEXT = (
     "until one fails. For a statement that runs as its file is imported, or in no test's own process, the doctests of "
     "the file, the test file of its name, the test files that speak most of what it and its importers define, and "
     "every test that runs some function of the file; for one that runs once for several tests, as what is kept does, "
-    "all tests of their files. All tests of a fault have six minutes of processor time, and a survivor says how many "
-    "of them ran. A failure counts only where the same test passes without the fault. Equivalent are faults that "
+    "all tests of their files. A survivor says how many of these ran in the processor time that a fault is given. "
+    "A failure counts only where the same test passes without the fault. Equivalent are faults that "
     "change no result, each with its reason in benchmarks/faults_equivalent.toml. Left out are messages, "
     "representations, the command line, pages, and kernels for CUDA."
 )
 FAULTS = dict.fromkeys(("file", "function", "line", "kind", "change", "replaced", "verdict", "by", "commit"), "")
 SEED = 20250117  # draws the faults, unless another one is given, and the cases of the tests
-LAWS = ("tests/test_defaults.py", "tests/test_docs.py")  # of every source; of what the pages say of it, which is long
+LAWS = ("tests/test_defaults.py", "tests/test_docs.py")  # of every source; of what the pages say of it
+READS = 0.1  # seconds of a law that reads pages, at most: one that runs them runs lines
 # What they run of the library runs in processes of their own, which the map does not see, and takes long.
 UNMEASURED = re.compile(r"tests/(cli/|test_(typed_face|gpu_benchmark|release|platforms|torch_import)\.py)")
 BAR = 0.9
@@ -433,6 +435,7 @@ def importers(path: Path, root: Path) -> set[str]:
 def tests_of(fault: Fault, root: Path, lines: Lines) -> list[str]:
     """The tests that may see a fault, in the order in which they are tried."""
     laws = [{test for test in lines.seconds if file_of(test) == law} for law in LAWS]
+    laws[1] = {test for test in laws[1] if lines.seconds[test] < READS}
     running = lines.running(fault.file, statement_lines((root / fault.file).read_bytes(), fault))
     parts = [(running - {""}) | laws[0]]
     if "" in running or not running:
@@ -616,8 +619,12 @@ def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> No
 
     def run(lines: Lines, copy: Copy, pair: tuple[Fault, dict]) -> None:
         (fault, row), start = pair, time.monotonic()
-        tests = tests_of(fault, ROOT, lines)
-        row["verdict"], row["by"] = copy.verdict(fault, tests, lines.seconds, 60 * arguments.minutes)
+        trainer = Path(fault.file).stem
+        if fault.package == "integrations" and find_spec(trainer) is None:
+            row["verdict"], row["by"] = "undecided", f"{trainer} is not installed"
+        else:
+            tests = tests_of(fault, ROOT, lines)
+            row["verdict"], row["by"] = copy.verdict(fault, tests, lines.seconds, 60 * arguments.minutes)
         row["commit"] = facts["commit"]
         took = f"{time.monotonic() - start:.0f} s"
         with writing:
