@@ -46,9 +46,10 @@ TEXT = (
     "the file, the test file of its name, the test files that speak most of what it and its importers define, and "
     "every test that runs some function of the file; for one that runs once for several tests, as what is kept does, "
     "all tests of their files. A survivor says how many of these ran in the processor time that a fault is given. "
-    "A failure counts only where the same test passes without the fault. Equivalent are faults that "
-    "change no result, each with its reason in benchmarks/faults_equivalent.toml. Left out are messages, "
-    "representations, the command line, pages, and kernels for CUDA."
+    "A failure counts only where the same test passes without the fault. Caught since are faults that the suite had "
+    "not caught when the sample was drawn, and that a test catches now. Equivalent are faults that change no result, "
+    "each with its reason in benchmarks/faults_equivalent.toml. Left out are messages, representations, the command "
+    "line, and kernels for CUDA."
 )
 FAULTS = dict.fromkeys(("file", "function", "line", "kind", "change", "replaced", "verdict", "by", "commit"), "")
 SEED = 20250117  # draws the faults, unless another one is given, and the cases of the tests
@@ -247,7 +248,8 @@ class Copy:
                     return "caught", f"{found.test or ' '.join(batch)} ({found.outcome})"
                 # What fails without the fault says nothing, and the tests behind it may.
                 self.broken.update(same)
-                batch = [test for test in batch if test not in same and file_of(test) not in same]
+                gone = {*same, *map(file_of, same)}  # a file that runs whole with them
+                batch = [test for test in batch if test not in gone and file_of(test) not in same]
                 if not batch:
                     break
             else:
@@ -483,12 +485,12 @@ def reasons() -> dict[tuple, str]:
 
 def counted(title: str, column: str, rows: list[dict], names: list[str], wanted: Callable[[dict], str]) -> Table:
     """How many of each group were caught, with a row for all."""
-    verdicts = ("caught", "survived", "undecided", "equivalent", "not run")
+    verdicts = ("caught", "caught since", "survived", "undecided", "equivalent", "not run")
     table = Table(title, dict.fromkeys((column, "faults", *verdicts), "") | {"caught of decided": ".0%"})
     for name in (*names, "all"):
         group = [row for row in rows if name in (wanted(row), "all")]
         found = Counter(row["verdict"] for row in group)
-        decided = found["caught"] + found["survived"]
+        decided = found["caught"] + found["caught since"] + found["survived"]
         cells = {word: found[word] for word in verdicts} | {column: name, "faults": len(group)}
         share = found["caught"] / decided if decided else None
         bar = {"bar": f"at least {BAR:.0%} caught", "met": share >= BAR} if name == "all" and decided else {}
@@ -608,7 +610,7 @@ def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> No
             row |= {"verdict": "equivalent", "by": reason}
     rows = [row for _, row in chosen]
     writing = threading.Lock()
-    again = {"survived"} if arguments.survivors else {"not run", "undecided"}
+    again = {"survived", "undecided"} if arguments.survivors else {"not run", "undecided"}
     left = [
         (fault, row)
         for fault, row in chosen
@@ -624,7 +626,10 @@ def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> No
             row["verdict"], row["by"] = "undecided", f"{trainer} is not installed"
         else:
             tests = tests_of(fault, ROOT, lines)
+            before = row["verdict"]
             row["verdict"], row["by"] = copy.verdict(fault, tests, lines.seconds, 60 * arguments.minutes)
+            if (before, row["verdict"]) == ("survived", "caught"):
+                row["verdict"] = "caught since"
         row["commit"] = facts["commit"]
         took = f"{time.monotonic() - start:.0f} s"
         with writing:
