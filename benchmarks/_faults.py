@@ -37,7 +37,7 @@ COMPARISONS = {
 }
 # What speaks to people, starts the library, draws pages or runs only on another device is not planted in.
 LEFT_OUT = re.compile(
-    r"__init__|/cli/|/_torch_import|/_torch_floor|/_needs_torch|_triton|mctensor/_repr|_names"
+    r"__init__|/cli/|/_torch_import|/_torch_floor|/_needs_torch|triton|mctensor/_repr|_names"
     r"|trials/_(progress|page|curves|headline|line_style|table|defaults)"
 )
 SPEAKING = re.compile(r"__repr__|__str__|extra_repr|message|describe|_text|report|wording|_words|refus|__doc__|triton")

@@ -1,12 +1,18 @@
 """Plants sampled faults in a copy of the library, runs the tests that belong to each, and says which were caught.
 
 `python -m benchmarks.plant_faults` by hand; --list shows the sample, --keep goes on after an interruption,
---survivors runs those again that were not caught (with --files to try more test files), and --more adds to the sample.
+--survivors runs those again that were not caught (with --minutes to give them longer), and --more adds to the sample.
 A sample that is kept stays as it was drawn, however the source moves: a fault leaves it only with its line of source.
+
+Which tests run a line is measured first, with coverage (`pip install coverage`), by one run of every test file in a
+process of its own. That takes as long as the suite four times; --map keeps it, and what has changed is measured again.
 """
 
 import argparse
-import io
+import ast
+import gc
+import hashlib
+import json
 import multiprocessing
 import os
 import re
@@ -15,39 +21,62 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from ._faults import KINDS, Fault, all_faults, is_another_program, planted, sample
 from ._harness import ROOT
-from ._results import Result, Table, machine, save, show
+from ._results import Result, Table, machine, show
 
 EQUIVALENT = Path(__file__).with_name("faults_equivalent.toml")
 TEXT = (
     "Faults of seven kinds, drawn by a fixed seed over all packages, each planted alone in a copy of the library; then "
-    "the doctests of its file, the test file of its name, the test files that speak most of what the file and its "
-    "importers define, and the laws over all sources, until one fails. A failure counts only where the same test "
-    "passes without the fault. Equivalent are faults that change no result, each with its reason in "
-    "benchmarks/faults_equivalent.toml. Left out are messages, representations, the command line, pages, and kernels "
-    "for CUDA."
+    "the tests that run its statement, as measured line by line, and the laws over all sources, the quickest first, "
+    "until one fails. For a statement that runs as its file is imported, or in no test's own process, the doctests of "
+    "the file, the test file of its name, the test files that speak most of what it and its importers define, and "
+    "every test that runs some function of the file; for one that runs once for several tests, as what is kept does, "
+    "all tests of their files. A survivor says how many of these ran in the processor time that a fault is given. "
+    "A failure counts only where the same test passes without the fault. Caught since are faults that the suite had "
+    "not caught when the sample was drawn, and that a test catches now. Equivalent are faults that change no result, "
+    "each with its reason in benchmarks/faults_equivalent.toml. Left out are messages, representations, the command "
+    "line, and kernels for CUDA."
 )
 FAULTS = dict.fromkeys(("file", "function", "line", "kind", "change", "replaced", "verdict", "by", "commit"), "")
-SEED = 20250117
-LAWS = ("tests/test_defaults.py", "tests/test_docs.py")  # of every source, and of what the pages say of it
+SEED = 20250117  # draws the faults, unless another one is given, and the cases of the tests
+LAWS = ("tests/test_defaults.py", "tests/test_docs.py")  # of every source; of what the pages say of it
+READS = 0.1  # seconds of a law that reads pages, at most: one that runs them runs lines
+# What they run of the library runs in processes of their own, which the map does not see, and takes long.
+UNMEASURED = re.compile(r"tests/(cli/|test_(typed_face|gpu_benchmark|release|platforms|torch_import)\.py)")
 BAR = 0.9
-MOST_BROKEN = 8  # tests of one file that may fail without any fault
+# By the process that forks those of the tests: nothing of the library.
+IMPORTED_ONCE = (
+    "torch._dynamo",
+    "llvmlite.binding",
+    "mpmath",
+    "ml_dtypes",
+    "coverage",
+    "xdist.plugin",
+    "anyio.pytest_plugin",
+)
+IMPORTED_ONCE += ("pytest", "_pytest.doctest", "hypothesis.strategies", "hypothesis.internal.conjecture.providers")
+MOST_BROKEN = 8  # tests run at once that may fail without any fault
+ONCE = 3  # tests of a file that run a line: no more where later ones may use what the first has made
 MEMORY = 12 << 30  # address space of one run: a fault may ask for any amount
 
 
 @dataclass
 class Run:
-    """What one run of tests said: passed, failed, not collected, crashed, too long or none; the test; CPU seconds."""
+    """What tests said: passed, failed, not collected, not found, crashed, too long or none; the test; CPU seconds."""
 
     outcome: str
     test: str = ""
@@ -79,19 +108,54 @@ class Recorder:
             self.write("not collected", report.nodeid)
 
 
+class LineRecorder:
+    """A pytest plugin that writes which lines of the library each test runs, as bits, and its processor time."""
+
+    def __init__(self, path: Path, root: Path) -> None:
+        import coverage
+
+        self.path, self.root, self.seconds, self.start = path, root, dict[str, float](), 0.0
+        self.coverage = coverage.Coverage(data_file=None, config_file=False, source=[str(root / "src")], messages=False)
+        self.coverage.start()
+
+    def pytest_runtest_logstart(self, nodeid, location) -> None:
+        """A test begins."""
+        self.coverage.switch_context(nodeid)
+        self.start = time.process_time()
+
+    def pytest_runtest_logfinish(self, nodeid, location) -> None:
+        """A test has ended."""
+        self.seconds[nodeid] = time.process_time() - self.start
+        self.coverage.switch_context("")
+
+    def pytest_sessionfinish(self, session) -> None:
+        """All tests have run."""
+        self.coverage.stop()
+        data, lines = self.coverage.get_data(), {}
+        for file in data.measured_files():
+            found = lines[Path(file).relative_to(self.root).as_posix()] = Counter[str]()
+            for line, tests in data.contexts_by_lineno(file).items():
+                for test in tests:
+                    found[test] |= 1 << line
+        self.path.write_text(json.dumps({"seconds": self.seconds, "lines": lines}))
+
+
 class Copy:
     """A copy of the checkout in which one fault at a time is planted, and runs of its tests in forked processes."""
 
-    def __init__(self, folder: Path, cache: Path | None, seconds: int, seed: int) -> None:
-        self.folder, self.seconds, self.seed = folder, seconds, seed
+    def __init__(self, folder: Path, cache: Path | None, seconds: int) -> None:
+        folder.mkdir()
+        self.folder, self.seconds, self.temporary = folder, seconds, folder.with_name("tmp")
+        self.temporary.mkdir(exist_ok=True)  # of all copies, as torch keeps there what it has compiled
         self.root, self.kernels, self.log = folder / "copy", folder / "kernels", folder / "log"
         unwanted = shutil.ignore_patterns(".git", "__pycache__", ".peers", "compare", ".*cache")
         shutil.copytree(ROOT, self.root, ignore=unwanted)
         self.kernels.mkdir()
         if cache is not None and cache.is_dir():
-            link_all(cache, self.kernels)
+            link_kernels(cache, self.kernels)
         self.plantings = 0
         self.controls: dict[tuple[str, ...], Run] = {}
+        self.broken: set[str] = set()
 
     @contextmanager
     def planted(self, fault: Fault) -> Iterator[None]:
@@ -107,38 +171,38 @@ class Copy:
             path.write_bytes(source)
             os.utime(path, (times.st_atime, times.st_mtime))
 
-    def run(self, kernels: Path, *tests: str) -> Run:
-        """One file or test in a fork of this process, within the time limit (of CPU; of wall time six times that)."""
+    def run(self, kernels: Path, *tests: str, lines: Path | None = None) -> Run:
+        """Tests in a fork of this process, within the time limit (of CPU; of wall time six times that)."""
         said = self.folder / "said"
         said.write_text("in\n")
         shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)
         child = os.fork()
         if child == 0:
-            self.in_child(kernels, said, tests)
-        status, used, late = wait(child, self.seconds)
+            self.in_child(kernels, said, tests, lines)
+        status, used, late = wait(child, self.seconds * (1 if lines is None else 10))
         word, name = said.read_text().split("\n", 1)
         seconds = used.ru_utime + used.ru_stime
         if os.WIFSIGNALED(status):
             return Run("too long" if late else "crashed", name, seconds)
         code = os.WEXITSTATUS(status)
-        outcome = {0: "passed", 5: "none"}.get(code, "failed")
+        outcome = {0: "passed", 4: "not found", 5: "none"}.get(code, "failed")
         if outcome == "failed" and word == "not collected":
             outcome = word
         return Run(outcome, name if word != "in" else "", seconds)
 
-    def in_child(self, kernels: Path, said: Path, tests: tuple[str, ...]) -> None:
+    def in_child(self, kernels: Path, said: Path, tests: tuple[str, ...], lines: Path | None) -> None:
         """Runs pytest and ends the process."""
         code = 70
         try:
             os.setsid()
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
             source = str(self.root / "src")
-            os.environ |= {"HALFULP_CACHE_DIR": str(kernels), "HALFULP_TEST_SEED": str(self.seed)}
-            os.environ |= {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder / "tmp")}
-            (self.folder / "tmp").mkdir(exist_ok=True)
+            os.environ |= {"HALFULP_CACHE_DIR": str(kernels), "HALFULP_TEST_SEED": str(SEED)}
+            os.environ |= {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
             tempfile.tempdir = None
             sys.path.insert(0, source)
             os.chdir(self.root)
+            plugins = [Recorder(said), *([] if lines is None else [LineRecorder(lines, self.root)])]
             import halfulp
 
             assert Path(halfulp.__file__).is_relative_to(self.root), f"tests would run {halfulp.__file__}"
@@ -147,8 +211,8 @@ class Copy:
             os.dup2(handle, 2)
             import pytest
 
-            arguments = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={self.folder}/pytest", *tests]
-            code = int(pytest.main(arguments, plugins=[Recorder(said)]))
+            arguments = ["-q", "--assert=plain", "-p", "no:cacheprovider", f"--basetemp={self.folder}/pytest", *tests]
+            code = int(pytest.main([*(["-x"] if lines is None else []), *arguments], plugins=plugins))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -162,46 +226,77 @@ class Copy:
             self.controls[tests] = self.run(self.kernels, *tests)
         return self.controls[tests]
 
-    def verdict(self, fault: Fault, tests: list[str]) -> tuple[str, str]:
-        """Caught and by which test; survived or undecided, and which files ran."""
-        ran, open_ones = [], []
-        for test in tests:
-            found = self.with_fault(fault, test)
-            broken: list[str] = []
-            while found.outcome != "passed" and found.outcome != "none":
-                same = found.test if found.outcome == "failed" and found.test else test
-                control = self.control(same, *["--collect-only"] * (found.outcome == "not collected"))
+    def verdict(self, fault: Fault, tests: list[str], seconds: dict[str, float], most: float) -> tuple[str, str]:
+        """Caught and by which test; survived or undecided, and how many tests ran in so much CPU time."""
+        spent, ran, open_ones = 0.0, 0, []
+        for batch in batches([test for test in tests if test not in self.broken], seconds):
+            if spent > most:
+                break
+            ran += len(batch)
+            for _ in range(MOST_BROKEN):
+                found = self.with_fault(fault, *batch)
+                spent += found.seconds
+                if found.outcome == "not found" and any("::" in test for test in batch):
+                    batch = [*dict.fromkeys(file_of(test) for test in batch)]  # the fault changes names of cases
+                    continue
+                if found.outcome in ("passed", "none"):
+                    break
+                same = [found.test] if found.test else batch
+                control = self.control(*same, *["--collect-only"] * (found.outcome == "not collected"))
                 fine = control.outcome in ("passed", "none")
                 if fine and (found.outcome != "too long" or control.seconds < self.seconds / 2):
-                    return "caught", f"{found.test or test} ({found.outcome})"
-                if same == test or len(broken) == MOST_BROKEN:
-                    open_ones.append(f"{test} ({found.outcome}; without the fault {control.outcome})")
-                    break
+                    return "caught", f"{found.test or ' '.join(batch)} ({found.outcome})"
                 # What fails without the fault says nothing, and the tests behind it may.
-                broken.append(same)
-                found = self.with_fault(fault, test, *(f"--deselect={name}" for name in broken))
-            if found.outcome != "none":
-                ran.append(test)
-        return ("undecided", ", ".join(open_ones)) if open_ones else ("survived", ", ".join(ran))
+                self.broken.update(same)
+                gone = {*same, *map(file_of, same)}  # a file that runs whole with them
+                batch = [test for test in batch if test not in gone and file_of(test) not in same]
+                if not batch:
+                    break
+            else:
+                open_ones.append(f"{found.test} ({found.outcome}; without the fault {control.outcome})")
+        said = f"{ran} of {len(tests)} tests in {spent:.0f} s of processor time"
+        return ("undecided", ", ".join(open_ones)) if open_ones else ("survived", said)
 
     def with_fault(self, fault: Fault, *tests: str) -> Run:
-        """One file with the fault planted, and kernels of its own."""
+        """Tests with the fault planted, and kernels of its own."""
         kernels = self.folder / "kernels-of-fault"
-        shutil.rmtree(kernels, ignore_errors=True)
-        link_all(self.kernels, kernels)
+        link_kernels(self.kernels, kernels)
         with self.planted(fault):
             return self.run(kernels, *tests)
 
 
-def link_all(old: Path, new: Path) -> None:
-    """A folder with the same entries, which are replaced and never written in place."""
+def file_of(test: str) -> str:
+    """The file that a test lies in."""
+    return test.partition("::")[0]
+
+
+def batches(tests: list[str], seconds: dict[str, float]) -> Iterator[list[str]]:
+    """Parts of some tests in their order, each longer than the one before, and in it those of one file together."""
+    most, parts, total = 1.0, defaultdict[str, list[str]](list), 0.0
+    for test in tests:
+        total += seconds[test] + 0.1 * (file_of(test) not in parts)  # to collect a file takes time
+        parts[file_of(test)].append(test)
+        if total > most or test == tests[-1]:
+            yield [test for part in parts.values() for test in part]
+            most, parts, total = min(2 * most, 32), defaultdict(list), 0.0
+
+
+def link_kernels(old: Path, new: Path) -> None:
+    """A folder with the same kernels, which are replaced and never written in place, and with nothing else."""
     new.mkdir(exist_ok=True)
-    for entry in os.scandir(old):
-        if entry.is_file() and entry.name.endswith(".kernel"):
-            try:
-                os.link(entry.path, new / entry.name)
-            except OSError:
-                shutil.copy2(entry.path, new / entry.name)
+    missing = {entry.name: entry.inode() for entry in os.scandir(old) if entry.name.endswith(".kernel")}
+    for entry in os.scandir(new):
+        if missing.get(entry.name) == entry.inode():
+            del missing[entry.name]
+        elif entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+    for name in missing:
+        try:
+            os.link(old / name, new / name)
+        except OSError:
+            shutil.copy2(old / name, new / name)
 
 
 def wait(child: int, seconds: float) -> tuple[int, resource.struct_rusage, bool]:
@@ -236,6 +331,94 @@ def cpu_seconds(process: int) -> float:
 # Which tests belong to a line ------------------------------------------------------------------------------------
 
 
+@dataclass
+class Lines:
+    """What every test takes, and of each file of the library the lines that a test runs, or an import under ""."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    bits: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(Counter))
+
+    def add(self, path: Path) -> None:
+        """What one run of a test file has written."""
+        found = json.loads(path.read_text())
+        self.seconds |= found["seconds"]
+        for file, lines in found["lines"].items():
+            for test, bits in lines.items():
+                self.bits[file][test] |= bits
+
+    def running(self, file: str, wanted: int) -> set[str]:
+        """The tests that run one of some lines; "" for an import."""
+        return {test for test, bits in self.bits.get(file, {}).items() if bits & wanted}
+
+    def quickest(self, tests: set[str]) -> list[str]:
+        """In order of time."""
+        return sorted(tests & self.seconds.keys(), key=lambda test: (self.seconds[test], test))
+
+
+def measure(copies: "list[Copy]", folder: Path) -> Lines:
+    """What every test file runs: from its file in the folder, or by a run in a process of its own.
+
+    A file's name says the sources that it is true of: the library's, the tests' helpers and the test file's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tests = sorted(path for path in (ROOT / "tests").rglob("*.py"))
+    shared = [*sorted((ROOT / "src").rglob("*.py")), *(x for x in tests if not x.name.startswith("test_"))]
+    common = hashlib.sha256(b"".join(path.read_bytes() for path in [*shared, ROOT / "conftest.py"]))
+    files = [path for path in tests if path not in shared] + [x for x in shared if ">>>" in x.read_text()]
+    lines, wanted = Lines(), {}
+    for path in files:
+        file, digest = path.relative_to(ROOT).as_posix(), common.copy()
+        digest.update(file.encode() + path.read_bytes())
+        if UNMEASURED.match(file):
+            lines.seconds[file] = 30.0  # all its tests as one
+        else:
+            wanted[file] = folder / f"{digest.hexdigest()[:32]}.json"
+
+    def run(copy: Copy, file: str) -> None:
+        written = copy.folder / "lines"
+        found = copy.run(copy.kernels, file, lines=written)
+        print(
+            f"{found.seconds:.0f} s of processor time, {found.outcome}: lines that {file} runs", found.test, flush=True
+        )
+        if not written.exists():
+            written.write_text(json.dumps({"seconds": {}, "lines": {}}))
+        os.replace(written, wanted[file])
+
+    in_turn(copies, run, [file for file, path in wanted.items() if not path.exists()])
+    for path in wanted.values():
+        lines.add(path)
+    return lines
+
+
+def in_turn(copies: "list[Copy]", run: Callable, items: list) -> None:
+    """Runs each item in a copy that is free."""
+    free = [*copies]
+
+    def one(item) -> None:
+        copy = free.pop()
+        try:
+            run(copy, item)
+        finally:
+            free.append(copy)
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        for _ in pool.map(one, items):
+            pass
+
+
+def statement_lines(source: bytes, fault: Fault) -> int:
+    """The lines of the statement that a fault lies in, as bits: of one with a body its head, of a function all."""
+    starts = [0, *(found.end() for found in re.finditer(rb"\n", source))]
+    found = range(fault.line, fault.line + 1)
+    for node in ast.walk(ast.parse(source)):  # inner ones come later
+        if isinstance(node, ast.stmt) and not isinstance(node, ast.ClassDef):
+            start = starts[node.lineno - 1] + node.col_offset
+            if start <= fault.start and fault.end <= starts[node.end_lineno - 1] + node.end_col_offset:
+                head = not isinstance(node, ast.FunctionDef) and getattr(node, "body", None)
+                found = range(node.lineno, node.body[0].lineno if head else node.end_lineno + 1)
+    return sum(1 << line for line in found)
+
+
 def names_defined(path: Path) -> set[str]:
     """The file's own name and those of its functions, classes and constants, without leading underscores."""
     found = re.findall(r"^(?:def|class) _*(\w+)|^_*([A-Z][A-Z0-9_]+) =", path.read_text(), re.MULTILINE)
@@ -251,8 +434,25 @@ def importers(path: Path, root: Path) -> set[str]:
     return {x.stem.lstrip("_") for x in near if pattern.search(x.read_text())}
 
 
-def tests_of(fault: Fault, root: Path, most: int) -> list[str]:
-    """The doctests of the file, its test file, others by how much they speak of what it defines, and laws of all."""
+def tests_of(fault: Fault, root: Path, lines: Lines) -> list[str]:
+    """The tests that may see a fault, in the order in which they are tried."""
+    laws = [{test for test in lines.seconds if file_of(test) == law} for law in LAWS]
+    laws[1] = {test for test in laws[1] if lines.seconds[test] < READS}
+    running = lines.running(fault.file, statement_lines((root / fault.file).read_bytes(), fault))
+    parts = [(running - {""}) | laws[0]]
+    if "" in running or not running:
+        named = files_by_words(fault, root)
+        parts = [{test for test in lines.seconds if file_of(test) in named}, *parts, lines.running(fault.file, -1)]
+    if "kernels/vector/" in fault.file:  # it runs for kernels that are not kept, and a changed one makes all anew
+        parts.append(lines.running("src/halfulp/kernels/vector/_machine_function.py", -1))
+    files = Counter(file_of(test) for test in running)
+    if max(files.values(), default=0) <= ONCE:
+        parts.append({test for test in lines.seconds if file_of(test) in files})
+    return [*dict.fromkeys(test for part in (*parts, laws[1]) for test in lines.quickest(part))]
+
+
+def files_by_words(fault: Fault, root: Path, most: int = 6) -> list[str]:
+    """The file with its doctests, its test file, and others by how much they speak of what it defines."""
     path = root / fault.file
     package = path.parent.relative_to(root / "src/halfulp").as_posix()
     words, users = names_defined(path), importers(path, root)
@@ -269,10 +469,9 @@ def tests_of(fault: Fault, root: Path, most: int) -> list[str]:
             scores[name] = score
     if (root / mirror).exists():
         first.append(mirror)
-    others = [name for name, _ in scores.most_common() if name not in LAWS]
+    others = [name for name, _ in scores.most_common()]
     near = [name for name in others if Path(name).parent.name == path.parent.name][: most - 2]
-    chosen = (first + near + [name for name in others if name not in near])[:most]
-    return chosen + [law for law in LAWS if law not in chosen]
+    return (first + near + [name for name in others if name not in near])[:most]
 
 
 # The table -------------------------------------------------------------------------------------------------------
@@ -286,12 +485,12 @@ def reasons() -> dict[tuple, str]:
 
 def counted(title: str, column: str, rows: list[dict], names: list[str], wanted: Callable[[dict], str]) -> Table:
     """How many of each group were caught, with a row for all."""
-    verdicts = ("caught", "survived", "undecided", "equivalent", "not run")
+    verdicts = ("caught", "caught since", "survived", "undecided", "equivalent", "not run")
     table = Table(title, dict.fromkeys((column, "faults", *verdicts), "") | {"caught of decided": ".0%"})
     for name in (*names, "all"):
         group = [row for row in rows if name in (wanted(row), "all")]
         found = Counter(row["verdict"] for row in group)
-        decided = found["caught"] + found["survived"]
+        decided = found["caught"] + found["caught since"] + found["survived"]
         cells = {word: found[word] for word in verdicts} | {column: name, "faults": len(group)}
         share = found["caught"] / decided if decided else None
         bar = {"bar": f"at least {BAR:.0%} caught", "met": share >= BAR} if name == "all" and decided else {}
@@ -356,7 +555,7 @@ def still_there(rows: list[dict], seed: int) -> list[tuple[Fault, dict]]:
 
 def drawn(arguments: argparse.Namespace) -> list[tuple[Fault, dict]]:
     """The sample: what is kept of an earlier run, filled up to the count; or more, from files that it left alone."""
-    kept = still_there(kept_rows(), SEED) if arguments.keep or arguments.survivors or arguments.more else []
+    kept = still_there(kept_rows(), arguments.seed) if arguments.keep or arguments.survivors or arguments.more else []
     used = {fault.file for fault, _ in kept}
     if arguments.more:
         fresh = sample(ROOT, arguments.more, arguments.seed, used)
@@ -372,33 +571,37 @@ def main() -> None:
     """Draws the sample, plants each fault and writes results/faults.json after every one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=120)
-    parser.add_argument("--seed", type=int, default=SEED, help="draws the faults, and is the tests' seed")
+    parser.add_argument("--seed", type=int, default=SEED, help="draws the faults")
     parser.add_argument("--only", metavar="PACKAGE", help="run the sample's faults in one package")
     parser.add_argument(
         "--match", nargs="+", default=[""], metavar="TEXT", help="only what says this in file or change"
     )
-    parser.add_argument("--first", nargs="+", default=[], metavar="FILE", help="test files to try first, as of --match")
-    parser.add_argument("--list", action="store_true", help="print the sample and the tests of each, and plant nothing")
+    parser.add_argument("--list", action="store_true", help="print the sample, and plant nothing")
     parser.add_argument("--keep", action="store_true", help="keep what results/faults.json holds and go on")
     parser.add_argument("--survivors", action="store_true", help="keep what the file holds and run again what survived")
     parser.add_argument("--more", type=int, default=0, help="add so many in files that the kept sample does not touch")
-    parser.add_argument("--files", type=int, default=6, help="test files of one fault at most")
-    parser.add_argument("--seconds", type=int, default=100, help="CPU seconds of one test file at most")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    parser.add_argument("--minutes", type=float, default=6, help="CPU minutes of all tests of one fault")
+    parser.add_argument("--seconds", type=int, default=100, help="CPU seconds of tests run at once, at most")
+    parser.add_argument(
+        "--map", type=Path, default=Path.home() / ".cache/halfulp-lines", help="a folder for the lines that tests run"
+    )
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/halfulp", help="kernels to begin with")
     arguments = parser.parse_args()
     chosen = drawn(arguments)
     if arguments.list:
         for fault, row in chosen:
             print(f"{fault.file}:{fault.line} {fault.function} [{fault.kind}] {fault.change} | {row['verdict']}")
-            print("   ", fault.exactly, "|", *tests_of(fault, ROOT, arguments.files))
+            print("   ", fault.exactly)
         return
     plant(chosen, arguments)
 
 
 def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> None:
     """Runs what is not known yet."""
-    for module in ("torch", "llvmlite", "numpy", "pytest", "_pytest.doctest", "ml_dtypes", "mpmath"):
+    for module in IMPORTED_ONCE:
         __import__(module)
+    gc.freeze()
     known = reasons()
     with multiprocessing.get_context("spawn").Pool(1) as pool:  # here it would import the library without faults
         facts = pool.apply(machine)
@@ -406,24 +609,36 @@ def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> No
         if reason := known.get((*identity(row), fault.again)) or known.get((*identity(row), None)):
             row |= {"verdict": "equivalent", "by": reason}
     rows = [row for _, row in chosen]
-    again = {"survived"} if arguments.survivors else {"not run", "undecided"}
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder), arguments.cache, arguments.seconds, arguments.seed)
-        for fault, row in chosen:
-            if row["verdict"] not in again or arguments.only not in (None, fault.package):
-                continue
-            place = next(
-                (i for i, text in enumerate(arguments.match) if text in f"{row['file']} {row['change']}"), None
-            )
-            if place is None:
-                continue
-            start, tests = time.monotonic(), tests_of(fault, copy.root, arguments.files)
-            first = arguments.first[place : place + 1]
-            row["verdict"], row["by"] = copy.verdict(fault, [*first, *(x for x in tests if x not in first)])
-            row["commit"] = facts["commit"]
-            took = f"{time.monotonic() - start:.0f} s"
+    writing = threading.Lock()
+    again = {"survived", "undecided"} if arguments.survivors else {"not run", "undecided"}
+    left = [
+        (fault, row)
+        for fault, row in chosen
+        if row["verdict"] in again
+        and arguments.only in (None, fault.package)
+        and any(text in f"{row['file']} {row['change']}" for text in arguments.match)
+    ]
+
+    def run(lines: Lines, copy: Copy, pair: tuple[Fault, dict]) -> None:
+        (fault, row), start = pair, time.monotonic()
+        trainer = Path(fault.file).stem
+        if fault.package == "integrations" and find_spec(trainer) is None:
+            row["verdict"], row["by"] = "undecided", f"{trainer} is not installed"
+        else:
+            tests = tests_of(fault, ROOT, lines)
+            before = row["verdict"]
+            row["verdict"], row["by"] = copy.verdict(fault, tests, lines.seconds, 60 * arguments.minutes)
+            if (before, row["verdict"]) == ("survived", "caught"):
+                row["verdict"] = "caught since"
+        row["commit"] = facts["commit"]
+        took = f"{time.monotonic() - start:.0f} s"
+        with writing:
             print(took, row["verdict"], f"{row['file']}:{row['line']}", row["change"], "|", row["by"], flush=True)
             keep(write(rows, facts))
+
+    with tempfile.TemporaryDirectory() as folder:
+        copies = [Copy(Path(folder, str(k)), arguments.cache, arguments.seconds) for k in range(arguments.jobs)]
+        in_turn(copies, partial(run, measure(copies, arguments.map)), left)
     result = write(rows, facts)
     keep(result)
     result.tables.pop()
@@ -432,8 +647,7 @@ def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> No
 
 def keep(result: Result) -> None:
     """Writes the file whole, so that an interrupted run has what it found."""
-    with redirect_stdout(io.StringIO()):
-        save(result)
+    result.path().write_text(json.dumps(asdict(result), indent=1, default=float) + "\n")
 
 
 if __name__ == "__main__":

@@ -238,3 +238,21 @@ def test_what_cannot_be_registered_is_refused(text, words, tmp_path):
     assert file.stem not in sys.modules
     with pytest.raises(ValueError, match="no such file"):
         _extensions.load_extensions([str(tmp_path / "absent.py")])
+
+
+def test_a_file_that_is_loaded_again_stays_and_another_of_its_name_is_refused(tmp_path, monkeypatch):
+    from halfulp import _extensions
+
+    monkeypatch.setenv(_extensions.EXTENSIONS_VARIABLE, "")
+    first, second = tmp_path / "extension_of_one_name.py", tmp_path / "other" / "extension_of_one_name.py"
+    second.parent.mkdir()
+    for file in (first, second):
+        file.write_text("made = object()")
+    monkeypatch.delitem(sys.modules, first.stem, raising=False)
+    _extensions.load_extensions([str(first)])
+    made = sys.modules[first.stem].made
+    _extensions.load_extensions([str(first)])
+    assert sys.modules[first.stem].made is made
+    with pytest.raises(ValueError, match="is there already: give the file another name"):
+        _extensions.load_extensions([str(second)])
+    del sys.modules[first.stem]

@@ -577,6 +577,16 @@ def test_several_models_in_one_scaler(seed):
     assert_same(found, wanted)
 
 
+def test_several_models_take_the_state_of_others_before_they_run(seed):
+    saved, fresh = (hu.AdaptiveGradScaler(models) for models in ([mlp(2), mlp(2)], [mlp(2), mlp(2)]))
+    encoder, decoder = (one() for one in saved._models)
+    saved.scale(mean_square(decoder(encoder(batch())))).backward()
+    saved.step(torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1))
+    saved.update()
+    fresh.load_state_dict(saved.state_dict())
+    assert fresh.state_dict() == saved.state_dict()
+
+
 def test_a_gan_with_two_scalers(seed):
     maker, critic, z, real = mlp(), mlp(2), batch(), batch()
 

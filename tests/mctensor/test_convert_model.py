@@ -166,6 +166,7 @@ def test_where(where, wanted, seed):
         ({"dtype": torch.int32}, "torch.int32"),
         ({"dtype": torch.complex64}, "torch.complex64"),
         ({"where": "norm.wieght"}, r"matches no parameter; did you mean 'norm.weight'"),
+        ({"where": "nrm"}, r"matches no parameter; did you mean 'norm.bias' or 'norm.weight'"),
         ({"where": ["norm.*", "zzzzzzzzz"]}, r"'zzzzzzzzz' matches no parameter; the names are"),
         ({"where": lambda module, name: False}, "matches none of the model's"),
         ({"gradients": "second"}, "'first' .* 'components'"),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from halfulp.mctensor import MCTensor
+from halfulp.subclass._in_backward import disable_result_rounding
 
 KINDS = [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 2), (torch.float64, 2), (torch.float32, 3)]
 ROWS = torch.tensor([0, 0])
@@ -70,3 +71,18 @@ def test_components_that_lie_far_apart_change_no_gradient(name, dtype, seed):
         found = (x.grad.decode() if isinstance(x.grad, MCTensor) else x.grad).double()
         bound = (20 * torch.finfo(dtype).eps + 1e-12) * plain.grad.abs().max()  # x + 587 costs plain float64 digits
         torch.testing.assert_close(found, plain.grad, rtol=0, atol=float(bound))
+
+
+def test_between_the_steps_of_one_operator_of_a_backward_pass_nothing_is_rounded():
+    x, found = MCTensor.encode([1 / 3], 3, torch.float32).requires_grad_(), []
+
+    def multiply(gradient):
+        found.append(x.detach() * gradient)
+        with disable_result_rounding():
+            found.append(x.detach() * gradient)
+        found.append(x.detach() * gradient)
+
+    y = 2 * x
+    y.register_hook(multiply)
+    y.sum().backward()
+    assert [type(one) for one in found] == [torch.Tensor, MCTensor, torch.Tensor]

@@ -11,7 +11,12 @@ from torch import nn
 
 from halfulp.kernels import same_bits
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._convert_model import multicomponent, plain_state_dict, single_component
+from halfulp.mctensor._convert_model import (
+    _make_state_dict_entries,
+    multicomponent,
+    plain_state_dict,
+    single_component,
+)
 
 KINDS = [(torch.float16, 2), (torch.float16, 3), (torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 2)]
 
@@ -200,6 +205,21 @@ def test_assigned_components_get_memory_of_their_own(seed):
     assert torch.allclose(after[1], before[1], rtol=2**-18, atol=lost)
     assert torch.allclose(after[0], before[0] * 2**20, rtol=2**-18, atol=lost)
     assert torch.equal(block[2], other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "scale", "held"),
+    [
+        (torch.bfloat16, 1.0, 2.0**-126, torch.float32),
+        (torch.bfloat16, 2.0**-126 * (1 + 2.0**-7) * 2.0**-19, 2.0**-126, torch.float64),  # below float32's last bit
+        (torch.float64, 1.0, 2.0, torch.float64),
+    ],
+)
+def test_a_leading_component_times_its_scale_is_exact(dtype, number, scale, held):
+    value = MCTensor.encode(torch.tensor([number], dtype=torch.float64), 2, dtype, scale=scale)
+    found = _make_state_dict_entries("w", value)["w"]
+    assert found.dtype is held
+    assert found.double().item() == number
 
 
 @pytest.mark.parametrize("kind", [(torch.float16, 1), (torch.float16, 2), (torch.float16, 3)], ids=str)

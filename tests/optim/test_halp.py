@@ -75,6 +75,13 @@ def test_offsets_are_integers_of_so_many_bits_around_the_center(seed):
         assert torch.equal(w.detach(), value)
 
 
+@pytest.mark.parametrize(("bits", "dtype"), [(8, torch.int8), (9, torch.int16)])
+def test_an_offset_takes_as_many_bytes_as_its_bits_need(bits, dtype, seed):
+    x, y = least_squares(seed)
+    opt, w = next(train(x, y, [[0, 1]], lr=5e-3, bits=bits))
+    assert opt.state[w]["offset"].dtype is dtype
+
+
 def test_eight_bits_reach_the_accuracy_of_svrg_and_a_fixed_grid_does_not(seed):
     x, y = least_squares(seed, condition=2.0)
     rows = np.random.default_rng(seed).integers(0, len(x), (8, 80)).tolist()

@@ -162,6 +162,12 @@ def test_a_dead_channel_and_a_model_in_training_stay_so():
     assert int(made.layers["0"].points[1]) == 1
 
 
+def test_batches_do_not_move_the_averages_of_a_model_in_training():
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).train()
+    hu.multipoint(model, 4, [torch.randn(10, 6) + 3])
+    assert int(model[0].num_batches_tracked) == 0
+
+
 def test_a_layer_under_two_names_is_replaced_under_both():
     shared = nn.Linear(6, 6)
     model, x = nn.Sequential(shared, nn.ReLU(), nn.Sequential(shared)), torch.randn(10, 6)

@@ -418,3 +418,14 @@ def test_permuting_a_stack_permutes_the_bits(components, dtype, shape, seed):
         )
         sizes = x[0].double().abs() @ y[0].double().abs()
         assert bool((off[0].abs() <= sizes * 2.0 ** (6 - components * PRECISION[dtype])).all())
+
+
+def test_of_single_entries_no_more_are_computed_at_a_time_than_memory_is_meant_for(monkeypatch, seed):
+    a, b = torch.randn(5, 4, dtype=F64), torch.randn(4, 5, dtype=F64)
+    counts, compute = [], _matmul._sum_products
+    monkeypatch.setattr(_matmul, "_MOST_PRODUCTS_AT_ONCE", 8)
+    monkeypatch.setattr(_matmul, "_sum_products", lambda x, *more: counts.append(x[0].numel()) or compute(x, *more))
+    entries = torch.ones(5, 5).nonzero(as_tuple=True)
+    (found,) = _matmul._compute_single_entries((a,), (b,), entries, 1, F64)
+    assert counts == [32, 32, 32, 4]
+    torch.testing.assert_close(found.view(5, 5), a @ b)

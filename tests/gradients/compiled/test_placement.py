@@ -8,7 +8,13 @@ import torch._inductor.inductor_prims  # which defines prims.fma
 
 from halfulp._torch_floor import is_older
 from halfulp.gradients import _compiled_placement
-from halfulp.gradients._compiled_placement import _FACTOR_POSITIONS_BY_PRODUCT, classify_gradient_use
+from halfulp.gradients._compiled_placement import (
+    _FACTOR_POSITIONS_BY_PRODUCT,
+    SitePlacement,
+    SitePlan,
+    classify_gradient_use,
+)
+from halfulp.gradients._site import GLOBAL_SITE_KEY
 
 aten = torch.ops.aten
 # All matrix products of two dimensions and more, and the shapes of their arguments; what is added comes first.
@@ -160,3 +166,11 @@ def test_zeros_in_the_shape_of_a_gradient_are_none():
     made.meta["val"] = X
     node.replace_input_with(zeros, made)
     assert classify_gradient_use(node, {shape: None}) == "shape"
+
+
+def test_a_later_site_of_the_forward_pass_goes_before_an_earlier_one_and_the_global_one_behind_all():
+    graph = torch.fx.Graph()
+    graph.output(())
+    placement = SitePlacement(torch.fx.GraphModule({}, graph), SitePlan((), {"first": "0", "second": "2"}))
+    keys = ["0", GLOBAL_SITE_KEY, "2", "backward.mm"]
+    assert sorted(keys, key=placement._get_rank) == [GLOBAL_SITE_KEY, "backward.mm", "0", "2"]

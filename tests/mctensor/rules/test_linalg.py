@@ -37,6 +37,8 @@ def test_products_give_the_matrix_back(dtype, seed):
         assert _largest(sign * size.exp() / torch.linalg.det(a) - 1) <= 256 * bound
         lower = torch.linalg.solve_triangular(a, b, upper=False)
         assert _largest(a.tril() @ lower - b) <= 64 * bound
+        upper = torch.linalg.solve_triangular(a, b, upper=True, unitriangular=True)
+        assert _largest(a.triu(1) @ upper + upper - b) <= 64 * bound
 
 
 @pytest.mark.parametrize("gradients", ["first", "components"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from halfulp.mctensor import MCTensor
+from halfulp.subclass import strict
 
 WORKER = """
 import os, sys, torch
@@ -73,3 +74,10 @@ def test_reductions_of_components_are_refused():
         assert torch.equal(x, before)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_number_fills_rows_with_all_its_digits(seed):
+    x, rows = MCTensor.encode(torch.randn(3, 2, dtype=torch.float64), 3, torch.float32), torch.tensor([0, 2])
+    with strict():
+        found = x.index_fill(0, rows, 1 / 3)
+    assert torch.equal(found.decode(torch.float64), x.decode(torch.float64).index_fill(0, rows, 1 / 3))

@@ -237,6 +237,21 @@ def test_a_tied_weight_is_one_tensor(tmp_path):
     assert seen.record.parameters["embed.weight"].kind == "Embedding"
 
 
+@pytest.mark.parametrize(
+    ("options", "line"), [({}, "hu.optim.AdamW("), ({"weight_update": "nearest"}, 'group["weight_update"] = "kahan"')]
+)
+def test_the_code_that_mends_a_frozen_weight_is_for_the_optimizer_that_stepped_it(options, line):
+    def content(step: int) -> dict:
+        state = {"exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4), "step": step}
+        group = {"params": [0], "param_names": ["w"], "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, **options}
+        weights = {"w": torch.ones(4, dtype=torch.bfloat16)}
+        return {"model": weights, "optimizer": {"state": {0: state}, "param_groups": [group]}}
+
+    (found,) = hu.audit(content(1), content(5)).findings
+    assert found.code == "weight-frozen"
+    assert line in found.write
+
+
 def test_states_of_another_shape_and_low_bits_that_stand_still_are_found():
     def content(step: int, low: int, moment: int = 4) -> dict:
         state = {"exp_avg": torch.ones(moment), "exp_avg_sq": torch.ones(moment), "step": step}

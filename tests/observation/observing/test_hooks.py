@@ -297,6 +297,8 @@ def test_positions_that_were_counted_in_16_bits(way, dtype, length, found, seed)
         optimizer.step()
     there = [one for one in seen.findings if one.code == "positions-collide"]
     assert [one.where for one in there] == ([("rotary",)] if found else [])
+    exact = {BRAIN: 256, HALF: 2048}.get(dtype)
+    assert all((one.evidence["length"], one.evidence["counted"]) == (length, exact) for one in there)
     assert not seen.record.unseen
 
 

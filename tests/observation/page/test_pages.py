@@ -21,6 +21,7 @@ from halfulp.observation.page._pages import (
     make_history_panels,
     make_magnitude_map,
 )
+from halfulp.observation.page._write import _make_chart_row
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,12 @@ def test_every_layer_of_a_forecast_is_on_its_page(forecast: hu.observation.Forec
     steps, rates = zip(*forecast.learning_rates)
     assert (steps[0], steps[-1]) == (0, 999)
     assert max(rates) == pytest.approx(6e-4, rel=1e-2)
+
+
+def test_a_layers_row_of_the_chart_is_filled_from_halfway_to_halfway_between_its_steps() -> None:
+    layer = {"name": "w", "lost": [(0, 0.5), (10, 0.25), (20, 1.0)], "lost_share": 0.6, "freeze_step": None}
+    cells = [[0, 5.0, 0.5, "lost"], [5.0, 15.0, 0.25, "lost"], [15.0, 24, 1.0, "lost"]]
+    assert _make_chart_row(layer, 0, 24)["cells"] == cells
 
 
 def test_a_page_of_nan_from_the_first_step() -> None:

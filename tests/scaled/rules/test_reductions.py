@@ -227,6 +227,13 @@ def test_counting(seed, operator):
     check_rule(operator, lambda: (torch.randint(-3, 4, (6, 8)) * 0.5,), seed=seed, trials=3, gradients=False)
 
 
+def test_plain_numbers_are_counted_between_scaled_edges(seed):
+    x, edges = torch.rand(50, 2), [torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.tensor([0.0, 0.5, 1.0])]
+    with strict():
+        found = torch.histogramdd(x, [ScaledTensor.encode(one, torch.float32) for one in edges]).hist
+    assert torch.equal(found.decode(), torch.histogramdd(x, edges).hist)
+
+
 def test_searching(seed):
     check_rule(torch.searchsorted, lambda: (torch.randn(20).sort()[0], torch.randn(5)), seed=seed, trials=3)
     check_rule(torch.bucketize, lambda: (torch.randn(5), torch.randn(20).sort()[0]), seed=seed, trials=3)
