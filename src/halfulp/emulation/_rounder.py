@@ -11,7 +11,7 @@ from ..kernels import to_plain_memory
 from ..rounding import Nearest, Rounding, Stochastic, get_rounding, mix64
 from ..rounding._kernels import round_into as run_kernel
 from ..rounding._modes import draw_key
-from ..rounding._quantize import find_target
+from ..rounding._quantize import encode_target, find_target
 from ..rounding._target import Target
 
 WIDE_DTYPES = (torch.float32, torch.float64)
@@ -31,7 +31,7 @@ class Rounder:
             )
         self.overflow = overflow
         for dtype in WIDE_DTYPES:
-            find_target(self.format, self.rounding, overflow, dtype)
+            encode_target(self.format, self.rounding, overflow, dtype)  # which a compiler may trace
 
     @property
     def settings(self) -> tuple[Format, Rounding, str | None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from halfulp.observation.page._write import _make_chart_row
 
 import halfulp as hu
 from halfulp.observation._finding import group_causes_as_dicts
@@ -21,7 +22,6 @@ from halfulp.observation.page._pages import (
     make_history_panels,
     make_magnitude_map,
 )
-from halfulp.observation.page._write import _make_chart_row
 
 
 @pytest.fixture(scope="module")
