@@ -9,7 +9,6 @@ process of its own. That takes as long as the suite four times; --map keeps it, 
 """
 
 import argparse
-import ast
 import gc
 import hashlib
 import json
@@ -29,7 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +36,7 @@ from pathlib import Path
 from ._faults import KINDS, Fault, all_faults, is_another_program, planted, sample
 from ._harness import ROOT
 from ._results import Result, Table, machine, show
+from ._test_lines import LineRecorder, Lines, statement_lines
 
 EQUIVALENT = Path(__file__).with_name("faults_equivalent.toml")
 TEXT = (
@@ -106,38 +106,6 @@ class Recorder:
         """A file cannot be imported."""
         if report.failed:
             self.write("not collected", report.nodeid)
-
-
-class LineRecorder:
-    """A pytest plugin that writes which lines of the library each test runs, as bits, and its processor time."""
-
-    def __init__(self, path: Path, root: Path) -> None:
-        import coverage
-
-        self.path, self.root, self.seconds, self.start = path, root, dict[str, float](), 0.0
-        self.coverage = coverage.Coverage(data_file=None, config_file=False, source=[str(root / "src")], messages=False)
-        self.coverage.start()
-
-    def pytest_runtest_logstart(self, nodeid, location) -> None:
-        """A test begins."""
-        self.coverage.switch_context(nodeid)
-        self.start = time.process_time()
-
-    def pytest_runtest_logfinish(self, nodeid, location) -> None:
-        """A test has ended."""
-        self.seconds[nodeid] = time.process_time() - self.start
-        self.coverage.switch_context("")
-
-    def pytest_sessionfinish(self, session) -> None:
-        """All tests have run."""
-        self.coverage.stop()
-        data, lines = self.coverage.get_data(), {}
-        for file in data.measured_files():
-            found = lines[Path(file).relative_to(self.root).as_posix()] = Counter[str]()
-            for line, tests in data.contexts_by_lineno(file).items():
-                for test in tests:
-                    found[test] |= 1 << line
-        self.path.write_text(json.dumps({"seconds": self.seconds, "lines": lines}))
 
 
 class Copy:
@@ -331,30 +299,6 @@ def cpu_seconds(process: int) -> float:
 # Which tests belong to a line ------------------------------------------------------------------------------------
 
 
-@dataclass
-class Lines:
-    """What every test takes, and of each file of the library the lines that a test runs, or an import under ""."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    bits: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(Counter))
-
-    def add(self, path: Path) -> None:
-        """What one run of a test file has written."""
-        found = json.loads(path.read_text())
-        self.seconds |= found["seconds"]
-        for file, lines in found["lines"].items():
-            for test, bits in lines.items():
-                self.bits[file][test] |= bits
-
-    def running(self, file: str, wanted: int) -> set[str]:
-        """The tests that run one of some lines; "" for an import."""
-        return {test for test, bits in self.bits.get(file, {}).items() if bits & wanted}
-
-    def quickest(self, tests: set[str]) -> list[str]:
-        """In order of time."""
-        return sorted(tests & self.seconds.keys(), key=lambda test: (self.seconds[test], test))
-
-
 def measure(copies: "list[Copy]", folder: Path) -> Lines:
     """What every test file runs: from its file in the folder, or by a run in a process of its own.
 
@@ -404,19 +348,6 @@ def in_turn(copies: "list[Copy]", run: Callable, items: list) -> None:
     with ThreadPoolExecutor(len(copies)) as pool:
         for _ in pool.map(one, items):
             pass
-
-
-def statement_lines(source: bytes, fault: Fault) -> int:
-    """The lines of the statement that a fault lies in, as bits: of one with a body its head, of a function all."""
-    starts = [0, *(found.end() for found in re.finditer(rb"\n", source))]
-    found = range(fault.line, fault.line + 1)
-    for node in ast.walk(ast.parse(source)):  # inner ones come later
-        if isinstance(node, ast.stmt) and not isinstance(node, ast.ClassDef):
-            start = starts[node.lineno - 1] + node.col_offset
-            if start <= fault.start and fault.end <= starts[node.end_lineno - 1] + node.end_col_offset:
-                head = not isinstance(node, ast.FunctionDef) and getattr(node, "body", None)
-                found = range(node.lineno, node.body[0].lineno if head else node.end_lineno + 1)
-    return sum(1 << line for line in found)
 
 
 def names_defined(path: Path) -> set[str]:
