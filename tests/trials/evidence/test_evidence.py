@@ -164,8 +164,8 @@ def test_table_of_what_is_unclear(scattered: Evidence, evidence: Evidence) -> No
 def test_page_of_what_is_unclear(scattered: Evidence, tmp_path: Path) -> None:
     text = page_of(scattered, tmp_path)
     assert "<h1>No recipe is sure to stay with float32.</h1>" in text
-    assert "On tiny are worse than fp32: bf16 (+0.500)" in text
-    assert "On tiny need more seeds for a verdict: bf16-split (" in text
+    assert "Worse than fp32 on tiny: bf16 (+0.500)" in text
+    assert "In need of more seeds for a verdict on tiny: bf16-split (" in text
     assert text.count('<span class="chip open">unclear</span>') == 2
     assert '<span class="chip good">' not in text
 
@@ -174,7 +174,7 @@ def test_one_unclear_recipe_keeps_no_other_from_the_headline(evidence: Evidence,
     more = tuple(make_record("bf16-split", seed, loss) for seed, loss in enumerate((0.5, 1.0, 1.5)))
     again = Evidence(trials=evidence.trials + more, run=RUN)
     assert write_comparison_headline(again).startswith("bf16-kahan keeps float32’s accuracy")
-    assert describe_losing_recipes(again)[-1].startswith("On tiny need more seeds for a verdict: bf16-split (")
+    assert describe_losing_recipes(again)[-1].startswith("In need of more seeds for a verdict on tiny: bf16-split (")
 
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
@@ -191,7 +191,7 @@ def test_page_when_nothing_kept_up(make_record, tmp_path: Path) -> None:
     records += [make_record("bf16", seed, None, curve=[]) for seed in range(3)]
     text = page_of(Evidence(trials=tuple(records), run=RUN), tmp_path)
     assert "No recipe is sure to stay with float32" in text
-    assert "On tiny diverged: bf16." in text
+    assert "Diverged on tiny: bf16." in text
 
 
 def test_a_page_of_many_recipes_has_a_colour_for_each(make_record, tmp_path: Path) -> None:

@@ -181,16 +181,16 @@ def describe_losing_recipes(evidence: FinishedTrials) -> list[str]:
     said = []
     for task in evidence.tasks():
         for verdict, words in (
-            ("diverged", "diverged"),
-            ("worse", "are worse than fp32"),
-            ("unclear", "need more seeds for a verdict"),
+            ("diverged", "Diverged"),
+            ("worse", "Worse than fp32"),
+            ("unclear", "In need of more seeds for a verdict"),
         ):
             rows = [row for row in evidence.rows(task) if row.verdict == verdict]
             names = ", ".join(
                 row.recipe if row.gap is None else f"{row.recipe} ({format_number(row.gap, 3, sign=True)})"
                 for row in rows
             )
-            said += [f"On {task} {words}: {names}."] if rows else []
+            said += [f"{words} on {task}: {names}."] if rows else []
     return said
 
 
