@@ -327,9 +327,7 @@ def test_a_wrong_hook_of_a_known_graph_fails(seed, monkeypatch):
     for wrong in (lambda exponent, sign: (exponent + 1, sign), lambda exponent, sign: (exponent, 0)):
 
         def make_wrong(backward, node_name, moves, wrong=wrong):
-            # Outputs' hooks have no node's name: where all of them are wrong alike, nothing is.
-            wrongly = wrong if node_name else lambda *move: move
-            return make(backward, node_name, tuple((slot, *wrongly(*move)) for slot, *move in moves))
+            return make(backward, node_name, tuple((slot, *wrong(*move)) for slot, *move in moves))
 
         monkeypatch.setattr(_replay, "make_multiplying_hook", make_wrong)
         found = verify(_network(), torch.randn(4, 6), "fp16-adaptive", seed=seed)

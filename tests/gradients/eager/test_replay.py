@@ -379,14 +379,8 @@ def test_a_tensor_that_outlives_forward_passes_gets_no_hooks_of_theirs(seed, mon
     torch.manual_seed(seed)
     model, x, memory = Remembers(), batch(), batch().requires_grad_() * 2
     scaler, made = hu.AdaptiveGradScaler(model), []
-    make = _replay.make_multiplying_hook
-
-    def make_and_count(backward, node_name, moves):
-        # Those of outputs have no node's name.
-        made.extend([1] * (not node_name))
-        return make(backward, node_name, moves)
-
-    monkeypatch.setattr(_replay, "make_multiplying_hook", make_and_count)
+    entering = _replay._move_output_gradient
+    monkeypatch.setattr(_replay, "_move_output_gradient", lambda *given: (made.append(1), entering(*given))[1])
     for _ in range(6):
         clear(model)
         scaler._controller.backward.end_iteration()

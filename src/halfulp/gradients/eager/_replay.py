@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -301,19 +302,24 @@ class GraphReplay:
         elif node.metadata.get(self._global_site) is self._global_site:
             # It was there before, and may outlive this pass by many, each of which would add a hook.
             return out
-        backward = self._backward
-        multiply = make_multiplying_hook(backward, "", ((0, *move),) if any(move) else ())
-
-        @disable_tracing
-        def move_gradient(gradients: tuple) -> tuple | None:
-            if not backward.has_inactive_hooks():
-                backward.reached.update(opened)
-            return multiply(gradients, gradients)
-
         node = out.grad_fn
-        node.register_prehook(move_gradient)
+        node.register_prehook(functools.partial(_move_output_gradient, self._backward, move, opened))
         node.metadata[self._global_site] = self._global_site
         return out
+
+
+@disable_tracing
+def _move_output_gradient(
+    backward: Backward, move: tuple[int, int], opened: dict[Site, None], gradients: tuple
+) -> tuple | None:
+    """Move an output's gradient to the output's site (the hook of its node)."""
+    if backward.has_inactive_hooks():
+        return None
+    backward.reached.update(opened)
+    gradient = gradients[0]
+    if gradient is None or not any(move):
+        return None
+    return backward.loss_follower.multiply_by_power_and_lift(gradient, *move), *gradients[1:]
 
 
 def count_replays(scaler: Any) -> int:
