@@ -5,7 +5,7 @@ import torch
 from halfulp.kernels import compile_trace, record_function
 from halfulp.kernels._operations import word
 from halfulp.kernels._trace import select
-from halfulp.kernels.vector._builder import find_fixup
+from halfulp.kernels.vector._builder import match_select_to_fixup
 
 from .rows import run_rows
 
@@ -15,7 +15,7 @@ def test_a_select_that_compares_two_words_as_well_is_none_of_them(cache):
         return [select((word(y) == word(z)) & (x == 0.0), 0.0, x + y)]
 
     trace, (result,) = record_function(choose, torch.float32, 3)
-    assert find_fixup(trace, result.number) is None
+    assert match_select_to_fixup(trace, result.number) is None
     kernel = compile_trace("test", trace, [result.number], [torch.float32] * 3, [torch.float32])
     x, y = torch.zeros(32), torch.arange(1.0, 33.0)
     z, found = torch.where(y < 9, y, 0.0), torch.empty(32)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from halfulp.observation.page._write import _make_chart_row
 
 import halfulp as hu
 from halfulp.observation._finding import group_causes_as_dicts
 from halfulp.observation.findings import FINDING_KINDS
 from halfulp.observation.page import render_forecast_page, render_observation_page
 from halfulp.observation.page._pages import (
+    _make_chart_row,
     describe_history,
     find_format_range,
     make_cause_cards,
