@@ -38,8 +38,8 @@ def digits() -> Workload:
 class RealMaskBlock(TransformerBlock):
     """A block whose mask is made of floating-point numbers, since DebugUnderflowOverflow takes none of booleans."""
 
-    def _run_attention(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
-        return super()._run_attention(x, future != 0)
+    def _attend(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:
+        return super()._attend(x, future != 0)
 
 
 def gpt(width: int, layers: int, rows: int, time: int) -> Workload:
