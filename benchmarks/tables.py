@@ -50,7 +50,8 @@ def grid(table: Table) -> str:
     heads = [column.replace("|", "\\|") for column in table.columns]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(table.columns)]
     for row in table.rows:
-        cells = [table.text(row, column).replace("|", "\\|") for column in table.columns]
+        # Brackets of code, as of a planted fault, are no references.
+        cells = [table.text(row, column).replace("|", "\\|").replace("[", "\\[") for column in table.columns]
         if row.get("met") is False and cells:
             cells = [f"**{cell}**" if cell else "" for cell in cells]
         lines.append("| " + " | ".join(cells) + " |")
