@@ -271,7 +271,7 @@ def save_judgements(seed: int, path: Path) -> None:
     command = "python -m benchmarks.bench_house --sample SEED --judgements FILE"
     result = Result("house_sample", "Names and first lines at first reading", text, command, tables=[counts, found])
     others = [table for table in result.earlier_tables() if not table.title.startswith(f"Seed {seed}:")]
-    result.tables = others + result.tables
+    result.tables = others[-len(result.tables) :] + result.tables  # the sample before beside this one
     save(result)
 
 

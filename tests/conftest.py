@@ -413,6 +413,28 @@ def needs_torch() -> Callable[[str], None]:
 
 
 @pytest.fixture
+def assembly_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """A function from a processor's name to the list that gets the assembly of what is compiled for it from then on."""
+    from halfulp.kernels.vector import _machine_function
+
+    machine = _machine_function._make_target_machine
+
+    def target_machine(written: list[str]):
+        made = machine()
+        emit = made.emit_object
+        made.emit_object = lambda module: written.append(made.emit_assembly(module)) or emit(module)
+        return made
+
+    def start(processor: str) -> list[str]:
+        written: list[str] = []
+        monkeypatch.setenv("HALFULP_CPU_NAME", processor)
+        monkeypatch.setattr(_machine_function, "_make_target_machine", functools.partial(target_machine, written))
+        return written
+
+    return start
+
+
+@pytest.fixture
 def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], types.ModuleType]]:
     """Imports a module of benchmarks/, given its name there; afterwards none of them is imported."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))

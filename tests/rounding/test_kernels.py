@@ -10,7 +10,7 @@ from halfulp.kernels import IndexMap, address, cut_into_chunks, run_chunks, same
 from halfulp.kernels._device_function import ElementRecording, TableFunction
 from halfulp.kernels._operations import load32
 from halfulp.kernels.triton import _launch, _writer
-from halfulp.kernels.vector import _machine_function, _processor
+from halfulp.kernels.vector import _processor
 from halfulp.kernels.vector._machine_function import get_array_address
 from halfulp.kernels.vector._table_loop import compile_row_kernel, compile_table_kernel
 from halfulp.rounding import _blocks as blocks
@@ -46,19 +46,10 @@ def test_every_kernel_is_written_in_what_triton_can_compile():
 
 @pytest.mark.skipif(not _processor.has_fused_vectors(_processor.find_vector_bits()), reason="another processor")
 @pytest.mark.parametrize("policy", ["saturate", "nan"])
-def test_what_saturates_is_limited_by_one_instruction(policy, monkeypatch, tmp_path):
+def test_what_saturates_is_limited_by_one_instruction(policy, assembly_of, monkeypatch, tmp_path):
     """Ahead of the adder: a comparison and a choice behind it take 5 % longer on AVX2."""
-    monkeypatch.setenv("HALFULP_CPU_NAME", "haswell")
+    written = assembly_of("haswell")
     monkeypatch.setenv("HALFULP_CACHE_DIR", str(tmp_path))
-    machine, written = _machine_function._make_target_machine, []
-
-    def target_machine():
-        made = machine()
-        emit = made.emit_object
-        made.emit_object = lambda module: written.append(made.emit_assembly(module)) or emit(module)
-        return made
-
-    monkeypatch.setattr(_machine_function, "_make_target_machine", target_machine)
     target = find_target("e4m3fn", get_rounding("nearest"), policy, torch.float32)
     compile_row_kernel("limits", _kernels.record_rounding_kernel(torch.float32, target))
     assert ("vminps" in "".join(written)) == (policy == "saturate")

@@ -307,7 +307,7 @@ def _find_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
         return [part for cut, parts in trials() for part in _reduce_by_reference(reduction, parts, cut)]
 
     trials = functools.partial(_make_trial_matrices, reduction)
-    build = lambda: ReductionKernel(reduction.device_functions, reduction.inputs, reduction.components)  # noqa: E731
+    build = functools.partial(ReductionKernel, reduction.device_functions, reduction.inputs, reduction.components)
     return find_checked_kernel(reduction, name, device, build, run, reference)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfulp.kernels import BROADCAST_COPIES, compile_out_of_line, compile_trace, record_function, same_bits, select
-from halfulp.kernels.vector import _machine_function, _processor
+from halfulp.kernels.vector import _processor
 
 from .rows import run_rows
 
@@ -139,20 +139,11 @@ def _sums(a, b):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["znver3", "haswell"])
-def test_sums_that_run_in_units_that_multiply_have_the_bits_of_sums(name, dtype, monkeypatch, cache):
+def test_sums_that_run_in_units_that_multiply_have_the_bits_of_sums(name, dtype, assembly_of, cache):
     """Every second one, on AMD's Zen alone: signed zeros, infinities, NaN and subnormal numbers too."""
     if not _processor.has_fused_vectors(_processor.find_vector_bits()):
         pytest.skip("vectors without fused products")
-    monkeypatch.setenv("HALFULP_CPU_NAME", name)
-    limits, machine, written = torch.finfo(dtype), _machine_function._make_target_machine, []
-
-    def target_machine():
-        made = machine()
-        emit = made.emit_object
-        made.emit_object = lambda module: written.append(made.emit_assembly(module)) or emit(module)
-        return made
-
-    monkeypatch.setattr(_machine_function, "_make_target_machine", target_machine)
+    limits, written = torch.finfo(dtype), assembly_of(name)
     trace, results = record_function(_sums, dtype, 2)
     kernel = compile_trace(f"sums on {name}", trace, [r.number for r in results], [dtype] * 2, [dtype] * 8)
     code = "".join(written)
