@@ -128,7 +128,7 @@ def epoch(name: str, mammals, data, autograd: bool = False):
     """A call that trains one epoch; it goes on from where the last one ended."""
     import torch
 
-    from halfulp.hyperbolic import RankingSets, RiemannianSGD, ranking_gradient, ranking_loss
+    from halfulp.hyperbolic import RankingSets, RiemannianSGD, ranking_loss, ranking_loss_and_gradient
     from halfulp.trials.tasks._mammals import RANKING_LOSS_DISTANCE_SCALE
 
     edges = data.train[0][:, :2]
@@ -142,7 +142,7 @@ def epoch(name: str, mammals, data, autograd: bool = False):
                 optimizer.zero_grad()
                 ranking_loss(weight, chosen, RANKING_LOSS_DISTANCE_SCALE).backward()
             else:
-                _, weight.grad = ranking_gradient(weight.detach(), chosen, RANKING_LOSS_DISTANCE_SCALE)
+                _, weight.grad = ranking_loss_and_gradient(weight.detach(), chosen, RANKING_LOSS_DISTANCE_SCALE)
             optimizer.step()
 
     return run

@@ -61,7 +61,7 @@ def digits(seed: int) -> Table:
     """The distances over all shapes, forward and backward."""
     import torch
 
-    from halfulp.arithmetic._float32_products import multiply_in_float32
+    from halfulp.arithmetic._float32_products import call_product_in_float32
     from halfulp.environment._narrow_products import (
         SIXTEEN_BIT_DTYPES,
         find_natively_multiplied_dtypes,
@@ -88,7 +88,7 @@ def digits(seed: int) -> Table:
             exact = run(function, [y.double() for y in x], options, cotangent)
             sums = run(function, [y.double().abs() for y in x], options, cotangent.abs())
             with force_float32_products(dtype):
-                mine = run(lambda *y, f=function, **o: multiply_in_float32(f, y, o), x, options, cotangent)
+                mine = run(lambda *y, f=function, **o: call_product_in_float32(f, y, o), x, options, cotangent)
             row = [_distance(mine[0], exact[0], sums[0], dtype)]
             row.append(max(_distance(a, b, s, dtype) for a, b, s in zip(mine[1:], exact[1:], sums[1:])))
             if dtype in find_natively_multiplied_dtypes():
@@ -146,7 +146,7 @@ def speed() -> Table:
     """Multiples of the time of float32."""
     import torch
 
-    from halfulp.arithmetic._float32_products import multiply_in_float32
+    from halfulp.arithmetic._float32_products import call_product_in_float32
     from halfulp.environment._narrow_products import (
         SIXTEEN_BIT_DTYPES,
         find_natively_multiplied_dtypes,
@@ -166,7 +166,7 @@ def speed() -> Table:
         ones = torch.ones_like(function(*x, **options))
 
         def run() -> None:
-            out = multiply_in_float32(function, tuple(x), options) if mine else function(*x, **options)
+            out = call_product_in_float32(function, tuple(x), options) if mine else function(*x, **options)
             if backward:
                 torch.autograd.grad(out, x, ones)
 

@@ -66,7 +66,7 @@ def train(
     rates = [group["lr"] for group in optimizer.param_groups]
     for step, (x, y) in enumerate(task.batches(data, seed, steps)):
         for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate * task.rate(step, steps)
+            group["lr"] = rate * task.lr_factor(step, steps)
         torch.nn.functional.cross_entropy(model(x).float().flatten(0, 1), y.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()

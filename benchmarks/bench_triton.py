@@ -144,9 +144,9 @@ def expansions() -> Launches:
     """Every function once, with dtypes and one to three components in turn, and those of scaled operands."""
     from halfulp.arithmetic._pointwise import (
         EXPANSION_FUNCTION_BY_NAME,
+        evaluate_scaled_operands_in_float64,
         pointwise,
         round_under_scale,
-        run_on_scaled_operands,
     )
 
     kinds = itertools.cycle(itertools.product((BF16, FP16, FP32, FP64), (1, 2, 3)))
@@ -161,10 +161,14 @@ def expansions() -> Launches:
         parts = tuple(numbers(dtype) for _ in range(count))
         given = [(parts, scale), (parts, None)]
         with hu.kernels.engine("reference"):
-            wide, sizes = run_on_scaled_operands(name, given, count)
+            wide, sizes = evaluate_scaled_operands_in_float64(name, given, count)
         size, between = dtype.itemsize * count, sum(part.itemsize for part in wide)
         told = f"{name} of {count} x {dtype} with a scale"
-        yield told, (2 * size, between + sizes.itemsize), lambda: run_on_scaled_operands(name, given, count)
+        yield (
+            told,
+            (2 * size, between + sizes.itemsize),
+            lambda: evaluate_scaled_operands_in_float64(name, given, count),
+        )
         yield told, (between, size), lambda: round_under_scale(wide, scale, count, dtype)
 
 
@@ -206,7 +210,7 @@ def scaled_results() -> Launches:
         yield "add", (size, to.itemsize), lambda: fused.add_payloads(x, y, *scales[:2], to, 1.0, keep)
         if to is FP16:
             yield "level", (of.itemsize, 0), lambda: fused.measure_rms_scale(y, to, 1.0)
-    yield "factors", None, lambda: fused.compute_affine_factors(*scales[:3], 1.0, 2.0)
+    yield "factors", None, lambda: fused.compute_addmm_factors(*scales[:3], 1.0, 2.0)
 
 
 FAMILIES: dict[str, Callable[[], Launches]] = {

@@ -98,7 +98,7 @@ def choose_recipes(
     for recipe in (hu.recipes.get(one) for one in (*COMMON_RECIPES, *SUITE_TASKS[task])):
         if named and recipe.name not in ("fp32", "fp32-twin", *named):
             continue
-        refused = get(task, data).refuses(recipe)
+        refused = get(task, data).explain_refusal(recipe)
         if refused:
             left_out[recipe.name] = f"the task {refused}"
         elif size == "small" and not named and recipe.name in LEFT_OUT_AT_SMALL.get(task, ()):

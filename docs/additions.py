@@ -59,7 +59,7 @@ class Dithered(WeightUpdate):
 
     name = "dithered"
 
-    def count_random_bits(self, store):
+    def list_random_bits_per_draw(self, store):
         return (store.random_bits,)
 
     def make_bindings(self, store):
@@ -155,4 +155,4 @@ class ShortRun(FindingKind):
 
     def find_in_record(self, record):
         if len(record.sampled_steps) < 10:
-            yield self.found((), "note", 1.0, f"{len(record.sampled_steps)} steps were looked at")
+            yield self.make_finding((), "note", 1.0, f"{len(record.sampled_steps)} steps were looked at")

@@ -39,7 +39,7 @@ def train(policy: str, seed: int = 0) -> dict:
     lines: list[dict] = []
     for step, (inputs, targets) in enumerate(subject.batches(data, seed, subject.steps)):
         for group in optimizer.param_groups:
-            group["lr"] = subject.hyper["lr"] * subject.rate(step, subject.steps)
+            group["lr"] = subject.hyper["lr"] * subject.lr_factor(step, subject.steps)
         sampled = step % INTERVAL == 0
         plain = copy.deepcopy(model) if sampled else None
         stored = gradients_of(model) if sampled else {}

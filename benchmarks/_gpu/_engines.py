@@ -43,10 +43,10 @@ def no_silent_fallback(scaled: bool = False) -> Iterator[None]:
     """
     import halfulp as hu
 
-    before = hu.kernels.report()
+    before = hu.kernels.count_fallbacks()
     yield
     if not has_triton():
         return
-    for text, count in hu.kernels.report().items():
+    for text, count in hu.kernels.count_fallbacks().items():
         if count > before.get(text, 0) and (LOST in text or (PLAIN in text and not scaled)):
             raise RuntimeError(text)

@@ -21,9 +21,9 @@ COLUMNS = {
 def task_on(run: Run):
     """The task `text` with data and model on the device."""
     from halfulp.trials.tasks._task import Data
-    from halfulp.trials.tasks._text import Text
+    from halfulp.trials.tasks._text import PythonHelpText
 
-    class OnDevice(Text):
+    class OnDevice(PythonHelpText):
         def load(self) -> Data:
             data = super().load()
             windows = WINDOWS if run.tiny else None

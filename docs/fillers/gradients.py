@@ -24,18 +24,18 @@ _POLICY_SOURCES = {
 @place
 def gradient_policies() -> str:
     """How exponents follow from gradients, in the words of the classes."""
-    from halfulp.gradients._policy import _POLICIES_BY_NAME
+    from halfulp.gradients._policy import _POLICY_BY_NAME
 
-    if _POLICIES_BY_NAME.keys() ^ _POLICY_SOURCES.keys():
+    if _POLICY_BY_NAME.keys() ^ _POLICY_SOURCES.keys():
         raise ValueError(
-            f"policies without a source or the other way: {sorted(_POLICIES_BY_NAME.keys() ^ _POLICY_SOURCES)}"
+            f"policies without a source or the other way: {sorted(_POLICY_BY_NAME.keys() ^ _POLICY_SOURCES)}"
         )
     rows = []
     for name, source in _POLICY_SOURCES.items():
-        words = " ".join(_POLICIES_BY_NAME[name].__doc__.partition("\n\n")[0].split())
+        words = " ".join(_POLICY_BY_NAME[name].__doc__.partition("\n\n")[0].split())
         rule = re.sub(r" \([^()]*\)\.?$", "", words).removesuffix(".")
-        scales = "each its own" if _POLICIES_BY_NAME[name].per_site else "one for all"
-        rows.append([f'`"{name}"`', f"`{_POLICIES_BY_NAME[name].__name__}`", rule, scales, source])
+        scales = "each its own" if _POLICY_BY_NAME[name].per_site else "one for all"
+        rows.append([f'`"{name}"`', f"`{_POLICY_BY_NAME[name].__name__}`", rule, scales, source])
     return grid(["policy", "class", "rule", "scales", "source"], rows)
 
 

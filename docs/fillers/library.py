@@ -39,11 +39,11 @@ def block_formats() -> str:
 @place
 def tasks() -> str:
     """What can be trained."""
-    from halfulp.trials.tasks import kind_of, names
+    from halfulp.trials.tasks import find_task_class, names
     from halfulp.trials.tasks._registry import has_data_folder_field
 
     lines = []
-    for kind in map(kind_of, names()):
+    for kind in map(find_task_class, names()):
         hyper = ", ".join(f"{key} {value}" for key, value in kind.hyper.items())
         reads = "`--data`" if has_data_folder_field(kind) else "embedded"
         loss = kind.judged_by.replace("_", " ").replace("train ", "training ")

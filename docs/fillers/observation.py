@@ -18,7 +18,7 @@ def findings_index() -> str:
         if not kind.__module__.startswith("halfulp."):
             continue  # a user's
         about = (sys.modules[kind.__module__].__doc__ or "").removeprefix("Findings about ").partition(":")[0]
-        shown = ", ".join(INSTRUMENTS[name] for name in kind.instruments())
+        shown = ", ".join(INSTRUMENTS[name] for name in kind.list_instruments())
         rooms.setdefault(about[:1].upper() + about[1:], []).append(
             [f"[{code}](findings/{code}.md)", kind.__doc__ or "", shown]
         )

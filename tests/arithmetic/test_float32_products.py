@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfulp.arithmetic._float32_products import NAME_BY_PRODUCT_FUNCTION, multiply_in_float32
+from halfulp.arithmetic._float32_products import NAME_BY_PRODUCT_FUNCTION, call_product_in_float32
 from halfulp.environment._narrow_products import (
     SIXTEEN_BIT_DTYPES,
     find_natively_multiplied_dtypes,
     force_float32_products,
 )
-from halfulp.kernels import report, same_bits
+from halfulp.kernels import count_fallbacks, same_bits
 
 from .product_cases import CALLS, Call, lstm
 
@@ -44,10 +44,10 @@ def plain(call: Call, operands: list[Tensor], cotangent: Tensor | None = None) -
 
 def _through(call: Call, leaves: list[Tensor]) -> Tensor:
     if call.function in NAME_BY_PRODUCT_FUNCTION:
-        return multiply_in_float32(call.function, tuple(leaves), dict(call.kwargs))
+        return call_product_in_float32(call.function, tuple(leaves), dict(call.kwargs))
     # Written as a user's function: what it calls is widened by the model's mode.
     assert call.name == "einsum"
-    return multiply_in_float32(torch.einsum, ("bij,bkj->bik", *leaves), {})
+    return call_product_in_float32(torch.einsum, ("bij,bkj->bik", *leaves), {})
 
 
 def _called(call: Call, leaves: list[Tensor]) -> Tensor:
@@ -108,7 +108,7 @@ def test_a_recurrent_layer_runs_in_float32_as_a_whole(dtype):
     wide = [x.float() if isinstance(x, Tensor) else x for x in arguments]
     wide[1], wide[2] = tuple(x.float() for x in wide[1]), [x.float() for x in wide[2]]
     with force_float32_products(dtype):
-        got = multiply_in_float32(function, arguments, {})
+        got = call_product_in_float32(function, arguments, {})
     assert all(same_bits(a, b.to(dtype)) for a, b in zip(got, function(*wide)))
 
 
@@ -128,8 +128,8 @@ def test_special_values_are_those_of_the_plain_product(dtype):
     )
     columns = torch.eye(2, dtype=dtype)
     with force_float32_products(dtype):
-        got = multiply_in_float32(torch.mm, (rows, columns), {})
-        far = multiply_in_float32(torch.mm, (rows[4:5], rows[4:5].t()), {})
+        got = call_product_in_float32(torch.mm, (rows, columns), {})
+        far = call_product_in_float32(torch.mm, (rows[4:5], rows[4:5].t()), {})
     wanted = (rows.double() @ columns.double()).to(dtype)
     assert same_bits(got, wanted)
     assert far.isinf().all()
@@ -142,11 +142,11 @@ def test_views_empty_sums_and_scalars(dtype):
     with force_float32_products(dtype):
         for a, b in ((x, transposed), (strided, x[:6]), (expanded, transposed), (x[:, :0], x[:0]), (x[:0], transposed)):
             a = a.detach().requires_grad_()
-            got = multiply_in_float32(torch.matmul, (a, b), {})
+            got = call_product_in_float32(torch.matmul, (a, b), {})
             assert same_bits(got, (a.float() @ b.float()).to(dtype))
             (gradient,) = torch.autograd.grad(got, a, torch.ones_like(got))
             assert same_bits(gradient, (torch.ones_like(got).float() @ b.float().mT).to(dtype))
-        assert multiply_in_float32(torch.dot, (x[0], x[1]), {}).shape == ()
+        assert call_product_in_float32(torch.dot, (x[0], x[1]), {}).shape == ()
 
 
 @DTYPES
@@ -163,7 +163,7 @@ def test_the_backward_pass_keeps_narrow_operands(dtype):
 
     with force_float32_products(dtype), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "float", counted)
-        out = multiply_in_float32(torch.mm, (x, w), {})
+        out = call_product_in_float32(torch.mm, (x, w), {})
     gc.collect()
     assert len(copies) == 2
     assert not any(copy() is not None for copy in copies)
@@ -175,7 +175,7 @@ def test_the_backward_pass_keeps_narrow_operands(dtype):
 def test_an_operand_that_was_written_since_is_an_error(dtype):
     x, w = torch.randn(4, 4).to(dtype), torch.randn(4, 4).to(dtype).requires_grad_()
     with force_float32_products(dtype):
-        out = multiply_in_float32(torch.mm, (x, w), {})
+        out = call_product_in_float32(torch.mm, (x, w), {})
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
@@ -187,7 +187,7 @@ def test_second_derivatives_and_transforms(dtype):
     x, w = torch.randn(3, 4).to(dtype), torch.randn(4, 2).to(dtype)
 
     def loss(w):
-        return multiply_in_float32(torch.mm, (x, w), {}).float().square().sum()
+        return call_product_in_float32(torch.mm, (x, w), {}).float().square().sum()
 
     def wide_loss(w):
         return (x.float() @ w).square().sum()
@@ -197,9 +197,11 @@ def test_second_derivatives_and_transforms(dtype):
         (first,) = torch.autograd.grad(loss(w), w, create_graph=True)
         (second,) = torch.autograd.grad(first.float().sum(), w)
         by_function = torch.func.grad(loss)(w.detach())
-        mapped = torch.func.vmap(lambda row: multiply_in_float32(torch.mv, (w.detach().mT, row), {}))(x)
-        _, tangent = torch.func.jvp(lambda w: multiply_in_float32(torch.mm, (x, w), {}), (w.detach(),), (w.detach(),))
-        plain = multiply_in_float32(torch.mm, (x, w.detach()), {})
+        mapped = torch.func.vmap(lambda row: call_product_in_float32(torch.mv, (w.detach().mT, row), {}))(x)
+        _, tangent = torch.func.jvp(
+            lambda w: call_product_in_float32(torch.mm, (x, w), {}), (w.detach(),), (w.detach(),)
+        )
+        plain = call_product_in_float32(torch.mm, (x, w.detach()), {})
     wide = w.detach().float().requires_grad_()
     (wide_first,) = torch.autograd.grad(wide_loss(wide), wide, create_graph=True)
     (wide_second,) = torch.autograd.grad(wide_first.sum(), wide)
@@ -214,23 +216,25 @@ def test_second_derivatives_and_transforms(dtype):
 def test_other_operands_are_left_to_torch():
     x = torch.randn(3, 3)
     with force_float32_products(torch.float16):
-        before = report()
-        multiply_in_float32(torch.mm, (x, x), {})
-        multiply_in_float32(torch.mm, (x.bfloat16(), x.bfloat16()), {})
-        multiply_in_float32(torch.mm, (x.half().to("meta"), x.half().to("meta")), {})
-        multiply_in_float32(torch.mm, (x.half(), x.half()), {"out": torch.empty(3, 3, dtype=torch.float16)})
+        before = count_fallbacks()
+        call_product_in_float32(torch.mm, (x, x), {})
+        call_product_in_float32(torch.mm, (x.bfloat16(), x.bfloat16()), {})
+        call_product_in_float32(torch.mm, (x.half().to("meta"), x.half().to("meta")), {})
+        call_product_in_float32(torch.mm, (x.half(), x.half()), {"out": torch.empty(3, 3, dtype=torch.float16)})
         with pytest.raises(RuntimeError, match="dtype"):
-            multiply_in_float32(torch.mm, (x.half(), x), {})
-        assert report() == before
-        multiply_in_float32(torch.mm, (x.half(), x.half()), {})
-        assert report()["float32 products: mm of float16"] == before.get("float32 products: mm of float16", 0) + 1
+            call_product_in_float32(torch.mm, (x.half(), x), {})
+        assert count_fallbacks() == before
+        call_product_in_float32(torch.mm, (x.half(), x.half()), {})
+        assert (
+            count_fallbacks()["float32 products: mm of float16"] == before.get("float32 products: mm of float16", 0) + 1
+        )
 
 
 def test_autocast_decides_the_dtype():
     x, w = torch.randn(3, 5), torch.randn(2, 5, requires_grad=True)
     with force_float32_products(torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
-        got = multiply_in_float32(torch.nn.functional.linear, (x, w), {})
-        kept = multiply_in_float32(torch.mv, (x, x[0]), {})
+        got = call_product_in_float32(torch.nn.functional.linear, (x, w), {})
+        kept = call_product_in_float32(torch.mv, (x, x[0]), {})
     assert kept.dtype == torch.float32  # mv is none of those that autocast lowers
     wanted = (x.bfloat16().float() @ w.detach().bfloat16().float().mT).bfloat16()
     assert same_bits(got.detach(), wanted)

@@ -26,7 +26,7 @@ class Line(Task):
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (logits.float() - 2 * targets.float()).square().mean()
 
-    def hits(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def is_hit(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(targets), dtype=torch.bool)
 
 

@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_narrow_recipe_is_run_under_every_optimizer(cache, capsys, monkeypatch) -> None:
-    pairs, narrow = [], [name for name in recipes.names() if recipes.get(name).narrow]
+    pairs, narrow = [], [name for name in recipes.names() if recipes.get(name).is_narrow]
     monkeypatch.setattr(_warm, "_train_small_model", lambda recipe, rule: pairs.append((recipe.name, rule)))
     with pytest.raises(SystemExit):
         main(["warm"])

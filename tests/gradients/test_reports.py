@@ -104,14 +104,14 @@ def test_a_merged_site_follows_the_global_one(seed):
     scaler = hu.AdaptiveGradScaler(model, format="fp16", interval=1)
     trained(scaler, model, 2)
     with pytest.raises(ValueError, match=r"no site.*x.* to merge; the sites are global, 0, 2, 4"):
-        scaler.merge("x")
+        scaler.merge_into_global_site("x")
     with pytest.raises(ValueError, match=r"no site.*global.* to merge"):
-        scaler.merge("global")
-    scaler.merge("2", reason="not exact")
+        scaler.merge_into_global_site("global")
+    scaler.merge_into_global_site("2", reason="not exact")
     assert scaler.sites()["2"].merged == "not exact"
     assert scaler.sites()["2"].exponent == scaler.sites()["global"].exponent
     trained(scaler, model, 3)
     assert scaler.sites()["2"].exponent == scaler.sites()["global"].exponent
     assert str(scaler.sites()).splitlines()[4].split()[:2] == ["2", "global"]
-    scaler._controller.sites.merge_sites(iter(["4"]), "an iterator")
+    scaler._controller.sites.merge_into_global_site(iter(["4"]), "an iterator")
     assert scaler.sites()["4"].merged == "an iterator"

@@ -191,7 +191,9 @@ def test_a_step_is_the_exponential_map(space, draw):
     optimizer = RiemannianSGD([weight], lr=0.3, manifold=space)
     weight.grad = gradient
     optimizer.step()
-    assert torch.allclose(weight.detach(), space.exp(points, -0.3 * space.size(points) ** 2 * gradient), rtol=1e-14)
+    assert torch.allclose(
+        weight.detach(), space.exp(points, -0.3 * space.inverse_conformal_factor(points) ** 2 * gradient), rtol=1e-14
+    )
 
 
 def test_momentum_is_transported(space, draw):

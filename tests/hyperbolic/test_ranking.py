@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfulp.hyperbolic import HalfSpace, PoincareBall, RankingSets, ranking_gradient, ranking_loss
+from halfulp.hyperbolic import HalfSpace, PoincareBall, RankingSets, ranking_loss, ranking_loss_and_gradient
 from halfulp.mctensor import MCTensor
 
 
@@ -33,7 +33,7 @@ def test_gradient_in_closed_form(width, components, dtype, seed):
     y = x.double().requires_grad_()
     wanted = ranking_loss(y, sets, 0.7)
     wanted.backward()
-    loss, gradient = ranking_gradient(x if components == 1 else MCTensor.encode(x, components), sets, 0.7)
+    loss, gradient = ranking_loss_and_gradient(x if components == 1 else MCTensor.encode(x, components), sets, 0.7)
     bound = 4 * torch.finfo(dtype).eps
     assert type(gradient) is torch.Tensor
     assert gradient.dtype == loss.dtype == dtype
@@ -48,28 +48,28 @@ def test_components_through_autograd(seed):
     weight = torch.nn.Parameter(MCTensor.encode(x, 2))
     loss = ranking_loss(weight, sets)
     loss.backward()
-    wanted, gradient = ranking_gradient(x, sets)
+    wanted, gradient = ranking_loss_and_gradient(x, sets)
     assert float(loss.detach()) == pytest.approx(float(wanted), rel=1e-13)
     assert torch.allclose(weight.grad, gradient, rtol=1e-10, atol=1e-14)
 
 
 def test_a_scale_changes_nothing(seed):
     x, sets = points(dtype=torch.float16), torch.randint(30, (8, 9))
-    a, b = ranking_gradient(x, sets), ranking_gradient(MCTensor.encode(x, 2, scale=2.0**-6), sets)
+    a, b = ranking_loss_and_gradient(x, sets), ranking_loss_and_gradient(MCTensor.encode(x, 2, scale=2.0**-6), sets)
     assert torch.allclose(a[1].float(), b[1].float(), rtol=2e-3, atol=1e-4)
     assert float(a[0]) == pytest.approx(float(b[0]), rel=2e-3)
 
 
 def test_no_distance_has_no_pull(seed):
     x = points(1).repeat(5, 1)
-    loss, gradient = ranking_gradient(x, torch.tensor([[0, 1, 2, 3]]))
+    loss, gradient = ranking_loss_and_gradient(x, torch.tensor([[0, 1, 2, 3]]))
     assert float(loss) == pytest.approx(1.0986122886681098)
     assert torch.equal(gradient, torch.zeros_like(x))
 
 
 def test_bad_sets(seed):
     x = points()
-    for call in (ranking_loss, ranking_gradient):
+    for call in (ranking_loss, ranking_loss_and_gradient):
         with pytest.raises(ValueError, match="int64"):
             call(x, torch.zeros(2, 3))
         with pytest.raises(ValueError, match="at least one"):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
-from halfulp.hyperbolic import HalfSpace, PoincareBall, reconstruction
+from halfulp.hyperbolic import HalfSpace, PoincareBall, evaluate_reconstruction
 from halfulp.mctensor import MCTensor
 
 
@@ -15,7 +15,7 @@ def test_against_counting(ties, seed):
     if ties:
         points = (points * 3).round() / 3 + 0.5
     edges = torch.tensor([(u, v) for u in range(30) for v in range(40) if u != v and torch.rand(()) < 0.2])
-    found = reconstruction(points, edges)
+    found = evaluate_reconstruction(points, edges)
     scores, ranks = [], []
     for u in edges[:, 0].unique().tolist():
         distance = HalfSpace().distance(points[u], points).numpy()
@@ -32,10 +32,10 @@ def test_components_tell_points_apart_that_float64_does_not(seed):
     x = torch.tensor([[1.0, 1e-20], [1.0, 1e-20], [1.0, 1e-20]], dtype=torch.float64)
     points = MCTensor.encode(x) + torch.tensor([[0.0, 0.0], [2e-20, 0.0], [9e-20, 0.0]], dtype=torch.float64)
     edges = torch.tensor([[0, 1]])
-    assert reconstruction(points, edges).mean_rank == 1.0
-    assert reconstruction(points.decode(), edges).mean_rank == 2.0
+    assert evaluate_reconstruction(points, edges).mean_rank == 1.0
+    assert evaluate_reconstruction(points.decode(), edges).mean_rank == 2.0
 
 
 def test_in_the_ball(seed):
     points = torch.tensor([[0.0, 0.0], [0.1, 0.0], [0.0, 0.9]])
-    assert reconstruction(points, torch.tensor([[0, 1]]), PoincareBall()).mean_average_precision == 1.0
+    assert evaluate_reconstruction(points, torch.tensor([[0, 1]]), PoincareBall()).mean_average_precision == 1.0

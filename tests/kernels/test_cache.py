@@ -18,7 +18,7 @@ QUANTIZE = """
     from halfulp import kernels
     q = r.quantize(torch.tensor([1.3, -2.7]), "e5m2")
     assert q.tolist() == [1.25, -2.5], q
-    print(sorted(kernels.report()))
+    print(sorted(kernels.count_fallbacks()))
 """
 # A cache that cannot be written is a warning, once, and kernels work.
 TOLD = """
@@ -76,7 +76,7 @@ def test_an_edited_piece_in_another_file(cache, forked_python, tmp_path):
 
 def doubles() -> list[int]:
     def write(b, count, array):
-        with b.loop(b.word(0), count, 1) as i:
+        with b.loop(b.int64(0), count, 1) as i:
             place = b.pointer(array, i, b.i32)
             word = b.b.load(place, align=4)
             b.b.store(b.b.add(word, word), place, align=4)
@@ -90,7 +90,7 @@ def doubles() -> list[int]:
 def notes(monkeypatch):
     """What is reported during one test."""
     monkeypatch.setattr(kernels._engine, "_fallback_counts", type(kernels._engine._fallback_counts)())
-    return lambda: " ".join(kernels.report())
+    return lambda: " ".join(kernels.count_fallbacks())
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign", "pickle"])
@@ -109,9 +109,9 @@ def test_a_damaged_entry_is_compiled_again(cache, notes, damage):
     entry.write_bytes(changed)
     assert doubles() == [10, 14]
     assert "unreadable" in notes()
-    written, said = entry.read_bytes(), kernels.report()
+    written, said = entry.read_bytes(), kernels.count_fallbacks()
     assert doubles() == [10, 14]
-    assert (entry.read_bytes(), kernels.report()) == (written, said)
+    assert (entry.read_bytes(), kernels.count_fallbacks()) == (written, said)
 
 
 def test_a_full_disk(cache, notes, monkeypatch):

@@ -5,7 +5,7 @@ import torch
 
 import halfulp as hu
 from halfulp import kernels
-from halfulp.kernels import _canary, _engine, require_same_bits, select_engine, to_float64
+from halfulp.kernels import _canary, _engine, require_same_bits_as_cpu, select_engine, to_float64
 from halfulp.kernels._canary import compute_float32_root
 from halfulp.optim.step import _run
 from halfulp.rounding import _kernels
@@ -51,7 +51,7 @@ def test_rocm_takes_plain_torch_and_says_so_once(monkeypatch: pytest.MonkeyPatch
     with pytest.warns(RuntimeWarning, match="ROCm.*HALFULP_ENGINE=triton"):
         assert select_engine("cuda") == "reference"
     assert select_engine("cuda") == "reference"
-    assert any("ROCm" in line for line in kernels.report())
+    assert any("ROCm" in line for line in kernels.count_fallbacks())
     with kernels.engine("triton"):
         assert select_engine("cuda") == "triton"
 
@@ -98,7 +98,7 @@ def _told(device: str, found: list[torch.Tensor] | Exception) -> None:
     runs: list[torch.device] = []
     for _ in range(2):
         try:
-            require_same_bits(torch.device(device), "a thing", "key", run, "Keep it on the CPU")
+            require_same_bits_as_cpu(torch.device(device), "a thing", "key", run, "Keep it on the CPU")
         finally:
             assert len(runs) == (device not in ("cpu", "cuda", "meta")), "tried once"
 
@@ -129,7 +129,9 @@ def test_other_bits_are_refused_by_name(device: str, found, why: str) -> None:
 def test_rocm_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(NotImplementedError, match="a thing on cuda"):
-        require_same_bits(torch.device("cuda"), "a thing", 0, lambda where: [torch.ones(1 + (where.type == "cpu"))], "")
+        require_same_bits_as_cpu(
+            torch.device("cuda"), "a thing", 0, lambda where: [torch.ones(1 + (where.type == "cpu"))], ""
+        )
 
 
 class _Batch:
@@ -157,7 +159,7 @@ def test_a_step_on_a_device_that_torch_cannot_reach_is_refused_before_it_begins(
 
 
 def test_a_step_of_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial, flushed = _run._step_fixed_elements, []
+    trial, flushed = _run._step_check_elements, []
 
     def flushing(spec, run=None, device="cpu"):
         found = trial(spec, run, "cpu")
@@ -168,15 +170,15 @@ def test_a_step_of_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
                 tensor[below] = 0.0
         return found
 
-    monkeypatch.setattr(_run, "_step_fixed_elements", flushing)
+    monkeypatch.setattr(_run, "_step_check_elements", flushing)
     with pytest.raises(NotImplementedError, match=r"adamw_kahan_bf16 on xpu.*subnormal numbers are flushed"):
         _run.compile_kernels(_Batch("xpu"))
     assert sum(flushed) > 0, "the fixed elements have subnormal results"
 
 
 def test_a_step_of_the_same_bits_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = _run._step_fixed_elements
-    monkeypatch.setattr(_run, "_step_fixed_elements", lambda spec, run=None, device="cpu": trial(spec, run, "cpu"))
+    trial = _run._step_check_elements
+    monkeypatch.setattr(_run, "_step_check_elements", lambda spec, run=None, device="cpu": trial(spec, run, "cpu"))
     _run.compile_kernels(_Batch("xpu"))
     _run.compile_kernels(_Batch("mps"))
 
@@ -191,7 +193,7 @@ def test_rounding_on_a_device_that_torch_cannot_reach_is_refused(device: str) ->
 
     Elsewhere.device = torch.device(device)
     with pytest.raises(NotImplementedError, match=f"quantize of torch.float32 on {device}.*x.cpu.*{ENVIRONMENT}"):
-        _kernels.check_device(Elsewhere(), "target", lambda elements, out: out.copy_(elements))
+        _kernels.check_device_rounding(Elsewhere(), "target", lambda elements, out: out.copy_(elements))
 
 
 def test_without_float64_roots_go_through_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

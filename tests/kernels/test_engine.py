@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfulp import kernels
-from halfulp.kernels import engine, note_fallback, report, select_engine, warn_once_of_fallback
+from halfulp.kernels import count_fallbacks, engine, note_fallback, select_engine, warn_once_of_fallback
 from halfulp.rounding import quantize
 
 
@@ -62,7 +62,7 @@ def test_without_llvmlite(monkeypatch):
     with pytest.warns(RuntimeWarning, match="llvmlite is not installed"):
         assert select_engine("cpu") == "reference"
     assert select_engine("cpu") == "reference"
-    assert any("llvmlite is not installed" in line for line in report())
+    assert any("llvmlite is not installed" in line for line in count_fallbacks())
     with engine("llvm"), pytest.raises(ImportError, match="pip install"):
         select_engine("cpu")
 
@@ -74,4 +74,4 @@ def test_notes(monkeypatch):
     with pytest.warns(RuntimeWarning, match="another"):
         warn_once_of_fallback("kind", "another")
     warn_once_of_fallback("kind", "another")
-    assert report() == {"kind: one thing": 2, "kind: another": 2}
+    assert count_fallbacks() == {"kind: one thing": 2, "kind: another": 2}

@@ -130,7 +130,7 @@ def test_a_compiled_function_runs_without_the_gil(cache):
     from halfulp.kernels.vector._machine_function import compile_machine_function
 
     def meet(vectors, own, other, patience):
-        b, word = vectors.b, vectors.word
+        b, word = vectors.b, vectors.int64
         one, place = word(1), vectors.pointer(other, word(0), vectors.i64)
         b.store(one, vectors.pointer(own, word(0), vectors.i64), align=8)
         before = b.block

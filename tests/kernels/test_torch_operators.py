@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels import find_torch_operators, list_absent_operators, list_present_operators
+from halfulp.kernels import find_operator_namespace, list_absent_operators, list_present_operators
 from halfulp.subclass import RuleTable
 
 ROOT = Path(hu.__file__).parent
@@ -29,7 +29,7 @@ LACKING = {
     "aten::cholesky": "2.14 and newer",
     "aten::cholesky.default": "2.14 and newer",
 }
-aten = find_torch_operators("aten")
+aten = find_operator_namespace("aten")
 
 
 def test_what_is_there_is_torchs_own():

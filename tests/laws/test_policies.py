@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.gradients._policy import _POLICIES_BY_NAME
+from halfulp.gradients._policy import _POLICY_BY_NAME
 
 from ..gradients.exponents import batch, mean_square, mlp, stepped
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", ["fp16", "e5m2", None])
-@pytest.mark.parametrize("policy", sorted(_POLICIES_BY_NAME))
+@pytest.mark.parametrize("policy", sorted(_POLICY_BY_NAME))
 def test_under_every_policy_zero_gradients_stop_nothing(policy, format, seed):
     """They have no largest one and no statistics; the next ones that are not zero are right."""
     model, x = mlp(), batch()
@@ -31,7 +31,7 @@ def test_under_every_policy_zero_gradients_stop_nothing(policy, format, seed):
 
 
 def test_policies_are_those_of_the_scaler() -> None:
-    from halfulp.gradients._policy import _POLICIES_BY_NAME
+    from halfulp.gradients._policy import _POLICY_BY_NAME
     from halfulp.recipes._recipe import DESCRIPTION_BY_GRADIENT_SCALE
 
-    assert set(DESCRIPTION_BY_GRADIENT_SCALE) == set(_POLICIES_BY_NAME)
+    assert set(DESCRIPTION_BY_GRADIENT_SCALE) == set(_POLICY_BY_NAME)

@@ -54,7 +54,7 @@ def test_every_recipe_takes_steps(name: str, seed: int) -> None:
             break
     assert moved(before, ours)
     dtype = getattr(torch, recipe.param_dtype or "float32")
-    norms = {"1.weight", "1.bias"} if recipe.narrow and recipe.float32 else set()
+    norms = {"1.weight", "1.bias"} if recipe.is_narrow and recipe.float32 else set()
     for name, parameter in ours.named_parameters():
         assert parameter.dtype == (torch.float32 if name in norms else dtype)
     assert {value.dtype for value in optimizer.float32_state_dict(ours).values()} == {torch.float32}
@@ -80,7 +80,7 @@ def plain_course(seed: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor, floa
     return start, x, labels, course(plain, torch.optim.SGD(plain.parameters(), lr=0.1), x, labels)
 
 
-@pytest.mark.parametrize("name", [name for name in recipes.names() if recipes.get(name).narrow])
+@pytest.mark.parametrize("name", [name for name in recipes.names() if recipes.get(name).is_narrow])
 def test_a_normal_cnn_trains_under_every_narrow_recipe(name: str, seed: int) -> None:
     """float32 images in, float32 logits out, and the loss within a tenth of float32's own course."""
     start, x, labels, wanted = plain_course(seed)
@@ -141,5 +141,5 @@ def test_explain_says_what_convert_does(name: str, seed: int) -> None:
             shown = getattr(parameter, "payload", parameter).dtype
             assert str(shown).removeprefix("torch.") in plan.held_as
     assert sum(plan.parameters for plan in said.modules) == sum(p.numel() for p in ours.parameters())
-    if recipes.get(name).narrow:
+    if recipes.get(name).is_narrow:
         assert said.bytes_after == sum(p.numel() * p.element_size() for p in ours.parameters())

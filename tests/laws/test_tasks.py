@@ -94,10 +94,10 @@ def test_loss_of_a_batch_is_finite_and_has_gradients(task: Task, seed: int) -> N
     assert loss.isfinite()
     assert all(parameter.grad is not None for parameter in model.parameters())
     logits, targets = model(data.validation[0][:3]), data.validation[1][:3]
-    hits = task.hits(logits, targets)
+    hits = task.is_hit(logits, targets)
     assert hits.dtype == torch.bool
     assert hits.numel() == task.count(targets)
-    assert task.judge(logits, targets).isfinite()
+    assert task.compute_judged_loss(logits, targets).isfinite()
 
 
 def test_seeds_decide_everything(task: Task, seed: int) -> None:
@@ -118,7 +118,7 @@ def test_settings_and_pickle(task: Task) -> None:
     assert again.settings() == task.settings()
     assert task.settings()["name"] == task.name
     assert task.judged_by in ("train_loss", "validation_loss")
-    assert all(0 < task.rate(step, task.steps) <= 1 for step in range(task.steps))
+    assert all(0 < task.lr_factor(step, task.steps) <= 1 for step in range(task.steps))
 
 
 def test_a_trial_trains_by_the_tasks_rule_and_hyper_parameters(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def _accompanied(update, store):
     parts = [torch.zeros(400, dtype=dtype) for dtype in (store.dtype, *(dtype for _, dtype in names))]
     update.fill(store, parts, value)
     for _ in range(3):
-        draws = [torch.randint(2**bits, (400,)) for bits in update.count_random_bits(store)]
+        draws = [torch.randint(2**bits, (400,)) for bits in update.list_random_bits_per_draw(store)]
         write_update(update, store, parts, torch.randn(400) * value * 2.0 ** -(store.mantissa_bits + 3), draws)
     return parts
 
@@ -51,7 +51,7 @@ def _middle(update, store):
     Normal numbers look at the low bits of a draw, subnormal ones at the high bits: no draw is the middle of both.
     """
     low = 2 ** (22 - store.mantissa_bits)
-    whole = [bits > 16 for bits in update.count_random_bits(store)]
+    whole = [bits > 16 for bits in update.list_random_bits_per_draw(store)]
     draws = [torch.full((400,), 2**31 + low if has_high else low) for has_high in whole]
     return draws, 0.5 + low * 2.0**-32 * any(whole)
 
@@ -132,7 +132,9 @@ def walk(update, dtype, factors, seed, chosen="reference", steps=3):
         PAYLOAD_STORE_BY_DTYPE[dtype],
         SCALE_WINDOW_BY_DTYPE[dtype][0],
     )
-    rounding = 0.5 if not own.count_random_bits(store) or getattr(own, "weight", "stochastic") == "nearest" else 1.0
+    rounding = (
+        0.5 if not own.list_random_bits_per_draw(store) or getattr(own, "weight", "stochastic") == "nearest" else 1.0
+    )
     held, broken = [p.detach().decode() for p in parameters], []
     with engine(chosen):
         for k, target in enumerate(targets):

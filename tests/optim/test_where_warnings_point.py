@@ -42,7 +42,7 @@ def _writes_between_steps():
 
 def _updates_that_are_lost():
     optimizer = _optimizer(_model(), weight_update="nearest", report_interval=1)
-    for _ in range(_lost_updates.SAMPLES_BEFORE_WARNING):
+    for _ in range(_lost_updates.MOSTLY_LOST_STEPS_BEFORE_WARNING):
         _step(optimizer)
 
 

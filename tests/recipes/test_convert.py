@@ -66,7 +66,7 @@ def test_buffers_stay_as_they_are(seed: int) -> None:
 def test_globs_match_names_and_classes() -> None:
     mix = {"2.bias": "split", "*Embedding*": "kahan", "*Norm": "master", "*": "stochastic"}
     recipe = Recipe(name="x", param_dtype="bfloat16", weight_update=mix)
-    assigned = recipes.assign(recipe, model())
+    assigned = recipes.assign_weight_updates(recipe, model())
     assert assigned["0.weight"] == "kahan"
     assert assigned["1.bias"] == "master"
     assert (assigned["2.weight"], assigned["2.bias"]) == ("stochastic", "split")

@@ -63,13 +63,13 @@ def held(parameter: torch.Tensor) -> str:
 
 def updates(model: nn.Module, recipe: hu.Recipe) -> dict[int, str]:
     """The weight update that the recipe's optimizer has for each parameter that it can step, by id."""
-    if recipe.by_torch:
+    if recipe.is_stepped_by_torch:
         return {}
     found = {}
     for group in recipes.optimizer(model, "AdamW", lr=1e-3).param_groups:
         update = group["weight_update"]
         for parameter in group["params"]:
-            float32 = recipe.narrow and parameter.dtype == torch.float32
+            float32 = recipe.is_narrow and parameter.dtype == torch.float32
             if update is not None and parameter.requires_grad and not float32 and recipe.weight_update is not None:
                 found[id(parameter)] = str(getattr(update, "name", update))
     return found

@@ -89,7 +89,7 @@ def test_batches_and_losses_of_every_form(seed):
 
     x, ids = torch.randn(4, 3), torch.tensor([0, 1, 4, 4])
     for batch in (x, (x, ids), {"x": x, "ids": ids}):
-        assert verify(Two(), batch, "scaled-fp16", trials=1).equal == 1
+        assert verify(Two(), batch, "scaled-fp16", trials=1).equal_gradient_count == 1
     found = verify(nn.Linear(3, 2), x, "scaled-fp8", loss=lambda y: y.exp().sum(), trials=1)
     assert found.to_dict()["passed"] is True
 
@@ -151,7 +151,7 @@ def test_parameters_without_a_gradient_are_listed_apart(seed):
     found = verify(model, x, "scaled-fp16", seed=seed)
     assert found.unused == ["spare.weight", "spare.bias"]
     assert found.to_dict()["unused"] == found.unused
-    assert found.equal == len(found.gradients) == 2
+    assert found.equal_gradient_count == len(found.gradients) == 2
     assert str(found).startswith("passed: 2 of 2 gradients")
     assert "without a gradient: spare.weight, spare.bias" in str(found)
     for loss in (lambda y: y.detach().sum(), lambda y: (y.detach() * torch.ones((), requires_grad=True)).sum()):

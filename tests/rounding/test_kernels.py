@@ -89,7 +89,7 @@ def test_the_compiler_fuses_and_flushes_nothing(name, rounding, dtype, capabilit
         if kernel is None:
             continue
         assert inexact(instructions(kernel, capability, aligned=False, ragged=bool(kernel.table.block))) == []
-        if not kernel.is_ragged(1024):
+        if not kernel.has_ragged_blocks(1024):
             found = instructions(kernel, capability, aligned=True)
             assert inexact(found) == []
             assert f"ld.{VECTORS[dtype.itemsize]}" in found
@@ -143,10 +143,10 @@ def test_a_block_too_long_for_a_tile_is_counted(monkeypatch):
     with hu.kernels.engine("reference"):
         wanted = hu.quantize(x, format)
     text = "blocks: blocks of more than 4096 elements are rounded by the reference"
-    before = hu.kernels.report().get(text, 0)
+    before = hu.kernels.count_fallbacks().get(text, 0)
     with hu.kernels.engine("triton"):
         assert same_bits(hu.quantize(x, format), wanted)
-    assert hu.kernels.report()[text] == before + 1
+    assert hu.kernels.count_fallbacks()[text] == before + 1
 
 
 # on a device, or interpreted ---------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_rounding_waits_for_nothing(nothing_waits):
         with nothing_waits():
             second = hu.quantize(x, name)
         assert same_bits(first, second)
-    assert not any("no Triton kernel for quantize" in text for text in hu.kernels.report())
+    assert not any("no Triton kernel for quantize" in text for text in hu.kernels.count_fallbacks())
 
 
 @pytest.mark.cuda

@@ -12,7 +12,12 @@ from torch.nn import functional
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled._operands import choose_home, find_operand_preparation, is_outer_broadcast, round_to_home
+from halfulp.scaled._operands import (
+    choose_home_for_storage,
+    find_operand_preparation,
+    is_outer_broadcast,
+    round_to_home,
+)
 from halfulp.scaled._registry import FAMILY_BY_NAME, FAMILY_BY_OPERATOR, Family, implements, register_family
 
 HOMES = (torch.float16, torch.bfloat16)
@@ -146,9 +151,9 @@ def test_what_writes_or_is_made_of_steps_leaves_its_operands():
     aten = torch.ops.aten
     assert find_operand_preparation(aten.add_.Tensor) is None
     assert find_operand_preparation(aten.linear.default) is None
-    assert choose_home(torch.float8_e4m3fn, "autocast") == torch.float16
-    assert choose_home(torch.float32, "autocast") is None
-    assert choose_home(torch.float16, "none") is None
+    assert choose_home_for_storage(torch.float8_e4m3fn, "autocast") == torch.float16
+    assert choose_home_for_storage(torch.float32, "autocast") is None
+    assert choose_home_for_storage(torch.float16, "none") is None
 
 
 @pytest.mark.parametrize("home", [torch.float32, torch.float8_e5m2, "float16"])

@@ -21,7 +21,7 @@ def test_what_does_not_go_together_is_left_out_with_a_reason(monkeypatch: pytest
     def refuse(self, recipe) -> str | None:
         return "takes no scales" if recipe.name == "fp16-adaptive" else None
 
-    monkeypatch.setattr("halfulp.trials.tasks._full_batch.CancerMLP.refuses", refuse)
+    monkeypatch.setattr("halfulp.trials.tasks._full_batch.CancerMLP.explain_refusal", refuse)
     recipes, left_out = papers_suite.choose_recipes("cancer-mlp", "smoke", None, None)
     names = {recipe.name for recipe in recipes}
     assert left_out == {"fp16-adaptive": "the task takes no scales"}

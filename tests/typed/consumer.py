@@ -93,8 +93,8 @@ def exact_sums() -> None:
 
 def arithmetic() -> None:
     """Expansions are tuples of tensors."""
-    assert_type(hu.arithmetic.MOST, int)
-    assert_type(hu.arithmetic.PRECISION, dict[torch.dtype, int])
+    assert_type(hu.arithmetic.MAX_COMPONENTS, int)
+    assert_type(hu.arithmetic.PRECISION_BY_DTYPE, dict[torch.dtype, int])
     parts: hu.arithmetic.Parts = hu.arithmetic.split(torch.randn(3, 3).double(), torch.float32, 2)
     assert_type(parts, Parts)
     assert_type(hu.arithmetic.merge(parts, torch.float64), Tensor)
@@ -105,7 +105,7 @@ def arithmetic() -> None:
     assert_type(hu.arithmetic.total(parts, None, 2), Parts)
     assert_type(hu.arithmetic.average(parts, (0, 1), 2, keepdim=True), Parts)
     assert_type(hu.arithmetic.product(parts, 0, 2), Parts)
-    assert_type(hu.arithmetic.running(parts, 0, 2), Parts)
+    assert_type(hu.arithmetic.running_sum(parts, 0, 2), Parts)
 
 
 def linear_algebra() -> None:
@@ -252,14 +252,14 @@ def hyperbolic() -> None:
     hu.hyperbolic.RankingSets(edges, 6, others=2, batch=2)
     sets = torch.tensor([[0, 1, 3], [1, 2, 5]])
     assert_type(hu.hyperbolic.ranking_loss(points, sets), Tensor)
-    assert_type(hu.hyperbolic.ranking_gradient(points, sets), tuple[Tensor, Tensor])
-    assert_type(hu.hyperbolic.reconstruction(points, edges), hu.hyperbolic.Reconstruction)
+    assert_type(hu.hyperbolic.ranking_loss_and_gradient(points, sets), tuple[Tensor, Tensor])
+    assert_type(hu.hyperbolic.evaluate_reconstruction(points, edges), hu.hyperbolic.Reconstruction)
 
 
 def kernels() -> None:
     """Which engine runs, and what a rule of one's own calls."""
     with hu.kernels.engine("reference"):
-        assert_type(hu.kernels.report(), dict[str, int])
+        assert_type(hu.kernels.count_fallbacks(), dict[str, int])
     assert_type(hu.kernels.same_bits(torch.zeros(2), torch.zeros(2)), bool)
     a = np.float32(2.0)
     assert_type(hu.kernels.sqrt(a), np.float32)
@@ -291,7 +291,7 @@ def recipes() -> None:
     assert_type(hu.recipes.scaler(recipe, model), hu.AdaptiveGradScaler | None)
     assert_type(hu.explain(nn.Linear(4, 2), "bf16-kahan"), hu.recipes.Explanation)
     assert_type(hu.recipes.explain(nn.Linear(4, 2), recipe), hu.recipes.Explanation)
-    assert_type(hu.recipes.assign(recipe, nn.Linear(4, 2)), dict[str, str | None])
+    assert_type(hu.recipes.assign_weight_updates(recipe, nn.Linear(4, 2)), dict[str, str | None])
     assert_type(hu.revert(hu.convert(nn.Linear(4, 2), recipe)), nn.Linear)
     assert_type(hu.recipes.revert(hu.convert(nn.Linear(4, 2), recipe)), nn.Linear)
 
@@ -410,9 +410,9 @@ def methods_of_papers() -> None:
 def tasks() -> None:
     """Tasks are found by name."""
     assert_type(hu.trials.tasks.names(), list[str])
-    kind = hu.trials.tasks.kind_of(hu.trials.tasks.names()[0])
+    kind = hu.trials.tasks.find_task_class(hu.trials.tasks.names()[0])
     assert_type(kind, type[hu.trials.tasks.Task])
-    assert_type(hu.trials.tasks.warm_cosine(1, 10), float)
+    assert_type(hu.trials.tasks.compute_warm_cosine_factor(1, 10), float)
     step = hu.trials.tasks.Step(lambda model, number: model(torch.ones(1, 2)).sum(), nn.Linear(2, 2), steps=3, lr=0.1)
     assert_type(step.load().note, str)
     assert_type(hu.trials.DEFAULT_RECIPES[0], str)
@@ -494,12 +494,12 @@ def registries_read_only(operator: OpOverload, packet: OpOverloadPacket) -> None
 
     assert_type(of_components(hu.MCTensor.encode(1.0)), hu.MCTensor)
     assert_type(of_payloads(hu.ScaledTensor.encode(torch.ones(1))), hu.ScaledTensor)
-    operators = hu.scaled.rules.overloads(packet)
+    operators = hu.scaled.rules.list_functional_overloads(packet)
     assert_type(operators, list[OpOverload])
     hu.scaled.rules.aligned(*operators, family="mine")
     hu.scaled.rules.data_movement(*operators)
     hu.scaled.rules.decoded(*operators)
-    hu.scaled.rules.gate(*operators, at_least_one=True)
+    hu.scaled.rules.gated_activation(*operators, at_least_one=True)
     hu.scaled.rules.homogeneous(*operators, degree=2)
     hu.scaled.rules.measured_scale(*operators)
     hu.scaled.rules.unit_scale(*operators)

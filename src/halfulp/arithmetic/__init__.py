@@ -11,8 +11,8 @@ from ._linalg import inverse as inverse
 from ._linalg import qr as qr
 from ._linalg import solve as solve
 from ._matmul import matmul as matmul
-from ._pointwise import MOST as MOST
-from ._pointwise import PRECISION as PRECISION
+from ._pointwise import MAX_COMPONENTS as MAX_COMPONENTS
+from ._pointwise import PRECISION_BY_DTYPE as PRECISION_BY_DTYPE
 from ._pointwise import Parts as Parts
 from ._pointwise import compare as compare
 from ._pointwise import merge as merge
@@ -22,5 +22,5 @@ from ._pointwise import renormalize as renormalize
 from ._pointwise import split as split
 from ._reductions import average as average
 from ._reductions import product as product
-from ._reductions import running as running
+from ._reductions import running_sum as running_sum
 from ._reductions import total as total

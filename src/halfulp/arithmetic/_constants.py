@@ -58,7 +58,7 @@ def _split_into_tables(values: Iterable[Any], count: int = 5) -> list[FloatTable
 
 
 @functools.cache
-def make_reciprocal_tables() -> tuple[FloatTable, list[FloatTable]]:
+def make_reciprocal_and_log_tables() -> tuple[FloatTable, list[FloatTable]]:
     """Return c about 64 / j and -log c as components, for j = 45 to 91."""
     mp, c = make_mpmath_context(), tuple(64 / j for j in range(45, 92))
     return c, _split_into_tables((-mp.log(x) for x in c), 6)

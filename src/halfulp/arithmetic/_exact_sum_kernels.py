@@ -39,7 +39,7 @@ _STORES_BY_BITS: dict[int, Any] = {16: o.store16, 32: o.store32, 64: o.store64}
 _WORD_ONE, _WORD_ZERO = np.uint64(1), np.uint64(0)
 
 
-def _find_largest_exponent_field(layout: Format) -> int:
+def _get_all_ones_exponent_field(layout: Format) -> int:
     """Return the largest exponent field, that of infinities and NaNs."""
     return 2 * layout.bias + 1
 
@@ -91,7 +91,7 @@ def _read_term(layout: Format, array: Any, index: Any) -> _IntegerTerm:
     word = _LOADS_BY_BITS[layout.bits](array, index)
     top = o.high_word(word) if layout.bits == 64 else word
     width = min(layout.bits, 32)
-    field = o.bit_and(o.shr(top, width - 1 - layout.exponent_bits), _find_largest_exponent_field(layout))
+    field = o.bit_and(o.shr(top, width - 1 - layout.exponent_bits), _get_all_ones_exponent_field(layout))
     normal = field != 0
     wide = word if layout.bits == 64 else o.widen(word)
     fraction = o.bit_and(wide, (1 << layout.mantissa_bits) - 1)
@@ -99,8 +99,8 @@ def _read_term(layout: Format, array: Any, index: Any) -> _IntegerTerm:
         negative=top >= 1 << (width - 1),
         integer=o.bit_or(fraction, select(normal, np.uint64(1 << layout.mantissa_bits), _WORD_ZERO)),
         shift=o.sub(field, select(normal, np.uint32(1), np.uint32(0))),
-        infinite=(field == _find_largest_exponent_field(layout)) & (fraction == 0),
-        nan=(field == _find_largest_exponent_field(layout)) & (fraction != 0),
+        infinite=(field == _get_all_ones_exponent_field(layout)) & (fraction == 0),
+        nan=(field == _get_all_ones_exponent_field(layout)) & (fraction != 0),
     )
 
 
@@ -174,7 +174,7 @@ def count_block_elements(dtype: torch.dtype, product: bool) -> int:
     return 512 if product and dtype == torch.float64 else 2048
 
 
-def get_near_and_far_cut_counts(dtype: torch.dtype, product: bool) -> tuple[int, int]:
+def get_cut_counts_for_near_and_far_terms(dtype: torch.dtype, product: bool) -> tuple[int, int]:
     """Return how often terms are cut that are near each other, and how often those that are not."""
     return (2, 5) if product and dtype == torch.float64 else (1, 4)
 
@@ -219,7 +219,7 @@ def _split_term(dtype: torch.dtype, product: bool, cuts: int, carries: int, word
         nonzero = (values[0] != zero) & (values[1] != zero) if product else values[0] != zero
         least = o.bit_or(size, select(nonzero, np.uint32(1), np.uint32(0)))
     fields, bias, shift = (
-        (_find_largest_exponent_field(layout), layout.bias, layout.mantissa_bits) if own else (2047, 1023, 20)
+        (_get_all_ones_exponent_field(layout), layout.bias, layout.mantissa_bits) if own else (2047, 1023, 20)
     )
     high = o.shr(block_largest(size), shift)
     # The smallest but 0 is the largest of the negatives.
@@ -270,7 +270,7 @@ def make_accumulator_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None
     """
     element = ElementRecording(reach.counter_count + (2 if dtype else reach.limbs))
     read = [o.load64(array, element.index) for array in element.arrays[: reach.counter_count + bool(dtype)]]
-    digits = _pass_carries(reach, read)
+    digits = _propagate_carries(reach, read)
     if dtype is None:
         for array, digit in zip(element.arrays[reach.counter_count :], digits):
             o.store64(array, element.index, digit)
@@ -285,7 +285,7 @@ def make_accumulator_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None
     return TableFunction(element.trace, len(element.arrays))
 
 
-def _pass_carries(reach: LimbRange, counters: list) -> list:
+def _propagate_carries(reach: LimbRange, counters: list) -> list:
     """Return the limbs of sums of limbs, or windows, with carries passed on."""
     carry, digits = None, []
     for k in range(reach.limbs):
@@ -328,14 +328,14 @@ def _round_accumulator(reach: LimbRange, layout: Format, digits: list, specials:
     # Below 62 bits it matters only whether there is anything.
     head = o.bit_or(head, select(lost != 0, _WORD_ONE, _WORD_ZERO))
     exponent = o.add(o.add(o.shl(top, 5), length), reach.lowest_exponent - 1 + _EXPONENT_OFFSET)
-    infinity = np.uint64(_find_largest_exponent_field(layout) << layout.mantissa_bits)
+    infinity = np.uint64(_get_all_ones_exponent_field(layout) << layout.mantissa_bits)
     bits = _round_head(layout, head, exponent)
     plus, minus = specials
     special = plus | minus
     bits = select(special, infinity, select(zero, _WORD_ZERO, bits))
     negative = (special & minus) | (~special & ((zero & all_minus_zero) | (negative & ~zero)))
     bits = o.bit_or(bits, select(negative, np.uint64(1 << (layout.bits - 1)), _WORD_ZERO))
-    nan = np.uint64(_find_largest_exponent_field(layout) << layout.mantissa_bits | 1 << (layout.mantissa_bits - 1))
+    nan = np.uint64(_get_all_ones_exponent_field(layout) << layout.mantissa_bits | 1 << (layout.mantissa_bits - 1))
     return select(plus & minus, nan, bits)
 
 
@@ -350,9 +350,9 @@ def _round_head(layout: Format, head: Any, exponent: Any) -> Any:
     kept = o.add(kept, select(up, _WORD_ONE, _WORD_ZERO))
     # A mantissa's leading bit, or one that a carry made, adds 1 to the exponent field.
     field = select(exponent > lowest, o.sub(exponent, lowest), _WORD_ZERO)
-    infinity = np.uint64(_find_largest_exponent_field(layout) << layout.mantissa_bits)
+    infinity = np.uint64(_get_all_ones_exponent_field(layout) << layout.mantissa_bits)
     return select(
-        field > _find_largest_exponent_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits))
+        field > _get_all_ones_exponent_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits))
     )
 
 

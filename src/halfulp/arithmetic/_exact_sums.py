@@ -35,7 +35,7 @@ from ._exact_sum_kernels import (
     WORD_DTYPE_BY_BITS,
     LimbRange,
     count_block_elements,
-    get_near_and_far_cut_counts,
+    get_cut_counts_for_near_and_far_terms,
     make_accumulator_rounding_kernel,
     make_block_summing_kernel,
     make_term_adding_kernel,
@@ -47,7 +47,7 @@ _MOST_ROWS_AT_ONCE = 4096  # of which windows are in memory at a time
 _PIECE_LENGTH = 1 << 16  # neighbours that are added up by themselves, for a thread
 _MOST_ELEMENTS_WITHOUT_BLOCKS = 1 << 15  # elements that are not worth blocks
 _SHORTEST_ROW_WITH_BLOCKS = 256  # elements of a row that is worth a block
-_LONGEST_UNCOPIED_PIECE = 128  # elements of a piece up to which there are no copies of counters
+_LONGEST_PIECE_WITHOUT_COUNTER_COPIES = 128  # elements of a piece up to which there are no copies of counters
 _MOST_COPIED_COUNTER_WORDS = 1 << 20  # words of counters up to which there are copies
 _COUNTERS_PER_ROW = 32  # counters of a row of many tiles on an accelerator, for which programs do not queue
 
@@ -102,14 +102,14 @@ def _fill_windows(engine: str, operands: Operands, reach: LimbRange) -> WindowCo
     }[engine]
     found = fill([x[:, :step] for x in operands], reach)
     if columns > step:
-        found = _pass_carries(found)
+        found = _propagate_carries(found)
         for left in range(step, columns, step):
-            found += _pass_carries(fill([x[:, left : left + step] for x in operands], reach))
+            found += _propagate_carries(fill([x[:, left : left + step] for x in operands], reach))
     found[:, -1] = columns
     return found
 
 
-def _pass_carries(windows: WindowCounters) -> WindowCounters:
+def _propagate_carries(windows: WindowCounters) -> WindowCounters:
     """Carry what exceeds 32 bits to the window after the next, in place, so that any number of sums add up."""
     inner = windows[..., :-3]
     high = inner[..., :-2] >> LIMB_BITS
@@ -144,7 +144,7 @@ def _fill_windows_by_triton(operands: Operands, reach: LimbRange) -> torch.Tenso
         _compile_table_kernel("triton", make_term_adding_kernel(first.dtype, len(operands) > 1, reach))(
             table, np.stack(pointers, 1), first.device
         )
-    return counters[:, 0] if several == 1 else _pass_carries(counters).sum(1)
+    return counters[:, 0] if several == 1 else _propagate_carries(counters).sum(1)
 
 
 def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
@@ -161,12 +161,12 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
         found = _fill_windows_of_pieces(operands, reach, row, nothing + columns - rest, nothing + rest)
     if rest == columns:
         return found
-    found = _pass_carries(found)
+    found = _propagate_carries(found)
     cut = np.zeros((rows, len(begin), 4), np.int64)
     cut[:, :, 0], cut[:, :, 1], cut[:, :, 2] = row[:, None], begin, size
     pointers = np.stack([_find_row_addresses(x, row) for x in operands], 1)
     lost = np.ones((rows, len(begin)), bool)
-    for cuts in get_near_and_far_cut_counts(dtype, product):
+    for cuts in get_cut_counts_for_near_and_far_terms(dtype, product):
         table, left = make_block_summing_kernel(dtype, product, cuts, size < whole), cut[lost]
         sums = np.empty((len(left), table.sum_column_count))
         given = get_array_address(left), get_array_address(pointers), 0, 0, 0, get_array_address(sums)
@@ -176,7 +176,7 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
         parts = np.zeros((rows, len(begin), cuts + 1))
         parts[lost] = sums[:, : cuts + 1]
         all_parts = torch.from_numpy(parts.reshape(rows, -1))
-        found += _pass_carries(_fill_windows_of_pieces([all_parts], reach, row, nothing, nothing + parts[0].size))
+        found += _propagate_carries(_fill_windows_of_pieces([all_parts], reach, row, nothing, nothing + parts[0].size))
         np.add.at(found[:, -2], left[:, 0], sums[:, cuts + 1].astype(np.int64))
         lost[lost] = failed
         if not failed.any():
@@ -187,7 +187,7 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     edge = np.arange(len(begin) + 1) * size % _PIECE_LENGTH == 0
     (row, start), (_, end) = np.nonzero(lost & ~(before & ~edge[:-1])), np.nonzero(lost & ~(behind & ~edge[1:]))
     length = (end + 1 - start) * size
-    np.add.at(found, row, _pass_carries(_fill_windows_of_pieces(operands, reach, row, begin[start], length)))
+    np.add.at(found, row, _propagate_carries(_fill_windows_of_pieces(operands, reach, row, begin[start], length)))
     return found
 
 
@@ -196,7 +196,9 @@ def _fill_windows_of_pieces(
 ) -> np.ndarray:
     """Return the counters of some pieces of rows, each by itself."""
     first, words = operands[0], reach.counter_count + 1
-    is_copied = len(row) * words <= _MOST_COPIED_COUNTER_WORDS and length.max(initial=0) > _LONGEST_UNCOPIED_PIECE
+    is_copied = (
+        len(row) * words <= _MOST_COPIED_COUNTER_WORDS and length.max(initial=0) > _LONGEST_PIECE_WITHOUT_COUNTER_COPIES
+    )
     copies = COUNTER_COPIES if is_copied else 1
     counters = np.zeros((len(row), copies, words), np.int64)
     pointers = np.empty((len(row), len(operands) + 1), np.int64)
@@ -220,7 +222,7 @@ def _find_row_addresses(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(64)
-def _cut_line_into_chunks(count: int) -> np.ndarray:
+def _make_chunk_table(count: int) -> np.ndarray:
     begin = np.arange(0, count, CHUNK_ELEMENTS)
     return np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK_ELEMENTS), begin], 1)
 
@@ -239,7 +241,7 @@ def _round_windows(engine: str, words: WindowCounters, reach: LimbRange, dtype: 
     elif rows:
         own = np.arange(reach.counter_count + bool(dtype))
         pointers = np.concatenate([_find_row_addresses(columns, own), _find_row_addresses(out, np.arange(len(out)))])
-        cut = _cut_line_into_chunks(rows)
+        cut = _make_chunk_table(rows)
         if engine == "triton":
             _compile_table_kernel(engine, table)(cut, pointers[None], words.device)
         else:

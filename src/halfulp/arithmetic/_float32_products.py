@@ -64,11 +64,11 @@ NAME_BY_PRODUCT_FUNCTION: dict[Any, str] = {
 }
 _autograd: Any = torch._C._autograd
 _PLAIN_TENSOR_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_WIDENED_DTYPES = (torch.float32, *SIXTEEN_BIT_DTYPES)
+_AUTOCAST_OPERAND_DTYPES = (torch.float32, *SIXTEEN_BIT_DTYPES)
 _SEQUENCE_CLASSES = (list, tuple)  # Dynamo of torch 2.6 cannot trace `list | tuple`
 
 
-def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def call_product_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function that multiplies: in float32 where torch has only slow kernels for its operands.
 
     Products of two bfloat16 or two float16 numbers are exact in float32 (except beyond its range), and float32 sums
@@ -84,7 +84,7 @@ def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[
     _count_product(name, dtype)
     if not torch.is_autocast_enabled("cpu"):
         return _call_in_float32(function, args, kwargs, dtype, (dtype,))
-    given = _WIDENED_DTYPES if name in _AUTOCAST_PRODUCT_NAMES else (dtype,)
+    given = _AUTOCAST_OPERAND_DTYPES if name in _AUTOCAST_PRODUCT_NAMES else (dtype,)
     with torch.autocast("cpu", enabled=False):
         return _call_in_float32(function, args, kwargs, dtype, given)
 
@@ -115,7 +115,7 @@ def _find_dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torc
         return None
     if torch.is_autocast_enabled("cpu") and name in _AUTOCAST_PRODUCT_NAMES:
         dtype = torch.get_autocast_dtype("cpu")
-        if found and all(x in _WIDENED_DTYPES for x in found):
+        if found and all(x in _AUTOCAST_OPERAND_DTYPES for x in found):
             return dtype if dtype in dtypes else None
     return found.pop() if len(found) == 1 and found <= set(dtypes) else None
 

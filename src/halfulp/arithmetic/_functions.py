@@ -86,7 +86,7 @@ def count_series_terms(n: int, bits: float, growth=lambda k: 1.0) -> int:
     return k + 1
 
 
-def split_exp_into_power_and_rest(x: Terms, n: int) -> tuple[Value, Terms]:
+def split_exp_into_exponent_and_fraction(x: Terms, n: int) -> tuple[Value, Terms]:
     """q and y with e^x = 2^q (1 + y), -0.3 < y < 0.42."""
     large, low = x[0] > 800.0, x[0] < -800.0
     head = select(large, 800.0, select(low, -800.0, x[0]))
@@ -111,7 +111,7 @@ def _interleave_terms(a: Terms, b: Terms) -> Terms:
 
 def evaluate_exp(x: Terms, n: int) -> Terms:
     """Return e^x, of finite x."""
-    q, y = split_exp_into_power_and_rest(x, n)
+    q, y = split_exp_into_exponent_and_fraction(x, n)
     one = add(make_constants(x[0], [1.0]), y, n)
     return [scale_by_power(t, q) for t in one]
 
@@ -124,7 +124,7 @@ def exp(x: Terms, n: int) -> Terms:
 
 def evaluate_expm1(x: Terms, n: int) -> Terms:
     """e^x - 1."""
-    q, y = split_exp_into_power_and_rest(x, n)
+    q, y = split_exp_into_exponent_and_fraction(x, n)
     one = make_constants(x[0], [1.0])
     power_of_e = [scale_by_power(t, q) for t in add(one, y, n)]
     far = set_special_values(power_of_e[0] - 1.0, add(power_of_e, negate(one), n))
@@ -152,12 +152,12 @@ def evaluate_log(x: Terms, n: int, more=0.0) -> Terms:
     x = scale_terms(x, select(high, one * 0.5, one))
     e = e + select(high, one, zero)
     index = round_to_integer(x[0] * 64.0) - 45.0
-    c = gather(constants.make_reciprocal_tables()[0], index)
+    c = gather(constants.make_reciprocal_and_log_tables()[0], index)
     products = [t for part in x for t in two_product(part, c)]
     r = distill_terms([products[0], *make_constants(c, [-1.0]), *products[1:]], n)
     pieces = constants.split_into_bit_chunks(constants.compute_log(2), 40, (53 * n + 40) // 40 + 1)
     whole = [(e - shift + more) * piece for piece in make_constants(c, pieces)]
-    near = look_up_terms(constants.make_reciprocal_tables()[1], index, n + 1)
+    near = look_up_terms(constants.make_reciprocal_and_log_tables()[1], index, n + 1)
     return distill_terms(_interleave_terms(_interleave_terms(whole, near), _evaluate_small_log1p(r, n)), n)
 
 
@@ -203,7 +203,7 @@ def _take_absolute(x: Terms) -> Terms:
     return _copy_sign(x[0], x)
 
 
-def _replace_far_terms(far, limit, x: Terms) -> Terms:
+def _select_limit_where_far(far, limit, x: Terms) -> Terms:
     """Return x, or a limit where it is far."""
     return [select(far, limit, x[0]), *(select(far, 0.0, t) for t in x[1:])]
 
@@ -212,10 +212,10 @@ def tanh(x: Terms, n: int) -> Terms:
     """-e / (e + 2) with e = expm1(-2 |x|), and the sign of x."""
     size, (one,) = _take_absolute(x), make_constants(x[0], [1.0])
     far = size[0] > 400.0
-    near = _replace_far_terms(far, one, size)
+    near = _select_limit_where_far(far, one, size)
     e = evaluate_expm1(scale_terms(near, -2.0), n)
     made = divide(negate(e), add(e, [one + one], n), n)
-    made = _replace_far_terms(far, one, made)
+    made = _select_limit_where_far(far, one, made)
     return keep_sign_of_zero(x, _copy_sign(x[0], made))
 
 
@@ -245,16 +245,16 @@ def sigmoid(x: Terms, n: int) -> Terms:
     return set_special_values(made[0], made)
 
 
-def _is_integer_and_odd(x: Terms) -> tuple[Value, Value]:
+def _find_integer_and_odd_masks(x: Terms) -> tuple[Value, Value]:
     """Return whether a value is an integer, and whether it is an odd one."""
-    whole, odd = _is_term_integer_and_odd(x[0])
+    whole, odd = _find_term_integer_and_odd_masks(x[0])
     for t in x[1:]:
-        w, o = _is_term_integer_and_odd(t)
+        w, o = _find_term_integer_and_odd_masks(t)
         whole, odd = whole & w, (odd & ~o) | (~odd & o)
     return whole, whole & odd
 
 
-def _is_term_integer_and_odd(t):
+def _find_term_integer_and_odd_masks(t):
     whole, half = floor(t) == t, t * 0.5
     return whole, whole & (floor(half) != half) & is_finite(t)
 
@@ -272,7 +272,7 @@ def raise_to_power(x: Terms, y: Terms, n: int) -> Terms:
         [select(is_finite(plain), product[0], plain), *(select(is_finite(plain), t, zero) for t in product[1:])], n
     )
     head = select(is_finite(plain), made[0], select(plain > 0.0, inf, select(plain < 0.0, zero, nan)))
-    whole, odd = _is_integer_and_odd(y)
+    whole, odd = _find_integer_and_odd_masks(y)
     negative = (x[0] < 0.0) | ((x[0] == 0.0) & (one / select(x[0] == 0.0, x[0], one) < 0.0))
     head = select((x[0] < 0.0) & is_finite(x[0]) & is_finite(y[0]) & ~whole, nan, head)
     head, low = (select(negative & odd, -head, head), [select(negative & odd, -t, t) for t in made[1:]])
@@ -286,7 +286,7 @@ def raise_to_power(x: Terms, y: Terms, n: int) -> Terms:
 LARGEST_ANGLE = 2.0**20  # of the kernels' reduction
 
 
-def _find_sine_and_versine(x: Terms, n: int) -> tuple[Value, Terms, Terms]:
+def _find_index_sine_and_cosm1(x: Terms, n: int) -> tuple[Value, Terms, Terms]:
     """Return the table's index k, sin r and cos r - 1 for r = x - k pi / 32, |r| <= pi / 64."""
     head = select(abs(x[0]) > 2.0 * LARGEST_ANGLE, 0.0, x[0])
     k = round_to_integer(head * (32.0 / math.pi))
@@ -313,14 +313,14 @@ def _rotate_table_entry(tables: tuple, index, along: Terms, across: Terms, n: in
 
 def sin(x: Terms, n: int) -> Terms:
     """Return the sine, for |x| <= 2^20."""
-    index, sine, versine = _find_sine_and_versine(x, n)
+    index, sine, versine = _find_index_sine_and_cosm1(x, n)
     made = _rotate_table_entry(constants.make_sine_cosine_tables(), index, versine, sine, n, 1.0)
     return keep_sign_of_zero(x, set_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made))
 
 
 def cos(x: Terms, n: int) -> Terms:
     """Return the cosine, for |x| <= 2^20."""
-    index, sine, versine = _find_sine_and_versine(x, n)
+    index, sine, versine = _find_index_sine_and_cosm1(x, n)
     made = _rotate_table_entry(constants.make_sine_cosine_tables()[::-1], index, versine, sine, n, -1.0)
     return set_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels import define_operator, exponent, power_of_two
-from ._matmul import find_row_exponents, matmul
-from ._pointwise import MOST, PRECISION, Parts, check_component_dtypes, pointwise
+from ._matmul import compute_row_exponents_and_factors, matmul
+from ._pointwise import MAX_COMPONENTS, PRECISION_BY_DTYPE, Parts, check_component_dtypes, pointwise
 
 
 def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -157,8 +157,8 @@ class _WorkingPrecision:
     @classmethod
     def for_result(cls, components: int, dtype: torch.dtype) -> _WorkingPrecision:
         """Return the working precision for results of so many components of a dtype."""
-        bits = components * PRECISION[dtype]
-        return cls(min(MOST, -(-(bits + 50) // 53)), bits)
+        bits = components * PRECISION_BY_DTYPE[dtype]
+        return cls(min(MAX_COMPONENTS, -(-(bits + 50) // 53)), bits)
 
     @property
     def negligible_residual(self) -> float:
@@ -194,7 +194,7 @@ def _refine_inverse(work: _WorkingPrecision, a: Parts, near: torch.Tensor, task:
     before: torch.Tensor | None = None
     for _ in range(_MOST_REFINEMENT_STEPS):
         rest = work.subtract((one,), work.matmul(a, found))
-        off = _refuse_unlike_identity(rest[0], task)
+        off = _compute_checked_residual_norm(rest[0], task)
         found = work.add(found, work.matmul(found, rest))
         if bool((off <= work.negligible_residual).all()) or (before is not None and bool((off > before / 2).all())):
             break
@@ -204,7 +204,7 @@ def _refine_inverse(work: _WorkingPrecision, a: Parts, near: torch.Tensor, task:
     return found
 
 
-def _refuse_unlike_identity(rest: torch.Tensor, task: str) -> torch.Tensor:
+def _compute_checked_residual_norm(rest: torch.Tensor, task: str) -> torch.Tensor:
     """Return the maximum norm of what a product differs by from 1; raise where it is not below 1/2."""
     off = rest.abs().sum(-1).amax(-1)
     if not bool((off < 0.5).all()):
@@ -220,7 +220,7 @@ def _refuse_singular(info: torch.Tensor, task: str) -> None:
 
 def _scale_rows_or_columns(parts: Parts, dim: int) -> tuple[Parts, torch.Tensor]:
     """Scale rows (dim = -1) or columns (dim = -2) by 2^-k to a largest magnitude in [1/2, 1); return them and k."""
-    k, first, second = find_row_exponents(parts[0], dim)
+    k, first, second = compute_row_exponents_and_factors(parts[0], dim)
     return tuple(part * first * second for part in parts), k
 
 
@@ -238,7 +238,9 @@ def _transpose(parts: Parts) -> Parts:
     return tuple(part.mT for part in parts)
 
 
-def _scale_and_invert(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Parts, Parts, torch.Tensor, torch.Tensor]:
+def _equilibrate_and_invert(
+    work: _WorkingPrecision, a: Parts, task: str
+) -> tuple[Parts, Parts, torch.Tensor, torch.Tensor]:
     """Return a with rows and columns of about unit size, its inverse, and the exponents of rows and columns."""
     a, rows = _scale_rows_or_columns(work.to_float64(a), -1)
     a, columns = _scale_rows_or_columns(a, -2)
@@ -248,12 +250,12 @@ def _scale_and_invert(work: _WorkingPrecision, a: Parts, task: str) -> tuple[Par
 
 
 def _compute_inverse(work: _WorkingPrecision, a: Parts) -> Parts:
-    _, near, rows, columns = _scale_and_invert(work, a, "inverse")
+    _, near, rows, columns = _equilibrate_and_invert(work, a, "inverse")
     return _multiply_by_power_of_two(_multiply_by_power_of_two(near, -columns.mT), -rows.mT)
 
 
 def _solve_system(work: _WorkingPrecision, a: Parts, b: Parts) -> Parts:
-    a, near, rows, columns = _scale_and_invert(work, a, "solve")
+    a, near, rows, columns = _equilibrate_and_invert(work, a, "solve")
     b = _multiply_by_power_of_two(work.to_float64(b), -rows)
     x = work.matmul(near, b)
     for _ in range(2):  # what is small beside the inverse times b becomes right by corrections
@@ -276,10 +278,10 @@ def _factor_positive_definite(work: _WorkingPrecision, a: Parts) -> Parts:
     # Halves of even powers of two scale L exactly.
     half = (exponent(diagonal) / 2).floor().unsqueeze(-1)
     a = _multiply_by_power_of_two(_multiply_by_power_of_two(a, -half), -half.mT)
-    return _multiply_by_power_of_two(_refine_cholesky_factor(work, a, "cholesky"), half)
+    return _multiply_by_power_of_two(_compute_refined_cholesky_factor(work, a, "cholesky"), half)
 
 
-def _refine_cholesky_factor(work: _WorkingPrecision, a: Parts, task: str) -> Parts:
+def _compute_refined_cholesky_factor(work: _WorkingPrecision, a: Parts, task: str) -> Parts:
     """L += L phi(L^-1 (a - L L^T) L^-T) from a float64 factor, phi the lower triangle with half the diagonal."""
     start, info = torch.linalg.cholesky_ex(a[0])
     _refuse_singular(info, task)
@@ -317,8 +319,8 @@ def _factor_orthogonally(work: _WorkingPrecision, a: Parts, task: str) -> tuple[
     q = work.matmul(a, near)
     gram = work.matmul(_transpose(q), q)
     # Also proves that W is no further from the inverse than its digits reach.
-    _refuse_unlike_identity(gram[0] - one, task)
-    factor = _transpose(_refine_cholesky_factor(work, gram, task))
+    _compute_checked_residual_norm(gram[0] - one, task)
+    factor = _transpose(_compute_refined_cholesky_factor(work, gram, task))
     back = tuple(part.triu() for part in _refine_inverse(work, near, torch.linalg.inv(near[0]), task))
     r = tuple(part.triu() for part in work.matmul(factor, back))
     q = work.matmul(q, _refine_inverse(work, factor, torch.linalg.inv(factor[0]), task))

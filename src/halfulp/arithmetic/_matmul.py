@@ -27,11 +27,11 @@ from ._operators import (
     distill_terms,
     round_to_components,
     set_special_values,
-    sweep_terms,
     to_float64_terms,
     two_sum,
+    vec_sum,
 )
-from ._pointwise import MOST, PRECISION, ElementwiseKernels, Parts, check_component_dtypes, pointwise
+from ._pointwise import MAX_COMPONENTS, PRECISION_BY_DTYPE, ElementwiseKernels, Parts, check_component_dtypes, pointwise
 from ._reductions import total
 
 _MOST_PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time
@@ -57,7 +57,7 @@ def _compute_single_entries(
 def _sum_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Return the sum over the first dimension of left times right, which broadcast in the others."""
     shape = torch.broadcast_shapes(left[0].shape, right[0].shape)[1:]
-    working = min(MOST, -(-(components * PRECISION[dtype] + 4) // 53) + (dtype == torch.float64))
+    working = min(MAX_COMPONENTS, -(-(components * PRECISION_BY_DTYPE[dtype] + 4) // 53) + (dtype == torch.float64))
     step = max(8, _MOST_PRODUCTS_AT_ONCE // max(1, shape.numel()))
     sums: Parts = ()
     for first in range(0, left[0].shape[0], step):
@@ -109,7 +109,7 @@ def _multiply_in_wide_type(a: Parts, b: Parts, components: int, dtype: torch.dty
     direct = components == 1 and dtype == work
     merged = [parts for parts in (a, b) if len(parts) > 1 or parts[0].dtype != work]
     # Where the result has nearly the digits of the product, long sums lose some of them: several are added exactly.
-    long = work == torch.float64 and components * PRECISION[dtype] > 40
+    long = work == torch.float64 and components * PRECISION_BY_DTYPE[dtype] > 40
     pieces = max(1, min(_MOST_INNER_PIECES, a[0].shape[-1] // _INNER_PIECE_LENGTH)) if long else 1
     layout = (*((tuple(parts[0].shape), work) for parts in merged), *([] if direct else [(shape, work)] * pieces))
     with _borrow_workspace(layout, a[0].device) as scratch:
@@ -134,7 +134,7 @@ def _merge_components(parts: Parts, out: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def multiply_float16_in_float32(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
+def multiply_float16_components_in_float32(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
     """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block."""
     shapes = a[0].shape, b[0].shape, (*a[0].shape[:-1], b[0].shape[-1])
     layout = tuple((tuple(shape), torch.float32) for shape in shapes)
@@ -225,7 +225,7 @@ def multiply_plain_matrices(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor)
 SLICE_BITS = 22  # of the first slice; the later ones have one more, for their sign
 SLICED_BLOCK_LENGTH = 512  # 2 BITS + log2(BLOCK) = 53: inner products of slices are exact up to this length
 MOST_SLICES = 12
-LEAST_MAGNITUDE_IN_SLICE_CHECK = 2.0**-60  # magnitudes below it do not count in the sums that judge the slices
+MAGNITUDE_FLUSH_THRESHOLD = 2.0**-60  # magnitudes below it do not count in the sums that judge the slices
 
 
 def count_covered_bits(slices: int) -> int:
@@ -257,12 +257,12 @@ def make_slice_kernel(dtype: torch.dtype, count: int, slices: int) -> Elementwis
         out, size = [], abs(rest[0])
         for k in range(slices):
             if k and len(rest) > 1:
-                rest = sweep_terms(rest)
+                rest = vec_sum(rest)
             # Adding 1.5 * 2^52 units of the slice leaves no bit below one unit.
             magic = 1.5 * 2.0 ** (52 - count_covered_bits(k + 1))
             out.append((rest[0] + magic) - magic)
             rest = [rest[0] - out[-1], *rest[1:]]
-        return [*out, _add_terms_from_last(rest), select(size < LEAST_MAGNITUDE_IN_SLICE_CHECK, 0.0, size)]
+        return [*out, _add_terms_from_last(rest), select(size < MAGNITUDE_FLUSH_THRESHOLD, 0.0, size)]
 
     inputs = (dtype,) * count + (torch.float64, torch.float64)
     outputs = (torch.float64,) * (slices + 1) + (torch.float32,)
@@ -272,7 +272,7 @@ def make_slice_kernel(dtype: torch.dtype, count: int, slices: int) -> Elementwis
 @functools.cache
 def make_sum_kernel(results: int, carried: int, components: int, dtype: torch.dtype) -> ElementwiseKernels:
     """Return the kernel (products, largest first, exponents of row and column, carry) -> components."""
-    working = components if dtype == torch.float64 else -(-(components * PRECISION[dtype] + 4) // 53)
+    working = components if dtype == torch.float64 else -(-(components * PRECISION_BY_DTYPE[dtype] + 4) // 53)
 
     def add_up(*values: Any) -> Terms:
         scale, known = values[results] + values[results + 1], values[results + 2 :]
@@ -290,12 +290,12 @@ def make_sum_kernel(results: int, carried: int, components: int, dtype: torch.dt
 def _sum_terms(terms: Terms, keep: int) -> Terms:
     """Return the sum to `keep` components, with an error of order u^(keep + 1) of the largest term."""
     if keep == 1:
-        terms = sweep_terms(terms)
+        terms = vec_sum(terms)
         return [terms[0] + _add_terms_from_last(terms[1:])] if len(terms) > 1 else terms
     if keep > 2 or len(terms) < 3:
         return distill_terms(terms, keep)
     # n passes of VecSum and a plain sum are as good as n + 1 times the precision (Ogita, Rump, Oishi 2005).
-    terms = sweep_terms(sweep_terms(terms))
+    terms = vec_sum(vec_sum(terms))
     return list(two_sum(terms[0], _add_terms_from_last(terms[1:])))
 
 
@@ -304,7 +304,7 @@ def _add_terms_from_last(terms: Sequence[Any]) -> Any:
     return functools.reduce(operator.add, reversed(terms))
 
 
-def find_row_exponents(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def compute_row_exponents_and_factors(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return, per row or column, k with magnitudes at most 2^k (NaN if not finite), and two factors of 2^-k."""
     largest = head.abs().amax(dim, keepdim=True)
     exponents, first, second = (torch.empty_like(largest, dtype=torch.float64) for _ in range(3))
@@ -341,7 +341,7 @@ class _InnerBlock:
     dtype: torch.dtype
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def result_shape(self) -> tuple[int, ...]:
         return (*self.a[0].shape[:-1], self.b[0].shape[-1])
 
     def find_accurate_entry_threshold(self, slices: int) -> float:
@@ -349,7 +349,7 @@ class _InnerBlock:
         if self.dtype == torch.float64 and self.components <= 2:
             bits = 104 if self.components == 2 else 58
         else:
-            bits = self.components * PRECISION[self.dtype] - 4
+            bits = self.components * PRECISION_BY_DTYPE[self.dtype] - 4
         return find_accurate_entry_threshold(slices, self.a[0].shape[-1], bits)
 
 
@@ -366,7 +366,7 @@ def multiply_by_slices(a: Parts, b: Parts, components: int, dtype: torch.dtype) 
     known: Parts = ()
     uncovered = None
     for k, block in enumerate(blocks):
-        known, missed = _multiply_block(block, known, k == len(blocks) - 1)
+        known, missed = _add_block_product(block, known, k == len(blocks) - 1)
         uncovered = missed if uncovered is None else uncovered if missed is None else uncovered | missed
     if uncovered is not None:
         entries = uncovered.nonzero(as_tuple=True)
@@ -383,12 +383,12 @@ def _cut_into_inner_blocks(a: Parts, b: Parts, components: int, dtype: torch.dty
     for first, last in itertools.pairwise(edges):
         x = a if count == 1 else tuple(part[..., first:last] for part in a)
         y = b if count == 1 else tuple(part[..., first:last, :] for part in b)
-        scales = find_row_exponents(x[0], -1), find_row_exponents(y[0], -2)
+        scales = compute_row_exponents_and_factors(x[0], -1), compute_row_exponents_and_factors(y[0], -2)
         out.append(_InnerBlock(x, y, *scales, components, dtype))
     return out
 
 
-def _multiply_block(block: _InnerBlock, known: Parts, last: bool) -> tuple[Parts, torch.Tensor | None]:
+def _add_block_product(block: _InnerBlock, known: Parts, last: bool) -> tuple[Parts, torch.Tensor | None]:
     """`known` plus a block's product, and the entries that must be computed alone."""
     # They suffice where |A||B| is not much below its largest possible.
     most = block.a[0].shape[-1] / 64
@@ -400,7 +400,7 @@ def _multiply_block(block: _InnerBlock, known: Parts, last: bool) -> tuple[Parts
         with _borrow_workspace(_plan_workspace(block, slices), block.a[0].device) as workspace:
             cut, sizes, results = workspace[:count], workspace[count : count + 2], workspace[count + 2 :]
             # The magnitudes' product is read before the first result is written.
-            sizes.append(results[0].view(torch.float32).as_strided(block.shape, results[0].stride()))
+            sizes.append(results[0].view(torch.float32).as_strided(block.result_shape, results[0].stride()))
             left, right = _cut_slices(block, slices, cut, sizes)
             if not wanted:
                 wanted, missed = _choose_slice_count(block, slices, sizes)
@@ -418,7 +418,7 @@ def _plan_workspace(block: _InnerBlock, slices: int) -> _WorkspaceLayout:
         *((left, wide),) * (slices + 1),
         *((right, wide),) * (slices + 1),
         *((left, narrow), (right, narrow)),
-        *((block.shape, wide),) * (_MOST_UNSUMMED_PRODUCTS - spare),
+        *((block.result_shape, wide),) * (_MOST_UNSUMMED_PRODUCTS - spare),
     )
 
 
@@ -427,12 +427,12 @@ def _cut_slices(block: _InnerBlock, slices: int, cut: list[Any], sizes: list[Any
     pieces = cut[: slices + 1], cut[slices + 1 :]
     scales = block.row_scales, block.column_scales
     for parts, out, size, (_, *factors) in zip((block.a, block.b), pieces, sizes, scales, strict=False):
-        inputs = [*parts, *(_view_as_row(factor) for factor in factors)]
+        inputs = [*parts, *(_flatten_single_row(factor) for factor in factors)]
         make_slice_kernel(parts[0].dtype, len(parts), slices)(inputs, [*out, size])
     return pieces
 
 
-def _view_as_row(x: torch.Tensor) -> torch.Tensor:
+def _flatten_single_row(x: torch.Tensor) -> torch.Tensor:
     """Return one value per column of a matrix as a vector, which a kernel reads in place."""
     return x.reshape(-1) if x.dim() == 2 and x.shape[0] == 1 else x
 
@@ -454,7 +454,7 @@ def _choose_slice_count(block: _InnerBlock, slices: int, sizes: list[Any]) -> tu
 
 def _choose_cheapest_slice_count(block: _InnerBlock, slices: int, sums: torch.Tensor) -> int:
     """Choose between more slices for all entries and single entries computed alone, by time."""
-    outputs = block.shape[-1] * block.a[0].shape[:-1].numel()
+    outputs = block.result_shape[-1] * block.a[0].shape[:-1].numel()
 
     def cost(count: int) -> float:
         missed = int((sums < block.find_accurate_entry_threshold(count)).sum())
@@ -471,7 +471,7 @@ def _add_slice_products(
     """Add all products of slices and tails to the sum of earlier blocks."""
     slices, device = len(left) - 1, left[0].device
     final, dtype = (block.components, block.dtype) if last else (block.components + 1, torch.float64)
-    written = tuple(torch.empty(block.shape, dtype=dtype, device=device) for _ in range(final))
+    written = tuple(torch.empty(block.result_shape, dtype=dtype, device=device) for _ in range(final))
     buffers = [*(part for part in written if part.dtype == torch.float64), *results][:_MOST_UNSUMMED_PRODUCTS]
     waiting: list[torch.Tensor] = []
     for level in range(slices):
@@ -493,7 +493,7 @@ def _add_scaled_sums(block: _InnerBlock, waiting: list[Any], known: Parts, writt
     if written is None:
         written = tuple(torch.empty_like(waiting[0]) for _ in range(block.components + 1))
     kernel = make_sum_kernel(len(waiting), len(known), len(written), written[0].dtype)
-    kernel([*waiting, block.row_scales[0], _view_as_row(block.column_scales[0]), *known], written)
+    kernel([*waiting, block.row_scales[0], _flatten_single_row(block.column_scales[0]), *known], written)
     return written
 
 
@@ -556,11 +556,11 @@ def _multiply_stacks(a: Sequence[Any], b: Sequence[Any], components: int, dtype:
         made = _multiply_matrices(tuple(a), tuple(b), components, dtype)
     else:
         a, b = ([part.expand(*shape[:-2], *part.shape[-2:]).flatten(0, -3) for part in parts] for parts in (a, b))
-        made = _multiply_in_chunks(tuple(a), tuple(b), components, dtype)
+        made = _multiply_stack_in_chunks(tuple(a), tuple(b), components, dtype)
     return tuple(part.reshape(shape) for part in made)
 
 
-def _multiply_in_chunks(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
+def _multiply_stack_in_chunks(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Multiply a stack of matrices in chunks that keep the workspace small."""
     count, m, k = a[0].shape
     n = b[0].shape[-1]
@@ -586,7 +586,7 @@ def _multiply_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) 
         made = a[0].new_empty(shape)
         multiply_plain_matrices(a[0], b[0], made)
         return (made,)
-    bits = components * PRECISION[dtype]
+    bits = components * PRECISION_BY_DTYPE[dtype]
     if bits <= 24 and dtype.itemsize == 2 and torch.float64 not in (a[0].dtype, b[0].dtype):
         return _multiply_in_wide_type(a, b, components, dtype, torch.float32)
     if bits <= 48:

@@ -48,7 +48,7 @@ def two_product(a: Any, b: Any) -> tuple[Any, Any]:
     return p, product_error(a, b, p)
 
 
-def sweep_terms(terms: Terms, first: int = 0) -> Terms:
+def vec_sum(terms: Terms, first: int = 0) -> Terms:
     """Add error-free from the last term up to `first`: the sum stays, its head gathers there (VecSum)."""
     out = list(terms)
     for i in range(len(out) - 2, first - 1, -1):
@@ -65,9 +65,9 @@ def distill_terms(terms: Terms, keep: int) -> Terms:
     """
     out = list(terms)
     for _ in range(2):
-        out = sweep_terms(out)
+        out = vec_sum(out)
     for first in range(1, min(keep, len(out) - 1) + 1):
-        out = sweep_terms(sweep_terms(out, first), first - 1)
+        out = vec_sum(vec_sum(out, first), first - 1)
     return out[:keep] + [out[0] * 0.0] * (keep - len(out))
 
 
@@ -156,7 +156,7 @@ def _distill_product(x: Terms, y: Terms, n: int) -> Terms:
     terms = [t for order in orders[:n] for t in order] + ([sum(orders[n][1:], orders[n][0])] if orders[n] else [])
     # Nothing cancels between orders, so n passes leave an error of order u^n (Ogita, Rump, Oishi 2005).
     for _ in range(n):
-        terms = sweep_terms(terms)
+        terms = vec_sum(terms)
     return distill_terms(terms[: 2 * n], n)
 
 
@@ -253,7 +253,7 @@ def round_to_components(terms: Terms, dtype: torch.dtype, n: int) -> Terms:
         out.append(_round_sum_once(rest, dtype))
         rest = [rest[0] - out[-1], *rest[1:]]
         if len(rest) > 1:
-            rest = sweep_terms(rest)
+            rest = vec_sum(rest)
     return [out[0], *(select(is_finite(out[0]), part, 0.0) for part in out[1:])]
 
 

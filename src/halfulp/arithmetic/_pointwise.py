@@ -57,31 +57,31 @@ _BFLOAT16_MASK, _SIGN_MASK = 0xFFFF0000, 0x80000000
 _ARITHMETIC_OPERATOR_BY_NAME = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 
-def make_quick_function(
+def make_fast_function_with_doubt_mask(
     name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype
 ) -> tuple[Callable[..., Terms], torch.dtype] | None:
     """Return a function of components of one dtype to a result's and a mask of those in doubt, and its arithmetic."""
     if name not in _ARITHMETIC_OPERATOR_BY_NAME or dtype not in SIXTEEN_BIT_LIMITS_BY_DTYPE:
         return None
     if dtype == torch.bfloat16 and components == 2 and max(counts) <= 2:
-        pair_function, count = _PAIR_FUNCTION_BY_NAME[name], counts[0]
+        pair_function, count = _BFLOAT16_PAIR_FUNCTION_BY_NAME[name], counts[0]
         return lambda *values: pair_function(list(values[:count]), list(values[count:])), torch.float32
 
     def compute_in_float64(*values: Any) -> Terms:
-        a, doubt_a = _add_components(list(values[: counts[0]]), dtype)
-        b, doubt_b = _add_components(list(values[counts[0] :]), dtype)
+        a, doubt_a = _sum_components_with_loss_mask(list(values[: counts[0]]), dtype)
+        b, doubt_b = _sum_components_with_loss_mask(list(values[counts[0] :]), dtype)
         rest = _ARITHMETIC_OPERATOR_BY_NAME[name](a, b)
         doubt = doubt_a | doubt_b | ~(abs(rest) < SIXTEEN_BIT_LIMITS_BY_DTYPE[dtype][2] / 2)
         found = []
         for _ in range(components):
-            found.append(_round_without_overflow(rest, dtype))
+            found.append(_round_assuming_no_overflow(rest, dtype))
             rest = rest - found[-1]
         return [*found, doubt]
 
     return compute_in_float64, torch.float64
 
 
-def _add_components(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
+def _sum_components_with_loss_mask(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
     """Add components up in float64; a first one of 0, which has a sign, is all. Say where bits were lost."""
     total, lost = x[0], x[0] != x[0]
     for part in x[1:]:
@@ -91,7 +91,7 @@ def _add_components(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
     return select(x[0] == 0.0, x[0], total), lost
 
 
-def _round_without_overflow(x, dtype: torch.dtype):
+def _round_assuming_no_overflow(x, dtype: torch.dtype):
     """Round a float64 that no rounding makes infinite: see `round_to_narrow_dtype`."""
     precision, lowest, _ = SIXTEEN_BIT_LIMITS_BY_DTYPE[dtype]
     magic, least = power_of_two_below(x) * (1.5 * 2.0 ** (53 - precision)), 1.5 * 2.0 ** (lowest + 53 - precision)
@@ -100,7 +100,7 @@ def _round_without_overflow(x, dtype: torch.dtype):
     return select(nearest == 0.0, x * 0.0, nearest)
 
 
-def _add_pairs(x: Terms, y: Terms) -> Terms:
+def _add_bfloat16_pairs(x: Terms, y: Terms) -> Terms:
     (a, left_a), (b, left_b) = _renormalize_pair(x), _renormalize_pair(y)
     s, e = two_sum(a, b)
     v, w = fast_two_sum(s, e + (left_a + left_b))
@@ -109,7 +109,7 @@ def _add_pairs(x: Terms, y: Terms) -> Terms:
     return [real(bit_or(word(first), sign)), second, doubt | (left_a != 0.0) & (left_b != 0.0)]
 
 
-def _multiply_pairs(x: Terms, y: Terms) -> Terms:
+def _multiply_bfloat16_pairs(x: Terms, y: Terms) -> Terms:
     (a, left_a), (b, left_b) = _renormalize_pair(x), _renormalize_pair(y)
     p = a * b
     v, w = fast_two_sum(p, product_error(a, b, p) + (left_a * b + left_b * a))
@@ -120,10 +120,10 @@ def _multiply_pairs(x: Terms, y: Terms) -> Terms:
     return [real(bit_or(bit_and(word(first), _BFLOAT16_MASK ^ _SIGN_MASK), sign)), second, doubt]
 
 
-_PAIR_FUNCTION_BY_NAME: dict[str, Callable[[Terms, Terms], Terms]] = {
-    "add": _add_pairs,
-    "sub": lambda x, y: _add_pairs(x, [-t for t in y]),
-    "mul": _multiply_pairs,
+_BFLOAT16_PAIR_FUNCTION_BY_NAME: dict[str, Callable[[Terms, Terms], Terms]] = {
+    "add": _add_bfloat16_pairs,
+    "sub": lambda x, y: _add_bfloat16_pairs(x, [-t for t in y]),
+    "mul": _multiply_bfloat16_pairs,
 }
 
 
@@ -152,11 +152,11 @@ def _round_to_bfloat16(x):
 
 Parts = tuple[torch.Tensor, ...]
 Dtypes = tuple[torch.dtype, ...]
-PRECISION = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
-MOST: int = 4
+PRECISION_BY_DTYPE = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+MAX_COMPONENTS: int = 4
 ANGLE_FUNCTION_NAMES = ("sin", "cos")
 _ROW_LENGTH = 8192
-_ARRAY_TYPE_CODE_BY_DTYPE = {
+_PYTHON_ARRAY_TYPECODE_BY_DTYPE = {
     torch.float32: "f",
     torch.float64: "d",
 }  # of Python's arrays, which cost less to make than tensors
@@ -172,7 +172,7 @@ class ElementwiseKernels:
     stored: Dtypes  # of the inputs in memory
     written: Dtypes  # of the outputs in memory
     # The same function in fewer steps, with a mask of elements in doubt behind its terms, and its arithmetic.
-    quick_function: tuple[Callable[..., Terms], torch.dtype] | None = None
+    fast_function_with_doubt_mask: tuple[Callable[..., Terms], torch.dtype] | None = None
     exact: bool = False  # whether the terms are numbers of `written`
 
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
@@ -182,7 +182,7 @@ class ElementwiseKernels:
         if not count:
             return
         if engine == "llvm":
-            run_on_broadcast_operands(self.kernel, inputs, written)
+            run_on_broadcast_operands(self.cpu_kernel, inputs, written)
         elif engine == "triton" and (kernel := self._find_triton_kernel(device, count % VECTOR_ELEMENTS == 0)):
             kernel(inputs, written)
         else:
@@ -200,11 +200,11 @@ class ElementwiseKernels:
         return trace, [r.number if hasattr(r, "number") else trace.emit("add", (r, 0.0)).number for r in results]
 
     @functools.cached_property
-    def kernel(self) -> Callable[..., Any]:
+    def cpu_kernel(self) -> Callable[..., Any]:
         """The kernel of the processor."""
         quick = None
-        if self.quick_function is not None:
-            trace, found = record_function(*self.quick_function, len(self.stored))
+        if self.fast_function_with_doubt_mask is not None:
+            trace, found = record_function(*self.fast_function_with_doubt_mask, len(self.stored))
             *results, doubt = (value.number for value in found)
             quick = ShortcutTrace(trace, tuple(results), doubt)
         return compile_trace(self.name, *self.recorded_trace, self.stored, self.written, quick, self.exact)
@@ -221,7 +221,7 @@ class ElementwiseKernels:
             note_fallback("engine", f"{label} is too long for Triton, {size} instructions: plain torch instead")
             return None
         count = 512 if whole else 515
-        trial = [part[:count] for part in _make_trial_inputs(self.stored)]
+        trial = [part[:count] for part in _make_canary_inputs(self.stored)]
 
         def run(kernel: PointwiseKernel, device: torch.device) -> list[torch.Tensor]:
             made = [torch.empty(count, dtype=dtype, device=device) for dtype in self.written]
@@ -235,7 +235,7 @@ class ElementwiseKernels:
 
 
 @functools.cache
-def _make_trial_inputs(stored: Dtypes) -> list[torch.Tensor]:
+def _make_canary_inputs(stored: Dtypes) -> list[torch.Tensor]:
     """Return fixed elements, different per input: both signs, magnitudes from 2^-12 to 2^12, zeros, infinities, NaN."""
     made = []
     for k, dtype in enumerate(stored):
@@ -276,11 +276,11 @@ def make_pointwise_kernels(
         if dtype == arithmetic:
             return function.network(*terms, components)[:components]
         # So many components carry the result and a few bits more.
-        working = -(-(components * PRECISION[dtype] + 4) // PRECISION[arithmetic])
+        working = -(-(components * PRECISION_BY_DTYPE[dtype] + 4) // PRECISION_BY_DTYPE[arithmetic])
         return round_to_components(function.network(*terms, working), dtype, components)
 
     stored, written = tuple(kind for kind, count in operands for _ in range(count)), (dtype,) * components
-    quick = make_quick_function(name, counts, components, dtype) if len(dtypes) == 1 else None
+    quick = make_fast_function_with_doubt_mask(name, counts, components, dtype) if len(dtypes) == 1 else None
     return ElementwiseKernels(f"pointwise_{name}", evaluate, arithmetic, stored, written, quick, exact=True)
 
 
@@ -326,7 +326,7 @@ def evaluate_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
     first = a[0]
     if type(first) is not torch.Tensor or type(b[0]) is not torch.Tensor or torch.compiler.is_compiling():
         return pointwise(name, a, b, components=len(a), dtype=first.dtype)
-    elements, count = _find_kernels_of_like_operands(name, first.dtype, len(a)), first.numel()
+    elements, count = _make_kernels_for_like_operands(name, first.dtype, len(a)), first.numel()
     if not count or select_engine(first.device.type) != "llvm":
         return pointwise(name, a, b, components=len(a), dtype=first.dtype)
     made = tuple([torch.empty_like(first) for _ in a])
@@ -334,12 +334,12 @@ def evaluate_on_like_operands(name: str, a: Parts, b: Parts) -> Parts:
     words = [row, count]
     for part in (*a, *b, *made):
         words += (part.data_ptr(), row, 1)
-    _run_kernel_on_rows(elements.kernel, words)
+    _run_kernel_on_rows(elements.cpu_kernel, words)
     return made
 
 
 @functools.cache
-def _find_kernels_of_like_operands(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels:
+def _make_kernels_for_like_operands(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels:
     """Return the kernels of `evaluate_on_like_operands`."""
     return make_pointwise_kernels(name, ((dtype, components),) * 2, components, dtype)
 
@@ -354,12 +354,12 @@ def names() -> tuple[str, ...]:
 
 
 def check_component_dtypes(*kinds: tuple[torch.dtype, int]) -> None:
-    """Raise unless operands and results have 1 to MOST components of a known dtype."""
+    """Raise unless operands and results have 1 to MAX_COMPONENTS components of a known dtype."""
     for kind, count in kinds:
-        if kind not in PRECISION:
+        if kind not in PRECISION_BY_DTYPE:
             raise TypeError(f"components of {kind}: allowed are float16, bfloat16, float32 and float64")
-        if not 1 <= count <= MOST:
-            raise ValueError(f"{count} components: allowed are 1 to {MOST}")
+        if not 1 <= count <= MAX_COMPONENTS:
+            raise ValueError(f"{count} components: allowed are 1 to {MAX_COMPONENTS}")
 
 
 def _fill_results(name: str, elements: ElementwiseKernels, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
@@ -459,8 +459,8 @@ def _lay_out_operand_values(
 ) -> tuple[torch.Tensor | array.array[Any], tuple[int, int, int]]:
     """Return a broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
     if part.numel() == 1:
-        if part.dtype in _ARRAY_TYPE_CODE_BY_DTYPE:
-            copies = array.array(_ARRAY_TYPE_CODE_BY_DTYPE[part.dtype], (part.item(),)) * BROADCAST_COPIES
+        if part.dtype in _PYTHON_ARRAY_TYPECODE_BY_DTYPE:
+            copies = array.array(_PYTHON_ARRAY_TYPECODE_BY_DTYPE[part.dtype], (part.item(),)) * BROADCAST_COPIES
             return copies, (copies.buffer_info()[0], 0, 0)
         part = part.reshape(1).expand(BROADCAST_COPIES).contiguous()
         return part, (address(part), 0, 0)
@@ -543,8 +543,8 @@ ScaledOperand = tuple[Parts, torch.Tensor | None]  # components, and their 0-d s
 _OperandKinds = tuple[tuple[torch.dtype, int, bool], ...]
 
 
-def can_run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> bool:
-    """Return whether `run_on_scaled_operands` computes a function of these operands, which no compiler follows."""
+def can_evaluate_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> bool:
+    """Return whether `evaluate_scaled_operands_in_float64` computes a function of these operands, not compiled."""
     if name in ANGLE_FUNCTION_NAMES or torch.compiler.is_compiling():
         return False
     return all(
@@ -552,7 +552,9 @@ def can_run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> 
     )
 
 
-def run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand], components: int) -> tuple[Parts, torch.Tensor]:
+def evaluate_scaled_operands_in_float64(
+    name: str, operands: Sequence[ScaledOperand], components: int
+) -> tuple[Parts, torch.Tensor]:
     """Return a function as float64 components, and the magnitude of each element, 0 where it is not finite."""
     kinds = tuple((parts[0].dtype, len(parts), scale is not None) for parts, scale in operands)
     shapes = {part.shape for parts, _ in operands for part in parts}

@@ -27,7 +27,7 @@ from ..kernels.triton._expansions import ReductionKernel
 from ..kernels.triton._launch import find_checked_kernel
 from ._exact_sums import find_result_shape, normalize_dims
 from ._operators import Terms, add, divide_with_scaling, multiply, round_to_components, sum_terms, two_sum
-from ._pointwise import PRECISION, Parts, pointwise
+from ._pointwise import PRECISION_BY_DTYPE, Parts, pointwise
 
 # Of a matrix from which on its rows are reduced in segments, each by one thread.
 _LARGE_MATRIX_ELEMENTS = 2**17
@@ -70,11 +70,11 @@ def average(parts: Parts, dim: int | Sequence[int] | None, components: int, keep
     return _run_reduction("mean", parts, dim, components, keepdim)
 
 
-def running(parts: Parts, dim: int, components: int) -> Parts:
+def running_sum(parts: Parts, dim: int, components: int) -> Parts:
     """Return the running sum along a dimension (torch.cumsum), by doubling: log2 N sums of whole tensors.
 
     >>> import torch
-    >>> running((torch.tensor([1.0, 2.0, 3.0]),), 0, 1)[0].tolist()
+    >>> running_sum((torch.tensor([1.0, 2.0, 3.0]),), 0, 1)[0].tolist()
     [1.0, 3.0, 6.0]
     """
     dtype = parts[0].dtype
@@ -114,7 +114,7 @@ def _reduce_dims(kind: str, parts: Parts, dims: Sequence[int], components: int, 
         return _restore_special_values(made, plain)
     # A product that leaves float64's range does so in another place than one that only its components cannot hold.
     wide = _reduce_columns(
-        kind, matrices, sizes, _count_accumulators(dtype, len(parts), components), torch.float64, after
+        kind, matrices, sizes, _count_accumulator_components(dtype, len(parts), components), torch.float64, after
     )
     mended = pointwise("renormalize", _restore_special_values(wide, plain), components=components, dtype=dtype)
     lost = ~torch.isfinite(made[0])
@@ -161,7 +161,7 @@ def _reduce_columns(
     """Reduce every column of (matrices, rows, columns); return the results in a shape."""
     many, rows, columns = sizes
     stored, count = parts[0].dtype, len(parts)
-    width = _count_accumulators(stored, count, max(components, 2) if dtype == torch.float64 else components)
+    width = _count_accumulator_components(stored, count, max(components, 2) if dtype == torch.float64 else components)
     reduction = _Reduction(kind, stored, count, width, True, components, dtype)
     several = _count_rows_side_by_side(rows, columns)
     if rows * columns <= _LARGE_MATRIX_ELEMENTS:
@@ -192,11 +192,11 @@ class _ReadingOrder(NamedTuple):
     divisor: int  # of a mean
 
 
-def _count_accumulators(dtype: torch.dtype, count: int, components: int) -> int:
+def _count_accumulator_components(dtype: torch.dtype, count: int, components: int) -> int:
     """Return how many float64 components accumulate a result."""
     if dtype == torch.float64:
         return max(2, components)
-    return 2 if PRECISION[dtype] * max(count, components) <= 60 else 3
+    return 2 if PRECISION_BY_DTYPE[dtype] * max(count, components) <= 60 else 3
 
 
 class _Reduction(NamedTuple):
@@ -306,7 +306,7 @@ def _find_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
     def reference() -> list[torch.Tensor]:
         return [part for cut, parts in trials() for part in _reduce_by_reference(reduction, parts, cut)]
 
-    trials = functools.partial(_make_trial_matrices, reduction)
+    trials = functools.partial(_make_canary_matrices, reduction)
     build = functools.partial(ReductionKernel, reduction.device_functions, reduction.inputs, reduction.components)
     return find_checked_kernel(reduction, name, device, build, run, reference)
 
@@ -321,7 +321,7 @@ def _run_on_triton(
     return tuple(made)
 
 
-def _make_trial_matrices(reduction: _Reduction) -> Iterator[tuple[_ReadingOrder, list[torch.Tensor]]]:
+def _make_canary_matrices(reduction: _Reduction) -> Iterator[tuple[_ReadingOrder, list[torch.Tensor]]]:
     """Yield fixed matrices of one, a few and many columns."""
     for columns in (1, 5, NARROW_LANES + 3):
         cut = _ReadingOrder((2, 75, columns), 50, 2, _count_rows_side_by_side(75, columns), 75)

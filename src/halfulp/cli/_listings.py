@@ -44,13 +44,13 @@ def recipes(json: JsonOption = False) -> None:
 
 def tasks(json: JsonOption = False) -> None:
     """Print the tasks that recipes can be compared on."""
-    from ..trials.tasks import kind_of, names
+    from ..trials.tasks import find_task_class, names
     from ..trials.tasks._registry import has_data_folder_field
 
     fields = ("name", "title", "steps", "judged_by")
     rows: list[dict[str, Any]] = [
         {**{field: getattr(kind, field) for field in fields}, "needs_data": has_data_folder_field(kind)}
-        for kind in map(kind_of, names())
+        for kind in map(find_task_class, names())
     ]
     if json:
         print_json(rows)

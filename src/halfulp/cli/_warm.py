@@ -53,7 +53,7 @@ def warm(
         exit_with_error(
             f"kernels cannot be kept ({cache['reason']}): set HALFULP_CACHE_DIR to a folder that can be written"
         )
-    recipes = [get(name) for name in split_names(recipe, [name for name in names() if get(name).narrow])]
+    recipes = [get(name) for name in split_names(recipe, [name for name in names() if get(name).is_narrow])]
     rules = split_names(optimizer, list(optim.OPTIMIZERS))
     for rule in rules:
         if rule not in optim.OPTIMIZERS:

@@ -197,17 +197,17 @@ class _RoundingMode(TorchDispatchMode):
         self._leaves[id(leaf)] = weakref.ref(leaf)
         me = weakref.ref(self)
 
-        def get_owner() -> _RoundingMode | None:
+        def get_mode_in_backward() -> _RoundingMode | None:
             """Return the graph's roundings while a backward pass through it runs."""
             owner = me()
             return owner if owner is not None and owner._backward_task == torch._C._current_graph_task_id() else None
 
         def round_gradient_sum(gradient: Tensor) -> Tensor | None:
-            owner = get_owner()
+            owner = get_mode_in_backward()
             return None if owner is None else owner.rounder.round_copy(gradient, "AccumulateGrad")
 
         def round_accumulated_gradient(leaf: Tensor) -> None:
-            owner = get_owner()
+            owner = get_mode_in_backward()
             if owner is not None and leaf.grad is not None:
                 owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
 

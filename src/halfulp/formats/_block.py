@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from .._names import register_entry
-from ._catalog import CATALOG, e2m1fn, e2m3fn, e3m2fn, e4m3fn, e5m2, e8m0, find_format, get
+from ._catalog import FORMAT_BY_NAME, e2m1fn, e2m3fn, e3m2fn, e4m3fn, e5m2, e8m0, find_format, get
 from ._format import Format
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def register(format: AnyFormat) -> AnyFormat:
     """
     if not isinstance(format, Format | BlockFormat):
         raise TypeError(f"a format is a hu.Format or a hu.BlockFormat; got {type(format).__name__}")
-    registry: dict[str, Any] = CATALOG if isinstance(format, Format) else BLOCK_FORMAT_BY_NAME
+    registry: dict[str, Any] = FORMAT_BY_NAME if isinstance(format, Format) else BLOCK_FORMAT_BY_NAME
     if format.name != format.name.lower().replace("-", "_"):
         raise ValueError(f"a format is looked up in lower case and with _ for -: name it so, not {format.name!r}")
     known = find_format(format.name) or BLOCK_FORMAT_BY_NAME.get(format.name)
@@ -200,7 +200,7 @@ def rows() -> list[dict[str, Any]]:
     return [
         {field: getattr(format, field) for field in fields}
         | {"torch_dtype": format.torch_dtype_name, "ml_dtypes_name": format.ml_dtypes_name}
-        for format in CATALOG.values()
+        for format in FORMAT_BY_NAME.values()
     ]
 
 

@@ -36,10 +36,10 @@ e8m0: Format = Format(
     "e8m0", 8, 0, infinities=False, nan="all_ones", subnormals=False, signed=False, zero=False, overflow="nan"
 )
 
-_FORMATS_WIDEST_FIRST = (fp64, fp32, tf32, fp16, bf16, e8m5, e8m3, e8m1, e5m2, e5m2fnuz, e4m3, e4m3fn, e4m3fnuz, e3m4)
-CATALOG = {format.name: format for format in (*_FORMATS_WIDEST_FIRST, e3m2fn, e2m3fn, e2m1fn, e8m0)}
+_FORMATS_FROM_8_BITS = (fp64, fp32, tf32, fp16, bf16, e8m5, e8m3, e8m1, e5m2, e5m2fnuz, e4m3, e4m3fn, e4m3fnuz, e3m4)
+FORMAT_BY_NAME = {format.name: format for format in (*_FORMATS_FROM_8_BITS, e3m2fn, e2m3fn, e2m1fn, e8m0)}
 
-_FORMATS_BY_ALIAS = {
+_FORMAT_BY_ALIAS = {
     "double": fp64,
     "single": fp32,
     "float": fp32,
@@ -48,13 +48,13 @@ _FORMATS_BY_ALIAS = {
     "tensorfloat32": tf32,
     "ue8m0": e8m0,
     "e8m0fnu": e8m0,
-    **{name.replace("fp", "float"): CATALOG[name] for name in ("fp64", "fp32", "fp16")},
+    **{name.replace("fp", "float"): FORMAT_BY_NAME[name] for name in ("fp64", "fp32", "fp16")},
     "bfloat16": bf16,
-    **{f"float{format.bits}_{format.name}": format for format in CATALOG.values() if format.bits <= 8},
+    **{f"float{format.bits}_{format.name}": format for format in FORMAT_BY_NAME.values() if format.bits <= 8},
     "float8_e8m0fnu": e8m0,
 }
-_FORMATS_BY_DTYPE_NAME = {
-    format.torch_dtype_name: format for format in CATALOG.values() if format.torch_dtype_name is not None
+_FORMAT_BY_DTYPE_NAME = {
+    format.torch_dtype_name: format for format in FORMAT_BY_NAME.values() if format.torch_dtype_name is not None
 }
 _LAYOUT_NAME_PATTERN = re.compile(r"e(\d+)m(\d+)(?:(?:b(\d+))?(fnuz))?")
 
@@ -65,7 +65,7 @@ def names() -> list[str]:
     >>> names()[:5]
     ['fp64', 'fp32', 'tf32', 'fp16', 'bf16']
     """
-    return list(CATALOG)
+    return list(FORMAT_BY_NAME)
 
 
 def get(format: Format | str | torch.dtype) -> Format:
@@ -96,20 +96,20 @@ def get(format: Format | str | torch.dtype) -> Format:
         name = str(format).removeprefix("torch.")
         if name == "float4_e2m1fn_x2":  # packed, it stands for its element
             return e2m1fn
-        if name not in _FORMATS_BY_DTYPE_NAME:
-            known = ", ".join(_FORMATS_BY_DTYPE_NAME)
+        if name not in _FORMAT_BY_DTYPE_NAME:
+            known = ", ".join(_FORMAT_BY_DTYPE_NAME)
             raise ValueError(f"torch.{name} is no floating-point format; torch's dtypes that are: {known}")
-        return _FORMATS_BY_DTYPE_NAME[name]
+        return _FORMAT_BY_DTYPE_NAME[name]
     key = format.strip().lower().removeprefix("torch.").replace("-", "_")
     if found := find_format(key):
         return found
     if key.startswith(("mx", "nvfp")):
         raise ValueError(f"{format!r} is no format of single numbers; block formats come from hu.formats.get_block")
-    near = difflib.get_close_matches(key, [*CATALOG, *_FORMATS_BY_ALIAS], n=4, cutoff=0.5)
+    near = difflib.get_close_matches(key, [*FORMAT_BY_NAME, *_FORMAT_BY_ALIAS], n=4, cutoff=0.5)
     meant = f"did you mean {', '.join(near)}? " if near else ""
     raise ValueError(
-        f"unknown format {format!r}: {meant}Known are {', '.join(CATALOG)}, torch's dtype names, and eXmY for any IEEE"
-        f' layout; your own is hu.formats.register(hu.Format("mine", exponent_bits=4, mantissa_bits=4))'
+        f"unknown format {format!r}: {meant}Known are {', '.join(FORMAT_BY_NAME)}, torch's dtype names, and eXmY for "
+        f'any IEEE layout; your own is hu.formats.register(hu.Format("mine", exponent_bits=4, mantissa_bits=4))'
     )
 
 
@@ -136,7 +136,7 @@ def get_signed(format: Format | str | torch.dtype) -> Format:
 
 def find_format(key: str) -> Format | None:
     """Return the format that a name in lower case stands for, or None."""
-    return CATALOG.get(key) or _FORMATS_BY_ALIAS.get(key) or parse(key)
+    return FORMAT_BY_NAME.get(key) or _FORMAT_BY_ALIAS.get(key) or parse(key)
 
 
 def parse(name: str) -> Format | None:
@@ -156,4 +156,4 @@ def parse(name: str) -> Format | None:
     exponent, mantissa, bias, fnuz = match.groups()
     layout = Format if bias is None else partial(Format, bias=int(bias))
     made = layout(name, int(exponent), int(mantissa), infinities=not fnuz, nan="negative_zero" if fnuz else "ieee")
-    return next((known for known in CATALOG.values() if known.layout == made.layout), made)
+    return next((known for known in FORMAT_BY_NAME.values() if known.layout == made.layout), made)

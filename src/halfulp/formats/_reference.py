@@ -57,7 +57,7 @@ def round_exact(
     >>> round_exact(1.125, e2m1fn, "stochastic", u=Fraction(1, 5))
     1.5
     """
-    policy = check_overflow_policy(format, overflow)
+    policy = resolve_overflow_policy(format, overflow)
     if mode not in get_args(RoundingName):
         raise ValueError(f"mode is one of {', '.join(get_args(RoundingName))}; got {mode!r}")
     if (mode == "stochastic") != (u is not None):
@@ -152,7 +152,7 @@ def all_values(format: Format) -> list[float]:
     return sorted(values)
 
 
-def check_overflow_policy(format: Format, overflow: str | None) -> Overflow:
+def resolve_overflow_policy(format: Format, overflow: str | None) -> Overflow:
     """Return the overflow policy that applies, checked."""
     policy = format.overflow if overflow is None else overflow
     if policy not in get_args(Overflow):

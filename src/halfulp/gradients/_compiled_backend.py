@@ -24,7 +24,7 @@ from .eager._backward import BACKWARDS_BY_HANDLE, Backward, list_nodes_reached_b
 
 
 @functools.lru_cache(maxsize=256)
-def _make_factors(exponents: tuple[int, ...], device: torch.device) -> Tensor:
+def _make_edge_factors(exponents: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([2.0**e for e in exponents], dtype=torch.float32, device="cpu").to(device)
 
 
@@ -49,7 +49,7 @@ def _compute_edge_factors(scaler: str, edges: str, count: int, device: torch.dev
         backward.get_edge_hook(target, source)
     backward.reached.update(dict.fromkeys(own))
     # A new tensor, as compilers may write into it.
-    return _make_factors(tuple(target.exponent - source.exponent for source, target in found), device).clone()
+    return _make_edge_factors(tuple(target.exponent - source.exponent for source, target in found), device).clone()
 
 
 def _observe_gradients(gradients: list[Tensor], scaler: str, key: str, kinds: str) -> None:
@@ -120,7 +120,7 @@ def insert_edges_and_measurements(module: GraphModule, plan: SitePlan, scaler: s
     module.recompile()
 
 
-def name_forward_functions(joint: GraphModule) -> None:
+def set_forward_functions_of_backward_nodes(joint: GraphModule) -> None:
     """Name the forward functions of backward nodes that older versions of torch left without, by sequence numbers.
 
     A node of the forward pass has the number of autograd's latest node as it was made.
@@ -186,7 +186,7 @@ class GradientMovingPartitioner:
         self.inner: Any = None
 
     def __call__(self, module: GraphModule, inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        name_forward_functions(module)
+        set_forward_functions_of_backward_nodes(module)
         part = self.inner or torch._functorch.partitioners.min_cut_rematerialization_partition
         forward, backward = part(module, inputs, **kwargs)
         insert_edges_and_measurements(backward, self.plan, self.scaler)

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from ..formats import Format, fp16
 from ..formats._catalog import get_signed
 from ..rounding import Nearest, Rounding, Stochastic, get_rounding, mix64
-from ..subclass import list_shard_groups, list_sharded_modules
+from ..subclass import list_live_sharded_modules, list_shard_groups
 from ._policy import Amax, Policy
 from ._reports import LastStep
 from ._site import (
@@ -30,7 +30,7 @@ from ._site import (
     copy_to_host,
     get_local_values,
     group_readings_by_site,
-    restore_sizes_lost_in_moves,
+    restore_amax_lost_in_moves,
 )
 from ._state import load_sites
 from .eager._backward import Backward
@@ -113,9 +113,9 @@ class GradientSharingProcesses:
     def add_model(self, model: nn.Module) -> None:
         """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
         self._models.append(weakref.ref(model))
-        self.find_process_groups(model if isinstance(model, nn.parallel.DistributedDataParallel) else None)
+        self.update_process_groups(model if isinstance(model, nn.parallel.DistributedDataParallel) else None)
 
-    def find_process_groups(self, wrapper: nn.parallel.DistributedDataParallel | None = None) -> None:
+    def update_process_groups(self, wrapper: nn.parallel.DistributedDataParallel | None = None) -> None:
         """Look for wrappers of the models, and for FSDP2 in them, once in an iteration, in the forward pass of one."""
         if not dist.is_available() or not dist.is_initialized():
             return
@@ -179,7 +179,7 @@ def _list_fsdp_groups(model: nn.Module) -> Iterator[Any]:
                 yield from group.mesh_info.mesh.get_all_groups()
     found = [(name, one) for name, one in model.named_parameters() if isinstance(one, dtensor.DTensor)]
     if found:
-        groups = (group for module in list_sharded_modules() for group in list_shard_groups(module))
+        groups = (group for module in list_live_sharded_modules() for group in list_shard_groups(module))
         held = {id(one.sharded_param) for group in groups for one in group.fsdp_params}
         for name, parameter in found:
             if id(parameter) not in held:
@@ -231,7 +231,7 @@ class ExponentController:
         self.sites = Sites(start, uniform=not policy.per_site)
         self.backward = Backward(self.sites, policy, format, rounding)
         self.processes = GradientSharingProcesses()
-        self.backward.find_process_groups = self.processes.find_process_groups
+        self.backward.update_process_groups = self.processes.update_process_groups
         self.policy = policy
         self.interval = interval
         self.floor, self.ceiling, self.start = floor, ceiling, start
@@ -265,7 +265,7 @@ class ExponentController:
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
         return not self._agree_on_minimum("step", int(not found))[0]
 
-    def record_skipped_step(self) -> LastStep:
+    def record_and_explain_skipped_step(self) -> LastStep:
         """Record a skipped step and return its reason, with the sites whose gradients overflowed."""
         self._is_skipped = True
         backward, global_site = self.backward, self.sites.global_site
@@ -353,7 +353,7 @@ class ExponentController:
             self.loss_follower.update_reference_binade(narrow, self.floor, self.ceiling)
         readings = group_readings_by_site(self._measured)
         fallen = self._lower_exponents_after_overflow(readings)
-        lost = restore_sizes_lost_in_moves(
+        lost = restore_amax_lost_in_moves(
             self.backward.edge_hooks, readings, self.loss_follower.lift_of_measured_iteration
         )
         for site, kinds in readings.items():

@@ -14,7 +14,7 @@ from ..formats import Format
 from ._functions import BackwardProductOperands
 from ._site import Site
 
-_POLICIES_BY_NAME: dict[str, type[Policy]] = {}
+_POLICY_BY_NAME: dict[str, type[Policy]] = {}
 # Beyond 2^15 more room in the format serves nobody, and sums of squares would leave float32.
 _HIGHEST_TARGET_EXPONENT = 15
 # Powers of two left free above peaks; above what is usual, where so many binades stay below it.
@@ -39,7 +39,7 @@ class Policy(abc.ABC):
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
-            register_entry("policy", _POLICIES_BY_NAME, cls.name, cls, read_own_docstring(cls))
+            register_entry("policy", _POLICY_BY_NAME, cls.name, cls, read_own_docstring(cls))
 
     @abc.abstractmethod
     def exponent(self, site: Site) -> int | None:
@@ -60,7 +60,9 @@ class Policy(abc.ABC):
         """
         return None
 
-    def propose_bounds(self, site: Site, operands: BackwardProductOperands, format: Format) -> tuple[int, int] | None:
+    def propose_exponent_bounds(
+        self, site: Site, operands: BackwardProductOperands, format: Format
+    ) -> tuple[int, int] | None:
         """Return bounds of a site's exponent from a product's operands, for policies with ``wants_operands``, or None.
 
         Args:
@@ -77,9 +79,9 @@ def get_policy(policy: Policy | str) -> Policy:
         return policy
     if not isinstance(policy, str):
         raise TypeError(f"a policy is a name or a Policy, got {name_type(policy)}")
-    if policy not in _POLICIES_BY_NAME:
-        raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(_POLICIES_BY_NAME)}")
-    return _POLICIES_BY_NAME[policy]()
+    if policy not in _POLICY_BY_NAME:
+        raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(_POLICY_BY_NAME)}")
+    return _POLICY_BY_NAME[policy]()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,13 +122,13 @@ class Amax(Policy):
                     sizes_by_kind.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
         highest = min(site.format.emax, _HIGHEST_TARGET_EXPONENT)
         limits = [
-            highest - _find_peak_exponent_with_headroom(sizes, self.headroom, site.format)
+            highest - _add_headroom_to_peak_exponent(sizes, self.headroom, site.format)
             for sizes in sizes_by_kind.values()
         ]
         return min(limits, default=None)
 
 
-def _find_peak_exponent_with_headroom(sizes: list[float], room: int | None, format: Format) -> int:
+def _add_headroom_to_peak_exponent(sizes: list[float], room: int | None, format: Format) -> int:
     """Return the power of two that must fit under the format's largest number: the largest size plus headroom.
 
     3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,

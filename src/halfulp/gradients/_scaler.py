@@ -21,7 +21,7 @@ from ._controller import ExponentController
 from ._policy import Policy, get_policy
 from ._reports import LastStep, SiteRow, SiteTable
 from ._site import GLOBAL_SITE_KEY, MAX_EXPONENT, get_exponent_of_power_of_two_scale
-from ._state import check_saved_sites_match, convert_sites_to_plain_data, read_sites_from_state_dict
+from ._state import check_saved_sites_match, convert_sites_to_plain_data, read_site_entries_by_key
 from .eager._attach import attach_scaler
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
@@ -241,7 +241,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             )
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read_overflow_and_measurements(flags)
-        self.last_step = self._controller.record_skipped_step() if overflowed else LastStep(applied=True)
+        self.last_step = self._controller.record_and_explain_skipped_step() if overflowed else LastStep(applied=True)
         return None if overflowed else optimizer.step(*args, **kwargs)
 
     @disable_compilation
@@ -266,7 +266,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         unread = [state for state in states if state["stage"] is OptState.UNSCALED]
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
         if flags and self._controller.read_overflow_and_measurements(flags):
-            self.last_step = self._controller.record_skipped_step()
+            self.last_step = self._controller.record_and_explain_skipped_step()
         self._controller.update_exponents(by_hand=exponent)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._divided.clear()
@@ -323,13 +323,13 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._divided.clear()
 
-    def merge(self, *keys: str, reason: str = "by hand") -> None:
+    def merge_into_global_site(self, *keys: str, reason: str = "by hand") -> None:
         """Let sites follow the global exponent from now on.
 
         Raises:
             ValueError: there is no such site; before the first forward pass any key is taken.
         """
-        self._controller.sites.merge_sites(keys, reason)
+        self._controller.sites.merge_into_global_site(keys, reason)
 
     def backend(self, name: str = "inductor") -> Callable[..., Any]:
         """Return the backend of ``torch.compile(model, backend=scaler.backend("inductor"))`` for this scaler's models.
@@ -375,7 +375,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             return
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
-        controller, given = self._controller, read_sites_from_state_dict(state_dict)
+        controller, given = self._controller, read_site_entries_by_key(state_dict)
         module_names = {name for one in controller.backward.names for name, _ in one.list_modules()}
         module_names |= {"model", "", GLOBAL_SITE_KEY}
         check_saved_sites_match(given, set(controller.sites), module_names)

@@ -183,7 +183,7 @@ class Sites(dict[str, Site]):
         measured = [site for site in self.values() if site.format is not None]
         self.lowest = min((site.exponent for site in measured + fallen), default=None)
 
-    def merge_sites(self, keys: Iterable[str], reason: str) -> None:
+    def merge_into_global_site(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass any key is taken."""
         keys = list(keys)
         unknown = [key for key in keys if key == GLOBAL_SITE_KEY or (key not in self and len(self) > 1)]
@@ -251,7 +251,7 @@ def group_readings_by_site(measured: list[Measurement]) -> dict[Site, dict[str, 
     return found
 
 
-def restore_sizes_lost_in_moves(
+def restore_amax_lost_in_moves(
     edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, GradientReading]], lift: int = 0
 ) -> set[Site]:
     """Return the sites where all received gradients underflowed to zero; their size before the move is filled in.
@@ -303,7 +303,7 @@ def copy_to_host(rows: list[Tensor]) -> list[Any]:
 
 
 # Kernels choose by how far the first element, and each row, is from a multiple of this many bytes.
-_ALIGNMENT_BYTES = 64
+_KERNEL_ALIGNMENT_BYTES = 64
 
 
 def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
@@ -330,10 +330,10 @@ def restore_strides(values: Tensor, like: Tensor) -> Tensor:
     if like.layout is not torch.strided or type(like) is not Tensor:
         return values
     size, stride = like.shape, like.stride()
-    aligned = not like.storage_offset() * like.element_size() % _ALIGNMENT_BYTES
+    aligned = not like.storage_offset() * like.element_size() % _KERNEL_ALIGNMENT_BYTES
     if (aligned and (like.is_contiguous() or values.stride() == stride)) or not like.numel():
         return values
-    offset = like.storage_offset() % (_ALIGNMENT_BYTES // like.element_size() or 1)
+    offset = like.storage_offset() % (_KERNEL_ALIGNMENT_BYTES // like.element_size() or 1)
     # What is expanded is kept once.
     kept = [1 if s == 0 else n for n, s in zip(size, stride)]
     spanned = 1 + sum((n - 1) * s for n, s in zip(kept, stride))

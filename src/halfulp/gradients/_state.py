@@ -43,7 +43,7 @@ def convert_sites_to_plain_data(sites: Sites, resumes: int) -> tuple[tuple[str, 
     return tuple(found.items())
 
 
-def read_sites_from_state_dict(state_dict: Any) -> dict[str, dict[str, Any]]:
+def read_site_entries_by_key(state_dict: Any) -> dict[str, dict[str, Any]]:
     """Read a scaler's state and return its sites by key; a GradScaler's, which has none, is refused."""
     place = "the state_dict"
     if isinstance(state_dict, Mapping) and "scale" in state_dict and not {"sites", "progress"} & state_dict.keys():

@@ -167,7 +167,9 @@ class OperandStatisticsPolicy(Policy):
     def list_bounds_by_each_rule(self, operands: BackwardProductOperands, format: Format) -> list[LogScaleBounds]:
         """Return the bounds of log2 alpha, by each rule of the policy; NaN where an operand is not finite."""
 
-    def propose_bounds(self, site: Site, operands: BackwardProductOperands, format: Format) -> tuple[int, int] | None:
+    def propose_exponent_bounds(
+        self, site: Site, operands: BackwardProductOperands, format: Format
+    ) -> tuple[int, int] | None:
         """Return the bounds of a site's exponent by a product's operands; the gradient is stored at the present one."""
         # Zeros alone say nothing of how far to go.
         if not bool(operands.gradient.any()):

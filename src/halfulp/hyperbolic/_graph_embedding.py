@@ -36,7 +36,7 @@ def ranking_loss(points: Tensor, sets: Tensor, scale: float = 1.0, manifold: Man
 
 
 @torch.no_grad()
-def ranking_gradient(points: Tensor, sets: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def ranking_loss_and_gradient(points: Tensor, sets: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return `ranking_loss` in the half-space and its gradient, without autograd.
 
     With a = sinh^2(d / 2) = |u - v|^2 / (4 u_y v_y), the derivative of d by a is 1 / sqrt(a (1 + a)), that of a by u is
@@ -201,7 +201,7 @@ class Reconstruction:
 
 
 @torch.no_grad()
-def reconstruction(points: Tensor, edges: Tensor, manifold: Manifold | None = None) -> Reconstruction:
+def evaluate_reconstruction(points: Tensor, edges: Tensor, manifold: Manifold | None = None) -> Reconstruction:
     """Rank all nodes by their distance from each source of an edge (Nickel and Kiela, arXiv 1705.08039).
 
     Nodes at equal distance share the worst rank, so that an embedding that collapses is not rewarded.
@@ -213,7 +213,7 @@ def reconstruction(points: Tensor, edges: Tensor, manifold: Manifold | None = No
 
     >>> import torch
     >>> points = torch.tensor([[0.0, 1.0], [0.0, 1.1], [9.0, 1.0]])
-    >>> reconstruction(points, torch.tensor([[0, 1], [2, 0]]))
+    >>> evaluate_reconstruction(points, torch.tensor([[0, 1], [2, 0]]))
     Reconstruction(mean_average_precision=0.75, mean_rank=1.5)
     """
     space, count, edges = manifold or HalfSpace(), points.shape[0], edges.to(points.device)

@@ -55,7 +55,7 @@ def compute_tanh_of_half_and_complement(length: Tensor) -> tuple[Tensor, Tensor]
     return grown / (grown + 2), 2 / (grown + 2)
 
 
-def rotate_vector(vector: Tensor, start: Tensor, end: Tensor) -> Tensor:
+def apply_rotation_from_start_to_end(vector: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """Rotate a vector by the rotation that takes one unit vector to another and moves nothing across both."""
     middle, _ = find_direction_and_length(start + end)
     return (
@@ -126,7 +126,7 @@ class Manifold(abc.ABC):
         """Return a vector at a point, moved in parallel along the geodesic of `exp(point, step)` to its end."""
 
     @abc.abstractmethod
-    def size(self, point: Tensor) -> Tensor:
+    def inverse_conformal_factor(self, point: Tensor) -> Tensor:
         """Return the number of coordinate units per unit length at a point: |v| / size is the length of v; (..., 1)."""
 
     @abc.abstractmethod
@@ -139,12 +139,12 @@ class Manifold(abc.ABC):
 
     def gradient(self, point: Tensor, gradient: Tensor) -> Tensor:
         """Return the Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
-        size = self.size(match_component_count(point, gradient))
+        size = self.inverse_conformal_factor(match_component_count(point, gradient))
         return size * (size * gradient)
 
     def norm(self, point: Tensor, vector: Tensor) -> Tensor:
         """Return the length of a vector at a point; (..., 1)."""
-        size = self.size(match_component_count(point, vector))
+        size = self.inverse_conformal_factor(match_component_count(point, vector))
         length: Tensor = torch.linalg.vector_norm(round_to_plain(vector / size), dim=-1, keepdim=True)
         return length
 
@@ -155,7 +155,7 @@ class Manifold(abc.ABC):
             TypeError: no floating tensor.
             ValueError: too few coordinates, or points outside; how many, and which is the first.
         """
-        if not isinstance(points, Tensor) or points.dtype not in arithmetic.PRECISION:
+        if not isinstance(points, Tensor) or points.dtype not in arithmetic.PRECISION_BY_DTYPE:
             kind = points.dtype if isinstance(points, Tensor) else type(points).__name__
             raise TypeError(f"points of {self.name} are a tensor of floating numbers, got {kind}")
         if points.dim() == 0 or points.shape[-1] < self.least:
@@ -205,11 +205,11 @@ class PoincareBall(Manifold):
         """
         m = compute_margin_to_rim(point)
         place = match_component_count(point, step)
-        direction, t, radius, inwards, both = self._compute_geodesic(place, match_component_count(m, step), step)
+        direction, t, radius, inwards, both = self._compute_geodesic_terms(place, match_component_count(m, step), step)
         n = inwards * inwards + radius * t * both
         return self.project(point + m * (t * (direction + t * place) / n))
 
-    def _compute_geodesic(self, place: Tensor, gap: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+    def _compute_geodesic_terms(self, place: Tensor, gap: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """Return the unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2, computed without cancellation."""
         direction, length = find_direction_and_length(step)
         t, rest = compute_tanh_of_half_and_complement(2 * (length / gap))
@@ -226,19 +226,23 @@ class PoincareBall(Manifold):
         point = match_component_count(point, vector)
         m = compute_margin_to_rim(point)
         place = match_component_count(point, step)
-        before, t, radius, inwards, both = self._compute_geodesic(place, match_component_count(m, step), step)
+        before, t, radius, inwards, both = self._compute_geodesic_terms(place, match_component_count(m, step), step)
         x = t * radius
         after, _ = find_direction_and_length(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
-        return compute_margin_to_rim(self.exp(point, step)) / m * rotate_vector(vector, before, after)
+        return (
+            compute_margin_to_rim(self.exp(point, step)) / m * apply_rotation_from_start_to_end(vector, before, after)
+        )
 
-    def size(self, point: Tensor) -> Tensor:
+    def inverse_conformal_factor(self, point: Tensor) -> Tensor:
         """Return (1 - |p|^2) / 2."""
         return compute_margin_to_rim(point) / 2
 
     def project(self, point: Tensor) -> Tensor:
         """Move points beyond the radius 1 - 4 ulps back to it."""
         count = len(point.components) if isinstance(point, MCTensor) else 1
-        room = 4 * 2.0 ** -(arithmetic.PRECISION[point.dtype] * count)  # neighbours just below 1, with all components
+        room = 4 * 2.0 ** -(
+            arithmetic.PRECISION_BY_DTYPE[point.dtype] * count
+        )  # neighbours just below 1, with all components
         outside = round_to_plain(compute_margin_to_rim(point)).detach() < 2 * room
         if not torch.compiler.is_compiling() and not outside.any():
             return point
@@ -312,12 +316,12 @@ class HalfSpace(Manifold):
         x' = x + y 2 t h / n, y' = y + y 2 t (w - t) / n = y (1 - t^2) / n, n = (1 - w t)^2 + t^2 |h|^2.
         """
         x, y = point[..., :-1], point[..., -1:]
-        aside, rise, factor = self._compute_geodesic_move(y, step)[:3]
+        aside, rise, factor = self._compute_geodesic_terms(y, step)[:3]
         # The sum keeps a small step's digits beyond the height's own; the product those of a height that shrinks.
         height = torch.where(round_to_plain(rise).abs() < 0.5, y + y * rise, y * factor)
         return torch.cat([x + y * aside, _clamp_height_above_zero(height)], -1)
 
-    def _compute_geodesic_move(self, y: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+    def _compute_geodesic_terms(self, y: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """Return 2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t), as in `exp`."""
         direction, length = find_direction_and_length(step / match_component_count(y, step))
         h, w = direction[..., :-1], direction[..., -1:]
@@ -332,14 +336,14 @@ class HalfSpace(Manifold):
 
     def transport(self, point: Tensor, step: Tensor, vector: Tensor) -> Tensor:
         """Move a vector along a geodesic (see Manifold): it keeps its length over the height, and its angle."""
-        _, _, factor, direction, t, rest, n = self._compute_geodesic_move(
+        _, _, factor, direction, t, rest, n = self._compute_geodesic_terms(
             match_component_count(point[..., -1:], vector), step
         )
         w = direction[..., -1:]
         end = torch.cat([direction[..., :-1] * factor, (w * (1 + t * t) - 2 * t) / n / rest], -1)
-        return factor * rotate_vector(vector, direction, end)
+        return factor * apply_rotation_from_start_to_end(vector, direction, end)
 
-    def size(self, point: Tensor) -> Tensor:
+    def inverse_conformal_factor(self, point: Tensor) -> Tensor:
         """Return the height."""
         return point[..., -1:]
 

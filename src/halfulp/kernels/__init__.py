@@ -1,7 +1,7 @@
 """How a kernel runs: device functions in plain Python, run by torch on tensors and compiled to the same bits.
 
 Public are the names in `__all__`: what an update rule of one's own calls besides + - * / (`sqrt`, `divide`, `maximum`,
-`sign_of`, `select`, `floor`), which engine runs (`engine`, `report`), and how bits are compared (`same_bits`,
+`sign_of`, `select`, `floor`), which engine runs (`engine`, `count_fallbacks`), and how bits are compared (`same_bits`,
 `KernelMismatchError`). The others serve the packages of halfulp and may change without notice.
 """
 
@@ -13,11 +13,11 @@ from ._canary import (
     compute_float32_root,
     disable_callers_modes,
     require_float64,
-    require_same_bits,
+    require_same_bits_as_cpu,
     same_bits,
     to_float64,
 )
-from ._engine import engine, note_fallback, report, select_engine, warn_once_of_fallback
+from ._engine import count_fallbacks, engine, note_fallback, select_engine, warn_once_of_fallback
 from ._index_map import CHUNK_ELEMENTS, IndexMap, cut_into_chunks, make_chunk_table
 from ._interpreter import run_trace_on_tensors
 from ._operations import divide, floor, maximum, select, sign_of, sqrt
@@ -26,7 +26,7 @@ from ._operator import (
     define_operator,
     disable_compilation,
     disable_tracing,
-    find_torch_operators,
+    find_operator_namespace,
     is_under_transform,
     list_absent_operators,
     list_present_operators,
@@ -65,5 +65,5 @@ from .vector._machine_function import compute_source_digest, get_array_address
 from .vector._processor import find_vector_bits
 from .vector._reductions import BLOCK_ROWS, NARROW_LANES, ReductionSteps, compile_reduction
 
-__all__ = ["KernelMismatchError", "divide", "engine", "floor", "maximum", "report", "same_bits"]
+__all__ = ["KernelMismatchError", "count_fallbacks", "divide", "engine", "floor", "maximum", "same_bits"]
 __all__ += ["select", "sign_of", "sqrt"]

@@ -125,7 +125,7 @@ def compute_float32_root(x: torch.Tensor) -> torch.Tensor:
     return to_float64(x).sqrt().float().to(x.device)
 
 
-def require_same_bits(
+def require_same_bits_as_cpu(
     device: torch.device, what: str, key: Hashable, run: Callable[[torch.device], list[torch.Tensor]], otherwise: str
 ) -> None:
     """Refuse a device whose plain torch operations give other bits than the CPU's, or none; each key is tried once.
@@ -137,12 +137,12 @@ def require_same_bits(
     if (device, key) not in _refusal_by_device_and_key:
         _refusal_by_device_and_key[device, key] = ""  # while it is tried
         with disable_callers_modes():
-            _refusal_by_device_and_key[device, key] = _describe_difference(device, run)
+            _refusal_by_device_and_key[device, key] = _explain_unusable_device(device, run)
     if reason := _refusal_by_device_and_key[device, key]:
         raise NotImplementedError(f"{what} on {device.type}: {reason}. {otherwise}; {ENV_HINT}")
 
 
-def _describe_difference(device: torch.device, run: Callable[[torch.device], list[torch.Tensor]]) -> str:
+def _explain_unusable_device(device: torch.device, run: Callable[[torch.device], list[torch.Tensor]]) -> str:
     """Return why a device cannot be used; "" where it can."""
     try:
         found = run(device)

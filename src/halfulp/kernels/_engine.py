@@ -28,7 +28,7 @@ _thread_settings = threading.local()  # whether it runs the reference, where it 
 
 
 def note_fallback(kind: str, text: str) -> None:
-    """Count a fallback from the fast path, for `report`."""
+    """Count a fallback from the fast path, for `count_fallbacks`."""
     _fallback_counts[kind, text] += 1
 
 
@@ -39,10 +39,10 @@ def warn_once_of_fallback(kind: str, text: str) -> None:
     note_fallback(kind, text)
 
 
-def report() -> dict[str, int]:
+def count_fallbacks() -> dict[str, int]:
     """Return how often each fallback happened in this process, by description.
 
-    >>> isinstance(report(), dict)
+    >>> isinstance(count_fallbacks(), dict)
     True
     """
     return {f"{kind}: {text}": count for (kind, text), count in _fallback_counts.items()}

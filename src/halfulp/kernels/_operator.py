@@ -64,10 +64,10 @@ def is_under_transform() -> bool:
 _absent_names: set[str] = set()
 
 
-def find_torch_operators(namespace: str) -> TorchOperators:
+def find_operator_namespace(namespace: str) -> TorchOperators:
     """Return the operators of a namespace, such as "aten", to be used as torch.ops.aten is.
 
-    >>> aten = find_torch_operators("aten")
+    >>> aten = find_operator_namespace("aten")
     >>> aten.add.Tensor is torch.ops.aten.add.Tensor, aten.gone_since.default
     (True, <aten::gone_since.default, which torch ... lacks>)
     >>> list_present_operators([aten.neg.default, aten.gone_since.default])

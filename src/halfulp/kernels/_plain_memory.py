@@ -108,7 +108,7 @@ def has_strided_values(x: Tensor) -> bool:
     return x.data_ptr() != 0 or x.numel() == 0
 
 
-def is_dense(x: Tensor) -> bool:
+def is_non_overlapping_and_dense(x: Tensor) -> bool:
     """Return whether x's elements fill one contiguous range of memory, each once, in whatever order."""
     if x.is_contiguous():
         return True

@@ -63,7 +63,7 @@ class Trace:
         The result's kind is by default that of the traced operands; numbers beside them take it.
         """
         own = kind or self.find_kind(*operands)
-        key = (operation, tuple(self._find_number(x, own) for x in operands), extra)
+        key = (operation, tuple(self._find_instruction_number(x, own) for x in operands), extra)
         if key not in self._line_numbers:
             self._line_numbers[key] = len(self.lines)
             self.lines.append(key)
@@ -79,7 +79,7 @@ class Trace:
                 f"{operation} of {' and '.join(sorted(kinds))} in a device function, whose operands are of one kind: "
                 "word(x) and real(w) take a value's bits, to_real(w) and to_word(x) its number"
             )
-        numbers = [Traced(self, self._find_number(x, kind)) for x in (a, b)]
+        numbers = [Traced(self, self._find_instruction_number(x, kind)) for x in (a, b)]
         family = {"w": "word_", "m": "mask_"}.get(kind[0], "")
         name = operation if operation.startswith("word_") else family + operation
         return self.emit(name, numbers, None, "mask" if operation in _COMPARISONS else kind)
@@ -102,7 +102,7 @@ class Trace:
     def emit_store(self, bits: int, address: Traced, index: Traced, value: Traced) -> None:
         """Write the low bits of a word to an array's element, or once per block, behind all that is read."""
         place = address.number, bits, self._is_block_index(f"store{bits}", index)
-        self.stores[place] = self._find_number(value, "w64" if bits == 64 else "w32")
+        self.stores[place] = self._find_instruction_number(value, "w64" if bits == 64 else "w32")
 
     def _is_block_index(self, name: str, index: Traced) -> bool:
         if not isinstance(index, Traced) or index.kind not in ("index", "block"):
@@ -139,7 +139,7 @@ class Trace:
         Arguments that are no lists belong to the function; the same value given twice is one input of it.
         """
         real = _REAL_KIND_BY_DTYPE[self.dtype]
-        numbers = [[self._find_number(x, real) for x in a] if isinstance(a, list) else a for a in arguments]
+        numbers = [[self._find_instruction_number(x, real) for x in a] if isinstance(a, list) else a for a in arguments]
         distinct = list(dict.fromkeys(k for a in numbers if isinstance(a, list) for k in a))
         shape = tuple(tuple(map(distinct.index, a)) if isinstance(a, list) else a for a in numbers)
         if (function, shape) not in self._function_numbers:
@@ -164,7 +164,7 @@ class Trace:
         written = sorted(self.stores.items()), self.sums, self.counter_additions
         return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called, written)).encode()).hexdigest()
 
-    def _find_number(self, x: Traced | Number, kind: str) -> int:
+    def _find_instruction_number(self, x: Traced | Number, kind: str) -> int:
         if isinstance(x, Traced):
             return x.number
         if kind[0] == "w":

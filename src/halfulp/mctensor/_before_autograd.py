@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..kernels import disable_tracing, list_present_operators
 from ..subclass._derivation import aten, find_functional_form, parse_operators
 from ._derivation import make_unrounded_writing_rule, note_float64_fallback
-from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor, attach_autograd_history
+from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_DISPATCH_KEY_NAME, MCTensor, attach_autograd_history
 from ._result_type import ResultType, encode_plain_operands, has_plain_operand, is_plain, make_result, result_type
 
 # Those whose operands must all have one dtype.
@@ -56,7 +56,7 @@ def _run_steps_on_encoded_operands(steps: Callable, *arguments: Any, **options: 
     return NotImplemented if encoded is None else steps(*encoded[0], **encoded[1])
 
 
-def _choose_elements_or_number(condition: Tensor, a: Any, b: Any) -> Any:
+def _run_where_with_number(condition: Tensor, a: Any, b: Any) -> Any:
     """a where the condition holds, b elsewhere, one of which is a number, and leaves the other's dtype."""
     x, value = (a, b) if isinstance(a, Tensor) else (b, a)
     if not isinstance(x, MCTensor) or isinstance(value, complex):
@@ -121,7 +121,7 @@ ENCODED_DIFFERENTIABLE_OPERATORS = parse_operators("""
     binary_cross_entropy_with_logits binary_cross_entropy
 """)
 # Keys above would find the way back to this one.
-_KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH_KEY)
+_DISPATCH_KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH_KEY)
 _aten_library = torch.library.Library("aten", "IMPL")
 # Held while mkldnn is off for the process: its LSTM reads memory as plain numbers.
 _mkldnn_lock = threading.RLock()
@@ -143,12 +143,12 @@ def _make_entry_kernel(operator: OpOverload) -> Callable:
             if is_encoded and has_plain_operand(arguments, options):
                 arguments, options = _encode_beside_mctensors(arguments, options) or (arguments, options)
         if operator is not aten.lstm.input:
-            return operator.redispatch(keys & _KEYS_BELOW_ENTRY, *arguments, **options)
+            return operator.redispatch(keys & _DISPATCH_KEYS_BELOW_ENTRY, *arguments, **options)
         with _mkldnn_lock:
             before = torch._C._get_mkldnn_enabled()
             torch._C._set_mkldnn_enabled(False)
             try:
-                return operator.redispatch(keys & _KEYS_BELOW_ENTRY, *arguments, **options)
+                return operator.redispatch(keys & _DISPATCH_KEYS_BELOW_ENTRY, *arguments, **options)
             finally:
                 torch._C._set_mkldnn_enabled(before)
 
@@ -199,8 +199,8 @@ FUNCTION_BY_ENTRY_OPERATOR: dict[OpOverload, Callable[..., Any]] = {
     aten.cosine_similarity.default: functools.partial(_run_steps_on_encoded_operands, cosine_similarity),
     aten.scaled_dot_product_attention.default: _attend_in_float64,
     **{operator: functools.partial(_interpolate_in_float64, operator) for operator in _INTERPOLATIONS},
-    aten.where.ScalarOther: _choose_elements_or_number,
-    aten.where.ScalarSelf: _choose_elements_or_number,
+    aten.where.ScalarOther: _run_where_with_number,
+    aten.where.ScalarSelf: _run_where_with_number,
     aten.quantile.scalar: functools.partial(_find_quantile, aten.quantile.default),
     aten.nanquantile.scalar: functools.partial(_find_quantile, aten.nanquantile.default),
     **{
@@ -222,4 +222,4 @@ FUNCTION_BY_ENTRY_OPERATOR: dict[OpOverload, Callable[..., Any]] = {
 _entry_operators = [*ENCODED_COMPOSITE_OPERATORS, *ENCODED_DIFFERENTIABLE_OPERATORS, *SAME_DTYPE_OPERATORS]
 for _operator in list_present_operators(dict.fromkeys((*_entry_operators, *FUNCTION_BY_ENTRY_OPERATOR))):
     _name = _operator.name().removeprefix("aten::")
-    _aten_library.impl(_name, _make_entry_kernel(_operator), ENTRY_KEY_NAME, with_keyset=True)
+    _aten_library.impl(_name, _make_entry_kernel(_operator), ENTRY_DISPATCH_KEY_NAME, with_keyset=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._messages import name_type
-from ..arithmetic import MOST, PRECISION
+from ..arithmetic import MAX_COMPONENTS, PRECISION_BY_DTYPE
 from ..subclass._in_backward import COMPONENTS_GRADIENTS_MODE, FIRST_GRADIENTS_MODE, check_gradients_mode
 from ..subclass.models._conversion import (
     ParameterRef,
@@ -23,7 +23,7 @@ from ..subclass.models._conversion import (
     list_module_parameters,
     replace_parameters,
 )
-from ..subclass.models._state_dict import StateDictLayout, check_state_dict, divide_exactly, register_layout
+from ..subclass.models._state_dict import StateDictLayout, check_is_state_dict, divide_by_scale_exactly, register_layout
 from ._encode import check_component_count, check_dtype
 from ._mctensor import MCTensor, decode_to_plain, wrap_components
 
@@ -51,7 +51,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     >>> layer.load_state_dict(plain_state_dict(saved))
     <All keys matched successfully>
     """
-    check_state_dict(state_dict, "plain_state_dict")
+    check_is_state_dict(state_dict, "plain_state_dict")
     bases = {_ENTRY_SUFFIX_PATTERN.sub("", name) for name in state_dict if _ENTRY_SUFFIX_PATTERN.search(name)}
     plain = {}
     for name, value in state_dict.items():
@@ -59,11 +59,11 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
         if base not in bases:
             plain[name] = value
         elif name == base:
-            whole = _read_mctensor(state_dict, base)
+            whole = _read_mctensor_from_entries(state_dict, base)
             assert whole is not None  # `name` is one of its entries
             plain[name] = decode_to_plain(whole, dtype)
     for base in bases - plain.keys():
-        _read_mctensor(state_dict, base)
+        _read_mctensor_from_entries(state_dict, base)
     return plain
 
 
@@ -81,11 +81,11 @@ def _make_state_dict_entries(name: str, value: MCTensor) -> dict[str, Tensor]:
 
 def _read_parameter_from_entries(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> MCTensor | None:
     """Convert a parameter's entries in a file to an MCTensor of its dtype and components; None where there are none."""
-    value = _read_mctensor(state_dict, name, parameter.dtype)
+    value = _read_mctensor_from_entries(state_dict, name, parameter.dtype)
     if value is None:
         return None
     count, own = len(value._parts), len(parameter._parts)
-    holds, held = own * PRECISION[parameter.dtype], count * PRECISION[value.dtype]
+    holds, held = own * PRECISION_BY_DTYPE[parameter.dtype], count * PRECISION_BY_DTYPE[value.dtype]
     if count > 1 and held > holds:
         raise ValueError(
             f"{name!r} has {count} components of {value.dtype} in the file and {own} of {parameter.dtype} in the "
@@ -101,10 +101,12 @@ def _read_parameter_from_entries(state_dict: Mapping[str, Any], name: str, param
     return MCTensor.encode(value, own, parameter.dtype, scale, gradients=parameter._gradients)
 
 
-def _read_mctensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
+def _read_mctensor_from_entries(
+    state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None
+) -> MCTensor | None:
     """Return all entries of one parameter as an MCTensor; dtype: of a single component stored beside its scale."""
     first, scale = state_dict.get(name), state_dict.get(f"{name}.{_SCALE_SUFFIX}")
-    rest = [state_dict.get(f"{name}.component_{i}") for i in range(1, MOST)]
+    rest = [state_dict.get(f"{name}.component_{i}") for i in range(1, MAX_COMPONENTS)]
     while rest and rest[-1] is None:
         rest.pop()
     if first is None:
@@ -115,7 +117,7 @@ def _read_mctensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype 
         return first.detach()
     if scale is not None:
         kind = rest[0].dtype if rest and rest[0] is not None else dtype
-        part = None if kind is None else divide_exactly(first, scale, kind)
+        part = None if kind is None else divide_by_scale_exactly(first, scale, kind)
         if kind is None:
             scale = None  # the leading component was stored alone, multiplied by it
         elif part is None:
@@ -128,7 +130,7 @@ def _read_mctensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype 
     parts = [part for part in (first, *rest) if isinstance(part, Tensor)]
     if len(parts) <= len(rest) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")
-    if parts[0].dtype not in PRECISION:
+    if parts[0].dtype not in PRECISION_BY_DTYPE:
         raise ValueError(f"{name!r} is {parts[0].dtype} in the file: components are floating point")
     return wrap_components(tuple(part.detach() for part in parts), scale, "first")
 
@@ -237,11 +239,11 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
         check_dtype(dtype)
     found = [ref for ref in list_module_parameters(model, constants=True) if isinstance(ref.value, MCTensor)]
 
-    def plain(ref: ParameterRef) -> Tensor:
+    def make_plain(ref: ParameterRef) -> Tensor:
         before = ref.module.__dict__.get(_FORMER_DTYPES_KEY, {}).get(ref.key, ref.value.dtype)
         return decode_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
-    replace_parameters(model, found, plain, "single_component", plain=True)
+    replace_parameters(model, found, make_plain, "single_component", plain=True)
     for module in model.modules():
         module.__dict__.pop(_FORMER_DTYPES_KEY, None)
     return model

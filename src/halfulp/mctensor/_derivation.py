@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..arithmetic import PRECISION
+from ..arithmetic import PRECISION_BY_DTYPE
 from ..kernels._plain_memory import is_floating
 from ..subclass import _rule_table as _fallback
 from ..subclass._derivation import (
@@ -22,7 +22,7 @@ from ..subclass._derivation import (
     make_writing_rule,
     refuse_operator,
 )
-from ..subclass._in_backward import disable_result_rounding, gives_plain_gradient
+from ..subclass._in_backward import disable_result_rounding, wants_plain_gradient_result
 from ._mctensor import MCTensor, decode_to_plain, implements, register_derivation, wrap_components
 from ._result_type import (
     ResultType,
@@ -75,7 +75,7 @@ def run_in_float64(
 ) -> Any:
     """Run an operator on the values in float64 and return its floating results as components."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, (Tensor, torch.dtype))]
-    wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in PRECISION]
+    wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in PRECISION_BY_DTYPE]
     form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
     arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
@@ -88,7 +88,7 @@ def _convert_to_float64(x: Any) -> Any:
     if isinstance(x, MCTensor):
         return decode_to_plain(x, torch.float64)
     if isinstance(x, torch.dtype):
-        return torch.float64 if x in PRECISION else x
+        return torch.float64 if x in PRECISION_BY_DTYPE else x
     return x.double() if is_floating(x) else x
 
 
@@ -125,7 +125,7 @@ def implements_beyond_float64(*operators: OpOverload, exactly: bool = False) -> 
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator)(choose_float64_or_rule(operator, rule, exactly))
+            implements(operator)(make_rule_preferring_float64(operator, rule, exactly))
         return rule
 
     return register
@@ -149,7 +149,7 @@ def _is_exact_in_float64(x: Any) -> bool:
     return True
 
 
-def choose_float64_or_rule(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
+def make_rule_preferring_float64(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
     """Return a rule that runs the operator in float64 where that holds the operands, and `rule` elsewhere."""
 
     def run_either(*arguments: Any, **options: Any) -> Any:
@@ -164,11 +164,11 @@ def choose_float64_or_rule(operator: OpOverload, rule: Callable, exactly: bool =
 
 def run_rule_and_round_once(rule: Callable, form: ResultType, arguments: tuple, options: dict) -> Any:
     """Run a rule of several operators with every operand as an MCTensor, and round its results once, at the end."""
-    if has_plain_operand(arguments, options) and not gives_plain_gradient(form.gradients, form.has_gradient):
+    if has_plain_operand(arguments, options) and not wants_plain_gradient_result(form.gradients, form.has_gradient):
         arguments, options = encode_plain_operands((arguments, options), form)
     with disable_result_rounding():
         results = rule(*arguments, **options)
-    if gives_plain_gradient(form.gradients, form.has_gradient):
+    if wants_plain_gradient_result(form.gradients, form.has_gradient):
         return tree_map(lambda x: decode_to_plain(x, x.dtype) if isinstance(x, MCTensor) else x, results)
     return results
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from .._messages import name_type
-from ..arithmetic import MOST, PRECISION, Parts, merge, pointwise, renormalize
+from ..arithmetic import MAX_COMPONENTS, PRECISION_BY_DTYPE, Parts, merge, pointwise, renormalize
 from ..arithmetic._pointwise import round_under_scale
 from ..kernels import require_float64, to_plain_memory_unless_traced
 
 _FLOAT32_STRUCT = struct.Struct("f")
 
 
-def encode_components(
+def encode_into_components(
     x: Any, components: int, dtype: torch.dtype | None, scale: Any, device: Any
 ) -> tuple[Parts, Tensor | None]:
     """Return the components and the scale of `MCTensor.encode`."""
@@ -57,22 +57,22 @@ def canonicalize_components(components: Any, scale: Any) -> tuple[Parts, Tensor 
     )
     parts: Parts = tensors[:1]
     for part in tensors[1:]:
-        parts = pointwise("add", parts, (part,), components=MOST, dtype=part.dtype)
+        parts = pointwise("add", parts, (part,), components=MAX_COMPONENTS, dtype=part.dtype)
     parts = renormalize(parts, len(tensors), tensors[0].dtype)
-    if not _has_no_values(parts[0]) and bool((parts[0].isinf() & torch.stack(tensors).isfinite().all(0)).any()):
+    if not _is_fake_or_meta(parts[0]) and bool((parts[0].isinf() & torch.stack(tensors).isfinite().all(0)).any()):
         raise ValueError(f"the sum of these components is out of {tensors[0].dtype}'s range: scale them down")
     return parts, None if scale is None or isinstance(scale, str) else make_scale(scale, parts[0].device)
 
 
 def check_component_count(components: int) -> None:
     """Raise unless this is a number of components."""
-    if isinstance(components, bool) or not isinstance(components, int) or not 1 <= components <= MOST:
-        raise ValueError(f"components={components!r}: allowed are 1 to {MOST}")
+    if isinstance(components, bool) or not isinstance(components, int) or not 1 <= components <= MAX_COMPONENTS:
+        raise ValueError(f"components={components!r}: allowed are 1 to {MAX_COMPONENTS}")
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:
     """Raise unless components can have this dtype."""
-    if dtype not in PRECISION:
+    if dtype not in PRECISION_BY_DTYPE:
         raise ValueError(
             f"{dtype} data: components are float16, bfloat16, float32 or float64. Convert integers with x.double() "
             "(exact up to 2**53) or give the numbers as a list; keep the real and the imaginary part of complex data "
@@ -83,7 +83,7 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def refuse_overflow(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
     """Raise if a finite value became infinite in its components."""
-    if _has_no_values(value) or not value.numel() or bool(payload.isfinite().all()):
+    if _is_fake_or_meta(value) or not value.numel() or bool(payload.isfinite().all()):
         return
     lost = payload.isinf() & value.isfinite()
     if bool(lost.any()):
@@ -111,7 +111,7 @@ def split_number_into_float64(x: Any, device: torch.device) -> Parts:
     return (torch.scalar_tensor(x, dtype=torch.float64, device=device),)
 
 
-def split_number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | None:
+def split_number_into_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | None:
     """Return a Python number as one or two 0-d float32 tensors, or None where they do not hold it."""
     # A factor may lose 2^-49 of itself, which is within a product's bound; a term of a sum may not.
     # Between these, a float32 and what it leaves are both in float32's normal range.
@@ -151,7 +151,7 @@ def _convert_to_components(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
         return _convert_numbers_to_components(x, device)
     x = x if device is None else x.to(device)
     if hasattr(x, "_parts"):
-        return (x._parts if x._scale is None else convert_to_float64(x._parts, x._scale)), x.dtype
+        return (x._parts if x._scale is None else convert_components_to_float64(x._parts, x._scale)), x.dtype
     if hasattr(x, "decode"):
         x = x.decode()
     return (to_plain_memory_unless_traced(x.detach(), "x"),), check_dtype(x.dtype)
@@ -161,7 +161,7 @@ def _convert_numbers_to_components(x: Any, device: Any) -> tuple[Parts, torch.dt
     flat: list = []
     shape = _flatten_lists(x, flat)
     rows = [_split_exact_value(_find_exact_value(value)) for value in flat]
-    parts = torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, MOST)
+    parts = torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, MAX_COMPONENTS)
     used = max(1, int((parts != 0).any(0).nonzero().max()) + 1) if parts.numel() and bool(parts.any()) else 1
     return tuple(parts[:, i].reshape(shape).contiguous() for i in range(used)), torch.get_default_dtype()
 
@@ -223,10 +223,10 @@ def _parse_number(text: str) -> Fraction | float:
 def _split_exact_value(value: Fraction | float) -> list[float]:
     """Return a number as four float64, each the nearest to what is left."""
     if isinstance(value, float):
-        return [value] + [0.0] * (MOST - 1)
+        return [value] + [0.0] * (MAX_COMPONENTS - 1)
     exponent = abs(value.numerator).bit_length() - value.denominator.bit_length()
     terms: list[float] = []
-    for _ in range(MOST):
+    for _ in range(MAX_COMPONENTS):
         try:
             term = float(value)
         except OverflowError:
@@ -238,18 +238,18 @@ def _split_exact_value(value: Fraction | float) -> list[float]:
     return terms
 
 
-def _has_no_values(x: Tensor) -> bool:
+def _is_fake_or_meta(x: Tensor) -> bool:
     """Return whether a tensor has no values to check: while a compiler traces, or on the meta device."""
     return type(x) not in (Tensor, torch.nn.Parameter) or x.device.type == "meta"
 
 
 # A payload's largest magnitude lies in [2^(top - HEADROOM - 1), 2^(top - HEADROOM)): writes in place may grow by 16.
 HEADROOM_BINADES = 4
-TOP_EXPONENT_BY_DTYPE = {torch.float16: 16, torch.bfloat16: 128, torch.float32: 128, torch.float64: 1024}
+OVERFLOW_EXPONENT_BY_DTYPE = {torch.float16: 16, torch.bfloat16: 128, torch.float32: 128, torch.float64: 1024}
 _FLOAT32_BIAS = 127
 
 
-def convert_to_float64(parts: Parts, scale: Tensor | None) -> Parts:
+def convert_components_to_float64(parts: Parts, scale: Tensor | None) -> Parts:
     """Return scaled components as float64 ones without a scale: one for float16, else as many as there are."""
     if parts[0].dtype == torch.float16:
         value = merge(parts, torch.float64)
@@ -269,7 +269,7 @@ def choose_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the power of two by which values of this largest magnitude fill a dtype up to HEADROOM binades."""
     # In float64: a product of scaled values may be out of float32's range where its payload is not.
     exponent = (largest.double().view(torch.int64) >> 52) - (
-        1023 - _FLOAT32_BIAS + min(TOP_EXPONENT_BY_DTYPE[dtype], 128) - HEADROOM_BINADES - 1
+        1023 - _FLOAT32_BIAS + min(OVERFLOW_EXPONENT_BY_DTYPE[dtype], 128) - HEADROOM_BINADES - 1
     )
     exponent = torch.where(largest == 0, _FLOAT32_BIAS, exponent.clamp(1, 2 * _FLOAT32_BIAS))
     return (exponent.to(torch.int32) << 23).view(torch.float32)
@@ -313,7 +313,7 @@ def format_values(parts: Parts, scale: Tensor | None, digits: int | None = None)
     """Return the values as nested lists of decimal strings."""
     if digits is not None and digits < 1:
         raise ValueError(f"digits={digits}: allowed are 1 and more")
-    digits = digits or int(len(parts) * PRECISION[parts[0].dtype] * math.log10(2))  # that components hold
+    digits = digits or int(len(parts) * PRECISION_BY_DTYPE[parts[0].dtype] * math.log10(2))  # that components hold
     flat = [format_decimal(value, digits) for value in compute_exact_values(parts, scale)]
     nested: str | list[Any] = np.array(flat, dtype=object).reshape(parts[0].shape).tolist()
     return nested

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..arithmetic import PRECISION, Parts, merge
+from ..arithmetic import PRECISION_BY_DTYPE, Parts, merge
 from ..kernels import define_operator, disable_tracing, is_under_transform, list_present_operators
 from ..subclass._composite_tensor import (
     CompositeTensor,
@@ -26,8 +26,14 @@ from ..subclass._in_backward import (
     refuse_jit_trace,
     refuse_make_fx,
 )
-from ..subclass._rule_table import GivenRule, RuleTable
-from ._encode import canonicalize_components, convert_to_float64, encode_components, format_tensor, format_values
+from ..subclass._rule_table import RuleTable, RuleType
+from ._encode import (
+    canonicalize_components,
+    convert_components_to_float64,
+    encode_into_components,
+    format_tensor,
+    format_values,
+)
 
 _rule_table = RuleTable()
 RULES = _rule_table.rules
@@ -35,7 +41,7 @@ find_rule = _rule_table.find_rule
 register_derivation = _rule_table.register_derivation
 
 
-def implements(*operators: OpOverload) -> Callable[[GivenRule], GivenRule]:
+def implements(*operators: OpOverload) -> Callable[[RuleType], RuleType]:
     """Register a function as the rule of torch operators for MCTensors, as a decorator.
 
     The function takes the operator's own arguments, runs below autograd, and returns what the operator returns.
@@ -59,10 +65,10 @@ def implements(*operators: OpOverload) -> Callable[[GivenRule], GivenRule]:
     return _rule_table.implements(*operators)
 
 
-def implements_each(*operators: OpOverload) -> Callable[[GivenRule], GivenRule]:
+def implements_each(*operators: OpOverload) -> Callable[[RuleType], RuleType]:
     """Register a function of an operator and its arguments as the rule of each of some operators, as a decorator."""
 
-    def register(rule: GivenRule) -> GivenRule:
+    def register(rule: RuleType) -> RuleType:
         for operator in list_present_operators(operators):
             implements(operator)(functools.partial(rule, operator))
         return rule
@@ -131,16 +137,16 @@ PICKLED_LAYOUT_VERSION = 1
 
 # A dispatch key above autograd's of which torch's operators have no kernel: see entry. torch left it to
 # extensions, of which the one that used it is no longer maintained.
-ENTRY_KEY_NAME = "DeferredInit"
-ENTRY_DISPATCH_KEY = torch._C._dispatch_key_parse(ENTRY_KEY_NAME)
-_entry_key_set = torch._C.DispatchKeySet(ENTRY_DISPATCH_KEY)
+ENTRY_DISPATCH_KEY_NAME = "DeferredInit"
+ENTRY_DISPATCH_KEY = torch._C._dispatch_key_parse(ENTRY_DISPATCH_KEY_NAME)
+_entry_dispatch_key_set = torch._C.DispatchKeySet(ENTRY_DISPATCH_KEY)
 _fallthrough_library = torch.library.Library("_", "IMPL")
 try:
-    _fallthrough_library.fallback(torch.library.fallthrough_kernel, ENTRY_KEY_NAME)
+    _fallthrough_library.fallback(torch.library.fallthrough_kernel, ENTRY_DISPATCH_KEY_NAME)
 except RuntimeError as error:
     raise ImportError(
-        f"another library in this process has taken the dispatch key {ENTRY_KEY_NAME}, which torch has one of: use "
-        "halfulp.mctensor and that library in processes of their own"
+        f"another library in this process has the dispatch key {ENTRY_DISPATCH_KEY_NAME}, which torch has one of: "
+        "use halfulp.mctensor and that library in processes of their own"
     ) from error
 
 
@@ -229,7 +235,7 @@ class MCTensor(CompositeTensor):
             refuse_make_fx("MCTensor")
             refuse_jit_trace("MCTensor")
         source = x.detach() if isinstance(x, Tensor) else x
-        parts, held = encode_components(source, components, dtype, scale, device)
+        parts, held = encode_into_components(source, components, dtype, scale, device)
         made = wrap_components(parts, held, gradients)
         connected: MCTensor = attach_autograd_history(x, made) if isinstance(x, Tensor) else made
         return connected
@@ -260,7 +266,7 @@ class MCTensor(CompositeTensor):
         return wrap_components(parts, held, gradients)
 
     @staticmethod
-    def implements(*operators: Any) -> Callable[[GivenRule], GivenRule]:
+    def implements(*operators: Any) -> Callable[[RuleType], RuleType]:
         """Register a function as the rule of torch operators, as a decorator: see `halfulp.mctensor.implements`."""
         return implements(*operators)
 
@@ -325,13 +331,13 @@ class MCTensor(CompositeTensor):
     ) -> Tensor:
         """Return data with all digits as an MCTensor like this one, or as a plain tensor for another kind of dtype."""
         kind, place = dtype or self.dtype, device or self.device
-        if kind not in PRECISION:
+        if kind not in PRECISION_BY_DTYPE:
             plain = data.decode() if hasattr(data, "decode") else data
             return torch.tensor(plain, dtype=kind, device=place, requires_grad=requires_grad)
         if isinstance(data, Tensor):
             data = data.detach() if data.is_floating_point() else data.double()
         scale = "none" if self._scale is None else "auto"
-        made = wrap_components(*encode_components(data, len(self._parts), kind, scale, place), self._gradients)
+        made = wrap_components(*encode_into_components(data, len(self._parts), kind, scale, place), self._gradients)
         return made.requires_grad_(requires_grad)
 
     def new(self, *arguments: Any, **options: Any) -> NoReturn:
@@ -425,7 +431,7 @@ def wrap_components(parts: Parts, scale: Tensor | None, gradients: str) -> MCTen
     shape, strides, offset = first.shape, first.stride(), first.storage_offset()
     dtype, device = first.dtype, first.device
     made = _make_wrapper(
-        MCTensor, shape, strides, offset, dtype=dtype, device=device, _extra_dispatch_keys=_entry_key_set
+        MCTensor, shape, strides, offset, dtype=dtype, device=device, _extra_dispatch_keys=_entry_dispatch_key_set
     )
     made._parts = parts
     made._scale = scale
@@ -445,7 +451,7 @@ def decode_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:
     """Return the value as a plain tensor of a dtype, rounded once."""
     if x._scale is None:
         return merge(x._parts, dtype)
-    wide = convert_to_float64(x._parts, x._scale)
+    wide = convert_components_to_float64(x._parts, x._scale)
     return wide[0].to(dtype) if len(wide) == 1 else merge(wide, dtype)
 
 

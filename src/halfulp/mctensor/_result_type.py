@@ -10,24 +10,28 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..arithmetic import PRECISION, Parts, pointwise, renormalize
-from ..arithmetic._pointwise import can_run_on_scaled_operands, evaluate_on_like_operands, run_on_scaled_operands
+from ..arithmetic import PRECISION_BY_DTYPE, Parts, pointwise, renormalize
+from ..arithmetic._pointwise import (
+    can_evaluate_scaled_operands,
+    evaluate_on_like_operands,
+    evaluate_scaled_operands_in_float64,
+)
 from ..subclass._in_backward import (
     COMPONENTS_GRADIENTS_MODE,
     FIRST_GRADIENTS_MODE,
-    gives_plain_gradient,
     is_in_backward,
     refuse_jit_trace,
     refuse_make_fx,
+    wants_plain_gradient_result,
 )
 from ..subclass._rule_table import is_in_quotient_formula, mark_outliers
 from ._encode import (
     choose_scale,
-    convert_to_float64,
+    convert_components_to_float64,
     divide_by_scale,
     find_largest_finite_magnitude,
     split_integers_into_float64,
-    split_number_in_float32,
+    split_number_into_float32,
     split_number_into_float64,
 )
 from ._mctensor import MCTensor, attach_autograd_history, wrap_components
@@ -49,7 +53,7 @@ class ResultType(NamedTuple):
     @property
     def fits_float64(self) -> bool:
         """Whether one float64 holds as many bits as the components together."""
-        return self.components * PRECISION[self.dtype] <= 53
+        return self.components * PRECISION_BY_DTYPE[self.dtype] <= 53
 
 
 def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> ResultType:
@@ -98,7 +102,7 @@ def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Re
 def to_components(x: Any, device: torch.device) -> Parts:
     """Return any operand (an MCTensor, a plain tensor, a number) as components without a scale."""
     if isinstance(x, MCTensor):
-        return x._parts if x._scale is None else convert_to_float64(x._parts, x._scale)
+        return x._parts if x._scale is None else convert_components_to_float64(x._parts, x._scale)
     if isinstance(x, Tensor):
         return (x,) if x.dtype.is_floating_point else split_integers_into_float64(x)
     return split_number_into_float64(x, device)
@@ -113,16 +117,16 @@ def run_pointwise_function(name: str, *operands: Any, form: ResultType | None = 
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
         return wrap_components(parts, None, x._gradients)
     form = form or result_type(operands)
-    if form.scaled and not gives_plain_gradient(form.gradients, form.has_gradient):
+    if form.scaled and not wants_plain_gradient_result(form.gradients, form.has_gradient):
         given = [
             (x._parts, x._scale) if isinstance(x, MCTensor) else (to_components(x, form.device), None) for x in operands
         ]
-        if can_run_on_scaled_operands(name, given):
-            wide, sizes = run_on_scaled_operands(name, given, count_float64_components(form))
+        if can_evaluate_scaled_operands(name, given):
+            wide, sizes = evaluate_scaled_operands_in_float64(name, given, count_float64_components(form))
             largest = sizes.amax() if sizes.numel() else sizes.new_zeros(())
             return _scale_result(wide, largest, form, name in SUM_FUNCTION_NAMES)
     converted = convert_operands(name, operands, form.dtype, form.components, form.device)
-    if gives_plain_gradient(form.gradients, form.has_gradient):
+    if wants_plain_gradient_result(form.gradients, form.has_gradient):
         return pointwise(name, *converted, components=1, dtype=form.dtype)[0]
     if form.scaled:
         wide = pointwise(name, *converted, components=count_float64_components(form), dtype=torch.float64)
@@ -153,7 +157,7 @@ def convert_operands(name: str, operands: Iterable, dtype: torch.dtype, componen
         parts = None
         if narrow and not isinstance(x, Tensor):
             is_factor = name in ("mul", "div") or (name == "addcmul" and position > 0)
-            parts = split_number_in_float32(x, device, is_factor)
+            parts = split_number_into_float32(x, device, is_factor)
         found.append(parts or to_components(x, device))
     return found
 
@@ -162,7 +166,7 @@ def choose_working_type(form: ResultType) -> tuple[int, torch.dtype]:
     """Return the components, and their dtype, that a result is computed in before it becomes one of a type."""
     if form.scaled:
         return count_float64_components(form), torch.float64
-    return (1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components), form.dtype
+    return (1 if wants_plain_gradient_result(form.gradients, form.has_gradient) else form.components), form.dtype
 
 
 def count_float64_components(form: ResultType) -> int:
@@ -172,7 +176,7 @@ def count_float64_components(form: ResultType) -> int:
 
 def make_result(parts: Parts, form: ResultType) -> Tensor:
     """Make a result from non-overlapping components without a scale, of any dtype and number."""
-    if gives_plain_gradient(form.gradients, form.has_gradient):
+    if wants_plain_gradient_result(form.gradients, form.has_gradient):
         return _round_to_components(parts, 1, form.dtype)[0]
     if form.scaled:
         return _make_scaled_result(parts, form)
@@ -189,7 +193,7 @@ def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps: bool = 
     return wrap_components(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
 
 
-def align_operands(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
+def convert_to_common_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
     """Return operands as components of one dtype, number and scale, for an operator that copies elements."""
     operands = list(operands)
     parts = [to_components(x, form.device) for x in operands]

@@ -94,7 +94,7 @@ def describe_names(names: Iterable[str]) -> str:
     return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
 
 
-def rank_findings(findings: Iterable[Finding], kinds: Mapping[str, Any]) -> list[Finding]:
+def join_and_rank_findings(findings: Iterable[Finding], kinds: Mapping[str, Any]) -> list[Finding]:
     """Join findings of one code over layers of one kind, and return the worst first, each consequence after its cause.
 
     What is joined says the numbers of the worst, and is as sure as the surest. A cause is as bad as what follows.
@@ -104,27 +104,27 @@ def rank_findings(findings: Iterable[Finding], kinds: Mapping[str, Any]) -> list
     >>> lost = Finding("updates-lost", ("norm.weight",), "warning", 0.9)
     >>> frozen = Finding("weight-frozen", ("norm.weight",), "error", 1.0)
     >>> from halfulp.observation.findings import FINDING_KINDS
-    >>> [finding.code for finding in rank_findings([frozen, lost], FINDING_KINDS)]
+    >>> [finding.code for finding in join_and_rank_findings([frozen, lost], FINDING_KINDS)]
     ['updates-lost', 'weight-frozen']
     """
 
-    def get_attribute(finding: Finding, name: str, otherwise: Any) -> Any:
+    def get_kind_attribute(finding: Finding, name: str, otherwise: Any) -> Any:
         return getattr(kinds.get(finding.code), name, otherwise)
 
     merged: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
         patterns = frozenset(map(make_name_pattern, finding.where))
         key = (finding.code, finding.severity, finding.cure, finding.kind, patterns)
-        there, measure = merged.get(key, finding), get_attribute(finding, "worst", "")
+        there, measure = merged.get(key, finding), get_kind_attribute(finding, "worst", "")
         most = max(there, finding, key=lambda one: (_measure_badness(one, measure), one.confidence))
         where = tuple(dict.fromkeys([*there.where, *finding.where]))
         merged[key] = replace(most, where=where, confidence=max(there.confidence, finding.confidence))
     found = list(merged.values())
     follows: dict[int, list[int]] = {i: [] for i in range(len(found))}
     for i, consequence in enumerate(found):
-        codes = get_attribute(consequence, "explained_by", ())
+        codes = get_kind_attribute(consequence, "explained_by", ())
         for j, cause in enumerate(found):
-            spreads = get_attribute(cause, "spreads", False)
+            spreads = get_kind_attribute(cause, "spreads", False)
             if cause.code in codes and (spreads or have_related_names(cause.where, consequence.where)):
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
@@ -174,7 +174,7 @@ def group_by_cause(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Group findings by their cause: one code and cure at any place, and its consequences at its own place.
 
     Notes of a code stay apart from its warnings and errors. The first of a group is the cause's own. Findings come as
-    `rank_findings` orders them.
+    `join_and_rank_findings` orders them.
 
     >>> lost = Finding("updates-lost", ("a.weight",), "error", 1.0, cure="float32")
     >>> decay = Finding("weight-decay-lost", ("a.weight",), "warning", 1.0, explained_by=("updates-lost",))

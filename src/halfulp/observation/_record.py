@@ -179,7 +179,7 @@ class AverageRecord:
 
 
 @dataclass(slots=True)
-class ResidualRecord:
+class ResidualStreamRecord:
     """The rounding losses of a module's output added to a stream beside it, in the 16-bit type of both.
 
     `stream` and `added` are root mean squares of the last samples, `change` is of the stream's sampled elements.
@@ -280,7 +280,7 @@ class Record:
     parameters: dict[str, ParameterRecord] = field(default_factory=dict)
     tensors: dict[tuple[Role, str], TensorRecord] = field(default_factory=dict)
     averages: dict[str, AverageRecord] = field(default_factory=dict)
-    residuals: dict[str, ResidualRecord] = field(default_factory=dict)
+    residuals: dict[str, ResidualStreamRecord] = field(default_factory=dict)
     positions: dict[str, PositionCollisionRecord] = field(default_factory=dict)
     history: list[StepRecord] = field(default_factory=list)
     sampled_steps: list[int] = field(default_factory=list)

@@ -14,7 +14,7 @@ from ._group_options import (
     NOT_NEGATIVE_OPTIONS,
     OptimizerOptions,
     OptimizerParams,
-    check_number,
+    check_real_number,
     make_init_arguments,
     parse_options,
 )
@@ -328,7 +328,7 @@ class Adafactor(Optimizer):
         if eps[1] is None:
             raise ValueError(f"eps={eps!r} is not allowed: the second one has no other value, give a number")
         for name, low, high, said in (("beta2_decay", -math.inf, 0, "0 or less"), ("d", 1, math.inf, "1 or more")):
-            check_number(name, group[name])
+            check_real_number(name, group[name])
             if not low <= float(group[name]) <= high:
                 raise ValueError(f"{name}={group[name]!r} is not allowed: give a number that is {said}")
 

@@ -48,7 +48,7 @@ from .step._scales import fit_weight_scale
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
 # Options that torch.optim's groups got later than others, and what older files that lack them mean.
-_DEFAULTS_OF_LATER_OPTIONS = {
+_DEFAULTS_OF_LATER_TORCH_OPTIONS = {
     **dict.fromkeys(("maximize", "nesterov", "amsgrad", "decoupled_weight_decay"), False),
     **dict.fromkeys(("capturable", "differentiable"), False),
     **dict.fromkeys(("foreach", "fused")),
@@ -112,7 +112,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 continue
             state = dict(saved["state"][number])
             if self.state.get(parameter):
-                state |= self._read_saved_auxiliary_tensors(group, position)
+                state |= self._read_auxiliary_tensors_to_save(group, position)
             # A reader that knows no codes finds a number where it wants a tensor, and stops.
             versions = {name.removesuffix("_codes"): CODEC_VERSION for name in state if name.endswith("_codes")}
             if is_dtensor(parameter):
@@ -126,7 +126,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             for name in ("state_dtype", "param_dtype", "format"):
                 group[name] = None if group[name] is None else str(getattr(group[name], "name", group[name]))
 
-    def _read_saved_auxiliary_tensors(self, group: dict, position: int) -> dict[str, object]:
+    def _read_auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
         """Return auxiliary tensors, valid also after writes from outside, and what identifies their payload."""
         try:
             plan = self._find_valid_plan(group, position)
@@ -180,7 +180,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
                 plans = (self._plans.get(parameter) for parameter in group["params"])
                 if any(plan is not None and plan.spec.draws_bits for plan in plans):
-                    refuse_other_random_stream(f"param group {number}", "the groups of the state_dict", saved)
+                    refuse_other_random_stream_version(f"param group {number}", "the groups of the state_dict", saved)
         except Exception:
             for group, old in zip(self.param_groups, before):
                 group.clear()
@@ -221,7 +221,7 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     def _read_saved_options(self, state_dict: Mapping[str, Any]) -> list[dict]:
         """Return the options that each group takes from a state_dict; raise ValueError if it does not fit."""
-        check_state_dict(state_dict)
+        check_is_state_dict(state_dict)
         saved, states = state_dict["param_groups"], state_dict["state"]
         sizes, own = ([len(group["params"]) for group in groups] for groups in (saved, self.param_groups))
         if sizes != own:
@@ -247,7 +247,7 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     def _read_saved_group_options(self, number: int, mine: dict, theirs: Mapping) -> dict:
         """Return a group's options after loading, checked as those of a new group are."""
-        taken = {key: value for key, value in _DEFAULTS_OF_LATER_OPTIONS.items() if key in mine}
+        taken = {key: value for key, value in _DEFAULTS_OF_LATER_TORCH_OPTIONS.items() if key in mine}
         taken |= {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _UNLOADED_GROUP_KEYS}
         if "param_names" in taken:
             names: Any = theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]
@@ -279,7 +279,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         used = {"step", STEPS_BEFORE_STATES_KEY, *plan.spec.rule.follows_from_step, *PAYLOAD_IDENTITY_KEYS}
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensor_names):
             used |= {f"{rule_state.name}{suffix}" for suffix in STATE_NAME_SUFFIXES}
-            fitted |= _convert_saved_state(plan, group, codec, rule_state, names, state)
+            fitted |= _convert_saved_rule_state(plan, group, codec, rule_state, names, state)
         for name in plan.spec.factor_names:
             used.add(name)
             fitted[name] = _check_saved_shape(plan, name, state.get(name), plan.tensors[name], exact=False).float()
@@ -391,7 +391,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         state: dict[str, Any] = super().__getstate__()
         held = state["state"] = state["state"].copy()
         for group, position, parameter in walk_group_parameters(self):
-            saved = self._read_saved_auxiliary_tensors(group, position) if held.get(parameter) else {}
+            saved = self._read_auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
             if CHECKSUMS_KEY in saved:
                 held[parameter] = {**held[parameter], **saved}
         return state
@@ -404,7 +404,9 @@ class CheckpointMixin(torch.optim.Optimizer):
         complete_state_dict: Any = type(self)._complete_state_dict
         self.register_state_dict_post_hook(complete_state_dict)
         for number, group in enumerate(self.param_groups):
-            refuse_other_random_stream(f"the pickled param group {number}", "that group before it is pickled", group)
+            refuse_other_random_stream_version(
+                f"the pickled param group {number}", "that group before it is pickled", group
+            )
 
 
 def walk_saved_parameters(
@@ -438,7 +440,7 @@ def _convert_states_to_dtensors(state: Mapping, parameter: Any, plan: ParameterP
     return placed
 
 
-def check_state_dict(state_dict: object) -> None:
+def check_is_state_dict(state_dict: object) -> None:
     """Raise ValueError for what is no state_dict of an optimizer."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
@@ -460,7 +462,7 @@ def _is_keyed_by_name(saved: Mapping) -> bool:
     return bool(saved["params"]) and all(isinstance(key, str) for key in saved["params"])
 
 
-def refuse_other_random_stream(what: str, place: str, saved: Mapping) -> None:
+def refuse_other_random_stream_version(what: str, place: str, saved: Mapping) -> None:
     """Raise ValueError for what was saved with random bits of another version of the stream."""
     version = saved.get("random_stream", 1)
     if "weight_update" in saved and version != STREAM_VERSION:
@@ -492,7 +494,7 @@ def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     """Raise ValueError for a saved group of another rule, of other names, or under another weight update."""
     unknown = sorted(_TORCH_HYPERPARAMETER_NAMES & theirs.keys() - mine.keys())
     rules = (defaults.keys() | _TORCH_HYPERPARAMETER_NAMES) & mine.keys()
-    lacking = sorted(rules - theirs.keys() - HALFULP_OPTION_NAMES - _DEFAULTS_OF_LATER_OPTIONS.keys())
+    lacking = sorted(rules - theirs.keys() - HALFULP_OPTION_NAMES - _DEFAULTS_OF_LATER_TORCH_OPTIONS.keys())
     if unknown or lacking:
         raise ValueError(
             f"the state_dict is another optimizer's: a group of it {write_differing_names(lacking, unknown)}"
@@ -520,7 +522,7 @@ def _check_saved_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
         )
 
 
-def _convert_saved_state(
+def _convert_saved_rule_state(
     plan: ParameterPlan, group: Mapping, codec: Codec, rule_state: StateSlot, names: tuple[str, ...], state: Mapping
 ) -> dict[str, torch.Tensor]:
     """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""

@@ -12,9 +12,9 @@ from .._messages import quote, write_differing_names
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
-from ._checkpoint import refuse_other_random_stream
+from ._checkpoint import refuse_other_random_stream_version
 from ._float32 import MAX_DEVICE_ELEMENTS_AT_ONCE, MAX_ELEMENTS_AT_ONCE, read_float32_weights, split_plans_by_elements
-from ._group_options import WeightUpdateOptions, check_number
+from ._group_options import WeightUpdateOptions, check_real_number
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer, find_halfulp_optimizer
 from ._wrap import ExplicitGradientOptimizer
@@ -36,7 +36,7 @@ def compute_ema_decay(group: Mapping[str, Any], step: int) -> float:
     """Return the decay of an update; updates count from 1."""
     given = group["decay"]
     decay = given(step) if callable(given) else given
-    check_number("decay", decay)
+    check_real_number("decay", decay)
     decay = float(decay)
     if not 0 <= decay <= 1:
         which = f"decay(step={step}) gave {decay}" if callable(given) else f"decay={decay}"
@@ -155,7 +155,7 @@ class EMA:
         Raises:
             ValueError: a parameter whose shape, dtype or device no longer fits its average.
         """
-        live = self._read_live_tensors()
+        live = self._read_live_parameters()
         for weights in self._read_live_weights(live):
             self._average_optimizer._step_by_gradients(
                 {self._averages[name]: weight for name, weight in weights.items()}
@@ -164,7 +164,7 @@ class EMA:
             self._copied[name] = value.detach().clone()
         self.updates += 1
 
-    def _read_live_tensors(self) -> dict[str, torch.Tensor]:
+    def _read_live_parameters(self) -> dict[str, torch.Tensor]:
         """Return the model's parameters by name, each once; raises ValueError for others than those averaged."""
         live: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         changed = sorted(live.keys() ^ self._averages.keys())
@@ -205,7 +205,7 @@ class EMA:
         """
         plans, buffers = self._average_optimizer.find_average_plans(), self.model.named_buffers()
         shown = [(buffer, self._copied[name]) for name, buffer in buffers if name in self._copied]
-        for name, tensor in self._read_live_tensors().items():
+        for name, tensor in self._read_live_parameters().items():
             mine = self._averages[name]
             shown.append((tensor, mine if mine.dtype == tensor.dtype else _read_float32_weight(plans[mine])))
         with contextlib.ExitStack() as restored:
@@ -266,7 +266,7 @@ class EMA:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
         plans = self._average_optimizer.find_average_plans()
         if any(plan.spec.draws_bits for plan in plans.values()):
-            refuse_other_random_stream("the EMA", "the state_dict", state_dict)
+            refuse_other_random_stream_version("the EMA", "the state_dict", state_dict)
         missing, foreign = sorted(tensors.keys() - given.keys()), sorted(given.keys() - tensors.keys())
         if missing or foreign:
             raise ValueError(

@@ -172,7 +172,7 @@ def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.d
         kernel(*_make_read_tables([parts, parts], out), device)
         return [made.cpu() for made in out]
 
-    def reference() -> list[torch.Tensor]:
+    def compute_reference() -> list[torch.Tensor]:
         wanted = update.read(store, _make_check_tensors(update, store))
         return [wanted, wanted[:61]]
 
@@ -182,7 +182,7 @@ def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.d
         device,
         lambda: TableKernel(TableFunction(_record_read_trace(update, store), 5)),
         run,
-        reference,
+        compute_reference,
     )
     return kernel
 

@@ -10,7 +10,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..subclass.models._conversion import check_module
-from ..subclass.models._parameter_holders import list_data_parallel_modules
+from ..subclass.models._parameter_holders import list_live_data_parallel_modules
 from ._optimizer import Optimizer, find_halfulp_optimizer
 from .parameters._narrow_groups import walk_group_parameters
 
@@ -132,7 +132,7 @@ def release_gradients(model: torch.nn.Module, optimizer: Optimizer | Callable[..
 def _refuse_wrappers_and_scalers(model: torch.nn.Module, with_wrappers: bool) -> None:
     """Refuse DistributedDataParallel and gradient scalers, which change gradients after backward."""
     held = {id(parameter) for parameter in model.parameters()} if with_wrappers else set()
-    for module in list_data_parallel_modules() if with_wrappers else ():
+    for module in list_live_data_parallel_modules() if with_wrappers else ():
         if any(id(parameter) in held for parameter in module.parameters()):
             raise NotImplementedError(
                 "DistributedDataParallel reduces gradients after they were freed: shard the model by fully_shard, or "

@@ -144,7 +144,7 @@ class OptimizerOptions(WeightUpdateOptions, total=False):
     fused: bool | None
 
 
-def check_parameters(params: object) -> None:
+def refuse_non_iterable_params(params: object) -> None:
     """Raise TypeError for `params` that is not iterable, such as a model."""
     if not isinstance(params, Iterable):
         remedy = "model.parameters() or model.named_parameters()" if isinstance(params, torch.nn.Module) else "a list"
@@ -181,7 +181,7 @@ def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
             raise ValueError(f"{name}={value!r}: a whole number from 0 on is needed")
 
 
-def check_number(name: str, value: object) -> None:
+def check_real_number(name: str, value: object) -> None:
     """Check that a hyper-parameter is one real number, or a tensor that holds one."""
     if type(value) is float:  # nearly always; the general question costs a microsecond
         return
@@ -205,12 +205,12 @@ def check_hyperparameters(group: dict, not_negative: Iterable[str] = NOT_NEGATIV
     """Check that hyper-parameters are finite and, but for dampening, not negative; a class's own ones may be None."""
     for name in not_negative:
         if name in group and (name in NOT_NEGATIVE_OPTIONS or group[name] is not None):
-            check_number(name, group[name])
+            check_real_number(name, group[name])
             value = float(group[name])
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} is not allowed: give a finite number that is not negative")
     if "dampening" in group:
-        check_number("dampening", group["dampening"])
+        check_real_number("dampening", group["dampening"])
         if not math.isfinite(float(group["dampening"])):
             raise ValueError(f"dampening={group['dampening']} is not allowed: give a finite number")
 
@@ -222,7 +222,7 @@ def check_betas(group: dict, count: int | None) -> None:
     given = group["betas"]
     betas = given if isinstance(given, tuple | list) else ()
     for beta in betas:
-        check_number("beta", beta)
+        check_real_number("beta", beta)
     counted = len(betas) == count if count is not None else bool(betas)
     if not counted or not all(0 <= float(beta) < 1 for beta in betas):
         wanted = {None: "numbers", 1: "one number", 2: "two numbers", 3: "three numbers"}

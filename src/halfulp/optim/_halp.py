@@ -10,7 +10,7 @@ import torch
 
 from .._messages import name_type, quote
 from ..rounding import mix64, random_words
-from ._group_options import OptimizerParams, check_parameters
+from ._group_options import OptimizerParams, refuse_non_iterable_params
 from .parameters._narrow_groups import walk_group_parameters
 
 # Of every group, the same in all.
@@ -71,7 +71,7 @@ class HALP(torch.optim.Optimizer):
         bit_centering: bool = True,
         seed: int = 0,
     ) -> None:
-        check_parameters(params)
+        refuse_non_iterable_params(params)
         options = {"lr": lr, "bits": bits, "mu": mu, "bit_centering": bit_centering, "seed": seed}
         # Beside the options, the number of steps and the norm of the last full gradient, which is that of all groups.
         super().__init__(params, {**options, "steps": 0, "norm": math.nan})
@@ -147,13 +147,13 @@ class HALP(torch.optim.Optimizer):
         for position, (group, _, parameter) in enumerate(walk_group_parameters(self)):
             if parameter in weights and parameter in here and parameter in at_center:
                 gradient = here[parameter] - at_center[parameter] + self.state[parameter]["gradient"]
-                moved[parameter] = self._move_offset(group, parameter, gradient, position)
+                moved[parameter] = self._move_offset_and_compute_weight(group, parameter, gradient, position)
         self._write_parameters(moved)
         for group in self.param_groups:
             group["steps"] += 1
         return result
 
-    def _move_offset(
+    def _move_offset_and_compute_weight(
         self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, position: int
     ) -> torch.Tensor:
         """Move one parameter's offset by the equation, and return the weight that it stands for."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .._messages import find_user_stack_level
 from .parameters._parameter_plan import ParameterPlan
 
-SAMPLES_BEFORE_WARNING = 100
+MOSTLY_LOST_STEPS_BEFORE_WARNING = 100
 _REMEDY_TEXT = "use weight_update='split8' (one more byte), 'kahan' (two), or 'stochastic' (none, some noise)"
 
 
@@ -84,11 +84,15 @@ def warn_if_mostly_lost(plans: Iterable[ParameterPlan]) -> None:
     """Warn once per parameter whose nearest rounding cancelled over half of its updates on 100 metered steps."""
     for plan in plans:
         lost = plan.record.lost
-        if lost is not None and lost.mostly_lost == SAMPLES_BEFORE_WARNING and plan.spec.update.name == "nearest":
+        if (
+            lost is not None
+            and lost.mostly_lost == MOSTLY_LOST_STEPS_BEFORE_WARNING
+            and plan.spec.update.name == "nearest"
+        ):
             lost.mostly_lost += 1
             warnings.warn(
                 f"nearest rounding cancelled {_divide_or_zero(lost.cancelled, lost.seen):.0%} of the updates of "
-                f"parameter {plan.name} on {SAMPLES_BEFORE_WARNING} sampled steps: it is hardly training; "
+                f"parameter {plan.name} on {MOSTLY_LOST_STEPS_BEFORE_WARNING} sampled steps: it is hardly training; "
                 f"{_REMEDY_TEXT}",
                 RuntimeWarning,
                 stacklevel=find_user_stack_level(),

@@ -19,17 +19,17 @@ from ._group_options import (
     check_betas,
     check_group_options,
     check_hyperparameters,
-    check_parameters,
     check_torch_switches,
     parse_options,
     read_default_arguments,
+    refuse_non_iterable_params,
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store
 from .parameters._local_tensors import get_local, get_payload, get_scale, list_payloads
 from .parameters._narrow_groups import (
     check_data_parallel_ranks,
-    check_holders_before_narrowing,
+    check_holders_and_list_sharded,
     check_sharded_ranks,
     narrow_group_parameters,
     read_parameter_name,
@@ -47,7 +47,7 @@ from .parameters._outside_writes import (
 )
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
 from .parameters._random_identity import (
-    IdentityByParameter,
+    NamedIdentityByParameter,
     assign_identities,
     record_identities,
     update_identities_of_edited_group,
@@ -143,7 +143,7 @@ class Optimizer(CheckpointMixin):
             raise TypeError(describe_unknown_name(f"option of {type(self).__name__}", name, allowed))
         switches = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
         check_torch_switches(type(self).__name__, parse_options(switches, dict.fromkeys(switches)))
-        check_parameters(params)
+        refuse_non_iterable_params(params)
         self._create_caches()
         self._is_built = False
         own: dict[str, Any] = {
@@ -159,14 +159,14 @@ class Optimizer(CheckpointMixin):
         self.register_state_dict_post_hook(complete_state_dict)
         refuse_unused_weight_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
-        narrow_group_parameters(self, self.param_groups, check_holders_before_narrowing(self.param_groups))
+        narrow_group_parameters(self, self.param_groups, check_holders_and_list_sharded(self.param_groups))
         self._is_built = True
 
     def _create_caches(self) -> None:
         """Create the empty caches by parameter, plans and identities; also in a copy."""
         wrap_distributed_checkpoint_functions()
         self._plans = PlanCache()
-        self._identities: IdentityByParameter = {}
+        self._identities: NamedIdentityByParameter = {}
 
     @classmethod
     def split_groups(cls, params: OptimizerParams) -> OptimizerParams:
@@ -209,7 +209,7 @@ class Optimizer(CheckpointMixin):
                 self._choose_step_spec(group, parameter, None, read_parameter_name(group, position))
             refuse_overlapping_parameters(self.param_groups)
             refuse_unused_weight_update(self, [group] if is_chosen else ())
-            sharded = check_holders_before_narrowing([group]) if self._is_built else None
+            sharded = check_holders_and_list_sharded([group]) if self._is_built else None
         except Exception:
             del self.param_groups[before:]
             raise
@@ -322,7 +322,7 @@ class Optimizer(CheckpointMixin):
         ]
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
-        places = self._make_plans_valid([alone], settings, plans, gradients, scales)
+        places = self._renew_plans_and_group_places([alone], settings, plans, gradients, scales)
         batches = BatchedParameters(settings, plans, [], places, {}, None).make_batches(
             [alone], [parameter], gradients, scales
         )
@@ -416,7 +416,7 @@ class Optimizer(CheckpointMixin):
             batches = roster.make_batches(groups, parameters, gradients, {})
         if batches is None:
             scales: dict[int, torch.Tensor] = {}
-            places = self._make_plans_valid(groups, settings, plans, gradients, scales)
+            places = self._renew_plans_and_group_places(groups, settings, plans, gradients, scales)
             roster = self._plans.roster = BatchedParameters(settings, plans, resting, places, self.state, roster)
             for table in roster.tables:
                 table.renew_tensor_guards(table.select_batch_values(gradients))
@@ -424,7 +424,7 @@ class Optimizer(CheckpointMixin):
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
 
-    def _make_plans_valid(
+    def _renew_plans_and_group_places(
         self,
         groups: list[dict[str, Any]],
         settings: list[GroupSetting],

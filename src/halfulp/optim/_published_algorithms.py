@@ -8,7 +8,13 @@ from typing import Any, Unpack
 import torch
 
 from ._float32 import read_float32_weights
-from ._group_options import NOT_NEGATIVE_OPTIONS, OptimizerOptions, OptimizerParams, check_number, make_init_arguments
+from ._group_options import (
+    NOT_NEGATIVE_OPTIONS,
+    OptimizerOptions,
+    OptimizerParams,
+    check_real_number,
+    make_init_arguments,
+)
 from ._optimizer import Optimizer, register_optimizer
 from .parameters._outside_writes import set_weight
 from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate_distance
@@ -171,10 +177,10 @@ class ScheduleFree(Optimizer):
                     plan = self._find_valid_plan(group, position)
                     weight = read_float32_weights([plan])[0] * plan.scale
                     z = plan.spec.codecs[0].decode(plan.states[0])
-                    share = self._read_average_share(group)
+                    share = self._read_interpolation_beta(group)
                     set_weight(plan, (weight + (z - weight) * (1 - share if mode else 1 - 1 / share)) / plan.scale)
 
-    def _read_average_share(self, group: dict[str, Any]) -> float:
+    def _read_interpolation_beta(self, group: dict[str, Any]) -> float:
         """Return the share of the average in the point at which gradients are taken."""
         return float(group["betas"][0] if "betas" in group else group["momentum"])
 
@@ -190,10 +196,10 @@ class ScheduleFree(Optimizer):
 
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         super()._check_hyperparameters(group)
-        if not 0 < self._read_average_share(group) < 1:
+        if not 0 < self._read_interpolation_beta(group) < 1:
             raise ValueError(
                 f"{type(self).__name__} takes gradients between an average and a point, at a share of the average in "
-                f"(0, 1), got {self._read_average_share(group)}: give betas[0] or momentum there"
+                f"(0, 1), got {self._read_interpolation_beta(group)}: give betas[0] or momentum there"
             )
 
 
@@ -362,7 +368,7 @@ class Prodigy(Optimizer):
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         super()._check_hyperparameters(group)
         for name, low, said in (("d0", 0.0, "above 0"), ("growth_rate", 1.0, "of 1 or more")):
-            check_number(name, group[name])
+            check_real_number(name, group[name])
             if not (float(group[name]) > low or float(group[name]) == low == 1):
                 raise ValueError(f"{name}={group[name]!r} is not allowed: give a number {said}")
         if not float(group["betas"][0]) > 0:

@@ -81,7 +81,7 @@ class Store:
         piece = _record_decoder(self)
         return run_trace_on_tensors(piece.trace, [x], results=piece.results)[0][0]
 
-    def function_digests(self) -> tuple[object, ...]:
+    def compute_function_digests(self) -> tuple[object, ...]:
         """Return a digest of what the device functions do, equal for a store that was made twice."""
         decoder = _record_decoder(self)
         coders = (_record_encoder(self, stochastic).digest() for stochastic in (False, True))
@@ -187,8 +187,8 @@ PAYLOAD_STORE_BY_DTYPE = {**STORE_BY_DTYPE, E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 
 # Bound per format.
-KEPT_BITS_MASK = UNDRAWN_BIT_COUNT = ROUNDING_ADDEND = LOST_BIT_COUNT = np.uint32(0)
-LEAST_POWER_OF_TWO = ADDEND_EXPONENT = SPACING_EXPONENT = INVERSE_SPACING_EXPONENT = np.uint32(0)
+KEPT_BITS_MASK = UNUSED_RANDOM_BIT_COUNT = ROUNDING_ADDEND = LOST_BIT_COUNT = np.uint32(0)
+LOWEST_BINADE_WORD = ADDEND_EXPONENT_OFFSET = SPACING_EXPONENT_OFFSET = INVERSE_SPACING_EXPONENT_OFFSET = np.uint32(0)
 LARGEST_FINITE = OVERFLOW_RESULT = np.uint32(0)
 
 
@@ -202,7 +202,7 @@ def round_to_nearest_by_masking(x, random):
 def round_stochastically_by_masking(x, random):
     """Device function: stochastic where every word loses the same bits."""
     bits = word(x)
-    rounded = bit_and(add(bits, shr(random, UNDRAWN_BIT_COUNT)), KEPT_BITS_MASK)
+    rounded = bit_and(add(bits, shr(random, UNUSED_RANDOM_BIT_COUNT)), KEPT_BITS_MASK)
     return select(bit_and(bits, MAGNITUDE_MASK) > EXPONENT_MASK, bits, rounded)
 
 
@@ -210,7 +210,7 @@ def round_to_nearest_by_adder(x, random):
     """Device function: to nearest by the float adder, whose spacing at 2^(e - m + 23) is the format's at 2^e."""
     bits = word(x)
     magnitude = bit_and(bits, MAGNITUDE_MASK)
-    large = real(add(find_power_of_two_word(magnitude), ADDEND_EXPONENT))
+    large = real(add(find_power_of_two_word(magnitude), ADDEND_EXPONENT_OFFSET))
     rounded = word((real(magnitude) + large) - large)
     return bit_or(replace_beyond_largest(magnitude, rounded), bit_and(bits, SIGN_MASK))
 
@@ -219,13 +219,13 @@ def round_stochastically_in_units(x, random):
     """Device function: a float32 rounded stochastically to a multiple of the format's spacing."""
     bits = word(x)
     magnitude = bit_and(bits, MAGNITUDE_MASK)
-    bounded = select(magnitude < EXPONENT_MASK, magnitude, LEAST_POWER_OF_TWO)
+    bounded = select(magnitude < EXPONENT_MASK, magnitude, LOWEST_BINADE_WORD)
     binade = find_power_of_two_word(bounded)
-    units = real(bounded) * real(sub(INVERSE_SPACING_EXPONENT, binade))
+    units = real(bounded) * real(sub(INVERSE_SPACING_EXPONENT_OFFSET, binade))
     below = to_real(to_word(units))
     above = below + np.float32(1.0)
     taken = select(to_real(shr(random, EIGHT)) * TWO_TO_MINUS_24 < units - below, above, below)
-    rounded = word(taken * real(sub(binade, SPACING_EXPONENT)))
+    rounded = word(taken * real(sub(binade, SPACING_EXPONENT_OFFSET)))
     return bit_or(
         replace_beyond_largest(magnitude, select(magnitude < EXPONENT_MASK, rounded, magnitude)),
         bit_and(bits, SIGN_MASK),
@@ -233,9 +233,9 @@ def round_stochastically_in_units(x, random):
 
 
 def find_power_of_two_word(bits):
-    """Device function: the word of the power of two at or below a magnitude, at least LEAST_POWER_OF_TWO."""
+    """Device function: the word of the power of two at or below a magnitude, at least LOWEST_BINADE_WORD."""
     binade = bit_and(bits, EXPONENT_MASK)
-    return select(binade > LEAST_POWER_OF_TWO, binade, LEAST_POWER_OF_TWO)
+    return select(binade > LOWEST_BINADE_WORD, binade, LOWEST_BINADE_WORD)
 
 
 def replace_beyond_largest(magnitude, rounded):
@@ -259,7 +259,7 @@ def make_format_store(given: Format | str | None) -> Store | None:
         lost, pieces = 23 - fmt.mantissa_bits, (round_to_nearest_by_masking, round_stochastically_by_masking)
         constants = {
             "KEPT_BITS_MASK": 0xFFFFFFFF << lost & 0xFFFFFFFF,
-            "UNDRAWN_BIT_COUNT": 32 - lost,
+            "UNUSED_RANDOM_BIT_COUNT": 32 - lost,
             "ROUNDING_ADDEND": (1 << lost - 1) - 1,
             "LOST_BIT_COUNT": lost,
         }
@@ -271,10 +271,10 @@ def make_format_store(given: Format | str | None) -> Store | None:
         pieces = round_to_nearest_by_adder, round_stochastically_in_units
         largest = int(np.float32(fmt.max).view(np.uint32))
         constants = {
-            "LEAST_POWER_OF_TWO": fmt.emin + 127 << 23,
-            "ADDEND_EXPONENT": 23 - fmt.mantissa_bits << 23,
-            "SPACING_EXPONENT": fmt.mantissa_bits << 23,
-            "INVERSE_SPACING_EXPONENT": 254 + fmt.mantissa_bits << 23,
+            "LOWEST_BINADE_WORD": fmt.emin + 127 << 23,
+            "ADDEND_EXPONENT_OFFSET": 23 - fmt.mantissa_bits << 23,
+            "SPACING_EXPONENT_OFFSET": fmt.mantissa_bits << 23,
+            "INVERSE_SPACING_EXPONENT_OFFSET": 254 + fmt.mantissa_bits << 23,
             "LARGEST_FINITE": largest,
             "OVERFLOW_RESULT": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, largest),
         }

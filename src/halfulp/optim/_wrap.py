@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .._messages import name_type, quote
 from ..formats import Format
 from ..scaled import ScaledTensor
-from ._checkpoint import HALFULP_OPTION_NAMES, check_state_dict, is_saved_by_halfulp, walk_saved_parameters
+from ._checkpoint import HALFULP_OPTION_NAMES, check_is_state_dict, is_saved_by_halfulp, walk_saved_parameters
 from ._float32 import MAX_ELEMENTS_AT_ONCE, read_float32_weights, split_plans_by_elements
 from ._group_options import (
     OptimizerParams,
@@ -280,7 +280,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
 
     def _load_state_dict_without_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this optimizer returned."""
-        check_state_dict(state_dict)
+        check_is_state_dict(state_dict)
         if not is_saved_by_halfulp(self.param_groups, state_dict["param_groups"]):
             raise ValueError(
                 f"this state_dict was not saved by a wrapped {type(self.base).__name__}: load it into that class itself"

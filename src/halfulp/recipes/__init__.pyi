@@ -10,7 +10,7 @@ from ._multipoint import multipoint as multipoint
 from ._optimizer import optimizer as optimizer
 from ._optimizer import scaler as scaler
 from ._plan import Explanation as Explanation
-from ._plan import assign as assign
+from ._plan import assign_weight_updates as assign_weight_updates
 from ._plan import explain as explain
 from ._recipe import Recipe as Recipe
 from ._recipe import get as get

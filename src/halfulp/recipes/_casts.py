@@ -146,7 +146,7 @@ def cast_with_clamping(x: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
-            given, made = _get_stored_elements(x), _get_stored_elements(y)
+            given, made = _get_strided_values(x), _get_strided_values(y)
             is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
             is_plain = not is_traced and not torch._C._are_functorch_transforms_active() and type(made) is Tensor
             # Its numbers can be read without a device synchronisation, a graph break or an error.
@@ -156,7 +156,7 @@ def cast_with_clamping(x: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
-def _get_stored_elements(x: Tensor) -> Tensor:
+def _get_strided_values(x: Tensor) -> Tensor:
     """Return the strided tensor that stores a nested or sparse one's elements."""
     if x.layout == torch.sparse_coo:
         return x._values()

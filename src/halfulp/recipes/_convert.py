@@ -16,16 +16,16 @@ from ..subclass import float32_products
 from ..subclass.models._conversion import remove_forward_hooks
 from ..subclass.models._parameter_holders import (
     check_parameter_holders,
-    list_holding_optimizers,
+    list_parameters_held_by_optimizers,
     replace_parameter_data,
 )
 from . import _casts, _operands
 from . import _recipe as _catalog
 from ._multipoint import MultipointLayer
 from ._plan import (
-    assign,
+    assign_weight_updates,
     check_float32_model,
-    find_float32_module_names,
+    find_float32_modules_with_reasons,
     list_float32_parameter_ids,
     refuse_values_beyond_float16,
 )
@@ -103,11 +103,11 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
                 f"{name or 'the model'} has multipoint weights, which are codes and not trained: model.to(torch."
                 "bfloat16) narrows what is beside them, and halfulp.multipoint comes after a recipe and halfulp.revert"
             )
-    kept = find_float32_module_names(model, recipe)
-    assign(recipe, model)
-    if recipe.narrow:
+    kept = find_float32_modules_with_reasons(model, recipe)
+    assign_weight_updates(recipe, model)
+    if recipe.is_narrow:
         refuse_values_beyond_float16(model, recipe, list_float32_parameter_ids(model, kept))
-        _refuse_stepped_parameters(model, "convert")
+        _refuse_parameters_of_optimizers(model, "convert")
     _refuse_parameters_held_elsewhere(model, recipe, "convert")
     buffers: tuple[str, ...] = ()
     if recipe.perturb:
@@ -129,7 +129,7 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
         for module in model.modules():
             if _casts.has_weights(module):
                 _casts.install_input_cast_hooks(module, torch.float64)
-    elif recipe.narrow:
+    elif recipe.is_narrow:
         buffers = _cast_parameters_to_narrow_dtype(model, kept, _get_param_dtype(recipe))
     _operands.install_operand_rounding(model, recipe)
     model.__dict__[_CONVERSION_RECORD_ATTRIBUTE] = _ConversionRecord(recipe, buffers)
@@ -161,13 +161,13 @@ def revert(model: ModuleType) -> ModuleType:
         raise ValueError("the model is not converted: revert takes the module that halfulp.convert was given")
     record = model.__dict__[_CONVERSION_RECORD_ATTRIBUTE]
     recipe = record.recipe
-    _refuse_stepped_parameters(model, "revert")
+    _refuse_parameters_of_optimizers(model, "revert")
     _refuse_parameters_held_elsewhere(model, recipe, "revert")
     if recipe.components:
         single_component(model)
     elif recipe.payload:
         unscalify(model)
-    elif recipe.narrow or recipe.param_dtype == "float64":
+    elif recipe.is_narrow or recipe.param_dtype == "float64":
         for parameter in model.parameters():
             if parameter.dtype == _get_param_dtype(recipe):
                 widen_parameter(parameter)
@@ -240,16 +240,16 @@ def _cast_buffers(model: nn.Module, names: Sequence[str], dtype: torch.dtype) ->
 
 def _refuse_parameters_held_elsewhere(model: nn.Module, recipe: Recipe, what: str) -> None:
     """Refuse a change of dtype where others hold the parameters (multicomponent and scalify check by themselves)."""
-    if recipe.components or not (recipe.narrow or recipe.param_dtype == "float64"):
+    if recipe.components or not (recipe.is_narrow or recipe.param_dtype == "float64"):
         return
     if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):
         raise ValueError(f"the model is sharded: {what} it before fully_shard, or give the optimizer param_dtype=")
     check_parameter_holders(model.named_parameters(), what, replaced=False)
 
 
-def _refuse_stepped_parameters(model: nn.Module, function: str) -> None:
+def _refuse_parameters_of_optimizers(model: nn.Module, function: str) -> None:
     """Raise if an optimizer holds one of the parameters, whose states and low bits belong to the dtype they have."""
-    for name, optimizer in list_holding_optimizers(model.named_parameters()):
+    for name, optimizer in list_parameters_held_by_optimizers(model.named_parameters()):
         raise ValueError(
             f"{optimizer} holds parameter {name!r}, whose dtype changes: take opt.float32_state_dict(model) if you "
             f"want the low bits that it keeps, delete it, and make the optimizer after halfulp.{function}"

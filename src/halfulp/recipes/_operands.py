@@ -80,7 +80,9 @@ class BlockProductForward:
         result: Tensor = _BlockProductFunction.apply(input, self.layer.weight, self.layer.bias, self, size)
         return result
 
-    def run_forward(self, input: Tensor, weight: Tensor, size: tuple[Any, ...], bias: Tensor | None = None) -> Tensor:
+    def run_class_forward(
+        self, input: Tensor, weight: Tensor, size: tuple[Any, ...], bias: Tensor | None = None
+    ) -> Tensor:
         """Return the class's own forward, with another weight and bias."""
         own = vars(self.layer)
         own["weight"], own["bias"] = weight, bias
@@ -117,7 +119,7 @@ class _BlockProductFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProductForward, size: Any) -> Tensor:
-        return layer.run_forward(
+        return layer.run_class_forward(
             layer.quantize_in_channel_blocks(input), layer.round_weight(weight, inputs=True), size, bias
         )
 
@@ -137,11 +139,11 @@ class _BlockProductFunction(torch.autograd.Function):
         with torch.enable_grad():
             if ctx.needs_input_grad[0]:
                 whole = input.detach().requires_grad_()
-                result = layer.run_forward(whole, layer.round_weight(weight.detach(), inputs=False), ctx.size)
+                result = layer.run_class_forward(whole, layer.round_weight(weight.detach(), inputs=False), ctx.size)
                 (found[0],) = torch.autograd.grad(result, whole, layer.quantize_in_channel_blocks(gradient))
             if ctx.needs_input_grad[1]:
                 whole = weight.detach().requires_grad_()
-                result = layer.run_forward(layer.quantize_in_example_blocks(input.detach()), whole, ctx.size)
+                result = layer.run_class_forward(layer.quantize_in_example_blocks(input.detach()), whole, ctx.size)
                 (found[1],) = torch.autograd.grad(result, whole, layer.quantize_in_example_blocks(gradient))
         if ctx.biased and ctx.needs_input_grad[2]:
             channels = gradient.ndim - 1 - layer.spatial_dimension_count
@@ -155,9 +157,9 @@ class _BlockProductFunction(torch.autograd.Function):
         layer: BlockProductForward = ctx.layer
         tangents: list[Tensor] = []
         if input_tangent is not None:
-            tangents.append(layer.run_forward(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
+            tangents.append(layer.run_class_forward(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
         if weight_tangent is not None:
-            tangents.append(layer.run_forward(layer.quantize_in_channel_blocks(input), weight_tangent, ctx.size))
+            tangents.append(layer.run_class_forward(layer.quantize_in_channel_blocks(input), weight_tangent, ctx.size))
         if bias_tangent is not None:
             tangents.append(bias_tangent.view(-1, *(1,) * layer.spatial_dimension_count))
         return sum(tangents[1:], tangents[0])

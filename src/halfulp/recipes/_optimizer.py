@@ -20,7 +20,7 @@ from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import list_payloads
 from ..rounding import Nearest, Stochastic, quantize
 from ._convert import read_recipe_of_model
-from ._plan import assign
+from ._plan import assign_weight_updates
 from ._recipe import Recipe
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def optimizer(
     report_interval: int = 50,
     use_muon: MuonSelector = None,
     **hyper: Any,
-) -> MeasuredOptimizer:
+) -> RecipeOptimizer:
     """Return the optimizer that goes with a converted model: its weight updates and states are the recipe's.
 
     The first optimizer of a converted model takes over the low bits of the float32 start, wherever the weight update
@@ -69,7 +69,7 @@ def optimizer(
     if rule not in optim.OPTIMIZERS:
         raise ValueError(describe_unknown_name("rule", rule, optim.OPTIMIZERS))
     recipe = read_recipe_of_model(model)
-    if recipe.by_torch:
+    if recipe.is_stepped_by_torch:
         if rule not in _TORCH_OPTIMIZERS:
             raise ValueError(
                 f"recipe {recipe.name!r} steps by torch.optim: {describe_unknown_name('rule', rule, _TORCH_OPTIMIZERS)}"
@@ -86,7 +86,7 @@ def optimizer(
         "state_dtype": choose_optimizer_state_dtype(recipe, kind, hyper),
         "format": recipe.format,
     }
-    is_float32 = recipe.narrow and all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    is_float32 = recipe.is_narrow and all(parameter.dtype == torch.float32 for parameter in model.parameters())
     if isinstance(recipe.weight_update, str) and not is_float32:
         choices["weight_update"] = _make_weight_update(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
@@ -174,10 +174,10 @@ def split_groups_by_update(
     recipe: Recipe, model: nn.Module, named: Iterable[tuple[str, Tensor]]
 ) -> list[dict[str, Any]]:
     """Return one group per weight update that a recipe gives some parameters of a model."""
-    updates = assign(recipe, model)
+    updates = assign_weight_updates(recipe, model)
     groups: dict[str | None, list[tuple[str, Tensor]]] = {}
     for name, parameter in named:
-        is_wide = recipe.narrow and parameter.dtype == torch.float32
+        is_wide = recipe.is_narrow and parameter.dtype == torch.float32
         groups.setdefault(None if is_wide else updates[name], []).append((name, parameter))
     return [
         {"params": members} if update is None else {"params": members, "weight_update": _make_weight_update(update)}
@@ -255,7 +255,7 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
 
 
 # What `optimizer` gives: either measures itself.
-MeasuredOptimizer = Optimizer | TorchOptimizer
+RecipeOptimizer = Optimizer | TorchOptimizer
 _TORCH_OPTIMIZERS = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 

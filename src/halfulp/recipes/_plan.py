@@ -39,17 +39,17 @@ def check_float32_model(model: nn.Module) -> None:
             raise TypeError(f"a recipe starts from float32 parameters, but {name!r} is {parameter.dtype}; {cure}")
 
 
-def find_float32_module_names(model: nn.Module, recipe: Recipe) -> dict[str, str]:
+def find_float32_modules_with_reasons(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     """Return the names of the modules that a narrow recipe keeps in float32, the outermost ones, each with why.
 
     These are the ones that the recipe's globs match, losses with weights, modules whose weight is computed from float32
     buffers before each forward pass, and, where norms are kept, modules with vectors alone, which enter no product.
 
     >>> from halfulp import recipes
-    >>> find_float32_module_names(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
+    >>> find_float32_modules_with_reasons(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
     {'1': "matches '*Norm*'"}
     """
-    if not recipe.narrow:
+    if not recipe.is_narrow:
         return {}
     found: dict[str, str] = {}
     matched: set[str] = set()
@@ -103,11 +103,11 @@ def list_float32_parameter_ids(model: nn.Module, kept: Container[str]) -> set[in
     return {id(p) for module in inner for p in module._parameters.values() if p is not None}
 
 
-def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
+def assign_weight_updates(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
     """Return which weight update each parameter gets; None where the recipe leaves it to the optimizer.
 
     >>> from halfulp import recipes
-    >>> assign(recipes.get("bf16-mixed"), nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)))
+    >>> assign_weight_updates(recipes.get("bf16-mixed"), nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)))
     {'0.weight': 'stochastic', '1.weight': 'kahan', '1.bias': 'kahan'}
     """
     names = [name for name, _ in model.named_parameters()]
@@ -260,8 +260,8 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     """
     recipe = _catalog.get(recipe)
     check_float32_model(model)
-    float32_modules = find_float32_module_names(model, recipe)
-    keeps, updates = list_float32_parameter_ids(model, float32_modules), assign(recipe, model)
+    float32_modules = find_float32_modules_with_reasons(model, recipe)
+    keeps, updates = list_float32_parameter_ids(model, float32_modules), assign_weight_updates(recipe, model)
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     given = recipe, float32_modules, keeps, updates, first
     plans = tuple(_plan_module(name, module, *given) for name, module in model.named_modules())

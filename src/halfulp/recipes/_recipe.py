@@ -55,7 +55,7 @@ DESCRIPTION_BY_GRADIENT_SCALE = {
     "rising-floor": "all have one scale, halved after an overflow, above a least one that rises by schedule",
 }
 # The fields of a recipe that are described by names: their registries and the library's own descriptions.
-_KIND_AND_DESCRIPTIONS_BY_FIELD = {
+_REGISTRY_AND_DESCRIPTIONS_BY_FIELD = {
     "weight_update": ("weight update", DESCRIPTION_BY_WEIGHT_UPDATE),
     "gradient_scale": ("policy", DESCRIPTION_BY_GRADIENT_SCALE),
 }
@@ -135,14 +135,17 @@ class Recipe:
             raise ValueError(f"a recipe needs a name, got {self.name!r}")
         self._convert_fields()
         scale = self.gradient_scale
-        states = (*_list_names(STATE_DTYPES, "state store"), *((self.format,) if self.format else ()))
-        policies = _list_names(DESCRIPTION_BY_GRADIENT_SCALE, "policy")
+        states = (
+            *_list_built_in_and_registered_names(STATE_DTYPES, "state store"),
+            *((self.format,) if self.format else ()),
+        )
+        policies = _list_built_in_and_registered_names(DESCRIPTION_BY_GRADIENT_SCALE, "policy")
         named: tuple[tuple[str, tuple[str, ...], tuple[str | None, ...]], ...] = (
             ("param_dtype", PARAMETER_DTYPES, (self.param_dtype,)),
             ("state_dtype", states, (self.state_dtype,)),
             (
                 "weight update",
-                _list_names(DESCRIPTION_BY_WEIGHT_UPDATE, "weight update"),
+                _list_built_in_and_registered_names(DESCRIPTION_BY_WEIGHT_UPDATE, "weight update"),
                 self.list_weight_update_names(),
             ),
             ("payload", PAYLOAD_DTYPES, (self.payload,)),
@@ -213,7 +216,7 @@ class Recipe:
             yield f"components={self.components} of no type: give param_dtype= too"
         if self.param_dtype == "float32" and not self.components:
             yield "param_dtype='float32', which is for components=: leave it out for plain float32 parameters"
-        if self.by_torch and (updates or self.state_dtype or self.emulate):
+        if self.is_stepped_by_torch and (updates or self.state_dtype or self.emulate):
             yield (
                 "components or float64, stepped by torch.optim, which takes no weight_update, state_dtype or emulate: "
                 "leave them out; weight_update='components' keeps components in the optimizer instead"
@@ -236,12 +239,12 @@ class Recipe:
             yield f"{blocks}: leave out gradient_format"
 
     @property
-    def narrow(self) -> bool:
+    def is_narrow(self) -> bool:
         """Whether parameters become plain tensors of 16 bits."""
         return self.param_dtype in ("bfloat16", "float16") and self.components is None
 
     @property
-    def by_torch(self) -> bool:
+    def is_stepped_by_torch(self) -> bool:
         """Whether ``torch.optim`` steps it: parameters of several components, or of float64."""
         return self.components is not None or self.param_dtype == "float64"
 
@@ -306,7 +309,7 @@ class Recipe:
         for field in dataclasses.fields(self)[2:]:
             value = getattr(self, field.name)
             # The default of float32, every norm, means something in these recipes alone.
-            if value != field.default or (field.name == "float32" and (self.narrow or self.operand_format)):
+            if value != field.default or (field.name == "float32" and (self.is_narrow or self.operand_format)):
                 lines += [f"  {field.name}: {said}" for said in _describe_field(field.name, value)]
         return "\n".join(lines)
 
@@ -319,11 +322,11 @@ def _describe_field(field: str, value: Any) -> list[str]:
         written = ", ".join(value) or "none"
     else:
         written = f"{value:g}" if isinstance(value, float) else str(value)
-    registry, words = _KIND_AND_DESCRIPTIONS_BY_FIELD.get(field, ("", {}))
+    registry, words = _REGISTRY_AND_DESCRIPTIONS_BY_FIELD.get(field, ("", {}))
     return [", ".join(filter(None, (written, {**read_registered_descriptions(registry), **words}.get(value))))]
 
 
-def _list_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
+def _list_built_in_and_registered_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
     """Return the library's names followed by those that were registered."""
     return tuple({**dict.fromkeys(names), **read_registered_descriptions(kind)})
 
@@ -336,7 +339,7 @@ def _refuse_unknown_fields(data: Mapping[str, Any]) -> None:
 
 
 # Suffix of the name, words and policy of recipes whose gradients are rounded to a format, and the formats that have it.
-_GRADIENT_SCALE_CHOICES: tuple[tuple[str, str, str | float | None, tuple[str, ...]], ...] = (
+_GRADIENT_RECIPE_VARIANTS: tuple[tuple[str, str, str | float | None, tuple[str, ...]], ...] = (
     ("none", "no scale", None, ("fp16", "e5m2")),
     ("dynamic", "one scale, halved by an overflow", "dynamic", ("fp16", "e5m2")),
     ("adaptive", "a scale per layer by its largest gradient", "amax", ("fp16", "e5m2", "e4m3fn")),
@@ -399,7 +402,7 @@ def _make_catalogue() -> dict[str, Recipe]:
             words = f"{bits}-bit floats everywhere, {update} weight updates"
             everywhere(format + suffix, words, weight_update="kahan-literal" if update == "kahan" else update)
     for format in ("fp16", "e5m2", "e4m3fn"):
-        for suffix, words, scale, formats in _GRADIENT_SCALE_CHOICES:
+        for suffix, words, scale, formats in _GRADIENT_RECIPE_VARIANTS:
             if format in formats:
                 add(
                     f"{format}-{suffix}",

@@ -88,7 +88,7 @@ class Verification:
     replays: int | None = None
 
     @property
-    def equal(self) -> int:
+    def equal_gradient_count(self) -> int:
         """The number of gradients that have equal bits."""
         return sum(difference == 0 for difference in self.gradients.values())
 
@@ -99,7 +99,7 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold; a difference that is not finite is None."""
-        data = {**dataclasses.asdict(self), "equal": self.equal, "passed": self.passed}
+        data = {**dataclasses.asdict(self), "equal": self.equal_gradient_count, "passed": self.passed}
         for kind in ("gradients", "values"):
             data[kind] = {name: _replace_nonfinite(difference) for name, difference in data[kind].items()}
         data["first"] = [*self.first[:2], _replace_nonfinite(self.first[2])] if self.first else None
@@ -108,7 +108,8 @@ class Verification:
     def __str__(self) -> str:
         worst = max(self.gradients, key=lambda name: self.gradients[name], default=None)
         under = "exponents" if self.technique == "gradients" else "scales"
-        said = [f"{self.equal} of {len(self.gradients)} gradients are bit-equal to float32's under random {under}"]
+        equal = f"{self.equal_gradient_count} of {len(self.gradients)}"
+        said = [f"{equal} gradients are bit-equal to float32's under random {under}"]
         if worst is not None and self.gradients[worst]:
             said.append(f"the farthest is {worst}, by {self.gradients[worst]:.1e} of its norm")
         if self.wrong:
@@ -209,7 +210,7 @@ class VerificationRuns:
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
         return self.make_verification("scaled", trials, first=first, **more)
 
-    def merge_inexact_sites(self, trials: int) -> list[str]:
+    def merge_sites_until_exact(self, trials: int) -> list[str]:
         """Draw exponents, for copies with a scaler, and merge sites until all draws are exact or every site is merged.
 
         Each run is compared with one whose exponents are all 0, and that one with the plain model, so that what
@@ -276,7 +277,7 @@ class VerificationRuns:
         scaler = AdaptiveGradScaler(model, init_scale=1.0, float32_outputs=False)
         for key in self._keys:
             scaler._controller.sites.get_or_create_site(key)
-        scaler.merge(*merged, reason="not exact by itself")
+        scaler.merge_into_global_site(*merged, reason="not exact by itself")
         return scaler
 
     def _unscale_gradients(self, run: StepResults, scaler: AdaptiveGradScaler) -> StepResults:
@@ -347,11 +348,11 @@ def verify(
         proof = VerificationRuns(model, batch, loss_of, seed)
         if recipe.payload:
             return proof.run_under_scales(recipe, trials)
-        merged = proof.merge_inexact_sites(trials)
+        merged = proof.merge_sites_until_exact(trials)
         replays = 0 if proof.wrong else proof.verify_replayed_passes(merged)
     found = proof.make_verification("gradients", trials, merged=merged, replays=replays)
     if scaler is not None:
-        scaler.merge(*found.merged, reason="not exact by itself")
+        scaler.merge_into_global_site(*found.merged, reason="not exact by itself")
     return found
 
 

@@ -25,11 +25,12 @@ from ._device_functions import compute_nearest_addend, round_word
 from ._kernels import (
     CANARY_KEY,
     TritonPlan,
-    check_device,
+    check_device_rounding,
     choose_container_functions,
     choose_mode_functions,
     choose_rounding_engine,
     find_row_length,
+    get_shared_table,
     has_partial_overlap,
     increment_tensor_version,
     make_check_elements,
@@ -37,7 +38,6 @@ from ._kernels import (
     name_words,
     round_by_triton,
     run_table_on_tensors,
-    share_table,
 )
 from ._modes import Nearest, Rounding, Up
 from ._random_bits import WEYL_STEP, draw_first_word, get_stream_position_trace
@@ -186,7 +186,7 @@ def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | N
     return BlockTarget(element, scale, format.block, format.scale_rounding, format.tensor_scale)
 
 
-def compute_scale_threshold(target: BlockTarget, mantissa: int) -> tuple[int, int]:
+def compute_scale_offset_and_threshold(target: BlockTarget, mantissa: int) -> tuple[int, int]:
     """Return how a power-of-two scale follows from largest = 2^e (1 + f): exponent e - first + (f >= second).
 
     `second` is in units of 2^-mantissa; a value that f never reaches stands for never.
@@ -216,11 +216,11 @@ def choose_block_dtype(dtype: torch.dtype, target: BlockTarget) -> torch.dtype |
     if not target.has_power_scales:
         fits = choose_word_layout(target.scale) is WORD32_LAYOUT and target.scale.tiny_exponent >= -126
         return dtype if narrow and fits else None
-    first, _ = compute_scale_threshold(target, 0)
+    first, _ = compute_scale_offset_and_threshold(target, 0)
     return dtype if narrow and first >= 2 and target.scale.emin >= -127 else torch.float64
 
 
-def bind_device_functions(target: BlockTarget, layout: WordLayout) -> dict[str, Callable]:
+def choose_block_functions(target: BlockTarget, layout: WordLayout) -> dict[str, Callable]:
     """Return the functions bound to the free names of the device functions."""
     has_powers, to_nearest = target.has_power_scales, target.scale_rounding == "nearest"
     quotient = multiply_by_inverse if has_powers else divide_by_scale
@@ -255,12 +255,12 @@ def record_block_kernel(
     if rounds:
         of_block = name_words(BLOCK_WORD_NAMES, words[first:])
         of_block = compute_tensor_scale_constants(of_block) if scales_by_amax else of_block
-        rounded = bind_names(round_block_element, bind_device_functions(target, layout))
+        rounded = bind_names(round_block_element, choose_block_functions(target, layout))
         pieces["store"](goal, i, rounded(w, draw_first_word(*element.stream_inputs), c, d, of_block))
     else:
         largest = block_largest(bit_and(w, c.magnitude))
         element.trace.emit_total("max", select(largest < c.infinity, largest, 0))
-    return share_table(
+    return get_shared_table(
         TableFunction(element.trace, 2, count, get_stream_position_trace(), int(WEYL_STEP), target.block, partial=True)
     )
 
@@ -272,7 +272,7 @@ def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float,
     """
     words = dict.fromkeys(BLOCK_WORD_NAMES, 0)
     if target.has_power_scales:
-        first, second = compute_scale_threshold(target, layout.mantissa)
+        first, second = compute_scale_offset_and_threshold(target, layout.mantissa)
         words |= {
             "first": first % (1 << layout.width),
             "second": second,
@@ -343,11 +343,11 @@ def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget) -> TritonPla
         return make_check_rows(dtype, 3 * target.block + 1 if ragged else 16 * target.block)
 
     name = f"quantize in blocks of {dtype}"
-    plan = TritonPlan(kernel, kernel.select_argument_constants(words), name, make_elements, reference)
+    plan = TritonPlan(kernel, kernel.select_launch_constants(words), name, make_elements, reference)
     if not target.tensor_scale:
         return plan
     measure = make_tensor_kernel(record_block_kernel(dtype, target, False))
-    return plan._replace(largest_kernel=measure, largest_constants=measure.select_argument_constants(words))
+    return plan._replace(largest_kernel=measure, largest_constants=measure.select_launch_constants(words))
 
 
 BLOCK_CHUNK_ELEMENTS = 16_384
@@ -364,7 +364,7 @@ def round_blocks_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch
     if x.numel() == 0:
         return
     if x.device.type != "cpu":
-        check_device(x, target, lambda elements, rounded: _round_into(elements, target, CANARY_KEY, rounded))
+        check_device_rounding(x, target, lambda elements, rounded: _round_into(elements, target, CANARY_KEY, rounded))
     _round_into(x, target, key, out)
     increment_tensor_version(out)
 

@@ -49,7 +49,7 @@ def round_word(w, u, c):
 # paths: the rounded magnitude on a grid without end ----------------------------------------------------------
 
 
-def round_on_fixed_grid(w, a, u, c):
+def round_by_fixed_shift(w, a, u, c):
     """Device function: every word loses the same bits, subnormals too."""
     keep = shl(c.ones, c.shift)
     return bit_and(add(a, addend(w, a, u, c.shift, keep, c)), keep)
@@ -100,7 +100,7 @@ def compute_nearest_addend(w, a, u, s, keep, c):
     return add(shr(lost, 1), bit_and(bit_and(last, 1), lost))
 
 
-def compute_nearest_addend_on_grid(w, a, u, s, keep, c):
+def compute_nearest_addend_at_fixed_shift(w, a, u, s, keep, c):
     """Device function: the same where no word loses its implicit bit."""
     lost = bit_xor(keep, c.ones)
     return add(shr(lost, 1), bit_and(bit_and(shr(a, s), 1), lost))
@@ -113,12 +113,12 @@ def exceeds_half_smallest(w, a, u, c):
 
 def compute_random_addend(w, a, u, s, keep, c):
     """Device function: random bits below the last kept one; a carry has the probability of the fraction."""
-    return shr(align_random_bits(u, c), sub(c.last_bit, s))
+    return shr(align_random_bits_below_sign(u, c), sub(c.last_bit, s))
 
 
 def is_smallest_number_drawn(w, a, u, c):
     """Device function: with the probability a / TINY; the sum carries into the sign bit."""
-    return add(align_random_bits(u, c), compute_fraction(a, c)) >= c.sign
+    return add(align_random_bits_below_sign(u, c), compute_fraction_of_smallest(a, c)) >= c.sign
 
 
 def compute_mode_addend(w, a, u, s, keep, c):
@@ -133,34 +133,34 @@ def compute_mode_addend(w, a, u, s, keep, c):
 
 def is_smallest_chosen_by_mode(w, a, u, c):
     """Device function: whether the mode takes the smallest number, beside 0, which is even."""
-    part = shl(compute_fraction(a, c), 1)
-    part = select(has_residue(a, c), bit_or(part, 1), part)
+    part = shl(compute_fraction_of_smallest(a, c), 1)
+    part = select(has_inexact_fraction_of_smallest(a, c), bit_or(part, 1), part)
     return (a > 0) & goes_away(part, c.sign, a < 0, w >= c.sign)
 
 
 # random bits -------------------------------------------------------------------------------------------------
 
 
-def align_random_bits(u, c):
+def align_random_bits_below_sign(u, c):
     """Device function: 31 random bits, or fewer in a word of 64 bits, below the sign bit."""
     return shr(u, 1) if c.sign.kind == "w32" else shr(shl(bit_and(widen(u), c.drawn), 32), 1)
 
 
-def count_smallest_steps(a, c):
+def compute_ratio_to_smallest(a, c):
     """Device function: a / TINY in units of 2^-31."""
     scaled = real(a) * real(c.first_factor)
     return scaled if a.kind == "w32" else scaled * real(c.second_factor)
 
 
-def compute_fraction(a, c):
+def compute_fraction_of_smallest(a, c):
     """Device function: the fraction a / TINY, aligned to the random bits, 0 from TINY on."""
-    units = to_word(select(a < c.tiny, count_smallest_steps(a, c), 0.0))
+    units = to_word(select(a < c.tiny, compute_ratio_to_smallest(a, c), 0.0))
     return units if a.kind == "w32" else shl(units, 32)
 
 
-def has_residue(a, c):
+def has_inexact_fraction_of_smallest(a, c):
     """Device function: whether the fraction a / TINY has digits below 2^-31."""
-    units = count_smallest_steps(a, c)
+    units = compute_ratio_to_smallest(a, c)
     return (a < c.tiny) & (floor(units) != units)
 
 
@@ -273,7 +273,7 @@ class Float8Functions(NamedTuple):
     stochastic: Callable[..., Any]
 
 
-def _make_float8(
+def _make_float8_functions(
     name: str, mantissa_bits: int, emin: int, largest: int, infinity: int, is_infinite: bool
 ) -> Float8Functions:
     """Return the device functions of a format.
@@ -336,5 +336,5 @@ def _make_float8(
 
 
 # e4m3fn saturates, and has NaN where infinity would be; e5m2's numbers beyond the range become infinity.
-E4M3FN = _make_float8("E4M3FN", 3, -6, 0x7E, 0x7F, False)
-E5M2 = _make_float8("E5M2", 2, -14, 0x7C, 0x7C, True)
+E4M3FN = _make_float8_functions("E4M3FN", 3, -6, 0x7E, 0x7F, False)
+E5M2 = _make_float8_functions("E5M2", 2, -14, 0x7C, 0x7C, True)

@@ -18,7 +18,7 @@ from ..kernels import (
     check_bits,
     cut_into_chunks,
     keeping_subnormals,
-    require_same_bits,
+    require_same_bits_as_cpu,
     run_chunks,
     run_trace_on_tensors,
     select_engine,
@@ -49,7 +49,7 @@ from ._target import (
 )
 
 _ROUNDING_FUNCTION_BY_PATH = {
-    "fixed": p.round_on_fixed_grid,
+    "fixed": p.round_by_fixed_shift,
     "adder": p.round_by_adder,
     "scaled": p.round_in_fixed_point,
     "packed": p.round_by_exponent,
@@ -78,7 +78,9 @@ def record_rounding_kernel(dtype: torch.dtype, target: Target, streams: bool = F
     rounded = bind_names(p.round_word, choose_mode_functions(target, known))
     pieces["store"](goal, i, rounded(pieces["load"](source, i), draw_first_word(*element.stream_inputs), words))
     start = get_stream_position_trace()
-    return share_table(TableFunction(element.trace, 2, len(known.words), start, int(WEYL_STEP), is_streaming=streams))
+    return get_shared_table(
+        TableFunction(element.trace, 2, len(known.words), start, int(WEYL_STEP), is_streaming=streams)
+    )
 
 
 def name_words(names: Iterable[str], values: Iterable[Any]) -> SimpleNamespace:
@@ -89,7 +91,7 @@ def name_words(names: Iterable[str], values: Iterable[Any]) -> SimpleNamespace:
 _TABLE_BY_KEY: dict[str, TableFunction] = {}
 
 
-def share_table(table: TableFunction) -> TableFunction:
+def get_shared_table(table: TableFunction) -> TableFunction:
     """Return the first table of these instructions: targets that differ in constants alone share their kernels."""
     return _TABLE_BY_KEY.setdefault(table.make_key(), table)
 
@@ -103,7 +105,7 @@ def choose_mode_functions(target: Target, known: TargetConstants) -> dict[str, C
         "signed": p.copy_sign if known.keeps_signs else p.copy_allowed_sign,
     }
     if mode == "nearest":
-        bind["addend"] = p.compute_nearest_addend_on_grid if path == "fixed" else p.compute_nearest_addend
+        bind["addend"] = p.compute_nearest_addend_at_fixed_shift if path == "fixed" else p.compute_nearest_addend
         bind["reaches_smallest"] = p.exceeds_half_smallest
     elif mode == "stochastic":
         bind |= {"addend": p.compute_random_addend, "reaches_smallest": p.is_smallest_number_drawn}
@@ -208,7 +210,10 @@ def round_by_triton(plan: TritonPlan, x: torch.Tensor, key: int, out: torch.Tens
     """Round contiguous x into out, which may be x; return False if there is no Triton kernel."""
     if not x.numel():
         return True
-    aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(find_row_length(x))
+    aligned, ragged = (
+        is_aligned((address(x), address(out)), x.numel()),
+        plan.kernel.has_ragged_blocks(find_row_length(x)),
+    )
 
     def run(plan: TritonPlan, device: torch.device) -> list[torch.Tensor]:
         elements = plan.make_elements(aligned, ragged)
@@ -230,7 +235,7 @@ def round_by_triton(plan: TritonPlan, x: torch.Tensor, key: int, out: torch.Tens
 def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
     """Return the plan of a dtype and a target."""
     kernel = make_tensor_kernel(record_rounding_kernel(dtype, target))
-    constants = kernel.select_argument_constants(make_target_constants(target, get_word_layout(dtype)).array)
+    constants = kernel.select_launch_constants(make_target_constants(target, get_word_layout(dtype)).array)
 
     def make_elements(aligned: bool, ragged: bool) -> torch.Tensor:
         elements = make_check_elements(dtype)
@@ -250,11 +255,13 @@ def round_into(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> 
         NotImplementedError: the device does not round as the CPU does.
     """
     if x.device.type != "cpu":
-        check_device(x, target, lambda elements, out: _round_by_engine(elements, target, CANARY_KEY, out))
+        check_device_rounding(x, target, lambda elements, out: _round_by_engine(elements, target, CANARY_KEY, out))
     _round_by_engine(x, target, key, out)
 
 
-def check_device(x: torch.Tensor, target: Hashable, round_into: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+def check_device_rounding(
+    x: torch.Tensor, target: Hashable, round_into: Callable[[torch.Tensor, torch.Tensor], None]
+) -> None:
     """Raise NotImplementedError if the device of x rounds fixed elements of x's dtype otherwise than the CPU."""
 
     def round_check_elements(device: torch.device) -> list[torch.Tensor]:
@@ -264,7 +271,9 @@ def check_device(x: torch.Tensor, target: Hashable, round_into: Callable[[torch.
             round_into(elements, out)
         return [out.cpu()]
 
-    require_same_bits(x.device, f"quantize of {x.dtype}", (x.dtype, target), round_check_elements, "Give x.cpu()")
+    require_same_bits_as_cpu(
+        x.device, f"quantize of {x.dtype}", (x.dtype, target), round_check_elements, "Give x.cpu()"
+    )
 
 
 def _round_by_engine(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:

@@ -13,7 +13,11 @@ from ..formats import BlockFormat, Format, get
 from ..formats._block import get_format_or_block
 from ..kernels import assume_constant_result, define_operator, disable_tracing, get_plain_address_or_zero
 from ..kernels._engine import allows_machine_code, choose_engine_and_reason
-from ..kernels._plain_memory import has_operator_interceptors, is_dense, refuse_tensor_without_plain_memory
+from ..kernels._plain_memory import (
+    has_operator_interceptors,
+    is_non_overlapping_and_dense,
+    refuse_tensor_without_plain_memory,
+)
 from ._blocks import BlockTarget, make_block_target, round_blocks_into
 from ._kernels import (
     RoundingPlan,
@@ -305,7 +309,7 @@ def _round_into(x: torch.Tensor, text: str, seed: int, counter: int, out: torch.
         round_blocks_into(x, target, key, out)
         return
     same_order = not has_partial_overlap(x, out) and x.stride() == out.stride() and (not draws or x.is_contiguous())
-    if same_order and is_dense(x):
+    if same_order and is_non_overlapping_and_dense(x):
         round_into(x, target, key, out)
         increment_tensor_version(out)
         return

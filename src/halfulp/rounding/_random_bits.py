@@ -120,15 +120,15 @@ def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 tensor of the same shape, uniform in [0, 2^32).
     """
-    return _draw_words_at_elements(_record_word_draw(), key, index)[0].to(torch.int64) & 0xFFFFFFFF
+    return _run_recorded_function_at_elements(_record_word_draw(), key, index)[0].to(torch.int64) & 0xFFFFFFFF
 
 
 def compute_stream_counters(key: int, index: torch.Tensor) -> list[torch.Tensor]:
     """Return the counters of elements at global indices under a key, and their stream's own words, as int32 words."""
-    return _draw_words_at_elements(get_stream_position_trace(), key, index)
+    return _run_recorded_function_at_elements(get_stream_position_trace(), key, index)
 
 
-def _draw_words_at_elements(piece: RecordedFunction, key: int, index: torch.Tensor) -> list[torch.Tensor]:
+def _run_recorded_function_at_elements(piece: RecordedFunction, key: int, index: torch.Tensor) -> list[torch.Tensor]:
     halves = (to_signed_integer(key & 0xFFFFFFFF, 32), to_signed_integer(key >> 32, 32))
     return run_trace_on_tensors(piece.trace, (), dict(enumerate((*halves, index))), piece.results)[0]
 

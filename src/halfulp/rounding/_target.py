@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..formats import Format, get
-from ..formats._reference import check_overflow_policy
+from ..formats._reference import resolve_overflow_policy
 from ._modes import Rounding
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,7 +43,7 @@ def make_target(format: Format, rounding: Rounding, overflow: str | None, dtype:
     Raises:
         ValueError: If the policy is not possible, or the dtype cannot hold the results.
     """
-    policy, held = check_overflow_policy(format, overflow), get(dtype)
+    policy, held = resolve_overflow_policy(format, overflow), get(dtype)
     _check_range(format, rounding, policy, dtype)
     holds_all = format.mantissa_bits >= held.mantissa_bits and format.max >= held.max
     if holds_all and format.smallest_subnormal <= held.smallest_subnormal and policy == "inf" and format.signed_zero:
@@ -132,7 +132,7 @@ def choose_word_layout(target: Target) -> WordLayout:
     Numbers of the format that are subnormal in float32, or whose draws would need a factor beyond its range, take
     the way through float64, which is exact.
     """
-    if _is_fixed_grid(target, WORD32_LAYOUT):
+    if _has_fixed_shift(target, WORD32_LAYOUT):
         return WORD32_LAYOUT
     deep = target.mode not in ("nearest", "toward_zero", "up", "down") and target.tiny_exponent < -95
     return WORD64_LAYOUT if deep or target.emin < -126 else WORD32_LAYOUT
@@ -210,7 +210,7 @@ def count_random_bits(target: Target) -> int:
 
 
 def _choose_rounding_path(target: Target, layout: WordLayout) -> str:
-    if _is_fixed_grid(target, layout):
+    if _has_fixed_shift(target, layout):
         return "fixed"
     normal = target.zero and (target.subnormals or target.mantissa_bits == 0)
     if target.mode == "stochastic":
@@ -222,7 +222,7 @@ def _choose_rounding_path(target: Target, layout: WordLayout) -> str:
     return "adder" if addable and roomy and fine else "packed"
 
 
-def _is_fixed_grid(target: Target, layout: WordLayout) -> bool:
+def _has_fixed_shift(target: Target, layout: WordLayout) -> bool:
     """Return whether the format's subnormals are the container's, so that every word loses the same bits."""
     if not (target.zero and target.subnormals and target.mantissa_bits):
         return False

@@ -94,7 +94,9 @@ _cast_operator = define_operator(
 
 
 @implements(_cast_operator, family="rescaling")
-def cast_scaled_tensor(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dtype | None) -> ScaledTensor:
+def normalize_and_cast_payload(
+    x: ScaledTensor, forward: torch.dtype | None, backward: torch.dtype | None
+) -> ScaledTensor:
     """Bring a payload to a root mean square of about 1 and round it; the scale takes the factor."""
     if forward is None:
         return x.clone()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels import power_of_two_below, record_function, round_to_float32, run_trace_on_tensors, select, sqrt
 from ..kernels._operations import bit_and, bit_or, real, word
-from ..kernels._plain_memory import is_dense
+from ..kernels._plain_memory import is_non_overlapping_and_dense
 from ..kernels._trace import Trace
 from ..kernels.triton._launch import find_checked_kernel, use_device
 from ..kernels.triton._writer import COMPILE_OPTIONS, load_triton_module, write_functions, write_module
@@ -115,7 +115,7 @@ def choose_sum_scale(scales, sign):
     return scale, compute_rescaling_factor(a, scale), compute_rescaling_factor(b, scale)
 
 
-def choose_affine_scale(scales, beta_power, power):
+def choose_addmm_scale(scales, beta_power, power):
     """Device function: the scale of beta base + alpha a b, and the factors of base and of a b."""
     base, s, t = scales
     both = s * t
@@ -375,9 +375,9 @@ def add_payloads(
     return payload, scale
 
 
-def compute_affine_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, power: float) -> Any:
+def compute_addmm_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, power: float) -> Any:
     """Return the scale of beta base + alpha a b, and the factors that bring the payloads of base and a b under it."""
-    kernel = FusedKernel("affine_factors", choose_affine_scale, None, (3, 2, 3))
+    kernel = FusedKernel("affine_factors", choose_addmm_scale, None, (3, 2, 3))
     return _run_fused_kernel(kernel, (), (s_base, sa, sb), (beta_power, power))
 
 
@@ -386,7 +386,7 @@ def measure_rms_scale(y: Tensor, storage: torch.dtype, zero_scale: float) -> Ten
     limit = torch.finfo(storage).max
 
     def launch_kernels(kernels: dict[str, Any], y: Tensor) -> list[Tensor]:
-        y = _view_dense_memory(y)
+        y = _get_dense_kernel_array(y)
         blocks = -(-y.numel() // BLOCK_ELEMENTS)
         programs = min(blocks, MAX_PARTIAL_SUMS)
         parts = torch.empty(3 * programs, dtype=torch.float64, device=y.device)
@@ -410,7 +410,7 @@ def measure_rms_scale(y: Tensor, storage: torch.dtype, zero_scale: float) -> Ten
 def is_elementwise_pair(x: Tensor, y: Tensor) -> bool:
     """Return whether two payloads lie alike, or the second repeats along the first."""
     if x.shape == y.shape:
-        return x.stride() == y.stride() and is_dense(x)
+        return x.stride() == y.stride() and is_non_overlapping_and_dense(x)
     is_suffix = 0 < y.dim() <= x.dim() and x.shape[x.dim() - y.dim() :] == y.shape
     return is_suffix and x.is_contiguous() and y.is_contiguous()
 
@@ -422,7 +422,7 @@ def _run_fused_kernel(
     same = len(payloads) < 2 or payloads[0].shape == payloads[1].shape
 
     def launch_kernels(module: dict[str, Any], *given: Tensor) -> list[Tensor]:
-        dense = [_view_dense_memory(x) for x in given[: len(payloads)]]
+        dense = [_get_dense_kernel_array(x) for x in given[: len(payloads)]]
         made = [torch.empty((), dtype=torch.float32, device=given[0].device) for _ in range(kernel.operand_counts[2])]
         constants = *given[len(payloads) :], *made, *numbers
         if not dense:
@@ -430,7 +430,7 @@ def _run_fused_kernel(
             return made
         out = torch.empty_like(dense[0], dtype=kernel.result_dtype)
         count, period = dense[0].numel(), dense[-1].numel()
-        arrays = *dense, _view_dense_memory(out)
+        arrays = *dense, _get_dense_kernel_array(out)
         grid = (max(1, -(-count // BLOCK_ELEMENTS)),)
         module["kernel"][grid](*arrays, count, period, *constants, same, BLOCK_ELEMENTS, **COMPILE_OPTIONS)
         return [out, *made]
@@ -488,7 +488,7 @@ def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Te
     return found + [torch.full((), power, dtype=torch.float32, device="cpu") for power in powers]
 
 
-def _view_dense_memory(x: Tensor) -> Tensor:
+def _get_dense_kernel_array(x: Tensor) -> Tensor:
     """Return a payload whose elements lie without gaps, those of eight bits as bytes."""
-    x = x if is_dense(x) else x.contiguous()
+    x = x if is_non_overlapping_and_dense(x) else x.contiguous()
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

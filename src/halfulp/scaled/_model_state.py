@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .._messages import name_type
-from ..subclass.models._state_dict import StateDictLayout, check_state_dict, divide_exactly, register_layout
+from ..subclass.models._state_dict import StateDictLayout, check_is_state_dict, divide_by_scale_exactly, register_layout
 from . import _powers_of_two as _powers
 from ._operands import encode_plain_tensor
 from ._registry import LOGICAL_DTYPES, check_storage_dtype
@@ -43,7 +43,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     >>> layer.load_state_dict(plain_state_dict(scalify(torch.nn.Linear(3, 2)).state_dict()))
     <All keys matched successfully>
     """
-    check_state_dict(state_dict, "plain_state_dict")
+    check_is_state_dict(state_dict, "plain_state_dict")
     names = {name.removesuffix(_SCALE_SUFFIX) for name in state_dict if name.endswith(_SCALE_SUFFIX)}
     names = {name for name in names if _is_scaled_entry(state_dict.get(name), state_dict[name + _SCALE_SUFFIX])}
     plain = {}
@@ -114,7 +114,7 @@ def _join_values_and_scale(state_dict: Mapping[str, Any], name: str, dtype: torc
         raise ValueError(f"{error}; the file is damaged") from None
     if isinstance(values, ScaledTensor) or not isinstance(values, Tensor) or values.dtype not in LOGICAL_DTYPES:
         return values
-    payload = divide_exactly(values, scale, storage)
+    payload = divide_by_scale_exactly(values, scale, storage)
     return values if payload is None else wrap_payload(payload, scale, dtype)
 
 

@@ -39,9 +39,9 @@ from ._scaled_tensor import (
     ScaledTensor,
     choose_widest_storage,
     convert_storage_and_dtype,
+    get_float32_payload,
     measure_rms_scale,
     round_to_storage,
-    to_float32,
     wrap_payload,
 )
 
@@ -91,10 +91,10 @@ def bring_payload_under_scale(x: ScaledTensor, scale: Tensor, storage: torch.dty
         return fused.multiply_payload(x._payload, (x._scale, scale), storage, "brought")[0]
     over, under = _powers.read_scale(x._scale), _powers.read_scale(scale)
     if over is not None and under is not None:
-        return round_to_storage(_powers.multiply_without_overflow(to_float32(x), over / under), storage)
+        return round_to_storage(_powers.multiply_without_overflow(get_float32_payload(x), over / under), storage)
     # At most 2^100, so that nothing but a product is to be computed.
     factor = (x._scale / scale).clamp(_powers.SMALLEST_SCALE, _powers.HUGE_SCALE)
-    return round_to_storage(to_float32(x) * factor, storage)
+    return round_to_storage(get_float32_payload(x) * factor, storage)
 
 
 def replace_underflows(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
@@ -103,15 +103,15 @@ def replace_underflows(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     storage = x._payload.dtype
     if storage in FULL_RANGE_STORAGES:
         return x
-    payload = to_float32(x)
+    payload = get_float32_payload(x)
     least = torch.full_like(exact, SMALLEST_PAYLOAD_NUMBER_BY_STORAGE[storage]).copysign(exact)
     return wrap_payload(torch.where((payload == 0) & (exact != 0), least, payload).to(storage), x._scale, x.dtype)
 
 
 def round_second_moment_above_zero(total: ScaledTensor, x: ScaledTensor, squares: ScaledTensor) -> ScaledTensor:
     """Return total = x + squares in x's storage, without sums of positive numbers that become 0: divisors."""
-    rounded = fit_scaled_tensor(to_float32(total), total._scale, x._payload.dtype, total.dtype)
-    before, added = to_float32(x), to_float32(squares)
+    rounded = fit_scaled_tensor(get_float32_payload(total), total._scale, x._payload.dtype, total.dtype)
+    before, added = get_float32_payload(x), get_float32_payload(squares)
     return replace_underflows(rounded, torch.where((before >= 0) & (added >= 0), torch.maximum(before, added), 0.0))
 
 
@@ -171,7 +171,7 @@ LEAST_OUTLIER = 2.0**24
 # Narrower ranges hold less beside other numbers.
 LEAST_OUTLIER_BY_STORAGE = dict.fromkeys(STORAGE_DTYPES, LEAST_OUTLIER) | {torch.float8_e4m3fn: 2.0**12}
 # The least magnitude to which an outlier may saturate: exp(-128) is 0 in float32.
-LEAST_SATURATION_MAGNITUDE = 128.0
+LEAST_OUTLIER_CLAMP_LIMIT = 128.0
 
 
 def has_no_outlier(x: Tensor, size: float, is_negative: bool = True) -> bool:
@@ -186,7 +186,7 @@ def measure_scale_without_outliers(
     x: Tensor,
     storage: torch.dtype,
     size: float = LEAST_OUTLIER,
-    least: float = LEAST_SATURATION_MAGNITUDE,
+    least: float = LEAST_OUTLIER_CLAMP_LIMIT,
     is_negative: bool = True,
     is_wide: bool = False,
     among_zeros: bool = True,
@@ -250,7 +250,7 @@ def promote_dtypes(arguments: Iterable[Any]) -> torch.dtype:
 
 
 # So many times beyond its range a payload takes a larger scale, as others keep their digits under it.
-_OVERFLOW_ROOM_BY_STORAGE = {torch.float16: 2.0**6, torch.float8_e5m2: 2.0**6}
+_MAX_RESCALED_OVERFLOW_BY_STORAGE = {torch.float16: 2.0**6, torch.float8_e5m2: 2.0**6}
 
 
 def _is_plain_float_tensor(x: Any) -> bool:
@@ -264,7 +264,7 @@ def encode_ignoring_outliers(x: Any, like: ScaledTensor, factor: Any = 1.0, amon
     # What a home of float16 keeps in float32 for now is to fit float16 in the end.
     storage = torch.float16 if like._home == torch.float16 else like._payload.dtype
     size = _find_least_outlier(storage, factor)
-    least = min(LEAST_SATURATION_MAGNITUDE * size / LEAST_OUTLIER_BY_STORAGE[storage], size)
+    least = min(LEAST_OUTLIER_CLAMP_LIMIT * size / LEAST_OUTLIER_BY_STORAGE[storage], size)
     is_wide = storage in FULL_RANGE_STORAGES
     scale = measure_scale_without_outliers(x, storage, size, least, False, is_wide, among_zeros)
     made = encode_plain_tensor(x, torch.float32, scale)
@@ -308,7 +308,7 @@ def saturate_outliers(values: Tensor, scale: Tensor, storage: torch.dtype, *larg
     limits = torch.finfo(storage)
     if _powers.has_readable_values(values):
         top = values.abs().nan_to_num(0.0, 0.0, 0.0).amax().item() if values.numel() else 0.0
-        room = limits.max * _OVERFLOW_ROOM_BY_STORAGE.get(storage, 1.0)
+        room = limits.max * _MAX_RESCALED_OVERFLOW_BY_STORAGE.get(storage, 1.0)
         if top * scale.item() <= _powers.FLOAT32_MAX / 2 and top <= room:
             return values
     # A number that is rounded up to the payload's next must not decode to infinity.
@@ -323,7 +323,7 @@ WIDE_MODES = get_args(WideMode)
 OperandPreparation = Callable[[tuple, dict], tuple[tuple, dict]]
 
 
-def choose_home(storage: torch.dtype, wide: str) -> torch.dtype | None:
+def choose_home_for_storage(storage: torch.dtype, wide: str) -> torch.dtype | None:
     """Return the home of tensors of a storage: float16 for eight bits, as for products; None if nothing is wider."""
     if wide not in WIDE_MODES:
         raise ValueError(f"wide={wide!r}: allowed are {', '.join(map(repr, WIDE_MODES))}")
@@ -355,7 +355,7 @@ def widen_payload(x: Any) -> Any:
     """Return a scaled tensor with a float32 payload, and anything else unchanged."""
     if type(x) is not ScaledTensor or x._payload.dtype == torch.float32:
         return x
-    return wrap_payload(to_float32(x), x._scale, x.dtype, x._home)
+    return wrap_payload(get_float32_payload(x), x._scale, x.dtype, x._home)
 
 
 def map_tree(function: Callable[[Any], Any], x: Any) -> Any:
@@ -368,12 +368,14 @@ def map_tree(function: Callable[[Any], Any], x: Any) -> Any:
     return tree_map(function, x) if isinstance(x, (tuple, list, dict)) else function(x)
 
 
-def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
+def _map_arguments_and_options(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
     return map_tree(change, arguments), map_tree(change, options)
 
 
-widen_operands = functools.partial(_map_tensors, widen_payload)
-round_operands_to_home = functools.partial(_map_tensors, lambda x: round_to_home(x) if is_wider_than_home(x) else x)
+widen_operands = functools.partial(_map_arguments_and_options, widen_payload)
+round_operands_to_home = functools.partial(
+    _map_arguments_and_options, lambda x: round_to_home(x) if is_wider_than_home(x) else x
+)
 
 
 def widen_operands_if_one_is_wide(arguments: tuple, options: dict) -> tuple[tuple, dict]:

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from .._names import describe_unknown_name
 from ..kernels import list_present_operators
 from ..subclass import RuleTable
-from ..subclass._rule_table import GivenRule, Rule
+from ..subclass._rule_table import Rule, RuleType
 
 STORAGE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
 LOGICAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -152,7 +152,7 @@ class ComplexOperandError(Exception):
     """Raised for a complex operand: the operator runs on plain values, and the result is plain."""
 
 
-def implements(*operators: OpOverload, family: str = "own") -> Callable[[GivenRule], GivenRule]:
+def implements(*operators: OpOverload, family: str = "own") -> Callable[[RuleType], RuleType]:
     """Register a function as the rule of torch operators for scaled tensors, as a decorator.
 
     The function takes the operator's own arguments, of which some are ScaledTensors, runs below autograd, and returns
@@ -178,9 +178,9 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[GivenRu
     if family not in FAMILY_BY_NAME:
         raise ValueError(describe_unknown_name("family", family, FAMILY_BY_NAME))
     known = list_present_operators(operators)
-    register: Callable[[GivenRule], GivenRule] = _rule_table.implements(*known)
+    register: Callable[[RuleType], RuleType] = _rule_table.implements(*known)
 
-    def register_in_family(rule: GivenRule) -> GivenRule:
+    def register_in_family(rule: RuleType) -> RuleType:
         for operator in known:
             FAMILY_BY_OPERATOR[operator] = family
             _rule_table_with_home.drop_derived_rule(operator)
@@ -189,10 +189,10 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[GivenRu
     return register_in_family
 
 
-def implements_each(*operators: OpOverload, family: str) -> Callable[[GivenRule], GivenRule]:
+def implements_each(*operators: OpOverload, family: str) -> Callable[[RuleType], RuleType]:
     """Register a function of an operator and of its arguments as the rule of several operators, as a decorator."""
 
-    def register(rule: GivenRule) -> GivenRule:
+    def register(rule: RuleType) -> RuleType:
         for operator in list_present_operators(operators):
             implements(operator, family=family)(functools.partial(rule, operator))
         return rule

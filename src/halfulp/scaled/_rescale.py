@@ -51,7 +51,7 @@ def rescale(x: Tensor, side: RescaleSide = "forward") -> Tensor:
     if not isinstance(x, ScaledTensor):
         return x
     gradient_side = _RescaleGradientWithJvp if is_under_transform() else _RescaleGradient
-    run: Callable[[Tensor], Tensor] = _rescale_payload if side == "forward" else gradient_side.apply
+    run: Callable[[Tensor], Tensor] = _rescale_differentiably if side == "forward" else gradient_side.apply
     return run(x)
 
 
@@ -71,7 +71,7 @@ def normalize_payload(x: ScaledTensor) -> ScaledTensor:
 
 
 # The identity on values, in derivatives too.
-_rescale_payload = make_differentiable(
+_rescale_differentiably = make_differentiable(
     _rescale_operator,
     lambda ctx, inputs, output: None,
     lambda context, gradient: gradient,
@@ -89,7 +89,7 @@ class _RescaleGradient(torch.autograd.Function):
     @staticmethod
     @disable_tracing
     def backward(context: Any, gradient: Tensor) -> Tensor:
-        rescaled: Tensor = _rescale_payload(gradient)
+        rescaled: Tensor = _rescale_differentiably(gradient)
         return rescaled
 
 

@@ -19,7 +19,7 @@ from ..subclass._composite_tensor import (
     restore_autograd_marks,
 )
 from ..subclass._in_backward import refuse_make_fx
-from ..subclass._rule_table import GivenRule, is_in_quotient_formula
+from ..subclass._rule_table import RuleType, is_in_quotient_formula
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._registry import (
@@ -109,7 +109,7 @@ class ScaledTensor(CompositeTensor):
         if torch._C._len_torch_dispatch_stack():
             refuse_make_fx("ScaledTensor")
         try:
-            home = find_home(arguments, options)
+            home = find_home_of_arguments(arguments, options)
             if home is not None or is_in_quotient_formula():
                 return find_rule_with_home(operator)(home, arguments, options or {})
             return find_rule(operator)(*arguments, **(options or {}))
@@ -175,7 +175,7 @@ class ScaledTensor(CompositeTensor):
         return made
 
     @staticmethod
-    def implements(*operators: Any) -> Callable[[GivenRule], GivenRule]:
+    def implements(*operators: Any) -> Callable[[RuleType], RuleType]:
         """Register a function as the rule of torch operators, as a decorator: see `halfulp.scaled.implements`."""
         return implements(*operators)
 
@@ -227,7 +227,7 @@ class ScaledTensor(CompositeTensor):
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
         """Change the payload's dtype in place: round the values once, keep the scale."""
         check_storage_dtype(dtype)
-        self._payload = round_to_storage(to_float32(self), dtype)
+        self._payload = round_to_storage(get_float32_payload(self), dtype)
         return self
 
     def _list_plain_tensors(self) -> list[Tensor]:
@@ -337,7 +337,7 @@ def wrap_payload(
     return made
 
 
-def find_home(arguments: Iterable[Any], options: dict[str, Any] | None) -> torch.dtype | None:
+def find_home_of_arguments(arguments: Iterable[Any], options: dict[str, Any] | None) -> torch.dtype | None:
     """Return the home of the first argument that has one, in lists too."""
     for x in arguments:
         kind = type(x)
@@ -345,9 +345,9 @@ def find_home(arguments: Iterable[Any], options: dict[str, Any] | None) -> torch
             home: torch.dtype | None = x._home
             if home is not None:
                 return home
-        elif (kind is list or kind is tuple) and (home := find_home(x, None)) is not None:
+        elif (kind is list or kind is tuple) and (home := find_home_of_arguments(x, None)) is not None:
             return home
-    return find_home(options.values(), None) if options else None
+    return find_home_of_arguments(options.values(), None) if options else None
 
 
 def decode_if_scaled(x: Any) -> Any:
@@ -357,7 +357,7 @@ def decode_if_scaled(x: Any) -> Any:
 
 def change_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     """Return the same values under another scale, in the same storage."""
-    payload = _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale))
+    payload = _powers.multiply_by_power(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
     return wrap_payload(round_to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
@@ -376,8 +376,8 @@ def convert_storage_and_dtype(
 ) -> ScaledTensor:
     """Return the values in another logical dtype and storage, under a measured scale if the storage is narrower."""
     if choose_widest_storage((x._payload.dtype, storage)) == storage:
-        return wrap_payload(round_to_storage(to_float32(x), storage), x._scale, dtype, home)
-    payload = to_float32(x)
+        return wrap_payload(round_to_storage(get_float32_payload(x), storage), x._scale, dtype, home)
+    payload = get_float32_payload(x)
     level = measure_rms_scale(payload, storage)
     scale, rest = _powers.multiply_scales(x._scale, level)
     return wrap_payload(round_to_storage(_powers.multiply_by_power(payload / level, rest), storage), scale, dtype, home)
@@ -426,7 +426,7 @@ def _encode_tensor(x: Tensor, storage: torch.dtype, scale: Tensor | None, home: 
     if scale is None:
         scale = measure_rms_scale(x, storage)
     payload = wide / scale.to(wide.dtype)
-    _check_payload_fits(wide, payload.to(torch.float32), storage, scale)
+    _check_payload_range(wide, payload.to(torch.float32), storage, scale)
     return wrap_payload(round_to_storage(payload, storage), scale, x.dtype, home)
 
 
@@ -435,7 +435,7 @@ def _decode_tensor(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
     return value.clone() if value is x._payload else value
 
 
-def _check_payload_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
+def _check_payload_range(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
     """Raise if a finite value is beyond the payload's range; values that are not concrete saturate instead."""
     if not _powers.has_readable_values(payload) or not payload.numel():
         return
@@ -497,7 +497,7 @@ def choose_widest_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
     return torch.float16 if width == 0 else torch.float32
 
 
-def to_float32(x: ScaledTensor) -> Tensor:
+def get_float32_payload(x: ScaledTensor) -> Tensor:
     """Return the payload in float32, in which rules compute."""
     return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
 

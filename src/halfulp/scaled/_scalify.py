@@ -28,7 +28,7 @@ from ..subclass.models._conversion import (
 )
 from ..subclass.models._float32_products import get_original_class
 from ._float8 import linear_fp8
-from ._operands import WideMode, choose_home, encode_plain_tensor, is_wider_than_home, round_to_home
+from ._operands import WideMode, choose_home_for_storage, encode_plain_tensor, is_wider_than_home, round_to_home
 from ._registry import FULL_RANGE_STORAGES, LOGICAL_DTYPES, check_storage_dtype, implements
 from ._rescale import RescaledLayersOption, find_rescaled_modules, rescale_input_gradient
 from ._scaled_tensor import ScaledTensor, convert_tensor
@@ -75,21 +75,21 @@ def _round_results_to_home(module: nn.Module, arguments: tuple[Any, ...], result
 
 
 # `like` makes the result a scaled tensor, in compiled graphs too: operators of plain tensors give plain ones.
-_encode_like_operator = define_operator(
+_encode_as_scaled_operator = define_operator(
     "scaled_like(Tensor x, Tensor like, ScalarType storage) -> Tensor",
     lambda x, like, storage: x.clone(),
     lambda x, like, storage: torch.empty_like(x),
 )
 
 
-@implements(_encode_like_operator, family="creation")
-def encode_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTensor:
+@implements(_encode_as_scaled_operator, family="creation")
+def encode_as_scaled(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTensor:
     """Encode a plain tensor as payload x scale, the scale measured."""
     made: ScaledTensor = encode_plain_tensor(x, storage)
     return made.clone() if made._payload is x else made
 
 
-def _save_input_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # torch passes them by these names
+def _save_gradient_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # torch passes them by these names
     ctx.dtype = inputs[0].dtype
 
 
@@ -99,7 +99,7 @@ def _decode_gradient(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     return plain, None, None
 
 
-torch.library.register_autograd("halfulp::scaled_like", _decode_gradient, setup_context=_save_input_dtype)
+torch.library.register_autograd("halfulp::scaled_like", _decode_gradient, setup_context=_save_gradient_dtype)
 
 
 def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -> Any:
@@ -110,7 +110,7 @@ def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -
         if not _is_plain_float(x):
             return x
         if torch.compiler.is_compiling():
-            return _encode_like_operator(x, like, storage)
+            return _encode_as_scaled_operator(x, like, storage)
         return ScaledTensor.encode(x, storage, home=like.home)
 
     return tree_map(encode, arguments)
@@ -131,7 +131,7 @@ _plain_input_operator = define_operator(
 torch.library.register_autograd(
     "halfulp::plain_input",
     lambda context, gradient: _decode_gradient(context, gradient)[0],
-    setup_context=_save_input_dtype,
+    setup_context=_save_gradient_dtype,
 )
 
 
@@ -178,7 +178,7 @@ def scalify_function(
     ScaledTensor([3., 6.], scale=2^3, payload=torch.float16)
     """
     check_storage_dtype(dtype)
-    home = choose_home(dtype, wide)
+    home = choose_home_for_storage(dtype, wide)
     if not callable(function):
         raise TypeError(f"scalify takes a module or a function, got {type(function).__name__}")
 
@@ -269,7 +269,7 @@ def scalify(
     torch.float16
     """
     check_storage_dtype(dtype)
-    home = choose_home(dtype, wide)
+    home = choose_home_for_storage(dtype, wide)
     if matmul not in (None, "fp8"):
         raise ValueError(f"matmul={matmul!r}: allowed are None and 'fp8'")
     if isinstance(model, type):
@@ -371,7 +371,7 @@ def _set_eight_bit_forwards(model: nn.Module, matmul: str | None) -> None:
     """Give linear layers with a scaled weight the forward of a kind of products, or restore their own."""
     for module in model.modules():
         given = module.__dict__.get("forward")
-        if isinstance(given, functools.partial) and given.func in (_run_linear_fp8, _run_conv1d_fp8):
+        if isinstance(given, functools.partial) and given.func in (_run_linear_fp8, _run_transposed_linear_fp8):
             del module.__dict__["forward"]
         forward = find_eight_bit_forward(module) if matmul == "fp8" else None
         if forward is not None and isinstance(module.weight, ScaledTensor):
@@ -384,12 +384,12 @@ def find_eight_bit_forward(module: nn.Module) -> Callable[..., Any] | None:
         return _run_linear_fp8
     # transformers' layer of GPT-2, known by name: the library is not imported for it.
     is_transposed = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
-    return _run_conv1d_fp8 if is_transposed else None
+    return _run_transposed_linear_fp8 if is_transposed else None
 
 
 def _run_linear_fp8(module: nn.Linear, input: Tensor) -> Tensor:
     return linear_fp8(input, module.weight, module.bias)
 
 
-def _run_conv1d_fp8(module: Any, x: Tensor) -> Tensor:
+def _run_transposed_linear_fp8(module: Any, x: Tensor) -> Tensor:
     return linear_fp8(x, module.weight.t(), module.bias)

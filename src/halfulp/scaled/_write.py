@@ -17,8 +17,8 @@ from ._scaled_tensor import (
     SMALLEST_PAYLOAD_NUMBER_BY_STORAGE,
     ScaledTensor,
     decode_if_scaled,
+    get_float32_payload,
     round_to_storage,
-    to_float32,
 )
 
 
@@ -45,10 +45,10 @@ def write_values(x: Tensor, value: Any) -> Tensor:
     if is_whole:
         # The same storage is copied without computing: torch runs such copies after a compiled graph, outside of it.
         same = value._payload.dtype == x._payload.dtype
-        payload, scale = value._payload if same else to_float32(value), value._scale
+        payload, scale = value._payload if same else get_float32_payload(value), value._scale
     else:
         scale = torch.where(x._scale == _powers.ZERO_SCALE, value._scale, x._scale)
-        payload = _powers.multiply_by_power(to_float32(value), _powers.divide_scales(value._scale, scale))
+        payload = _powers.multiply_by_power(get_float32_payload(value), _powers.divide_scales(value._scale, scale))
         _check_written_value_fits(x, payload, value)
     if x._payload.dtype == torch.bfloat16 and payload.dtype == torch.float32:
         # Finite numbers that bfloat16 would round to infinity, as float32's largest, saturate.
@@ -74,7 +74,9 @@ def _check_written_value_fits(x: ScaledTensor, payload: Tensor, value: ScaledTen
             )
         return
     top = payload.abs().amax().item() if payload.numel() else 1.0
-    if top <= SMALLEST_PAYLOAD_NUMBER_BY_STORAGE[storage] / 2 and (amax := to_float32(value).abs().amax().item()):
+    if top <= SMALLEST_PAYLOAD_NUMBER_BY_STORAGE[storage] / 2 and (
+        amax := get_float32_payload(value).abs().amax().item()
+    ):
         reason, wanted = f"a value of magnitude {amax * value._scale.item():g} is 0 in {storage}", "smaller"
     elif not top <= largest and bool(_has_overflow(payload, value, largest)):
         reason, wanted = f"a value is out of {storage}'s range", "larger"
@@ -109,7 +111,7 @@ def refuse_vanishing_indexed_write(name: str, given: Mapping[str, Any], x: Any, 
     targets = [one for one in (given.get("mask"), given.get("index"), *given.get("indices", ())) if one is not None]
     if any(not (one.any() if one.dtype in (torch.bool, torch.uint8) else one.numel()) for one in targets):
         return  # nothing is written
-    largest, scale = to_float32(value).abs().amax().item() * value._scale.item(), result._scale.item()
+    largest, scale = get_float32_payload(value).abs().amax().item() * value._scale.item(), result._scale.item()
     if largest and largest <= scale * (SMALLEST_PAYLOAD_NUMBER_BY_STORAGE[x._payload.dtype] / 2):
         raise ValueError(
             f"a value of magnitude {largest:g} is 0 in {x._payload.dtype} under the scale {scale:g} of the tensor that "
@@ -118,4 +120,4 @@ def refuse_vanishing_indexed_write(name: str, given: Mapping[str, Any], x: Any, 
 
 
 def _has_overflow(payload: Tensor, value: ScaledTensor, largest: float) -> Tensor:
-    return ((payload.abs() > largest) & to_float32(value).isfinite()).any()
+    return ((payload.abs() > largest) & get_float32_payload(value).isfinite()).any()

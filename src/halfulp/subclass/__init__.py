@@ -9,5 +9,5 @@ from ._rule_table import record_fallbacks as record_fallbacks
 from ._rule_table import strict as strict
 from .models._conversion import fallbacks as fallbacks
 from .models._float32_products import float32_products as float32_products
+from .models._parameter_holders import list_live_sharded_modules as list_live_sharded_modules
 from .models._parameter_holders import list_shard_groups as list_shard_groups
-from .models._parameter_holders import list_sharded_modules as list_sharded_modules

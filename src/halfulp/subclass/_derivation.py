@@ -12,15 +12,15 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
-from ..kernels import find_torch_operators
+from ..kernels import find_operator_namespace
 from ._collectives import is_collective, refuse_collective
 from ._composite_tensor import CompositeTensor
 from ._rule_table import Rule
 
-aten = find_torch_operators("aten")
+aten = find_operator_namespace("aten")
 
 
-def overloads(*packets: OpOverloadPacket) -> list[OpOverload]:
+def list_functional_overloads(*packets: OpOverloadPacket) -> list[OpOverload]:
     """Return the overloads of operators that are neither views, nor composites, and write no argument."""
     found = [getattr(packet, name) for packet in packets for name in packet.overloads()]
     return [
@@ -36,11 +36,11 @@ def overloads(*packets: OpOverloadPacket) -> list[OpOverload]:
 
 def parse_operators(names: str) -> list[OpOverload]:
     """Return aten's operators of a text of names."""
-    # "name" is an operator's default overload, "name.overload" another, and "name.*" all that `overloads` finds.
+    # "name" is an operator's default overload, "name.overload" another, "name.*" the functional ones.
     found: list[OpOverload] = []
     for name, _, overload in (one.partition(".") for one in names.split()):
         packet = getattr(aten, name)
-        found += overloads(packet) if overload == "*" else [getattr(packet, overload or "default")]
+        found += list_functional_overloads(packet) if overload == "*" else [getattr(packet, overload or "default")]
     return found
 
 

@@ -33,7 +33,7 @@ def is_in_backward() -> bool:
     return _get_graph_task_id() != -1
 
 
-def gives_plain_gradient(gradients: str, has_gradient: bool) -> bool:
+def wants_plain_gradient_result(gradients: str, has_gradient: bool) -> bool:
     """Return whether a result is a gradient that is to be rounded to a plain tensor."""
     # Only where an operand may be a gradient: a plain one, or the ones that a backward pass begins with. What is
     # computed of saved values alone keeps all components: a difference or a comparison of them needs every digit.
@@ -46,9 +46,9 @@ def gives_plain_gradient(gradients: str, has_gradient: bool) -> bool:
     )
 
 
-def gives_plain_gradient_of(x: Any) -> bool:
+def wants_plain_gradient_result_from(x: Any) -> bool:
     """Return whether the gradient of a function of one MCTensor is a plain tensor."""
-    return gives_plain_gradient(x._gradients, x._seeds_backward or len(x._parts) == 1)
+    return wants_plain_gradient_result(x._gradients, x._seeds_backward or len(x._parts) == 1)
 
 
 def is_storing_plain_gradient(gradients: str) -> bool:
@@ -148,7 +148,7 @@ def refuse_jit_trace(kind: str) -> None:
         _refuse_recorder("torch.jit.trace", kind)
 
 
-def refuse_tracing_of(model: nn.Module) -> None:
+def refuse_jit_trace_of_model(model: nn.Module) -> None:
     """Raise where torch.jit.trace records a call of a model with parameters of these classes."""
     if torch._C._is_tracing():
         for kind in {type(p.data).__name__ for p in model.parameters()} & _PLAIN_MODEL_MAKER_BY_CLASS.keys():

@@ -80,7 +80,7 @@ def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> Non
 
 
 Rule = Callable[..., Any]
-GivenRule = TypeVar("GivenRule", bound=Rule)
+RuleType = TypeVar("RuleType", bound=Rule)
 
 
 class RuleTable:
@@ -108,7 +108,7 @@ class RuleTable:
         """Drop an operator's derived rule, so that it is derived anew."""
         self._derived.pop(operator, None)
 
-    def implements(self, *operators: OpOverload) -> Callable[[GivenRule], GivenRule]:
+    def implements(self, *operators: OpOverload) -> Callable[[RuleType], RuleType]:
         """Return a decorator that registers a function as the rule of operators, of which torch may lack some."""
         known = list_present_operators(operators)
         for operator in known:
@@ -117,7 +117,7 @@ class RuleTable:
             if operator in self.rules:
                 raise ValueError(f"{operator} has a rule already: no operator has two")
 
-        def register(rule: GivenRule) -> GivenRule:
+        def register(rule: RuleType) -> RuleType:
             for operator in known:
                 self.rules[operator] = rule
                 self.drop_derived_rule(operator)

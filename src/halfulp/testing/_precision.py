@@ -126,10 +126,10 @@ MAX_TOLERANCE = 0.5
 # How much farther than its twin, a float32 run from a start that differs by 1e-7, a run may be for that reason alone.
 ALLOWED_MULTIPLE_OF_TWIN_DIFFERENCE = 4
 # A gradient that is 0 but for rounding is measured beside the others: by this share of their root mean square.
-GRADIENT_NORM_FLOOR = 0.1
+GRADIENT_FLOOR_SHARE_OF_RMS = 0.1
 # Losses that are small differences are measured beside their terms: by a share that makes an allowance of 32 eps
 # one of 4 eps of the terms.
-LOSS_DIFFERENCE_FLOOR_SHARE = 0.125
+LOSS_FLOOR_SHARE_OF_TERMS = 0.125
 _MAX_SHOWN_DIFFERENCES = 8
 
 
@@ -324,14 +324,14 @@ def _list_differences_from_float32(
 ) -> list[DifferenceFromFloat32]:
     """Return the differences of a run from float32's, the one that is farthest beyond its allowance first."""
     losses = (torch.tensor(run.losses, dtype=torch.float64, device="cpu") for run in (plain, twin, narrow))
-    floor = LOSS_DIFFERENCE_FLOOR_SHARE * math.hypot(*plain.loss_term_norms)
+    floor = LOSS_FLOOR_SHARE_OF_TERMS * math.hypot(*plain.loss_term_norms)
     rows: list[tuple[Any, ...]] = [(f"losses of {len(plain.losses)} steps", *losses, floor)]
     gradients = [x for name, x in plain.results.items() if name.startswith(GRADIENT_RESULT_PREFIX)]
     elements = sum(x.numel() for x in gradients)
     typical = math.sqrt(sum(float(x.square().sum()) for x in gradients) / max(1, elements))
     for name, wanted in plain.results.items():
         floor = (
-            GRADIENT_NORM_FLOOR * typical * math.sqrt(wanted.numel())
+            GRADIENT_FLOOR_SHARE_OF_RMS * typical * math.sqrt(wanted.numel())
             if name.startswith(GRADIENT_RESULT_PREFIX)
             else 0.0
         )

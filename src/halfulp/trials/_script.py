@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import __version__, optim, recipes
 from .._extensions import load_inherited_extensions
 from ..environment import count_cores, describe_processor
-from ..observation.scripts import find_module_of_parameters, listen_to_backward_losses, run_script
+from ..observation.scripts import find_outermost_module_of_parameters, listen_to_backward_losses, run_script
 from ..recipes import Recipe
 from ..recipes._optimizer import choose_optimizer_state_dtype, split_groups_by_update
 from ._defaults import REFERENCE_RECIPE, TWIN_RECIPE
@@ -104,13 +104,13 @@ def _make_optimizer_init_that_converts(kind: Any, recipe: Recipe, done: Substitu
             raise RecipeRefusal(f"it makes several optimizers; {_REPLACED_OPTIMIZERS_HINT}")
         given = dict(inspect.signature(init).bind(optimizer, *args, **options).arguments)
         groups = _list_param_groups(given.pop("params"))
-        model = find_module_of_parameters(parameter for group in groups for parameter in group["params"])
+        model = find_outermost_module_of_parameters(parameter for group in groups for parameter in group["params"])
         if model is None:
             raise RecipeRefusal("no module holds the optimizer's parameters, so that there is no model to convert")
         given.pop("self")
         try:
             recipes.convert(model, recipe)
-            if recipe.narrow:
+            if recipe.is_narrow:
                 optimizer.__class__ = own = optim.OPTIMIZERS[kind.__name__]
                 names = {id(parameter): key for key, parameter in model.named_parameters()}
                 groups = [
@@ -123,7 +123,7 @@ def _make_optimizer_init_that_converts(kind: Any, recipe: Recipe, done: Substitu
                 own.__init__(optimizer, groups, **given)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise RecipeRefusal(" ".join(str(error).split())) from error
-        if not recipe.narrow:
+        if not recipe.is_narrow:
             init(optimizer, groups, **given)
         done.optimizer = weakref.ref(optimizer)
 

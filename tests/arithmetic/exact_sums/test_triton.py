@@ -130,10 +130,10 @@ def test_the_compiler_loads_whole_vectors_and_spills_nothing(product, capability
 
     def compiled(table):
         kernel = kernels._compile_table_kernel("triton", table)
-        names = kernel.run.arg_names
+        names = kernel.triton_function.arg_names
         types = {"chunks": "*i64", "rows": "*i64", "width": "i64", "aligned": "constexpr"}
         source = triton.compiler.ASTSource(
-            kernel.run, {name: types[name] for name in names}, {(names.index("aligned"),): True}
+            kernel.triton_function, {name: types[name] for name in names}, {(names.index("aligned"),): True}
         )
         ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.options).asm["ptx"]
         (tmp_path / "kernel.ptx").write_text(ptx)

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from halfulp.arithmetic import average, product, running, split, total
+from halfulp.arithmetic import average, product, running_sum, split, total
 from halfulp.kernels import engine, same_bits
 
 from ..expansion_values import PRECISION, exact
@@ -184,7 +184,7 @@ def test_threads_and_strides_do_not_change_bits(seed):
 @pytest.mark.parametrize("shape", [(100,), (3, 17), (2, 0), ()], ids=str)
 def test_running_sums(shape, seed):
     x = parts_of(shape, torch.float64, 2)
-    got = running(x, -1, 2) if shape else running(x, 0, 2)
+    got = running_sum(x, -1, 2) if shape else running_sum(x, 0, 2)
     plain = x[0].cumsum(-1) if shape else x[0]
     assert got[0].shape == plain.shape
     if len(shape) == 1:

@@ -16,9 +16,9 @@ from halfulp.arithmetic._pointwise import (
     EXPANSION_FUNCTION_BY_NAME,
     _make_rounding_kernels,
     _make_scaled_kernels,
+    evaluate_scaled_operands_in_float64,
     make_pointwise_kernels,
     round_under_scale,
-    run_on_scaled_operands,
 )
 from halfulp.arithmetic._reductions import _Reduction, average, product, total
 from halfulp.kernels import same_bits
@@ -92,7 +92,7 @@ def compare(seed, device, share=0, shares=1):
 
             def scaled(*operands, name=name, dtype=dtype, n=components):
                 *operands, (here, *_) = operands
-                made, size = run_on_scaled_operands(name, list(zip(operands, (here, None))), n)
+                made, size = evaluate_scaled_operands_in_float64(name, list(zip(operands, (here, None))), n)
                 return (
                     *made,
                     size,

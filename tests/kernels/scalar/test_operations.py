@@ -49,8 +49,8 @@ def compiled(name: str, function, kinds: tuple[str, ...], lanes: int, given: lis
 
     def write(vectors, count, *places):
         b, types = vectors.b, {"w32": vectors.i32, "w64": vectors.i64, "f32": vectors.f32, "f64": vectors.f64}
-        with vectors.loop(vectors.word(0), count, lanes) as i:
-            shapes = [vectors.vector_type(types[kind], lanes) for kind in kinds]
+        with vectors.loop(vectors.int64(0), count, lanes) as i:
+            shapes = [vectors.make_vector_type(types[kind], lanes) for kind in kinds]
             *sources, target = (vectors.pointer(place, i, shape) for place, shape in zip(places, shapes))
             values = [b.load(source, align=4) for source in sources]
             b.store(InstructionWriter(b, trace, lanes).run(values)[recorded.number], target, align=4)

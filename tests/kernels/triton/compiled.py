@@ -9,9 +9,9 @@ def instructions(kernel, capability: int, aligned: bool, ragged: bool = False) -
     triton = pytest.importorskip("triton", "3.5", reason="Triton is not installed, or older than 3.5")
     from triton.backends.compiler import GPUTarget
 
-    types = {p.name: "constexpr" if p.is_constexpr else p.annotation_type for p in kernel.run.params}
+    types = {p.name: "constexpr" if p.is_constexpr else p.annotation_type for p in kernel.triton_function.params}
     switches = {(list(types).index("aligned"),): aligned, (list(types).index("ragged"),): ragged}
-    source = triton.compiler.ASTSource(kernel.run, types, switches, {})
+    source = triton.compiler.ASTSource(kernel.triton_function, types, switches, {})
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.options).asm["ptx"]
     lines = [[word for word in line.split() if word[0] != "@"] for line in ptx.splitlines() if line.startswith("\t")]
     return [words[0] for words in lines if words]

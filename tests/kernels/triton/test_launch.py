@@ -46,7 +46,7 @@ def test_a_kernel_of_other_bits_or_none_is_told_once_and_counted(fails):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find_checked_kernel("key", name, CPU, pytest.fail, pytest.fail, pytest.fail) is None
-    assert any(f"no Triton kernel for {name} on cpu" in text for text in hu.kernels.report())
+    assert any(f"no Triton kernel for {name} on cpu" in text for text in hu.kernels.count_fallbacks())
 
 
 def test_a_kernel_is_not_compared_while_a_graph_is_captured(monkeypatch):
@@ -54,7 +54,7 @@ def test_a_kernel_is_not_compared_while_a_graph_is_captured(monkeypatch):
     given = ("key", "captured work", torch.device("cuda"), pytest.fail, pytest.fail, pytest.fail)
     assert find_checked_kernel(*given) is None
     assert _launch._checked_kernel_by_key == {}, "the next call may compare"
-    assert any("captured work by plain torch operations" in text for text in hu.kernels.report())
+    assert any("captured work by plain torch operations" in text for text in hu.kernels.count_fallbacks())
 
 
 def test_the_reference_runs_by_plain_torch_whichever_engine_was_asked_for():

@@ -41,7 +41,7 @@ def wide_results(device: str) -> list[bool]:
         out = torch.full((1040,), 7.0, dtype=torch.float64, device=device)
         here = [one.to(device) for one in (x, y)]
         given = [address(one) for one in (*here, out)]
-        constants = kernel.select_argument_constants(np.array([2.0, 99.0, 3.0, 99.0]).view(np.uint64))
+        constants = kernel.select_launch_constants(np.array([2.0, 99.0, 3.0, 99.0]).view(np.uint64))
         assert len(constants) == 2, "those that are used"
         kernel.launch(torch.device(device), given, count, constants, aligned=count % 16 == 0)
         found.append(hu.kernels.same_bits(out[:count].cpu(), wanted[:count]))

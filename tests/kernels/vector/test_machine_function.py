@@ -19,12 +19,12 @@ def compiled(constant: int):
     """A kernel, another one for every constant."""
 
     def loop(vectors, count, array):
-        with vectors.loop(vectors.word(0), count, 1) as i:
+        with vectors.loop(vectors.int64(0), count, 1) as i:
             place = vectors.pointer(array, i, vectors.i64)
-            vectors.b.store(mixed(vectors, vectors.b.add(vectors.b.load(place), vectors.word(constant))), place)
+            vectors.b.store(mixed(vectors, vectors.b.add(vectors.b.load(place), vectors.int64(constant))), place)
 
     def mixed(vectors, x):
-        b, word = vectors.b, vectors.word
+        b, word = vectors.b, vectors.int64
         for k in range(40):
             x = b.xor(b.add(b.mul(x, word(2 * k + 3)), word(constant)), b.ashr(x, word(k)))
         return x

@@ -267,7 +267,7 @@ def write_update(update, store, parts, u, draws, ratio=1.0):
     held = (p * times, first * times, second * times, last, element.add_input("u"))
     bind_names(names["write_weight"], names)(*element.arrays, element.index, *held, *given)
     drawn = {f"random {k}": 0 for k in range(2)}
-    for k, (bits, draw) in enumerate(zip(update.count_random_bits(store), draws)):
+    for k, (bits, draw) in enumerate(zip(update.list_random_bits_per_draw(store), draws)):
         drawn[f"random {k}"] = (draw & 0xFFFF if bits == 16 else draw).to(torch.int32)
     run_trace_on_tensors(element.trace, parts, {"ratio": ratio, "u": u, **drawn})
 

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import torch
 
-from halfulp.optim.rules._adam import move_moments
+from halfulp.optim.rules._adam import update_moments
 
 from .cases import RULES, WITH_ORACLE, build, rule_of
 
@@ -16,7 +16,7 @@ ALL = [rule_of(name) for name in RULES]
 CALLS = {"sqrt", "divide", "maximum", "sign_of"}
 FUNCTIONS = [f for rule in ALL for f in (rule.update, rule.error_feedback) if f is not None]
 FUNCTIONS += [reduction.of for rule in ALL for reduction in rule.reductions]
-FUNCTIONS += [move_moments]  # which several call
+FUNCTIONS += [update_moments]  # which several call
 
 
 @pytest.mark.parametrize("function", dict.fromkeys(FUNCTIONS), ids=lambda f: f.__name__)

@@ -116,7 +116,7 @@ def test_an_audit_is_plain_data_and_words():
     whole = audit(*(row(name, status="unchanged") for name in NAMES), row("head.weight"), unseen=("x was not seen",))
     whole = dataclasses.replace(whole, findings=collect_findings("audit", whole))
     assert not whole.passed
-    (group, healthy) = whole.groups()
+    (group, healthy) = whole.list_layer_groups()
     assert (group.pattern, group.severity) == ("layers.{0-2}.weight", "warning")
     assert healthy.severity is None
     plain = json.loads(json.dumps(whole.to_dict(), allow_nan=False))

@@ -11,7 +11,7 @@ import torch
 
 import halfulp as hu
 from halfulp.observation import Finding, FindingKind, register_finding
-from halfulp.observation._finding import rank_findings
+from halfulp.observation._finding import join_and_rank_findings
 from halfulp.observation._record import Record, Role
 from halfulp.observation.findings import FINDING_KINDS, collect_findings, get_finding_kind
 
@@ -22,7 +22,7 @@ from .records import parameter, realised
 def test_a_code_is_whole(code):
     kind = FINDING_KINDS[code]
     assert code == kind.code
-    assert kind.instruments(), f"no instrument shows {code}"
+    assert kind.list_instruments(), f"no instrument shows {code}"
     assert all(cause in FINDING_KINDS for cause in kind.explained_by), f"{code} is explained by what does not exist"
     assert len(kind.__doc__.splitlines()) == 1
     assert kind.__doc__.endswith(".")
@@ -76,7 +76,7 @@ KINDS = {code: SimpleNamespace(explained_by=causes) for code, causes in {"b": ["
 
 
 def codes(*findings: Finding) -> list[str]:
-    return [each.code for each in rank_findings(findings, KINDS)]
+    return [each.code for each in join_and_rank_findings(findings, KINDS)]
 
 
 def test_a_cause_is_as_bad_as_what_follows_from_it():
@@ -95,14 +95,19 @@ def test_what_happens_elsewhere_explains_nothing():
     assert codes(finding("b", "x.weight", confidence=0.9), finding("a", "x")) == ["a", "b"]
     assert codes(finding("b", "x", confidence=0.9), finding("a")) == ["a", "b"]
     spreading = {**KINDS, "a": SimpleNamespace(spreads=True)}
-    assert [each.code for each in rank_findings([finding("b", "x"), finding("a", "y")], spreading)] == ["a", "b"]
+    assert [each.code for each in join_and_rank_findings([finding("b", "x"), finding("a", "y")], spreading)] == [
+        "a",
+        "b",
+    ]
 
 
 def test_layers_of_one_kind_are_joined():
-    (joined,) = rank_findings([finding("a", "layers.0.norm"), finding("a", "layers.1.norm", confidence=0.9)], KINDS)
+    (joined,) = join_and_rank_findings(
+        [finding("a", "layers.0.norm"), finding("a", "layers.1.norm", confidence=0.9)], KINDS
+    )
     assert joined.where == ("layers.0.norm", "layers.1.norm")
     assert joined.confidence == 0.9
-    assert len(rank_findings([finding("a", "layers.0.norm"), finding("a", "layers.1.bias")], KINDS)) == 2
+    assert len(join_and_rank_findings([finding("a", "layers.0.norm"), finding("a", "layers.1.bias")], KINDS)) == 2
 
 
 def test_an_unknown_code_and_an_unfinished_class_are_refused():

@@ -19,7 +19,7 @@ def test_a_page_says_what_the_class_says(code):
     text = (FOLDER / f"{code}.md").read_text()
     assert text.startswith(f"# {code}\n\n{OWN[code].__doc__} Shown by ")
     said = text.partition(" Shown by ")[2].partition(". All codes")[0]
-    assert said == ", ".join(f"`hu.{name}`" for name in OWN[code].instruments())
+    assert said == ", ".join(f"`hu.{name}`" for name in OWN[code].list_instruments())
     headings = [line for line in text.splitlines() if line.startswith("## ")]
     assert headings == ["## What it means", "## How it shows", "## The cure"]
     assert "```python" in text

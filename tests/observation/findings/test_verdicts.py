@@ -12,7 +12,7 @@ from torch import nn
 import halfulp as hu
 from halfulp import formats
 from halfulp._qualified_names import make_name_pattern
-from halfulp.observation._finding import Finding, describe_names, rank_findings
+from halfulp.observation._finding import Finding, describe_names, join_and_rank_findings
 from halfulp.observation._record import AverageRecord, Record, StepRecord
 from halfulp.observation.findings import FINDING_KINDS, collect_findings
 
@@ -55,7 +55,7 @@ def test_what_is_joined_says_the_numbers_of_the_worst(code, seed):
         Finding(code, (f"layers.{k}.weight",), "error", draws.random(), {key: value}, "cure", str(value))
         for k, value in enumerate(values)
     ]
-    (joined,) = rank_findings(each, FINDING_KINDS)
+    (joined,) = join_and_rank_findings(each, FINDING_KINDS)
     worst = sign * max(sign * value for value in values)
     assert (joined.evidence[key], joined.summary) == (worst, str(worst))
     assert joined.confidence == max(one.confidence for one in each)
@@ -78,7 +78,9 @@ def test_norms_and_linear_layers_of_one_sequence_are_two_findings():
         (("0.weight",), 1.0),
         (("1.weight",), pytest.approx(0.79, abs=1e-3)),
     ]
-    assert len(rank_findings([norm, linear], FINDING_KINDS)) == 2, "those of several trainings are joined once more"
+    assert len(join_and_rank_findings([norm, linear], FINDING_KINDS)) == 2, (
+        "those of several trainings are joined once more"
+    )
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, SequentialLR
 
 import halfulp as hu
-from halfulp.observation.observing._observation import ScalerTracker, find_scheduler
+from halfulp.observation.observing._observation import ScalerAndSchedulerTracker, find_scheduler
 
 
 def test_an_optimizer_for_each_of_many_parameters():
@@ -232,7 +232,7 @@ def test_skips_before_the_observation_are_not_counted(given, kind):
 
 
 def test_a_device_is_waited_for_in_sampled_steps_alone(seed, monkeypatch):
-    monkeypatch.setattr(ScalerTracker, "_is_scale_on_host", lambda self: False)
+    monkeypatch.setattr(ScalerAndSchedulerTracker, "_is_scale_on_host", lambda self: False)
     model, optimizer = made("momentum")
     scaler = CountedScaler("cpu", init_scale=2.0**40)
     losses = [torch.inf if k % 20 in (7, 8) else 1.0 for k in range(100)]

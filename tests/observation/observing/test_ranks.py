@@ -188,10 +188,10 @@ def fail(*arguments):
 
 def each(step):
     if rank and step == 0:
-        each.finish = seen._scales.list_sites
-        seen._scales.list_sites = fail  # a hook of ours in step 1
+        each.finish = seen._scales.list_site_exponents
+        seen._scales.list_site_exponents = fail  # a hook of ours in step 1
     if rank and step == 1:
-        seen._scales.list_sites = each.finish
+        seen._scales.list_site_exponents = each.finish
         each.handle = optimizer.register_step_pre_hook(fail)  # the optimizer in step 2
     if rank and step == 2:
         each.handle.remove()

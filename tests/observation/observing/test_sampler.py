@@ -13,10 +13,10 @@ from halfulp.observation.observing._sampler import (
     SAMPLE_SIZE,
     SAMPLED_RUN_LENGTH,
     add_sample_to_histogram,
-    count_elements,
-    draw_sampled_runs,
+    draw_sampled_run_indices,
     make_sampling_key,
     read_numbers,
+    record_amax_and_count_nonfinite,
     take_sample,
 )
 
@@ -39,7 +39,7 @@ def hard_values(count: int, dtype: torch.dtype) -> torch.Tensor:
 def observed(x: torch.Tensor, key: int = 99) -> tuple[TensorRecord, torch.Tensor]:
     found = read_numbers(x)
     record = TensorRecord("weight", "w", "", found.dtype)
-    count_elements(found, record)
+    record_amax_and_count_nonfinite(found, record)
     sample = take_sample(found.flat, key)
     add_sample_to_histogram(sample, record)
     return record, sample
@@ -50,7 +50,7 @@ def find_sampled_places(key, elements):
     if elements <= SAMPLE_SIZE:
         return torch.arange(elements)
     places = (
-        draw_sampled_runs(key, elements)[:, None] * SAMPLED_RUN_LENGTH + torch.arange(SAMPLED_RUN_LENGTH)
+        draw_sampled_run_indices(key, elements)[:, None] * SAMPLED_RUN_LENGTH + torch.arange(SAMPLED_RUN_LENGTH)
     ).flatten()
     return places[places < elements]
 
@@ -147,7 +147,9 @@ def test_places_are_aligned_runs_and_depend_on_step_and_name():
 def test_every_run_has_the_same_chance(elements):
     runs, trials = -(-elements // SAMPLED_RUN_LENGTH), 3000
     starts = [
-        start for step in range(trials) for start in draw_sampled_runs(make_sampling_key(step, "w"), elements).tolist()
+        start
+        for step in range(trials)
+        for start in draw_sampled_run_indices(make_sampling_key(step, "w"), elements).tolist()
     ]
     counts = torch.bincount(torch.tensor(starts), minlength=runs)
     expected = trials * 32 / runs

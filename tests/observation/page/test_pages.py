@@ -20,7 +20,7 @@ from halfulp.observation.page._pages import (
     find_format_range,
     make_cause_cards,
     make_history_panels,
-    make_magnitude_map,
+    make_magnitude_map_data,
 )
 
 
@@ -238,7 +238,7 @@ def test_float32_is_a_format_of_the_map_where_it_stores_numbers() -> None:
     with hu.observation.observe(model, torch.optim.SGD(model.parameters(), lr=0.1), interval=1) as seen:
         model(torch.tensor([[2.0**-130, 1, 1, 1]])).sum().backward()
         seen.optimizers[0].step()
-    found = make_magnitude_map(seen.to_dict()["record"]["tensors"])
+    found = make_magnitude_map_data(seen.to_dict()["record"]["tensors"])
     assert found["stored"] == dict.fromkeys(found["roles"], "fp32")
 
 

@@ -225,7 +225,7 @@ def test_the_compiler_fuses_and_flushes_nothing_in_scaled_steps(case, metered, c
         totals = {"totals": "*i32" if kernel.largest_columns else "*fp64"} if kernel.table.trace.sums else {}
         types = {"chunks": "*i64", "rows": "*i64", "width": "i64", **totals, "aligned": "constexpr"}
         whole = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}
-        source = triton.compiler.ASTSource(kernel.run, types, {(len(types) - 1,): True}, whole)
+        source = triton.compiler.ASTSource(kernel.triton_function, types, {(len(types) - 1,): True}, whole)
         ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.options).asm["ptx"]
         lines = [[w for w in line.split() if w[0] != "@"] for line in ptx.splitlines() if line.startswith("\t")]
         found = [words[0] for words in lines if words]

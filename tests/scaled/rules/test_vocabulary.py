@@ -12,13 +12,13 @@ WORDS = {
     "cubed": (rules.homogeneous, {"degree": 3}, lambda x: x**3),
     "sigmoid": (rules.unit_scale, {}, torch.sigmoid),
     "lgamma": (rules.measured_scale, {}, torch.lgamma),
-    "swish": (rules.gate, {}, lambda x: x * torch.sigmoid(x)),
+    "swish": (rules.gated_activation, {}, lambda x: x * torch.sigmoid(x)),
     "positive": (rules.decoded, {"family": "comparison"}, lambda x: x > 0),
 }
 TWO = {
     "swiglu": (rules.homogeneous, {"y": 1}, lambda x, y: torch.nn.functional.silu(x) * y),
     "larger": (rules.aligned, {}, torch.maximum),
-    "gated": (rules.gate, {}, lambda x, y: x * torch.sigmoid(y)),
+    "gated": (rules.gated_activation, {}, lambda x, y: x * torch.sigmoid(y)),
 }
 
 

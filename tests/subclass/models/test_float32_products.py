@@ -26,7 +26,7 @@ from halfulp.environment._narrow_products import (
     force_float32_products,
     list_dtypes_multiplied_in_float32,
 )
-from halfulp.kernels import report, same_bits
+from halfulp.kernels import count_fallbacks, same_bits
 from halfulp.subclass.models._float32_products import _WIDENED_MARK_ATTRIBUTE
 
 DTYPES = pytest.mark.parametrize("dtype", SIXTEEN_BIT_DTYPES, ids=["bf16", "fp16"])
@@ -101,7 +101,7 @@ def agree(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def products() -> int:
     """How many products were computed in float32 so far."""
-    return sum(count for name, count in report().items() if name.startswith("float32 products"))
+    return sum(count for name, count in count_fallbacks().items() if name.startswith("float32 products"))
 
 
 class NarrowProducts(TorchDispatchMode):
@@ -452,12 +452,12 @@ def test_the_graphs_of_a_scalers_backend_keep_the_models_products(first, fresh_c
     hu.float32_products(model)
     with force_float32_products(torch.float16):
         left = "float32 products: left to torch in a graph that an AdaptiveGradScaler's backend compiles"
-        before = report().get(left, 0)
+        before = count_fallbacks().get(left, 0)
         compiled = torch.compile(model, backend=scaler.backend("aot_eager"))
         scaler.scale(compiled(torch.randn(2, 5, 8).half()).float().square().mean()).backward()
         scaler.step(torch.optim.SGD(model.parameters(), lr=1e-3))
         scaler.update()
-        assert report()[left] > before
+        assert count_fallbacks()[left] > before
     assert {row.site for row in scaler.sites()} >= {"first", "second"}
     scaler.detach()
     assert {vars(module)["_halfulp_float32_products"] for module in model.modules()} == {"everywhere"}
@@ -741,7 +741,7 @@ def test_classes_that_allow_none_made_of_them_are_covered_inside_a_model():
         kind = type(layer)
         model = hu.float32_products(nn.Sequential(layer.half()))
         why = "parametrizations" if kind is not Strict else "no subclass"
-        assert any(f"{kind.__name__}, which" in told and why in told for told in report())
+        assert any(f"{kind.__name__}, which" in told and why in told for told in count_fallbacks())
         with force_float32_products(torch.float16):
             for one in (model, copy.deepcopy(model)):
                 before = products()
@@ -763,4 +763,4 @@ def test_lazy_layers_before_their_first_batch():
 
 def test_a_graph_module_is_noted():
     hu.float32_products(torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2))))
-    assert any("torch.fx.GraphModule calls by itself" in told for told in report())
+    assert any("torch.fx.GraphModule calls by itself" in told for told in count_fallbacks())

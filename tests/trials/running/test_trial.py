@@ -108,7 +108,7 @@ def test_step_k_trains_at_rate_k(tiny, monkeypatch: pytest.MonkeyPatch, recipe: 
 
     hook = register_optimizer_step_pre_hook(note)
     task = tiny.Tiny()
-    monkeypatch.setattr(type(task), "rate", lambda self, step, steps: (step + 1) / (steps + 1))
+    monkeypatch.setattr(type(task), "lr_factor", lambda self, step, steps: (step + 1) / (steps + 1))
     try:
         _trial.run_trial(Trial(task, recipes.get(recipe), 0, 6), task.load())
     finally:
@@ -128,19 +128,19 @@ def test_a_schedule_free_trial_scores_the_average(tiny, name: str) -> None:
     model = recipes.convert(copy.deepcopy(blank), name, seed=3)
     optimizer = recipes.optimizer(model, task.rule, seed=3, **task.hyper)
     for step, (inputs, targets) in enumerate(task.batches(data, 3, steps)):
-        optimizer.param_groups[0]["lr"] = task.hyper["lr"] * task.rate(step, steps)
+        optimizer.param_groups[0]["lr"] = task.hyper["lr"] * task.lr_factor(step, steps)
         optimizer.zero_grad()
         task.loss(model(inputs.to(next(model.parameters()).dtype)), targets).backward()
         optimizer.step()
 
     def loss() -> float:
         blank.load_state_dict(optimizer.float32_state_dict(model))
-        return _trial.evaluate_model(task, blank, task.judge, data.validation)["loss"]
+        return _trial.evaluate_model(task, blank, task.compute_judged_loss, data.validation)["loss"]
 
     at_gradients = loss()
     optimizer.eval()
     assert found["float32"]["validation"]["loss"] == loss() != at_gradients
-    assert found["own"] == _trial.evaluate_model(task, model, task.judge, data.validation)
+    assert found["own"] == _trial.evaluate_model(task, model, task.compute_judged_loss, data.validation)
 
 
 def test_a_float32_trial_is_the_plain_loop(tiny) -> None:
@@ -151,7 +151,7 @@ def test_a_float32_trial_is_the_plain_loop(tiny) -> None:
     optimizer = torch.optim.SGD(model.parameters(), **task.hyper)
     losses = []
     for step, (inputs, targets) in enumerate(task.batches(data, 3, steps)):
-        optimizer.param_groups[0]["lr"] = task.hyper["lr"] * task.rate(step, steps)
+        optimizer.param_groups[0]["lr"] = task.hyper["lr"] * task.lr_factor(step, steps)
         optimizer.zero_grad()
         loss = task.loss(model(inputs), targets)
         loss.backward()

@@ -9,7 +9,12 @@ import torch
 from halfulp import recipes
 from halfulp.hyperbolic import HalfSpace
 from halfulp.mctensor import MCTensor
-from halfulp.trials.tasks._mammals import RANKING_LOSS_DISTANCE_SCALE, Mammals, compute_ranking_scores, make_points
+from halfulp.trials.tasks._mammals import (
+    RANKING_LOSS_DISTANCE_SCALE,
+    Mammals,
+    compute_ranking_scores,
+    convert_points_to_recipe,
+)
 
 
 def recipe(dtype: str | None = "float64", components: int = 1, **other) -> recipes.Recipe:
@@ -59,7 +64,7 @@ def test_missing_data_says_how_to_get_it(tmp_path):
 
 
 def test_burn_in(task):
-    assert [task.rate(step, 1000) for step in (0, 19, 20, 999)] == [0.01, 0.01, 1.0, 1.0]
+    assert [task.lr_factor(step, 1000) for step in (0, 19, 20, 999)] == [0.01, 0.01, 1.0, 1.0]
     assert len(list(task.draw_ranking_sets(task.read_edges()[0], 0, 20))) == 20
 
 
@@ -80,8 +85,8 @@ def test_a_trial_learns(task, dtype, components, seed):
 def test_formats_start_alike_and_part_late(task, seed):
     data = task.load()
     edges = data.train[0][:, :2]
-    plain = make_points(recipe(), task.model(data, seed).points.detach(), seed)
-    wide = make_points(recipe(components=2), task.model(data, seed).points.detach(), seed)
+    plain = convert_points_to_recipe(recipe(), task.model(data, seed).points.detach(), seed)
+    wide = convert_points_to_recipe(recipe(components=2), task.model(data, seed).points.detach(), seed)
     assert isinstance(wide, MCTensor)
     assert torch.equal(plain, wide.decode())
     for points in (plain, wide):
@@ -110,8 +115,8 @@ def test_recipes_that_do_not_fit(task, name):
 def test_the_control_starts_elsewhere(task):
     data = task.load()
     model = task.model(data, 0)
-    a = make_points(recipes.get("fp32"), model.points.detach(), 0)
-    b = make_points(recipes.get("fp32-twin"), model.points.detach(), 0)
+    a = convert_points_to_recipe(recipes.get("fp32"), model.points.detach(), 0)
+    b = convert_points_to_recipe(recipes.get("fp32-twin"), model.points.detach(), 0)
     assert torch.equal(a, model.points)
     assert not torch.equal(a, b)
     assert torch.allclose(a, b, rtol=1e-5)

@@ -17,7 +17,7 @@ from halfulp.trials.tasks._digits import (
     CLASS_COUNT_WITH_BACKGROUND,
     PAGE_CELLS,
     TwoHeads,
-    classify_images,
+    compute_image_log_probabilities,
     label_cells,
     load_digits,
     place_digits_on_pages,
@@ -90,7 +90,7 @@ def test_losses_by_hand(data, seed: int) -> None:
                 cross -= math.log(chances[1 + digit if inside else 0, row, column]) / (3 * PAGE_CELLS * PAGE_CELLS)
         image -= math.log(chances[1 + digit].sum() / chances[1:].sum()) / 3
     assert task.loss((boxes, classes), targets).item() == pytest.approx(squares + 0.001 * cross, rel=1e-5)
-    assert task.judge((boxes, classes), targets).item() == pytest.approx(image + distances, rel=1e-5)
+    assert task.compute_judged_loss((boxes, classes), targets).item() == pytest.approx(image + distances, rel=1e-5)
 
 
 def test_hits() -> None:
@@ -100,11 +100,11 @@ def test_hits() -> None:
     classes[:, 4, 5, 5] = 29
     assert task_hits(classes, targets) == [True, False]
     assert (label_cells(targets) > 0).sum() == 2 * 100
-    torch.testing.assert_close(classify_images(classes).exp().sum(1), torch.ones(2))
+    torch.testing.assert_close(compute_image_log_probabilities(classes).exp().sum(1), torch.ones(2))
 
 
 def task_hits(classes: torch.Tensor, targets: torch.Tensor) -> list[bool]:
-    return TwoHeads().hits((torch.zeros(2, 4), classes), targets).tolist()
+    return TwoHeads().is_hit((torch.zeros(2, 4), classes), targets).tolist()
 
 
 def test_gradients_at_the_outputs_lie_2_to_the_14_apart_and_more(data, seed: int) -> None:

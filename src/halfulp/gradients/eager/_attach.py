@@ -18,7 +18,7 @@ from ...kernels import define_operator
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import (
-    ForwardReadByCompiler,
+    ForwardTracedByCompiler,
     get_original_class,
     leave_compiled_products_to_torch,
 )
@@ -28,7 +28,7 @@ from ._region import CallRecording, ModuleNameCache, Region, is_inside_compiled_
 from ._replay import GraphReplay
 
 
-def _refuse_other_backend(out: Tensor, scaler: str) -> Tensor:
+def _refuse_other_compile_backend(out: Tensor, scaler: str) -> Tensor:
     raise ValueError(
         "the model has an AdaptiveGradScaler but was compiled by another backend, which would keep all its gradients "
         'at one exponent in silence: compile it with torch.compile(model, backend=scaler.backend("inductor")), of the '
@@ -38,7 +38,7 @@ def _refuse_other_backend(out: Tensor, scaler: str) -> Tensor:
 
 mark_scaled_output = define_operator(
     "mark_scaled_output(Tensor out, str scaler) -> Tensor",
-    _refuse_other_backend,
+    _refuse_other_compile_backend,
     lambda out, scaler: torch.empty_like(out),
 )
 # Traced by other backends on the way to its refusal.
@@ -52,7 +52,7 @@ class NotScriptedError(NotImplementedError, AttributeError):
 ModuleRole = Literal["model", "part", "layer"]
 
 
-class WatchedForward(ForwardReadByCompiler):
+class WatchedForward(ForwardTracedByCompiler):
     """The ``forward`` of a model or of a part, which runs in a region whenever gradients are recorded.
 
     Parts and layers make regions where they are called by themselves, as by a training step that does not call the
@@ -101,13 +101,17 @@ class WatchedForward(ForwardReadByCompiler):
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             # One expression: where a graph breaks in it, Dynamo goes on inside of the module.
-            return self.inner(*args, **kwargs) if is_exporting() else self._mark_outputs(self.inner(*args, **kwargs))
+            return (
+                self.inner(*args, **kwargs)
+                if is_exporting()
+                else self._mark_compiled_outputs(self.inner(*args, **kwargs))
+            )
         if thread_region_state.region is None and is_inside_compiled_call():
             # Dynamo has given this call up, and would compile parts of it.
             return torch.compiler.disable(self._run_with_edges)(args, kwargs)
         return self._run_with_edges(args, kwargs)
 
-    def _mark_outputs(self, out: Any) -> Any:
+    def _mark_compiled_outputs(self, out: Any) -> Any:
         """Mark the model's outputs in a compiled graph for the scaler's backend."""
         if self._role != "model":
             return out
@@ -136,7 +140,7 @@ class WatchedForward(ForwardReadByCompiler):
             self._backward.forwards += 1
             return self.inner(*args, **kwargs)
         if (region is None or self._role == "model") and not self._backward.reached and not self._backward.forwards:
-            self._backward.find_process_groups()
+            self._backward.update_process_groups()
         if region is None:
             replay = self._replay if self._backward.is_replay_allowed() else None
             if replay is None or not replay.is_ready_to_replay():

@@ -88,7 +88,7 @@ class Backward:
         # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
         self.idle = not policy.per_site and not policy.measures and format is None
         # Looks for the processes that add their gradients to these.
-        self.find_process_groups: Callable[[], None] = lambda: None
+        self.update_process_groups: Callable[[], None] = lambda: None
         self.active = False
         self.measuring = True
         self.passes = 0
@@ -274,7 +274,7 @@ class Backward:
         def show_operands(gradients: tuple) -> None:
             stored, gradient = self.format or site.stored, gradients[0]
             if self.active and gradient is not None and stored is not None:
-                proposal = self.policy.propose_bounds(site, factor.align_operands(gradient), stored)
+                proposal = self.policy.propose_exponent_bounds(site, factor.align_operands(gradient), stored)
                 if proposal is not None:
                     site.proposals.append(proposal)
 

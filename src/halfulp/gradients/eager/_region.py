@@ -352,7 +352,7 @@ class Region(TorchFunctionMode):
             state = next(list_differentiable_tensors(args[1]), None) if len(args) > 1 else None
             site = self._global_site if state is None or is_parameter(state) else self.find_site(state)
             return self._get_site_of_product_call(function, differentiable) if site is self._global_site else site
-        return (self._get_site_of_product_call if kind == "product" else self._find_common_site)(
+        return (self._get_site_of_product_call if kind == "product" else self._find_latest_site)(
             function, differentiable
         )
 
@@ -369,7 +369,7 @@ class Region(TorchFunctionMode):
         self._backward.reached.setdefault(site)
         return site
 
-    def _find_common_site(self, function: Callable, differentiable: list[Tensor]) -> Site:
+    def _find_latest_site(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the latest site of a function's inputs; a new site if it reads only parameters."""
         sites = [self.find_site(x) for x in differentiable if not is_parameter(x)]
         if not sites:
@@ -451,7 +451,7 @@ class Region(TorchFunctionMode):
                 f"exponents of their own: write into each, or take {name.rstrip('_')}"
             )
         written = args[0] if args and isinstance(args[0], Tensor) else differentiable[0]
-        site = self.find_site(written) if written.requires_grad else self._find_common_site(function, differentiable)
+        site = self.find_site(written) if written.requires_grad else self._find_latest_site(function, differentiable)
         reads = ArgumentGradientMoves(self._backward, site)
         kwargs = self._move_arguments(kwargs, site, reads)
         given = (written, *self._move_arguments(args[1:], site, reads)) if args else ()

@@ -59,7 +59,7 @@ class PointwiseKernel(TritonKernel):
             "lanes = i < count",
             *(f"x{k} = load(input{k}, i, columns, lanes, mode{k}, TILE).to({wide})" for k in inputs),
             f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), *tables])})",
-            *(f"write(output{k} + i, narrow(y{k}, output{k}.dtype.element_ty), lanes)" for k in outputs),
+            *(f"write(output{k} + i, round_to_type(y{k}, output{k}.dtype.element_ty), lanes)" for k in outputs),
         ]
         # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
         head = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef run({', '.join(arguments)}):\n"
@@ -74,7 +74,7 @@ class PointwiseKernel(TritonKernel):
         held, modes, columns = lay_out_operands(inputs, first.shape, device)
         given = *held, *outputs, self.copy_tables(device=device), count, columns, *modes, count % VECTOR_ELEMENTS == 0
         with use_device(device):
-            self.run[(-(-count // self.tile),)](*given, self.tile, **COMPILE_OPTIONS)
+            self.triton_function[(-(-count // self.tile),)](*given, self.tile, **COMPILE_OPTIONS)
 
 
 _LOAD_SOURCE = f"""@triton.jit
@@ -189,7 +189,10 @@ class ReductionKernel(TritonKernel):
             indent_lines(merge),
             call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
             "to = segment * columns + lane",
-            *(f"write(output{k} + to, narrow(y{k}, output{k}.dtype.element_ty), lane < columns)" for k in outputs),
+            *(
+                f"write(output{k} + to, round_to_type(y{k}, output{k}.dtype.element_ty), lane < columns)"
+                for k in outputs
+            ),
         ]
         arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs)]
         arguments += [*(f"{name}: tl.int64" for name in _SIZE_ARGUMENT_NAMES), "LANES: tl.constexpr"]
@@ -215,5 +218,5 @@ class ReductionKernel(TritonKernel):
             # One axis: CUDA's second one ends at 65,535.
             sizes = rows, columns, length, segments, divisor, several, tiles
             warps = 1 if narrow else 4
-            run = self.run[(many * segments * tiles,)]
+            run = self.triton_function[(many * segments * tiles,)]
             run(*parts, *made, *sizes, lanes, num_warps=warps, enable_fp_fusion=False)

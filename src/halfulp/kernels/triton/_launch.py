@@ -154,12 +154,12 @@ class TensorKernel(TritonKernel):
         head = f"do_not_specialize={list(types)}", f"{typed}, aligned: tl.constexpr, ragged: tl.constexpr"
         return write_kernel(self.table, kinds, head, [*lines, "b = i"], take)
 
-    def is_ragged(self, length: int) -> bool:
+    def has_ragged_blocks(self, length: int) -> bool:
         """Return whether rows of a length are not cut into whole blocks of a power of two."""
         block = self.table.block
         return block is not None and (block != self.tile_shape[1] or length % block != 0)
 
-    def select_argument_constants(self, words: np.ndarray) -> tuple[int, ...]:
+    def select_launch_constants(self, words: np.ndarray) -> tuple[int, ...]:
         """Return the constants of a launch from all of the table's, by their bits."""
         signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
         return tuple(signed[self.argument_constant_numbers].tolist())
@@ -177,19 +177,19 @@ class TensorKernel(TritonKernel):
     ) -> None:
         """Run the kernel over `count` elements at addresses, in rows of a length where there are blocks.
 
-        `constants` are of `select_argument_constants`, `key` that of the random words, `memory` the address of
+        `constants` are of `select_launch_constants`, `key` that of the random words, `memory` the address of
         the constants in memory, or of the word that takes the largest; `aligned` may be False though all are.
         """
         if not count:
             return
         rows, columns = self.tile_shape
         length = count if length is None else length
-        ragged = self.is_ragged(length)
+        ragged = self.has_ragged_blocks(length)
         per_row = -(-length // (self.table.block or length))
         programs = -(-(count // length * per_row) // rows) if ragged else -(-count // (rows * columns))
         sizes = (key ^ 1 << 63) - (1 << 63), memory, count, length, per_row
         with use_device(device):
-            self.run[(programs,)](*addresses, *constants, *sizes, aligned, ragged, **self.options)
+            self.triton_function[(programs,)](*addresses, *constants, *sizes, aligned, ragged, **self.options)
 
 
 def is_aligned(addresses: Sequence[int], count: int) -> bool:
@@ -341,6 +341,6 @@ class TableKernel(TritonKernel):
             for first, last, aligned in ((0, placed.aligned_count, True), (placed.aligned_count, chunks, False)):
                 if first < last:
                     to = [totals if self.largest_columns else totals[first:]] if sums else []
-                    run = self.run[last - first, parts]
+                    run = self.triton_function[last - first, parts]
                     run(placed.device_tensor[first:last], rows, rows.shape[1], *to, aligned, **self.options)
         return totals

@@ -28,7 +28,7 @@ def real(w):
         return w.to(tl.float32, bitcast=True)
 
 
-def word(x):
+def canonical_bits(x):
     # A GPU's own NaN has all low bits set, which the encoders do not allow.
     if x.dtype == tl.float64:
         return tl.where(x == x, bits(x), tl.full([], 0x7FF8000000000000, tl.uint64))
@@ -36,17 +36,17 @@ def word(x):
         return tl.where(x == x, bits(x), tl.full([], 0x7FC00000, tl.uint32))
 
 
-def sign_bit(w):
+def sign_bit_mask(w):
     return tl.full([], 1, w.dtype) << (w.dtype.primitive_bitwidth - 1)
 
 
 def neg(x):
     # Triton's own minus is 0 - x, which loses the sign of a zero.
-    return real(bits(x) ^ sign_bit(bits(x)))
+    return real(bits(x) ^ sign_bit_mask(bits(x)))
 
 
 def abs(x):
-    return real(bits(x) & (sign_bit(bits(x)) - 1))
+    return real(bits(x) & (sign_bit_mask(bits(x)) - 1))
 
 
 def product_error(a, b, p):
@@ -61,7 +61,7 @@ def rint(x):
         least_without_fraction = tl.full([], 4194304.0, tl.float32)
     summand = least_without_fraction * 3.0
     whole = tl.where(tl.abs(x) < least_without_fraction, (x + summand) - summand, x)
-    return real(bits(whole) | (bits(x) & sign_bit(bits(x))))
+    return real(bits(whole) | (bits(x) & sign_bit_mask(bits(x))))
 
 
 def div(a, b):
@@ -129,27 +129,27 @@ def write_in_loop(at, x, lanes):
         turn += 1
 
 
-def elements(address, kind: tl.constexpr, aligned: tl.constexpr):
+def element_pointer(address, kind: tl.constexpr, aligned: tl.constexpr):
     pointer = address.to(tl.pointer_type(kind))
     if aligned:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
-def halves(address, b, i, aligned: tl.constexpr):
+def packed_byte_pointers(address, b, i, aligned: tl.constexpr):
     """Return where the bytes of blocks lie, each of two elements of i."""
     columns: tl.constexpr = i.shape[1] // 2
-    return elements(address, tl.uint8, aligned) + b[:, None] * columns + tl.arange(0, columns)[None, :]
+    return element_pointer(address, tl.uint8, aligned) + b[:, None] * columns + tl.arange(0, columns)[None, :]
 
 
 def load4(address, b, i, lanes, aligned: tl.constexpr):
-    byte = read(halves(address, b, i, aligned), lanes).to(tl.uint32)
+    byte = read(packed_byte_pointers(address, b, i, aligned), lanes).to(tl.uint32)
     return tl.interleave(byte & 15, byte >> 4)
 
 
 def store4(address, b, i, w, lanes, aligned: tl.constexpr):
     low, high = tl.split(tl.reshape(w & 15, [i.shape[0], i.shape[1] // 2, 2]))
-    write(halves(address, b, i, aligned), (low | (high << 4)).to(tl.uint8), lanes)
+    write(packed_byte_pointers(address, b, i, aligned), (low | (high << 4)).to(tl.uint8), lanes)
 
 
 def gather(table, index, last: tl.constexpr):
@@ -159,7 +159,7 @@ def gather(table, index, last: tl.constexpr):
     return read(table + inside.to(tl.int32), tl.full(index.shape, True, tl.int1)).to(index.dtype)
 
 
-def narrow(x, kind: tl.constexpr):
+def round_to_type(x, kind: tl.constexpr):
     """Return a real rounded to a type in memory, to nearest; of 16 bits by way of float32, in which it is exact."""
     if kind == tl.bfloat16:
         # By words, as Triton's interpreter converts subnormal numbers to others.

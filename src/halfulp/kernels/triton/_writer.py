@@ -74,7 +74,7 @@ def write_element_function(name: str, trace: Trace, arguments: Mapping[Any, str]
         if bits == 4:
             lines.append(f"store4({place}, b, i, v{number}, lanes, aligned)")
         else:
-            to = f"elements({place}, tl.uint{bits}, aligned) + {index}"
+            to = f"element_pointer({place}, tl.uint{bits}, aligned) + {index}"
             lines.append(f"write({to}, v{number}.to(tl.uint{bits}), lanes)")
     for address, number, word, _ in trace.counter_additions:
         lines.append(f"add_to_counter64({arguments[trace.lines[address][2]]}, v{number}, v{word}, lanes)")
@@ -153,7 +153,7 @@ class TritonKernel:
     source: Any  # the text of the module, with the kernel's function `run`
 
     @functools.cached_property
-    def run(self) -> Any:
+    def triton_function(self) -> Any:
         """The Triton function; NotImplementedError over an operation that has no form on Triton's blocks."""
         return load_triton_module(self.source)["run"]
 
@@ -196,13 +196,13 @@ def _write_expression(
         cast = ".to(tl.uint32)" if bits < 32 else ""
         if per_block:
             return f"tl.load({array}.to(tl.pointer_type(tl.uint{bits})) + b){cast}[:, None]"
-        return f"read(elements({array}, tl.uint{bits}, aligned) + i, lanes){cast}"
+        return f"read(element_pointer({array}, tl.uint{bits}, aligned) + i, lanes){cast}"
     if operation == "constant":
         return _write_constant(float.fromhex(extra if isinstance(extra, str) else extra[0]), kind)
     if operation == "word":
         return f"tl.full([], {extra[0]}, {_TRITON_TYPE_BY_KIND[kind]})"
     if operation == "bits":
-        return f"{'real' if kind[0] == 'f' else 'word'}({values[0]})"
+        return f"{'real' if kind[0] == 'f' else 'canonical_bits'}({values[0]})"
     if operation == "part":
         return f"{values[0]}_{extra}"
     if operation == "gather":

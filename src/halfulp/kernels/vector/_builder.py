@@ -54,7 +54,7 @@ def write_fixup_instruction(b: Any, kept: Any, classified: Any, table: int) -> A
     ir = b.ir
     lanes, i32, reals = kept.type.count, b.i32, classified.type
     mask = ir.IntType(lanes)
-    given = [reals, reals, b.vector_type(i32, lanes), i32, mask, *([i32] if lanes == 16 else [])]
+    given = [reals, reals, b.make_vector_type(i32, lanes), i32, mask, *([i32] if lanes == 16 else [])]
     name = f"llvm.x86.avx512.mask.fixupimm.ps.{32 * lanes}"
     function = b.b.module.globals.get(name) or ir.Function(b.b.module, ir.FunctionType(reals, given), name)
     values = [b.b.bitcast(kept, reals), classified, b.constant(given[2], table), ir.Constant(i32, 0)]
@@ -83,24 +83,24 @@ class VectorBuilder:
         self.i16, self.i32, self.i64 = (ir.IntType(bits) for bits in (16, 32, 64))
         self.f16, self.f32, self.f64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
-    def vector_type(self, scalar, lanes: int):
+    def make_vector_type(self, scalar, lanes: int):
         """Return the type of so many lanes of a scalar type; of one lane it is the scalar type."""
         return scalar if lanes == 1 else self.ir.VectorType(scalar, lanes)
 
     def make_type_of_kind(self, kind: str, lanes: int):
         """Return the type of so many lanes of a kind of values, as traces name kinds."""
         scalars = {"f32": self.f32, "f64": self.f64, "w32": self.i32, "w64": self.i64, "mask": self.ir.IntType(1)}
-        return self.vector_type(scalars[kind], lanes)
+        return self.make_vector_type(scalars[kind], lanes)
 
     def make_type_like(self, value, scalar):
         """Return the type of a value's lanes with another scalar type."""
-        return self.vector_type(scalar, count_lanes(value.type))
+        return self.make_vector_type(scalar, count_lanes(value.type))
 
     def constant(self, kind, value):
         """Return a constant in all lanes of a type."""
         return self.ir.Constant(kind, [value] * kind.count if isinstance(kind, self.ir.VectorType) else value)
 
-    def word(self, value: int):
+    def int64(self, value: int):
         """Return a constant of 64 bits."""
         return self.ir.Constant(self.i64, value)
 
@@ -108,7 +108,7 @@ class VectorBuilder:
         """Return an undefined vector, to be filled lane by lane."""
         return self.ir.Constant(kind, self.ir.Undefined)
 
-    def make_lane_numbers(self, numbers: list[int]):
+    def make_shuffle_mask(self, numbers: list[int]):
         """Return a constant vector of lane numbers, for a shuffle."""
         return self.ir.Constant(self.ir.VectorType(self.i32, len(numbers)), numbers)
 
@@ -116,15 +116,15 @@ class VectorBuilder:
         """Return a vector with a scalar in all lanes."""
         if lanes == 1:
             return value
-        nothing = self.make_undefined_vector(self.vector_type(value.type, lanes))
+        nothing = self.make_undefined_vector(self.make_vector_type(value.type, lanes))
         one = self.b.insert_element(nothing, value, self.ir.Constant(self.i32, 0))
-        return self.b.shuffle_vector(one, nothing, self.make_lane_numbers([0] * lanes))
+        return self.b.shuffle_vector(one, nothing, self.make_shuffle_mask([0] * lanes))
 
     def extract_lanes(self, vector, first: int, lanes: int):
         """Extract some lanes of a vector, as a vector; a single one as a scalar."""
         if lanes == 1:
             return self.extract_lane(vector, first)
-        return self.b.shuffle_vector(vector, vector, self.make_lane_numbers(list(range(first, first + lanes))))
+        return self.b.shuffle_vector(vector, vector, self.make_shuffle_mask(list(range(first, first + lanes))))
 
     def extract_lane(self, vector, k: int):
         """Extract one lane of a vector, as a scalar."""
@@ -160,7 +160,7 @@ class VectorBuilder:
         b.position_at_end(body)
         values[:] = phis
         yield i
-        for phi, value in zip((i, *phis), (b.add(i, self.word(step)), *values), strict=True):
+        for phi, value in zip((i, *phis), (b.add(i, self.int64(step)), *values), strict=True):
             phi.add_incoming(value, b.block)
         b.branch(head)
         b.position_at_end(done)
@@ -169,7 +169,7 @@ class VectorBuilder:
     def allocate_stack(self, kind, count: int):
         """Allocate stack memory in the function's entry block for the whole call."""
         with self.b.goto_entry_block():
-            memory = self.b.alloca(kind, size=self.word(count))
+            memory = self.b.alloca(kind, size=self.int64(count))
         memory.align = STREAMING_STORE_ALIGNMENT  # no vector lies in two cache lines
         return memory
 
@@ -193,11 +193,11 @@ class VectorBuilder:
 
     def load_word(self, address, k: int):
         """Load word k of a table of 64-bit integers."""
-        return self.b.load(self.pointer(address, self.word(k), self.i64), align=8)
+        return self.b.load(self.pointer(address, self.int64(k), self.i64), align=8)
 
     def load_bits(self, address, i, dtype: torch.dtype, lanes: int):
         """Load elements from index i of an array, as integers of their size."""
-        kind = self.vector_type(self.get_memory_type(dtype), lanes)
+        kind = self.make_vector_type(self.get_memory_type(dtype), lanes)
         return self.b.load(self.pointer(address, i, kind), align=get_element_size(dtype))
 
     def load_reals(self, address, i, dtype: torch.dtype, kind):

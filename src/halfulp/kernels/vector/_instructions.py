@@ -46,8 +46,8 @@ class InstructionWriter(VectorBuilder):
         super().__init__(builder)
         self.trace, self.lanes, self.calls = trace, lanes, calls
         self.wide = trace.dtype == torch.float64
-        self.real = self.vector_type(self.f64 if self.wide else self.f32, lanes)
-        self.bits = self.vector_type(self.i64 if self.wide else self.i32, lanes)
+        self.real = self.make_vector_type(self.f64 if self.wide else self.f32, lanes)
+        self.bits = self.make_vector_type(self.i64 if self.wide else self.i32, lanes)
         is_full = lanes * (64 if self.wide else 32) == find_vector_bits() and has_fused_vectors(find_vector_bits())
         # AMD's cores add in two units and multiply in two others: every second sum runs in those, as 1 x + y.
         self.adds_by_products = is_full and find_processor()[1].startswith("znver")
@@ -167,8 +167,8 @@ class InstructionWriter(VectorBuilder):
         return self.b.fadd(self.b.fmul(a, b), c)
 
     def write_word_mulh16(self, _, a, b):
-        halves = self.vector_type(self.i16, 2 * self.lanes)
-        wide = self.vector_type(self.i32, 2 * self.lanes)
+        halves = self.make_vector_type(self.i16, 2 * self.lanes)
+        wide = self.make_vector_type(self.i32, 2 * self.lanes)
         x, y = (self.b.zext(self.b.bitcast(value, halves), wide) for value in (a, b))
         high = self.b.lshr(self.b.mul(x, y), self.constant(wide, 16))
         return self.b.bitcast(self.b.trunc(high, halves), a.type)

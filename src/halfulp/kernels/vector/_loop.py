@@ -185,11 +185,11 @@ class _RowLoop(VectorBuilder):
         self.quick, self.exact = quick, exact
         self.trace, self.results, self.stored, self.written = trace, results, stored, written
         self.lanes = count_native_lanes(trace.dtype)
-        self.real = self.vector_type(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
+        self.real = self.make_vector_type(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
         self.calls = trace.count_instructions() > _LEAST_INSTRUCTIONS_FOR_CALLS
 
     def write_kernel(self, first, last, table) -> None:
-        b, lanes = self.b, self.word(self.lanes)
+        b, lanes = self.b, self.int64(self.lanes)
         per_row, total = self.load_word(table, 0), self.load_word(table, 1)
         operands = []
         for k in range(len(self.stored) + len(self.written)):
@@ -199,12 +199,12 @@ class _RowLoop(VectorBuilder):
             start = b.mul(row, per_row)
             count = self.select_lesser(b.sub(total, start), per_row)
             bases = [
-                b.add(address, b.mul(b.mul(row, step), self.word(get_element_size(dtype))))
+                b.add(address, b.mul(b.mul(row, step), self.int64(get_element_size(dtype))))
                 for (address, step, _), dtype in zip(operands, self.stored + self.written)
             ]
             whole, nears = b.mul(b.sdiv(count, lanes), lanes), [near for _, _, near in operands]
             if self.quick is None:
-                self.write_whole_vectors(bases, nears, self.word(0), whole)
+                self.write_whole_vectors(bases, nears, self.int64(0), whole)
             else:
                 done = self.write_shortcut_vectors(self.quick, bases, nears, count)
                 self.write_whole_vectors(bases, nears, done, whole)
@@ -223,16 +223,18 @@ class _RowLoop(VectorBuilder):
         inputs too.
         """
         b, lanes = self.b, count_native_lanes(quick.trace.dtype)
-        words, width = self.vector_type(self.i32, lanes), self.word(2 * lanes)
+        words, width = self.make_vector_type(self.i32, lanes), self.int64(2 * lanes)
         done = b.mul(b.sdiv(count, width), width)
-        real = self.vector_type(self.f64 if quick.trace.dtype == torch.float64 else self.f32, lanes)
-        with self.loop(self.word(0), done, 2 * lanes) as i:
-            kind = self.vector_type(self.i16, 2 * lanes)
+        real = self.make_vector_type(self.f64 if quick.trace.dtype == torch.float64 else self.f32, lanes)
+        with self.loop(self.int64(0), done, 2 * lanes) as i:
+            kind = self.make_vector_type(self.i16, 2 * lanes)
             places = [
                 b.bitcast(self.pointer(base, b.mul(i, near), kind), words.as_pointer())
                 for base, near in zip(bases, nears)
             ]
-            pairs = [self.split_neighbours(b.load(at, align=2), dtype, real) for at, dtype in zip(places, self.stored)]
+            pairs = [
+                self.unpack_16bit_pairs(b.load(at, align=2), dtype, real) for at, dtype in zip(places, self.stored)
+            ]
             halves = [InstructionWriter(b, quick.trace, lanes).run(list(half)) for half in zip(*pairs)]
             doubt = b.bitcast(b.or_(*(half[quick.doubt] for half in halves)), self.ir.IntType(lanes))
             with b.if_else(b.icmp_unsigned("!=", doubt, self.ir.Constant(doubt.type, 0)), likely=False) as (slow, fast):
@@ -240,10 +242,10 @@ class _RowLoop(VectorBuilder):
                     self.write_whole_vectors(bases, nears, i, b.add(i, width))
                 with fast:
                     for number, at, dtype in zip(quick.results, places[len(self.stored) :], self.written):
-                        b.store(self.join_neighbours([half[number] for half in halves], dtype), at, align=2)
+                        b.store(self.pack_16bit_pairs([half[number] for half in halves], dtype), at, align=2)
         return done
 
-    def split_neighbours(self, pair, dtype: torch.dtype, real) -> list:
+    def unpack_16bit_pairs(self, pair, dtype: torch.dtype, real) -> list:
         """Return the two neighbours in words as reals: a shift gives an even bfloat16 as float32, a mask an odd one."""
         b, shift, short = self.b, self.constant(pair.type, 16), self.make_type_like(pair, self.i16)
         if dtype == torch.float16:
@@ -254,7 +256,7 @@ class _RowLoop(VectorBuilder):
         even, odd = b.shl(pair, shift), b.and_(pair, self.constant(pair.type, 0xFFFF0000))
         return [self.convert_to_reals(x, torch.float32, get_lane_type(real)) for x in (even, odd)]
 
-    def join_neighbours(self, values: list, dtype: torch.dtype):
+    def pack_16bit_pairs(self, values: list, dtype: torch.dtype):
         """Return two neighbours, which are numbers of a dtype, as words."""
         b, single = self.b, self.make_type_like(values[0], self.f32)
         words, shift = (
@@ -269,17 +271,17 @@ class _RowLoop(VectorBuilder):
 
     def write_last_elements(self, bases: list, nears: list, whole, count) -> None:
         """Process a row's last elements, fewer than a vector, in a padded copy."""
-        b, last, lanes = self.b, self.b.sub(count, self.word(1)), self.lanes
+        b, last, lanes = self.b, self.b.sub(count, self.int64(1)), self.lanes
         kinds = [self.get_memory_type(dtype) for dtype in self.stored + self.written]
         copies = [self.allocate_stack(kind, lanes) for kind in kinds]
         inputs = list(zip(kinds, copies, bases, nears))[: len(self.stored)]
         outputs = list(zip(kinds, copies, bases))[len(self.stored) :]
-        with self.loop(self.word(0), self.word(lanes), 1) as j:
+        with self.loop(self.int64(0), self.int64(lanes), 1) as j:
             i = b.add(whole, j)
             i = b.select(b.icmp_signed("<", i, count), i, last)
             for kind, copy, base, near in inputs:
                 b.store(b.load(self.pointer(base, b.mul(i, near), kind)), b.gep(copy, [j]))
-        self.write_vector([(b.ptrtoint(copy, self.i64), self.word(0)) for copy in copies])
+        self.write_vector([(b.ptrtoint(copy, self.i64), self.int64(0)) for copy in copies])
         with self.loop(whole, count, 1) as i:
             for kind, copy, base in outputs:
                 b.store(b.load(b.gep(copy, [b.sub(i, whole)])), self.pointer(base, i, kind))

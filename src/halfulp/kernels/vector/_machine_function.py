@@ -21,7 +21,7 @@ from .._engine import note_fallback, warn_once_of_fallback
 from ._processor import find_processor
 
 _FUNCTION_SYMBOL = "halfulp_kernel"
-_OBJECT_FILE_HEADER = b"halfulp-object-1"
+_HALFULP_OBJECT_TAG = b"halfulp-object-1"
 _compile_lock = threading.Lock()
 # What holds functions in memory, for as long as the process: they may run at any time.
 _live_engines: list[Any] = []
@@ -98,11 +98,11 @@ def _link_object(code: bytes) -> int:
     """Link an object file into the process; return the address of its function, or raise ValueError over others."""
     from llvmlite import binding
 
-    if not code.startswith(_OBJECT_FILE_HEADER):
+    if not code.startswith(_HALFULP_OBJECT_TAG):
         raise ValueError("no object file")
     # An engine for each: all objects call their function by one name.
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _make_target_machine())
-    engine.add_object_file(binding.ObjectFileRef.from_data(code[len(_OBJECT_FILE_HEADER) :]))
+    engine.add_object_file(binding.ObjectFileRef.from_data(code[len(_HALFULP_OBJECT_TAG) :]))
     engine.finalize_object()
     address: int = engine.get_function_address(_FUNCTION_SYMBOL)
     if not address:
@@ -137,7 +137,7 @@ def _compile_object(arguments: int, write: Callable[..., None]) -> bytes:
         dispose(manager)
         manager.detach()
     code: bytes = machine.emit_object(parsed)
-    return _OBJECT_FILE_HEADER + code
+    return _HALFULP_OBJECT_TAG + code
 
 
 def _make_target_machine() -> Any:

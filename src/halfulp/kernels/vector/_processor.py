@@ -11,11 +11,11 @@ from ..._messages import ENV_HINT
 
 def find_processor() -> tuple[str, str, str]:
     """Return its LLVM triple, name and features (``"+avx2,+f16c"``); a "generic" one has the given features alone."""
-    return _describe_processor(os.environ.get("HALFULP_CPU_NAME"), os.environ.get("HALFULP_CPU_FEATURES"))
+    return _find_triple_name_and_features(os.environ.get("HALFULP_CPU_NAME"), os.environ.get("HALFULP_CPU_FEATURES"))
 
 
 @functools.cache
-def _describe_processor(name: str | None, features: str | None) -> tuple[str, str, str]:
+def _find_triple_name_and_features(name: str | None, features: str | None) -> tuple[str, str, str]:
     from llvmlite import binding
 
     # Versions that need it no longer raise an error.

@@ -98,11 +98,11 @@ class _ReductionLoop(VectorBuilder):
 
     def reduce_vectors(self, lanes: int, turns, load: Callable) -> list:
         """Reduce the vectors load(0) ... load(turns - 1)."""
-        begin = [self.constant(self.vector_type(self.f64, lanes), value) for value in self.begin]
+        begin = [self.constant(self.make_vector_type(self.f64, lanes), value) for value in self.begin]
         held = list(begin)
-        with self.loop(self.word(0), turns, BLOCK_ROWS, held) as first:
+        with self.loop(self.int64(0), turns, BLOCK_ROWS, held) as first:
             state = list(begin)
-            last = self.select_lesser(self.b.add(first, self.word(BLOCK_ROWS)), turns)
+            last = self.select_lesser(self.b.add(first, self.int64(BLOCK_ROWS)), turns)
             with self.loop(first, last, 1, state) as turn:
                 state[:] = self.inline_function(self.step, [*state, *load(turn)])
             held[:] = self.inline_function(self.join, [*held, *state])
@@ -122,9 +122,9 @@ class _WideMatrixLoop(_ReductionLoop):
         b = self.b
         # Four native vectors at once hide the latency of the chain of sums.
         lanes = 4 * count_native_lanes(torch.float64)
-        kind = self.vector_type(self.f64, lanes)
-        with self.loop(self.word(0), self.columns, lanes) as i:
-            i = self.select_lesser(i, b.sub(self.columns, self.word(lanes)))
+        kind = self.make_vector_type(self.f64, lanes)
+        with self.loop(self.int64(0), self.columns, lanes) as i:
+            i = self.select_lesser(i, b.sub(self.columns, self.int64(lanes)))
             top = b.add(start, i)
 
             def load(row) -> list:
@@ -140,17 +140,17 @@ class _NarrowMatrixLoop(_ReductionLoop):
     def prepare_shared_values(self) -> None:
         b = self.b
         self.width = b.mul(self.several, self.columns)
-        self.row_type = self.vector_type(self.f64, NARROW_LANES)
+        self.row_type = self.make_vector_type(self.f64, NARROW_LANES)
         self.copies = [self.allocate_stack(neutral.type, NARROW_LANES) for neutral in self.list_neutral_elements()]
         # Twice as many, since a vector is read from any lane on.
         self.scratch = [self.allocate_stack(self.f64, 2 * NARROW_LANES) for _ in self.begin]
-        leading = b.ctlz(b.sub(self.several, self.word(1)), self.ir.Constant(self.ir.IntType(1), 0))
-        self.levels = b.sub(self.word(64), leading)
+        leading = b.ctlz(b.sub(self.several, self.int64(1)), self.ir.Constant(self.ir.IntType(1), 0))
+        self.levels = b.sub(self.int64(64), leading)
 
     def reduce_segment(self, start, rows, out) -> None:
         b = self.b
         count = b.mul(rows, self.columns)
-        turns = b.sdiv(b.add(count, b.sub(self.width, self.word(1))), self.width)
+        turns = b.sdiv(b.add(count, b.sub(self.width, self.int64(1))), self.width)
 
         def load(turn) -> list:
             return self.load_vector(start, count, b.mul(turn, self.width))
@@ -161,7 +161,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
         """Merge the lanes of each column, and write the results."""
         b = self.b
         self.write_lanes_to_scratch(self.merge_lanes(held))
-        with self.loop(self.word(0), self.columns, 1) as column:
+        with self.loop(self.int64(0), self.columns, 1) as column:
             self.store_results([b.load(b.gep(part, [column])) for part in self.scratch], b.add(out, column))
 
     def load_vector(self, start, count, offset) -> list:
@@ -169,7 +169,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
         b = self.b
         at, left = b.add(start, offset), b.sub(count, offset)
         whole = b.icmp_signed("<=", self.width, left)
-        readable = b.icmp_signed("<=", b.add(at, self.word(NARROW_LANES)), self.total)
+        readable = b.icmp_signed("<=", b.add(at, self.int64(NARROW_LANES)), self.total)
         direct = b.and_(whole, readable)
         with b.if_then(b.not_(direct), likely=False), b.if_else(readable) as (near, far):
             for case, copy_some in ((near, self.copy_vector), (far, self.copy_elements)):
@@ -177,17 +177,17 @@ class _NarrowMatrixLoop(_ReductionLoop):
                     copy_some(at, self.select_lesser(self.width, left))
         found = []
         for source, copy, dtype in zip(self.sources, self.copies, self.stored):
-            base = b.add(source, b.mul(at, self.word(get_element_size(dtype))))
+            base = b.add(source, b.mul(at, self.int64(get_element_size(dtype))))
             base = b.select(direct, base, b.ptrtoint(copy, self.i64))
-            found.append(self.load_reals(base, self.word(0), dtype, self.row_type))
+            found.append(self.load_reals(base, self.int64(0), dtype, self.row_type))
         return found
 
     def copy_vector(self, at, count) -> None:
         """Copy `count` elements of a vector; the other lanes get the neutral element."""
         b, wanted = self.b, self.mask_lanes_below(count)
         for source, copy, neutral, dtype in zip(self.sources, self.copies, self.list_neutral_elements(), self.stored):
-            base = b.add(source, b.mul(at, self.word(get_element_size(dtype))))
-            elements = self.load_bits(base, self.word(0), dtype, NARROW_LANES)
+            base = b.add(source, b.mul(at, self.int64(get_element_size(dtype))))
+            elements = self.load_bits(base, self.int64(0), dtype, NARROW_LANES)
             value = b.select(wanted, elements, self.constant(elements.type, neutral.constant))
             b.store(value, b.bitcast(copy, value.type.as_pointer()), align=get_element_size(dtype))
 
@@ -196,9 +196,9 @@ class _NarrowMatrixLoop(_ReductionLoop):
         b = self.b
         for source, copy, neutral in zip(self.sources, self.copies, self.list_neutral_elements()):
             elements = self.pointer(source, at, neutral.type)
-            with self.loop(self.word(0), self.word(NARROW_LANES), 1) as k:
+            with self.loop(self.int64(0), self.int64(NARROW_LANES), 1) as k:
                 b.store(neutral, b.gep(copy, [k]))
-            with self.loop(self.word(0), count, 1) as k:
+            with self.loop(self.int64(0), count, 1) as k:
                 b.store(b.load(b.gep(elements, [k])), b.gep(copy, [k]))
 
     def list_neutral_elements(self) -> list:
@@ -218,12 +218,12 @@ class _NarrowMatrixLoop(_ReductionLoop):
     def merge_lanes(self, held: list) -> list:
         """Merge the rows in the lanes into one row: the second half into the first, and so on."""
         b, values = self.b, [self.several, *held]
-        with self.loop(self.word(0), self.levels, 1, values):
+        with self.loop(self.int64(0), self.levels, 1, values):
             rows, *held = values
-            half = b.lshr(b.add(rows, self.word(1)), self.word(1))
+            half = b.lshr(b.add(rows, self.int64(1)), self.int64(1))
             self.write_lanes_to_scratch(held)
             base = [b.ptrtoint(b.gep(part, [b.mul(half, self.columns)]), self.i64) for part in self.scratch]
-            other = [self.load_reals(address, self.word(0), torch.float64, self.row_type) for address in base]
+            other = [self.load_reals(address, self.int64(0), torch.float64, self.row_type) for address in base]
             mask = self.mask_lanes_below(b.mul(b.sub(rows, half), self.columns))
             pairs = self.inline_function(self.merge, [*held, *other])
             values[:] = [half, *(b.select(mask, new, old) for new, old in zip(pairs, held))]
@@ -232,7 +232,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
     def write_lanes_to_scratch(self, held: list) -> None:
         """Write lanes to memory."""
         for part, value in zip(self.scratch, held):
-            self.store_reals(self.b.ptrtoint(part, self.i64), self.word(0), torch.float64, value)
+            self.store_reals(self.b.ptrtoint(part, self.i64), self.int64(0), torch.float64, value)
 
 
 class _ColumnLoop(_NarrowMatrixLoop):

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._device_function import CHUNK_COLUMNS, RANDOM_STREAM_INPUTS, TableFunction
+from .._device_function import CHUNK_COLUMN_COUNT, RANDOM_STREAM_INPUTS, TableFunction
 from .._trace import COUNTER_COPIES
 from ._builder import VectorBuilder, get_lane_type
 from ._instructions import InstructionWriter
@@ -43,8 +43,8 @@ def compile_row_kernel(name: str, table: TableFunction) -> Kernel:
     """
 
     def write(b: VectorBuilder, first, last, chunks, constants, *_) -> None:
-        row, key, pointers = (b.b.add(b.arguments, b.word(8 * k)) for k in (4, 5, 6))
-        TableLoop(b.b, table).write_kernel(first, last, chunks, pointers, row, constants, key, b.word(0))
+        row, key, pointers = (b.b.add(b.arguments, b.int64(8 * k)) for k in (4, 5, 6))
+        TableLoop(b.b, table).write_kernel(first, last, chunks, pointers, row, constants, key, b.int64(0))
 
     return compile_machine_function(name, f"row {table.make_key()}", 6 + table.columns, write)
 
@@ -104,33 +104,33 @@ class TableLoop(VectorBuilder):
         """Write the loop over chunks."""
         b, table = self.b, self.table
         with self.loop(first, last, 1) as c:
-            at = b.mul(c, self.word(CHUNK_COLUMNS))
-            row, begin, count, index = (self.load_word_at(chunks, at, k) for k in range(CHUNK_COLUMNS))
-            pointer = b.mul(row, self.word(table.columns))
+            at = b.mul(c, self.int64(CHUNK_COLUMN_COUNT))
+            row, begin, count, index = (self.load_word_at(chunks, at, k) for k in range(CHUNK_COLUMN_COUNT))
+            pointer = b.mul(row, self.int64(table.columns))
             used = {self.column[address] for address, *_ in [*self.arrays, *self.trace.counter_additions]}
             self.address = {column: self.load_word_at(pointers, pointer, column) for column in sorted(used)}
             if self.constant_inputs:
                 size = int(self.constant_inputs[0][1][1:]) // 8
-                own = b.mul(self.load_word_at(rows, row, 0), self.word(table.constants * size))
+                own = b.mul(self.load_word_at(rows, row, 0), self.int64(table.constants * size))
                 for name, kind in self.constant_inputs:
-                    place = self.pointer(b.add(constants, own), self.word(name[1]), self.make_type_of_kind(kind, 1))
+                    place = self.pointer(b.add(constants, own), self.int64(name[1]), self.make_type_of_kind(kind, 1))
                     self.set_scalar_input(name, b.load(place, align=size))
             if table.stream_start:
                 # The counter of the chunk's first element, and the stream's own word if it has one.
                 key, start = self.load_word_at(keys, row, 0), table.stream_start
-                halves = b.trunc(key, self.i32), b.trunc(b.lshr(key, self.word(32)), self.i32)
+                halves = b.trunc(key, self.i32), b.trunc(b.lshr(key, self.int64(32)), self.i32)
                 values = InstructionWriter(b, start.trace, 1).run([*halves, index])
                 self.first_counter, *own_words = (values[number] for number in start.results)
                 for name, value in zip(RANDOM_STREAM_INPUTS[1:], own_words):
                     self.set_scalar_input(name, value)
             kinds = self.trace.kinds
             wide = [how == "sum" or (how == "max" and kinds[number] == "f64") for how, number in self.trace.sums]
-            vectors = [self.vector_type(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
+            vectors = [self.make_vector_type(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
             totals = [self.ir.Constant(kind, None) for kind in vectors for _ in range(2)]
             (self.write_block_loop if table.block else self.write_vector_loop)(begin, count, totals)
             reduced = [self.reduce_total_lanes(how, totals[2 * k :][:2]) for k, (how, _) in enumerate(self.trace.sums)]
             for k, total in enumerate(reduced):
-                place = self.pointer(sums, b.add(b.mul(c, self.word(table.sum_column_count)), self.word(k)), self.f64)
+                place = self.pointer(sums, b.add(b.mul(c, self.int64(table.sum_column_count)), self.int64(k)), self.f64)
                 b.store(total, place, align=8)
         if table.is_streaming:
             b.fence("seq_cst")  # such stores are in no order with others
@@ -141,9 +141,9 @@ class TableLoop(VectorBuilder):
 
     def load_word_at(self, table, first, k: int):
         """Load word k behind the first of a table of 64-bit integers."""
-        return self.b.load(self.pointer(table, self.b.add(first, self.word(k)), self.i64), align=8)
+        return self.b.load(self.pointer(table, self.b.add(first, self.int64(k)), self.i64), align=8)
 
-    def list_lane_positions(self) -> list[list[int]]:
+    def list_element_offsets_of_lanes(self) -> list[list[int]]:
         """Return which neighbours the lanes of the two vectors are."""
         every = list(range(self.width))
         return [every[::2], every[1::2]] if self.in_pairs else [every[: self.lanes], every[self.lanes :]]
@@ -152,13 +152,13 @@ class TableLoop(VectorBuilder):
 
     def write_vector_loop(self, begin, count, totals: list) -> None:
         """Write the loop over a chunk's whole vectors, then once more over a padded copy of what remains."""
-        b, width = self.b, self.word(self.width)
+        b, width = self.b, self.int64(self.width)
         whole = b.mul(b.sdiv(count, width), width)
         rest = b.sub(count, whole)
-        zero, one = self.word(0), self.word(1)
+        zero, one = self.int64(0), self.int64(1)
         held = {array: b.ptrtoint(self.copies[array], self.i64) for array in self.arrays}
         bases = {
-            array: b.add(self.address[self.column[array[0]]], b.mul(begin, self.word(array[1] // 8)))
+            array: b.add(self.address[self.column[array[0]]], b.mul(begin, self.int64(array[1] // 8)))
             for array in self.arrays
         }
         ends = {array: b.add(base, self.count_bytes(whole, array[1])) for array, base in bases.items()}
@@ -172,7 +172,7 @@ class TableLoop(VectorBuilder):
                 self.write_copies_back(ends, rest)
             return
         first = b.select(b.icmp_signed(">", whole, zero), zero, one)
-        last = b.select(b.icmp_signed(">", rest, zero), self.word(2), one)
+        last = b.select(b.icmp_signed(">", rest, zero), self.int64(2), one)
         with self.loop(first, last, 1) as phase:
             is_rest = b.icmp_signed("==", phase, one)
             with b.if_then(is_rest):
@@ -199,7 +199,7 @@ class TableLoop(VectorBuilder):
     def write_two_stage_loop(self, stages: LoopStages, limit, before, bases: dict) -> None:
         """Write the loop over whole vectors in two stages: a turn stores what the turn before has begun."""
         # The first turn only begins; the last begins again what is there.
-        b, zero, width, carried_lines = self.b, self.word(0), self.word(self.width), stages.carried_lines
+        b, zero, width, carried_lines = self.b, self.int64(0), self.int64(self.width), stages.carried_lines
         last = b.sub(limit, width)
         last = b.select(b.icmp_signed(">", last, zero), last, zero)
         carried = [self.ir.Constant(self.get_vector_type_of_line(k), None) for k in carried_lines for _ in range(2)]
@@ -234,12 +234,12 @@ class TableLoop(VectorBuilder):
             first = self.b.add(bases[array], self.count_bytes(i, array[1]))
             for line in range(ahead, ahead + self.width * array[1] // 8, _CACHE_LINE_BYTES):
                 # Far ones come into the second level, whose queue of pending lines is longer.
-                self.prefetch_line(self.b.add(first, self.word(line)), 2 if is_far else 3)
+                self.prefetch_line(self.b.add(first, self.int64(line)), 2 if is_far else 3)
 
     def write_copies_back(self, bases: dict, count) -> None:
         """Write what the copies hold where it belongs."""
         b = self.b
-        with self.loop(self.word(0), count, 1) as j:
+        with self.loop(self.int64(0), count, 1) as j:
             for array in self.stores:
                 value = b.load(b.gep(self.copies[array], [j]), align=array[1] // 8)
                 to = self.pointer(bases[array], j, self.ir.IntType(array[1]))
@@ -253,30 +253,30 @@ class TableLoop(VectorBuilder):
         Several small blocks take turns at each half, so that one need not wait for the other's result. Where blocks are
         no whole vectors, or the last one may be incomplete, each is computed in copies with zeros behind its elements.
         """
-        b, block = self.b, self.word(self.table.block or 0)
-        whole = b.sdiv(b.add(count, b.sub(block, self.word(1))), block)
-        with self.loop(self.word(0), whole, self.together, totals) as number:
+        b, block = self.b, self.int64(self.table.block or 0)
+        whole = b.sdiv(b.add(count, b.sub(block, self.int64(1))), block)
+        with self.loop(self.int64(0), whole, self.together, totals) as number:
             if self.copied:
                 start = b.mul(number, block)
                 size = self.select_lesser(block, b.sub(count, start))
-                bases = self.locate_block(begin, number)
-                in_copy = b.icmp_signed("<", size, self.word(self.padded))
+                bases = self.compute_block_addresses(begin, number)
+                in_copy = b.icmp_signed("<", size, self.int64(self.padded))
                 with b.if_then(in_copy):
                     self.copy_with_padding(bases, size)
                 held = {array: b.ptrtoint(self.copies[array], self.i64) for array in self.arrays}
                 used = {array: b.select(in_copy, held[array], bases[array]) for array in self.arrays}
-                self.write_block_group(lambda _: used, b.sdiv(start, block), self.word(1), size, totals)
+                self.write_block_group(lambda _: used, b.sdiv(start, block), self.int64(1), size, totals)
                 with b.if_then(in_copy):
                     self.write_copies_back(bases, size)
             else:
-                several = self.select_lesser(self.word(self.together), b.sub(whole, number))
+                several = self.select_lesser(self.int64(self.together), b.sub(whole, number))
                 self.write_block_group(
-                    lambda k: self.locate_block(begin, b.add(number, k)), number, several, block, totals
+                    lambda k: self.compute_block_addresses(begin, b.add(number, k)), number, several, block, totals
                 )
 
-    def locate_block(self, begin, number) -> dict:
+    def compute_block_addresses(self, begin, number) -> dict:
         """Return where a block's elements lie in each array."""
-        b, block = self.b, self.word(self.table.block or 0)
+        b, block = self.b, self.int64(self.table.block or 0)
         bases = {}
         for array in self.arrays:
             address, bits, per_block = array
@@ -289,15 +289,15 @@ class TableLoop(VectorBuilder):
         b = self.b
         for array in dict.fromkeys(self.loads):
             kind, align = self.ir.IntType(array[1]), array[1] // 8
-            vectors = b.sub(self.round_up_to_vectors(size), self.word(self.width))
-            vector = self.vector_type(kind, self.width)
-            with self.loop(self.word(0), vectors, self.width) as j:
+            vectors = b.sub(self.round_up_to_vectors(size), self.int64(self.width))
+            vector = self.make_vector_type(kind, self.width)
+            with self.loop(self.int64(0), vectors, self.width) as j:
                 value = b.load(self.pointer(bases[array], j, vector), align=align)
                 b.store(value, b.bitcast(b.gep(self.copies[array], [j]), vector.as_pointer()), align=align)
                 # The next block may lie behind this one.
                 ahead = b.add(bases[array], self.count_bytes(b.add(size, j), array[1]))
                 for line in range(0, self.width * align, _CACHE_LINE_BYTES):
-                    self.prefetch_line(b.add(ahead, self.word(line)))
+                    self.prefetch_line(b.add(ahead, self.int64(line)))
             last = b.bitcast(b.gep(self.copies[array], [vectors]), vector.as_pointer())
             b.store(self.ir.Constant(vector, None), last, align=align)
             with self.loop(vectors, size, 1) as j:
@@ -307,18 +307,18 @@ class TableLoop(VectorBuilder):
     def round_up_to_vectors(self, size):
         """Return how far the loops over a block go: over whole vectors."""
         if not self.copied:
-            return self.word(self.padded)
-        width = self.word(self.width)
-        return self.b.mul(self.b.udiv(self.b.add(size, self.word(self.width - 1)), width), width)
+            return self.int64(self.padded)
+        width = self.int64(self.width)
+        return self.b.mul(self.b.udiv(self.b.add(size, self.int64(self.width - 1)), width), width)
 
     def write_block_group(self, at: Callable, first, several, size, totals: list) -> None:
         """Write the loops over some blocks, `several` from the chunk's block `first` on; `at` says where one lies."""
         b, phases = self.b, self.phases
-        with self.loop(self.word(0), several, 1, totals) as k:
+        with self.loop(self.int64(0), several, 1, totals) as k:
             largest = self.write_loop_up_to_largest(at(k), first, k, size, totals)
             for line, words in zip(phases.largest_lines, largest):
                 if self.rows:
-                    row = b.gep(self.rows[line], [b.mul(k, self.word(self.lanes))])
+                    row = b.gep(self.rows[line], [b.mul(k, self.int64(self.lanes))])
                     b.store(words, b.bitcast(row, words.type.as_pointer()), align=4)
                 else:
                     b.store(self.reduce_lanes("umax", words), b.gep(self.block_results[line], [k]), align=4)
@@ -326,17 +326,17 @@ class TableLoop(VectorBuilder):
         late = phases.late_lines | phases.waiting_lines
         behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.late_lines}
         at_once = 2 if self.together > 1 and not late & {number for _, number in self.trace.sums} else 1
-        with self.loop(self.word(0), several, at_once, totals) as k:
+        with self.loop(self.int64(0), several, at_once, totals) as k:
             # Of an odd number the last block is written twice.
-            some = [self.select_lesser(b.add(k, self.word(n)), b.sub(several, self.word(1))) for n in range(at_once)]
+            some = [self.select_lesser(b.add(k, self.int64(n)), b.sub(several, self.int64(1))) for n in range(at_once)]
             bases = [at(number) for number in some]
             results = [self.load_block_results(number, base) for number, base in zip(some, bases)]
-            with self.loop(self.word(0), self.round_up_to_vectors(size), self.width, totals) as i:
+            with self.loop(self.int64(0), self.round_up_to_vectors(size), self.width, totals) as i:
                 if self.together == 1 and not self.copied:  # meanwhile the memory would be idle
-                    self.prefetch_arrays(bases[0], b.add(i, self.word(self.padded)), 0)
+                    self.prefetch_arrays(bases[0], b.add(i, self.int64(self.padded)), 0)
                 turns: list[tuple] = []
                 for number, of_block in zip(some, results):
-                    held = b.add(b.mul(number, self.word(self.padded)), i)
+                    held = b.add(b.mul(number, self.int64(self.padded)), i)
                     known = [of_block | self.load_carried_values(held, half) for half in range(2)]
                     turns.append(({}, b.add(self.find_block_start(first, number), i), known))
                 values = self.compute_pairs_in_turns(turns, phases.late_and_free_lines)
@@ -355,13 +355,13 @@ class TableLoop(VectorBuilder):
     def write_loop_up_to_largest(self, bases: dict, first, k, size, totals: list) -> list:
         """Write the loop over a block, number k behind the block `first`, up to its largest words; return those."""
         b, phases = self.b, self.phases
-        start, room = self.find_block_start(first, k), b.mul(k, self.word(self.padded))
+        start, room = self.find_block_start(first, k), b.mul(k, self.int64(self.padded))
         shared = self.load_block_entries(bases)
         own = [array for array in dict.fromkeys(self.loads) if not array[2]]
         stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.late_lines}
         kept = len(totals)
         carried = totals + [self.ir.Constant(self.get_vector_type_of_line(line), None) for line in phases.largest_lines]
-        with self.loop(self.word(0), self.round_up_to_vectors(size), self.width, carried) as i:
+        with self.loop(self.int64(0), self.round_up_to_vectors(size), self.width, carried) as i:
             loaded = shared | {array: self.load_vector_pair(bases[array], i, array[1]) for array in own}
             turn = loaded, b.add(start, i)
             if not self.copied:
@@ -379,7 +379,7 @@ class TableLoop(VectorBuilder):
                 largest = list(carried[kept:])
                 for n, line in enumerate(phases.largest_lines):
                     for computed in values:
-                        largest[n] = self.accumulate("max", largest[n], computed[self.trace.lines[line][1][0]])
+                        largest[n] = self.reduce_pair("max", largest[n], computed[self.trace.lines[line][1][0]])
                 return sums + largest
 
             carried[:] = self.write_rare_cases_apart(turn, write_rest)
@@ -431,16 +431,16 @@ class TableLoop(VectorBuilder):
 
         Two rows become one of twice as many parts, each the lane by lane larger of a part's halves.
         """
-        b, lanes, kind = self.b, self.lanes, self.vector_type(self.i32, self.lanes).as_pointer()
-        rows = [b.load(b.bitcast(b.gep(buffer, [self.word(k * lanes)]), kind), align=4) for k in range(0, lanes)]
+        b, lanes, kind = self.b, self.lanes, self.make_vector_type(self.i32, self.lanes).as_pointer()
+        rows = [b.load(b.bitcast(b.gep(buffer, [self.int64(k * lanes)]), kind), align=4) for k in range(0, lanes)]
         part = lanes
         while part > 1:
             halves = [[n for n in range(2 * lanes) if n % part // (part // 2) == half] for half in range(2)]
             joined = [
-                [b.shuffle_vector(*pair, self.make_lane_numbers(half)) for half in halves]
+                [b.shuffle_vector(*pair, self.make_shuffle_mask(half)) for half in halves]
                 for pair in zip(rows[::2], rows[1::2])
             ]
-            rows, part = [self.accumulate("max", *both) for both in joined], part // 2
+            rows, part = [self.reduce_pair("max", *both) for both in joined], part // 2
         return rows[0]
 
     def load_block_results(self, k, bases: dict) -> dict:
@@ -451,7 +451,7 @@ class TableLoop(VectorBuilder):
             if array[2]:
                 word, kind = results[line], self.ir.IntType(array[1])
                 word = word if array[1] == 32 else b.trunc(word, kind)
-                b.store(word, self.pointer(bases[array], self.word(0), kind), align=array[1] // 8)
+                b.store(word, self.pointer(bases[array], self.int64(0), kind), align=array[1] // 8)
         for line in results:
             if self.trace.kinds[line] == "mask":
                 results[line] = b.trunc(results[line], self.ir.IntType(1))
@@ -459,27 +459,27 @@ class TableLoop(VectorBuilder):
 
     def find_block_start(self, first, k):
         """Return the place in the chunk of the first element of the block k behind the block `first`."""
-        return self.b.mul(self.b.add(first, k), self.word(self.table.block or 0))
+        return self.b.mul(self.b.add(first, k), self.int64(self.table.block or 0))
 
     def load_block_entries(self, bases: dict) -> dict:
         """Load a block's entries of arrays with one element per block, spread over all lanes."""
         b, shared = self.b, {}
         for array in self.loads:
             if array[2]:
-                word = b.load(self.pointer(bases[array], self.word(0), self.ir.IntType(array[1])), align=array[1] // 8)
+                word = b.load(self.pointer(bases[array], self.int64(0), self.ir.IntType(array[1])), align=array[1] // 8)
                 word = word if array[1] == 32 else b.zext(word, self.i32)
                 shared[array] = [self.splat(word, self.lanes)] * 2
         return shared
 
     def make_block_result_pointer(self, line: int):
         """Return a pointer to an instruction's results for all blocks that are computed together."""
-        kind = self.vector_type(get_lane_type(self.get_memory_type_of_line(line)), self.together)
+        kind = self.make_vector_type(get_lane_type(self.get_memory_type_of_line(line)), self.together)
         return self.b.bitcast(self.block_results[line], kind.as_pointer())
 
     def get_memory_type_of_line(self, line: int):
         """Return the type of an instruction's vectors in memory: of masks words."""
         return (
-            self.vector_type(self.i32, self.lanes)
+            self.make_vector_type(self.i32, self.lanes)
             if self.trace.kinds[line] == "mask"
             else self.get_vector_type_of_line(line)
         )
@@ -490,7 +490,7 @@ class TableLoop(VectorBuilder):
 
     def make_buffer_pointer(self, buffer, i, half: int, kind):
         """Return a pointer to one of two vectors of a type that a buffer holds from element i on."""
-        at = self.b.gep(buffer, [self.b.add(i, self.word(half * self.lanes))])
+        at = self.b.gep(buffer, [self.b.add(i, self.int64(half * self.lanes))])
         return self.b.bitcast(at, kind.as_pointer())
 
     # vectors of elements ---------------------------------------------------------------------------------------
@@ -515,7 +515,7 @@ class TableLoop(VectorBuilder):
                 if self.table.stream_start:
                     moved = b.mul(b.trunc(position, self.i32), self.ir.Constant(self.i32, step))
                     first = self.splat(b.add(self.first_counter, moved), self.lanes)
-                    steps = [step * place & 0xFFFFFFFF for place in self.list_lane_positions()[half]]
+                    steps = [step * place & 0xFFFFFFFF for place in self.list_element_offsets_of_lanes()[half]]
                     given[RANDOM_STREAM_INPUTS[0]] = b.add(first, self.ir.Constant(first.type, steps))
                 writer = InstructionWriter(b, self.trace, self.lanes)
                 running.append(writer.write_in_order(values, given, known and known[half], only, self.order))
@@ -533,7 +533,7 @@ class TableLoop(VectorBuilder):
         b, masks = self.b, []
         if self.trace.sums and limit is not None and (self.copied or not self.table.block):  # some lanes are padding
             left = self.splat(b.trunc(b.sub(limit, i), self.i32), self.lanes)
-            lanes = [self.ir.Constant(left.type, numbers) for numbers in self.list_lane_positions()]
+            lanes = [self.ir.Constant(left.type, numbers) for numbers in self.list_element_offsets_of_lanes()]
             masks = [b.icmp_signed("<", positions, left) for positions in lanes]
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
@@ -541,7 +541,7 @@ class TableLoop(VectorBuilder):
                 value, at = values[half][number], 2 * place + (half if how != "count" else 0)
                 if masks:
                     value = b.select(masks[half], value, self.ir.Constant(value.type, None))
-                totals[at] = self.accumulate(how, totals[at], value)
+                totals[at] = self.reduce_pair(how, totals[at], value)
 
     def write_counter_additions(self, values: list, limit) -> None:
         """Add the words of two vectors to counters in memory, one after the other: several may have one place.
@@ -557,39 +557,42 @@ class TableLoop(VectorBuilder):
                 kind = values[0][k].type
                 held.append(self.allocate_stack(get_lane_type(kind), self.width))
                 for half in range(2):
-                    b.store(values[half][k], self.make_buffer_pointer(held[-1], self.word(0), half, kind), align=4)
+                    b.store(values[half][k], self.make_buffer_pointer(held[-1], self.int64(0), half, kind), align=4)
 
             def add(at, copy: int, to=to, held=held, constant=constant, apart=apart) -> None:
                 loaded = [b.load(b.gep(memory, [at])) for memory in held]
                 number, *words = (x if x.type == self.i64 else b.zext(x, self.i64) for x in loaded)
-                counter = b.gep(to, [b.add(number, self.word(apart * copy))])
-                more = self.word(constant) if constant is not None else words[0]
+                counter = b.gep(to, [b.add(number, self.int64(apart * copy))])
+                more = self.int64(constant) if constant is not None else words[0]
                 b.store(b.add(b.load(counter, align=8), more), counter, align=8)
 
             if limit is None:
                 for k in range(self.width):
-                    add(self.word(k), k % COUNTER_COPIES)
+                    add(self.int64(k), k % COUNTER_COPIES)
             else:
-                with self.loop(self.word(0), limit, 1) as k:
+                with self.loop(self.int64(0), limit, 1) as k:
                     at = k
                     if self.in_pairs:
-                        one = self.word(1)
-                        at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
+                        one = self.int64(1)
+                        at = b.add(b.mul(b.and_(k, one), self.int64(self.lanes)), b.lshr(k, one))
                     add(at, 0)
 
     def load_vector_pair(self, base, i, bits: int) -> list:
         """Load elements of two vectors as words of 32 bits, or of 64 where they have so many."""
         b, lanes = self.b, self.lanes
-        words = self.vector_type(self.i32, lanes)
+        words = self.make_vector_type(self.i32, lanes)
         if not self.in_pairs:
-            kind = self.vector_type(self.ir.IntType(bits), lanes)
+            kind = self.make_vector_type(self.ir.IntType(bits), lanes)
             pointers = (self.make_vector_pointer(base, i, bits, first, kind) for first in (0, lanes))
             return [b.load(pointer, align=bits // 8) for pointer in pointers]
         if bits >= 32:
-            kind = self.vector_type(self.ir.IntType(bits), self.width)
+            kind = self.make_vector_type(self.ir.IntType(bits), self.width)
             both = b.load(self.make_vector_pointer(base, i, bits, 0, kind), align=bits // 8)
-            return [b.shuffle_vector(both, both, self.make_lane_numbers(half)) for half in self.list_lane_positions()]
-        pairs = self.vector_type(self.ir.IntType(2 * bits), lanes)
+            return [
+                b.shuffle_vector(both, both, self.make_shuffle_mask(half))
+                for half in self.list_element_offsets_of_lanes()
+            ]
+        pairs = self.make_vector_type(self.ir.IntType(2 * bits), lanes)
         both = b.load(self.make_vector_pointer(base, i, bits, 0, pairs), align=max(1, bits // 8))
         both = both if bits == 16 else b.zext(both, words)
         shift = self.constant(words, bits)
@@ -605,11 +608,11 @@ class TableLoop(VectorBuilder):
         even, odd = values
         if bits >= 32:
             order = [k // 2 + lanes * (k % 2) for k in range(self.width)]
-            both = b.shuffle_vector(even, odd, self.make_lane_numbers(order))
+            both = b.shuffle_vector(even, odd, self.make_shuffle_mask(order))
         else:
             mask, shift = self.constant(even.type, (1 << bits) - 1), self.constant(even.type, bits)
             both = b.or_(b.and_(even, mask), b.shl(odd, shift))
-            both = both if bits == 16 else b.trunc(both, self.vector_type(self.ir.IntType(2 * bits), lanes))
+            both = both if bits == 16 else b.trunc(both, self.make_vector_type(self.ir.IntType(2 * bits), lanes))
         self.store_vector(both, self.make_vector_pointer(base, i, bits, 0, both.type), bits)
 
     def store_vector(self, value, place, bits: int) -> None:
@@ -622,16 +625,16 @@ class TableLoop(VectorBuilder):
 
     def make_vector_pointer(self, base, i, bits: int, further: int, kind):
         """Return a pointer to the element `further` behind index i, of a type."""
-        address = self.b.add(base, self.count_bytes(self.b.add(i, self.word(further)), bits))
+        address = self.b.add(base, self.count_bytes(self.b.add(i, self.int64(further)), bits))
         return self.b.inttoptr(address, kind.as_pointer())
 
     def count_bytes(self, count, bits: int):
         """Return the bytes of so many elements; of half bytes an even number."""
-        return self.b.lshr(count, self.word(1)) if bits == 4 else self.b.mul(count, self.word(bits // 8))
+        return self.b.lshr(count, self.int64(1)) if bits == 4 else self.b.mul(count, self.int64(bits // 8))
 
     # sums ------------------------------------------------------------------------------------------------------
 
-    def accumulate(self, how: str, total, value):
+    def reduce_pair(self, how: str, total, value):
         """Combine a sum, count or maximum with one more value."""
         if how == "sum":
             return self.b.fadd(total, value)
@@ -653,7 +656,7 @@ class TableLoop(VectorBuilder):
             return self.b.uitofp(self.reduce_lanes("add", self.b.add(*vectors)), self.f64)
         is_word = get_lane_type(vectors[0].type) == self.i32
         if how == "max" and is_word:
-            largest = self.reduce_lanes("umax", self.accumulate("max", *vectors))
+            largest = self.reduce_lanes("umax", self.reduce_pair("max", *vectors))
             return self.b.fpext(self.b.bitcast(largest, self.f32), self.f64)
         lanes = [self.extract_lane(vector, k) for vector in vectors for k in range(self.lanes)]
-        return functools.reduce(functools.partial(self.accumulate, how), lanes)
+        return functools.reduce(functools.partial(self.reduce_pair, how), lanes)

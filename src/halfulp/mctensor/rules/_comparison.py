@@ -12,12 +12,23 @@ from torch._ops import OpOverload
 from ...arithmetic import Parts, compare, pointwise
 from ...arithmetic._exact_sums import normalize_dims
 from ...subclass._derivation import aten, parse_operators
-from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, gives_plain_gradient, gives_plain_gradient_of
+from ...subclass._in_backward import (
+    COMPONENTS_GRADIENTS_MODE,
+    wants_plain_gradient_result,
+    wants_plain_gradient_result_from,
+)
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
-from .._result_type import ResultType, align_operands, make_result, result_type, run_pointwise_function, to_components
+from .._result_type import (
+    ResultType,
+    convert_to_common_components,
+    make_result,
+    result_type,
+    run_pointwise_function,
+    to_components,
+)
 
 
-def compare_by_value(a: Any, b: Any) -> Tensor:
+def compare_three_way(a: Any, b: Any) -> Tensor:
     """Return the sign of a - b as int8, 2 where either is NaN."""
     device = a.device if isinstance(a, Tensor) else b.device
     return compare(to_components(a, device), to_components(b, device))
@@ -34,25 +45,25 @@ _ORDER_TEST_BY_NAME = {
 
 for _name, _test in _ORDER_TEST_BY_NAME.items():
     _packet = getattr(aten, _name)
-    implements(_packet.Tensor, _packet.Scalar)(lambda a, b, test=_test: test(compare_by_value(a, b)))
-implements(aten.equal.default)(lambda a, b: a.shape == b.shape and bool((compare_by_value(a, b) == 0).all()))
+    implements(_packet.Tensor, _packet.Scalar)(lambda a, b, test=_test: test(compare_three_way(a, b)))
+implements(aten.equal.default)(lambda a, b: a.shape == b.shape and bool((compare_three_way(a, b) == 0).all()))
 implements(aten.allclose.default)(lambda *given, **options: bool(torch.isclose(*given, **options).all()))
 
 
-def copy_elements(function: Callable, operands: Sequence[Any], form: ResultType) -> Tensor:
+def apply_per_component(function: Callable, operands: Sequence[Any], form: ResultType) -> Tensor:
     """Run a function that copies elements of its operands on one component of each after the other."""
-    if gives_plain_gradient(form.gradients, form.has_gradient):
-        return function(*(_round_operand(x, form) for x in operands))
-    parts, scale = align_operands(operands, form)
+    if wants_plain_gradient_result(form.gradients, form.has_gradient):
+        return function(*(_round_operand_to_plain(x, form) for x in operands))
+    parts, scale = convert_to_common_components(operands, form)
     return wrap_components(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
 
 
 def select_elements(mask: Tensor, a: Any, b: Any, form: ResultType | None = None) -> Tensor:
     """Return a where the mask holds, b elsewhere, as a result of both."""
-    return copy_elements(lambda x, y: torch.where(mask, x, y), (a, b), form or result_type((a, b)))
+    return apply_per_component(lambda x, y: torch.where(mask, x, y), (a, b), form or result_type((a, b)))
 
 
-def _round_operand(x: Any, form: ResultType) -> Any:
+def _round_operand_to_plain(x: Any, form: ResultType) -> Any:
     """Return an operand rounded to one plain tensor of a result type's dtype."""
     if isinstance(x, MCTensor):
         return decode_to_plain(x, form.dtype)
@@ -69,21 +80,21 @@ implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor)(
 )
 
 
-def _make_rule_of_extreme(order_of_first: int, keeps_nan: bool) -> Callable:
+def _make_elementwise_extreme_rule(order_of_first: int, keeps_nan: bool) -> Callable:
     """Return the rule of the larger (1) or smaller (-1) value; where one is NaN that one, or the other."""
 
     def choose(a: Any, b: Any) -> Tensor:
-        order = compare_by_value(a, b)
+        order = compare_three_way(a, b)
         nan = find_nans(a) if keeps_nan else ~find_nans(a)
         return select_elements((order == order_of_first) | ((order == 2) & nan), a, b)
 
     return choose
 
 
-implements(aten.maximum.default)(_make_rule_of_extreme(1, keeps_nan=True))
-implements(aten.minimum.default)(_make_rule_of_extreme(-1, keeps_nan=True))
-implements(aten.fmax.default)(_make_rule_of_extreme(1, keeps_nan=False))
-implements(aten.fmin.default)(_make_rule_of_extreme(-1, keeps_nan=False))
+implements(aten.maximum.default)(_make_elementwise_extreme_rule(1, keeps_nan=True))
+implements(aten.minimum.default)(_make_elementwise_extreme_rule(-1, keeps_nan=True))
+implements(aten.fmax.default)(_make_elementwise_extreme_rule(1, keeps_nan=False))
+implements(aten.fmin.default)(_make_elementwise_extreme_rule(-1, keeps_nan=False))
 
 
 @implements(aten.clamp.default, aten.clamp.Tensor)
@@ -99,7 +110,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
 
 
 def _is_beyond(x: Any, bound: Any, side: int) -> Tensor:
-    order = compare_by_value(x, bound)
+    order = compare_three_way(x, bound)
     return (order == side) | ((order == 2) & ~find_nans(x)) if isinstance(bound, Tensor) else order == side
 
 
@@ -120,14 +131,14 @@ def find_nans(x: Any) -> Tensor:
         count_nonzero count_nonzero.dim_IntList
     """)
 )
-def query_first_component(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+def run_on_first_component(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Ask the first component: the others never change a sign, nor what is zero, infinite or NaN."""
     return operator(x._parts[0], *arguments, **options)
 
 
 def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function that is exact on every component alone: a change of sign, a choice of elements."""
-    if gives_plain_gradient_of(x):
+    if wants_plain_gradient_result_from(x):
         return function(round_to_plain(x))
     scale = None if x._scale is None else x._scale.clone()
     return wrap_components(tuple(map(function, x._parts)), scale, x._gradients)
@@ -153,7 +164,7 @@ def relu(x: MCTensor) -> Tensor:
 implements(aten.sign.default, aten.sgn.default)(lambda x: make_result((x._parts[0].sign(),), result_type((x,))))
 implements(aten.threshold_backward.default)(
     lambda gradient, x, threshold: select_elements(
-        compare_by_value(x, threshold) <= 0, 0.0, gradient, result_type((gradient, x))
+        compare_three_way(x, threshold) <= 0, 0.0, gradient, result_type((gradient, x))
     )
 )
 
@@ -173,13 +184,13 @@ def _floor_components(parts: Parts) -> Parts:
 def floor(x: MCTensor) -> Tensor:
     """Return the largest integer not above."""
     parts = to_components(x, x.device)
-    return make_result(_add_integers(_floor_components(parts), parts[0]), result_type((x,)))
+    return make_result(_add_integer_components(_floor_components(parts), parts[0]), result_type((x,)))
 
 
 def _truncate_components(x: MCTensor) -> Parts:
     negative = x._parts[0].signbit()
     whole = _floor_components(tuple(torch.where(negative, -part, part) for part in to_components(x, x.device)))
-    return _add_integers(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
+    return _add_integer_components(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
 
 
 implements(aten.ceil.default)(lambda x: -floor(-x))
@@ -191,7 +202,7 @@ implements(aten.frac.default)(
 )
 
 
-def _add_integers(floors: Parts, x: Tensor) -> Parts:
+def _add_integer_components(floors: Parts, x: Tensor) -> Parts:
     """Return the sum of integers, largest first; a zero has the sign of x."""
     total = floors[:1]
     for part in floors[1:]:

@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...arithmetic import PRECISION
+from ...arithmetic import PRECISION_BY_DTYPE
 from ...kernels import require_float64
 from ...subclass._collectives import register_collectives
 from ...subclass._derivation import aten, parse_operators
-from ...subclass._in_backward import gives_plain_gradient_of, is_storing_plain_gradient
+from ...subclass._in_backward import is_storing_plain_gradient, wants_plain_gradient_result_from
 from .._encode import choose_scale, divide_by_scale, find_largest_finite_magnitude
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, make_result, result_type, to_components
 from .._write import copy_received_value, truncate_to_integers, write_value
-from ._comparison import copy_elements, map_components
+from ._comparison import apply_per_component, map_components
 
 # From this magnitude on a value becomes infinite in float16 components, as in conversions of torch's; it does not
 # choose their scale.
-_LEAST_OVERFLOW = 2.0**132
+_FLOAT16_OVERFLOW_THRESHOLD = 2.0**132
 
 
 @implements(aten.clone.default)
 def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
     """Copy every component and the scale."""
-    if gives_plain_gradient_of(x) or is_storing_plain_gradient(x._gradients):
+    if wants_plain_gradient_result_from(x) or is_storing_plain_gradient(x._gradients):
         return round_to_plain(x).clone(memory_format=memory_format)
     scale = None if x._scale is None else x._scale.clone()
     return wrap_components(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
@@ -37,9 +37,9 @@ def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
 @implements(aten._to_copy.default)
 def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **options: Any) -> Any:
     """Convert to another device or to components of another dtype, as many as before; to integers as a plain tensor."""
-    if dtype is not None and dtype not in PRECISION:
+    if dtype is not None and dtype not in PRECISION_BY_DTYPE:
         return truncate_to_integers(x, dtype).to(device=device)
-    if gives_plain_gradient_of(x):
+    if wants_plain_gradient_result_from(x):
         return decode_to_plain(x, dtype or x.dtype).to(device=device)
     if device is not None and torch.device(device) != x.device:
         require_float64(torch.device(device), "MCTensors")
@@ -51,7 +51,9 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
     parts = to_components(x, x.device)
     if dtype == torch.float16:
         wide = tuple(part.double() for part in parts)
-        scale = choose_scale(find_largest_finite_magnitude(wide[0].where(wide[0].abs() < _LEAST_OVERFLOW, 0.0)), dtype)
+        scale = choose_scale(
+            find_largest_finite_magnitude(wide[0].where(wide[0].abs() < _FLOAT16_OVERFLOW_THRESHOLD, 0.0)), dtype
+        )
         return wrap_components(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
     return make_result(parts, ResultType(dtype, len(x._parts), x._gradients, False, x.device))
 
@@ -81,20 +83,24 @@ def zero_(x: MCTensor) -> Tensor:
 implements(aten.eye.out, aten.eye.m_out)(
     lambda *sizes, out: write_value(out, torch.eye(*sizes, dtype=torch.float64, device=out.device))
 )
-_RANDOM_OPERATORS = parse_operators("rand_like randn_like randint_like randint_like.low_dtype")
+_RANDOM_LIKE_OPERATORS = parse_operators("rand_like randn_like randint_like randint_like.low_dtype")
 _FILLED_OPERATORS = parse_operators("empty_like zeros_like ones_like new_empty new_empty_strided new_zeros new_ones")
 
 
-@implements_each(*_RANDOM_OPERATORS, *_FILLED_OPERATORS)
+@implements_each(*_RANDOM_LIKE_OPERATORS, *_FILLED_OPERATORS)
 def make_like(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Make a tensor like a given one: its first component; the others are zero."""
     dtype = options.get("dtype") or x.dtype
-    if dtype not in PRECISION or gives_plain_gradient_of(x) or is_storing_plain_gradient(x._gradients):
+    if (
+        dtype not in PRECISION_BY_DTYPE
+        or wants_plain_gradient_result_from(x)
+        or is_storing_plain_gradient(x._gradients)
+    ):
         return operator(x._parts[0], *arguments, **options)
-    options["dtype"] = torch.float64 if operator in _RANDOM_OPERATORS else dtype
+    options["dtype"] = torch.float64 if operator in _RANDOM_LIKE_OPERATORS else dtype
     first = operator(x._parts[0], *arguments, **options)
     form = ResultType(dtype, len(x._parts), x._gradients, x._scale is not None and dtype == x.dtype, first.device)
-    if operator in _RANDOM_OPERATORS:
+    if operator in _RANDOM_LIKE_OPERATORS:
         return make_result((first,), form)
     rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
     scale = torch.ones((), dtype=torch.float32, device=first.device) if form.scaled else None
@@ -118,7 +124,7 @@ def full_like(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         normal_ uniform_ bernoulli_.float exponential_ log_normal_ cauchy_ geometric_ random_ random_.to random_.from
     """)
 )
-def draw_values(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+def draw_random_values(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Write random values, drawn in float64."""
     # torch draws in the order of the memory: with the strides of the components one seed gives one mask.
     return write_value(x, operator(torch.empty_like(x._parts[0], dtype=torch.float64), *arguments, **options))
@@ -160,15 +166,15 @@ _TENSOR_OVERLOAD_BY_NUMBER_OVERLOAD = {
 
 
 @implements_each(*_SECOND_VALUE_POSITION_BY_OPERATOR)
-def combine_elements(operator: OpOverload, *arguments: Any, **options: Any) -> Tensor:
+def insert_elements(operator: OpOverload, *arguments: Any, **options: Any) -> Tensor:
     """Take elements from two values, component by component, brought to one result type."""
     position = _SECOND_VALUE_POSITION_BY_OPERATOR[operator]
     values = arguments[0], arguments[position]
 
-    def combine(first: Any, second: Any) -> Tensor:
+    def insert(first: Any, second: Any) -> Tensor:
         return operator(first, *arguments[1:position], second, *arguments[position + 1 :], **options)
 
-    return copy_elements(combine, values, result_type(values))
+    return apply_per_component(insert, values, result_type(values))
 
 
 @implements_each(*_TENSOR_OVERLOAD_BY_NUMBER_OVERLOAD)
@@ -178,13 +184,15 @@ def insert_number(operator: OpOverload, x: MCTensor, *arguments: Any, **options:
     number = torch.scalar_tensor(value, dtype=torch.float64, device=x.device)
     if operator is aten.scatter.value:
         number = number.expand(others[1].shape)
-    return combine_elements(_TENSOR_OVERLOAD_BY_NUMBER_OVERLOAD[operator], x, *others, number, **options)
+    return insert_elements(_TENSOR_OVERLOAD_BY_NUMBER_OVERLOAD[operator], x, *others, number, **options)
 
 
 @implements_each(aten.cat.default, aten.stack.default, aten.block_diag.default)
 def concatenate(operator: OpOverload, tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
     """Concatenate every component."""
-    return copy_elements(lambda *parts: operator(list(parts), *arguments, **options), tensors, result_type(tensors))
+    return apply_per_component(
+        lambda *parts: operator(list(parts), *arguments, **options), tensors, result_type(tensors)
+    )
 
 
 @implements(aten.constant_pad_nd.default)
@@ -207,7 +215,7 @@ _VIEW_OPERATORS = parse_operators("""
 @implements_each(*_VIEW_OPERATORS)
 def view(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Any:
     """View every component."""
-    if gives_plain_gradient_of(x):
+    if wants_plain_gradient_result_from(x):
         return operator(round_to_plain(x), *arguments, **options)
     parts = tuple(operator(part, *arguments, **options) for part in x._parts)
     if isinstance(parts[0], Tensor):

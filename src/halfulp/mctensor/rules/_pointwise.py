@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...arithmetic import MOST, pointwise
+from ...arithmetic import MAX_COMPONENTS, pointwise
 from ...arithmetic._constants import compute_log, split_into_floats
 from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE
-from .._derivation import choose_float64_or_rule, fall_back_to_float64, implements_beyond_exact_float64, run_in_float64
+from .._derivation import (
+    fall_back_to_float64,
+    implements_beyond_exact_float64,
+    make_rule_preferring_float64,
+    run_in_float64,
+)
 from .._mctensor import MCTensor, implements, implements_each
 from .._result_type import (
     SUM_FUNCTION_NAMES,
@@ -56,8 +61,10 @@ def _make_logarithm_rule(base: int) -> Callable:
     def log(x: MCTensor) -> Tensor:
         form = result_type((x,))
         # One component more, up to the most, as errors grow.
-        logarithm = run_pointwise_function("log", x, form=form._replace(components=min(form.components + 1, MOST)))
-        terms = split_into_floats(compute_log(base), MOST)
+        logarithm = run_pointwise_function(
+            "log", x, form=form._replace(components=min(form.components + 1, MAX_COMPONENTS))
+        )
+        terms = split_into_floats(compute_log(base), MAX_COMPONENTS)
         number = MCTensor.from_components([torch.scalar_tensor(t, dtype=torch.float64, device=x.device) for t in terms])
         return run_pointwise_function("div", logarithm, number, form=form)
 
@@ -74,7 +81,7 @@ for _operator in parse_operators("""
     acosh atanh round tan asin acos atan2 median.dim nanmedian.dim kthvalue put copysign.Tensor copysign.Scalar
 """):
     implements_beyond_exact_float64(_operator)(functools.partial(fall_back_to_float64, _operator))
-_divide_to_integers = choose_float64_or_rule(
+_divide_to_integers = make_rule_preferring_float64(
     aten.div.Tensor_mode, functools.partial(fall_back_to_float64, aten.div.Tensor_mode), exactly=True
 )
 

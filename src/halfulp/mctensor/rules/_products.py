@@ -13,13 +13,13 @@ from torch import Tensor
 from ... import arithmetic
 from ..._torch_versions import has_transposed_factors_in_solve_backward
 from ...arithmetic import Parts
-from ...arithmetic._matmul import find_largest_magnitude, multiply_float16_in_float32, split_into_float16
+from ...arithmetic._matmul import find_largest_magnitude, multiply_float16_components_in_float32, split_into_float16
 from ...kernels import define_operator
 from ...subclass._derivation import aten
-from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, gives_plain_gradient
+from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, wants_plain_gradient_result
 from .._encode import (
     HEADROOM_BINADES,
-    TOP_EXPONENT_BY_DTYPE,
+    OVERFLOW_EXPONENT_BY_DTYPE,
     choose_scale,
     divide_by_scale,
     find_largest_finite_magnitude,
@@ -54,7 +54,9 @@ def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
     left, right = (x._parts if isinstance(x, MCTensor) else to_components(x, form.device) for x in (a, b))
     scales = [x._scale for x in (a, b) if _has_scale(x)]
     # float32 carries a product to two float16 components; more need float64.
-    is_short = form.scaled and form.components <= 2 and not gives_plain_gradient(form.gradients, form.has_gradient)
+    is_short = (
+        form.scaled and form.components <= 2 and not wants_plain_gradient_result(form.gradients, form.has_gradient)
+    )
     x, y = left[0], right[0]
     # float16 on the CPU, whose products float32 holds without overflow or underflow; matrices or as many of them.
     is_half = x.dtype == y.dtype == torch.float16 and x.device.type == "cpu"
@@ -76,11 +78,11 @@ def _multiply_in_float64(left: Parts, right: Parts, scales: list[Tensor], count:
 def _multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], components: int) -> list[Tensor]:
     """float16 components of a product and their scale: a float32 product, cut in two passes where it is finite."""
     payloads = tuple(flat[:left]), tuple(flat[left:])
-    with multiply_float16_in_float32(*payloads) as product:
+    with multiply_float16_components_in_float32(*payloads) as product:
         largest = find_largest_magnitude(product)
         if 0 < largest < math.inf:
             factor = math.prod([float(scale) for scale in scales])
-            exponent = math.frexp(largest)[1] - (TOP_EXPONENT_BY_DTYPE[torch.float16] - HEADROOM_BINADES)
+            exponent = math.frexp(largest)[1] - (OVERFLOW_EXPONENT_BY_DTYPE[torch.float16] - HEADROOM_BINADES)
             power = max(math.ldexp(factor, exponent), 2.0**-126)
             if power <= 2.0**127:
                 parts = split_into_float16(product, factor / power, components)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ... import arithmetic
-from ...arithmetic import MOST, PRECISION, Parts
+from ...arithmetic import MAX_COMPONENTS, PRECISION_BY_DTYPE, Parts
 from ...arithmetic._exact_sums import normalize_dims
 from ...subclass._derivation import aten
-from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, disable_result_rounding, gives_plain_gradient
+from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, disable_result_rounding, wants_plain_gradient_result
 from .._derivation import (
-    choose_float64_or_rule,
     implements_beyond_exact_float64,
     implements_beyond_float64,
+    make_rule_preferring_float64,
     refuse_mctensor_operator,
 )
 from .._mctensor import MCTensor, implements
@@ -31,12 +31,12 @@ from .._result_type import (
     run_pointwise_function,
     to_components,
 )
-from ._memory import combine_elements
+from ._memory import insert_elements
 
 
 def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
     """Run one of arithmetic's reductions over any dimensions."""
-    if dtype is not None and dtype not in PRECISION:
+    if dtype is not None and dtype not in PRECISION_BY_DTYPE:
         raise TypeError(
             f"dtype={dtype} of a reduction: components are float16, bfloat16, float32 or float64; reduce x.decode()"
         )
@@ -44,7 +44,7 @@ def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype:
     parts = to_components(x, form.device)
     if not x.dim():
         return make_result(tuple(part.clone() for part in parts), form)
-    is_plain = gives_plain_gradient(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype
+    is_plain = wants_plain_gradient_result(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype
     count = 1 if is_plain else _count_working_components(form, parts)
     return make_result(function(parts, dim, count, keepdim), form)
 
@@ -79,14 +79,14 @@ def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
     parts = to_components(x, form.device)
     if not x.dim() or not x.numel():
         return make_result(tuple(part.clone() for part in parts), form)
-    return make_result(arithmetic.running(parts, dim, _count_working_components(form, parts)), form)
+    return make_result(arithmetic.running_sum(parts, dim, _count_working_components(form, parts)), form)
 
 
 @implements(aten.linalg_vector_norm.default)
 def vector_norm(x: MCTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """(sum |x|^ord)^(1/ord), the largest for infinity, the count of others than 0 for 0."""
     if not math.isinf(ord):
-        return _compute_finite_norm(x, ord, dim, keepdim, dtype=dtype)
+        return _compute_finite_order_norm(x, ord, dim, keepdim, dtype=dtype)
     # One of the elements, with all of its digits: the gradient asks which elements are equal to it.
     size = (x if dtype is None else x.to(dtype)).abs()
     return (torch.amax if ord > 0 else torch.amin)(size, normalize_dims(x.dim(), dim), keepdim)
@@ -102,12 +102,12 @@ def _sum_powers_and_take_root(x: Tensor, ord: Any, dim: Any, keepdim: bool, *, d
     size = x.abs()
     if ord == 1:
         return size.sum(dims, keepdim)
-    form = ResultType(torch.float64, MOST, COMPONENTS_GRADIENTS_MODE, False, x.device)
+    form = ResultType(torch.float64, MAX_COMPONENTS, COMPONENTS_GRADIENTS_MODE, False, x.device)
     root = run_pointwise_function("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=form)
     return size.pow(ord).sum(dims, keepdim).pow(root)
 
 
-_compute_finite_norm = choose_float64_or_rule(aten.linalg_vector_norm.default, _sum_powers_and_take_root)
+_compute_finite_order_norm = make_rule_preferring_float64(aten.linalg_vector_norm.default, _sum_powers_and_take_root)
 implements(aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)(
     lambda x, p=2, dim=None, keepdim=False, *, dtype=None: torch.linalg.vector_norm(
         x, 2 if p is None else p, dim or None, keepdim, dtype=dtype
@@ -166,7 +166,7 @@ def _update_running_statistic(running: Any, now: Any, momentum: float) -> None:
         running.copy_(result)
 
 
-def add_rows(into: Any, index: Tensor, values: Any) -> Tensor:
+def add_rows_at_indices(into: Any, index: Tensor, values: Any) -> Tensor:
     """Return `into` with values[i] added to its row index[i]; both have their rows first."""
     rows = into.shape[0]
     if not index.numel():
@@ -195,7 +195,7 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
         return x + source.sum() * alpha
     source = source if alpha == 1 else source * alpha
     rows = torch.where(index < 0, index + x.shape[dim], index).reshape(-1)
-    return add_rows(x.transpose(0, dim), rows, source.transpose(0, dim)).transpose(0, dim)
+    return add_rows_at_indices(x.transpose(0, dim), rows, source.transpose(0, dim)).transpose(0, dim)
 
 
 @implements_beyond_exact_float64(aten.scatter_add.default)
@@ -206,7 +206,7 @@ def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
         flat = torch.arange(x.numel(), device=index.device, dtype=torch.int64).reshape(x.shape)
         at = flat[tuple(slice(0, size if i != dim % x.dim() else None) for i, size in enumerate(index.shape))]
         index = at.gather(dim, index)
-    return add_rows(x.reshape(-1), index.reshape(-1), source.reshape(-1)).reshape(x.shape)
+    return add_rows_at_indices(x.reshape(-1), index.reshape(-1), source.reshape(-1)).reshape(x.shape)
 
 
 @implements_beyond_exact_float64(aten.index_put.default, aten._unsafe_index_put.default)
@@ -218,5 +218,5 @@ def index_put(x: Any, indices: Sequence, values: Any, accumulate: bool = False) 
     at = aten.index.Tensor(flat, indices)
     values, at = values.expand(at.shape).reshape(-1), at.reshape(-1)
     if accumulate:
-        return add_rows(x.reshape(-1), at, values).reshape(x.shape)
-    return combine_elements(aten.index_copy.default, x.reshape(-1), 0, at, values).reshape(x.shape)
+        return add_rows_at_indices(x.reshape(-1), at, values).reshape(x.shape)
+    return insert_elements(aten.index_copy.default, x.reshape(-1), 0, at, values).reshape(x.shape)

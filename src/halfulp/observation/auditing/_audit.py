@@ -109,7 +109,7 @@ class Audit:
         """Optimizer steps from A to B: the most of any parameter; None where not known."""
         return max((one for state in self.states.values() if (one := state.steps_between) is not None), default=None)
 
-    def groups(self) -> list[LayerGroup]:
+    def list_layer_groups(self) -> list[LayerGroup]:
         """Return the tensors joined over layers of one kind, those with the worst findings first."""
         kinds: dict[tuple[object, ...], list[TensorAudit]] = {}
         worst = {name: finding for finding in reversed(self.findings) for name in finding.where}
@@ -128,7 +128,7 @@ class Audit:
             "causes": group_causes_as_dicts(self.findings),
             "tensors": [row.to_dict() for row in self.tensors.values()],
             "states": [to_plain_data(state) for state in self.states.values()],
-            "groups": [to_plain_data(group) for group in self.groups()],
+            "groups": [to_plain_data(group) for group in self.list_layer_groups()],
             "steps": self.steps_between,
             "unseen": list(self.unseen),
         }
@@ -143,7 +143,7 @@ class Audit:
 
     def __str__(self) -> str:
         """Return the findings, the worst first, then what is to be said of each group of tensors."""
-        groups = [f"{group.pattern} ({group.dtypes}): {group.verdict}" for group in self.groups()]
+        groups = [f"{group.pattern} ({group.dtypes}): {group.verdict}" for group in self.list_layer_groups()]
         return "\n".join([*format_findings(self.findings), *(groups or ["no tensors"]), *self.unseen])
 
 

@@ -23,13 +23,13 @@ from ..checkpoints._checkpoint import (
     NamedParameterState,
     name_optimizer_states,
     open_checkpoint,
-    sort_checkpoint_content,
+    parse_checkpoint_content,
 )
 from ..findings import collect_findings
 from ._audit import Audit, ParameterStateAudit
 from ._tensors import (
     compare_tensors,
-    count_same_elements,
+    count_equal_elements,
     split_tensors_into_chunks,
 )
 
@@ -94,7 +94,7 @@ def _compare_parameter_states(
         {key: (ours[key].dtype if key in ours else None, dtype) for key, dtype in alike.items()},
         weight_update,
         bool(compensation),
-        any(x not in ours or count_same_elements(ours[x], theirs[x]) < theirs[x].numel() for x in compensation),
+        any(x not in ours or count_equal_elements(ours[x], theirs[x]) < theirs[x].numel() for x in compensation),
         all(moment.shape == weight.shape for moment in (*first, *second)),
         any(not int(moment.count_nonzero()) for moment in first),
         replay_last_update_rounded(weight, theirs, options, steps[1]) if to_nearest and numbers else None,
@@ -220,13 +220,13 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, lr: float | None = None) 
         same = name_type(a) if isinstance(a, Mapping) else a
         raise ValueError(f"A and B are the same checkpoint, {same}: give an earlier and a later one of a run")
     before, after = (
-        sort_checkpoint_content(given, which) if isinstance(given, Mapping) else open_checkpoint(Path(given))
+        parse_checkpoint_content(given, which) if isinstance(given, Mapping) else open_checkpoint(Path(given))
         for given, which in ((a, "A"), (b, "B"))
     )
     unseen = [*before.unseen, *after.unseen]
     earlier, later = name_optimizer_states(before, unseen), name_optimizer_states(after, unseen)
     after.unseen.clear()
-    complete = len(later) >= after.stepped_parameter_count
+    complete = len(later) >= after.optimizer_parameter_count
     tensors = compare_tensors(before, after, set(earlier) | set(later))
     states = compare_optimizer_states(earlier, later, after, lr)
     unseen += [said for said in after.unseen if said not in unseen]

@@ -46,11 +46,11 @@ class TensorStatistics:
     constant: float | None = None
 
     @property
-    def nonfinite(self) -> int:
+    def nonfinite_count(self) -> int:
         """NaN and infinities."""
         return self.nan + self.infinite
 
-    def count_values(self, values: Tensor) -> bool:
+    def count_and_check_finite(self, values: Tensor) -> bool:
         """Count a part, and return whether it is finite; `constant` is the first element until another differs."""
         least, largest = map(float, values.aminmax())  # NaN where one is NaN
         if not least == largest == self.constant:
@@ -153,7 +153,7 @@ def add_difference_counts(found: TensorDifferences, a: Tensor, b: Tensor) -> Non
         if not parts[0].numel():
             return
         x, y = (part.to("cpu", dtype) for part in parts)
-        if not found.a.count_values(x) & found.b.count_values(y):
+        if not found.a.count_and_check_finite(x) & found.b.count_and_check_finite(y):
             finite = x.isfinite() & y.isfinite()
             found.same += int((x.isnan() & y.isnan() | (x == y) & ~finite).sum())
             x, y = x[finite], y[finite]
@@ -224,12 +224,12 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
     found = TensorDifferences(before, after)
     if numbers:
         add_difference_counts(found, a, b)
-    unchanged = found.same if numbers else count_same_elements(a, b)
+    unchanged = found.same if numbers else count_equal_elements(a, b)
     is_average = name.rpartition(".")[2] in RUNNING_STATISTICS_NAMES
     role: TensorRole = "buffer" if not numbers else "average" if is_average else "unknown"
     role = "parameter" if name in parameters else role
     status: TensorStatus = "changed"
-    if after.nonfinite > before.nonfinite:
+    if after.nonfinite_count > before.nonfinite_count:
         status = "nonfinite"
     elif after.dtype != before.dtype:
         status = "dtype-changed"
@@ -242,7 +242,7 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
     return TensorAudit(name, shape, a.numel(), role, before, after, unchanged, median, largest, status)
 
 
-def count_same_elements(a: Tensor, b: Tensor) -> int:
+def count_equal_elements(a: Tensor, b: Tensor) -> int:
     """Return how many elements of two tensors of one shape are equal, NaN being equal to none."""
     if a.shape != b.shape:
         return 0

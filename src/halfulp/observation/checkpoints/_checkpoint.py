@@ -55,7 +55,7 @@ class Checkpoint:
     config: Path | None = None  # the model's config of transformers beside it
 
     @property
-    def stepped_parameter_count(self) -> int:
+    def optimizer_parameter_count(self) -> int:
         """The number of parameters that its optimizers hold."""
         return sum(len(keys) for optimizer in self.optimizers for keys in optimizer.keys_by_group)
 
@@ -91,17 +91,19 @@ def list_parameter_names_from_config(config: Path, tensors: Mapping[str, Tensor]
 
 
 RUNNING_STATISTICS_NAMES = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
-_TENSOR_PART_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
+_COMPONENT_OR_SCALE_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
 
 
-def refuse_tensor_parts(names: Collection[str]) -> None:
+def refuse_components_and_scales(names: Collection[str]) -> None:
     """Raise NotImplementedError where parts of tensors of several components or with a scale are among tensors."""
-    parts = [name for name in names if (match := _TENSOR_PART_PATTERN.search(name)) and name[: match.start()] in names]
+    parts = [
+        name for name in names if (match := _COMPONENT_OR_SCALE_PATTERN.search(name)) and name[: match.start()] in names
+    ]
     if parts:
-        raise _make_tensor_parts_error(parts)
+        raise _make_components_and_scales_error(parts)
 
 
-def _make_tensor_parts_error(names: Sequence[str]) -> NotImplementedError:
+def _make_components_and_scales_error(names: Sequence[str]) -> NotImplementedError:
     return NotImplementedError(
         f"{quote(names)} are parts of tensors of several components or with a scale, whose updates are not those of "
         "plain floating-point numbers: forecast the model before it is converted, and audit decoded values, "
@@ -215,7 +217,7 @@ _DEEPEST_NESTING = 64
 _TensorsByPath = dict[tuple[Any, ...], Tensor]
 
 
-def sort_checkpoint_content(content: object, path: str) -> Checkpoint:
+def parse_checkpoint_content(content: object, path: str) -> Checkpoint:
     """Return the parts of what a file holds: nested mappings and lists of tensors and plain data."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds {name_type(content)}: give a checkpoint with a model's state_dict")
@@ -228,7 +230,7 @@ def sort_checkpoint_content(content: object, path: str) -> Checkpoint:
             found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf}")
         elif isinstance(leaf, Tensor):
             if isinstance(leaf, MCTensor | ScaledTensor):
-                raise _make_tensor_parts_error([".".join(map(str, where))])
+                raise _make_components_and_scales_error([".".join(map(str, where))])
             leaves[where] = get_local(leaf).detach()
     found.tensors = _name_model_tensors(leaves, found.unseen)
     # Of several names of one memory, under which tied weights are saved, the first one stays.
@@ -240,7 +242,7 @@ def sort_checkpoint_content(content: object, path: str) -> Checkpoint:
     if tied := [name for name in found.tensors if name not in kept]:
         found.unseen.append(f"{quote(tied)} are tied to tensors of other names, and stand under these")
         found.tensors = {name: tensor for name, tensor in found.tensors.items() if name in kept}
-    refuse_tensor_parts(found.tensors)
+    refuse_components_and_scales(found.tensors)
     if not found.tensors:
         rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {quote(content)}"
         rest += f" ({'; '.join(found.unseen)})" if found.unseen else ""
@@ -342,7 +344,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; {CHECKPOINT_REMEDY}") from None
     if not found.tensors:
         raise ValueError(f"{path} holds no tensors: {CHECKPOINT_REMEDY}")
-    refuse_tensor_parts(found.tensors)
+    refuse_components_and_scales(found.tensors)
     if not any(tensor.numel() for tensor in found.tensors.values()):
         raise ValueError(
             f"{path} holds only empty tensors, as ZeRO-3 leaves them: give whole weights, as the zero_to_fp32.py that "
@@ -362,7 +364,7 @@ def _open_file(path: Path) -> Checkpoint:
     is_safe = head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
     if path.suffix == ".safetensors" or is_safe:
         return _open_safetensors([path])
-    return sort_checkpoint_content(load_torch_file(path), str(path))
+    return parse_checkpoint_content(load_torch_file(path), str(path))
 
 
 def _open_folder(folder: Path) -> Checkpoint:

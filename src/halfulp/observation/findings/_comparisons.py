@@ -51,7 +51,7 @@ class CompiledDiffers(FindingKind):
                 said = f"{format_percent(pair.differing)} of outputs in {pair.dtypes[1]} differ from eager, by "
                 said += f"{format_percent(pair.relative)} of their size"
                 evidence: dict[str, Any] = {"differing": pair.differing, "relative": pair.relative}
-                yield self.found(pair.name, "warning", 1.0, said, **evidence)
+                yield self.make_finding(pair.name, "warning", 1.0, said, **evidence)
 
 
 # Where neighbouring numbers are as far apart as the loss changes from step to step, half of its changes are not seen.
@@ -80,7 +80,7 @@ class LossRoundedTooCoarsely(FindingKind):
         if math.isinf(gap):
             said = f"neighbouring losses in {dtype} are so far apart that the loss stands still"
         sure, is_wide = compute_confidence(losses, FEWEST_LOSSES), is_wide_dtype(record.loss_dtype)
-        yield self.found((), "warning", sure, said, is_wide=is_wide, gap=gap, dtype=dtype, losses=losses)
+        yield self.make_finding((), "warning", sure, said, is_wide=is_wide, gap=gap, dtype=dtype, losses=losses)
 
 
 @register_finding
@@ -105,7 +105,7 @@ class RecomputeDiffers(FindingKind):
             said += "their size"
             evidence: dict[str, Any] = {"first": first, "second": second}
             evidence |= {"differing": pair.differing, "relative": pair.relative}
-            yield self.found(pair.name, "error", 1.0, said, **evidence)
+            yield self.make_finding(pair.name, "error", 1.0, said, **evidence)
 
 
 @register_finding
@@ -123,7 +123,7 @@ class ReplicasDiffer(FindingKind):
         differing = [name for name, same in record.replicas.items() if not same]
         if differing:
             said = f"{len(differing)} of {len(record.replicas)} parameters differ between {record.replica_of[1]} ranks"
-            yield self.found(differing, "error", 1.0, said, differing=len(differing), ranks=record.replica_of[1])
+            yield self.make_finding(differing, "error", 1.0, said, differing=len(differing), ranks=record.replica_of[1])
 
 
 @register_finding
@@ -152,7 +152,7 @@ class DtypeChangedOnResume(FindingKind):
                 severity = "error"
                 said += "" if left is None else f": {digits - left} digits fewer"
             evidence: dict[str, Any] = {"before": name_dtype(before), "after": name_dtype(after), "state": key or None}
-            yield self.found(name, severity, 1.0, said, **evidence)
+            yield self.make_finding(name, severity, 1.0, said, **evidence)
 
 
 @register_finding
@@ -173,7 +173,7 @@ class DtypeNotAsked(FindingKind):
             evidence: dict[str, Any] = {"asked": asked.asked, "there": there, "other": other}
             evidence |= {"matched": len(asked.matched), "pattern": asked.pattern}
             said = f"{asked.asked} was asked for; {other} have {there}"
-            yield self.found(tuple(asked.other), "error", 1.0, said, **evidence)
+            yield self.make_finding(tuple(asked.other), "error", 1.0, said, **evidence)
 
 
 @register_finding
@@ -190,7 +190,7 @@ class PatternMatchesNothing(FindingKind):
         for asked in record.expectations:
             if not asked.matched:
                 said = f"{asked.pattern!r} matches no name, where {asked.asked} was asked for"
-                yield self.found((), "error", 1.0, said, pattern=asked.pattern, asked=asked.asked)
+                yield self.make_finding((), "error", 1.0, said, pattern=asked.pattern, asked=asked.asked)
 
 
 @register_finding
@@ -218,15 +218,15 @@ class InconsistentOptimizerState(FindingKind):
             states = ", ".join(f"{key} in {name_dtype(one)}" for key, one in other.items())
             severity: Severity = "error" if narrower else "warning"
             dtype = name_dtype(parameter.dtype)
-            yield self.found(name, severity, 1.0, f"parameter in {dtype}, {states}", dtype=dtype, states=states)
+            yield self.make_finding(name, severity, 1.0, f"parameter in {dtype}, {states}", dtype=dtype, states=states)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state in audit.states.items():
             if not state.shapes_match:
                 said = "a moment has another shape than the parameter"
                 cure = "see whether states and weights are of one run, and in the order of its parameters"
-                yield self.found(name, "error", 1.0, said, cure=cure)
+                yield self.make_finding(name, "error", 1.0, said, cure=cure)
             if state.steps_between is not None and state.steps_between < 0:
                 before, after = state.steps
                 said = f"step {after} in B, {before} in A: B is the older one, or its steps began anew"
-                yield self.found(name, "warning", 0.9, said, cure="swap A and B", before=before, after=after)
+                yield self.make_finding(name, "warning", 0.9, said, cure="swap A and B", before=before, after=after)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..._names import describe_unknown_name, read_own_docstring, register_entry
-from .._finding import Finding, Severity, rank_findings
+from .._finding import Finding, Severity, join_and_rank_findings
 
 if TYPE_CHECKING:
     from .._record import Record
@@ -62,7 +62,7 @@ class FindingKind:
         """Yield this kind's findings from a forecast of `hu.forecast`."""
         return ()
 
-    def found(
+    def make_finding(
         self,
         where: str | Iterable[str],
         severity: Severity,
@@ -90,7 +90,7 @@ class FindingKind:
         return Finding(self.code, names, severity, confidence, evidence, cure, summary, says, code, role, causes)
 
     @classmethod
-    def instruments(cls) -> tuple[str, ...]:
+    def list_instruments(cls) -> tuple[str, ...]:
         """Return the instruments that can show it."""
         methods = _METHOD_NAME_BY_INSTRUMENT.items()
         return tuple(name for name, method in methods if getattr(cls, method) is not getattr(FindingKind, method))
@@ -135,4 +135,4 @@ def collect_findings(instrument: str, measured: Any) -> list[Finding]:
             kinds = {classes.get(name, "") for name in one.where}
             common = kinds.pop() if len(kinds) == 1 else one.kind
             found.append(replace(one, confidence=min(most, one.confidence), kind=common))
-    return rank_findings(found, FINDING_KINDS)
+    return join_and_rank_findings(found, FINDING_KINDS)

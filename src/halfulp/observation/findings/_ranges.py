@@ -76,8 +76,8 @@ def has_gradient_scaler(record: Record) -> bool:
 FEWEST_NONZERO_ACTIVATION_ELEMENTS = 32
 # Products sum activations, so what counts is the error's energy: small ones beside large ones, as in a softmax, harm
 # nothing. e4m3 rounds with a relative error of 2^-4 / sqrt(3) = 3.6%; a float16 tensor that is worse has lost its use.
-WARNING_ABOVE_ROUNDING_NOISE = 0.036
-ERROR_ABOVE_ROUNDING_NOISE = 0.5
+WARNING_ABOVE_ROUNDING_ERROR_SHARE = 0.036
+ERROR_ABOVE_ROUNDING_ERROR_SHARE = 0.5
 FEWEST_ZERO_STEPS = 2
 
 
@@ -121,12 +121,12 @@ class ActivationUnderflow(FindingKind):
                 sure = compute_confidence(count, FEWEST_NONZERO_ACTIVATION_ELEMENTS)
             else:
                 continue
-            if noise >= WARNING_ABOVE_ROUNDING_NOISE:
-                severity: Severity = "error" if noise >= ERROR_ABOVE_ROUNDING_NOISE else "warning"
+            if noise >= WARNING_ABOVE_ROUNDING_ERROR_SHARE:
+                severity: Severity = "error" if noise >= ERROR_ABOVE_ROUNDING_ERROR_SHARE else "warning"
                 evidence: dict[str, Any] = {"subnormal": subnormal, "noise": noise, "amax": tensor.amax}
                 evidence |= {"rms": tensor.rms, "seen": count}
                 is_wide = has_float32_range(held_in)
-                yield self.found(tensor.name, severity, sure, said, is_wide=is_wide, **evidence)
+                yield self.make_finding(tensor.name, severity, sure, said, is_wide=is_wide, **evidence)
 
 
 def _is_rounded_to_zero(entered: float, weight: float | None, format: Format) -> bool:
@@ -167,7 +167,7 @@ class EpsZero(FindingKind):
             dtype = next((dtypes[one] for one in DENOMINATOR_STATE_NAMES if one in dtypes), parameter.dtype)
             if dtype.is_floating_point and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
                 is_wide, kind = has_float32_range(formats.get(dtype)), name_dtype(dtype)
-                yield self.found(
+                yield self.make_finding(
                     name, "error", 1.0, f"eps {eps:.3g} is 0 in {kind}", is_wide=is_wide, eps=eps, dtype=kind
                 )
 
@@ -208,15 +208,15 @@ class FirstNonfinite(FindingKind):
             found = [one for one in found if one.role not in GRADIENT_ROLES or id(one) in lasting]
         if not found:
             return
-        first = min(found, key=_get_first_nonfinite_step)
-        step, others = _get_first_nonfinite_step(first)[0], len(found) - 1
+        first = min(found, key=_get_first_nonfinite_step_and_order)
+        step, others = _get_first_nonfinite_step_and_order(first)[0], len(found) - 1
         severity: Severity = "error"
         told: dict[str, Any] = {"tensors": len(found)}
-        broken = [one for one in found if one.role == "weight" and _get_first_nonfinite_step(one)[0] == step]
+        broken = [one for one in found if one.role == "weight" and _get_first_nonfinite_step_and_order(one)[0] == step]
         if broken:
             # A weight that was not finite before the first step in which it is looked at.
             own = [one for one in broken if one.name.rpartition(".")[0] == first.name]
-            first, told["weights"] = min(own or broken, key=_get_first_nonfinite_step), len(broken)
+            first, told["weights"] = min(own or broken, key=_get_first_nonfinite_step_and_order), len(broken)
             before = max((one for one in record.sampled_steps if one < step), default=None)
             also = f", as {pluralize(len(broken) - 1, 'other weight')} did" if len(broken) > 1 else ""
             clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
@@ -232,31 +232,31 @@ class FirstNonfinite(FindingKind):
             if first.role == "activation" and has_float32_range(find_format(first.dtype)):
                 cure = self.wide_cure
         told |= {"nonfinite": first.nonfinite, "elements": first.elements, "role": first.role}
-        yield self.found(first.name, severity, 1 - 0.5 ** len(found), said, cure=cure, step=step, **told)
+        yield self.make_finding(first.name, severity, 1 - 0.5 ** len(found), said, cure=cure, step=step, **told)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
-        new = [row for row in audit.tensors.values() if row.b.nonfinite > row.a.nonfinite]
-        old = [row for row in audit.tensors.values() if 0 < row.b.nonfinite <= row.a.nonfinite]
+        new = [row for row in audit.tensors.values() if row.b.nonfinite_count > row.a.nonfinite_count]
+        old = [row for row in audit.tensors.values() if 0 < row.b.nonfinite_count <= row.a.nonfinite_count]
         if new:
             said = f"{_describe_nonfinite_counts(new)} in B, none of these in A: A is the last clean checkpoint"
             said += " of the two"
             nan, infinite = sum(row.b.nan for row in new), sum(row.b.infinite for row in new)
             names = [row.name for row in new]
             cure = f"go on from A, and {OBSERVE_LATER_STEPS_ADVICE}: the first module with NaN is the cause"
-            yield self.found(names, "error", 1.0, said, cure=cure, nan=nan, infinite=infinite, last_clean="A")
+            yield self.make_finding(names, "error", 1.0, said, cure=cure, nan=nan, infinite=infinite, last_clean="A")
         for row in old:
             told: dict[str, Any] = {"nan": row.b.nan, "infinite": row.b.infinite, "last_clean": None}
             # Attention masks are buffers of minus infinity.
             if row.b.nan == 0 and row.role != "parameter" and row.status == "unchanged":
                 said, cure = "the same infinities in both: a mask?", "nothing, if it is a mask"
-                yield self.found(row.name, "note", 0.5, said, cure=cure, **told)
+                yield self.make_finding(row.name, "note", 0.5, said, cure=cure, **told)
             else:
                 said = f"{_describe_nonfinite_counts([row])}, in A already"
                 cure = f"go on from a checkpoint before A, and {OBSERVE_LATER_STEPS_ADVICE}"
-                yield self.found(row.name, "error", 1.0, said, cure=cure, **told)
+                yield self.make_finding(row.name, "error", 1.0, said, cure=cure, **told)
 
 
-def _get_first_nonfinite_step(tensor: TensorRecord) -> tuple[int, int]:
+def _get_first_nonfinite_step_and_order(tensor: TensorRecord) -> tuple[int, int]:
     """Return the step of a tensor's first NaN or infinity, and its turn within it."""
     return tensor.first_nonfinite or (0, 0)
 
@@ -340,7 +340,7 @@ class GradientUnderflow(FindingKind):
                 evidence: dict[str, Any] = {"format": name, "subnormal": subnormal, "vanished": vanished}
                 evidence |= {"amax": tensor.amax, "seen": count, "role": tensor.role}
                 words: dict[str, Any] = {"cure": own, "says": says, "write": self.write}
-                yield self.found(tensor.name, severity, sure, said, **words, **evidence)
+                yield self.make_finding(tensor.name, severity, sure, said, **words, **evidence)
                 if nothing_arrives:
                     return
 
@@ -390,13 +390,13 @@ class OverflowNear(FindingKind):
                 evidence: dict[str, Any] = {"role": tensor.role, "amax": tensor.amax, "margin": left}
                 evidence |= {"format": held_in.name, "steps": tensor.steps}
                 sure, is_wide = max(0.5, compute_confidence(tensor.steps, 2)), has_float32_range(held_in)
-                yield self.found(tensor.name, "warning", sure, said, is_wide=is_wide, **evidence)
+                yield self.make_finding(tensor.name, "warning", sure, said, is_wide=is_wide, **evidence)
 
 
 FEWEST_BLOCK_ELEMENTS = 64
 # Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.
-WARNING_ABOVE_HIDDEN_SHARE = 0.25
-ERROR_ABOVE_HIDDEN_SHARE = 0.5
+WARNING_ABOVE_SHARE_ZEROED_IN_BLOCKS = 0.25
+ERROR_ABOVE_SHARE_ZEROED_IN_BLOCKS = 0.5
 
 
 @register_finding
@@ -417,13 +417,13 @@ class BlockElementsHidden(FindingKind):
             if tensor.block_hidden is None or count < FEWEST_BLOCK_ELEMENTS:
                 continue
             share = min(1.0, tensor.block_hidden / count)
-            if share >= WARNING_ABOVE_HIDDEN_SHARE:
-                severity: Severity = "error" if share >= ERROR_ABOVE_HIDDEN_SHARE else "warning"
+            if share >= WARNING_ABOVE_SHARE_ZEROED_IN_BLOCKS:
+                severity: Severity = "error" if share >= ERROR_ABOVE_SHARE_ZEROED_IN_BLOCKS else "warning"
                 said = f"{format_percent(share)} of nonzero elements of {tensor.role} become 0 beside their block's "
                 said += f"largest in {format}"
                 evidence: dict[str, Any] = {"hidden": share, "role": tensor.role, "format": format, "seen": count}
                 sure = compute_confidence(count, FEWEST_BLOCK_ELEMENTS)
-                yield self.found(tensor.name, severity, sure, said, **evidence)
+                yield self.make_finding(tensor.name, severity, sure, said, **evidence)
 
 
 # "FP4 All the Way", arXiv 2505.19115, section 4: training with quantized gradients stalls where the gradient's norm
@@ -449,7 +449,9 @@ class GradientBelowNoise(FindingKind):
             said += f"training stalls below {STALLING_GRADIENT_TO_NOISE_RATIO:.2f}"
             evidence: dict[str, Any] = {"ratio": tensor.rms / noise, "rms": tensor.rms, "noise": noise}
             evidence |= {"role": tensor.role, "steps": tensor.steps}
-            yield self.found(tensor.name, "warning", max(0.5, compute_confidence(tensor.steps, 4)), said, **evidence)
+            yield self.make_finding(
+                tensor.name, "warning", max(0.5, compute_confidence(tensor.steps, 4)), said, **evidence
+            )
 
 
 # A scale taken from the largest magnitude puts one element of each tensor there, and its near neighbours.
@@ -494,7 +496,7 @@ class PayloadSaturated(FindingKind):
                 evidence: dict[str, Any] = {"saturated": share, "count": count, "role": tensor.role}
                 evidence |= {"format": format, "scale": tensor.scale}
                 said = f"{format_percent(share)} of {tensor.role} elements are {said}"
-                yield self.found(tensor.name, severity, sure, said, cure=cure, **evidence)
+                yield self.make_finding(tensor.name, severity, sure, said, cure=cure, **evidence)
 
 
 @register_finding
@@ -519,7 +521,7 @@ class QuantizedToZero(FindingKind):
                 continue
             said = f"all {tensor.elements} outputs in {name_dtype(tensor.dtype)} are 0, of inputs up to {entered:.3g}"
             evidence: dict[str, Any] = {"elements": tensor.elements, "input_amax": entered, "steps": tensor.steps}
-            yield self.found(tensor.name, "error", compute_confidence(tensor.elements, 8), said, **evidence)
+            yield self.make_finding(tensor.name, "error", compute_confidence(tensor.elements, 8), said, **evidence)
 
 
 # A loss scale is there to make gradients larger. Below 1 it makes them smaller than they are.
@@ -553,7 +555,7 @@ class ScaleCollapsed(FindingKind):
         said = f"the loss scale fell {start}to {lowest:.4g}, with {format_percent(share)} of steps skipped"
         evidence: dict[str, Any] = {"lowest": lowest, "last": scales[-1], "highest": max(scales)}
         evidence["skipped"] = record.skipped
-        yield self.found((), severity, max(0.5, compute_confidence(record.skipped, 4)), said, **evidence)
+        yield self.make_finding((), severity, max(0.5, compute_confidence(record.skipped, 4)), said, **evidence)
 
 
 # Until its first scale fits, a scaler skips one to three steps of every run.
@@ -588,7 +590,7 @@ class SchedulerOnSkips(FindingKind):
         said = f"the scheduler made {scheduled} steps and the optimizer {taken}: {record.skipped} were skipped "
         said += f"({format_percent(share)})"
         evidence: dict[str, Any] = {"scheduled": scheduled, "taken": taken, "skipped": record.skipped}
-        yield self.found((), severity, compute_confidence(record.skipped, 1), said, **evidence)
+        yield self.make_finding((), severity, compute_confidence(record.skipped, 1), said, **evidence)
 
 
 # A dynamic scale is the largest at which nothing overflows. What is this near to the largest number stops it, by itself
@@ -638,4 +640,4 @@ class OneSiteLimitsScale(FindingKind):
             said += f"{format_percent(subnormal)} of another layer's are subnormal"
             evidence: dict[str, Any] = {"margin": margins[0], "apart": apart}
             evidence |= {"vanished": vanished, "subnormal": subnormal}
-            yield self.found(names, "warning", sure, said, **evidence)
+            yield self.make_finding(names, "warning", sure, said, **evidence)

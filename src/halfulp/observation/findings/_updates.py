@@ -39,7 +39,7 @@ ERROR_BELOW_KEPT_SHARE_OF_UPDATES = 0.5
 # Large updates are most of the movement and survive, so that nearly all of it may take place while most elements stand
 # still: a character GPT in bfloat16 that loses 51% of its updates and realises 99% ends with a validation loss of 2.16
 # instead of float32's 2.12 (docs/compare.md).
-WARNING_ABOVE_CANCELLED_SHARE = 0.5
+WARNING_ABOVE_CANCELLED_UPDATE_SHARE = 0.5
 
 
 def grade_severity_of_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: float) -> Severity | None:
@@ -52,7 +52,7 @@ def grade_severity_of_lost_movement(dtype: torch.dtype, realised: float | None, 
         return None
     if realised < WARNING_BELOW_KEPT_SHARE_OF_UPDATES:
         return "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_UPDATES else "warning"
-    return "warning" if cancelled >= WARNING_ABOVE_CANCELLED_SHARE else None
+    return "warning" if cancelled >= WARNING_ABOVE_CANCELLED_UPDATE_SHARE else None
 
 
 def is_explained_by_chance(change: RealisedChanges, realised: float, spread: float = 1.0) -> bool:
@@ -87,8 +87,8 @@ def has_compensated_rounding(parameter: ParameterRecord) -> bool:
 
 MISSING_GRADIENT_CURE = "see whether the loss depends on it; set requires_grad=False if it is to stay"
 # Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
-WARNING_ABOVE_SHARE_AFTER_FREEZE = 0.02
-ERROR_ABOVE_SHARE_AFTER_FREEZE = 0.5
+WARNING_ABOVE_LR_SHARE_AFTER_FREEZE = 0.02
+ERROR_ABOVE_LR_SHARE_AFTER_FREEZE = 0.5
 FROZEN_FROM_START_DIAGNOSIS = "{place} [is|are] frozen from the first step on: {dtype} weights at lr {freeze_lr}"
 UPDATE_SOURCE_OPTIMIZER_STATE = "the optimizer's state"
 
@@ -109,8 +109,8 @@ class FreezeAhead(FindingKind):
         frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
         for layer in forecast.layers:
             if layer.freeze_step is not None and layer.weight_update == "nearest":
-                severity: Severity = "warning" if layer.after_freeze >= WARNING_ABOVE_SHARE_AFTER_FREEZE else "note"
-                severity = "error" if layer.after_freeze >= ERROR_ABOVE_SHARE_AFTER_FREEZE else severity
+                severity: Severity = "warning" if layer.after_freeze >= WARNING_ABOVE_LR_SHARE_AFTER_FREEZE else "note"
+                severity = "error" if layer.after_freeze >= ERROR_ABOVE_LR_SHARE_AFTER_FREEZE else severity
                 frozen.setdefault((severity, name_dtype(layer.dtype)), []).append(layer)
         for (severity, dtype), layers in frozen.items():
             worst = max(layers, key=lambda layer: layer.after_freeze)
@@ -122,7 +122,7 @@ class FreezeAhead(FindingKind):
             said += f"{lr}: {format_percent(worst.after_freeze)} of the learning rate to come trains nothing"
             evidence: dict[str, Any] = {"freeze_step": worst.freeze_step, "freeze_lr": worst.freeze_lr}
             evidence |= {"after_freeze": worst.after_freeze, "dtype": dtype}
-            yield self.found(
+            yield self.make_finding(
                 [layer.name for layer in layers],
                 severity,
                 1.0 if worst.updates == UPDATE_SOURCE_OPTIMIZER_STATE else 0.8,
@@ -156,16 +156,18 @@ class NeverStepped(FindingKind):
             if parameter.optimizer is None:
                 gradient, numel = record.tensors.get(("weight gradient", name)), parameter.numel
                 if not steps or (gradient is not None and not gradient.is_zero_in_all_steps):
-                    yield self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)
+                    yield self.make_finding(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)
                 else:  # perhaps a copy
                     said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a "
                     said += "target or average"
                     told: dict[str, Any] = {"numel": numel, "sampled_steps": steps}
-                    yield self.found(name, "note", 1 - 0.5**steps, said, cure=POSSIBLE_COPY_CURE, **told)
+                    yield self.make_finding(name, "note", 1 - 0.5**steps, said, cure=POSSIBLE_COPY_CURE, **told)
             # Of a shard without elements the gradient goes to other ranks.
             elif steps and parameter.gradients == 0 and parameter.numel:
                 said = f"no gradient in any of {steps} sampled steps"
-                yield self.found(name, "warning", 1 - 0.5**steps, said, cure=MISSING_GRADIENT_CURE, sampled_steps=steps)
+                yield self.make_finding(
+                    name, "warning", 1 - 0.5**steps, said, cure=MISSING_GRADIENT_CURE, sampled_steps=steps
+                )
 
 
 # In units of the standard deviation: a chance of one in 10^8 per tensor, of which a model has hundreds.
@@ -203,14 +205,14 @@ class RandomBitsRepeat(FindingKind):
             correlation = rounding.repeated
             if correlation is not None and correlation > least:
                 said = f"two steps round the same way, with a correlation of {correlation:.2g}"
-                yield self.found(name, "error", sure, said, correlation=correlation, seen=seen)
+                yield self.make_finding(name, "error", sure, said, correlation=correlation, seen=seen)
             deviations = rounding.excess / variance**0.5 if variance > 0 else 0.0
             # A bias of a hundredth of a spacing per rounding is as small as the rounding of float32 arithmetic before.
             bias = rounding.excess / seen
             if abs(deviations) > ROUNDING_BIAS_LIMIT_SIGMAS and abs(bias) > 0.01:
                 way = "up" if bias > 0 else "down"
                 said = f"rounds {way} too often by {abs(bias):.2g}, {abs(deviations):.3g} standard deviations"
-                yield self.found(name, "error", sure, said, bias=bias, deviations=deviations, seen=seen)
+                yield self.make_finding(name, "error", sure, said, bias=bias, deviations=deviations, seen=seen)
 
 
 # Without a computed update only the count of unchanged elements is left; half of them is more than a schedule explains.
@@ -243,7 +245,7 @@ class UpdatesLost(FindingKind):
             code = _write_kahan_code(parameter)
             evidence = make_lost_change_evidence(update, parameter.dtype)
             evidence["lr"] = read_option_number(parameter.options, "lr")
-            yield self.found(name, severity, sure, said, says=says, write=code, **evidence)
+            yield self.make_finding(name, severity, sure, said, says=says, write=code, **evidence)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state in audit.states.items():
@@ -264,7 +266,7 @@ class UpdatesLost(FindingKind):
                 said += ", unless wider weights are kept elsewhere"
             code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
             evidence: dict[str, Any] = {**make_lost_change_evidence(update, row.b.dtype), "lr": state.options.get("lr")}
-            yield self.found(name, severity, sure, said, write=code, **evidence)
+            yield self.make_finding(name, severity, sure, said, write=code, **evidence)
 
 
 def _describe_lost_updates(update: RealisedChanges, dtype: torch.dtype, options: Mapping[str, Any]) -> str:
@@ -327,7 +329,7 @@ class WeightDecayLost(FindingKind):
                 evidence: dict[str, Any] = {"realised": realised, "seen": decay.seen, "lost": decay.lost_share}
                 evidence |= {"lr": lr, "weight_decay": rate}
                 sure = compute_confidence(decay.seen, FEWEST_UPDATES)
-                yield self.found(name, "warning", sure, said, write=code, **evidence)
+                yield self.make_finding(name, "warning", sure, said, write=code, **evidence)
 
     def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
@@ -345,7 +347,7 @@ class WeightDecayLost(FindingKind):
             code = write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp)
             names = [layer.name for _, layer in losing]
             evidence: dict[str, Any] = {"lr": worst.lr, "weight_decay": worst.weight_decay}
-            yield self.found(names, "warning", 1.0, said, write=code, lost=lost, **evidence)
+            yield self.make_finding(names, "warning", 1.0, said, write=code, lost=lost, **evidence)
 
 
 # A smaller sample, as of a scalar, may stand still by chance for some steps.
@@ -401,14 +403,14 @@ class WeightFrozen(FindingKind):
                 said += ", though updates changed it"
             evidence: dict[str, Any] = {"moved": 0.0, "sampled_steps": steps, "seen": update.seen}
             evidence |= {"lost": update.lost_share, "dtype": dtype, "lr": lr}
-            yield self.found(name, severity, sure, said, **told, **evidence)
+            yield self.make_finding(name, severity, sure, said, **told, **evidence)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         moving = {make_name_pattern(name) for name, row in audit.tensors.items() if row.status == "changed"}
         for name, row in audit.tensors.items():
             if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel:
                 continue
-            if get_significand_bits(row.a.dtype) is None or row.b.nonfinite:
+            if get_significand_bits(row.a.dtype) is None or row.b.nonfinite_count:
                 continue
             if name in audit.states:
                 yield from self._find_frozen_when_stepped(row, audit.states[name])
@@ -424,11 +426,13 @@ class WeightFrozen(FindingKind):
         evidence: dict[str, Any] = {"moved": 0.0, "steps": steps, "elements": row.numel, "lr": lr}
         if state.all_zero:
             said += ", and its moments are 0: no gradient arrives"
-            yield self.found(row.name, "note", 0.9, said, cure=MISSING_GRADIENT_CURE, **evidence)
+            yield self.make_finding(row.name, "note", 0.9, said, cure=MISSING_GRADIENT_CURE, **evidence)
         else:
             sure = 1.0 if row.numel >= FEWEST_UPDATES else 0.9
             code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
-            yield self.found(row.name, "error", sure, said, is_wide=is_wide_dtype(row.a.dtype), write=code, **evidence)
+            yield self.make_finding(
+                row.name, "error", sure, said, is_wide=is_wide_dtype(row.a.dtype), write=code, **evidence
+            )
 
     def _make_never_stepped_finding(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
         said = f"not one of {row.numel} elements moved in {name_dtype(row.a.dtype)}"
@@ -438,14 +442,14 @@ class WeightFrozen(FindingKind):
         on_purpose = "nothing, if it is frozen on purpose or a constant"
         if audit.states and audit.states_complete:
             said += "; the optimizer holds no state of it"
-            return self.found(row.name, "note", 0.5, said, cure=on_purpose, **evidence)
+            return self.make_finding(row.name, "note", 0.5, said, cure=on_purpose, **evidence)
         if is_narrow_dtype(row.a.dtype):
-            return self.found(row.name, "warning", 0.8 if row.numel >= FEWEST_UPDATES else 0.5, said, **evidence)
+            return self.make_finding(row.name, "warning", 0.8 if row.numel >= FEWEST_UPDATES else 0.5, said, **evidence)
         if siblings_moved:
             said += ", those of other layers did"
             cure = "see whether it is meant to be frozen and gets a gradient"
-            return self.found(row.name, "warning", 0.6, said, cure=cure, **evidence)
-        return self.found(row.name, "note", 0.3, said, cure=on_purpose, **evidence)
+            return self.make_finding(row.name, "warning", 0.6, said, cure=cure, **evidence)
+        return self.make_finding(row.name, "note", 0.3, said, cure=on_purpose, **evidence)
 
 
 def _is_compensated_movement_overdue(record: Record, parameter: ParameterRecord) -> bool:
@@ -459,10 +463,10 @@ def _is_compensated_movement_overdue(record: Record, parameter: ParameterRecord)
     return steps * update.amax > 2.0 ** (1 - digits) * weight.amax
 
 
-FEWEST_ADDED_ELEMENTS = 32
+FEWEST_ACCUMULATED_ELEMENTS = 32
 # What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.
-WARNING_BELOW_KEPT_SHARE_OF_SUMS = 0.9
-ERROR_BELOW_KEPT_SHARE_OF_SUMS = 0.5
+WARNING_BELOW_KEPT_SHARE_OF_ACCUMULATION = 0.9
+ERROR_BELOW_KEPT_SHARE_OF_ACCUMULATION = 0.5
 
 
 @register_finding
@@ -480,13 +484,19 @@ class GradientAccumulationSwamped(FindingKind):
         for name, parameter in record.parameters.items():
             sums = parameter.accumulation or RealisedChanges()
             realised = sums.realised_share
-            if realised is None or realised >= WARNING_BELOW_KEPT_SHARE_OF_SUMS or sums.seen < FEWEST_ADDED_ELEMENTS:
+            if (
+                realised is None
+                or realised >= WARNING_BELOW_KEPT_SHARE_OF_ACCUMULATION
+                or sums.seen < FEWEST_ACCUMULATED_ELEMENTS
+            ):
                 continue
             held_in = parameter.gradient_dtype or parameter.dtype
-            severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_SUMS else "warning"
-            sure, is_wide = compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS), is_wide_dtype(held_in)
+            severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_ACCUMULATION else "warning"
+            sure, is_wide = compute_confidence(sums.seen, FEWEST_ACCUMULATED_ELEMENTS), is_wide_dtype(held_in)
             said = f"{format_percent(1 - realised)} of what is added to .grad is lost in {name_dtype(held_in)}"
-            yield self.found(name, severity, sure, said, is_wide=is_wide, **make_lost_change_evidence(sums, held_in))
+            yield self.make_finding(
+                name, severity, sure, said, is_wide=is_wide, **make_lost_change_evidence(sums, held_in)
+            )
 
 
 FEWEST_AVERAGE_CHANGES = 16
@@ -515,7 +525,7 @@ class AverageStuck(FindingKind):
                 severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_AVERAGE else "warning"
                 sure = compute_confidence(change.seen, FEWEST_AVERAGE_CHANGES)
                 said = f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}"
-                yield self.found(name, severity, sure, said, **make_lost_change_evidence(change, average.dtype))
+                yield self.make_finding(name, severity, sure, said, **make_lost_change_evidence(change, average.dtype))
 
 
 @register_finding
@@ -535,7 +545,7 @@ class PositionsCollide(FindingKind):
             assert digits is not None
             dtype, counted = name_dtype(positions.dtype), 2**digits
             said = f"of {positions.length} positions those from {counted} on are rounded to {dtype}'s whole numbers"
-            yield self.found(name, "error", 1.0, said, length=positions.length, counted=counted, dtype=dtype)
+            yield self.make_finding(name, "error", 1.0, said, length=positions.length, counted=counted, dtype=dtype)
 
 
 FEWEST_RESIDUAL_CHANGES = 256
@@ -569,7 +579,9 @@ class ResidualStreamSwamped(FindingKind):
             said += f"{name_dtype(residual.dtype)}: it adds {residual.added:.3g} to numbers of {residual.stream:.3g}"
             evidence: dict[str, Any] = {"added": residual.added, "stream": residual.stream}
             evidence |= make_lost_change_evidence(change, residual.dtype)
-            yield self.found(name, severity, compute_confidence(change.seen, FEWEST_RESIDUAL_CHANGES), said, **evidence)
+            yield self.make_finding(
+                name, severity, compute_confidence(change.seen, FEWEST_RESIDUAL_CHANGES), said, **evidence
+            )
 
 
 # As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
@@ -609,7 +621,7 @@ class SecondMomentStuck(FindingKind):
                 sure = compute_confidence(change.seen, FEWEST_MOMENT_DECREASES)
                 said = f"{format_percent(change.lost_share)} of decreases of {state} lost in {name_dtype(dtype)}"
                 evidence: dict[str, Any] = {"state": state, **make_lost_change_evidence(change, dtype)}
-                yield self.found(name, "warning", sure, said, write=code, **evidence)
+                yield self.make_finding(name, "warning", sure, said, write=code, **evidence)
 
 
 def _is_moment_stuck(parameter: ParameterRecord, change: RealisedChanges) -> bool:

@@ -52,7 +52,7 @@ def compute_learning_rates(
     [[0.5, 1.0, 1.0, 0.5]]
     """
     if isinstance(schedule, str) or schedule is None:
-        rates = _compute_rates_by_name(schedule or "constant", top_rates, steps, start, warmup, decay, final)
+        rates = _compute_named_schedule_rates(schedule or "constant", top_rates, steps, start, warmup, decay, final)
     elif unused := {name: value for name, value in (("warmup", warmup), ("decay", decay), ("final", final)) if value}:
         said = ", ".join(f"{name}={value}" for name, value in unused.items())
         raise ValueError(f"{said} is for named schedules; {name_type(schedule)} has its own: leave it out")
@@ -70,19 +70,19 @@ def compute_learning_rates(
                     f"schedule: give {', '.join(map(repr, SCHEDULE_NAMES))}, a scheduler of torch, a function step -> "
                     f"learning rate or a list of learning rates; got {name_type(schedule)}"
                 )
-            listed = [_check_scheduled_rate(value) for value in schedule]
+            listed = [_convert_scheduled_rate_to_float(value) for value in schedule]
             if steps is not None and steps != len(listed):
                 raise ValueError(f"steps={steps} and a list of {len(listed)} learning rates: leave steps out")
             schedule, steps = listed.__getitem__, len(listed)
         count = _count_steps_ahead(steps, "a function step -> learning rate", start)
-        given = [_check_scheduled_rate(schedule(step)) for step in range(start, start + count)]
+        given = [_convert_scheduled_rate_to_float(schedule(step)) for step in range(start, start + count)]
         rates = torch.tensor(given, dtype=torch.float64, device="cpu").expand(len(top_rates), -1)
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
     return rates
 
 
-def _compute_rates_by_name(
+def _compute_named_schedule_rates(
     name: str, top_rates: Sequence[float], steps: int | None, start: int, warmup: int, decay: int | None, final: float
 ) -> Tensor:
     if name not in SCHEDULE_NAMES:
@@ -122,7 +122,7 @@ def _count_steps_ahead(steps: int | None, what: str, start: int) -> int:
     return steps - start
 
 
-def _check_scheduled_rate(value: Any) -> float:
+def _convert_scheduled_rate_to_float(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -227,7 +227,7 @@ def make_inputs_from_checkpoint(
     if lr is None and not (states and all("lr" in one.options for one in states.values())):
         raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
     kept = list(opened.tensors)
-    if states and len(states) == opened.stepped_parameter_count:
+    if states and len(states) == opened.optimizer_parameter_count:
         kept = [name for name in opened.tensors if name in states] or kept
     left = [name for name in opened.tensors if name not in kept]
     notes += [f"{quote(left)} are in no optimizer of the checkpoint: left out"] if left else []

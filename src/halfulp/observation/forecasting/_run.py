@@ -14,7 +14,7 @@ from ... import formats
 from ..._messages import name_type, quote
 from ...kernels import to_float64
 from ...optim._optimizer import find_inner_optimizer
-from ..checkpoints._checkpoint import open_checkpoint, sort_checkpoint_content
+from ..checkpoints._checkpoint import open_checkpoint, parse_checkpoint_content
 from ..findings import collect_findings
 from ._inputs import (
     ForecastInputs,
@@ -124,7 +124,7 @@ def forecast(
         if isinstance(model_or_state, str | Path):
             opened = open_checkpoint(model_or_state)
         elif isinstance(model_or_state, Mapping):
-            opened = sort_checkpoint_content(model_or_state, "the state dict")
+            opened = parse_checkpoint_content(model_or_state, "the state dict")
         else:
             raise TypeError(
                 f"forecast takes a module, state dict or checkpoint's path; got {name_type(model_or_state)}"

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ...kernels import to_float64
-from .._record import OutputDifference, PositionCollisionRecord, RealisedChanges, ResidualRecord
+from .._record import OutputDifference, PositionCollisionRecord, RealisedChanges, ResidualStreamRecord
 from ..findings._comparisons import is_explained_by_sum_order
 from ._recorder import Recorder, find_float_tensors, make_safe_hook_method
 from ._sampler import PLAIN_TENSOR_TYPES, SAMPLE_SIZE, SIXTEEN_BIT_DTYPES, read_numbers, take_sample
@@ -207,7 +207,7 @@ class ResidualSumWatcher:
         name = (first, second)[small].name
         if name is None:
             return
-        record = self.recorder.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))
+        record = self.recorder.record.residuals.setdefault(name, ResidualStreamRecord(name, total.dtype))
         record.stream, record.added = sizes[1 - small], sizes[small]
         record_realised_changes(record.change, samples[1 - small], _sample_rows(total), samples[small])
 
@@ -225,9 +225,9 @@ def _sample_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # The whole numbers up to which each format has all.
-_EXACT_INTEGERS_UP_TO = {torch.bfloat16: 256, torch.float16: 2048}
+_EXACT_INTEGER_LIMIT_BY_DTYPE = {torch.bfloat16: 256, torch.float16: 2048}
 _FIRST_REPEATS_WINDOW = 8
-_FEWEST_POSITIONS = min(_EXACT_INTEGERS_UP_TO.values()) + _FIRST_REPEATS_WINDOW
+_FEWEST_POSITIONS = min(_EXACT_INTEGER_LIMIT_BY_DTYPE.values()) + _FIRST_REPEATS_WINDOW
 # As many pairs of equal neighbours chance does not place where rounding does.
 _FEWEST_REPEATED_POSITIONS = 16
 # Two positions may have one sine in 8 bits.
@@ -239,7 +239,7 @@ def _record_position_collisions(recorder: Recorder, name: str, output: torch.Ten
     if name in recorder.record.positions or not output.is_floating_point() or not output.numel():
         return
     rows = output.detach()[(0,) * (output.dim() - 2)]
-    for dtype, start in _EXACT_INTEGERS_UP_TO.items():
+    for dtype, start in _EXACT_INTEGER_LIMIT_BY_DTYPE.items():
         end = start + _FIRST_REPEATS_WINDOW
         if len(rows) <= end:
             continue

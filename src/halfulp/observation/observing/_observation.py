@@ -210,7 +210,7 @@ class Observation:
         self.interval: int = interval
         self.recorder: Recorder = Recorder(map_module_names_to_formats(model, quantized))
         self._parameters = ObservedParameters(model, self.optimizers, self.recorder.record)
-        self._scales = ScalerTracker(self.recorder.record, scaler, scheduler)
+        self._scales = ScalerAndSchedulerTracker(self.recorder.record, scaler, scheduler)
         self._expected = parse_expected_formats(expect)
         self._modules = ModuleHooks(self.recorder, model, check)
         self._averages = None if average is None else WeightAverageWatcher(self.recorder, average, model)
@@ -338,7 +338,7 @@ class Observation:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Sample before an optimizer's step; with a closure, behind that, which computes the gradients."""
-        if (ended := self._steps.note_step_begin(optimizer)) is not None:
+        if (ended := self._steps.end_run_step_if_stepped_again(optimizer)) is not None:
             self._end_run_step(ended)
         if self._scales.searches_left:
             run_safely(self.recorder, self._scales.search_callers_for_scaler)
@@ -374,17 +374,17 @@ class Observation:
     @make_safe_hook_method
     def _end_run_step(self, optimizer: torch.optim.Optimizer) -> None:
         recorder, record = self.recorder, self.recorder.record
-        scale, skipped = self._scales.read_scale_at_step(recorder.sampling)
+        scale, skipped = self._scales.read_scale_and_skips_at_step(recorder.sampling)
         loss = self._read_step_loss()
         lr = optimizer.param_groups[0].get("lr")
-        scheduled = self._scales.count_scheduler_steps()
+        scheduled = self._scales.count_new_scheduler_steps()
         lr = None if lr is None else float(lr)
         step = StepRecord(recorder.step, recorder.sampling, lr, scale, skipped, scheduled, loss)
         broken = len(recorder.broken)
         try:
             if recorder.sampling:
                 record.sampled_steps.append(recorder.step)
-                record.sites = self._scales.list_sites()
+                record.sites = self._scales.list_site_exponents()
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
                 if self._ranks.other_ranks:
@@ -422,7 +422,9 @@ class Observation:
             told = float(seen)
         if told is not None and self.recorder.sampling and math.isfinite(told):
             self._losses.append(told)
-            self.recorder.record.loss_gap = measure_loss_spacing_ratio(self._losses, self.recorder.record.loss_dtype)
+            self.recorder.record.loss_gap = compute_spacing_per_loss_change(
+                self._losses, self.recorder.record.loss_dtype
+            )
         return told
 
     @make_safe_hook_method
@@ -431,7 +433,7 @@ class Observation:
         # What scaler and scheduler did since the last optimizer step, such as skipping all that follow.
         record.loss_scale, skipped = self._scales.read_scale_and_skips()
         if record.history:
-            last, scheduled = record.history[-1], self._scales.count_scheduler_steps()
+            last, scheduled = record.history[-1], self._scales.count_new_scheduler_steps()
             last.skipped += skipped
             last.scheduled = last.scheduled if scheduled is None else (last.scheduled or 0) + scheduled
         if record.sampled_steps:
@@ -527,7 +529,7 @@ class RunStepTracker:
             self._stepped.clear()
         return is_end
 
-    def note_step_begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    def end_run_step_if_stepped_again(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """Note that an optimizer begins to step; return the one that ended the step before, if it shows only now."""
         if not any(one is optimizer for one in self._stepped):
             return None
@@ -611,7 +613,7 @@ _MOST_SCALER_SEARCHES = 3
 _MOST_CALLER_FRAMES = 14
 
 
-class ScalerTracker:
+class ScalerAndSchedulerTracker:
     """Follows a gradient scaler and a learning-rate scheduler; counts falls of the scale as skipped steps."""
 
     def __init__(self, record: Record, scaler: torch.amp.GradScaler | None, scheduler: Any | None) -> None:
@@ -647,7 +649,7 @@ class ScalerTracker:
             return scaler._compute_global_scale()
         return float(scaler.get_scale())
 
-    def read_scale_at_step(self, sampled: bool) -> tuple[float | None, int]:
+    def read_scale_and_skips_at_step(self, sampled: bool) -> tuple[float | None, int]:
         """Return what `read_scale_and_skips` does, or (None, 0) where reading would wait for a device to no end."""
         return self.read_scale_and_skips() if sampled or self._is_scale_on_host() else (None, 0)
 
@@ -667,14 +669,14 @@ class ScalerTracker:
         scale = getattr(self.scaler, "_scale", None)
         return isinstance(self.scaler, AdaptiveGradScaler) or scale is None or bool(scale.is_cpu)
 
-    def count_scheduler_steps(self) -> int | None:
+    def count_new_scheduler_steps(self) -> int | None:
         """Return how many steps the scheduler took since the last call; None without one."""
         if self.scheduler is None or self._epoch is None:
             return None
         before, self._epoch = self._epoch, int(getattr(self.scheduler, "last_epoch", 0))
         return self._epoch - before
 
-    def list_sites(self) -> list[dict[str, Any]]:
+    def list_site_exponents(self) -> list[dict[str, Any]]:
         """Return an AdaptiveGradScaler's gradient exponents per site."""
         if not isinstance(self.scaler, AdaptiveGradScaler) or not self.scaler.is_enabled():
             return []
@@ -707,7 +709,7 @@ def thin_history(steps: list[StepRecord]) -> list[StepRecord]:
     return kept + (steps[-1:] if len(steps) % 2 else [])
 
 
-def measure_loss_spacing_ratio(losses: Iterable[float], dtype: torch.dtype | None) -> float | None:
+def compute_spacing_per_loss_change(losses: Iterable[float], dtype: torch.dtype | None) -> float | None:
     """Return the median ratio, over successive losses, of a dtype's spacing there to their change."""
     losses = list(losses)
     if dtype is None or not dtype.is_floating_point or len(losses) < 2:

@@ -22,9 +22,9 @@ from ._expectations import QUANTIZED_ROLES, record_quantization_error
 from ._sampler import (
     StoredNumbers,
     add_sample_to_histogram,
-    count_elements,
     make_sampling_key,
     read_numbers,
+    record_amax_and_count_nonfinite,
     take_sample,
 )
 
@@ -98,7 +98,7 @@ class Recorder:
             self.seen.add(key)
             record.steps += 1
             record.last_amax = 0.0
-        if count_elements(numbers, record) and key not in self.broken:
+        if record_amax_and_count_nonfinite(numbers, record) and key not in self.broken:
             self.broken.add(key)
             record.first_nonfinite = record.first_nonfinite or (self.step, self.position)
             record.nonfinite_steps += 1
@@ -168,7 +168,7 @@ class RowWriter:
 
     def __init__(self, recorder: Recorder, sinks: Sequence[Sink]) -> None:
         self._recorder, self._record = recorder, recorder.record
-        self._before: list[float] = self._sum_counts_for_rows()
+        self._before: list[float] = self._sum_counts_since_start()
         # Of several processes the others may see another disk.
         self._outlets: list[GuardedSink] = [make_guarded_sink(sink, check=is_first_process()) for sink in sinks]
 
@@ -185,7 +185,7 @@ class RowWriter:
 
     def _make_row(self, step: StepRecord, broken: int) -> dict[str, Any]:
         """Return the row of a sampled step, whose counts and shares are of all since the row before."""
-        sums = self._sum_counts_for_rows()
+        sums = self._sum_counts_since_start()
         skipped, seen, lost, wanted, kept, nonzero, vanished = (b - a for a, b in zip(self._before, sums))
         self._before = sums
         smallest, largest = step.exponents or (None, None)
@@ -203,7 +203,7 @@ class RowWriter:
             "gradient_underflow": vanished / (nonzero + vanished) if nonzero else None,
         }
 
-    def _sum_counts_for_rows(self) -> list[float]:
+    def _sum_counts_since_start(self) -> list[float]:
         """Return the sums that a row tells the growth of, over all parameters and gradients."""
         updates = [parameter.update for parameter in self._record.parameters.values()]
         known = [update for update in updates if update.known]

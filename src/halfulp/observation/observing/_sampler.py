@@ -41,10 +41,10 @@ def make_sampling_key(step: int, name: str) -> int:
 
 
 @functools.lru_cache(4096)
-def draw_sampled_runs(key: int, elements: int) -> torch.Tensor:
+def draw_sampled_run_indices(key: int, elements: int) -> torch.Tensor:
     """Return the numbers, in ascending order, of the sampled runs of a tensor of more than 4096 elements.
 
-    >>> runs = draw_sampled_runs(7, 10_000)
+    >>> runs = draw_sampled_run_indices(7, 10_000)
     >>> len(runs), bool(((0 <= runs) & (runs < 79)).all())
     (32, True)
     """
@@ -93,7 +93,7 @@ def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
 
 
 @keeping_subnormals()
-def count_elements(numbers: StoredNumbers, record: TensorRecord) -> int:
+def record_amax_and_count_nonfinite(numbers: StoredNumbers, record: TensorRecord) -> int:
     """Count all elements of a tensor, and note its largest; return how many are NaN or infinite."""
     flat, nonfinite = widen_eight_bit_floats(numbers.flat), 0
     record.elements += flat.numel()
@@ -142,7 +142,7 @@ def take_sample(flat: torch.Tensor, key: int) -> torch.Tensor:
     if elements <= SAMPLE_SIZE:
         taken = given.cpu()
         return taken.clone() if taken.dtype == torch.float64 else taken.double()
-    runs, rest = draw_sampled_runs(key, elements).to(given.device), elements % SAMPLED_RUN_LENGTH
+    runs, rest = draw_sampled_run_indices(key, elements).to(given.device), elements % SAMPLED_RUN_LENGTH
     if not rest:
         return given.view(-1, SAMPLED_RUN_LENGTH).index_select(0, runs).view(-1).cpu().double()
     short = runs[runs == elements // SAMPLED_RUN_LENGTH]  # the last run, of fewer than 128 elements

@@ -29,16 +29,16 @@ from .._record import AverageRecord, ParameterRecord, RealisedChanges, Role, Rou
 from ._recorder import Recorder
 from ._sampler import SIXTEEN_BIT_DTYPES, StoredNumbers, read_numbers, take_sample
 
-OptimizerOptions = Mapping[str, Any]
+GroupOptions = Mapping[str, Any]
 # Whether weight decay multiplies the weight by 1 - lr wd, rounded by itself, before the update is subtracted.
-DECOUPLES_DECAY_BY_OPTIMIZER_CLASS: dict[type[torch.optim.Optimizer], Callable[[OptimizerOptions], bool]] = {}
+DECOUPLES_DECAY_BY_OPTIMIZER_CLASS: dict[type[torch.optim.Optimizer], Callable[[GroupOptions], bool]] = {}
 # State entries that belong to a whole tensor, whatever its shape.
 WHOLE_TENSOR_STATE_NAMES = frozenset({"step", "mu_product", "eta", "mu"})
-_TORCH_WRAPPER_MODULES = ("torch.optim.optimizer", "torch.utils._contextlib")
+_STEP_DECORATOR_MODULES = ("torch.optim.optimizer", "torch.utils._contextlib")
 
 
 def register_elementwise(
-    kind: type[torch.optim.Optimizer], decouples: Callable[[OptimizerOptions], bool] | bool = False
+    kind: type[torch.optim.Optimizer], decouples: Callable[[GroupOptions], bool] | bool = False
 ) -> None:
     """Let observations compute the updates of an optimizer class by running it on shadows of sampled elements.
 
@@ -76,7 +76,7 @@ class ShadowOptimizer:
         self._weight: torch.nn.Parameter | None = None
 
     def step(
-        self, weights: torch.Tensor, gradients: torch.Tensor, states: dict[str, Any], options: OptimizerOptions
+        self, weights: torch.Tensor, gradients: torch.Tensor, states: dict[str, Any], options: GroupOptions
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return flat float64 weights and states after one step without hooks, which the next one overwrites."""
         weight = self._weight
@@ -102,7 +102,7 @@ class ShadowOptimizer:
         step: Any = type(one).step
         step = getattr(step, "__wrapped__", step)
         while (
-            hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _TORCH_WRAPPER_MODULES
+            hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _STEP_DECORATOR_MODULES
         ):
             step = step.__wrapped__
         step(one)
@@ -229,7 +229,9 @@ class UpdateWatcher:
         """Return parameters with gradients by what makes them step together, with their param groups."""
         batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[ParameterBeforeStep]]] = {}
         for group in self.optimizer.param_groups:
-            plain = {key: _read_option(value) for key, value in group.items() if key not in _IGNORED_GROUP_KEYS}
+            plain = {
+                key: _convert_to_plain_option(value) for key, value in group.items() if key not in _IGNORED_GROUP_KEYS
+            }
             options = {key: value for key, value in plain.items() if value is not None}
             kind = tuple(options.items())
             for parameter in group["params"]:
@@ -476,10 +478,10 @@ def _convert_number_to_float(value: Any, otherwise: float) -> float:
 _IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "identities", "random_stream"})
 
 
-def _read_option(value: Any) -> Any:
+def _convert_to_plain_option(value: Any) -> Any:
     """Return an option that is a number, a word or a flag, or a tuple, with tensors as numbers; None of any other."""
     if isinstance(value, tuple):  # of which NumPy's numbers stay
-        return tuple(one if (read := _read_option(one)) is None else read for one in value)
+        return tuple(one if (read := _convert_to_plain_option(one)) is None else read for one in value)
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else None
     return value if isinstance(value, bool | int | float | str) else None
@@ -494,7 +496,9 @@ def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch
         plan = optimizer._plans.get(parameter)
         if plan is None or plan.spec.scaled or plan.spec.has_components_in_parameter or plan.spec.auxiliary_names:
             return False
-        return plan.spec.store.dtype in SIXTEEN_BIT_DTYPES and bool(plan.spec.update.count_random_bits(plan.spec.store))
+        return plan.spec.store.dtype in SIXTEEN_BIT_DTYPES and bool(
+            plan.spec.update.list_random_bits_per_draw(plan.spec.store)
+        )
     return parameter.dtype in SIXTEEN_BIT_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))
 
 

@@ -85,7 +85,7 @@ _TITLE_BY_EVIDENCE_NAME = {"lost": "share lost", "realised": "movement kept", "s
 
 def _make_finding_line(one: PlainData, forecast: bool) -> dict[str, Any]:
     evidence = [
-        (_TITLE_BY_EVIDENCE_NAME.get(key, key.replace("_", " ")), _format_evidence(value))
+        (_TITLE_BY_EVIDENCE_NAME.get(key, key.replace("_", " ")), _format_evidence_value(value))
         for key, value in one["evidence"].items()
     ]
     if not forecast:
@@ -102,13 +102,13 @@ def _make_finding_line(one: PlainData, forecast: bool) -> dict[str, Any]:
     }
 
 
-def _format_evidence(value: Any) -> str:
+def _format_evidence_value(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
         return format_count(value)
     if isinstance(value, list):
-        return ", ".join(map(_format_evidence, value))
+        return ", ".join(map(_format_evidence_value, value))
     return format_number(value)
 
 
@@ -167,7 +167,7 @@ def render_observation_page(data: PlainData) -> str:
     first = [data["findings"][k] for card in cards[:1] for k in card["findings"]]
     first = [one for one in first if one["code"] == cards[0]["code"]]
     role, where = first[0].get("role", "") if first else "", [name for one in first for name in one["where"]]
-    charts: dict[str, Any] = make_magnitude_map(record.get("tensors", ()), parameters, role, where)
+    charts: dict[str, Any] = make_magnitude_map_data(record.get("tensors", ()), parameters, role, where)
     has_map, curves = bool(charts["tensors"]), make_history_panels(record.get("history", []))
     every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
     overhead = data.get("overhead")
@@ -196,7 +196,7 @@ def render_observation_page(data: PlainData) -> str:
     )
 
 
-def make_magnitude_map(
+def make_magnitude_map_data(
     tensors: Iterable[PlainData], parameters: Iterable[PlainData] = (), role: str = "", where: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the data of the map's script, which opens on tensors of a role at or below the names `where`."""
@@ -385,14 +385,14 @@ def render_audit_page(data: PlainData) -> str:
         {},
         headline=choose_headline(cards, count),
         lead=" · ".join(said),
-        groups=_make_groups_table(data["groups"]),
+        groups=_make_tensor_groups_table(data["groups"]),
         states=_make_states_table(data["states"]),
         unseen=data["unseen"],
     )
 
 
-def _make_groups_table(groups: Sequence[PlainData]) -> Table:
-    def make_medians_cell(one: PlainData) -> Cell:
+def _make_tensor_groups_table(groups: Sequence[PlainData]) -> Table:
+    def make_median_change_cell(one: PlainData) -> Cell:
         return Cell(" to ".join(dict.fromkeys(make_number_cell(end).text for end in one["median_change_ulps"])))
 
     columns: TableColumns = [
@@ -402,7 +402,7 @@ def _make_groups_table(groups: Sequence[PlainData]) -> Table:
         ("how many", "number", lambda one: make_count_cell(len(one["names"]))),
         ("elements", "number minor", lambda one: make_count_cell(one["numel"])),
         ("unchanged", "number", lambda one: make_share_cell(one["share_unchanged"], bar=True)),
-        ("median, ulps", "number", make_medians_cell),
+        ("median, ulps", "number", make_median_change_cell),
     ]
     return make_table("groups", "Layer by layer", groups, columns, "filter, as norm")
 

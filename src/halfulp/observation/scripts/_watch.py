@@ -264,7 +264,7 @@ def find_trained_model(optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module
     return JointlyTrainedModels(dict(zip(named, models)))
 
 
-def find_module_of_parameters(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
+def find_outermost_module_of_parameters(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     """Return the outermost module that holds all of some parameters, None where none does."""
     wanted = {id(parameter) for parameter in parameters}
     holding = [module for module in _find_living_modules() if wanted <= _collect_parameter_ids(module)]

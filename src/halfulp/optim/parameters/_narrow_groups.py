@@ -10,9 +10,9 @@ import torch
 from ...subclass.models._parameter_holders import (
     check_parameter_holders,
     install_registration_hooks,
-    list_data_parallel_modules,
-    list_instances,
-    list_sharded_modules,
+    list_live_data_parallel_modules,
+    list_live_instances,
+    list_live_sharded_modules,
     refuse_overlapping_memory,
     replace_parameter_data,
     reset_shards,
@@ -24,7 +24,7 @@ from ._narrowing import is_marked_as_float32, pop_kept_float32_values
 from ._outside_writes import record_payload_version
 
 
-def check_holders_before_narrowing(groups: Iterable[dict]) -> list[torch.nn.Module]:
+def check_holders_and_list_sharded(groups: Iterable[dict]) -> list[torch.nn.Module]:
     """Find other holders of the float32 parameters that groups ask to be narrowed."""
     found = _find_parameters_to_narrow(groups)
     named = [(read_parameter_name(group, position), group["params"][position]) for group, position in found]
@@ -82,7 +82,7 @@ def check_data_parallel_ranks(optimizer: Any) -> None:
     """Check that all processes under DistributedDataParallel train in the same way; all of them must call this."""
     # It writes weights when it is made, which resets auxiliary tensors of before: they are the same on all processes.
     stepped = {id(parameter) for _, _, parameter in walk_group_parameters(optimizer)}
-    for module in list_data_parallel_modules():
+    for module in list_live_data_parallel_modules():
         # Of a share of the parameters that is a rank's own (ZeroRedundancyOptimizer) numbers are not compared.
         narrow = next((p for p in module.parameters() if p.dtype in STORE_BY_DTYPE and p.dtype != torch.float32), None)
         if narrow is not None and any(id(parameter) in stepped for parameter in module.parameters()):
@@ -92,9 +92,9 @@ def check_data_parallel_ranks(optimizer: Any) -> None:
 def refuse_replaced_parameters(optimizer: Any) -> None:
     """Raise if fully_shard has replaced the parameters, which then never have gradients."""
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    if not list_sharded_modules() or any(hasattr(p, "_local_tensor") for p in parameters.values()):
+    if not list_live_sharded_modules() or any(hasattr(p, "_local_tensor") for p in parameters.values()):
         return
-    modules = map(vars, list_instances(torch.nn.Module))
+    modules = map(vars, list_live_instances(torch.nn.Module))
     if not any(id(p) in parameters for held in modules for p in held.get("_parameters", {}).values()):
         raise ValueError(
             "no parameter of this optimizer has a gradient or belongs to a module any more: fully_shard makes new "

@@ -23,17 +23,19 @@ from ._parameter_plan import ANY_VERSION, MOVED_VERSION, WARNED_AT_RESET, Parame
 
 CHECKSUMS_KEY = "payload_checksums"
 # 0 in every file, for earlier versions, which count steps there.
-UNUSED_PAYLOAD_COPY_STEPS_KEY = "payload_copy_steps"
-PAYLOAD_IDENTITY_KEYS = (CHECKSUMS_KEY, UNUSED_PAYLOAD_COPY_STEPS_KEY)
+LEGACY_PAYLOAD_COPY_STEPS_KEY = "payload_copy_steps"
+PAYLOAD_IDENTITY_KEYS = (CHECKSUMS_KEY, LEGACY_PAYLOAD_COPY_STEPS_KEY)
 
 
 def make_checksum_entries(plan: ParameterPlan) -> dict[str, Any]:
     """Return the payload's saved identity beside auxiliary tensors, valid as `read_auxiliary_tensors` are."""
     checksums = None if plan.payload_version is None else compute_checksums(plan)
-    return {} if checksums is None else {CHECKSUMS_KEY: checksums, UNUSED_PAYLOAD_COPY_STEPS_KEY: 0}
+    return {} if checksums is None else {CHECKSUMS_KEY: checksums, LEGACY_PAYLOAD_COPY_STEPS_KEY: 0}
 
 
-def renew_payload_version(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:
+def carry_over_payload_version(
+    parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None
+) -> PayloadVersion:
     """Return the payload version for a new plan, carried over from the plans before it."""
     memory = part.detach()
     if held is None:

@@ -19,7 +19,7 @@ NEVER_RESET, WARNED_AT_RESET = -2, -3
 
 
 @dataclass(slots=True)
-class LostUpdates:
+class LostUpdateCounts:
     """Counts of one parameter's metered steps."""
 
     samples: int = 0
@@ -44,15 +44,15 @@ class PayloadVersion:
 
 
 @dataclass(eq=False, slots=True)
-class ParameterRecord:
+class LastingParameterRecord:
     """The lasting data of a parameter, across plans: lost updates and payload version, None before there is any."""
 
-    lost: LostUpdates | None = None
+    lost: LostUpdateCounts | None = None
     payload_version: PayloadVersion | None = None
 
     def add_metered_step(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
         """Count the updates of one metered step."""
-        lost = self.lost = self.lost or LostUpdates()
+        lost = self.lost = self.lost or LostUpdateCounts()
         lost.samples += 1
         lost.seen, lost.cancelled = lost.seen + seen, lost.cancelled + cancelled
         lost.wanted, lost.kept = lost.wanted + wanted, lost.kept + kept
@@ -93,7 +93,7 @@ class ParameterPlan:
     component_addresses: tuple[int, ...]  # of an MCTensor's components behind the first
     plain: bool  # neither a DTensor nor a tensor class of this package
     tracks_writes: bool  # there are auxiliary tensors, and a version counter that shows writes to the parameter
-    record: ParameterRecord
+    record: LastingParameterRecord
 
     @property
     def scale(self) -> float:

@@ -16,8 +16,8 @@ import torch
 from ...rounding._random_bits import STREAM_VERSION
 
 # A parameter's name, where names were given, and the number that keys its random bits.
-Identity = tuple[str | None, int]
-IdentityByParameter = dict[torch.Tensor, Identity]
+NamedIdentity = tuple[str | None, int]
+NamedIdentityByParameter = dict[torch.Tensor, NamedIdentity]
 
 
 def hash_name(name: str) -> int:
@@ -59,7 +59,7 @@ def list_identities(group: Mapping[str, Any]) -> list[int]:
     return group["identities"] if names is None else [hash_name(name) for name in strip_wrapper_names(names)]
 
 
-def assign_identities(group: dict, earlier: list[dict], known: IdentityByParameter) -> None:
+def assign_identities(group: dict, earlier: list[dict], known: NamedIdentityByParameter) -> None:
     """Give every parameter of a group without names its identity, unless it came with them; note the stream's version.
 
     Numbers of parameters that have left all groups stay theirs.
@@ -73,7 +73,7 @@ def assign_identities(group: dict, earlier: list[dict], known: IdentityByParamet
         group["identities"] = list(range(start, start + len(group["params"])))
 
 
-def record_identities(group: dict, known: IdentityByParameter) -> None:
+def record_identities(group: dict, known: NamedIdentityByParameter) -> None:
     """Record each parameter's name and number; a group keeps no numbers that follow from its names."""
     if group.get("param_names") is not None:
         group.pop("identities", None)
@@ -82,7 +82,7 @@ def record_identities(group: dict, known: IdentityByParameter) -> None:
         known[parameter] = name, number
 
 
-def update_identities_of_edited_group(group: dict, known: IdentityByParameter) -> None:
+def update_identities_of_edited_group(group: dict, known: NamedIdentityByParameter) -> None:
     """Update a group's names and identities after its list of parameters was edited.
 
     A parameter that stands in another's place takes over its name and identity; one that was added without a name

@@ -18,7 +18,7 @@ from ..rules._update_rule import UpdateRule
 from ..states._codec import ScaledCodec
 from ..states._int8_blocks import Int8Blocks
 from ..states._state import BF16_PAIR, Codec, refuse_coarse_states, resolve_codecs
-from ..weight_updates._components import choose_components_update
+from ..weight_updates._components import choose_mctensor_update
 from ..weight_updates._weight_update import WEIGHT_UPDATE_BY_NAME, WeightUpdate, find_weight_update
 from ._local_tensors import find_index_map, get_local, get_payload
 from ._narrowing import is_marked_as_float32
@@ -28,7 +28,7 @@ MOST_SCALED_STATES = 3
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 POINTERS_BEFORE_STATES = 5
 # Of each sum of a rule, the power of two that its values are multiplied by, and what they are rounded beside.
-SUM_SCALE_CONSTANT_NAMES = ("sum_inverse", "sum_anchor", "sum_low_anchor")
+RULE_SUM_SCALE_CONSTANT_NAMES = ("sum_inverse", "sum_anchor", "sum_low_anchor")
 # The scale that a payload is read under, the reciprocal of the one it is written under, the gradient's; what the
 # payload as read is multiplied by to be under the new scale, and that scale.
 WEIGHT_SCALE_CONSTANT_NAMES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_ratio", "new_scale")
@@ -70,10 +70,10 @@ class StepSpec:
         """The names of the rule's constants behind "rule_", then of the scales before and after the step."""
         of_rule = [f"rule_{name}" for name in self.rule.constants]
         sums = range(len(self.rule.reductions) if self.computes_rule_reductions else 0)
-        of_sums = [f"{name}_{k}" for k in sums for name in SUM_SCALE_CONSTANT_NAMES]
+        of_sums = [f"{name}_{k}" for k in sums for name in RULE_SUM_SCALE_CONSTANT_NAMES]
         if not self.scaled:
             return (*of_rule, *of_sums)
-        of_states = [name for k in self.scaled_states for name in (f"scale_{k}", f"inverse_{k}")]
+        of_states = [name for k in self.scaled_codec_by_state_index for name in (f"scale_{k}", f"inverse_{k}")]
         return (*of_rule, *WEIGHT_SCALE_CONSTANT_NAMES, *of_states, *of_sums)
 
     @functools.cached_property
@@ -82,7 +82,7 @@ class StepSpec:
         return {name: place for place, name in enumerate(self.constant_names)}
 
     @property
-    def scaled_states(self) -> dict[int, ScaledCodec]:
+    def scaled_codec_by_state_index(self) -> dict[int, ScaledCodec]:
         """The codecs of the states that have a scale, by the states' numbers."""
         return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, ScaledCodec)}
 
@@ -166,7 +166,7 @@ def assign_bits_to_roundings(
     the first word, then the upper halves of further ones: two lower halves depend on each other. Those of more take a
     word. States in blocks, which are rounded apart from all else, come first.
     """
-    of_weight = spec.update.count_random_bits(spec.store)
+    of_weight = spec.update.list_random_bits_per_draw(spec.store)
     wanted = [*of_weight, *(codec.random_bits for codec in spec.codecs)]
     blocked = [len(of_weight) + k for k, codec in enumerate(spec.codecs) if codec.scale_block_length]
     placed: list[RandomBitDraw | None] = [None] * len(wanted)
@@ -199,7 +199,7 @@ def choose_step_spec(
     rule: UpdateRule, group: Mapping, parameter: torch.Tensor, gradient: Store | None, name: str
 ) -> StepSpec:
     """Return the step specification of a parameter, whose gradient is stored as it is if `gradient` is None."""
-    own = choose_components_update(group, parameter, name) if isinstance(parameter, MCTensor) else None
+    own = choose_mctensor_update(group, parameter, name) if isinstance(parameter, MCTensor) else None
     scaled, dtype = isinstance(parameter, ScaledTensor), get_payload(parameter).dtype
     narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_marked_as_float32(parameter)
     store = _choose_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)

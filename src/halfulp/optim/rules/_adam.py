@@ -15,7 +15,7 @@ MOMENT_STATES = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
 _AMSGRAD_STATES = (*MOMENT_STATES, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
 
 
-def move_moments(g, m, v, keep_v, take_m, take_v):
+def update_moments(g, m, v, keep_v, take_m, take_v):
     """Return m = b1 m + (1-b1) g and v = b2 v + (1-b2) g^2."""
     # (1-b2) g first: g g alone overflows at gradients of 2e19, whose v float32 still holds.
     return m + take_m * (g - m), keep_v * v + take_v * g * g
@@ -23,26 +23,26 @@ def move_moments(g, m, v, keep_v, take_m, take_v):
 
 def adamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """u = -lr wd w - lr/(1-b1^t) m / (sqrt(v)/sqrt(1-b2^t) + eps)."""
-    m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
+    m, v = update_moments(sign * g, m, v, keep_v, take_m, take_v)
     return -(decay * w) - step * divide(m, sqrt(v) * unbias + eps), m, v
 
 
 def adam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """Compute `adamw`'s update with the decay added to the gradient: g + wd w."""
-    m, v = move_moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
+    m, v = update_moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
     return -(step * divide(m, sqrt(v) * unbias + eps)), m, v
 
 
 def adamw_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """Compute `adamw`'s update divided by the largest v so far (Reddi et al., arXiv 1904.09237)."""
-    m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
+    m, v = update_moments(sign * g, m, v, keep_v, take_m, take_v)
     top = maximum(top, v)
     return -(decay * w) - step * divide(m, sqrt(top) * unbias + eps), m, v, top
 
 
 def adam_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """Compute `adam`'s update divided by the largest v so far."""
-    m, v = move_moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
+    m, v = update_moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
     top = maximum(top, v)
     return -(step * divide(m, sqrt(top) * unbias + eps)), m, v, top
 
@@ -97,14 +97,14 @@ _NEGLIGIBLE_PRODUCT = 2.0**-60  # beside 1
 def nadam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, size_g, size_m):
     """u = -lr ((1-mu_t)/(1-mu_1..mu_t) g + mu_(t+1)/(1-mu_1..mu_(t+1)) m) / (sqrt(v)/sqrt(1-b2^t) + eps)."""
     g = sign * g + decay * w
-    m, v = move_moments(g, m, v, keep_v, take_m, take_v)
+    m, v = update_moments(g, m, v, keep_v, take_m, take_v)
     return -divide(size_g * g + size_m * m, sqrt(v) * unbias + eps), m, v
 
 
 def nadamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, size_g, size_m):
     """Compute `nadam`'s update with the decay taken from the weight."""
     g = sign * g
-    m, v = move_moments(g, m, v, keep_v, take_m, take_v)
+    m, v = update_moments(g, m, v, keep_v, take_m, take_v)
     return -(decay * w) - divide(size_g * g + size_m * m, sqrt(v) * unbias + eps), m, v
 
 
@@ -148,13 +148,13 @@ NADAMW = UpdateRule("nadamw", nadamw, MOMENT_STATES, _list_nadamw_constants, _EP
 
 def radam(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
     """u = -lr m/(1-b1^t) r sqrt(1-b2^t) / (sqrt(v) + eps); -lr m/(1-b1^t) in the first steps."""
-    m, v = move_moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
+    m, v = update_moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
     return -(plain * m) - adaptive * divide(m, sqrt(v) + eps), m, v
 
 
 def radamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
     """Compute `radam`'s update with the decay taken from the weight."""
-    m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
+    m, v = update_moments(sign * g, m, v, keep_v, take_m, take_v)
     return -(decay * w) - plain * m - adaptive * divide(m, sqrt(v) + eps), m, v
 
 

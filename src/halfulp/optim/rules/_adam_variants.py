@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ...kernels import divide, maximum, sqrt
-from ._adam import MOMENT_STATES, compute_inverse_root_bias_correction, list_leading_adam_constants, move_moments
+from ._adam import MOMENT_STATES, compute_inverse_root_bias_correction, list_leading_adam_constants, update_moments
 from ._update_rule import DESCENT_SIGN_BY_MAXIMIZE, Reduction, StateSlot, UpdateRule
 
 
 def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, unbias, eps, size_m, size_slow):
     """u = -lr (m/(1-b1^t) + a s) / (sqrt(v)/sqrt(1-b2^t) + eps) - lr wd w; s the mean of the gradients by b3."""
     g = sign * g
-    m, v = move_moments(g, m, v, keep_v, take_m, take_v)
+    m, v = update_moments(g, m, v, keep_v, take_m, take_v)
     slow = slow + take_slow * (g - slow)
     return -(decay * w) - divide(size_m * m + size_slow * slow, sqrt(v) * unbias + eps), m, v, slow
 
@@ -86,13 +86,13 @@ def get_lamb_weight(w):
 
 def compute_lamb_direction(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, eps):
     """r = m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps) + wd w, of the new m and v."""
-    m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
+    m, v = update_moments(sign * g, m, v, keep_v, take_m, take_v)
     return divide(unbias_m * m, sqrt(v) * unbias_v + eps) + decay * w
 
 
 def lamb(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, eps, lr):
     """u = -lr |w|/|r| r with r of `compute_lamb_direction`."""
-    m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
+    m, v = update_moments(sign * g, m, v, keep_v, take_m, take_v)
     return -(lr * (divide(unbias_m * m, sqrt(v) * unbias_v + eps) + decay * w)), m, v
 
 
@@ -140,12 +140,12 @@ def prodigy(
     return -(decay * w) - size * divide(m, sqrt(v) + eps), m, v, keep_s * s + take_s * g, start
 
 
-def compute_prodigy_numerator(w, g, m, v, s, start, sign, coupled, counts, first):
+def compute_prodigy_numerator_term(w, g, m, v, s, start, sign, coupled, counts, first):
     """g (w0 - w): how far along the gradients the weight has come."""
     return counts * ((sign * g + coupled * w) * (start + first * (w - start) - w))
 
 
-def compute_prodigy_denominator(w, g, m, v, s, start, sign, coupled, counts, first, take_s, keep_s):
+def compute_prodigy_denominator_term(w, g, m, v, s, start, sign, coupled, counts, first, take_s, keep_s):
     """|s|, s being the sum of gradients after this step."""
     s = keep_s * s + take_s * (sign * g + coupled * w)
     return counts * maximum(s, -s)
@@ -197,8 +197,8 @@ PRODIGY = UpdateRule(
     _list_prodigy_constants,
     betas=2,
     reductions=(
-        Reduction(compute_prodigy_numerator, over_all=True),
-        Reduction(compute_prodigy_denominator, over_all=True),
+        Reduction(compute_prodigy_numerator_term, over_all=True),
+        Reduction(compute_prodigy_denominator_term, over_all=True),
     ),
     late_values=_compute_prodigy_eps,
 )

@@ -98,7 +98,7 @@ RMSPROP_CENTERED_MOMENTUM = UpdateRule(
 )
 
 
-_ELEMENTS_OF_ONE_SUM = 1 << 15  # elements that torch adds up in one thread
+_ELEMENTS_PER_PARTIAL_SUM = 1 << 15  # elements that torch adds up in one thread
 
 
 def adafactor(w, g, prepared, decay, size):
@@ -143,7 +143,9 @@ def compute_root_mean_square(x: torch.Tensor) -> float:
     """Return the root of the mean square, 0 of nothing; the same bits on any number of threads."""
     if not x.numel():
         return 0.0
-    parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.reshape(-1).split(_ELEMENTS_OF_ONE_SUM)]
+    parts = [
+        torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.reshape(-1).split(_ELEMENTS_PER_PARTIAL_SUM)
+    ]
     return math.sqrt(torch.stack(parts).square().sum().item() / x.numel())
 
 

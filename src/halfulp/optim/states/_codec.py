@@ -181,7 +181,7 @@ class ScaledCodec(PlainCodec):
         return value * value if self.squared else value
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
-        store, x = self.store, self.convert_to_payload_value(value) * inverse
+        store, x = self.store, self.take_root_if_squared(value) * inverse
         if not self.squared:
             super().save(arrays, i, block, x, inverse, random)
             return
@@ -193,7 +193,7 @@ class ScaledCodec(PlainCodec):
             code = select(chance * ((high - low) * (high + low)) < (x - low) * (x + low), add(code, ONE), code)
         store.save(arrays[0], i, select((code == NONE) & (x > ZERO), ONE, code))
 
-    def convert_to_payload_value(self, value: Any) -> Any:
+    def take_root_if_squared(self, value: Any) -> Any:
         """Device function: what must fit into the payload."""
         return sqrt(value) if self.squared else value
 

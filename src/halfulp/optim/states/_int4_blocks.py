@@ -69,7 +69,7 @@ class Int4Blocks(BlockCodec):
         codes, scales = arrays
         # The least scale under which a number fits into the signed map.
         needed = value if self.squared else select(value < ZERO, value * INVERSE_NEGATIVE_MAGNITUDE, value)
-        largest = block_largest(find_magnitude_or_nan_word(needed))
+        largest = block_largest(find_finite_magnitude_or_nan_word(needed))
         largest = select(largest < LEAST_NORMAL, NONE, largest)  # smaller ones have no inverse
         store32(scales, block, largest)
         scale = real(largest)
@@ -85,7 +85,7 @@ CODE_MAGNITUDES = tuple(np.float32(x) for x in (0.0055, 0.0325, 0.0775, 0.2125, 
 LARGEST_NEGATIVE_MAGNITUDE, INVERSE_NEGATIVE_MAGNITUDE = CODE_MAGNITUDES[-1], np.float32(1 / 0.8875)
 
 
-def find_magnitude_or_nan_word(x):
+def find_finite_magnitude_or_nan_word(x):
     """Device function: the word of |x|, 0 for infinities; of NaN the largest, so that a block knows of one."""
     magnitude = bit_and(word(x), MAGNITUDE_MASK)
     finite = select(magnitude < EXPONENT_MASK, magnitude, NONE)

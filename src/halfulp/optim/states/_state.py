@@ -52,9 +52,9 @@ class State:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _STORAGE_BY_ALIAS.get(self.dtype, self.dtype))
         object.__setattr__(self, "block", self.block or BLOCK_LENGTH_BY_STORAGE.get(str(self.dtype), 32))
-        named = (*BLOCK_LENGTH_BY_STORAGE, BF16_PAIR, *_user_stores)
+        named = (*BLOCK_LENGTH_BY_STORAGE, BF16_PAIR, *_user_store_by_name)
         if self.dtype not in (torch.float32, torch.bfloat16, *SCALED_DTYPES, *named):
-            own = "".join(f", {name!r}" for name in _user_stores)
+            own = "".join(f", {name!r}" for name in _user_store_by_name)
             raise ValueError(
                 f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16{own}, '8bit' and '4bit', for "
                 f"two bfloat16 {BF16_PAIR!r} or Components(2) (more of them would be larger than float32), and beside "
@@ -72,7 +72,7 @@ class State:
             raise ValueError("fp8 states are stored stochastically: nearest ones stall; leave rounding out")
 
 
-_user_stores: dict[str, Store] = {}
+_user_store_by_name: dict[str, Store] = {}
 
 
 def register_state_store(store: Store, description: str) -> None:
@@ -103,7 +103,7 @@ def register_state_store(store: Store, description: str) -> None:
         )
     others = {
         own.dtype: own.name
-        for own in (*PAYLOAD_STORE_BY_DTYPE.values(), *_user_stores.values())
+        for own in (*PAYLOAD_STORE_BY_DTYPE.values(), *_user_store_by_name.values())
         if own.name != store.name
     }
     if store.dtype in others:
@@ -112,10 +112,10 @@ def register_state_store(store: Store, description: str) -> None:
             f"state store {store.name!r} has codes in {store.dtype}, as {others[store.dtype]!r} has: give it another "
             "dtype, by which files tell them apart"
         )
-    known = _user_stores.get(store.name)
-    if known is not None and known.function_digests() == store.function_digests():
+    known = _user_store_by_name.get(store.name)
+    if known is not None and known.compute_function_digests() == store.compute_function_digests():
         store = known  # a module or a notebook's cell that is run again
-    register_entry("state store", _user_stores, store.name, store, description)
+    register_entry("state store", _user_store_by_name, store.name, store, description)
 
 
 Codec = PlainCodec | DoubleBF16 | BlockCodec
@@ -230,7 +230,7 @@ def _choose_codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
         return DoubleBF16()
     # Blocks that do not fit are bfloat16.
     known = PAYLOAD_STORE_BY_DTYPE[state.dtype] if isinstance(state.dtype, torch.dtype) else None
-    store = known or _user_stores.get(str(state.dtype), BF16)
+    store = known or _user_store_by_name.get(str(state.dtype), BF16)
     if store is F32:
         return PlainCodec(F32, False)
     stochastic = state.rounding != "nearest"

@@ -20,8 +20,12 @@ from ...scaled import ScaledTensor
 from .._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store
 from ..parameters._local_tensors import find_index_map, get_local, get_payload, list_payloads
 from ..parameters._narrowing import is_marked_as_float32
-from ..parameters._outside_writes import record_payload_version, renew_payload_version, reset_stale_auxiliary_tensors
-from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
+from ..parameters._outside_writes import (
+    carry_over_payload_version,
+    record_payload_version,
+    reset_stale_auxiliary_tensors,
+)
+from ..parameters._parameter_plan import LastingParameterRecord, ParameterPlan, PayloadVersion, PlanOptions
 from ..parameters._state_tensors import STEPS_BEFORE_STATES_KEY
 from ..parameters._step_spec import StepSpec, choose_step_spec
 from ..rules._update_rule import UpdateRule
@@ -385,12 +389,12 @@ class PlanCache:
             component_addresses=tuple(other.data_ptr() for other in list_payloads(parameter)[1:]),
             plain=part is parameter,
             tracks_writes=bool(spec.auxiliary_names) and not parameter.is_inference(),
-            record=ParameterRecord() if known is None else known.record,
+            record=LastingParameterRecord() if known is None else known.record,
         )
         if gradient is not None:
             check_kernel_memory(plan, gradient)
         if plan.tracks_writes:
-            plan.record.payload_version = renew_payload_version(parameter, part, plan.record.payload_version)
+            plan.record.payload_version = carry_over_payload_version(parameter, part, plan.record.payload_version)
         self.by_id[id(parameter)] = plan
         return plan
 

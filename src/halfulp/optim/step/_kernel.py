@@ -30,7 +30,7 @@ from ...rounding._random_bits import (
 from .._storage import F32
 from ..parameters._step_spec import (
     POINTERS_BEFORE_STATES,
-    SUM_SCALE_CONSTANT_NAMES,
+    RULE_SUM_SCALE_CONSTANT_NAMES,
     RandomBitDraw,
     StepSpec,
     assign_bits_to_roundings,
@@ -95,7 +95,7 @@ class _StepRecorder:
     def record(self) -> None:
         """Record the step."""
         spec = self.spec
-        p, *held = self.bind_function("read_weight")(*self.arrays[:4], self.i)
+        p, *held = self.bind_weight_update_function("read_weight")(*self.arrays[:4], self.i)
         g = spec.gradient.real(spec.gradient.load(self.arrays[GRADIENT_COLUMN], self.i))
         w, g = (p * self.scales["weight_scale"], g * self.scales["gradient_scale"]) if spec.scaled else (p, g)
         roots = [self.load_stored_state(k) for k in range(len(spec.codecs))]
@@ -113,8 +113,8 @@ class _StepRecorder:
         u, new = self.apply_rule(w, g, values)
         if spec.finds == "amax":
             self.trace.emit_total("max", find_finite_magnitude_word(w + u))
-            for k, codec in spec.scaled_states.items():
-                self.trace.emit_total("max", find_finite_magnitude_word(codec.convert_to_payload_value(new[k])))
+            for k, codec in spec.scaled_codec_by_state_index.items():
+                self.trace.emit_total("max", find_finite_magnitude_word(codec.take_root_if_squared(new[k])))
             return
         weight_draws, state_draws = assign_bits_to_roundings(spec)
         written = self.write_weight(p, held, w, g, u, [self.draw_random_bits(draw) for draw in weight_draws])
@@ -127,7 +127,7 @@ class _StepRecorder:
         for k, value in enumerate(new):
             self.store_state(k, value, self.draw_random_bits(state_draws[k]))
 
-    def bind_function(self, name: str) -> Callable:
+    def bind_weight_update_function(self, name: str) -> Callable:
         """Return a device function of the weight update."""
         found: Any = self.names[name]
         return bind_names(found, self.names)
@@ -191,7 +191,7 @@ class _StepRecorder:
                 self.trace.emit_total("max", find_finite_magnitude_word(value))
                 continue
             # Split in two by an anchor beside which float64 keeps so few of their digits that sums are exact.
-            inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALE_CONSTANT_NAMES)
+            inverse, *anchors = (self.scales[f"{name}_{k}"] for name in RULE_SUM_SCALE_CONSTANT_NAMES)
             rest = self.to_float64(value * inverse)
             rest = rest * rest if reduction.squares else rest
             for anchor in map(self.to_float64, anchors):
@@ -208,7 +208,7 @@ class _StepRecorder:
             ratio = scales["weight_ratio"]
             terms = (p * ratio, first * ratio, second * ratio, last, u * scales["weight_inverse"])
         given = [*bits, NO_RANDOM_WORD, NO_RANDOM_WORD][:2]
-        return self.bind_function("write_weight")(*self.arrays[:4], self.i, *terms, *given)
+        return self.bind_weight_update_function("write_weight")(*self.arrays[:4], self.i, *terms, *given)
 
     def record_update_sums(self, w: Any, u: Any, new: Any) -> None:
         """Sum up what updates were asked for, and what became of them."""

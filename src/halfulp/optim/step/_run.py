@@ -22,7 +22,7 @@ from ...kernels import (
     cut_into_chunks,
     has_strided_values,
     note_fallback,
-    require_same_bits,
+    require_same_bits_as_cpu,
     run_chunks,
     select_engine,
     to_plain_memory,
@@ -50,11 +50,11 @@ def compile_kernels(batch: Batch) -> None:
         for finds in (*(("amax",) if batch.spec.scaled else ()), *reduced):
             compile_and_check_kernel(make_reduction_spec(batch.spec, finds))
     if batch.device.type != "cpu":
-        require_same_bits(
+        require_same_bits_as_cpu(
             batch.device,
             f"optimizer step {batch.spec.name}",
             batch.spec,
-            lambda device: _step_fixed_elements(batch.spec, None, device),
+            lambda device: _step_check_elements(batch.spec, None, device),
             "Keep the parameters on the CPU, or step them by torch.optim",
         )
 
@@ -90,7 +90,7 @@ def run_reduction_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float
     if batch.engine != "llvm":
         found = [run_reference_step(spec, *batch.list_step_tensors(row), own) for row, own in enumerate(constants)]
         return np.array(found).reshape(-1, columns)
-    meter = _run_kernel(spec, batch, constants)
+    meter = _run_llvm_kernel(spec, batch, constants)
     totals = np.zeros((len(batch.plans), METER_COLUMN_COUNT))
     (np.add if spec.finds == "sums" else np.maximum).at(totals, batch.table.chunks[:, 0], meter)
     return totals[:, :columns]
@@ -99,7 +99,7 @@ def run_reduction_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float
 def _run_step_on_engine(batch: Batch) -> None:
     spec, device = batch.spec, batch.device.type
     if batch.engine == "llvm":
-        _run_kernel(spec, batch, batch.constants)
+        _run_llvm_kernel(spec, batch, batch.constants)
         return
     if batch.engine == "triton" and not spec.scaled and _run_triton(batch):  # scaled ones have been tried
         return
@@ -115,7 +115,7 @@ def _run_step_on_engine(batch: Batch) -> None:
             plan.record.add_metered_step(*lost)
 
 
-def _run_kernel(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
+def _run_llvm_kernel(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
     kernel, table = compile_and_check_kernel(spec), batch.table
     _write_gradient_pointers(batch)
     table.keys[...] = _make_random_keys(batch)
@@ -128,7 +128,7 @@ def _run_kernel(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]
     meter_address = get_array_address(meter) if counts else 0
     run_chunks(kernel, table.chunks[:, 2], chunks, pointers, rows, numbers.buffer_info()[0], keys, meter_address)
     if spec.metered:
-        _count_lost_updates(meter, table.chunks, batch.plans)
+        _record_lost_updates(meter, table.chunks, batch.plans)
     return meter
 
 
@@ -139,7 +139,7 @@ def _run_triton(batch: Batch) -> bool:
 
     spec, device, table = batch.spec, batch.device, batch.table
     specs = (make_reduction_spec(spec, "amax"), spec) if spec.scaled else (spec,)
-    found = (triton.find_step_kernel(one, device, _step_fixed_elements) for one in specs)
+    found = (triton.find_step_kernel(one, device, _step_check_elements) for one in specs)
     kernels = [kernel for kernel in found if kernel is not None]
     present: list[list[torch.Tensor]] = []
     if spec.scaled:
@@ -147,7 +147,7 @@ def _run_triton(batch: Batch) -> bool:
         one = torch.ones((), dtype=torch.float32, device=device)
         present.append([get_scale(plan.parameter) for plan in batch.plans])
         present.append([scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales])
-        present += [[plan.states[k][1] for plan in batch.plans] for k in spec.scaled_states]
+        present += [[plan.states[k][1] for plan in batch.plans] for k in spec.scaled_codec_by_state_index]
     if len(kernels) < len(specs) or any(scale.device != device for scales in present for scale in scales):
         return False
     _write_gradient_pointers(batch)
@@ -162,7 +162,7 @@ def _run_triton(batch: Batch) -> bool:
     else:
         totals = kernels[0].launch(placed, rows)
     if spec.metered:
-        _count_lost_updates(totals.sum(1).cpu().numpy(), placed.chunks, batch.plans)
+        _record_lost_updates(totals.sum(1).cpu().numpy(), placed.chunks, batch.plans)
     return True
 
 
@@ -190,7 +190,7 @@ def _write_gradient_pointers(batch: Batch) -> None:
             pointers[row, column] = address(copy)
 
 
-def _count_lost_updates(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]) -> None:
+def _record_lost_updates(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]) -> None:
     sums = np.zeros((len(plans), METER_COLUMN_COUNT))
     np.add.at(sums, chunk_rows[:, 0], meter)
     for plan, row in zip(plans, sums.tolist()):
@@ -225,12 +225,12 @@ def compile_and_check_kernel(spec: StepSpec):
         kernel(0, len(chunks), *map(get_array_address, given))
         return meter
 
-    check_bits(spec.name, lambda: _step_fixed_elements(spec, run), lambda: _step_fixed_elements(spec), spec)
+    check_bits(spec.name, lambda: _step_check_elements(spec, run), lambda: _step_check_elements(spec), spec)
     held["checked_kernel"] = kernel
     return kernel
 
 
-def _step_fixed_elements(
+def _step_check_elements(
     spec: StepSpec, run: Callable | None = None, device: torch.device | str = "cpu"
 ) -> list[torch.Tensor]:
     """Make two steps on fixed elements, tiny, NaN and overwritten ones among them; return all that was written.
@@ -262,7 +262,7 @@ def _step_fixed_elements(
         ]
         for codec in spec.codecs
     ]
-    for k in spec.scaled_states:
+    for k in spec.scaled_codec_by_state_index:
         states[k][1].fill_(0.0625)
     if spec.rule.prepare is not None:
         states.append([(ramp * ramp).to(device)])
@@ -274,7 +274,14 @@ def _step_fixed_elements(
     of_rule = tuple(0.3 + 0.05 * position for position in range(len(spec.rule.constants)))
     of_sums = (0.25, 1.5 * 2.0**16, 1.5 * 2.0**-30) * len(spec.rule.reductions if spec.computes_rule_reductions else ())
     for new_scale in (0.125, 0.5):
-        of_scales = (0.125, 1 / new_scale, 4.0, 0.125 / new_scale, new_scale, *(0.0625, 16.0) * len(spec.scaled_states))
+        of_scales = (
+            0.125,
+            1 / new_scale,
+            4.0,
+            0.125 / new_scale,
+            new_scale,
+            *(0.0625, 16.0) * len(spec.scaled_codec_by_state_index),
+        )
         constants = (*of_rule, *(of_scales if spec.scaled else ()), *of_sums)
         if run is not None:
             found = run(chunks, table, np.array([constants], np.float32).reshape(1, -1), keys)
@@ -359,7 +366,7 @@ def compute_rule_sums(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]
     _reduce_over_parameters(summed, counts, np.sum)
     totals = []
     for batch, top, count in zip(summed, largest, counts):
-        # The constants SUM_SCALE_CONSTANT_NAMES, (parameters, sums, 3): powers of two, and anchors of 1.5 of one.
+        # The constants RULE_SUM_SCALE_CONSTANT_NAMES, (parameters, sums, 3): powers of two, and anchors of 1.5 of one.
         power, length = np.clip(2 - np.frexp(top)[1], -126, 126), np.ceil(np.log2(np.maximum(count, 1.0)))
         anchor = length + _SUM_HEADROOM_BITS
         columns = [np.exp2(power), 1.5 * np.exp2(anchor), 1.5 * np.exp2(anchor + length - 53)]

@@ -30,20 +30,20 @@ ZERO, NEGATIVE_ZERO, ZERO_WORD = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 RESIDUAL_SHARE, LEAST_RESIDUAL = np.float32(0.0), np.float32(0.0)
 
 
-def zero_invalid_residual_of_wide_exponent(p, c):
+def zero_oversized_residual_of_wide_exponent(p, c):
     """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows."""
     # For float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound is NaN.
     return select(abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + (p - p), c, ZERO)
 
 
-def zero_invalid_residual(p, c):
-    """Device function: `zero_invalid_residual_of_wide_exponent` for any store and bound."""
+def zero_oversized_residual(p, c):
+    """Device function: `zero_oversized_residual_of_wide_exponent` for any store and bound."""
     w = p + c
     fits = (abs(c) <= real(find_power_of_two_word(word(p))) * RESIDUAL_SHARE + LEAST_RESIDUAL) & (w - w == ZERO)
     return select(fits, c, ZERO)
 
 
-def make_residual_bindings(store: Store, ulps: float) -> dict[str, Any]:
+def make_residual_bound_bindings(store: Store, ulps: float) -> dict[str, Any]:
     """Return the bindings of `fitting`, for residuals of at most `ulps` units in the last place of p."""
     wide = store.emin == -126
     # A residual's own last place is at least the store's least number. Beside float32's exponents that is added as a
@@ -51,8 +51,8 @@ def make_residual_bindings(store: Store, ulps: float) -> dict[str, Any]:
     least = np.float32(0.0 if wide else 2.0**store.emin * compute_ulp_of_one(store))
     share = np.float32(ulps * compute_ulp_of_one(store))
     binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
-    fitting = zero_invalid_residual_of_wide_exponent if wide and ulps < 1 else zero_invalid_residual
-    return {"fitting": fitting, "LEAST_POWER_OF_TWO": binade, "RESIDUAL_SHARE": share, "LEAST_RESIDUAL": least}
+    fitting = zero_oversized_residual_of_wide_exponent if wide and ulps < 1 else zero_oversized_residual
+    return {"fitting": fitting, "LOWEST_BINADE_WORD": binade, "RESIDUAL_SHARE": share, "LEAST_RESIDUAL": least}
 
 
 def compute_ulp_of_one(store: Store) -> float:
@@ -96,7 +96,7 @@ class Kahan(WeightUpdate):
     def describe_auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         return (("residual", store.dtype),)
 
-    def count_random_bits(self, store: Store) -> tuple[int, ...]:
+    def list_random_bits_per_draw(self, store: Store) -> tuple[int, ...]:
         """Return one draw for each stochastic rounding: the weight, then the residual."""
         return (store.random_bits,) * [self.weight, self.residual].count("stochastic")
 
@@ -111,7 +111,11 @@ class Kahan(WeightUpdate):
         }
         # The largest residual, its own last place included.
         ulps = (1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5) * (1 + compute_ulp_of_one(store))
-        return functions | make_residual_bindings(store, ulps) | make_store_bindings(store, self.weight == "stochastic")
+        return (
+            functions
+            | make_residual_bound_bindings(store, ulps)
+            | make_store_bindings(store, self.weight == "stochastic")
+        )
 
 
 def read_kahan(a0, a1, a2, a3, i):
@@ -220,7 +224,7 @@ class Components(WeightUpdate):
         names = ("residual",) if self.n == 2 else tuple(f"component_{k}" for k in range(1, self.n))
         return tuple((name, store.dtype) for name in names)
 
-    def count_random_bits(self, store: Store) -> tuple[int, ...]:
+    def list_random_bits_per_draw(self, store: Store) -> tuple[int, ...]:
         """Return one draw for the last component if it is rounded stochastically."""
         return (store.random_bits,) if self.residual == "stochastic" else ()
 
@@ -234,7 +238,7 @@ class Components(WeightUpdate):
             "COMPONENT_COUNT": self.n,
             "residual_round": store.stochastic if self.residual == "stochastic" else store.nearest,
         }
-        return functions | make_residual_bindings(store, 0.5) | make_store_bindings(store, False)
+        return functions | make_residual_bound_bindings(store, 0.5) | make_store_bindings(store, False)
 
 
 def load_component(address, i):
@@ -300,7 +304,7 @@ def fill_components_weight(a0, a1, a2, a3, i, value):
 register_weight_update(Components())
 
 
-def choose_components_update(group: Mapping[str, Any], parameter: MCTensor, name: str) -> WeightUpdate | None:
+def choose_mctensor_update(group: Mapping[str, Any], parameter: MCTensor, name: str) -> WeightUpdate | None:
     """Return the weight update of an MCTensor's components; None for a single one, which keeps its group's update."""
     count, dtype = len(parameter.components), parameter.dtype
     if dtype not in (torch.bfloat16, torch.float16):

@@ -21,7 +21,7 @@ class Rounded(WeightUpdate):
     scales: ClassVar[bool] = True
     stochastic: ClassVar[bool] = False
 
-    def count_random_bits(self, store: Store) -> tuple[int, ...]:
+    def list_random_bits_per_draw(self, store: Store) -> tuple[int, ...]:
         return (store.random_bits,) if self.stochastic else ()
 
     def make_bindings(self, store: Store) -> dict[str, object]:

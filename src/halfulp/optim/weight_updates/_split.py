@@ -36,9 +36,9 @@ HALF_OF_16_BITS, LOW_8_MASK, TOP_24_MASK = np.uint32(0x8000), np.uint32(0xFF), n
 SIGN_MASK_8, SIGN_MASK_16, HALF_OF_8_BITS = np.uint32(0x80), np.uint32(0x8000), np.uint32(0x80)
 SIGNED_8_BIAS, TWO_TO_MINUS_16 = np.float32(128.0), np.float32(2.0**-16)
 LEAST_SIGNED_8, LARGEST_SIGNED_8 = np.float32(-128.0), np.float32(128.0)
-FP16_EXPONENT, FP16_LEAST_EXPONENT = np.uint32(0x7F800000), np.uint32(113 << 23)
-FP16_UNIT_SHIFT = np.uint32(18 << 23)
-FP16_TOP_EXPONENT = np.uint32(0x7F000000)
+FLOAT32_EXPONENT_MASK, FP16_LEAST_EXPONENT = np.uint32(0x7F800000), np.uint32(113 << 23)
+FP16_UNIT_EXPONENT_OFFSET = np.uint32(18 << 23)
+FLOAT32_TOP_EXPONENT = np.uint32(0x7F000000)
 FP16_SIGN_AND_FRACTION, FP16_LEAST_NORMAL, QUARTER_OF_8_BITS = np.uint32(0x83FF), np.uint32(0x0400), np.uint32(0x40)
 FLOAT32_ONE, FLOAT32_ZERO, FLOAT32_HALF = np.float32(1.0), np.float32(0.0), np.float32(0.5)
 LOW_16_MASK = np.uint32(0xFFFF)
@@ -68,7 +68,7 @@ class Split16(WeightUpdate):
     def describe_auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         return (("low_bits", torch.int16),)
 
-    def count_random_bits(self, store: Store) -> tuple[int, ...]:
+    def list_random_bits_per_draw(self, store: Store) -> tuple[int, ...]:
         return (16,) if self.stochastic else ()
 
     def make_bindings(self, store: Store) -> dict[str, object]:
@@ -97,7 +97,7 @@ class Split8(WeightUpdate):
     def describe_auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         return (("low_bits", torch.int8),)
 
-    def count_random_bits(self, store: Store) -> tuple[int, ...]:
+    def list_random_bits_per_draw(self, store: Store) -> tuple[int, ...]:
         return (8 if store.name == "bf16" else 16,)
 
     def make_bindings(self, store: Store) -> dict[str, object]:
@@ -116,11 +116,11 @@ class Split8(WeightUpdate):
 def read_split(a0, a1, a2, a3, i):
     """Device function: (p << 16) + c as a float32."""
     shown = shl(weight_load(a0, i), SHIFT_16)
-    w = replace_infinite_weight(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_MASK_16)), SIGN_MASK_16)), real(shown))
+    w = ignore_invalid_low_bits(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_MASK_16)), SIGN_MASK_16)), real(shown))
     return w, w, w, w
 
 
-def replace_infinite_weight(w, shown):
+def ignore_invalid_low_bits(w, shown):
     """Device function: a weight, or the parameter's value if stale low bits make it infinite or NaN."""
     # Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
     return select(w - w == FLOAT32_ZERO, w, shown)
@@ -160,7 +160,7 @@ def read_split8(a0, a1, a2, a3, i):
     """Device function: (p << 16) + (c << 8) as a float32."""
     low = sub(bit_xor(load8(a1, i), SIGN_MASK_8), SIGN_MASK_8)
     shown = shl(weight_load(a0, i), SHIFT_16)
-    w = replace_infinite_weight(real(add(shown, shl(low, SHIFT_8))), real(shown))
+    w = ignore_invalid_low_bits(real(add(shown, shl(low, SHIFT_8))), real(shown))
     return w, w, w, w
 
 
@@ -184,10 +184,10 @@ def save_bf16_split8(a0, a1, i, new, random):
 
 def compute_fp16_split8_unit(p):
     """Device function: 2^-18 of the power of two at or below |p|."""
-    exponent = bit_and(word(p), FP16_EXPONENT)
+    exponent = bit_and(word(p), FLOAT32_EXPONENT_MASK)
     exponent = select(exponent > FP16_LEAST_EXPONENT, exponent, FP16_LEAST_EXPONENT)
-    exponent = select(exponent < FP16_TOP_EXPONENT, exponent, FP16_TOP_EXPONENT)
-    return real(sub(exponent, FP16_UNIT_SHIFT))
+    exponent = select(exponent < FLOAT32_TOP_EXPONENT, exponent, FLOAT32_TOP_EXPONENT)
+    return real(sub(exponent, FP16_UNIT_EXPONENT_OFFSET))
 
 
 def read_fp16_split8(a0, a1, a2, a3, i):

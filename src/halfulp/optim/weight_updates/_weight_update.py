@@ -43,7 +43,7 @@ class WeightUpdate:
         """Name and dtype of each tensor kept beside the parameter."""
         return ()
 
-    def count_random_bits(self, store: Store) -> tuple[int, ...]:
+    def list_random_bits_per_draw(self, store: Store) -> tuple[int, ...]:
         """Return the random bits of each stochastic rounding that a step makes."""
         return ()
 

@@ -1,6 +1,6 @@
 """Rules of scaled tensors, by family, and the vocabulary that says a rule in one line."""
 
-from ...subclass._derivation import overloads as overloads
+from ...subclass._derivation import list_functional_overloads as list_functional_overloads
 from .. import _float8 as _float8
 from .. import _write as _write
 from .._registry import Family as Family
@@ -16,7 +16,7 @@ from . import _tables as _tables
 from ._vocabulary import aligned as aligned
 from ._vocabulary import data_movement as data_movement
 from ._vocabulary import decoded as decoded
-from ._vocabulary import gate as gate
+from ._vocabulary import gated_activation as gated_activation
 from ._vocabulary import homogeneous as homogeneous
 from ._vocabulary import measured_scale as measured_scale
 from ._vocabulary import unit_scale as unit_scale

@@ -31,26 +31,26 @@ from .._scaled_tensor import (
     ScaledTensor,
     decode_if_scaled,
     decode_values,
-    to_float32,
+    get_float32_payload,
     wrap_payload,
 )
 from ._vocabulary import align_constants, align_operands, align_with_constants, make_scaled_results
 
 # The largest eps: numbers added to keep a divisor from 0 are no larger.
-_LARGEST_EPS = 1e-3
+_LARGEST_DIVISOR_EPS = 1e-3
 # Storages whose smallest number, at most 2^-16, is as good as 0 beside 1: sums of one sign become it instead of 0.
 # In wider ranges no such sum becomes 0.
-_STORAGES_WITH_NEGLIGIBLE_NUMBERS = (torch.float16, torch.float8_e5m2)
+_STORAGES_WITH_SUM_UNDERFLOW_REPLACED = (torch.float16, torch.float8_e5m2)
 
 
-def move_number_to_scale(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
+def move_power_of_factor_to_scale(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
     """Return x with the power of two next to a number in its scale, and the rest of the number."""
     x = encode_ignoring_outliers(x, like, factor)
     if factor == 1:
         return x, 1.0
     power = _powers.round_number_to_power(abs(float(factor))) if factor else 1.0
     scale, rest = _powers.multiply_scales(x._scale, power)
-    wide = wrap_payload(_powers.multiply_by_power(to_float32(x), rest), scale, x.dtype)
+    wide = wrap_payload(_powers.multiply_by_power(get_float32_payload(x), rest), scale, x.dtype)
     return wide, float(factor) / power
 
 
@@ -61,7 +61,7 @@ def _add_operands(operator: Callable, a: Any, b: Any, alpha: Any) -> tuple[Tenso
         return x, y, operator(x, y), scale, storage
     like = find_scaled_tensor((a, b))
     storage = choose_storage((a, b))
-    moved, factor = move_number_to_scale(b, alpha, like)
+    moved, factor = move_power_of_factor_to_scale(b, alpha, like)
     (x, y), scale, *_ = align_operands(encode_ignoring_outliers(a, like), moved)
     total = operator(x, y, alpha=factor)
     total = saturate_outliers(total, scale, storage, find_outliers(a, like), find_outliers(b, like, alpha))
@@ -76,7 +76,7 @@ def _add_by_fused_kernel(a: Any, b: Any, alpha: Any, sign: float) -> ScaledTenso
     if not _powers.has_fused_kernels(x) or not _powers.has_fused_kernels(y):
         return None
     storage = choose_storage((a, b))
-    keep = sign > 0 and storage in _STORAGES_WITH_NEGLIGIBLE_NUMBERS
+    keep = sign > 0 and storage in _STORAGES_WITH_SUM_UNDERFLOW_REPLACED
     if fused.is_elementwise_pair(x, y):
         payload, scale = fused.add_payloads(x, y, a._scale, b._scale, storage, sign, keep)
     elif sign > 0 and fused.is_elementwise_pair(y, x):
@@ -98,7 +98,7 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     if _is_vanishing_number(b, scale, storage):
         return replace_underflows(rounded, total)
     # Sums of numbers of one sign are kept from rounding to 0: what is divided by a sum of positives is finite.
-    if storage not in _STORAGES_WITH_NEGLIGIBLE_NUMBERS:
+    if storage not in _STORAGES_WITH_SUM_UNDERFLOW_REPLACED:
         return rounded
     if _powers.has_readable_values(total):
         # Whether rounding made an element 0, or may have, beside NaN: by two passes, as every sum asks.
@@ -123,7 +123,7 @@ def _is_vanishing_number(number: Any, scale: Tensor, storage: torch.dtype) -> bo
     if not isinstance(number, (int, float)) or not number > 0:
         return False
     held = _powers.read_scale(scale)
-    return number < (_LARGEST_EPS if held is None else SMALLEST_PAYLOAD_NUMBER_BY_STORAGE[storage] * held)
+    return number < (_LARGEST_DIVISOR_EPS if held is None else SMALLEST_PAYLOAD_NUMBER_BY_STORAGE[storage] * held)
 
 
 @implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")
@@ -186,7 +186,7 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
             lowered = wrap_payload(x._payload, torch.minimum(x._scale, limit), x.dtype)
         bounds, scale = align_constants(lowered, *given[1:], room=False)
         bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]
-        payloads = [_powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale)), *bounds]
+        payloads = [_powers.multiply_by_power(get_float32_payload(x), _powers.divide_scales(x._scale, scale)), *bounds]
     values = payloads.pop(0)
     limits = [None if bound is None else payloads.pop(0) for bound in (low, high)]
     return make_scaled_results(torch.clamp(values, *limits), [scale], given)
@@ -200,7 +200,7 @@ implements(aten.hardtanh.default, family="gated")(lambda x, low=-1, high=1: clam
 def apply_to_payload_and_constant(operator: Any, x: ScaledTensor, value: Any) -> Tensor:
     """Return op(payload, payload of a constant) under x's scale."""
     (payload,), scale = align_constants(x, value)
-    own = _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale))
+    own = _powers.multiply_by_power(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
     return make_scaled_results(operator(own, payload), [scale], [x])
 
 
@@ -219,7 +219,7 @@ def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
 def constant_pad_nd(x: ScaledTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     """Return a constant around x, under x's scale."""
     if not value:
-        return make_scaled_results(aten.constant_pad_nd.default(to_float32(x), pad), [x._scale], [x])
+        return make_scaled_results(aten.constant_pad_nd.default(get_float32_payload(x), pad), [x._scale], [x])
 
     def pad_payload(payload: Tensor, constant: Any) -> Tensor:
         if not isinstance(constant, Tensor):
@@ -236,7 +236,7 @@ def fill(x: Any, value: Any) -> Tensor:
     if not isinstance(x, ScaledTensor):
         return torch.full_like(x, 0).copy_(decode_values(value))
     number = encode_operand(value, x)
-    payload = torch.empty_like(x._payload, dtype=torch.float32).copy_(to_float32(number))
+    payload = torch.empty_like(x._payload, dtype=torch.float32).copy_(get_float32_payload(number))
     return make_scaled_tensor(payload, number._scale.clone(), x._payload.dtype, x.dtype)
 
 
@@ -249,6 +249,8 @@ def copy(x: Any, source: Any, non_blocking: bool = False) -> Tensor:
     if not isinstance(x, ScaledTensor):
         return aten.copy.default(x, decode_values(source), non_blocking)
     given = encode_operand(source, x)
-    payload = aten.copy.default(torch.empty_like(x._payload, dtype=torch.float32), to_float32(given), non_blocking)
+    payload = aten.copy.default(
+        torch.empty_like(x._payload, dtype=torch.float32), get_float32_payload(given), non_blocking
+    )
     scale = given._scale.to(x.device) if given._scale.device != x.device else given._scale.clone()
     return make_scaled_tensor(payload, scale, x._payload.dtype, x.dtype)

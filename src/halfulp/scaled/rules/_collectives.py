@@ -12,7 +12,7 @@ from ...subclass._collectives import get_group_size, register_collectives, run_c
 from .. import _powers_of_two as _powers
 from .._operands import make_scaled_tensor
 from .._registry import EIGHT_BIT_DTYPES, implements
-from .._scaled_tensor import ScaledTensor, round_to_storage, to_float32, wrap_payload
+from .._scaled_tensor import ScaledTensor, get_float32_payload, round_to_storage, wrap_payload
 from .._write import write_values
 from ._vocabulary import round_root_to_power
 
@@ -35,7 +35,7 @@ def agree_on_scales(
     def measure_amax(x: ScaledTensor) -> Tensor:
         if not x.numel():
             return x._scale.new_zeros(())
-        return torch.nan_to_num(to_float32(x), 0.0, 0.0, 0.0).abs().amax() * x._scale
+        return torch.nan_to_num(get_float32_payload(x), 0.0, 0.0, 0.0).abs().amax() * x._scale
 
     sent = torch.stack([*(x._scale for x in tensors), *map(measure_amax, tensors)])
     scales, amaxes = find_largest(sent).chunk(2)
@@ -48,7 +48,7 @@ def agree_on_scales(
 def _make_payload_under_agreed_scale(x: ScaledTensor, group: str, terms: int = 1) -> tuple[Tensor, Tensor]:
     """Return a scale that all ranks agree on, and the payload to send under it."""
     scale = agree_on_scales([x], lambda numbers: run_collective_and_wait("all_reduce", numbers, "max", group), terms)[0]
-    payload = _powers.multiply_by_power(to_float32(x), _powers.divide_scales(x._scale, scale))
+    payload = _powers.multiply_by_power(get_float32_payload(x), _powers.divide_scales(x._scale, scale))
     return scale, round_to_storage(payload, choose_wire_storage(x)).contiguous()
 
 

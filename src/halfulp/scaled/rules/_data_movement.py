@@ -21,11 +21,11 @@ from .._operands import encode_operand, encode_plain_tensor, find_scaled_tensor
 from .._registry import EIGHT_BIT_DTYPES, LOGICAL_DTYPES, implements, implements_each
 from .._scaled_tensor import ScaledTensor, decode_if_scaled, decode_values, wrap_payload
 from .._write import refuse_vanishing_indexed_write, write_values
-from ._aligned import move_number_to_scale
+from ._aligned import move_power_of_factor_to_scale
 from ._vocabulary import align_with_constants, decode_value, encode_results, is_constant, make_scaled_results
 
 
-def encode_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
+def encode_filled_tensor(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
     """Return a plain tensor of one number as it is, or of x's storage, or another, where its dtype is a logical one."""
     if plain.dtype not in LOGICAL_DTYPES:
         return plain.fill_(value)
@@ -58,12 +58,12 @@ def make_filled_tensor(operator: OpOverload, x: ScaledTensor, *arguments: Any, *
     number = float(arguments[-1]) if operator not in _FILL_VALUE_BY_OPERATOR else _FILL_VALUE_BY_OPERATOR[operator]
     options["dtype"] = options.get("dtype") or x.dtype
     if operator._opname.startswith("new_"):
-        return encode_constant(x, x._payload.new_empty(arguments[0], **options), number)
+        return encode_filled_tensor(x, x._payload.new_empty(arguments[0], **options), number)
     # Tensors made like a parameter are mostly moments of torch.optim, which divides by their roots: eight bits cannot
     # hold squares.
     is_narrow = x._payload.dtype in EIGHT_BIT_DTYPES and getattr(x, "_is_param", False)
     storage = torch.float16 if is_narrow else x._payload.dtype
-    return encode_constant(x, torch.empty_like(x._payload, **options), number, storage)
+    return encode_filled_tensor(x, torch.empty_like(x._payload, **options), number, storage)
 
 
 @implements(aten.eye.out, aten.eye.m_out, family="creation")
@@ -90,7 +90,7 @@ def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -
     """),
     family="random",
 )
-def draw_numbers(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
+def draw_numbers_out_of_place(operator: OpOverload, x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
     """Return random numbers in x's shape, under a measured scale."""
     return encode_results(operator(torch.empty_like(x._payload, dtype=torch.float32), *arguments, **options), [x])
 
@@ -200,7 +200,7 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
     """Return a source, alpha times, added at indices of a dimension."""
     factor = 1.0
     if alpha != 1:
-        source, factor = move_number_to_scale(source, alpha, find_scaled_tensor((x, source)))
+        source, factor = move_power_of_factor_to_scale(source, alpha, find_scaled_tensor((x, source)))
     return compute_aligned_write(x, source, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
 
 

@@ -13,7 +13,7 @@ from .. import _powers_of_two as _powers
 from .._derivation import run_on_decoded_values
 from .._operands import choose_storage, encode_plain_tensor, make_scaled_tensor, promote_dtypes
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
-from .._scaled_tensor import ScaledTensor, to_float32
+from .._scaled_tensor import ScaledTensor, get_float32_payload
 from .._write import write_values
 from ._vocabulary import decode_value, make_rule_result, make_unit_scale, raise_scale_to_degree
 
@@ -62,7 +62,7 @@ def take_root_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
 def take_root(operator: OpOverload, x: ScaledTensor) -> Tensor:
     """sqrt(p) sqrt(s), for an odd power of two sqrt(2 p) sqrt(s / 2); likewise 1 / sqrt(p) under 1 / sqrt(s)."""
     scale, under = take_root_of_scale(x._scale)
-    payload = operator(_powers.multiply_by_power(to_float32(x), under))
+    payload = operator(_powers.multiply_by_power(get_float32_payload(x), under))
     scale = scale if operator is aten.sqrt.default else 1.0 / scale
     return make_scaled_tensor(payload, scale, x._payload.dtype, x.dtype)
 
@@ -75,7 +75,7 @@ def pow_tensor_scalar(x: ScaledTensor, exponent: Any) -> Tensor:
     if exponent not in _EXACT_POWERS:
         return run_on_decoded_values(aten.pow.Tensor_Scalar, x, exponent)
     scale, rest = raise_scale_to_degree(x._scale, int(exponent))
-    return make_rule_result(torch.pow(to_float32(x), exponent), scale, rest, x._payload.dtype, x.dtype)
+    return make_rule_result(torch.pow(get_float32_payload(x), exponent), scale, rest, x._payload.dtype, x.dtype)
 
 
 @implements(aten.rrelu_with_noise.default, family="gated")

@@ -30,7 +30,7 @@ from .._operands import (
     promote_dtypes,
 )
 from .._registry import implements, implements_each
-from .._scaled_tensor import ScaledTensor, round_to_storage, to_float32, wrap_payload
+from .._scaled_tensor import ScaledTensor, get_float32_payload, round_to_storage, wrap_payload
 from .._write import write_values
 from ._vocabulary import (
     decode_value,
@@ -94,7 +94,7 @@ def _scale_norm_gradients(
 def _run_norm_backward(operator: OpOverload, given: tuple, like: ScaledTensor, deviation: Any, rows: int) -> tuple:
     """Run a normalisation's backward kernel on the gradient's payload and other values: to x under gs / xs."""
     g = encode_operand(given[0], like)
-    results = operator(to_float32(g), *map(decode_value, given[1:]))
+    results = operator(get_float32_payload(g), *map(decode_value, given[1:]))
     return _scale_norm_gradients(g, results, given[-1], rows, deviation, like)
 
 
@@ -121,25 +121,25 @@ def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight:
     like = find_scaled_tensor((gradient, x, weight))
     g, inverse = encode_operand(gradient, like), decode_value(deviation)
     xhat = decode_value(x) * inverse
-    weighted = to_float32(g) if weight is None else to_float32(g) * decode_value(weight)
+    weighted = get_float32_payload(g) if weight is None else get_float32_payload(g) * decode_value(weight)
     to_x = inverse * (weighted - xhat * (weighted * xhat).mean(list(range(-len(shape), 0)), keepdim=True))
     outer = list(range(x.dim() - len(shape)))
     to_weight = None
     if mask[1] and weight is not None:
-        to_weight = to_float32(g) * xhat
+        to_weight = get_float32_payload(g) * xhat
         to_weight = to_weight.sum(outer) if outer else to_weight
     return _scale_norm_gradients(g, (to_x, to_weight), mask, math.prod(x.shape[: len(outer)]), deviation, like)
 
 
-def _step_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
+def _compute_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
     """Return a moving average after one step: scaled if the average is; None without one."""
     if running is None:
         return None
     if not isinstance(running, ScaledTensor):
         return running * (1 - momentum) + batch.to(running.dtype) * momentum
-    wide = wrap_payload(to_float32(running), running._scale, running.dtype)
+    wide = wrap_payload(get_float32_payload(running), running._scale, running.dtype)
     mean: Any = wide * (1 - momentum) + batch * momentum
-    return make_scaled_tensor(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
+    return make_scaled_tensor(get_float32_payload(mean), mean._scale, running._payload.dtype, running.dtype)
 
 
 # By operator: whether it trains, where that is no argument; whether an empty tensor follows its results, as some
@@ -179,7 +179,7 @@ def batch_norm(operator: OpOverload, *given: Any) -> tuple:
         y, *statistics, batch_mean, batch_variance = aten._native_batch_norm_legit_functional.default(
             *map(decode_value, (p, weight, bias)), zeros, zeros.clone(), True, 1.0, eps
         )
-        moved = [_step_running_average(*one, momentum) for one in ((mean, batch_mean), (variance, batch_variance))]
+        moved = [_compute_running_average(*one, momentum) for one in ((mean, batch_mean), (variance, batch_variance))]
         results = [_make_normalised_result(y, x, weight, bias), *_encode_norm_statistics(p, eps, *statistics)]
     if reserve:
         results.append(torch.empty(0, dtype=torch.uint8, device=x.device))
@@ -232,7 +232,7 @@ def compute_attention(operator: OpOverload, *arguments: Any, **options: Any) -> 
     # The log-sum-exp that the backward kernel wants is plain.
     given = map_arguments_by_name(operator, arguments, options)
     inputs = [given[name] for name in _ATTENTION_INPUT_NAMES]
-    query, key, value, storage = _scale_attention_operands(inputs, given)
+    query, key, value, storage = _encode_attention_operands(inputs, given)
     dtype = promote_dtypes(inputs)
     kernel = _choose_kernel_dtype(operator, storage, dtype, query, value)
     payloads = _make_attention_payloads(query, key, value, kernel) | _decode_attention_bias(given, kernel)
@@ -249,7 +249,7 @@ def differentiate_attention(operator: OpOverload, *arguments: Any, **options: An
     given = map_arguments_by_name(operator, arguments, options)
     of_output = next(name for name in given if name.startswith("grad_out"))
     tensors = [given[name] for name in (of_output, *_ATTENTION_INPUT_NAMES, "out")]
-    gradient, query, key, value, output, storage = _scale_attention_operands(tensors, given)
+    gradient, query, key, value, output, storage = _encode_attention_operands(tensors, given)
     kernel = _choose_kernel_dtype(operator, storage, query.dtype, query, value)
     bias = _decode_attention_bias(given, kernel)
     payloads = _make_attention_payloads(query, key, value, kernel) | {
@@ -273,7 +273,7 @@ def differentiate_attention(operator: OpOverload, *arguments: Any, **options: An
     )
 
 
-def _scale_attention_operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
+def _encode_attention_operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
     """Return attention's operands as scaled tensors, plain ones encoded, then the storage of its result."""
     like = find_scaled_tensor([*tensors, *given.values()])
     holders = tensors if any(isinstance(x, ScaledTensor) for x in tensors) else [like]
@@ -306,12 +306,14 @@ def _make_attention_payloads(
     if _powers.has_fused_kernels(query._payload):
         own = fused.multiply_payload(query._payload, (query._scale, key._scale), kernel, "factor")[0]
     else:
-        own = round_to_storage(to_float32(query) * _powers.multiply_scales(query._scale, key._scale)[0], kernel)
+        own = round_to_storage(
+            get_float32_payload(query) * _powers.multiply_scales(query._scale, key._scale)[0], kernel
+        )
     return {"query": own, **others}
 
 
 def _round_payload_to_dtype(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
-    return x._payload if x._payload.dtype == kernel else round_to_storage(to_float32(x), kernel)
+    return x._payload if x._payload.dtype == kernel else round_to_storage(get_float32_payload(x), kernel)
 
 
 def _decode_attention_bias(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:

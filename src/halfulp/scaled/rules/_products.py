@@ -39,7 +39,7 @@ from .._operands import (
     split_off_power_of_two,
 )
 from .._registry import EIGHT_BIT_DTYPES, RULES_OF_OPERATORS_DEFINED_LATER, implements, implements_each
-from .._scaled_tensor import ScaledTensor, to_float32, wrap_payload
+from .._scaled_tensor import ScaledTensor, get_float32_payload, wrap_payload
 from ._aligned import add
 from ._vocabulary import (
     align_operands,
@@ -122,7 +122,7 @@ def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, f
     if operator is aten.mm.default and is_eight_bit_product(left, right):
         return multiply_eight_bits(left, right, factor), 1.0
     if operator not in _ADDING_PRODUCT_BY_PRODUCT:
-        return operator(to_float32(x), to_float32(y)), factor
+        return operator(get_float32_payload(x), get_float32_payload(y)), factor
     if _is_float16_product_on_cuda(left, right):
         return multiply_into_float32(left, right), factor
     left, right = _choose_product_payloads(x, y)
@@ -147,7 +147,7 @@ def _choose_product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
     native = tensors[0].device.type != "cpu" or torch.bfloat16 not in list_dtypes_multiplied_in_float32()
     if native and all(payload.dtype == torch.bfloat16 for payload in payloads):
         return payloads
-    return [to_float32(x) for x in tensors]
+    return [get_float32_payload(x) for x in tensors]
 
 
 @implements_each(
@@ -179,23 +179,23 @@ def mul(a: Any, b: Any) -> Tensor:
         mantissa, power = split_off_power_of_two(b)
         storage = a._payload.dtype
         if power == _powers.ZERO_SCALE:
-            return make_rule_result(to_float32(a) * mantissa, make_scale_of_zeros(a), 1.0, storage, dtype)
+            return make_rule_result(get_float32_payload(a) * mantissa, make_scale_of_zeros(a), 1.0, storage, dtype)
         if type(mantissa) is float and mantissa == 1.0:
             scale, rest = _powers.multiply_scales(a._scale, power)
             if type(rest) is float and rest == 1.0:
                 return wrap_payload(a._payload.clone(), scale, dtype)
-            return make_rule_result(to_float32(a), scale, rest, storage, dtype)
+            return make_rule_result(get_float32_payload(a), scale, rest, storage, dtype)
         return make_scaled_result(a._payload, (a._scale,), storage, dtype, power, mantissa)
     if type(a) is type(b) is ScaledTensor:
         # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
         is_square = a is b and not _powers.has_readable_values(a._payload)
         storage = torch.float32 if is_square else choose_storage((a, b))
-        return make_scaled_result(to_float32(a) * to_float32(b), (a._scale, b._scale), storage, dtype)
+        return make_scaled_result(get_float32_payload(a) * get_float32_payload(b), (a._scale, b._scale), storage, dtype)
     like, storage = find_scaled_tensor((a, b)), choose_storage((a, b))
     x, y = encode_ignoring_outliers(a, like, among_zeros=False), encode_ignoring_outliers(b, like, among_zeros=False)
     scale, rest = _powers.multiply_scales(x._scale, y._scale)
     large = [find_outliers(factor, like, among_zeros=False) for factor in (a, b)]
-    values = saturate_outliers(to_float32(x) * to_float32(y), scale, storage, *large)
+    values = saturate_outliers(get_float32_payload(x) * get_float32_payload(y), scale, storage, *large)
     return make_rule_result(values, scale, rest, storage, dtype)
 
 
@@ -206,17 +206,17 @@ def div(a: Any, b: Any) -> Tensor:
     if not isinstance(b, Tensor):
         mantissa, power = (0.0, 1.0) if not is_symbolic(b) and b == 0 else split_off_power_of_two(b)
         scale, rest = _powers.multiply_scales(a._scale, 1.0 / power)
-        return make_rule_result(to_float32(a) / mantissa, scale, rest, a._payload.dtype, dtype)
+        return make_rule_result(get_float32_payload(a) / mantissa, scale, rest, a._payload.dtype, dtype)
     like = find_scaled_tensor((a, b))
     x, y = encode_ignoring_outliers(a, like, among_zeros=False), encode_ignoring_outliers(b, like, among_zeros=False)
     scale, rest = _powers.multiply_scales(x._scale, invert_scale(y._scale))
-    rest = _restore_factor_of_zero_divisor(y._scale, rest)
-    values, storage = to_float32(x) / to_float32(y), choose_storage((a, b))
+    rest = _restore_inverse_of_zero_scale(y._scale, rest)
+    values, storage = get_float32_payload(x) / get_float32_payload(y), choose_storage((a, b))
     values = saturate_outliers(values, scale, storage, find_outliers(a, like), find_outliers(b, like, inverse=True))
     return make_rule_result(values, scale, rest, storage, dtype)
 
 
-def _restore_factor_of_zero_divisor(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
+def _restore_inverse_of_zero_scale(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
     """Put back what `invert_scale` left out for a divisor under the smallest scale."""
     value = _powers.read_scale(divisor)
     if value is not None:
@@ -268,7 +268,7 @@ def add_scaled_product(
     powers = split_off_power_of_two(beta)[1], split_off_power_of_two(alpha)[1] * sum_scale
     is_ordinary = all(_powers.SMALLEST_SCALE < power <= _powers.LARGEST_SCALE for power in powers)
     if _powers.has_fused_kernels(base._payload) and is_ordinary and added is None and not quotient:
-        scale, of_base, of_product = fused.compute_affine_factors(base._scale, x._scale, y._scale, *powers)
+        scale, of_base, of_product = fused.compute_addmm_factors(base._scale, x._scale, y._scale, *powers)
     else:
         own, _ = _powers.multiply_scales(base._scale, powers[0])
         own = make_scale_of_zeros(base) if not is_symbolic(beta) and beta == 0 else own
@@ -277,8 +277,8 @@ def add_scaled_product(
         of_base = divide_scale_product(base._scale, scale=scale)
         of_product = divide_scale_product(*factors, scale=scale)
     if quotient:
-        of_product = _restore_factor_of_zero_divisor(y._scale, of_product)
-    start, left, right = _choose_product_payloads(base, x, y) if separate else map(to_float32, (base, x, y))
+        of_product = _restore_inverse_of_zero_scale(y._scale, of_product)
+    start, left, right = _choose_product_payloads(base, x, y) if separate else map(get_float32_payload, (base, x, y))
     if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
         y = compute(start, left, right, _clamp_to_float32(beta * of_base), _clamp_to_float32(alpha * of_product))
         return make_rule_result(saturate_outliers(y, scale, storage, *large), scale, 1.0, storage, dtype)
@@ -358,8 +358,8 @@ def add_product_or_quotient(operator: OpOverload, base: Any, a: Any, b: Any, *, 
     if not is_square or is_symbolic(value) or not value > 0:
         return total
     # A second moment: squares need twice the range of what is squared, and an optimizer divides by their roots.
-    before = to_float32(base)
-    return replace_underflows(total, torch.where(before >= 0, torch.maximum(to_float32(a).abs(), before), 0.0))
+    before = get_float32_payload(base)
+    return replace_underflows(total, torch.where(before >= 0, torch.maximum(get_float32_payload(a).abs(), before), 0.0))
 
 
 def _multiply_unless_one(payload: Tensor, factor: Any) -> Tensor:
@@ -392,10 +392,14 @@ def convolution(
         large = large if large is None else large.reshape(-1, *[1] * (weight.dim() - 2))
         bias = encode_ignoring_outliers(bias, like)
         scale = _powers.take_largest_scale(scale, bias._scale)
-        start = _powers.multiply_by_power(to_float32(bias), divide_scale_product(bias._scale, scale=scale))
+        start = _powers.multiply_by_power(get_float32_payload(bias), divide_scale_product(bias._scale, scale=scale))
     # All powers of two go into the weight and the bias, so that the result is written once.
-    kernel = _powers.multiply_by_power(to_float32(weight), divide_scale_product(x._scale, weight._scale, scale=scale))
-    values = aten.convolution.default(to_float32(x), kernel, start, stride, padding, dilation, transposed, *rest)
+    kernel = _powers.multiply_by_power(
+        get_float32_payload(weight), divide_scale_product(x._scale, weight._scale, scale=scale)
+    )
+    values = aten.convolution.default(
+        get_float32_payload(x), kernel, start, stride, padding, dilation, transposed, *rest
+    )
     storage = choose_product_storage(given)
     return fit_scaled_tensor(saturate_outliers(values, scale, storage, large), scale, storage, promote_dtypes(given))
 
@@ -406,7 +410,7 @@ def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tupl
     given = (gradient, x, weight)
     like = find_scaled_tensor(given)
     gradient, x, weight = (encode_product_operand(tensor, like) for tensor in given)
-    payloads = [to_float32(tensor) for tensor in (gradient, x, weight)]
+    payloads = [get_float32_payload(tensor) for tensor in (gradient, x, weight)]
     *_, transposed, _, groups, wanted = rest
     values = aten.convolution_backward.default(*payloads, *rest)
     places = gradient.shape[0] * math.prod(gradient.shape[2:])
@@ -437,7 +441,7 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
     if not isinstance(c, ScaledTensor):
         return total
     if isinstance(b, Tensor) or is_symbolic(b) or not b > 0:
-        return fit_scaled_tensor(to_float32(total), total._scale, c._payload.dtype, total.dtype)
+        return fit_scaled_tensor(get_float32_payload(total), total._scale, c._payload.dtype, total.dtype)
     return round_second_moment_above_zero(total, c, encode_operand(a, c))
 
 
@@ -447,7 +451,7 @@ RULES_OF_OPERATORS_DEFINED_LATER["prims::fma"] = fma
 @implements_each(
     *(aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default), family="linear algebra"
 )
-def factor_matrix(operator: OpOverload, matrix: Tensor, *arguments: Any, **options: Any) -> tuple:
+def compute_det_or_solution(operator: OpOverload, matrix: Tensor, *arguments: Any, **options: Any) -> tuple:
     """Factor the transpose of a contiguous matrix, as its gradient then takes it to have."""
     values = decode_value(matrix)
     if values.is_contiguous() and not matrix.is_contiguous():

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from ...subclass._derivation import aten
 from .._operands import encode_operand, encode_plain_tensor, find_scaled_tensor
 from .._registry import LOGICAL_DTYPES, implements, implements_each
-from .._scaled_tensor import ScaledTensor, decode_values, to_float32
+from .._scaled_tensor import ScaledTensor, decode_values, get_float32_payload
 from ._vocabulary import (
     align_operands,
     decode_value,
@@ -66,20 +66,22 @@ def register_reduction(*operators: OpOverload) -> Callable[[Callable], Callable]
 @register_reduction(aten.sum.default, aten.sum.dim_IntList)
 def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """sum(p) / c under the scale s c, with c the power of two below the root of the number of terms."""
-    total = aten.sum.dim_IntList(to_float32(x), dims, keepdim)
+    total = aten.sum.dim_IntList(get_float32_payload(x), dims, keepdim)
     return make_scaled_results(total, [x._scale], [x], choose_sum_divisor(x, dims))
 
 
 @register_reduction(aten.mean.default, aten.mean.dim)
 def mean_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """mean(p) under the scale s."""
-    return make_scaled_results(aten.mean.dim(to_float32(x), dims, keepdim), [x._scale], [x])
+    return make_scaled_results(aten.mean.dim(get_float32_payload(x), dims, keepdim), [x._scale], [x])
 
 
 @register_reduction(aten.cumsum.default)
 def cumsum(x: ScaledTensor, dim: int) -> Tensor:
     """Return running sums, divided by the power of two below the root of the longest."""
-    return make_scaled_results(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], choose_sum_divisor(x, dim))
+    return make_scaled_results(
+        aten.cumsum.default(get_float32_payload(x), dim), [x._scale], [x], choose_sum_divisor(x, dim)
+    )
 
 
 @register_reduction(aten.prod.default, aten.prod.dim_int)
@@ -102,7 +104,7 @@ def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False)
     if order not in (0.0, 1.0, 2.0, math.inf, -math.inf):  # powers of payloads depend on how values are split
         values = aten.linalg_vector_norm.default(decode_values(x, torch.float64), order, dims, keepdim)
         return encode_results(values, [x])
-    values = aten.linalg_vector_norm.default(to_float32(x), order, dims, keepdim)
+    values = aten.linalg_vector_norm.default(get_float32_payload(x), order, dims, keepdim)
     terms = {0.0: count, 1.0: count * count, 2.0: count}.get(order, 1)
     return make_scaled_results(values, [x._scale] if order else [], [x], round_root_to_power(terms))
 
@@ -133,7 +135,7 @@ def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore
     """Return the chosen log-probabilities under x's scale; the total weight is plain float32, as counts overflow."""
     operator = aten.nll_loss_forward.default if x.dim() < 3 else aten.nll_loss2d_forward.default
     p = encode_operand(x, find_scaled_tensor((x, weight)))
-    y, total = operator(to_float32(p), target, decode_value(weight), reduction, ignore_index)
+    y, total = operator(get_float32_payload(p), target, decode_value(weight), reduction, ignore_index)
     holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
     divisor = round_root_to_power(target.numel()) if reduction == SUM_REDUCTION else 1.0
     return make_scaled_results(y, [p._scale], holders, divisor), total
@@ -145,7 +147,7 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
     like = find_scaled_tensor((gradient, x, target))
     g = encode_operand(gradient, like)
     (a, b), scale, *_ = align_operands(*(encode_operand(t, like) for t in (x, target)))
-    y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
+    y = aten.mse_loss_backward.default(get_float32_payload(g), a, b, reduction)
     return make_scaled_results(
         y, [g._scale, scale], [like], _find_mean_gradient_factor(3, gradient, x, target, reduction)
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ...subclass._derivation import parse_operators
-from ._vocabulary import aligned, data_movement, decoded, gate, homogeneous, measured_scale, unit_scale
+from ._vocabulary import aligned, data_movement, decoded, gated_activation, homogeneous, measured_scale, unit_scale
 
 OPERATOR_NAMES_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
     (homogeneous, "pass-through"): """
@@ -42,8 +42,8 @@ OPERATOR_NAMES_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
     (partial(homogeneous, grad_output=1), "unit output"): "tanh_backward sigmoid_backward logit_backward",
     (partial(homogeneous, degree=-1), "power law"): "reciprocal",
     (measured_scale, "power law"): "pow.Tensor_Tensor pow.Scalar",
-    (gate, "gated"): "gelu silu mish hardswish elu celu softshrink hardshrink glu _prelu_kernel",
-    (partial(gate, at_least_one=True), "gated"): "softplus log_sigmoid_forward",
+    (gated_activation, "gated"): "gelu silu mish hardswish elu celu softshrink hardshrink glu _prelu_kernel",
+    (partial(gated_activation, at_least_one=True), "gated"): "softplus log_sigmoid_forward",
     (unit_scale, "gated"): "hardsigmoid",
     (measured_scale, "gated"): "rrelu_with_noise_functional",
     (partial(homogeneous, grad_output=1), "gated"): """
@@ -94,7 +94,7 @@ OPERATOR_NAMES_BY_RULE: dict[tuple[Callable[..., None], str], str] = {
     (partial(homogeneous, grad_in=1), "alignment"): "unfold_backward",
     (partial(homogeneous, self=1), "reduction"): "trace std.correction std_mean.correction",
     (measured_scale, "reduction"): "var.correction var_mean.correction",
-    (partial(gate, at_least_one=True), "reduction"): "logsumexp logcumsumexp",
+    (partial(gated_activation, at_least_one=True), "reduction"): "logsumexp logcumsumexp",
     (measured_scale, "order"): """
         histc.* histogram.* _histogramdd_bin_edges.* _histogramdd_from_bin_cts.* _histogramdd_from_bin_tensors.*
         bincount.* round.decimals floor ceil round trunc

@@ -34,7 +34,7 @@ from .. import _powers_of_two as _powers
 from .._operands import (
     LEAST_OUTLIER,
     LEAST_OUTLIER_BY_STORAGE,
-    LEAST_SATURATION_MAGNITUDE,
+    LEAST_OUTLIER_CLAMP_LIMIT,
     bring_payload_under_scale,
     choose_product_storage,
     choose_storage,
@@ -49,7 +49,7 @@ from .._operands import (
     saturate_outliers,
 )
 from .._registry import EIGHT_BIT_DTYPES, FAMILY_BY_NAME, FULL_RANGE_STORAGES, implements_each
-from .._scaled_tensor import ScaledTensor, decode_values, to_float32, wrap_payload
+from .._scaled_tensor import ScaledTensor, decode_values, get_float32_payload, wrap_payload
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.
 _LARGEST_ORDINARY_SCALE = 2.0**60
@@ -149,7 +149,8 @@ def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, t
         largest = _powers.choose_common_scale_value(values)
         scale = torch.tensor(largest, dtype=torch.float32, device="cpu")
         payloads = [
-            _powers.multiply_without_overflow(to_float32(x), value / largest) for x, value in zip(tensors, values)
+            _powers.multiply_without_overflow(get_float32_payload(x), value / largest)
+            for x, value in zip(tensors, values)
         ]
     payloads = [_clamp_outliers(p, given, value, storage) for p, given, value in zip(payloads, operands, values)]
     return payloads, scale, storage, dtype
@@ -215,7 +216,7 @@ def is_filled_with_large_number(x: ScaledTensor) -> bool:
     scale = _powers.read_scale(x._scale)
     if scale is None or scale < _LARGE_CONSTANT / 2**16 or not _powers.has_readable_values(x._payload) or not x.numel():
         return False
-    low, high = (bound.item() for bound in torch.aminmax(to_float32(x).abs()))
+    low, high = (bound.item() for bound in torch.aminmax(get_float32_payload(x).abs()))
     return low * scale >= _LARGE_CONSTANT and high == low
 
 
@@ -238,22 +239,22 @@ def _choose_scale_of_zeros(
 
 def _find_scale_for_constant(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
     largest = torch.finfo(storage).max
-    size = torch.nan_to_num(to_float32(constant).abs() * constant._scale, 0.0, 0.0).amax()
-    needed = torch.where(size >= _find_least_outlier_constant(storage), LEAST_SATURATION_MAGNITUDE, size)
+    size = torch.nan_to_num(get_float32_payload(constant).abs() * constant._scale, 0.0, 0.0).amax()
+    needed = torch.where(size >= _get_constant_outlier_threshold(storage), LEAST_OUTLIER_CLAMP_LIMIT, size)
     return _powers.round_to_power(needed / largest, "up")
 
 
 def make_constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.dtype) -> Tensor:
     """Return a constant's payload under a scale; a constant that stands for infinity saturates."""
-    payload = to_float32(constant)
+    payload = get_float32_payload(constant)
     largest = torch.finfo(storage).max
     moved = _powers.multiply_by_power(payload, _powers.divide_scales(constant._scale, scale))
     moved = moved.clamp(-_powers.FLOAT32_MAX, _powers.FLOAT32_MAX)
     if storage == torch.bfloat16:  # to which float32's largest number would be rounded as infinity
         held = (largest / scale).clamp(max=largest)
         moved = torch.minimum(torch.maximum(moved, -held), held)
-    is_outlier = (moved.abs() > largest) & (payload.abs() * constant._scale >= _find_least_outlier_constant(storage))
-    enough = _powers.take_largest_scale(torch.full_like(scale, largest), LEAST_SATURATION_MAGNITUDE / scale)
+    is_outlier = (moved.abs() > largest) & (payload.abs() * constant._scale >= _get_constant_outlier_threshold(storage))
+    enough = _powers.take_largest_scale(torch.full_like(scale, largest), LEAST_OUTLIER_CLAMP_LIMIT / scale)
     return torch.where(payload.isinf(), payload, torch.where(is_outlier, moved.sign() * enough, moved))
 
 
@@ -284,7 +285,7 @@ def _find_scale_for_number(constant: float, storage: torch.dtype) -> float:
     size = abs(constant)
     if not 0 < size < math.inf:
         return _powers.ZERO_SCALE
-    needed = LEAST_SATURATION_MAGNITUDE if size >= _find_least_outlier_constant(storage) else size
+    needed = LEAST_OUTLIER_CLAMP_LIMIT if size >= _get_constant_outlier_threshold(storage) else size
     return _powers.round_number_to_power(needed / torch.finfo(storage).max, "up")
 
 
@@ -295,12 +296,12 @@ def _make_number_payload(constant: float, scale: float, storage: torch.dtype) ->
     if storage == torch.bfloat16:
         held = min(largest, largest / scale)
         return min(max(payload, -held), held)
-    if abs(payload) > largest and abs(constant) >= _find_least_outlier_constant(storage):
-        return math.copysign(min(max(largest, LEAST_SATURATION_MAGNITUDE / scale), _powers.FLOAT32_MAX), constant)
+    if abs(payload) > largest and abs(constant) >= _get_constant_outlier_threshold(storage):
+        return math.copysign(min(max(largest, LEAST_OUTLIER_CLAMP_LIMIT / scale), _powers.FLOAT32_MAX), constant)
     return min(max(payload, -_powers.FLOAT32_MAX), _powers.FLOAT32_MAX)
 
 
-def _find_least_outlier_constant(storage: torch.dtype) -> float:
+def _get_constant_outlier_threshold(storage: torch.dtype) -> float:
     """Return the magnitude from which on a constant stands for infinity: the scale for it would flush others to 0."""
     return _powers.HUGE_SCALE if storage in FULL_RANGE_STORAGES else LEAST_OUTLIER_BY_STORAGE[storage]
 
@@ -368,7 +369,7 @@ def homogeneous(
         keeps = (
             operator in _OPERATORS_WITHOUT_ROUNDING and storage not in EIGHT_BIT_DTYPES
         )  # for which torch has no such kernels
-        entered = x._payload if keeps else to_float32(x)
+        entered = x._payload if keeps else get_float32_payload(x)
         results = operator(entered, *arguments, **options)
         if degree > 0:
             return make_scaled_results(results, [x._scale] * degree, [x])
@@ -387,7 +388,7 @@ def homogeneous(
             if degrees[name]:
                 holders.append(x)
                 scales.extend([scaled._scale] * degrees[name])
-            return to_float32(scaled)
+            return get_float32_payload(scaled)
 
         entered = [prepare_operand(name, x) for name, x in zip(names_by_operator[operator], arguments)]
         results = operator(*entered, **{name: prepare_operand(name, x) for name, x in options.items()})
@@ -454,7 +455,7 @@ def decoded(*operators: OpOverload, family: str = "own") -> None:
         return operator(*arguments, **options)
 
 
-def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False) -> None:
+def gated_activation(*operators: OpOverload, family: str = "own", at_least_one: bool = False) -> None:
     """Register operators f(x) = x g(x) with a gate g about 1: op(p s) under the scale s, computed on values.
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..._messages import ENV_HINT, name_type
 from ...kernels import disable_tracing
 from .. import _rule_table
-from .._in_backward import refuse_tracing_of
+from .._in_backward import refuse_jit_trace_of_model
 from . import _state_dict
 from ._parameter_holders import check_parameter_holders, install_registration_hooks
 
@@ -182,7 +182,7 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
 def _attribute_fallbacks_to_model(module: nn.Module, arguments: Any) -> None:
     """Attribute the following fallbacks to this model, and refuse recorders: a forward pre-hook."""
     if not torch.compiler.is_compiling():
-        refuse_tracing_of(module)
+        refuse_jit_trace_of_model(module)
     _rule_table.running_model_fallbacks.counts = module.__dict__[_FALLBACK_COUNTS_ATTRIBUTE]
 
 

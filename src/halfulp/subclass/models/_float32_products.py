@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ..._torch_versions import get_saved_tensor_hooks, is_exporting
-from ...arithmetic._float32_products import NAME_BY_PRODUCT_FUNCTION, iterate_tensors, multiply_in_float32
+from ...arithmetic._float32_products import NAME_BY_PRODUCT_FUNCTION, call_product_in_float32, iterate_tensors
 from ...environment._narrow_products import list_dtypes_multiplied_in_float32
 from ...kernels import assume_constant_result, note_fallback
 from ._conversion import check_module, wrap_recomputed_function
@@ -43,9 +43,9 @@ def float32_products(model: ModelType, enabled: bool = True) -> ModelType:
     kept in 16 bits, as torch keeps them; results that attention and recurrent layers keep besides are in float32.
 
     Nothing changes where the processor has the instructions, on other devices, for models without numbers of such a
-    dtype, and for products outside of the model's forward passes. `halfulp.kernels.report()` counts the products, those
-    of compiled graphs once when they are traced; the environment variable HALFULP_FLOAT32_PRODUCTS ("always", "never")
-    overrules what the processor says. `halfulp.convert` does this to the 16-bit models that it makes.
+    dtype, and for products outside of the model's forward passes. `halfulp.kernels.count_fallbacks()` counts the
+    products, those of compiled graphs once when they are traced; the environment variable HALFULP_FLOAT32_PRODUCTS
+    ("always", "never") overrules what the processor says. `halfulp.convert` does this to 16-bit models that it makes.
 
     It holds through autograd, activation checkpointing, torch.compile (where a compiler may leave out roundings between
     operators, as in any 16-bit graph), copies and pickle: modules get a class of their own, under the name of the one
@@ -80,7 +80,7 @@ def float32_products(model: ModelType, enabled: bool = True) -> ModelType:
             object.__setattr__(module, "__class__", get_original_class(module))
         elif _WIDENED_MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
             _set_float32_product_class(module)
-    if any(isinstance(vars(module).get("forward"), ForwardReadByCompiler) for module in model.modules()):
+    if any(isinstance(vars(module).get("forward"), ForwardTracedByCompiler) for module in model.modules()):
         leave_compiled_products_to_torch(model)
     return model
 
@@ -92,7 +92,7 @@ def get_original_class(module: nn.Module) -> type[nn.Module]:
     return found
 
 
-class ForwardReadByCompiler:
+class ForwardTracedByCompiler:
     """Base of forwards whose graph a compiler reads: `float32_products` leaves their products to torch."""
 
     inner: Callable[..., Any]
@@ -108,7 +108,8 @@ def leave_compiled_products_to_torch(model: nn.Module, leave: bool = True) -> No
 def _set_float32_product_class(module: nn.Module) -> None:
     forward: Any = vars(module).get("forward")
     is_read = (
-        isinstance(forward, ForwardReadByCompiler) and getattr(forward.inner, "__func__", None) is type(module).forward
+        isinstance(forward, ForwardTracedByCompiler)
+        and getattr(forward.inner, "__func__", None) is type(module).forward
     )
     is_changed = (forward is not None and not is_read) or parametrize.is_parametrized(module)
     made = None if is_changed else _make_float32_product_class(type(module))
@@ -205,7 +206,7 @@ def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any
         _count_products_left_to_torch()
         return forward(*args, **kwargs)
     runs_plainly = not is_compiling and _thread_state.runs_plainly
-    if _has_numbers_of_dtypes(module, dtypes, not runs_plainly) or _receives_numbers_of_dtypes(args, kwargs, dtypes):
+    if _has_cpu_state_of_dtypes(module, dtypes, not runs_plainly) or _receives_numbers_of_dtypes(args, kwargs, dtypes):
         if not is_compiling:
             return _call_under_mode(forward, args, kwargs)
         with _PRODUCT_MODE:
@@ -219,7 +220,7 @@ def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any
         _thread_state.runs_plainly = False
 
 
-def _has_numbers_of_dtypes(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bool:
+def _has_cpu_state_of_dtypes(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bool:
     """Return whether a module, or with `deep` one inside it, holds numbers of a dtype on the CPU."""
     for one in module.modules() if deep else (module,):
         for held in (one._parameters, one._buffers):
@@ -242,14 +243,14 @@ def _count_products_left_to_torch() -> None:
 
 
 class _ProductMode(TorchFunctionMode):
-    """Sends the torch functions that multiply to `multiply_in_float32`; all others run as they are."""
+    """Sends the torch functions that multiply to `call_product_in_float32`; all others run as they are."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _FUNCTIONS_WITHOUT_DISPATCH:
+        if function in _UNDISPATCHED_COPY_BY_FUNCTION:
             # A function in Python, whose products this mode would not see: a mode is off while it handles a call.
             with self:
-                return _FUNCTIONS_WITHOUT_DISPATCH[function](*args, **kwargs)
+                return _UNDISPATCHED_COPY_BY_FUNCTION[function](*args, **kwargs)
         if function not in NAME_BY_PRODUCT_FUNCTION:
             # dynamo cannot trace this method's super() under a mode.
             return (torch.unflatten if function is torch.Tensor.unflatten else function)(*args, **kwargs)
@@ -258,10 +259,10 @@ class _ProductMode(TorchFunctionMode):
             # A checkpoint around the model's modules runs them again, and they come back here by themselves.
             if hooks is not None and hooks != _thread_state.hooks_at_entry:
                 wrap_recomputed_function(hooks[0], _recompute_under_mode, "hu.float32_products")
-        return multiply_in_float32(function, args, kwargs)
+        return call_product_in_float32(function, args, kwargs)
 
 
-def _remove_mode_dispatch(function: Any) -> Any:
+def _make_undispatched_copy(function: Any) -> Any:
     """Return a function of torch.nn.functional without its own dispatch to modes."""
     scope = dict(function.__globals__)
     scope["has_torch_function"] = scope["has_torch_function_variadic"] = lambda *tensors: False
@@ -269,8 +270,8 @@ def _remove_mode_dispatch(function: Any) -> Any:
 
 
 # Those in Python that multiply more than once, by functions that the mode knows.
-_FUNCTIONS_WITHOUT_DISPATCH = {
-    function: _remove_mode_dispatch(function)
+_UNDISPATCHED_COPY_BY_FUNCTION = {
+    function: _make_undispatched_copy(function)
     for name in ("multi_head_attention_forward", "linear_cross_entropy")
     if (function := getattr(nn.functional, name, None)) is not None
 }

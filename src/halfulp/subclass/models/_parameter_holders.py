@@ -207,19 +207,19 @@ def check_parameter_holders(named: NamedTensors, what: str, *, replaced: bool) -
                 f"parameter {name!r} has hooks, which would never run, as parameters become new objects: remove "
                 "them (handle.remove()), and register them on the new parameter"
             )
-        if tensor.device.type == "cpu" and get_plain_memory(tensor) is tensor and tensor.is_shared():
+        if tensor.device.type == "cpu" and get_local_plain_tensor(tensor) is tensor and tensor.is_shared():
             raise ValueError(
                 f"parameter {name!r} lies in memory that other processes share: {what} would take it out of theirs; "
                 f"call share_memory() after {what}"
             )
-    for name, kind in list_holding_optimizers(unique) if replaced else ():
+    for name, kind in list_parameters_held_by_optimizers(unique) if replaced else ():
         raise ValueError(
             f"{kind} holds parameter {name!r} and would train nothing, as parameters become new objects: delete "
             f"it and make the optimizer after {what}"
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    flat = list_instances(fsdp.FullyShardedDataParallel) if fsdp and torch.distributed.is_initialized() else []
-    for kind, modules in (("DistributedDataParallel", list_data_parallel_modules()), ("FSDP1", flat)):
+    flat = list_live_instances(fsdp.FullyShardedDataParallel) if fsdp and torch.distributed.is_initialized() else []
+    for kind, modules in (("DistributedDataParallel", list_live_data_parallel_modules()), ("FSDP1", flat)):
         for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
             if id(parameter) in names:
                 raise ValueError(
@@ -234,7 +234,7 @@ def refuse_overlapping_memory(named: NamedTensors, what: str) -> None:
     """Raise for two parameters whose memory overlaps, from each one's first byte to its last."""
     lying = defaultdict(list)
     for name, tensor in named:
-        if (part := get_plain_memory(tensor)) is not None:
+        if (part := get_local_plain_tensor(tensor)) is not None:
             lying[part.untyped_storage().data_ptr()].append((name, part))
     for together in lying.values():
         together.sort(key=lambda one: one[1].data_ptr())
@@ -255,7 +255,7 @@ def refuse_overlapping_memory(named: NamedTensors, what: str) -> None:
                 )
 
 
-def get_plain_memory(tensor: Tensor) -> Tensor | None:
+def get_local_plain_tensor(tensor: Tensor) -> Tensor | None:
     """Return the plain strided tensor that stores a parameter (a DTensor's shard); None without memory."""
     part = getattr(tensor, "_local_tensor", tensor)
     if type(part).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
@@ -275,35 +275,37 @@ def has_common_memory(a: Tensor, b: Tensor) -> bool:
     return first == start or start < end
 
 
-def list_holding_optimizers(named: NamedTensors) -> list[tuple[str, str]]:
+def list_parameters_held_by_optimizers(named: NamedTensors) -> list[tuple[str, str]]:
     """Return the parameters that living optimizers hold, by name, with each optimizer's class."""
     names = {id(tensor): name for name, tensor in named}
     gc.collect()  # nobody may hold an optimizer any more that is still there
     return [
         (names[id(parameter)], type(optimizer).__name__)
-        for optimizer in list_instances(torch.optim.Optimizer)
+        for optimizer in list_live_instances(torch.optim.Optimizer)
         for group in optimizer.__dict__.get("param_groups", ())
         for parameter in group["params"]
         if id(parameter) in names
     ]
 
 
-def list_instances(kind: type) -> list[Any]:
+def list_live_instances(kind: type) -> list[Any]:
     """Return all objects of a class, found by type, as isinstance may run code."""
     return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 
-def list_data_parallel_modules() -> list[nn.parallel.DistributedDataParallel]:
+def list_live_data_parallel_modules() -> list[nn.parallel.DistributedDataParallel]:
     """Return every DistributedDataParallel in this process."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
-    return [module for module in list_instances(nn.parallel.DistributedDataParallel) if "reducer" in module.__dict__]
+    return [
+        module for module in list_live_instances(nn.parallel.DistributedDataParallel) if "reducer" in module.__dict__
+    ]
 
 
-def list_sharded_modules() -> list[nn.Module]:
+def list_live_sharded_modules() -> list[nn.Module]:
     """Return every module of fully_shard in this process."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else list_instances(fsdp.FSDPModule)
+    return [] if fsdp is None else list_live_instances(fsdp.FSDPModule)
 
 
 def list_shard_groups(module: nn.Module) -> list[Any]:
@@ -318,7 +320,7 @@ def _find_sharded_modules(named: list[tuple[str, Tensor]], what: str) -> list[nn
     """Return the modules of fully_shard around some parameters; refuse one that has run."""
     names = {id(tensor): name for name, tensor in named if hasattr(tensor, "_local_tensor")}
     found = []
-    for module in list_sharded_modules() if names else ():
+    for module in list_live_sharded_modules() if names else ():
         held = [*module.parameters(recurse=False)]
         held += [one.sharded_param for group in list_shard_groups(module) for one in group.fsdp_params]
         mine = [names[id(tensor)] for tensor in held if id(tensor) in names]

@@ -14,7 +14,7 @@ from ..._messages import name_type, quote
 from .._composite_tensor import list_plain_tensors
 
 _C: Any = torch._C
-_LOADED_ATTRIBUTE = "_halfulp_loaded"
+_LOADED_NAMES_ATTRIBUTE = "_halfulp_loaded"
 # On a parameter: its first name in the newest state_dict, and that one's identity, that of the values, and versions.
 FIRST_SAVED_NAME_ATTRIBUTE = "_halfulp_saved"
 
@@ -77,7 +77,7 @@ def remove_state_dict_hooks(module: nn.Module) -> None:
                 del hooks[key]
 
 
-def check_state_dict(given: object, what: str) -> None:
+def check_is_state_dict(given: object, what: str) -> None:
     """Raise TypeError for a model, or another object, in place of a state_dict, and ValueError for another layout."""
     if isinstance(given, Mapping):
         for metadata in getattr(given, "_metadata", {}).values():
@@ -97,7 +97,7 @@ def check_layout_version(metadata: Mapping) -> None:
             )
 
 
-def divide_exactly(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+def divide_by_scale_exactly(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return an entry's values divided by a scale, in a dtype; None where it does not hold these."""
     part = (values.detach().double() / scale.double()).to(dtype)
     back = part.double() * scale.double()
@@ -185,7 +185,7 @@ def _load_auxiliary_tensors(
 ) -> None:
     """Load auxiliary tensors into their parameters; torch reports mismatches and assigns."""
     check_layout_version(local_metadata)
-    loaded = module.__dict__[_LOADED_ATTRIBUTE] = []
+    loaded = module.__dict__[_LOADED_NAMES_ATTRIBUTE] = []
     for key, parameter, layout in _list_own_parameters(module):
         name = prefix + key
         value = _read_parameter_from_entries(state_dict, name, parameter, layout)
@@ -204,6 +204,6 @@ def _load_auxiliary_tensors(
 
 def _drop_loaded_missing_keys(module: nn.Module, incompatible: Any) -> None:
     """Remove the entries that `_load_auxiliary_tensors` has loaded from the missing keys."""
-    for name in module.__dict__.pop(_LOADED_ATTRIBUTE, ()):
+    for name in module.__dict__.pop(_LOADED_NAMES_ATTRIBUTE, ()):
         if name in incompatible.missing_keys:
             incompatible.missing_keys.remove(name)

@@ -15,7 +15,7 @@ from ...environment._narrow_products import force_float32_products, list_dtypes_
 from ...gradients import AdaptiveGradScaler
 from ...mctensor import MCTensor
 from ...mctensor._convert_model import plain_state_dict
-from ...recipes._optimizer import LossFunction, MeasuredOptimizer, emulate_recipe
+from ...recipes._optimizer import LossFunction, RecipeOptimizer, emulate_recipe
 from ..tasks import Batch, Data, Task
 from ..tasks._task import LossCurveRecorder, ReportLoss, replace_nonfinite_by_none
 from ._plan import Trial
@@ -41,12 +41,12 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     optimizer = recipes.optimizer(model, task.rule, seed=seed, report_interval=report_interval, **task.hyper)
     # Plain float16 products run in float32: torch's float16 convolutions take ten to a hundred times as long, on
     # processors with float16 instructions too, and differ by the order of summation alone.
-    is_float16 = recipe.param_dtype == "float16" and recipe.narrow
+    is_float16 = recipe.param_dtype == "float16" and recipe.is_narrow
     widened = (
         (*list_dtypes_multiplied_in_float32(), torch.float16) if is_float16 else list_dtypes_multiplied_in_float32()
     )
     with force_float32_products(*widened), emulate_recipe(recipe, model) as under:
-        loss, judge = under(task.loss), under(task.judge)
+        loss, judge = under(task.loss), under(task.compute_judged_loss)
         scaler = recipes.scaler(recipe, model)
         try:
             batches = task.batches(data, seed, steps)
@@ -61,11 +61,11 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     wide: dict[str, Any] = {"validation": _NO_SCORE, "train": _NO_SCORE}
     if not failed:
         # The decoded weights in a copy of the model, in float32, or in float64 where the data are.
-        state = plain_state_dict(model.state_dict(), torch.float64) if recipe.by_torch else None
+        state = plain_state_dict(model.state_dict(), torch.float64) if recipe.is_stepped_by_torch else None
         blank.to(torch.float64 if data.train[0].dtype == torch.float64 else torch.float32)
         blank.load_state_dict(state or optimizer.float32_state_dict(model))
         judged = ("train", "validation") if task.judged_by == "train_loss" else ("validation",)
-        wide |= {name: evaluate_model(task, blank, task.judge, getattr(data, name)) for name in judged}
+        wide |= {name: evaluate_model(task, blank, task.compute_judged_loss, getattr(data, name)) for name in judged}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
     return {**course, "float32": wide, "own": own, **size}
@@ -75,7 +75,7 @@ def _train_model(
     task: Task,
     model: nn.Module,
     loss_of: LossFunction,
-    optimizer: MeasuredOptimizer,
+    optimizer: RecipeOptimizer,
     batches: Iterator[Batch],
     steps: int,
     report: ReportLoss | None,
@@ -86,7 +86,7 @@ def _train_model(
     course, memory, skipped = LossCurveRecorder(steps, report), None, 0
     for step, given in enumerate(batches):
         for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate * task.rate(step, steps)
+            group["lr"] = rate * task.lr_factor(step, steps)
         batch = _convert_batch_to_weight_dtype(model, given)
         start = time.process_time()
         loss = loss_of(task.outputs(model, batch[0]), batch[1])
@@ -120,7 +120,7 @@ def evaluate_model(
             model, (part[0][start : start + size], part[1][start : start + size])
         )
         logits = task.outputs(model, inputs)
-        hit = task.hits(logits, chunk)
+        hit = task.is_hit(logits, chunk)
         total += loss(logits, chunk).item() * hit.numel()
         right += int(hit.sum())
         count += hit.numel()

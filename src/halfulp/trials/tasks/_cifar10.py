@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._files import TaskWithDataFiles, decode_file_content, read_parquet
-from ._task import Batch, Data, compute_warm_cosine_rate
+from ._task import Batch, Data, compute_task_warm_cosine_factor
 
 
 class Cifar10(TaskWithDataFiles):
@@ -21,7 +21,7 @@ class Cifar10(TaskWithDataFiles):
     steps: ClassVar[int] = 800
     batch: ClassVar[int] = 64
     target: ClassVar[str] = "image"
-    rate = compute_warm_cosine_rate
+    lr_factor = compute_task_warm_cosine_factor
     folder: ClassVar[str] = "cifar10"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
     how: ClassVar[str] = (
@@ -121,7 +121,7 @@ class Cifar10ResNet(Cifar10):
         return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-class Cifar10HalfResNet(Cifar10ResNet):
+class Cifar10HalfResolutionResNet(Cifar10ResNet):
     """CIFAR-10 with that residual network at half the resolution, for a quarter of the cost; needs ``data``."""
 
     name: ClassVar[str] = "cifar10-resnet-half"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._files import import_sklearn
-from ._task import Batch, Data, Task, compute_warm_cosine_rate
+from ._task import Batch, Data, Task, compute_task_warm_cosine_factor
 
 
 class Digits(Task):
@@ -71,7 +71,7 @@ class DigitsSlow(Digits):
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-4, "momentum": 0.9}
 
 
-class DigitsFPU(Digits):
+class DigitsFromScratch(Digits):
     """A small classifier of digits, trained for forty epochs of SGD with momentum from a random start.
 
     Meant for the few-bit recipes (``e8m5``, ``e8m3``, ``e8m1``), which model a processor that knows no other
@@ -123,7 +123,7 @@ class TwoHeads(Task):
     steps: ClassVar[int] = 700
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "image"
-    rate = compute_warm_cosine_rate
+    lr_factor = compute_task_warm_cosine_factor
 
     def load(self) -> Data:
         """Place every digit at four positions; validate on digits that are not trained on."""
@@ -145,15 +145,15 @@ class TwoHeads(Task):
             classes, label_cells(targets)
         )
 
-    def judge(self, logits: Tensor | BoxesAndClasses, targets: Tensor) -> Tensor:
+    def compute_judged_loss(self, logits: Tensor | BoxesAndClasses, targets: Tensor) -> Tensor:
         """Return both heads' loss in nats."""
         boxes, classes = logits
         distance = (boxes - targets[:, 1:]).abs().mean() / CELL_PIXELS
-        return F.nll_loss(classify_images(classes), targets[:, 0]) + distance
+        return F.nll_loss(compute_image_log_probabilities(classes), targets[:, 0]) + distance
 
-    def hits(self, logits: Tensor | BoxesAndClasses, targets: Tensor) -> Tensor:
+    def is_hit(self, logits: Tensor | BoxesAndClasses, targets: Tensor) -> Tensor:
         """Return whether the image's class is right."""
-        return classify_images(logits[1]).argmax(1) == targets[:, 0]
+        return compute_image_log_probabilities(logits[1]).argmax(1) == targets[:, 0]
 
     def count(self, targets: Tensor) -> int:
         """Return the number of images, each of which is one hit or miss."""
@@ -199,7 +199,7 @@ def _make_convolution_layer(inputs: int, outputs: int) -> Iterator[nn.Module]:
     yield nn.ReLU()
 
 
-def classify_images(classes: Tensor) -> Tensor:
+def compute_image_log_probabilities(classes: Tensor) -> Tensor:
     """Return log-probabilities (batch, 10) of an image's digit over all cells, the background left out."""
     return classes.log_softmax(1).flatten(2)[:, 1:].logsumexp(2).log_softmax(1)
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from ..._messages import get_first_line_of_error
 from ._task import Task
 
-ReadContent = TypeVar("ReadContent")
+ContentType = TypeVar("ContentType")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class TaskWithDataFiles(Task):
 
     def __post_init__(self) -> None:
         need = f"task {self.name!r} reads {' and '.join(self.files)}"
-        from ._registry import has_data_folder_field, kind_of, names
+        from ._registry import find_task_class, has_data_folder_field, names
 
-        free = [name for name in names() if not has_data_folder_field(kind_of(name))]
+        free = [name for name in names() if not has_data_folder_field(find_task_class(name))]
         more = f"{self.how}. Tasks that need no files: {', '.join(free)}"
         if self.data is None:
             raise ValueError(f"{need}; give their folder with --data DIR (data= in Python). {more}")
@@ -71,7 +71,7 @@ def read_parquet(path: str | Path, columns: list[str], rows: int | None = None) 
     return [table[column].to_pylist() for column in columns]
 
 
-def decode_file_content(name: str, read: Callable[[Any], ReadContent], content: Any) -> ReadContent:
+def decode_file_content(name: str, read: Callable[[Any], ContentType], content: Any) -> ContentType:
     """Return ``read(content)``; an error names the file, and the row of it."""
     try:
         return read(content)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._files import TaskWithDataFiles, decode_file_content, read_parquet
-from ._task import Batch, Data, compute_warm_cosine_rate
+from ._task import Batch, Data, compute_task_warm_cosine_factor
 from ._text import LSTM
 
 RATE, WINDOW, HOP, FRAMES, BANDS = 8000, 256, 80, 64, 32
@@ -28,7 +28,7 @@ class SpokenDigits(TaskWithDataFiles):
     steps: ClassVar[int] = 500
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "recording"
-    rate = compute_warm_cosine_rate
+    lr_factor = compute_task_warm_cosine_factor
     folder: ClassVar[str] = "fsdd"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
     how: ClassVar[str] = (

@@ -29,7 +29,7 @@ class FullBatchTask(Task):
         """Return the mean cross-entropy of a yes-or-no question, in nats, in the type of the logits."""
         return F.binary_cross_entropy_with_logits(logits.squeeze(-1), targets)
 
-    def hits(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def is_hit(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return whether each question is answered right."""
         return (logits.squeeze(-1) > 0) == (targets > 0.5)
 

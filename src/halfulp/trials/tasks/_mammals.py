@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...hyperbolic import HalfSpace, RankingSets, RiemannianSGD, ranking_gradient, reconstruction
+from ...hyperbolic import HalfSpace, RankingSets, RiemannianSGD, evaluate_reconstruction, ranking_loss_and_gradient
 from ...mctensor import MCTensor
 from ...recipes import Recipe
 from ._files import TaskWithDataFiles, read_parquet
@@ -16,7 +16,7 @@ from ._task import Data, LossCurveRecorder, ReportLoss
 NEGATIVES_PER_EDGE = 50
 RANKING_LOSS_DISTANCE_SCALE = 0.3
 BURN_IN_SHARE_OF_STEPS = 0.02  # of all steps, at a hundredth of the learning rate
-_POINT_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_POINT_DTYPE_BY_NAME = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Mammals(TaskWithDataFiles):
@@ -84,14 +84,14 @@ class Mammals(TaskWithDataFiles):
                     yield sets
                 done += 1
 
-    def rate(self, step: int, steps: int) -> float:
+    def lr_factor(self, step: int, steps: int) -> float:
         """Return a hundredth during the first fiftieth of the steps (20 epochs of 1,000)."""
         return 0.01 if step < BURN_IN_SHARE_OF_STEPS * steps else 1.0
 
-    def refuses(self, recipe: Recipe) -> str | None:
+    def explain_refusal(self, recipe: Recipe) -> str | None:
         """Return why a recipe cannot train points; None where it can."""
         others = (recipe.weight_update, recipe.format, recipe.emulate, recipe.payload, recipe.operand_format)
-        if recipe.param_dtype not in (None, *_POINT_DTYPES) or recipe.gradient_format or any(others):
+        if recipe.param_dtype not in (None, *_POINT_DTYPE_BY_NAME) or recipe.gradient_format or any(others):
             return "moves float32 or float64 points, plain or with components, along geodesics"
         return None
 
@@ -99,9 +99,9 @@ class Mammals(TaskWithDataFiles):
         self, recipe: Recipe, seed: int, steps: int, data: Data, report: ReportLoss | None = None
     ) -> dict[str, Any]:
         """Run one trial; return a trial's results with `map` and `mean_rank`."""
-        if why := self.refuses(recipe):
+        if why := self.explain_refusal(recipe):
             raise ValueError(f"task 'mammals' {why}; {recipe.name!r} does not: choose 'fp32', 'fp64' or 'fp64-mc2'")
-        points = make_points(recipe, self.model(data, seed).points.detach(), seed)
+        points = convert_points_to_recipe(recipe, self.model(data, seed).points.detach(), seed)
         edges = data.train[0][:, :2]
         course = self.train_points(points, edges, seed, steps, report)
         scores = compute_ranking_scores(points.detach(), edges) if course["diverged_at"] is None else {}
@@ -115,9 +115,9 @@ class Mammals(TaskWithDataFiles):
         """Train points in place; return the course of the training as plain data."""
         optimizer, course = RiemannianSGD([points], lr=self.hyper["lr"]), LossCurveRecorder(steps, report)
         for step, sets in enumerate(self.draw_ranking_sets(edges, seed, steps)):
-            optimizer.param_groups[0]["lr"] = self.hyper["lr"] * self.rate(step, steps)
+            optimizer.param_groups[0]["lr"] = self.hyper["lr"] * self.lr_factor(step, steps)
             begun = time.process_time()
-            loss, points.grad = ranking_gradient(points.detach(), sets, RANKING_LOSS_DISTANCE_SCALE)
+            loss, points.grad = ranking_loss_and_gradient(points.detach(), sets, RANKING_LOSS_DISTANCE_SCALE)
             if not course.record_step_loss(float(loss)):
                 break
             optimizer.step()
@@ -134,9 +134,9 @@ class PointTable(nn.Module):
         self.points = nn.Parameter(start)
 
 
-def make_points(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
+def convert_points_to_recipe(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
     """Return the float32 start in a recipe's format."""
-    dtype = _POINT_DTYPES[recipe.param_dtype or "float32"]
+    dtype = _POINT_DTYPE_BY_NAME[recipe.param_dtype or "float32"]
     noise = torch.randn(points.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
     points = (points * (1 + recipe.perturb * noise)).to(dtype)
     components = getattr(recipe, "components", None) or 1
@@ -146,7 +146,7 @@ def make_points(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
 @torch.no_grad()
 def compute_ranking_scores(points: Tensor, edges: Tensor) -> dict[str, float]:
     """Return the mean average precision, the mean rank, and the ranking loss of all edges against all other nodes."""
-    found = reconstruction(points, edges)
+    found = evaluate_reconstruction(points, edges)
     barred = torch.eye(len(points), dtype=torch.bool, device="cpu")
     barred[edges[:, 0], edges[:, 1]] = True
     total = 0.0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ._files import TaskWithDataFiles, decode_file_content, read_parquet
-from ._task import Data, compute_warm_cosine_rate
+from ._task import Data, compute_task_warm_cosine_factor
 
 _GENRE_COUNT = 19
 LEAST_LIKED_STARS = 4  # of five stars
@@ -28,7 +28,7 @@ class MovieLens(TaskWithDataFiles):
     steps: ClassVar[int] = 3000
     batch: ClassVar[int] = 128
     target: ClassVar[str] = "rating"
-    rate = compute_warm_cosine_rate
+    lr_factor = compute_task_warm_cosine_factor
     folder: ClassVar[str] = "ml100k"
     files: ClassVar[tuple[str, ...]] = ("ratings.parquet", "users.parquet", "items.parquet")
     how: ClassVar[str] = (
@@ -49,7 +49,15 @@ class MovieLens(TaskWithDataFiles):
             _, occupation, gender, age = people[users[user]]
             _, title, genres = films[items[item]]
             sorts = [names[0].index(occupation), names[1].index(gender)]
-            return [users[user], items[item], *sorts, age, _parse_year(title), *genres, int(stars >= LEAST_LIKED_STARS)]
+            return [
+                users[user],
+                items[item],
+                *sorts,
+                age,
+                _parse_title_year(title),
+                *genres,
+                int(stars >= LEAST_LIKED_STARS),
+            ]
 
         path = f"{self.data}/ratings.parquet"
         rows = [
@@ -99,10 +107,10 @@ def _read_numbered_rows(path: str, columns: list[str]) -> tuple[dict[int, int], 
     return {row[0]: place for place, row in enumerate(rows)}, rows
 
 
-def _parse_year(title: str) -> int:
+def _parse_title_year(title: str) -> int:
     """Return the year at the end of a film's title, 1980 where there is none.
 
-    >>> _parse_year("Toy Story (1995)"), _parse_year("unknown")
+    >>> _parse_title_year("Toy Story (1995)"), _parse_title_year("unknown")
     (1995, 1980)
     """
     found = re.search(r"\((\d{4})\)\s*$", title or "")

@@ -16,15 +16,15 @@ TaskClass = TypeVar("TaskClass", bound="type[Task]")
 _TASK_REGISTRY: dict[str, str | type[Task]] = {
     "digits": "_digits.Digits",
     "digits-slow": "_digits.DigitsSlow",
-    "digits-fpu": "_digits.DigitsFPU",
-    "text": "_text.Text",
+    "digits-fpu": "_digits.DigitsFromScratch",
+    "text": "_text.PythonHelpText",
     "tinyshakespeare": "_text.TinyShakespeare",
     "tinyshakespeare-lstm": "_text.TinyShakespeareLSTM",
-    "gpt-scaled": "_text.ScaledGPT",
+    "gpt-scaled": "_text.FusedAttentionGPT",
     "sst2": "_sst2.SST2",
     "cifar10": "_cifar10.Cifar10",
     "cifar10-resnet": "_cifar10.Cifar10ResNet",
-    "cifar10-resnet-half": "_cifar10.Cifar10HalfResNet",
+    "cifar10-resnet-half": "_cifar10.Cifar10HalfResolutionResNet",
     "two-heads": "_digits.TwoHeads",
     "fsdd": "_fsdd.SpokenDigits",
     "ml100k": "_ml100k.MovieLens",
@@ -61,7 +61,7 @@ def get(task: str | Task, data: str | None = None) -> Task:
         return task
     if task not in _TASK_REGISTRY:
         raise ValueError(describe_unknown_name("task", task, _TASK_REGISTRY))
-    kind: Callable[..., Task] = kind_of(task)
+    kind: Callable[..., Task] = find_task_class(task)
     return kind(data=data) if has_data_folder_field(kind) else kind()
 
 
@@ -70,7 +70,7 @@ def has_data_folder_field(kind: object) -> bool:
     return "data" in getattr(kind, "__dataclass_fields__", {})
 
 
-def kind_of(name: str) -> type[Task]:
+def find_task_class(name: str) -> type[Task]:
     """Return the class of the task of that name."""
     entry = _TASK_REGISTRY[name]
     if isinstance(entry, type):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ._files import TaskWithDataFiles, read_parquet
-from ._task import Batch, Data, compute_warm_cosine_rate
+from ._task import Batch, Data, compute_task_warm_cosine_factor
 from ._text import GPT
 
 SENTENCE_LENGTH = 32
@@ -29,7 +29,7 @@ class SST2(TaskWithDataFiles):
     steps: ClassVar[int] = 650
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "sentence"
-    rate = compute_warm_cosine_rate
+    lr_factor = compute_task_warm_cosine_factor
     folder: ClassVar[str] = "sst2"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "validation.parquet")
     how: ClassVar[str] = (

@@ -145,23 +145,23 @@ class Task(abc.ABC):
         """Return the mean cross-entropy in nats, computed in float32 in every recipe."""
         return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
-    def judge(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def compute_judged_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss that a trial is judged by, in nats: what is trained on unless overridden."""
         return self.loss(logits, targets)
 
-    def hits(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def is_hit(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return a boolean per target, whether it is the one that the model ranks first, for accuracy."""
         return logits.argmax(-1) == targets
 
     def count(self, targets: Tensor) -> int:
-        """Return how many booleans ``hits`` gives."""
+        """Return how many booleans `is_hit` gives."""
         return targets.numel()
 
-    def refuses(self, recipe: Recipe) -> str | None:
+    def explain_refusal(self, recipe: Recipe) -> str | None:
         """Return why a recipe cannot run this task, after the words "the task"; None where it can."""
         return None
 
-    def rate(self, step: int, steps: int) -> float:
+    def lr_factor(self, step: int, steps: int) -> float:
         """Return the learning rate at a step as a share of ``hyper["lr"]``: constant unless overridden."""
         return 1.0
 
@@ -180,7 +180,7 @@ class Task(abc.ABC):
         }
 
 
-def warm_cosine(step: int, steps: int, warm: float = 0.1, last: float = 0.01) -> float:
+def compute_warm_cosine_factor(step: int, steps: int, warm: float = 0.1, last: float = 0.01) -> float:
     """Return the share of the learning rate under a warm-up and half a cosine down to ``last``.
 
     The warm-up is linear over the first tenth of the steps. It matters for a comparison: Adam's first steps are the
@@ -188,16 +188,16 @@ def warm_cosine(step: int, steps: int, warm: float = 0.1, last: float = 0.01) ->
     rate, and every recipe runs off on a path of its own. It does not end at 0, so that no step is many times smaller
     than the one before.
 
-    >>> [round(warm_cosine(step, 100), 3) for step in (0, 9, 50, 99)]
+    >>> [round(compute_warm_cosine_factor(step, 100), 3) for step in (0, 9, 50, 99)]
     [0.1, 0.98, 0.505, 0.01]
     """
     rise = min(1.0, (step + 1) / max(1.0, warm * steps))
     return rise * (last + (1 - last) * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def compute_warm_cosine_rate(task: Task, step: int, steps: int) -> float:
-    """Return `warm_cosine`, as the method ``rate`` of a task that is set to it."""
-    return warm_cosine(step, steps)
+def compute_task_warm_cosine_factor(task: Task, step: int, steps: int) -> float:
+    """Return `compute_warm_cosine_factor`, as the method `lr_factor` of a task that is set to it."""
+    return compute_warm_cosine_factor(step, steps)
 
 
 LossOfStep = Callable[[nn.Module, int], Tensor]
@@ -269,7 +269,7 @@ class Step(Task):
         # They differ from instance to instance, where other tasks have them on their class.
         vars(self).update(name=name, rule=rule, hyper=hyper, steps=steps)
 
-    def refuses(self, recipe: Recipe) -> str | None:
+    def explain_refusal(self, recipe: Recipe) -> str | None:
         """Refuse recipes whose arithmetic an emulation rounds inside of modules alone."""
         return "computes its loss outside of the model, where no emulation rounds it" if recipe.emulate else None
 
@@ -298,11 +298,11 @@ class Step(Task):
         """Return the loss itself, or the mean of several."""
         return logits.mean() if logits.ndim else logits
 
-    def hits(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def is_hit(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return False for every target, as no batch has a right answer."""
         return torch.zeros_like(targets, dtype=torch.bool)
 
-    def rate(self, step: int, steps: int) -> float:
+    def lr_factor(self, step: int, steps: int) -> float:
         """Return the learning rate's share."""
         return 1.0 if self._rate is None else float(self._rate(step, steps))
 

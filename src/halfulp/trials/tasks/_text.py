@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._files import TaskWithDataFiles, decode_file_content
-from ._task import Batch, Data, Task, compute_warm_cosine_rate
+from ._task import Batch, Data, Task, compute_task_warm_cosine_factor
 
 
 class TransformerBlock(nn.Module):
@@ -128,7 +128,7 @@ class CharacterGPT(Task):
     steps: ClassVar[int] = 600
     batch: ClassVar[int] = 16
     target: ClassVar[str] = "character"
-    rate = compute_warm_cosine_rate
+    lr_factor = compute_task_warm_cosine_factor
     time: ClassVar[int] = CHARACTERS_PER_WINDOW
 
     def model(self, data: Data, seed: int) -> nn.Module:
@@ -153,7 +153,7 @@ def count_distinct_characters(data: Data) -> int:
     return int(max(data.train[0].max(), data.validation[0].max())) + 1
 
 
-class Text(CharacterGPT):
+class PythonHelpText(CharacterGPT):
     """Next-character prediction on ``pydoc_data.topics``, the help pages of Python itself (465,000 characters)."""
 
     name: ClassVar[str] = "text"
@@ -222,7 +222,7 @@ class TinyShakespeareLSTM(TinyShakespeare):
         )
 
 
-class ScaledGPT(Text):
+class FusedAttentionGPT(PythonHelpText):
     """Next-character prediction with the paper's AdamW (beta 0.9 and 0.95) and fused attention.
 
     "Scalify" (Balança et al., arXiv 2407.17353) trains 168 million parameters on WikiText-103; these are half a million
