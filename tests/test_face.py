@@ -31,7 +31,7 @@ FACE = {
     },
     "halfulp.gradients": {
         *("AdaptiveGradScaler", "LastStep", "Policy", "Amax", "Constant", "Dynamic", "Measured", "RisingFloor"),
-        *("UnderflowBound", "ElementWise", "AbsRange", "NarrowReduction", "reduce_in_bfloat16"),
+        *("UnderflowBound", "ElementWise", "AbsRange", "NarrowAllReduceState", "reduce_in_bfloat16"),
     },
     "halfulp.optim": {
         *(

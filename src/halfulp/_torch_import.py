@@ -17,7 +17,7 @@ REBUILD_FUNCTIONS_OF_SAVED_TENSORS = (
     "halfulp.scaled._scaled_tensor.rebuild_scaled_tensor",
 )
 # The packages that define operators, halfulp::name, when they are imported.
-PACKAGES_DEFINING_OPERATORS = ("rounding", "arithmetic", "mctensor", "scaled", "gradients")
+SUBPACKAGES_DEFINING_OPERATORS = ("rounding", "arithmetic", "mctensor", "scaled", "gradients")
 _operator_lookup_state = threading.local()
 
 
@@ -103,7 +103,7 @@ def _make_operator_namespace(torch: ModuleType) -> Any:
             except AttributeError:
                 if getattr(_operator_lookup_state, "defining", False):
                     raise
-                for package in PACKAGES_DEFINING_OPERATORS:
+                for package in SUBPACKAGES_DEFINING_OPERATORS:
                     importlib.import_module(f"halfulp.{package}")
                 return super().__getattr__(name)
 

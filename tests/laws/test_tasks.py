@@ -96,7 +96,7 @@ def test_loss_of_a_batch_is_finite_and_has_gradients(task: Task, seed: int) -> N
     logits, targets = model(data.validation[0][:3]), data.validation[1][:3]
     hits = task.is_hit(logits, targets)
     assert hits.dtype == torch.bool
-    assert hits.numel() == task.count(targets)
+    assert hits.numel() == task.count_judged(targets)
     assert task.compute_judged_loss(logits, targets).isfinite()
 
 

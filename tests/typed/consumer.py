@@ -508,7 +508,7 @@ def registries_read_only(operator: OpOverload, packet: OpOverloadPacket) -> None
 def distributed_read_only(bucket: Any, model: nn.parallel.DistributedDataParallel) -> None:
     """The hooks that DistributedDataParallel takes."""
     reduction = hu.gradients.reduce_in_bfloat16(model)
-    assert_type(reduction, hu.gradients.NarrowReduction)
+    assert_type(reduction, hu.gradients.NarrowAllReduceState)
     reduction.load_state_dict(reduction.state_dict())
     assert_type(reduction.bytes_sent, int)
     assert_type(hu.scaled.payload_hook(torch.float16, bucket), torch.futures.Future[Tensor])

@@ -23,7 +23,7 @@ from ..kernels import (
     select_engine,
 )
 from ..kernels._device_function import TableFunction
-from ..kernels._trace import COUNTER_COPIES
+from ..kernels._trace import ACCUMULATOR_COPIES
 from ..kernels.triton._launch import TILE_ELEMENTS, TableKernel, find_checked_kernel
 from ..kernels.vector._table_loop import compile_table_kernel
 from ._exact_sum_kernels import (
@@ -199,7 +199,7 @@ def _fill_windows_of_pieces(
     is_copied = (
         len(row) * words <= _MOST_COPIED_COUNTER_WORDS and length.max(initial=0) > _LONGEST_PIECE_WITHOUT_COUNTER_COPIES
     )
-    copies = COUNTER_COPIES if is_copied else 1
+    copies = ACCUMULATOR_COPIES if is_copied else 1
     counters = np.zeros((len(row), copies, words), np.int64)
     pointers = np.empty((len(row), len(operands) + 1), np.int64)
     for k, x in enumerate(operands):

@@ -335,12 +335,12 @@ def _compute_determinant(work: _WorkingPrecision, a: Parts) -> Parts:
     diagonal = tuple(part.diagonal(dim1=-2, dim2=-1) for part in r)
     # Of a nearly singular matrix float64 may not know the sign; of an orthonormal one it does.
     sign = torch.linalg.slogdet(q[0]).sign
-    digits, k = _multiply_along_last_dimension(work, diagonal)
+    digits, k = _reduce_product_over_last_dimension(work, diagonal)
     k = k + rows.sum((-2, -1)) + columns.sum((-2, -1))
     return _multiply_by_power_of_two(tuple(part * sign for part in digits), k)
 
 
-def _multiply_along_last_dimension(work: _WorkingPrecision, x: Parts) -> tuple[Parts, torch.Tensor]:
+def _reduce_product_over_last_dimension(work: _WorkingPrecision, x: Parts) -> tuple[Parts, torch.Tensor]:
     """Return the product over the last dimension as parts near 1 and an exponent."""
     powers = torch.zeros(x[0].shape[:-1], dtype=torch.float64, device=x[0].device)
     while True:

@@ -143,7 +143,7 @@ def multiply(x: Terms, y: Terms, n: int) -> Terms:
 
 
 def _distill_product(x: Terms, y: Terms, n: int) -> Terms:
-    """Return partial products by order of magnitude: exact below order n, rounded at order n, none beyond."""
+    """Return a product of two sums as n terms, of partial products that are exact below order n and rounded at n."""
     orders: list[list] = [[] for _ in range(n + 1)]
     for i, a in enumerate(x):
         for j, b in enumerate(y):

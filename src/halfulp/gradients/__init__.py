@@ -1,7 +1,7 @@
 """Gradients with exponents of their own: AdaptiveGradScaler, its policies and its two front ends."""
 
 from .. import _needs_torch as _needs_torch
-from ._narrow_reduction import NarrowReduction as NarrowReduction
+from ._narrow_reduction import NarrowAllReduceState as NarrowAllReduceState
 from ._narrow_reduction import reduce_in_bfloat16 as reduce_in_bfloat16
 from ._policy import Amax as Amax
 from ._policy import Constant as Constant

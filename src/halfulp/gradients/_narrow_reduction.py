@@ -14,14 +14,14 @@ from torch import distributed as dist
 
 from .._messages import name_type, write_differing_names
 from .._torch_versions import ALL_GATHER_FUNCTION
-from ..subclass.models._conversion import check_module
+from ..subclass.models._conversion import check_is_module
 
 STATE_VERSION = 1
 _SENT_DTYPE, _SUM_DTYPE = torch.bfloat16, torch.float32
 _GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class NarrowReduction:
+class NarrowAllReduceState:
     """The state of a narrow reduction, one on each rank; `reduce_in_bfloat16` returns it.
 
     Attributes:
@@ -134,10 +134,10 @@ class NarrowReduction:
 
 if dist.is_available():
     # torch compares annotations, and knows no strings.
-    NarrowReduction.average_bucket.__annotations__ = typing.get_type_hints(NarrowReduction.average_bucket)
+    NarrowAllReduceState.average_bucket.__annotations__ = typing.get_type_hints(NarrowAllReduceState.average_bucket)
 
 
-def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReduction:
+def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowAllReduceState:
     """Send gradients between processes in bfloat16, half the bytes of float32, and lose nothing over the steps.
 
     Each of n ranks sends its rounded gradient in parts, one to each rank, which sums that part of all in float32; the
@@ -172,7 +172,7 @@ def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReducti
     ...
     ValueError: reduce_in_bfloat16 takes a DistributedDataParallel, got a Linear: wrap it, or ...
     """
-    check_module(model, "reduce_in_bfloat16")
+    check_is_module(model, "reduce_in_bfloat16")
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise TypeError(
             f"scaler= takes the GradScaler or AdaptiveGradScaler of these gradients, got {name_type(scaler)}"
@@ -191,6 +191,6 @@ def reduce_in_bfloat16(model: nn.Module, *, scaler: Any = None) -> NarrowReducti
     if getattr(model, "_comm_hooks", None):
         raise ValueError("this DistributedDataParallel has a communication hook, and takes no second one")
     names = {parameter: name for name, parameter in model.module.named_parameters()}
-    reduction = NarrowReduction(scaler, model.process_group, names)
-    model.register_comm_hook(reduction, NarrowReduction.average_bucket)
+    reduction = NarrowAllReduceState(scaler, model.process_group, names)
+    model.register_comm_hook(reduction, NarrowAllReduceState.average_bucket)
     return reduction

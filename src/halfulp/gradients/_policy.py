@@ -119,7 +119,7 @@ class Amax(Policy):
         for entry in list(site.history)[-self.measurements :]:
             for kind, size in entry.items():
                 if size > 0:
-                    sizes_by_kind.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
+                    sizes_by_kind.setdefault(kind, []).append(math.ldexp(size, site.history_unit_exponent))
         highest = min(site.format.emax, _HIGHEST_TARGET_EXPONENT)
         limits = [
             highest - _add_headroom_to_peak_exponent(sizes, self.headroom, site.format)

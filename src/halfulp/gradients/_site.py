@@ -87,7 +87,7 @@ class Site:
         # What a policy made of each product's operands in this iteration: the least exponent without underflow and the
         # largest one without overflow, which wins.
         self.proposals: list[tuple[int, int]] = []
-        # Largest magnitudes by kind, of the latest measurements, in units of 2^reference_binade.
+        # Largest magnitudes by kind, of the latest measurements, in units of 2^history_unit_exponent.
         self.history: deque[dict[str, float]] = deque(maxlen=AMAX_HISTORY_LENGTH)
         # The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
         self.format: Format | None = None
@@ -118,7 +118,7 @@ class Site:
         return self.global_site is None or self.merged is not None
 
     @property
-    def reference_binade(self) -> int:
+    def history_unit_exponent(self) -> int:
         """The power of two in whose units gradients are remembered; 0 where losses are not followed."""
         return 0 if self.global_site is None or self.merged is not None else self.global_site.loss_binade or 0
 
@@ -128,7 +128,7 @@ class Site:
         self.measured = True
         self.format = next((reading.format for reading in readings.values() if reading.format), None)
         narrow = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.is_finite}
-        entry = {kind: math.ldexp(amax, -self.reference_binade) for kind, amax in narrow.items()}
+        entry = {kind: math.ldexp(amax, -self.history_unit_exponent) for kind, amax in narrow.items()}
         if entry:
             self.history.append(entry)
 
@@ -357,7 +357,7 @@ class CopyWithStrides(torch.autograd.Function):
         return gradient
 
 
-def copy_with_strides(tensor: Tensor) -> Tensor:
+def copy_keeping_strides(tensor: Tensor) -> Tensor:
     """Return a copy with the tensor's strides that autograd records, with a node of its own."""
     out = tensor.clone()
     if out.stride() == tensor.stride() or tensor.layout is not torch.strided or type(tensor) is not Tensor:

@@ -16,7 +16,7 @@ from . import _operations
 from ._trace import RecordedFunction, Trace, Traced
 
 # Columns of a chunk: row of the pointers, first element, elements, global index of the first.
-CHUNK_COLUMN_COUNT = 4
+CHUNK_FIELD_COUNT = 4
 # Bytes, those of the widest vector: what streams begins at multiples of it.
 STREAMING_STORE_ALIGNMENT = 64
 
@@ -41,7 +41,7 @@ class TableFunction:
     @property
     def sum_column_count(self) -> int:
         """Columns of the sums of chunks."""
-        return max(CHUNK_COLUMN_COUNT, len(self.trace.sums))
+        return max(CHUNK_FIELD_COUNT, len(self.trace.sums))
 
     def make_key(self) -> str:
         """Return a key of the instructions, which omits the processor and the sources of `kernels`."""

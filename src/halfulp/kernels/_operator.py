@@ -126,10 +126,10 @@ class TorchOperators:
         return self._torch_object.overloads()
 
 
-Function = TypeVar("Function", bound=Callable)
+FunctionType = TypeVar("FunctionType", bound=Callable)
 
 
-def disable_tracing(function: Function) -> Function:
+def disable_tracing(function: FunctionType) -> FunctionType:
     """Let torch.compile never capture a function's own frames, as a decorator that costs a call nothing.
 
     Between the graphs of a compiled function, frames that torch itself enters (`__torch_dispatch__`, rules, hooks of
@@ -143,18 +143,18 @@ def disable_tracing(function: Function) -> Function:
     """
     if not hasattr(function, "__code__"):
         raise TypeError(f"disable_tracing takes a Python function, got {type(function).__name__}")
-    return cast(Function, hide_frames_from_dynamo(function))
+    return cast(FunctionType, hide_frames_from_dynamo(function))
 
 
-def disable_compilation(function: Function) -> Function:
+def disable_compilation(function: FunctionType) -> FunctionType:
     """Let torch.compile run a function eagerly, breaking its graph there: torch.compiler.disable without a wrapper."""
     marked: Any = disable_tracing(function)
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = f"{function.__qualname__} of halfulp runs uncompiled"
-    return cast(Function, marked)
+    return cast(FunctionType, marked)
 
 
-def assume_constant_result(function: Function) -> Function:
+def assume_constant_result(function: FunctionType) -> FunctionType:
     """torch.compiler.assume_constant_result, without the import of the compiler."""
     vars(function)["_dynamo_marked_constant"] = True
     return function

@@ -31,7 +31,7 @@ _KIND_BY_NUMPY_TYPE: dict[type, str] = {
     **{np.uint32: "w32", np.uint64: "w64", np.int64: "w64"},
 }
 _COMPARISONS = ("lt", "gt", "le", "ge", "eq", "ne")
-COUNTER_COPIES = 4  # of counters that neighbours take turns at
+ACCUMULATOR_COPIES = 4  # of counters that neighbours take turns at
 _MOST_INLINED_INSTRUCTIONS = 60  # instructions up to which a network is better written out than called
 
 
@@ -117,7 +117,7 @@ class Trace:
     def emit_counter_addition(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
         """Add a 64-bit word of each element to an entry of an array of such words.
 
-        Where copies of the counters lie `apart`, COUNTER_COPIES in all, a writer may spread the elements over them,
+        Where copies of the counters lie `apart`, ACCUMULATOR_COPIES in all, a writer may spread the elements over them,
         since additions to one word wait for each other.
         """
         self.counter_additions.append((address.number, place.number, word.number, apart))

@@ -16,7 +16,14 @@ from ..kernels import disable_tracing, list_present_operators
 from ..subclass._derivation import aten, find_functional_form, parse_operators
 from ._derivation import make_unrounded_writing_rule, note_float64_fallback
 from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_DISPATCH_KEY_NAME, MCTensor, attach_autograd_history
-from ._result_type import ResultType, encode_plain_operands, has_plain_operand, is_plain, make_result, result_type
+from ._result_type import (
+    ResultType,
+    encode_plain_operands,
+    has_plain_operand,
+    is_plain_floating,
+    make_result,
+    result_type,
+)
 
 # Those whose operands must all have one dtype.
 SAME_DTYPE_OPERATORS = parse_operators("""
@@ -36,7 +43,7 @@ def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     def promote(x: Any) -> Any:
         if isinstance(x, MCTensor):
             return x.to(form.dtype) if x.dtype != form.dtype else x
-        return encode_plain_operands(x, form, with_gradients=True) if is_plain(x) else x
+        return encode_plain_operands(x, form, with_gradients=True) if is_plain_floating(x) else x
 
     return tuple(map(promote, arguments)), {name: promote(x) for name, x in options.items()}
 
@@ -161,7 +168,7 @@ def _run_on_decoded_operands(operator: OpOverload, arguments: tuple, options: di
     def decode(x: Any) -> Any:
         if isinstance(x, MCTensor):
             return x.decode(torch.float64)
-        return x.double() if is_plain(x) else x
+        return x.double() if is_plain_floating(x) else x
 
     wide = operator(*map(decode, arguments), **{name: decode(x) for name, x in options.items()})
     return attach_autograd_history(wide, make_result((wide.detach(),), form))

@@ -16,7 +16,7 @@ from ..subclass.models._conversion import (
     ParameterRef,
     ParameterSelector,
     check_has_shape,
-    check_module,
+    check_is_module,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
@@ -196,7 +196,7 @@ def multicomponent(
     >>> layer(torch.ones(3)).components[1].shape
     torch.Size([2])
     """
-    check_module(model, "multicomponent")
+    check_is_module(model, "multicomponent")
     check_component_count(components)
     check_gradients_mode(gradients)
     if dtype is not None:

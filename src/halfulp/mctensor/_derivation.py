@@ -22,7 +22,7 @@ from ..subclass._derivation import (
     make_writing_rule,
     refuse_operator,
 )
-from ..subclass._in_backward import disable_result_rounding, wants_plain_gradient_result
+from ..subclass._in_backward import disable_result_rounding, wants_plain_result
 from ._mctensor import MCTensor, decode_to_plain, implements, register_derivation, wrap_components
 from ._result_type import (
     ResultType,
@@ -125,7 +125,7 @@ def implements_beyond_float64(*operators: OpOverload, exactly: bool = False) -> 
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator)(make_rule_preferring_float64(operator, rule, exactly))
+            implements(operator)(prefer_float64(operator, rule, exactly))
         return rule
 
     return register
@@ -149,7 +149,7 @@ def _is_exact_in_float64(x: Any) -> bool:
     return True
 
 
-def make_rule_preferring_float64(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
+def prefer_float64(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
     """Return a rule that runs the operator in float64 where that holds the operands, and `rule` elsewhere."""
 
     def run_either(*arguments: Any, **options: Any) -> Any:
@@ -164,11 +164,11 @@ def make_rule_preferring_float64(operator: OpOverload, rule: Callable, exactly: 
 
 def run_rule_and_round_once(rule: Callable, form: ResultType, arguments: tuple, options: dict) -> Any:
     """Run a rule of several operators with every operand as an MCTensor, and round its results once, at the end."""
-    if has_plain_operand(arguments, options) and not wants_plain_gradient_result(form.gradients, form.has_gradient):
+    if has_plain_operand(arguments, options) and not wants_plain_result(form.gradients, form.has_gradient):
         arguments, options = encode_plain_operands((arguments, options), form)
     with disable_result_rounding():
         results = rule(*arguments, **options)
-    if wants_plain_gradient_result(form.gradients, form.has_gradient):
+    if wants_plain_result(form.gradients, form.has_gradient):
         return tree_map(lambda x: decode_to_plain(x, x.dtype) if isinstance(x, MCTensor) else x, results)
     return results
 

@@ -22,7 +22,7 @@ from ..subclass._in_backward import (
     is_in_backward,
     refuse_jit_trace,
     refuse_make_fx,
-    wants_plain_gradient_result,
+    wants_plain_result,
 )
 from ..subclass._rule_table import is_in_quotient_formula, mark_outliers
 from ._encode import (
@@ -117,7 +117,7 @@ def run_pointwise_function(name: str, *operands: Any, form: ResultType | None = 
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
         return wrap_components(parts, None, x._gradients)
     form = form or result_type(operands)
-    if form.scaled and not wants_plain_gradient_result(form.gradients, form.has_gradient):
+    if form.scaled and not wants_plain_result(form.gradients, form.has_gradient):
         given = [
             (x._parts, x._scale) if isinstance(x, MCTensor) else (to_components(x, form.device), None) for x in operands
         ]
@@ -126,7 +126,7 @@ def run_pointwise_function(name: str, *operands: Any, form: ResultType | None = 
             largest = sizes.amax() if sizes.numel() else sizes.new_zeros(())
             return _scale_result(wide, largest, form, name in SUM_FUNCTION_NAMES)
     converted = convert_operands(name, operands, form.dtype, form.components, form.device)
-    if wants_plain_gradient_result(form.gradients, form.has_gradient):
+    if wants_plain_result(form.gradients, form.has_gradient):
         return pointwise(name, *converted, components=1, dtype=form.dtype)[0]
     if form.scaled:
         wide = pointwise(name, *converted, components=count_float64_components(form), dtype=torch.float64)
@@ -166,7 +166,7 @@ def choose_working_type(form: ResultType) -> tuple[int, torch.dtype]:
     """Return the components, and their dtype, that a result is computed in before it becomes one of a type."""
     if form.scaled:
         return count_float64_components(form), torch.float64
-    return (1 if wants_plain_gradient_result(form.gradients, form.has_gradient) else form.components), form.dtype
+    return (1 if wants_plain_result(form.gradients, form.has_gradient) else form.components), form.dtype
 
 
 def count_float64_components(form: ResultType) -> int:
@@ -176,7 +176,7 @@ def count_float64_components(form: ResultType) -> int:
 
 def make_result(parts: Parts, form: ResultType) -> Tensor:
     """Make a result from non-overlapping components without a scale, of any dtype and number."""
-    if wants_plain_gradient_result(form.gradients, form.has_gradient):
+    if wants_plain_result(form.gradients, form.has_gradient):
         return _round_to_components(parts, 1, form.dtype)[0]
     if form.scaled:
         return _make_scaled_result(parts, form)
@@ -193,7 +193,7 @@ def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps: bool = 
     return wrap_components(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
 
 
-def convert_to_common_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
+def match_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
     """Return operands as components of one dtype, number and scale, for an operator that copies elements."""
     operands = list(operands)
     parts = [to_components(x, form.device) for x in operands]
@@ -230,7 +230,7 @@ def limit_large_elements(result: Parts, name: str, operands: Sequence[Any]) -> P
     """Return a function's float64 components, brought nearer to the others where plain operands have outliers."""
     masks = []
     for x in operands:
-        if is_plain(x) and x.dim():
+        if is_plain_floating(x) and x.dim():
             cause = torch.where(x == 0, 0.0, x.reciprocal()) if name == "div" else x
             masks.append(_find_outliers(cause, among_zeros=name != "mul"))
     masks = [mask for mask in masks if _may_hold_true(mask)]
@@ -240,8 +240,8 @@ def limit_large_elements(result: Parts, name: str, operands: Sequence[Any]) -> P
 
 
 def limit_written_elements(result: Parts, operands: Sequence[Any]) -> Parts:
-    """Return float64 components into which elements of operands were written, limited in the same way."""
-    if not any(_may_hold_true(_find_outliers(x)) for x in operands if is_plain(x)):
+    """Return float64 components in which elements copied from plain operands, if outliers, lie nearer to the others."""
+    if not any(_may_hold_true(_find_outliers(x)) for x in operands if is_plain_floating(x)):
         return result
     return _limit_masked_elements(result, (result[0].abs() >= _LEAST_OUTLIER) & result[0].isfinite())
 
@@ -274,7 +274,7 @@ def _clamp_components(parts: Parts, mask: Tensor, limit: Tensor) -> Parts:
     return (first, *(torch.where(beyond, 0.0, part) for part in parts[1:]))
 
 
-def is_plain(x: Any) -> bool:
+def is_plain_floating(x: Any) -> bool:
     """Return whether an operand is a plain floating-point tensor."""
     return isinstance(x, Tensor) and not isinstance(x, MCTensor) and x.is_floating_point()
 
@@ -282,7 +282,7 @@ def is_plain(x: Any) -> bool:
 def has_plain_operand(arguments: tuple, options: dict) -> bool:
     """Return whether any operand, lists of operands included, is a plain floating-point tensor."""
     for x in (*arguments, *options.values()):
-        if is_plain(x) or (isinstance(x, (list, tuple, dict)) and any(map(is_plain, tree_leaves(x)))):
+        if is_plain_floating(x) or (isinstance(x, (list, tuple, dict)) and any(map(is_plain_floating, tree_leaves(x)))):
             return True
     return False
 
@@ -294,7 +294,7 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
     ranked = any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in tree_leaves(operands))
 
     def encode_operand(x: Any) -> Any:
-        if not is_plain(x):
+        if not is_plain_floating(x):
             return x
         parts = to_components(x.detach(), form.device)
         if ranked and not x.dim():  # promotes nothing, and keeps all the digits of a float64

@@ -290,13 +290,13 @@ def choose_headline(causes: Sequence[Any], of: str) -> str:
     return worst["headline"] if worst is not None else f"Nothing to mend in {of}"
 
 
-def count_causes_in_words(causes: Sequence[Any], of: str) -> str:
+def describe_counts_by_severity(causes: Sequence[Any], of: str) -> str:
     """Return how many causes of each severity there are, in words.
 
-    >>> count_causes_in_words([{"severity": "error"}, {"severity": "note"}, {"severity": "note"}], "after 401 steps")
-    '3 findings (1 error, 2 notes) after 401 steps'
-    >>> count_causes_in_words([{"severity": "error"}], "after 401 steps"), count_causes_in_words([], "in 4 tensors")
-    ('1 finding (1 error) after 401 steps', 'no findings in 4 tensors')
+    >>> describe_counts_by_severity([{"severity": "error"}, {"severity": "note"}], "after 9 steps")
+    '2 findings (1 error, 1 note) after 9 steps'
+    >>> describe_counts_by_severity([], "in 4 tensors")
+    'no findings in 4 tensors'
     """
     if not causes:
         return f"no findings {of}"

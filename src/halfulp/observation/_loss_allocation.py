@@ -31,7 +31,7 @@ _MOST_SIMPSON_INTERVALS = 32
 _INTEGRATION_TOLERANCE = 0.25e-3
 
 LossFunction = Callable[[nn.Module], Tensor]
-NamedTensors = dict[str, Tensor]
+NameTensorPairs = dict[str, Tensor]
 
 
 @dataclass
@@ -65,7 +65,7 @@ class LossAllocation:
         self.shares = {name: ParameterShare(name, p.numel()) for name, p in self._trained.items()}
         self.first = self.last = math.nan
         self.steps = self.unsplit = 0
-        self._wanted: NamedTensors | None = None
+        self._wanted: NameTensorPairs | None = None
         self._handles: list[Any] = []
 
     def __enter__(self) -> LossAllocation:
@@ -104,7 +104,7 @@ class LossAllocation:
     def _record_unrounded_changes(self, *_: Any) -> None:
         """Note the changes that a step would make without rounding the weights, by name; None where one is unknown."""
         self._before, self._wanted = self._copy_weights(), None
-        wanted: NamedTensors = {}
+        wanted: NameTensorPairs = {}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
@@ -124,7 +124,7 @@ class LossAllocation:
         start, moved = self._point, {name: end[name] - self._point[name] for name in end}
         loss, after = self._compute_loss_and_gradient(end)
         # Composite Simpson: (g_0 + 4 (g_1 + g_3 + ...) + 2 (g_2 + g_4 + ...) + g_n) / 3n, n doubled until the sum fits.
-        odd: NamedTensors = {}
+        odd: NameTensorPairs = {}
         even, parts = {name: torch.zeros_like(step) for name, step in moved.items()}, 1
         total, wanted = math.inf, loss - self.last
         while parts < _MOST_SIMPSON_INTERVALS and abs(total - wanted) > _INTEGRATION_TOLERANCE * abs(wanted):
@@ -142,10 +142,10 @@ class LossAllocation:
                 share.rounding += float((mean[name] * (stepped - self._wanted.get(name, 0.0))).sum())
         self._point, self.last, self._gradient = end, loss, after
 
-    def _copy_weights(self) -> NamedTensors:
+    def _copy_weights(self) -> NameTensorPairs:
         return {name: p.detach().to("cpu", torch.float64, copy=True) for name, p in self._trained.items()}
 
-    def _compute_loss_and_gradient(self, point: NamedTensors) -> tuple[float, NamedTensors]:
+    def _compute_loss_and_gradient(self, point: NameTensorPairs) -> tuple[float, NameTensorPairs]:
         """Return the loss and its gradient at some weights, on the float64 copy."""
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             for name, value in point.items():

@@ -11,7 +11,7 @@ import torch
 from .._messages import quote, write_differing_names
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
-from ..subclass.models._conversion import check_module
+from ..subclass.models._conversion import check_is_module
 from ._checkpoint import refuse_other_random_stream_version
 from ._float32 import MAX_DEVICE_ELEMENTS_AT_ONCE, MAX_ELEMENTS_AT_ONCE, read_float32_weights, split_plans_by_elements
 from ._group_options import WeightUpdateOptions, check_real_number
@@ -59,7 +59,7 @@ class AverageUpdateOptimizer(ExplicitGradientOptimizer):
     def _check_parameter_holders(self, has_gradients: bool) -> None:
         """Do nothing: no wrapper holds averages."""
 
-    def find_average_plans(self) -> dict[torch.Tensor, ParameterPlan]:
+    def get_plan_by_average(self) -> dict[torch.Tensor, ParameterPlan]:
         """Return the plan of every average."""
         group = self.param_groups[0]
         return {average: self._find_valid_plan(group, k) for k, average in enumerate(group["params"])}
@@ -114,7 +114,7 @@ class EMA:
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        check_module(model, "EMA")
+        check_is_module(model, "EMA")
         stepping = None if optimizer is None else find_halfulp_optimizer(optimizer, "optimizer=", "leave it out")
         compute_ema_decay({"decay": decay}, 1)
         self.model: torch.nn.Module = model
@@ -138,7 +138,7 @@ class EMA:
             "report_interval": report_interval,
         }
         self._average_optimizer = AverageUpdateOptimizer(named, {"decay": decay}, **options)
-        plans = self._average_optimizer.find_average_plans()
+        plans = self._average_optimizer.get_plan_by_average()
         with torch.no_grad():
             for weights in self._read_live_weights(live):
                 for name, weight in weights.items():
@@ -203,7 +203,7 @@ class EMA:
         The weights wait in a copy, so the block needs their memory once more. Do not step an optimizer inside. An
         optimizer's float32_state_dict is there that of the averages as the model shows them.
         """
-        plans, buffers = self._average_optimizer.find_average_plans(), self.model.named_buffers()
+        plans, buffers = self._average_optimizer.get_plan_by_average(), self.model.named_buffers()
         shown = [(buffer, self._copied[name]) for name, buffer in buffers if name in self._copied]
         for name, tensor in self._read_live_parameters().items():
             mine = self._averages[name]
@@ -219,7 +219,7 @@ class EMA:
     def float32_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's state_dict in float32, with the averages in place of the weights."""
         mine = {id(tensor): self._averages[name] for name, tensor in self.model.named_parameters()}
-        plans, found = self._average_optimizer.find_average_plans(), {}
+        plans, found = self._average_optimizer.get_plan_by_average(), {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) in mine:
                 found[name] = _read_float32_weight(plans[mine[id(tensor)]])
@@ -237,7 +237,7 @@ class EMA:
         activation checkpointing put into names, beside it each auxiliary tensor as "<name>.<tensor>", and the copied
         buffers.
         """
-        tensors, plans = dict(self._copied), self._average_optimizer.find_average_plans()
+        tensors, plans = dict(self._copied), self._average_optimizer.get_plan_by_average()
         for name, mine in self._averages.items():
             tensors[name] = mine
             tensors |= {f"{name}.{key}": wrap_like_dtensor(value, mine) for key, value in plans[mine].tensors.items()}
@@ -264,7 +264,7 @@ class EMA:
         saved = [find_weight_update(entry) for entry in state_dict["weight_update"]]
         if saved != [find_weight_update(entry) for entry in own["weight_update"]]:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
-        plans = self._average_optimizer.find_average_plans()
+        plans = self._average_optimizer.get_plan_by_average()
         if any(plan.spec.draws_bits for plan in plans.values()):
             refuse_other_random_stream_version("the EMA", "the state_dict", state_dict)
         missing, foreign = sorted(tensors.keys() - given.keys()), sorted(given.keys() - tensors.keys())

@@ -26,7 +26,7 @@ from ..kernels._operations import store32, word
 from ..kernels.triton._launch import TableKernel, find_checked_kernel
 from ..kernels.vector._machine_function import get_array_address
 from ..kernels.vector._table_loop import compile_table_kernel
-from ..subclass.models._conversion import check_module
+from ..subclass.models._conversion import check_is_module
 from ._storage import Store
 from .parameters._outside_writes import read_auxiliary_tensors
 from .parameters._parameter_plan import ParameterPlan
@@ -67,7 +67,7 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
     >>> model.weight.dtype, model.weight.grad.dtype
     (torch.bfloat16, torch.float32)
     """
-    check_module(model, "float32_gradients")
+    check_is_module(model, "float32_gradients")
     if not HAS_GRADIENT_DTYPE:
         raise make_torch_too_old_error(
             "gradients wider than their parameter need Tensor.grad_dtype", "train float32 parameters under autocast"
@@ -166,7 +166,7 @@ def make_read_kernel(update: WeightUpdate, store: Store) -> Callable[..., None]:
 def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.device) -> TableKernel | None:
     """Return the kernel of `make_read_kernel` on an accelerator; None, counted, where there is none."""
 
-    def run(kernel: TableKernel, device: torch.device) -> list[torch.Tensor]:
+    def run_on_check_tensors(kernel: TableKernel, device: torch.device) -> list[torch.Tensor]:
         parts = [part.to(device) for part in _make_check_tensors(update, store)]
         out = [torch.empty(count, dtype=torch.float32, device=device) for count in (64, 61)]
         kernel(*_make_read_tables([parts, parts], out), device)
@@ -181,7 +181,7 @@ def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.d
         f"read {update.name} {store.name}",
         device,
         lambda: TableKernel(TableFunction(_record_read_trace(update, store), 5)),
-        run,
+        run_on_check_tensors,
         compute_reference,
     )
     return kernel

@@ -9,7 +9,7 @@ import torch
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..subclass.models._conversion import check_module
+from ..subclass.models._conversion import check_is_module
 from ..subclass.models._parameter_holders import list_live_data_parallel_modules
 from ._optimizer import Optimizer, find_halfulp_optimizer
 from .parameters._narrow_groups import walk_group_parameters
@@ -116,7 +116,7 @@ def release_gradients(model: torch.nn.Module, optimizer: Optimizer | Callable[..
     >>> model.weight.grad is None
     True
     """
-    check_module(model, "release_gradients")
+    check_is_module(model, "release_gradients")
     _refuse_wrappers_and_scalers(model, True)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model.named_parameters())

@@ -280,7 +280,7 @@ class Optimizer(CheckpointMixin):
 
     def _clear_plans(self) -> None:
         """Make every plan anew before it is used again, under the identities that the groups say."""
-        self._plans.clear()
+        self._plans.invalidate_all()
         for group in self.param_groups:
             record_identities(group, self._identities)
 

@@ -39,7 +39,8 @@ from ..kernels._operations import (
 from ..kernels._trace import RecordedFunction
 from ..rounding._device_functions import (
     BEYOND_HALF,
-    E4M3FN,
+    E4M3FN_FUNCTIONS,
+    E5M2_FUNCTIONS,
     FLOAT16_INFINITY,
     FLOAT16_LEAST_NORMAL_AS_FLOAT32,
     FLOAT16_NAN,
@@ -50,7 +51,6 @@ from ..rounding._device_functions import (
     widen_bfloat16,
     widen_float16,
 )
-from ..rounding._device_functions import E5M2 as E5M2_CODEC
 
 ONE, EIGHT, SIXTEEN, NINETEEN = (np.uint32(n) for n in (1, 8, 16, 19))
 MAGNITUDE_MASK, SIGN_MASK, EXPONENT_MASK, CANONICAL_NAN = (
@@ -179,8 +179,8 @@ _FP16_CODEC = fp16_to_float32, round_to_fp16, round_to_fp16_stochastically
 BF16 = Store("bf16", torch.bfloat16, load16, store16, *_BF16_CODEC, 16, 7, -126)
 FP16 = Store("fp16", torch.float16, load16, store16, *_FP16_CODEC, 32, 10, -14)
 F32 = Store("fp32", torch.float32, load32, store32, word_to_float32, float32_to_word, float32_to_word, 0, 23, -126)
-E4M3 = Store("e4m3fn", torch.float8_e4m3fn, load8, store8, *E4M3FN, 32, 3, -6)
-E5M2 = Store("e5m2", torch.float8_e5m2, load8, store8, *E5M2_CODEC, 32, 2, -14)
+E4M3 = Store("e4m3fn", torch.float8_e4m3fn, load8, store8, *E4M3FN_FUNCTIONS, 32, 3, -6)
+E5M2 = Store("e5m2", torch.float8_e5m2, load8, store8, *E5M2_FUNCTIONS, 32, 2, -14)
 STORE_BY_DTYPE = {store.dtype: store for store in (BF16, FP16, F32)}
 # What payloads of scaled tensors are stored in.
 PAYLOAD_STORE_BY_DTYPE = {**STORE_BY_DTYPE, E4M3.dtype: E4M3, E5M2.dtype: E5M2}
@@ -189,7 +189,7 @@ PAYLOAD_STORE_BY_DTYPE = {**STORE_BY_DTYPE, E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 # Bound per format.
 KEPT_BITS_MASK = UNUSED_RANDOM_BIT_COUNT = ROUNDING_ADDEND = LOST_BIT_COUNT = np.uint32(0)
 LOWEST_BINADE_WORD = ADDEND_EXPONENT_OFFSET = SPACING_EXPONENT_OFFSET = INVERSE_SPACING_EXPONENT_OFFSET = np.uint32(0)
-LARGEST_FINITE = OVERFLOW_RESULT = np.uint32(0)
+LARGEST_FINITE = OVERFLOW_REPLACEMENT_WORD = np.uint32(0)
 
 
 def round_to_nearest_by_masking(x, random):
@@ -240,7 +240,7 @@ def find_power_of_two_word(bits):
 
 def replace_beyond_largest(magnitude, rounded):
     """Device function: what lies beyond the largest number, by the format's policy; NaN stays."""
-    inside = select(rounded <= LARGEST_FINITE, rounded, OVERFLOW_RESULT)
+    inside = select(rounded <= LARGEST_FINITE, rounded, OVERFLOW_REPLACEMENT_WORD)
     return select(magnitude > EXPONENT_MASK, magnitude, inside)
 
 
@@ -276,7 +276,7 @@ def make_format_store(given: Format | str | None) -> Store | None:
             "SPACING_EXPONENT_OFFSET": fmt.mantissa_bits << 23,
             "INVERSE_SPACING_EXPONENT_OFFSET": 254 + fmt.mantissa_bits << 23,
             "LARGEST_FINITE": largest,
-            "OVERFLOW_RESULT": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, largest),
+            "OVERFLOW_REPLACEMENT_WORD": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, largest),
         }
     words = tuple((name, np.uint32(value)) for name, value in constants.items())
     numbers = 32, fmt.mantissa_bits, fmt.emin

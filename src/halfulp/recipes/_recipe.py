@@ -133,19 +133,16 @@ class Recipe:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ValueError(f"a recipe needs a name, got {self.name!r}")
-        self._convert_fields()
+        self._normalize_fields()
         scale = self.gradient_scale
-        states = (
-            *_list_built_in_and_registered_names(STATE_DTYPES, "state store"),
-            *((self.format,) if self.format else ()),
-        )
-        policies = _list_built_in_and_registered_names(DESCRIPTION_BY_GRADIENT_SCALE, "policy")
+        states = (*_list_all_names(STATE_DTYPES, "state store"), *((self.format,) if self.format else ()))
+        policies = _list_all_names(DESCRIPTION_BY_GRADIENT_SCALE, "policy")
         named: tuple[tuple[str, tuple[str, ...], tuple[str | None, ...]], ...] = (
             ("param_dtype", PARAMETER_DTYPES, (self.param_dtype,)),
             ("state_dtype", states, (self.state_dtype,)),
             (
                 "weight update",
-                _list_built_in_and_registered_names(DESCRIPTION_BY_WEIGHT_UPDATE, "weight update"),
+                _list_all_names(DESCRIPTION_BY_WEIGHT_UPDATE, "weight update"),
                 self.list_weight_update_names(),
             ),
             ("payload", PAYLOAD_DTYPES, (self.payload,)),
@@ -179,7 +176,7 @@ class Recipe:
         for why in self._describe_conflicts():
             raise ValueError(f"recipe {self.name!r} has {why}")
 
-    def _convert_fields(self) -> None:
+    def _normalize_fields(self) -> None:
         """Hold dtypes and formats as their names, pairs and globs as tuples, a whole number as a float."""
         given = {**vars(self)}
         for field in ("param_dtype", "payload", "state_dtype", *_FIELDS_NAMING_FORMATS):
@@ -326,7 +323,7 @@ def _describe_field(field: str, value: Any) -> list[str]:
     return [", ".join(filter(None, (written, {**read_registered_descriptions(registry), **words}.get(value))))]
 
 
-def _list_built_in_and_registered_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
+def _list_all_names(names: Iterable[str], kind: str) -> tuple[str, ...]:
     """Return the library's names followed by those that were registered."""
     return tuple({**dict.fromkeys(names), **read_registered_descriptions(kind)})
 

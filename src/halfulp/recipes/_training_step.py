@@ -25,7 +25,7 @@ SUM_ORDER_TOLERANCE = 1e-6
 # An element may be off by this many times what float32 itself is off by among elements of its size.
 _FLOAT32_ERROR_FACTOR = 32.0
 # Elements up to this many binades larger count as of its size.
-_NEIGHBOURING_BINADES = 6
+_BINADES_SHARING_FLOAT32_ERROR = 6
 # Beyond float32's binades, for 0.
 _BINADE_STANDING_FOR_ZERO = -1100
 
@@ -56,9 +56,11 @@ def is_close_to_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor
         torch.where(exact == 0, _BINADE_STANDING_FOR_ZERO, torch.frexp(exact).exponent.long())
         - _BINADE_STANDING_FOR_ZERO
     )
-    largest = torch.zeros(int(binades.max()) + 1 + _NEIGHBOURING_BINADES, dtype=torch.float64, device=exact.device)
+    largest = torch.zeros(
+        int(binades.max()) + 1 + _BINADES_SHARING_FLOAT32_ERROR, dtype=torch.float64, device=exact.device
+    )
     largest.scatter_reduce_(0, binades, (wanted - exact).abs(), "amax")
-    own_errors = torch.cummax(largest, 0).values[binades + _NEIGHBOURING_BINADES]
+    own_errors = torch.cummax(largest, 0).values[binades + _BINADES_SHARING_FLOAT32_ERROR]
     allowed = torch.maximum(SUM_ORDER_TOLERANCE * exact.abs(), _FLOAT32_ERROR_FACTOR * own_errors)
     return bool(((got - exact).abs() <= allowed).all())
 

@@ -116,7 +116,7 @@ def compute_random_addend(w, a, u, s, keep, c):
     return shr(align_random_bits_below_sign(u, c), sub(c.last_bit, s))
 
 
-def is_smallest_number_drawn(w, a, u, c):
+def rounds_up_to_smallest_at_random(w, a, u, c):
     """Device function: with the probability a / TINY; the sum carries into the sign bit."""
     return add(align_random_bits_below_sign(u, c), compute_fraction_of_smallest(a, c)) >= c.sign
 
@@ -336,5 +336,5 @@ def _make_float8_functions(
 
 
 # e4m3fn saturates, and has NaN where infinity would be; e5m2's numbers beyond the range become infinity.
-E4M3FN = _make_float8_functions("E4M3FN", 3, -6, 0x7E, 0x7F, False)
-E5M2 = _make_float8_functions("E5M2", 2, -14, 0x7C, 0x7C, True)
+E4M3FN_FUNCTIONS = _make_float8_functions("E4M3FN", 3, -6, 0x7E, 0x7F, False)
+E5M2_FUNCTIONS = _make_float8_functions("E5M2", 2, -14, 0x7C, 0x7C, True)

@@ -108,7 +108,7 @@ def choose_mode_functions(target: Target, known: TargetConstants) -> dict[str, C
         bind["addend"] = p.compute_nearest_addend_at_fixed_shift if path == "fixed" else p.compute_nearest_addend
         bind["reaches_smallest"] = p.exceeds_half_smallest
     elif mode == "stochastic":
-        bind |= {"addend": p.compute_random_addend, "reaches_smallest": p.is_smallest_number_drawn}
+        bind |= {"addend": p.compute_random_addend, "reaches_smallest": p.rounds_up_to_smallest_at_random}
     else:
         bind |= {"addend": p.compute_mode_addend, "reaches_smallest": p.is_smallest_chosen_by_mode}
         # A partial function: names of its module are not those that are bound here.

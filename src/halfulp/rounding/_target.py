@@ -95,7 +95,7 @@ class WordLayout(NamedTuple):
         return 1 << (exponent - self.smallest_exponent) if exponent >= self.smallest_exponent else 0
 
     def encode_number(self, value: float) -> int:
-        """Return the word of a number that the container holds."""
+        """Return the bits of a number as the container's own float, float32 or float64."""
         real, integer = ("<f", "<I") if self.width == 32 else ("<d", "<Q")
         return struct.unpack(integer, struct.pack(real, value))[0]
 

@@ -23,7 +23,14 @@ from ..kernels._plain_memory import is_non_overlapping_and_dense
 from ..kernels._trace import Trace
 from ..kernels.triton._launch import find_checked_kernel, use_device
 from ..kernels.triton._writer import COMPILE_OPTIONS, load_triton_module, write_functions, write_module
-from ..rounding._device_functions import E4M3FN, E5M2, encode_bfloat16, encode_float16, widen_bfloat16, widen_float16
+from ..rounding._device_functions import (
+    E4M3FN_FUNCTIONS,
+    E5M2_FUNCTIONS,
+    encode_bfloat16,
+    encode_float16,
+    widen_bfloat16,
+    widen_float16,
+)
 from . import _powers_of_two as _powers
 
 SMALLEST_SCALE, LARGEST_SCALE, HUGE_SCALE = _powers.SMALLEST_SCALE, _powers.LARGEST_SCALE, _powers.HUGE_SCALE
@@ -57,8 +64,10 @@ PAYLOAD_CODEC_BY_DTYPE = {
     torch.float16: PayloadCodec(
         lambda w: real(widen_float16(w)), lambda x: encode_float16(word(clamp_finite_values(x, 65504.0)))
     ),
-    torch.float8_e5m2: PayloadCodec(E5M2.decode, lambda x: E5M2.nearest(clamp_finite_values(x, 57344.0), None)),
-    torch.float8_e4m3fn: PayloadCodec(E4M3FN.decode, lambda x: E4M3FN.nearest(x, None)),
+    torch.float8_e5m2: PayloadCodec(
+        E5M2_FUNCTIONS.decode, lambda x: E5M2_FUNCTIONS.nearest(clamp_finite_values(x, 57344.0), None)
+    ),
+    torch.float8_e4m3fn: PayloadCodec(E4M3FN_FUNCTIONS.decode, lambda x: E4M3FN_FUNCTIONS.nearest(x, None)),
 }
 
 
@@ -473,7 +482,7 @@ def _launch_or_run_by_torch(
 
 
 def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
-    """Return fixed payloads of the same dtypes, the second repeating if it does, and scales."""
+    """Return fixed payloads of the same dtypes, the second one row where its shape is not the first's, and scales."""
     generator = torch.Generator().manual_seed(0)
     found: list[Tensor] = []
     for x in payloads:

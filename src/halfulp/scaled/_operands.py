@@ -97,7 +97,7 @@ def bring_payload_under_scale(x: ScaledTensor, scale: Tensor, storage: torch.dty
     return round_to_storage(get_float32_payload(x) * factor, storage)
 
 
-def replace_underflows(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
+def raise_underflows_to_smallest(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     """Replace what rounding made 0 by the payload's smallest number, with the sign of the unrounded value."""
     # Divisors need it: by 0 a quotient would be infinite or NaN, by a number that is somewhat large it is only small.
     storage = x._payload.dtype
@@ -112,7 +112,9 @@ def round_second_moment_above_zero(total: ScaledTensor, x: ScaledTensor, squares
     """Return total = x + squares in x's storage, without sums of positive numbers that become 0: divisors."""
     rounded = fit_scaled_tensor(get_float32_payload(total), total._scale, x._payload.dtype, total.dtype)
     before, added = get_float32_payload(x), get_float32_payload(squares)
-    return replace_underflows(rounded, torch.where((before >= 0) & (added >= 0), torch.maximum(before, added), 0.0))
+    return raise_underflows_to_smallest(
+        rounded, torch.where((before >= 0) & (added >= 0), torch.maximum(before, added), 0.0)
+    )
 
 
 def encode_plain_tensor(

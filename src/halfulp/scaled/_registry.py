@@ -141,9 +141,9 @@ RULES = _rule_table.rules
 find_rule = _rule_table.find_rule
 register_rule_derivation = _rule_table.register_derivation
 # For tensors with a home: a rule is a function of the home, the arguments and the options.
-_rule_table_with_home = RuleTable()
-find_rule_with_home = _rule_table_with_home.find_rule
-register_derivation_with_home = _rule_table_with_home.register_derivation
+_rule_table_of_tensors_with_home = RuleTable()
+find_rule_with_home = _rule_table_of_tensors_with_home.find_rule
+register_derivation_with_home = _rule_table_of_tensors_with_home.register_derivation
 # The family of every registered operator.
 FAMILY_BY_OPERATOR: dict[OpOverload, str] = {}
 
@@ -183,7 +183,7 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[RuleTyp
     def register_in_family(rule: RuleType) -> RuleType:
         for operator in known:
             FAMILY_BY_OPERATOR[operator] = family
-            _rule_table_with_home.drop_derived_rule(operator)
+            _rule_table_of_tensors_with_home.drop_derived_rule(operator)
         return register(rule)
 
     return register_in_family

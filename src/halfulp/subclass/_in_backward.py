@@ -33,7 +33,7 @@ def is_in_backward() -> bool:
     return _get_graph_task_id() != -1
 
 
-def wants_plain_gradient_result(gradients: str, has_gradient: bool) -> bool:
+def wants_plain_result(gradients: str, has_gradient: bool) -> bool:
     """Return whether a result is a gradient that is to be rounded to a plain tensor."""
     # Only where an operand may be a gradient: a plain one, or the ones that a backward pass begins with. What is
     # computed of saved values alone keeps all components: a difference or a comparison of them needs every digit.
@@ -46,9 +46,9 @@ def wants_plain_gradient_result(gradients: str, has_gradient: bool) -> bool:
     )
 
 
-def wants_plain_gradient_result_from(x: Any) -> bool:
+def wants_plain_result_from(x: Any) -> bool:
     """Return whether the gradient of a function of one MCTensor is a plain tensor."""
-    return wants_plain_gradient_result(x._gradients, x._seeds_backward or len(x._parts) == 1)
+    return wants_plain_result(x._gradients, x._seeds_backward or len(x._parts) == 1)
 
 
 def is_storing_plain_gradient(gradients: str) -> bool:

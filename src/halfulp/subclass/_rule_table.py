@@ -139,7 +139,7 @@ _QUOTIENT_NODE_NAMES = frozenset(
 
 
 def is_in_quotient_formula() -> bool:
-    """Return whether an operator is a step of a quotient node's formula."""
+    """Return whether the backward pass now runs a node whose formula is a quotient, as logaddexp's and atan's."""
     if _get_graph_task_id() == -1:
         return False
     node = torch._C._current_autograd_node()

@@ -88,7 +88,7 @@ WAYS = {
     "auxiliary tensor deleted": _changed(lambda model, optimizer, state: state.pop("residual")),
     "add_param_group": _parameter_added,
     "parameter replaced": _parameter_replaced,
-    "cleared": _changed(lambda model, optimizer, state: optimizer._plans.clear()),
+    "cleared": _changed(lambda model, optimizer, state: optimizer._plans.invalidate_all()),
 }
 
 
@@ -140,7 +140,7 @@ def test_tables_go_with_their_plans_and_stay_with_them(seed):
         assert newer is not table
         assert [one is two for one, two in zip(newer.plans, table.plans)] == [True, False]
         assert newer.pointers[1, 0] == other.data_ptr()
-        optimizer._plans.clear()
+        optimizer._plans.invalidate_all()
     assert optimizer._plans.roster is None
 
 

@@ -153,7 +153,7 @@ BETWEEN = {
     "loaded": _reload,
     "deepcopy": _copy(copy.deepcopy),
     "pickle": _copy(lambda both: pickle.loads(pickle.dumps(both))),
-    "plans cleared": lambda run: run.optimizer._plans.clear(),
+    "plans cleared": lambda run: run.optimizer._plans.invalidate_all(),
 }
 
 

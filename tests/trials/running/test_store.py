@@ -23,10 +23,10 @@ def result(make_record):
 
 def test_what_is_kept_is_found_again(tmp_path: Path, trials, result) -> None:
     store = TrialStore(tmp_path / "out")
-    store.open_results_folder(resume=False)
+    store.refuse_or_delete_old_results(resume=False)
     store.write_trial(trials[0], result)
     again = TrialStore(tmp_path / "out")
-    again.open_results_folder(resume=True)
+    again.refuse_or_delete_old_results(resume=True)
     assert again.read_finished_results(trials) == {trials[0].key: result}
 
 
@@ -74,11 +74,11 @@ def test_a_comparison_is_deleted_only_on_request(tmp_path: Path, trials, complet
         store.report.write_text("{}")
     before = {path: path.read_bytes() for path in store.root.rglob("*.json")}
     with pytest.raises(ValueError, match=r"--resume .* --overwrite .* --out"):
-        store.open_results_folder(resume=False)
+        store.refuse_or_delete_old_results(resume=False)
     with pytest.raises(ValueError, match="give one"):
-        store.open_results_folder(resume=True, overwrite=True)
+        store.refuse_or_delete_old_results(resume=True, overwrite=True)
     assert {path: path.read_bytes() for path in store.root.rglob("*.json")} == before
-    store.open_results_folder(resume=False, overwrite=True)
+    store.refuse_or_delete_old_results(resume=False, overwrite=True)
     assert not list(store.root.rglob("*.json"))
 
 

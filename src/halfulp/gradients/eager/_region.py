@@ -27,7 +27,7 @@ from .._functions import (
     map_tensors,
     memoize_by_tensor,
 )
-from .._site import CopyWithStrides, Site, copy_with_strides, find_narrow_format
+from .._site import CopyWithStrides, Site, copy_keeping_strides, find_narrow_format
 from ._backward import (
     FIRST_LEAF_SEQUENCE_NUMBER,
     Backward,
@@ -430,7 +430,7 @@ class Region(TorchFunctionMode):
             return tensor
         # A write into a view would go round the hook.
         viewed = tensor.layout is torch.strided and not leaving
-        out = tensor.view_as(tensor) if viewed else copy_with_strides(tensor)
+        out = tensor.view_as(tensor) if viewed else copy_keeping_strides(tensor)
         node: Any = out.grad_fn
         node.register_prehook(self._backward.get_edge_hook(source, target))
         self.recording.add_edge_node(node)
@@ -474,7 +474,7 @@ class Region(TorchFunctionMode):
                 site.stored = find_narrow_format(out.dtype)
             if rounds and kind == "cell":
                 # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
-                out = copy_with_strides(out)
+                out = copy_keeping_strides(out)
             if rounds and out.grad_fn not in rounding_nodes:
                 node: Any = out.grad_fn
                 rounding_nodes.add(node)

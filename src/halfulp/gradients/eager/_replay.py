@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kernels import disable_tracing
 from .._functions import is_parameter, list_differentiable_tensors, map_tensors, memoize_by_tensor
-from .._site import Site, copy_with_strides, make_power_of_two
+from .._site import Site, copy_keeping_strides, make_power_of_two
 from ._backward import FIRST_LEAF_SEQUENCE_NUMBER, Backward, thread_region_state
 from ._region import CallRecording, ModuleNameCache
 
@@ -298,7 +298,7 @@ class GraphReplay:
             out = out.float()
         elif any(move):
             # A reader may write into it.
-            out = copy_with_strides(out)
+            out = copy_keeping_strides(out)
         elif node.metadata.get(self._global_site) is self._global_site:
             # It was there before, and may outlive this pass by many, each of which would add a hook.
             return out

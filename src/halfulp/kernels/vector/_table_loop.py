@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._device_function import CHUNK_COLUMN_COUNT, RANDOM_STREAM_INPUTS, TableFunction
-from .._trace import COUNTER_COPIES
+from .._device_function import CHUNK_FIELD_COUNT, RANDOM_STREAM_INPUTS, TableFunction
+from .._trace import ACCUMULATOR_COPIES
 from ._builder import VectorBuilder, get_lane_type
 from ._instructions import InstructionWriter
 from ._loop import LoopStages, find_dependencies, schedule_instructions, split_into_block_phases, split_into_loop_stages
@@ -93,7 +93,7 @@ class TableLoop(VectorBuilder):
             self.allocate_stack(get_lane_type(self.get_vector_type_of_line(line)), room) for line in crossing
         ]
         self.block_results = {
-            line: self.allocate_stack(get_lane_type(self.get_memory_type_of_line(line)), self.together)
+            line: self.allocate_stack(get_lane_type(self.get_memory_type_of_instruction(line)), self.together)
             for line in self.phases.block_result_lines
         }
         # A row per block, where as many blocks are computed at once as a vector has lanes.
@@ -104,8 +104,8 @@ class TableLoop(VectorBuilder):
         """Write the loop over chunks."""
         b, table = self.b, self.table
         with self.loop(first, last, 1) as c:
-            at = b.mul(c, self.int64(CHUNK_COLUMN_COUNT))
-            row, begin, count, index = (self.load_word_at(chunks, at, k) for k in range(CHUNK_COLUMN_COUNT))
+            at = b.mul(c, self.int64(CHUNK_FIELD_COUNT))
+            row, begin, count, index = (self.load_word_at(chunks, at, k) for k in range(CHUNK_FIELD_COUNT))
             pointer = b.mul(row, self.int64(table.columns))
             used = {self.column[address] for address, *_ in [*self.arrays, *self.trace.counter_additions]}
             self.address = {column: self.load_word_at(pointers, pointer, column) for column in sorted(used)}
@@ -180,7 +180,7 @@ class TableLoop(VectorBuilder):
             used = {array: b.select(is_rest, held[array], bases[array]) for array in self.arrays}
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
             if self.stages:
-                self.write_two_stage_loop(self.stages, limit, before, used)
+                self.write_pipelined_loop(self.stages, limit, before, used)
             else:
                 with self.loop(zero, limit, self.width) as i:
                     self.write_body_for_vector_pair(used, i, b.add(before, i), [], None)
@@ -196,7 +196,7 @@ class TableLoop(VectorBuilder):
         self.write_counter_additions(values, limit)
         self.add_to_totals(values, i, totals, limit, range(len(self.trace.lines)))
 
-    def write_two_stage_loop(self, stages: LoopStages, limit, before, bases: dict) -> None:
+    def write_pipelined_loop(self, stages: LoopStages, limit, before, bases: dict) -> None:
         """Write the loop over whole vectors in two stages: a turn stores what the turn before has begun."""
         # The first turn only begins; the last begins again what is there.
         b, zero, width, carried_lines = self.b, self.int64(0), self.int64(self.width), stages.carried_lines
@@ -473,10 +473,10 @@ class TableLoop(VectorBuilder):
 
     def make_block_result_pointer(self, line: int):
         """Return a pointer to an instruction's results for all blocks that are computed together."""
-        kind = self.make_vector_type(get_lane_type(self.get_memory_type_of_line(line)), self.together)
+        kind = self.make_vector_type(get_lane_type(self.get_memory_type_of_instruction(line)), self.together)
         return self.b.bitcast(self.block_results[line], kind.as_pointer())
 
-    def get_memory_type_of_line(self, line: int):
+    def get_memory_type_of_instruction(self, line: int):
         """Return the type of an instruction's vectors in memory: of masks words."""
         return (
             self.make_vector_type(self.i32, self.lanes)
@@ -568,7 +568,7 @@ class TableLoop(VectorBuilder):
 
             if limit is None:
                 for k in range(self.width):
-                    add(self.int64(k), k % COUNTER_COPIES)
+                    add(self.int64(k), k % ACCUMULATOR_COPIES)
             else:
                 with self.loop(self.int64(0), limit, 1) as k:
                     at = k

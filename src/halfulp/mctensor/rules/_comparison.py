@@ -12,20 +12,9 @@ from torch._ops import OpOverload
 from ...arithmetic import Parts, compare, pointwise
 from ...arithmetic._exact_sums import normalize_dims
 from ...subclass._derivation import aten, parse_operators
-from ...subclass._in_backward import (
-    COMPONENTS_GRADIENTS_MODE,
-    wants_plain_gradient_result,
-    wants_plain_gradient_result_from,
-)
+from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, wants_plain_result, wants_plain_result_from
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
-from .._result_type import (
-    ResultType,
-    convert_to_common_components,
-    make_result,
-    result_type,
-    run_pointwise_function,
-    to_components,
-)
+from .._result_type import ResultType, make_result, match_components, result_type, run_pointwise_function, to_components
 
 
 def compare_three_way(a: Any, b: Any) -> Tensor:
@@ -52,9 +41,9 @@ implements(aten.allclose.default)(lambda *given, **options: bool(torch.isclose(*
 
 def apply_per_component(function: Callable, operands: Sequence[Any], form: ResultType) -> Tensor:
     """Run a function that copies elements of its operands on one component of each after the other."""
-    if wants_plain_gradient_result(form.gradients, form.has_gradient):
+    if wants_plain_result(form.gradients, form.has_gradient):
         return function(*(_round_operand_to_plain(x, form) for x in operands))
-    parts, scale = convert_to_common_components(operands, form)
+    parts, scale = match_components(operands, form)
     return wrap_components(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
 
 
@@ -138,7 +127,7 @@ def run_on_first_component(operator: OpOverload, x: MCTensor, *arguments: Any, *
 
 def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function that is exact on every component alone: a change of sign, a choice of elements."""
-    if wants_plain_gradient_result_from(x):
+    if wants_plain_result_from(x):
         return function(round_to_plain(x))
     scale = None if x._scale is None else x._scale.clone()
     return wrap_components(tuple(map(function, x._parts)), scale, x._gradients)

@@ -13,7 +13,7 @@ from ...arithmetic import PRECISION_BY_DTYPE
 from ...kernels import require_float64
 from ...subclass._collectives import register_collectives
 from ...subclass._derivation import aten, parse_operators
-from ...subclass._in_backward import is_storing_plain_gradient, wants_plain_gradient_result_from
+from ...subclass._in_backward import is_storing_plain_gradient, wants_plain_result_from
 from .._encode import choose_scale, divide_by_scale, find_largest_finite_magnitude
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, make_result, result_type, to_components
@@ -28,7 +28,7 @@ _FLOAT16_OVERFLOW_THRESHOLD = 2.0**132
 @implements(aten.clone.default)
 def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
     """Copy every component and the scale."""
-    if wants_plain_gradient_result_from(x) or is_storing_plain_gradient(x._gradients):
+    if wants_plain_result_from(x) or is_storing_plain_gradient(x._gradients):
         return round_to_plain(x).clone(memory_format=memory_format)
     scale = None if x._scale is None else x._scale.clone()
     return wrap_components(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
@@ -39,7 +39,7 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
     """Convert to another device or to components of another dtype, as many as before; to integers as a plain tensor."""
     if dtype is not None and dtype not in PRECISION_BY_DTYPE:
         return truncate_to_integers(x, dtype).to(device=device)
-    if wants_plain_gradient_result_from(x):
+    if wants_plain_result_from(x):
         return decode_to_plain(x, dtype or x.dtype).to(device=device)
     if device is not None and torch.device(device) != x.device:
         require_float64(torch.device(device), "MCTensors")
@@ -91,11 +91,7 @@ _FILLED_OPERATORS = parse_operators("empty_like zeros_like ones_like new_empty n
 def make_like(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     """Make a tensor like a given one: its first component; the others are zero."""
     dtype = options.get("dtype") or x.dtype
-    if (
-        dtype not in PRECISION_BY_DTYPE
-        or wants_plain_gradient_result_from(x)
-        or is_storing_plain_gradient(x._gradients)
-    ):
+    if dtype not in PRECISION_BY_DTYPE or wants_plain_result_from(x) or is_storing_plain_gradient(x._gradients):
         return operator(x._parts[0], *arguments, **options)
     options["dtype"] = torch.float64 if operator in _RANDOM_LIKE_OPERATORS else dtype
     first = operator(x._parts[0], *arguments, **options)
@@ -215,7 +211,7 @@ _VIEW_OPERATORS = parse_operators("""
 @implements_each(*_VIEW_OPERATORS)
 def view(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Any:
     """View every component."""
-    if wants_plain_gradient_result_from(x):
+    if wants_plain_result_from(x):
         return operator(round_to_plain(x), *arguments, **options)
     parts = tuple(operator(part, *arguments, **options) for part in x._parts)
     if isinstance(parts[0], Tensor):

@@ -14,18 +14,13 @@ from ...arithmetic import MAX_COMPONENTS, pointwise
 from ...arithmetic._constants import compute_log, split_into_floats
 from ...subclass._derivation import aten, parse_operators
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE
-from .._derivation import (
-    fall_back_to_float64,
-    implements_beyond_exact_float64,
-    make_rule_preferring_float64,
-    run_in_float64,
-)
+from .._derivation import fall_back_to_float64, implements_beyond_exact_float64, prefer_float64, run_in_float64
 from .._mctensor import MCTensor, implements, implements_each
 from .._result_type import (
     SUM_FUNCTION_NAMES,
     convert_operands,
     count_float64_components,
-    is_plain,
+    is_plain_floating,
     limit_large_elements,
     result_type,
     run_pointwise_function,
@@ -81,7 +76,7 @@ for _operator in parse_operators("""
     acosh atanh round tan asin acos atan2 median.dim nanmedian.dim kthvalue put copysign.Tensor copysign.Scalar
 """):
     implements_beyond_exact_float64(_operator)(functools.partial(fall_back_to_float64, _operator))
-_divide_to_integers = make_rule_preferring_float64(
+_divide_to_integers = prefer_float64(
     aten.div.Tensor_mode, functools.partial(fall_back_to_float64, aten.div.Tensor_mode), exactly=True
 )
 
@@ -164,7 +159,7 @@ def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
     def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
         if alpha == 1:
             return _update_in_place(name, x, x, other)
-        addend = (lambda: other.double() * alpha) if is_plain(other) else None
+        addend = (lambda: other.double() * alpha) if is_plain_floating(other) else None
         return _update_in_place("addcmul", x, x, other, sign * alpha, addend=addend)
 
     return add
@@ -186,7 +181,7 @@ def _register_multiply_add(name: str, divide: bool) -> None:
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
         factors, addend = _find_product_factors(b, c, value, divide, result_type((x, b, c))), None
-        if is_plain(b) and is_plain(c):
+        if is_plain_floating(b) and is_plain_floating(c):
             addend = lambda: (b.double() / c.double() if divide else b.double() * c.double()) * value  # noqa: E731
         return _update_in_place("addcmul", x, x, *factors, addend=addend)
 

@@ -16,7 +16,7 @@ from ...arithmetic import Parts
 from ...arithmetic._matmul import find_largest_magnitude, multiply_float16_components_in_float32, split_into_float16
 from ...kernels import define_operator
 from ...subclass._derivation import aten
-from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, wants_plain_gradient_result
+from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, wants_plain_result
 from .._encode import (
     HEADROOM_BINADES,
     OVERFLOW_EXPONENT_BY_DTYPE,
@@ -54,9 +54,7 @@ def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
     left, right = (x._parts if isinstance(x, MCTensor) else to_components(x, form.device) for x in (a, b))
     scales = [x._scale for x in (a, b) if _has_scale(x)]
     # float32 carries a product to two float16 components; more need float64.
-    is_short = (
-        form.scaled and form.components <= 2 and not wants_plain_gradient_result(form.gradients, form.has_gradient)
-    )
+    is_short = form.scaled and form.components <= 2 and not wants_plain_result(form.gradients, form.has_gradient)
     x, y = left[0], right[0]
     # float16 on the CPU, whose products float32 holds without overflow or underflow; matrices or as many of them.
     is_half = x.dtype == y.dtype == torch.float16 and x.device.type == "cpu"

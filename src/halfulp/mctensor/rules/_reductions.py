@@ -14,11 +14,11 @@ from ... import arithmetic
 from ...arithmetic import MAX_COMPONENTS, PRECISION_BY_DTYPE, Parts
 from ...arithmetic._exact_sums import normalize_dims
 from ...subclass._derivation import aten
-from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, disable_result_rounding, wants_plain_gradient_result
+from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, disable_result_rounding, wants_plain_result
 from .._derivation import (
     implements_beyond_exact_float64,
     implements_beyond_float64,
-    make_rule_preferring_float64,
+    prefer_float64,
     refuse_mctensor_operator,
 )
 from .._mctensor import MCTensor, implements
@@ -44,7 +44,7 @@ def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype:
     parts = to_components(x, form.device)
     if not x.dim():
         return make_result(tuple(part.clone() for part in parts), form)
-    is_plain = wants_plain_gradient_result(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype
+    is_plain = wants_plain_result(form.gradients, form.has_gradient) and parts[0].dtype == form.dtype
     count = 1 if is_plain else _count_working_components(form, parts)
     return make_result(function(parts, dim, count, keepdim), form)
 
@@ -107,7 +107,7 @@ def _sum_powers_and_take_root(x: Tensor, ord: Any, dim: Any, keepdim: bool, *, d
     return size.pow(ord).sum(dims, keepdim).pow(root)
 
 
-_compute_finite_order_norm = make_rule_preferring_float64(aten.linalg_vector_norm.default, _sum_powers_and_take_root)
+_compute_finite_order_norm = prefer_float64(aten.linalg_vector_norm.default, _sum_powers_and_take_root)
 implements(aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)(
     lambda x, p=2, dim=None, keepdim=False, *, dtype=None: torch.linalg.vector_norm(
         x, 2 if p is None else p, dim or None, keepdim, dtype=dtype

@@ -215,7 +215,7 @@ def make_inputs_from_optimizer(
             f"{', '.join(OPTIMIZER_NAMES)} is: watch a run of it by hu.observe, or say which of these comes near by "
             "optimizer="
         )
-    return make_inputs_from_weights(held, None, rule, {}, dtype, states, notes)
+    return make_forecast_inputs(held, None, rule, {}, dtype, states, notes)
 
 
 def make_inputs_from_checkpoint(
@@ -232,10 +232,10 @@ def make_inputs_from_checkpoint(
     left = [name for name in opened.tensors if name not in kept]
     notes += [f"{quote(left)} are in no optimizer of the checkpoint: left out"] if left else []
     weights = [(name, opened.tensors[name]) for name in kept]
-    return make_inputs_from_weights(weights, lr, rule, options, dtype, states, tuple(notes))
+    return make_forecast_inputs(weights, lr, rule, options, dtype, states, tuple(notes))
 
 
-def make_inputs_from_weights(
+def make_forecast_inputs(
     weights: Sequence[tuple[str, Tensor]],
     lr: float | None,
     rule: str | None,

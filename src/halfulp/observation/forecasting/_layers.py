@@ -427,7 +427,7 @@ _SAMPLE_RUN_ELEMENTS = 64
 _MOST_SHOWN_STEPS = 12
 
 
-def forecast_layer(
+def forecast_parameter_updates(
     trained: TrainedTensor, inputs: ForecastInputs, rates: Tensor, *, start: int, sample: int, leaps: int, seed: int
 ) -> LayerForecast:
     """Return the forecast of one parameter, by a sample of its elements."""

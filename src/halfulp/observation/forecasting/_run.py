@@ -21,11 +21,11 @@ from ._inputs import (
     Schedule,
     TrainedTensor,
     compute_learning_rates,
+    make_forecast_inputs,
     make_inputs_from_checkpoint,
     make_inputs_from_optimizer,
-    make_inputs_from_weights,
 )
-from ._layers import Forecast, forecast_layer, sample_positions
+from ._layers import Forecast, forecast_parameter_updates, sample_positions
 
 # Elements times leaps over all layers that are followed in some seconds.
 _ELEMENT_LEAPS_BUDGET = 2.4e7
@@ -118,7 +118,7 @@ def forecast(
             )
         inputs = make_inputs_from_optimizer(weights, optimizer_or_lr, optimizer, dtype)
     elif isinstance(model_or_state, nn.Module):
-        inputs = make_inputs_from_weights(weights, _check_learning_rate(optimizer_or_lr), optimizer, options, dtype, {})
+        inputs = make_forecast_inputs(weights, _check_learning_rate(optimizer_or_lr), optimizer, options, dtype, {})
     else:
         rate = None if optimizer_or_lr is None else _check_learning_rate(optimizer_or_lr)
         if isinstance(model_or_state, str | Path):
@@ -153,7 +153,9 @@ def _forecast_layers(inputs: ForecastInputs, rates: Tensor, schedule: str, start
     sample = int(max(_FEWEST_SAMPLED_ELEMENTS, min(_MOST_SAMPLED_ELEMENTS, _ELEMENT_LEAPS_BUDGET / (leaps * count))))
     leaps = int(max(1, min(leaps, _ELEMENT_LEAPS_BUDGET / (sample * count))))
     layers = tuple(
-        forecast_layer(trained, inputs, rates[trained.group], start=start, sample=sample, leaps=leaps, seed=position)
+        forecast_parameter_updates(
+            trained, inputs, rates[trained.group], start=start, sample=sample, leaps=leaps, seed=position
+        )
         for position, trained in enumerate(inputs.parameters)
     )
     notes = list(inputs.notes)

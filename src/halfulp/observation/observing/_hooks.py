@@ -355,10 +355,10 @@ def keep_larger_difference(records: list[OutputDifference], made: OutputDifferen
     if there is None:
         records.append(made)
     else:
-        records[there] = max(records[there], made, key=_make_difference_sort_key)
+        records[there] = max(records[there], made, key=_measure_difference)
 
 
-def _make_difference_sort_key(one: OutputDifference) -> tuple[bool, float, float]:
+def _measure_difference(one: OutputDifference) -> tuple[bool, float, float]:
     return one.dtypes[0] != one.dtypes[1], one.relative, one.differing
 
 
@@ -437,7 +437,7 @@ def find_largest_difference(
 ) -> OutputDifference | None:
     """Return the difference of the outputs that differ most; None where none is floating-point."""
     pairs = ((a, b) for a, b in zip(first, second) if a is not None and b is not None)
-    return max((measure_output_difference(name, a, b) for a, b in pairs), key=_make_difference_sort_key, default=None)
+    return max((measure_output_difference(name, a, b) for a, b in pairs), key=_measure_difference, default=None)
 
 
 _MODULE_HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -260,7 +260,7 @@ class Observation:
         self._gradients.clear_step_state()
         self.recorder.remove_hooks()
         run_safely(self.recorder, self._ranks.compare_ranks)
-        self._update_record()
+        self._complete_record()
         self._wall += time.perf_counter() - self._began
         self._began, self.recorder.sampling = None, False
         return self
@@ -277,7 +277,7 @@ class Observation:
     def record(self) -> Record:
         """All that was counted so far."""
         if self._began is not None:
-            self._update_record()
+            self._complete_record()
         self._note_missing_observations()
         record = self.recorder.record
         record.expectations = compare_expected_dtypes(self.model, self._expected, record)
@@ -428,7 +428,7 @@ class Observation:
         return told
 
     @make_safe_hook_method
-    def _update_record(self) -> None:
+    def _complete_record(self) -> None:
         record = self.recorder.record
         # What scaler and scheduler did since the last optimizer step, such as skipping all that follow.
         record.loss_scale, skipped = self._scales.read_scale_and_skips()

@@ -316,7 +316,7 @@ class UpdateWatcher:
                     batch.states[key] = torch.cat(sample_tensors(self.recorder, records, held))
                 else:
                     batch.states[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            batch.compute_wanted = self._compute_by_shadow
+            batch.compute_wanted = self._compute_wanted_update_by_shadow
         return batch
 
     def _sample_float32_weights(self, batch: ParameterBatch, stored_weights: torch.Tensor) -> torch.Tensor:
@@ -395,7 +395,7 @@ class UpdateWatcher:
             decayed = (batch.weight.to(batch.parameters[0].dtype) * factor).double()
             batch.record_realised_changes(changes, batch.weight, decayed, batch.weight * (factor - 1))
 
-    def _compute_by_shadow(self, batch: ParameterBatch) -> WantedUpdate:
+    def _compute_wanted_update_by_shadow(self, batch: ParameterBatch) -> WantedUpdate:
         """Return the update of samples by the optimizer's own class, in float64."""
         states = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in batch.states.items()}
         assert self._shadow is not None, "known by its class"

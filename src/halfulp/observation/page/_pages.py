@@ -22,7 +22,7 @@ from ...pages import (
     render_template,
     write_file_atomically,
 )
-from .._finding import choose_headline, count_causes_in_words, describe_names
+from .._finding import choose_headline, describe_counts_by_severity, describe_names
 from .._record import Role
 from .._text import (
     KEPT_MOVEMENT_TITLE,
@@ -174,7 +174,7 @@ def render_observation_page(data: PlainData) -> str:
     nothing = "Nothing was observed: no optimizer stepped"
     elements = sum(one["numel"] for one in parameters)
     optimizers = dict.fromkeys(one["optimizer"] for one in parameters if one["optimizer"])
-    said = [count_causes_in_words(cards, f"after {pluralize(data['steps'], 'step')}")] if cards else []
+    said = [describe_counts_by_severity(cards, f"after {pluralize(data['steps'], 'step')}")] if cards else []
     said.append(f"{pluralize(len(record.get('sampled_steps', ())), 'step')} sampled")
     said.append(f"{pluralize(len(parameters), 'parameter tensor')} of {pluralize(elements, 'element')}")
     said += [", ".join(optimizers)] if optimizers else ["no optimizer"]
@@ -375,7 +375,7 @@ def render_audit_page(data: PlainData) -> str:
     """Return the page of what `Audit.to_dict` gives, as text."""
     cards, count = make_cause_cards(data), pluralize(len(data["tensors"]), "tensor")
     still = Counter(one["status"] for one in data["tensors"])
-    said = [count_causes_in_words(cards, f"in {count}")] if cards else []
+    said = [describe_counts_by_severity(cards, f"in {count}")] if cards else []
     said += [pluralize(data["steps"], "optimizer step") + " from A to B"] if data["steps"] is not None else []
     said.append(f"{still['changed']} of {count} moved")
     said += [f"{still['unchanged']} did not move at all"] if still["unchanged"] else []
@@ -431,7 +431,7 @@ def render_forecast_page(data: PlainData) -> str:
     """Return the page of what `Forecast.to_dict` gives, as text."""
     cards, shares, layers = make_cause_cards(data, forecast=True), _make_lost_shares_chart(data), data["layers"]
     extent = pluralize(data["steps"] - data["start"], "step") + " to come"
-    said = [count_causes_in_words(cards, f"in {extent}")] if cards else []
+    said = [describe_counts_by_severity(cards, f"in {extent}")] if cards else []
     said += [f"{data['rule']}, {data['schedule']} schedule of {pluralize(data['steps'], 'step')}"]
     said += [f"from step {format_count(data['start'])}"] if data["start"] else []
     frozen = sum(one["freeze_step"] is not None for one in layers)

@@ -33,9 +33,7 @@ def make_checksum_entries(plan: ParameterPlan) -> dict[str, Any]:
     return {} if checksums is None else {CHECKSUMS_KEY: checksums, LEGACY_PAYLOAD_COPY_STEPS_KEY: 0}
 
 
-def carry_over_payload_version(
-    parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None
-) -> PayloadVersion:
+def carry_payload_version(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:
     """Return the payload version for a new plan, carried over from the plans before it."""
     memory = part.detach()
     if held is None:

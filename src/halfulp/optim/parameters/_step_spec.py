@@ -73,7 +73,7 @@ class StepSpec:
         of_sums = [f"{name}_{k}" for k in sums for name in RULE_SUM_SCALE_CONSTANT_NAMES]
         if not self.scaled:
             return (*of_rule, *of_sums)
-        of_states = [name for k in self.scaled_codec_by_state_index for name in (f"scale_{k}", f"inverse_{k}")]
+        of_states = [name for k in self.scaled_codec_by_state for name in (f"scale_{k}", f"inverse_{k}")]
         return (*of_rule, *WEIGHT_SCALE_CONSTANT_NAMES, *of_states, *of_sums)
 
     @functools.cached_property
@@ -82,7 +82,7 @@ class StepSpec:
         return {name: place for place, name in enumerate(self.constant_names)}
 
     @property
-    def scaled_codec_by_state_index(self) -> dict[int, ScaledCodec]:
+    def scaled_codec_by_state(self) -> dict[int, ScaledCodec]:
         """The codecs of the states that have a scale, by the states' numbers."""
         return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, ScaledCodec)}
 
@@ -198,7 +198,7 @@ def list_state_columns(spec: StepSpec) -> list[int]:
 def choose_step_spec(
     rule: UpdateRule, group: Mapping, parameter: torch.Tensor, gradient: Store | None, name: str
 ) -> StepSpec:
-    """Return the step specification of a parameter, whose gradient is stored as it is if `gradient` is None."""
+    """Return the step specification of a parameter; a gradient of None is stored as the parameter is."""
     own = choose_mctensor_update(group, parameter, name) if isinstance(parameter, MCTensor) else None
     scaled, dtype = isinstance(parameter, ScaledTensor), get_payload(parameter).dtype
     narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_marked_as_float32(parameter)

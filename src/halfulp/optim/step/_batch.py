@@ -20,11 +20,7 @@ from ...scaled import ScaledTensor
 from .._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store
 from ..parameters._local_tensors import find_index_map, get_local, get_payload, list_payloads
 from ..parameters._narrowing import is_marked_as_float32
-from ..parameters._outside_writes import (
-    carry_over_payload_version,
-    record_payload_version,
-    reset_stale_auxiliary_tensors,
-)
+from ..parameters._outside_writes import carry_payload_version, record_payload_version, reset_stale_auxiliary_tensors
 from ..parameters._parameter_plan import LastingParameterRecord, ParameterPlan, PayloadVersion, PlanOptions
 from ..parameters._state_tensors import STEPS_BEFORE_STATES_KEY
 from ..parameters._step_spec import StepSpec, choose_step_spec
@@ -346,7 +342,7 @@ class PlanCache:
         """Return all plans."""
         return self.by_id.values()
 
-    def clear(self) -> None:
+    def invalidate_all(self) -> None:
         """Make every plan invalid."""
         self._generation += 1
         self.roster = None
@@ -394,7 +390,7 @@ class PlanCache:
         if gradient is not None:
             check_kernel_memory(plan, gradient)
         if plan.tracks_writes:
-            plan.record.payload_version = carry_over_payload_version(parameter, part, plan.record.payload_version)
+            plan.record.payload_version = carry_payload_version(parameter, part, plan.record.payload_version)
         self.by_id[id(parameter)] = plan
         return plan
 

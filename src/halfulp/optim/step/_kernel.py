@@ -113,7 +113,7 @@ class _StepRecorder:
         u, new = self.apply_rule(w, g, values)
         if spec.finds == "amax":
             self.trace.emit_total("max", find_finite_magnitude_word(w + u))
-            for k, codec in spec.scaled_codec_by_state_index.items():
+            for k, codec in spec.scaled_codec_by_state.items():
                 self.trace.emit_total("max", find_finite_magnitude_word(codec.take_root_if_squared(new[k])))
             return
         weight_draws, state_draws = assign_bits_to_roundings(spec)

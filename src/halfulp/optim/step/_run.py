@@ -147,7 +147,7 @@ def _run_triton(batch: Batch) -> bool:
         one = torch.ones((), dtype=torch.float32, device=device)
         present.append([get_scale(plan.parameter) for plan in batch.plans])
         present.append([scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales])
-        present += [[plan.states[k][1] for plan in batch.plans] for k in spec.scaled_codec_by_state_index]
+        present += [[plan.states[k][1] for plan in batch.plans] for k in spec.scaled_codec_by_state]
     if len(kernels) < len(specs) or any(scale.device != device for scales in present for scale in scales):
         return False
     _write_gradient_pointers(batch)
@@ -262,7 +262,7 @@ def _step_check_elements(
         ]
         for codec in spec.codecs
     ]
-    for k in spec.scaled_codec_by_state_index:
+    for k in spec.scaled_codec_by_state:
         states[k][1].fill_(0.0625)
     if spec.rule.prepare is not None:
         states.append([(ramp * ramp).to(device)])
@@ -280,7 +280,7 @@ def _step_check_elements(
             4.0,
             0.125 / new_scale,
             new_scale,
-            *(0.0625, 16.0) * len(spec.scaled_codec_by_state_index),
+            *(0.0625, 16.0) * len(spec.scaled_codec_by_state),
         )
         constants = (*of_rule, *(of_scales if spec.scaled else ()), *of_sums)
         if run is not None:

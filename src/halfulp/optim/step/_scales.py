@@ -31,7 +31,7 @@ def append_current_scales(
 ) -> ConstantRow:
     """Return a rule's constants with a parameter's present scales behind them; placeholders for the new ones."""
     scale = plan.scale
-    own = [number for k in spec.scaled_codec_by_state_index for number in (plan.states[k][1].item(), 1.0)]
+    own = [number for k in spec.scaled_codec_by_state for number in (plan.states[k][1].item(), 1.0)]
     return (*constants, scale, 1 / scale, gradient_scale, 1.0, scale, *own)
 
 
@@ -59,7 +59,7 @@ def write_stored_scales(spec: StepSpec, plan: ParameterPlan, constants: Constant
     at = spec.constant_columns
     if constants[at["new_scale"]] != constants[at["weight_scale"]]:
         get_scale(plan.parameter).fill_(constants[at["new_scale"]])
-    for k in spec.scaled_codec_by_state_index:
+    for k in spec.scaled_codec_by_state:
         plan.states[k][1].fill_(1 / constants[at[f"inverse_{k}"]])
 
 
@@ -70,7 +70,7 @@ def find_scale_column(spec: StepSpec, name: str) -> int:
 
 def list_current_scale_columns(spec: StepSpec) -> list[int]:
     """Return the places of the present scales: of weights, of gradients, and of each scaled state."""
-    names = ["weight_scale", "gradient_scale", *(f"scale_{k}" for k in spec.scaled_codec_by_state_index)]
+    names = ["weight_scale", "gradient_scale", *(f"scale_{k}" for k in spec.scaled_codec_by_state)]
     return [find_scale_column(spec, name) for name in names]
 
 
@@ -84,7 +84,7 @@ def compute_scale_constants(spec: StepSpec, present: Any, largest: Any) -> Any:
     weights, gradients, *states = present
     new, ratio = fit_weight_scale(spec.store.dtype, weights, largest[0], largest[-1])
     columns = [weights, 1 / new, gradients, ratio, new]
-    for codec, held, greatest in zip(spec.scaled_codec_by_state_index.values(), states, largest[1:-1], strict=True):
+    for codec, held, greatest in zip(spec.scaled_codec_by_state.values(), states, largest[1:-1], strict=True):
         columns += [held, 1 / codec.fit_scale(greatest)]
     return find_array_library(present).stack(columns)
 

@@ -86,7 +86,7 @@ def launch_scaled_step(
     rows[:, first:last] = columns.t().contiguous().view(torch.int32)
     totals = kernels[1].launch(placed, rows)
     new_scales = columns[find_scale_column(spec, "new_scale")]
-    of_states = (1 / columns[find_scale_column(spec, f"inverse_{k}")] for k in spec.scaled_codec_by_state_index)
+    of_states = (1 / columns[find_scale_column(spec, f"inverse_{k}")] for k in spec.scaled_codec_by_state)
     for scales, new in zip((present[0], *present[2:]), (new_scales, *of_states), strict=True):
         torch._foreach_copy_([*scales], [*new])
     return totals, new_scales

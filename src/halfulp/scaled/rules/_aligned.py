@@ -22,7 +22,7 @@ from .._operands import (
     fit_scaled_tensor,
     make_scaled_tensor,
     promote_dtypes,
-    replace_underflows,
+    raise_underflows_to_smallest,
     saturate_outliers,
 )
 from .._registry import FULL_RANGE_STORAGES, implements, implements_each
@@ -96,7 +96,7 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     rounded = fit_scaled_tensor(total, scale, storage, promote_dtypes((a, b)))
     # The eps of an optimizer or a normalisation must not vanish: it keeps a divisor from 0.
     if _is_vanishing_number(b, scale, storage):
-        return replace_underflows(rounded, total)
+        return raise_underflows_to_smallest(rounded, total)
     # Sums of numbers of one sign are kept from rounding to 0: what is divided by a sum of positives is finite.
     if storage not in _STORAGES_WITH_SUM_UNDERFLOW_REPLACED:
         return rounded
@@ -108,7 +108,7 @@ def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
         if torch.equal(torch.nn.functional.hardshrink(total, least), total):
             return rounded
     is_one_sign = ((x >= 0) & (y >= 0)) | ((x <= 0) & (y <= 0))
-    return replace_underflows(rounded, torch.where(is_one_sign, total, 0.0))
+    return raise_underflows_to_smallest(rounded, torch.where(is_one_sign, total, 0.0))
 
 
 def _is_vanishing_number(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
@@ -161,7 +161,7 @@ def hypot(a: Any, b: Any) -> Tensor:
     """Return the root of a^2 + b^2 under the larger scale."""
     (x, y), scale, storage, dtype = align_operands(a, b)
     total = torch.hypot(x, y)
-    return replace_underflows(fit_scaled_tensor(total, scale, storage, dtype), total)
+    return raise_underflows_to_smallest(fit_scaled_tensor(total, scale, storage, dtype), total)
 
 
 @implements_each(aten.cat.default, aten.stack.default, family="alignment")

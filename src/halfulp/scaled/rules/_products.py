@@ -33,7 +33,7 @@ from .._operands import (
     fit_scaled_tensor,
     is_symbolic,
     promote_dtypes,
-    replace_underflows,
+    raise_underflows_to_smallest,
     round_second_moment_above_zero,
     saturate_outliers,
     split_off_power_of_two,
@@ -359,7 +359,9 @@ def add_product_or_quotient(operator: OpOverload, base: Any, a: Any, b: Any, *, 
         return total
     # A second moment: squares need twice the range of what is squared, and an optimizer divides by their roots.
     before = get_float32_payload(base)
-    return replace_underflows(total, torch.where(before >= 0, torch.maximum(get_float32_payload(a).abs(), before), 0.0))
+    return raise_underflows_to_smallest(
+        total, torch.where(before >= 0, torch.maximum(get_float32_payload(a).abs(), before), 0.0)
+    )
 
 
 def _multiply_unless_one(payload: Tensor, factor: Any) -> Tensor:

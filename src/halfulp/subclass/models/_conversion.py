@@ -52,7 +52,7 @@ class ParameterRef(NamedTuple):
         setattr(self.module, self.key, value)
 
 
-def check_module(given: object, what: str) -> None:
+def check_is_module(given: object, what: str) -> None:
     """Raise TypeError where something else than a module was given to the function named `what`."""
     if not isinstance(given, nn.Module):
         raise TypeError(f"{what} takes a torch.nn.Module, got {name_type(given)}")
@@ -164,7 +164,7 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
     """
     if model is None:
         return dict(_rule_table.fallback_totals)
-    check_module(model, "fallbacks")
+    check_is_module(model, "fallbacks")
     counts = [
         vars(module)[_FALLBACK_COUNTS_ATTRIBUTE]
         for module in model.modules()

@@ -17,7 +17,7 @@ from ..._torch_versions import get_saved_tensor_hooks, is_exporting
 from ...arithmetic._float32_products import NAME_BY_PRODUCT_FUNCTION, call_product_in_float32, iterate_tensors
 from ...environment._narrow_products import list_dtypes_multiplied_in_float32
 from ...kernels import assume_constant_result, note_fallback
-from ._conversion import check_module, wrap_recomputed_function
+from ._conversion import check_is_module, wrap_recomputed_function
 from ._parameter_holders import EMULATED_FORMAT_ATTRIBUTE
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -69,7 +69,7 @@ def float32_products(model: ModelType, enabled: bool = True) -> ModelType:
     >>> model(torch.ones(1, 3, dtype=torch.bfloat16)).dtype
     torch.bfloat16
     """
-    check_module(model, "float32_products")
+    check_is_module(model, "float32_products")
     list_dtypes_multiplied_in_float32()
     if any(hasattr(parameter, EMULATED_FORMAT_ATTRIBUTE) for parameter in model.parameters()):
         raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
@@ -78,7 +78,7 @@ def float32_products(model: ModelType, enabled: bool = True) -> ModelType:
             vars(module).pop(_WIDENED_MARK_ATTRIBUTE, None)
             # A class that somebody has made of this file's since stays, and finds no mark.
             object.__setattr__(module, "__class__", get_original_class(module))
-        elif _WIDENED_MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
+        elif _WIDENED_MARK_ATTRIBUTE not in vars(module) and _has_coverable_forward(module):
             _set_float32_product_class(module)
     if any(isinstance(vars(module).get("forward"), ForwardTracedByCompiler) for module in model.modules()):
         leave_compiled_products_to_torch(model)
@@ -123,7 +123,7 @@ def _set_float32_product_class(module: nn.Module) -> None:
         forward.inner = forward.__wrapped__ = types.MethodType(made.forward, module)
 
 
-def _has_forward(module: nn.Module) -> bool:
+def _has_coverable_forward(module: nn.Module) -> bool:
     """Return whether a module has a Python forward pass of its own; lists, scripted and compiled modules have none."""
     if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
         return False

@@ -47,7 +47,7 @@ def wrap_distributed_checkpoint_functions() -> None:
 def _wrap_module_functions(module: ModuleType) -> None:
     for name, wrapper in (
         ("_load_model_state_dict", functools.partial(_load_with_renamed_entries, module._get_fqns)),
-        ("_gather_state_dict", _gather_states),
+        ("_gather_state_dict", _gather_sendable_state_dict),
         ("_distribute_state_dict", _distribute_states),
         ("_broadcast_state_dict", _broadcast_states),
     ):
@@ -76,7 +76,9 @@ def _load_with_renamed_entries(
     return plain(model, state_dict, *given, **options)
 
 
-def _gather_states(plain: Callable, state_dict: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
+def _gather_sendable_state_dict(
+    plain: Callable, state_dict: dict[str, Any], *given: Any, **options: Any
+) -> dict[str, Any]:
     return _restore_state_dtypes(plain(_convert_to_sendable(state_dict), *given, **options), state_dict)
 
 
@@ -181,10 +183,10 @@ def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> N
 
 # The name, on a parameter, of the format that `halfulp.emulate` keeps it in.
 EMULATED_FORMAT_ATTRIBUTE = "_halfulp_emulated"
-NamedTensors = Iterable[tuple[str, Tensor]]
+NameTensorPairs = Iterable[tuple[str, Tensor]]
 
 
-def check_parameter_holders(named: NamedTensors, what: str, *, replaced: bool) -> list[nn.Module]:
+def check_parameter_holders(named: NameTensorPairs, what: str, *, replaced: bool) -> list[nn.Module]:
     """Refuse to change parameters that other objects hold, before anything is changed; return fully_shard's modules."""
     # For these call `reset_shards` when the change is made. `what` is the caller, for messages; `replaced` is whether
     # parameters become new objects. A change of dtype in place reaches modules, optimizers, hooks and compiled graphs,
@@ -230,7 +232,7 @@ def check_parameter_holders(named: NamedTensors, what: str, *, replaced: bool) -
     return _find_sharded_modules(unique, what)
 
 
-def refuse_overlapping_memory(named: NamedTensors, what: str) -> None:
+def refuse_overlapping_memory(named: NameTensorPairs, what: str) -> None:
     """Raise for two parameters whose memory overlaps, from each one's first byte to its last."""
     lying = defaultdict(list)
     for name, tensor in named:
@@ -275,7 +277,7 @@ def has_common_memory(a: Tensor, b: Tensor) -> bool:
     return first == start or start < end
 
 
-def list_parameters_held_by_optimizers(named: NamedTensors) -> list[tuple[str, str]]:
+def list_parameters_held_by_optimizers(named: NameTensorPairs) -> list[tuple[str, str]]:
     """Return the parameters that living optimizers hold, by name, with each optimizer's class."""
     names = {id(tensor): name for name, tensor in named}
     gc.collect()  # nobody may hold an optimizer any more that is still there

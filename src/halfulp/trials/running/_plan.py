@@ -61,7 +61,7 @@ def plan_trials(
     """
     tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
     rows = [catalog.get(one) for one in ([recipes] if isinstance(recipes, str | Recipe) else recipes)]
-    _refuse_changed_control_recipes(rows)
+    _refuse_other_recipes_under_control_names(rows)
     if all(recipe.name != REFERENCE_RECIPE for recipe in rows):
         rows.insert(0, catalog.get(REFERENCE_RECIPE))
     numbers = _list_seeds(seeds)
@@ -88,7 +88,7 @@ def plan_trials(
     ]
 
 
-def _refuse_changed_control_recipes(recipes: Sequence[Recipe]) -> None:
+def _refuse_other_recipes_under_control_names(recipes: Sequence[Recipe]) -> None:
     """Refuse other recipes under the names of the reference and its twin, which gaps are measured by."""
     for recipe in recipes:
         if recipe.name not in (REFERENCE_RECIPE, TWIN_RECIPE):

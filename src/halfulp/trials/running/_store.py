@@ -30,7 +30,7 @@ class TrialStore:
                 f"cannot write into the output folder {self.root}: {error.strerror or error}; give another with --out"
             ) from None
 
-    def open_results_folder(self, resume: bool, overwrite: bool = False) -> None:
+    def refuse_or_delete_old_results(self, resume: bool, overwrite: bool = False) -> None:
         """Start the comparison, resume or overwrite that of the folder."""
         if resume and overwrite:
             raise ValueError("--resume keeps the finished trials of a folder and --overwrite deletes them: give one")

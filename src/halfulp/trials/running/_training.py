@@ -91,7 +91,7 @@ def open_training_run(
         return
     require_page_packages("matplotlib", instead="give no out folder")
     store = TrialStore(out)
-    store.open_results_folder(resume, overwrite)
+    store.refuse_or_delete_old_results(resume, overwrite)
     run = TrainingRun(workers, listen, store, resume)
     yield run
     evidence = run.make_evidence()

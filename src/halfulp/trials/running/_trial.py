@@ -67,7 +67,7 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
         judged = ("train", "validation") if task.judged_by == "train_loss" else ("validation",)
         wide |= {name: evaluate_model(task, blank, task.compute_judged_loss, getattr(data, name)) for name in judged}
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
+    size = {"parameters": parameters, "targets": task.count_judged(data.validation[1]), "data": data.note}
     return {**course, "float32": wide, "own": own, **size}
 
 

@@ -155,7 +155,7 @@ class TwoHeads(Task):
         """Return whether the image's class is right."""
         return compute_image_log_probabilities(logits[1]).argmax(1) == targets[:, 0]
 
-    def count(self, targets: Tensor) -> int:
+    def count_judged(self, targets: Tensor) -> int:
         """Return the number of images, each of which is one hit or miss."""
         return len(targets)
 

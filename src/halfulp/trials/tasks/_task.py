@@ -153,7 +153,7 @@ class Task(abc.ABC):
         """Return a boolean per target, whether it is the one that the model ranks first, for accuracy."""
         return logits.argmax(-1) == targets
 
-    def count(self, targets: Tensor) -> int:
+    def count_judged(self, targets: Tensor) -> int:
         """Return how many booleans `is_hit` gives."""
         return targets.numel()
 
