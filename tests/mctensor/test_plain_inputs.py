@@ -93,7 +93,7 @@ def test_a_layer_takes_plain_float32(name, training, dtype, seed):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_take_their_own_dtype_as_torchs(kind, seed):
     model, x = multicomponent(kind(3, 4), 2, torch.bfloat16), r(5, 2, 3)
-    with pytest.raises((ValueError, RuntimeError), match="dtype"):
+    with pytest.raises((ValueError, RuntimeError), match=r"d?type"):
         model(x)
     out, _ = model(MCTensor.encode(x, 2, torch.bfloat16))
     assert out.dtype == torch.bfloat16

@@ -19,7 +19,7 @@ FORMS += [("values", 1), ("factor", 2), ("levelled", 2), ("brought", 2)]
 @pytest.fixture
 def interpreted(monkeypatch):
     """Triton's interpreter, of a process that imported triton with it."""
-    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    triton = pytest.importorskip("triton", "3.5", reason="Triton is not installed, or older than 3.5")
     if not triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET=1 must be set before triton is imported")
     monkeypatch.setattr(_launch, "_checked_kernel_by_key", {})

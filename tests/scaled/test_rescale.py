@@ -52,7 +52,9 @@ def test_the_side_tells_which_pass(seed):
 
 @pytest.mark.parametrize("side", ["forward", "gradient"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_it_is_the_same(side, seed):
+def test_compiled_it_is_the_same(side, seed, needs_torch):
+    if side == "gradient":
+        needs_torch("graphs whose only result is a view of a tensor subclass")
     x = ScaledTensor((torch.randn(64) * 2.0**-9).half(), 2.0**3).requires_grad_()
     compiled = torch.compile(lambda x: hu.rescale(x, side), backend="aot_eager", fullgraph=True)
     for track in (True, False):

@@ -476,7 +476,7 @@ def normalize_dims(count: int, dim: Dim) -> list[int]:
     """Return the dimensions that are summed, from 0 up; none of a tensor without dimensions."""
     if dim is None:
         return list(range(count))
-    given = list(dim) if isinstance(dim, list | tuple) else [dim]
+    given = list(dim) if isinstance(dim, (list, tuple)) else [dim]
     if not all(isinstance(d, int) for d in given):
         raise TypeError(f"dim={dim!r}: give a whole number, several in a tuple, or None for all dimensions")
     most = max(count, 1)

@@ -192,5 +192,7 @@ def _make_check_tensors(update: WeightUpdate, store: Store) -> list[torch.Tensor
     dtypes = (store.dtype, *(dtype for _, dtype in update.describe_auxiliary_tensors(store)))
     parts = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes]
     update.fill(store, parts, ramp * ramp * ramp)
-    parts[0][11], parts[0][12:14], parts[0][14] = torch.inf, 0.0, parts[0][30]  # as somebody else may have written them
+    # As somebody else may have written them; torch 2.6 puts no infinity into float8_e4m3fn by itself.
+    parts[0][11:14] = torch.tensor([torch.inf, 0.0, 0.0], dtype=torch.float32, device="cpu").to(store.dtype)
+    parts[0][14] = parts[0][30]
     return parts

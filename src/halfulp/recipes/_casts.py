@@ -71,8 +71,8 @@ class CastInputsHook(CastHook):
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Return the cast inputs, what is given twice as one tensor, or None where nothing changes."""
-        own = () if self.is_fixed else (p.dtype for p in module._parameters.values() if p is not None)
-        dtype = next((dtype for dtype in own if dtype in _CAST_DTYPES), self.dtype)
+        own = () if self.is_fixed else module._parameters.values()
+        dtype = [*(p.dtype for p in own if p is not None and p.dtype in _CAST_DTYPES), self.dtype][0]
         finds_writes = self.writes and not torch.compiler.is_compiling()
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             if args[0].dtype == dtype:

@@ -336,5 +336,5 @@ def _make_float8_functions(
 
 
 # e4m3fn saturates, and has NaN where infinity would be; e5m2's numbers beyond the range become infinity.
-E4M3FN_FUNCTIONS = _make_float8_functions("E4M3FN", 3, -6, 0x7E, 0x7F, False)
-E5M2_FUNCTIONS = _make_float8_functions("E5M2", 2, -14, 0x7C, 0x7C, True)
+E4M3FN_FUNCTIONS = _make_float8_functions("E4M3FN_FUNCTIONS", 3, -6, 0x7E, 0x7F, False)
+E5M2_FUNCTIONS = _make_float8_functions("E5M2_FUNCTIONS", 2, -14, 0x7C, 0x7C, True)

@@ -122,9 +122,9 @@ def rescale_input_gradient(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Rescale the gradient of a module's first scaled input: a forward pre-hook."""
-    given: dict[int | str, Any] = dict(enumerate(arguments)) | options
-    place = next((place for place, value in given.items() if isinstance(value, ScaledTensor)), None)
-    if place is None:
+    given: dict[int | str, Any] = {**dict(enumerate(arguments)), **options}
+    places = [place for place, value in given.items() if isinstance(value, ScaledTensor)]
+    if not places:
         return None
-    given[place] = rescale(given[place], "gradient")
+    given[places[0]] = rescale(given[places[0]], "gradient")
     return tuple(given[i] for i in range(len(arguments))), {name: given[name] for name in options}

@@ -161,6 +161,7 @@ def test_every_function_is_written_in_what_triton_can_compile(seed):
 
 
 def test_interpreted_functions_equal_plain_torch_bit_for_bit(seed):
+    pytest.importorskip("triton", "3.3", reason="Triton is not installed, or older than 3.3, which has no gather")
     assert interpreted("tests.arithmetic.expansions.test_triton", f"test._interpreted({seed})") == "[]"
 
 

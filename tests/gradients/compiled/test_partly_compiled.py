@@ -73,7 +73,10 @@ def test_a_part_that_is_compiled_by_itself_is_refused(part, seed):
             compiled(model.inner, nn.Module.compile)
         case _:
             model.between = compiled(lambda x: between(x))
-    with pytest.raises(NotImplementedError, match=r"compiled by itself.*compile the whole model"):
+    said: tuple = NotImplementedError, r"compiled by itself.*compile the whole model"
+    if part == "custom function" and is_older(torch.__version__, "2.7"):  # whose compiler stumbles first
+        said = torch._dynamo.exc.InternalTorchDynamoError, "not a constant"
+    with pytest.raises(said[0], match=said[1]):
         _gradients(model, model, scaler)
     assert not graphs
 

@@ -24,7 +24,7 @@ from ...subclass.models._float32_products import (
 )
 from .._functions import map_tensors
 from ._backward import Backward, is_in_backward_pass, thread_region_state
-from ._region import CallRecording, ModuleNameCache, Region, is_inside_compiled_call
+from ._region import CallRecording, ModuleNameCache, Region, is_inside_compiled_call, refuse_compiled_part
 from ._replay import GraphReplay
 
 
@@ -106,8 +106,10 @@ class WatchedForward(ForwardTracedByCompiler):
                 if is_exporting()
                 else self._mark_compiled_outputs(self.inner(*args, **kwargs))
             )
-        if thread_region_state.region is None and is_inside_compiled_call():
+        if is_inside_compiled_call():
             # Dynamo has given this call up, and would compile parts of it.
+            if thread_region_state.region is not None:
+                refuse_compiled_part()
             return torch.compiler.disable(self._run_with_edges)(args, kwargs)
         return self._run_with_edges(args, kwargs)
 

@@ -101,7 +101,7 @@ def read(at, lanes):
     return tl.load(at, mask=lanes, other=0)
 
 
-def load_in_loop_of_one_turn(at, lanes):
+def read_in_loop(at, lanes):
     """`read` in a loop of one turn, which LLVM removes.
 
     For each access by pointers that an operation computes, Triton's coalescing walks from instruction to instruction
@@ -121,7 +121,7 @@ def write(at, x, lanes):
     tl.store(at, x, mask=lanes)
 
 
-def store_in_loop_of_one_turn(at, x, lanes):
+def write_in_loop(at, x, lanes):
     turn = 0
     while turn < 1:
         tl.store(at, x, mask=lanes)
