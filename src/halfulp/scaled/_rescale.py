@@ -122,7 +122,7 @@ def rescale_input_gradient(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Rescale the gradient of a module's first scaled input: a forward pre-hook."""
-    given: dict[int | str, Any] = {**dict(enumerate(arguments)), **options}
+    given: dict[Any, Any] = {**dict(enumerate(arguments)), **options}
     places = [place for place, value in given.items() if isinstance(value, ScaledTensor)]
     if not places:
         return None
