@@ -87,6 +87,15 @@ def test_movements_below_an_ulp_add_up(seed):
     assert float((weight.detach() - 3.0).decode()[0, 0]) == pytest.approx(1e-19, rel=1e-9)
 
 
+def test_points_with_a_scale_move_as_points_without_one(space, draw, make):
+    points, gradient = draw(6, 2), torch.randn(6, 2, dtype=torch.float64)
+    plain, scaled = (torch.nn.Parameter(MCTensor.encode(points, 2, scale=scale)) for scale in (None, 2.0**-6))
+    for weight in (plain, scaled):
+        weight.grad = gradient.clone()
+        make([weight], manifold=space).step()
+    assert torch.allclose(whole(scaled), whole(plain), rtol=1e-12)
+
+
 def test_burn_in_by_a_schedule_of_torch(seed):
     weight = torch.nn.Parameter(torch.tensor([[0.0, 1.0]]))
     optimizer = RiemannianSGD([weight], lr=1.7)

@@ -154,6 +154,7 @@ BAD = {
     ),
     "out of a scale's range": (lambda: MCTensor.encode([1e6], 2, torch.float16, scale=0.5), "scale"),
     "no power of two": (lambda: MCTensor.encode([1.0], scale=3.0), "powers of two"),
+    "below float32's normal range": (lambda: MCTensor.encode([1.0], scale=2.0**-127), r"powers of two from 2\*\*-126"),
     "an unknown scale": (lambda: MCTensor.encode([1.0], scale="big"), "auto"),
     "no number": (lambda: MCTensor.encode(["one"]), "no number"),
     "ragged": (lambda: MCTensor.encode([[1.0], [1.0, 2.0]]), "shape"),

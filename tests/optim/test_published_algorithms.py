@@ -122,6 +122,7 @@ def test_prodigys_estimate_starts_from_the_d0_of_its_group(words, own):
         (hu.optim.AdamWScheduleFree, {"betas": (0.0, 0.9)}, "at a share of the average"),
         (hu.optim.AdamWScheduleFree, {"state_dtype": "8bit"}, "uses 'z' to the last digits"),
         (hu.optim.Prodigy, {"d0": 0.0}, "d0=0.0 is not allowed: give a number above 0"),
+        (hu.optim.Prodigy, {"d0": torch.ones(2)}, r"d0 is a tensor of shape \(2,\) .* give one number"),
         (hu.optim.Prodigy, {"growth_rate": 0.5}, "of 1 or more"),
         (hu.optim.Prodigy, {"betas": (0.0, 0.9)}, "a first beta above 0"),
         (hu.optim.Prodigy, {"state_dtype": torch.bfloat16}, "uses 'p0' to the last digits"),

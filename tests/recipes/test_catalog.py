@@ -29,6 +29,11 @@ def test_gradients() -> None:
         assert scales[name][1] is not None
 
 
+def test_names_say_how_many_components_weights_have() -> None:
+    found = {name: recipes.get(name).components for name in recipes.names()}
+    assert {name: count for name, count in found.items() if count} == {"fp16-mc2": 2, "fp16-mc3": 3, "fp64-mc2": 2}
+
+
 def test_names_are_the_recipes_own() -> None:
     assert [recipes.get(name).name for name in recipes.names()] == recipes.names()
 

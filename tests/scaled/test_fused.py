@@ -1,5 +1,7 @@
 """Kernels on payloads and scales: as the reference under Triton's interpreter, and down to machine code."""
 
+import ast
+import builtins
 import itertools
 
 import pytest
@@ -118,6 +120,15 @@ def _sources() -> list[tuple[str, str, dict[str, str], dict[str, object]]]:
         *found,
         (fused.write_rms_scale_source(KINDS[0]), "level", {"parts": "*fp64"}, {"BLOCK": fused.MAX_PARTIAL_SUMS}),
     ]
+
+
+def test_every_function_that_a_source_calls_stands_in_it():
+    for text, name, _, _ in _sources():
+        tree = ast.parse(text)
+        made = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+        called = {function.id for function in calls if isinstance(function, ast.Name)}
+        assert called - vars(builtins).keys() <= made, name
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -1,6 +1,7 @@
 """Models of which torch.compile takes a part only: exact, never in silence."""
 
 import random
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -111,4 +112,13 @@ def test_a_model_that_is_compiled_whole_gives_no_warning(before, recwarn, seed):
     scaler = hu.AdaptiveGradScaler([first, model])
     compiled = torch.compile(model, backend=scaler.backend("aot_eager"))
     _gradients((lambda x: compiled(first(x))) if before else compiled, model, scaler)
+    assert not [one for one in recwarn if one.category is UserWarning]
+
+
+def test_a_compiled_model_whose_one_layer_is_called_global_gives_no_warning(recwarn, seed):
+    model = nn.Sequential(OrderedDict({"global": nn.Linear(6, 6)}))
+    scaler = hu.AdaptiveGradScaler(model)
+    compiled = torch.compile(model, backend=scaler.backend("aot_eager"))
+    scaler.scale(compiled(torch.randn(5, 6)).square().sum()).backward()
+    scaler.step(torch.optim.SGD(model.parameters()))
     assert not [one for one in recwarn if one.category is UserWarning]

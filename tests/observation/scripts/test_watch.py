@@ -47,6 +47,7 @@ def test_models_whose_optimizers_take_turns_are_observed_together():
                 critic(maker(torch.randn(3, 4))).mean().backward()
                 optimizer.step()
     assert len(watch.observation) == 4
+    assert watch.rank == 0
     record = watch.observation.record
     names = ["Linear.weight", "Linear.bias", "Linear_2.weight", "Linear_2.bias"]
     assert list(record.parameters) == names
