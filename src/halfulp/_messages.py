@@ -76,7 +76,5 @@ def find_user_stack_level() -> int:
         frame.f_back is not None
         and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES_WITHOUT_USER_CODE
     ):
-        frame = frame.f_back
-        # warnings.warn does not count the frames of an import that goes on.
-        level += "importlib" not in frame.f_code.co_filename or "_bootstrap" not in frame.f_code.co_filename
+        frame, level = frame.f_back, level + 1
     return level

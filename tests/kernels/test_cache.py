@@ -5,6 +5,7 @@ import io
 import os
 import re
 import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -154,6 +155,14 @@ def test_a_read_only_home(tmp_path, forked_python):
         home.chmod(stat.S_IRUSR | stat.S_IXUSR)
     clean = {"HALFULP_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": str(home)}
     assert_told(forked_python(TOLD, QUANTIZE, **clean))
+
+
+def test_without_a_home_folder_kernels_work(notes, monkeypatch):
+    for name in ("HALFULP_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
+    with pytest.warns(RuntimeWarning, match=r"no home folder.*HALFULP_CACHE_DIR"):
+        assert doubles() == [10, 14]
 
 
 def test_where_the_folder_is(monkeypatch, tmp_path):

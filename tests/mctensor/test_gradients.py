@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from halfulp.mctensor import MCTensor
 from halfulp.subclass import strict
 
+from .exact_values import exact
+
 FORMATS = [(torch.float32, 2), (torch.float64, 2), (torch.bfloat16, 2), (torch.float16, 2)]
 FIRST = {torch.float32: 2.0**-20, torch.float64: 2.0**-46, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 ALL = {torch.float32: 2.0**-40, torch.float64: 2.0**-46, torch.bfloat16: 2.0**-11, torch.float16: 2.0**-15}
@@ -154,6 +156,13 @@ def test_gradients_pass_through_encode_and_decode(gradients):
     (leaf.decode(torch.float64) * (1 + 2.0**-40)).sum().backward()
     kept = 1 + 2.0**-40 if gradients == "components" else 1.0
     assert float(_value(leaf.grad)) == kept
+
+
+def test_a_gradient_passes_from_one_encoding_to_another_with_all_its_digits():
+    x = MCTensor.encode("0.1", 3, torch.float32, gradients="components").requires_grad_()
+    third = MCTensor.encode("1/3", 3, torch.float32)
+    (MCTensor.encode(x, 3, torch.float32, gradients="components") * third).backward()
+    assert exact(x.grad) == exact(third)
 
 
 @pytest.mark.parametrize("gradients", ["first", "components"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from halfulp.pages import check_writable, render_template, require_page_packages, write_file_atomically
+from halfulp.pages import check_writable, format_share, render_template, require_page_packages, write_file_atomically
 
 
 @pytest.fixture
@@ -47,6 +47,10 @@ def test_embedded_data_is_read_back(template: str, data: object) -> None:
 def test_numbers_that_json_lacks_are_refused(template: str, number: float) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         render_template(template, "x.html.j2", data={"x": number})
+
+
+def test_a_share_is_100_per_cent_only_where_it_is_the_whole() -> None:
+    assert [format_share(part) for part in (0.9989, 0.9999, 1.0)] == ["99.9%", ">99.9%", "100%"]
 
 
 def test_what_is_missing_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,6 +258,15 @@ def test_masks_of_dropout_are_the_same_in_all_runs(seed):
     assert assert_precision_ok(ours, torch.randn(32, 16), "bf16-kahan").passed
 
 
+def test_the_seed_decides_how_updates_are_rounded(seed):
+    ours, x, losses = nn.Linear(16, 8), torch.randn(32, 16), []
+    options = {"loss": lambda out: out.float().square().sum(), "steps": 2}
+    for own in (1, 2):
+        check = assert_precision_ok(ours, x, "bf16-stochastic", seed=own, **options)
+        losses += [one.relative for one in check.differences if one.name == "losses of 2 steps"]
+    assert losses[0] != losses[1]
+
+
 def test_batches_of_keywords_and_losses_of_the_models_own(seed):
     class Own(nn.Module):
         def __init__(self) -> None:

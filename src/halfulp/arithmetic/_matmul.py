@@ -307,7 +307,7 @@ def _add_terms_from_last(terms: Sequence[Any]) -> Any:
 def compute_row_exponents_and_factors(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return, per row or column, k with magnitudes at most 2^k (NaN if not finite), and two factors of 2^-k."""
     largest = head.abs().amax(dim, keepdim=True)
-    exponents, first, second = (torch.empty_like(largest, dtype=torch.float64) for _ in range(3))
+    exponents, first, second = (torch.empty_like(largest) for _ in range(3))
     _ROW_EXPONENT_KERNEL([largest], [exponents, first, second])
     return exponents, first, second
 

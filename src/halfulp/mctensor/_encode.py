@@ -344,7 +344,7 @@ def format_decimal(value: Fraction | float, digits: int) -> str:
     """
     if isinstance(value, float):
         return repr(value) if value else "-0." if math.copysign(1, value) < 0 else "0."
-    context = Context(prec=digits, Emax=10**6, Emin=-(10**6))
+    context = Context(prec=digits)
     rounded = context.divide(Decimal(value.numerator), Decimal(value.denominator))
     exponent = rounded.adjusted()
     if -5 <= exponent < min(digits, 16):

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfulp.arithmetic import names, pointwise
 from halfulp.arithmetic._functions import EXPANSION_FUNCTION_BY_NAME
@@ -61,6 +62,19 @@ def test_views_are_read_as_they_lie(seed):
         got = pointwise("add", x, operand, components=2, dtype=torch.float32)
         wanted = pointwise("add", x, tuple(part.contiguous() for part in operand), components=2, dtype=torch.float32)
         assert all(same_bits(a, b) for a, b in zip(got, wanted))
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (3, 6, 8)])
+def test_a_row_takes_no_memory_of_a_matrix(shape):
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), options=None):
+            made.append(operator.overloadpacket.__name__)
+            return operator(*args, **(options or {}))
+
+    made, matrix, row = [], (torch.ones(shape),), (torch.ones(8),)
+    with Watch():
+        pointwise("add", matrix, row, components=2, dtype=torch.float32)
+    assert made == ["empty_like"] * 2, "the results alone"
 
 
 def test_out_may_be_an_operand_and_any_layout(seed):

@@ -90,6 +90,7 @@ def test_every_layer_of_a_forecast_is_on_its_page(forecast: hu.observation.Forec
         assert f"<code>{layer.name}</code>" in text
         if layer.freeze_step is not None:
             assert f">{layer.freeze_step:,}<" in text
+            assert f'data-sort="{layer.freeze_lr}"' in text, "a column is sorted by all digits"
     steps, rates = zip(*forecast.learning_rates)
     assert (steps[0], steps[-1]) == (0, 999)
     assert max(rates) == pytest.approx(6e-4, rel=1e-2)

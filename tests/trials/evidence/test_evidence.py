@@ -136,6 +136,7 @@ def test_page_says_what_was_found(evidence: Evidence, tmp_path: Path) -> None:
     assert "bf16-kahan keeps float32’s accuracy at 8.0 bytes per parameter instead of 16.0." in text
     assert "a &lt;b&gt;task&lt;/b&gt;" in text
     assert "<b>task</b>" not in text
+    assert ">validation loss</th>" in text
     for row in evidence.rows():
         assert row.recipe in text
 

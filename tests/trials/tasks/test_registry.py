@@ -21,6 +21,8 @@ def test_windows_do_not_leak() -> None:
     data = tasks.get("text").load()
     inputs, targets = data.validation
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    (batch,) = tasks.get("text").batches(data, 0, 1)
+    assert torch.equal(batch[0][:, 1:], batch[1][:, :-1])
     text = "\n".join(topics.topics.values())  # another length in each version of Python
     alphabet, read = sorted(set(text)), torch.cat([data.train[0], data.train[1][-1:], inputs.flatten()])
     assert len(text) - 2 * 64 < len(read) <= len(text)
