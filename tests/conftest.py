@@ -355,7 +355,7 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
     "random operators that Inductor keeps in order": _keeps_random_order,
     "flash attention of grouped queries on the CPU": _takes_groups,
-    "graphs whose only result is a view of a tensor subclass": lambda: not is_older(torch.__version__, "2.7"),
+    "graphs whose only result is a view of a tensor subclass": lambda: not is_older(torch.__version__, "2.11"),
     "products with out_dtype=": lambda: hasattr(torch.ops.aten.mm, "dtype"),
     "torch.nn.functional.grouped_mm": lambda: hasattr(torch.nn.functional, "grouped_mm"),
     "Tag.cudagraph_unsafe": lambda: hasattr(torch.Tag, "cudagraph_unsafe"),
