@@ -139,7 +139,7 @@ def _decode_scaled(x: Any) -> Any:
 
 
 def _compare_runs(expected: dict[str, Any], found: dict[str, Any], tolerance: float | None, message: str) -> None:
-    """Raise where two runs differ beyond the tolerance, or in any bit; the message takes a result's name and how."""
+    """Raise where runs differ beyond a tolerance, in any bit if it is None; `message` takes a result's name and how."""
     if expected.keys() != found.keys():
         raise RuleError(message.format("the number of results", f"{list(found)} for {list(expected)}"))
     for name, x in expected.items():
