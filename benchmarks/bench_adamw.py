@@ -41,16 +41,16 @@ def bytes_alone():
 
     from halfulp.kernels import IndexMap, make_chunk_table, run_chunks
     from halfulp.kernels._device_function import ElementRecording
-    from halfulp.kernels._device_function import TableFunction as Loop
+    from halfulp.kernels._device_function import PointerTableFunction as Loop
     from halfulp.kernels._operations import add, load16, store16
     from halfulp.kernels.vector._machine_function import get_array_address
-    from halfulp.kernels.vector._table_loop import compile_table_kernel
+    from halfulp.kernels.vector._table_loop import compile_pointer_table_kernel
 
     element = ElementRecording(4)
     weight, gradient, *states = element.arrays
     for array in (weight, *states):
         store16(array, element.index, add(load16(array, element.index), load16(gradient, element.index)))
-    kernel = compile_table_kernel("bytes_alone", Loop(element.trace, 4))
+    kernel = compile_pointer_table_kernel("bytes_alone", Loop(element.trace, 4))
     held = [(p, p.grad, torch.zeros_like(p), torch.zeros_like(p)) for p in _workload.parameters(torch.bfloat16)]
     chunks = make_chunk_table([IndexMap.whole(tuple(row[0].shape)) for row in held])
     pointers = np.array([[tensor.data_ptr() for tensor in row] for row in held], np.int64)

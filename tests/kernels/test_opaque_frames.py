@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfulp.kernels import disable_compilation, disable_tracing
+from halfulp.kernels import break_graph_and_run_eagerly, hide_own_frames_from_compiler
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -16,7 +16,7 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
     return _called(x) * 2
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def _left_alone(x: torch.Tensor) -> torch.Tensor:
     return _called(x) * 2
 
@@ -45,7 +45,7 @@ def test_what_a_graph_calls_is_traced_as_ever():
 
 def test_a_graph_breaks_where_an_uncompiled_function_is_called():
     captured = []
-    function = disable_compilation(lambda x: _called(x) * 3)
+    function = break_graph_and_run_eagerly(lambda x: _called(x) * 3)
     run = torch.compile(lambda x: function(x + 1) - 1, backend=lambda m, _: captured.append(m) or m)
     assert torch.equal(run(torch.ones(2)), torch.full((2,), 8.0))
     assert len(captured) == 2

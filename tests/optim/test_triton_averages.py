@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels._device_function import TableFunction
+from halfulp.kernels._device_function import PointerTableFunction
 from halfulp.kernels.triton._launch import TableKernel
 from halfulp.kernels.triton._writer import COMPILE_OPTIONS
 from halfulp.optim._float32 import _record_read_trace
@@ -90,7 +90,9 @@ def test_reading_is_written_in_what_triton_can_compile(update):
 
 
 def _kernel(update):
-    return TableKernel(TableFunction(_record_read_trace(find_weight_update(update), STORE_BY_DTYPE[torch.bfloat16]), 5))
+    return TableKernel(
+        PointerTableFunction(_record_read_trace(find_weight_update(update), STORE_BY_DTYPE[torch.bfloat16]), 5)
+    )
 
 
 @pytest.mark.parametrize("capability", [80, 90])

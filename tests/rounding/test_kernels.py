@@ -7,12 +7,12 @@ import torch
 import halfulp as hu
 from halfulp.formats import BlockFormat, e4m3fn, e8m0
 from halfulp.kernels import IndexMap, address, cut_into_chunks, run_chunks, same_bits
-from halfulp.kernels._device_function import ElementRecording, TableFunction
+from halfulp.kernels._device_function import ElementRecording, PointerTableFunction
 from halfulp.kernels._operations import load32
 from halfulp.kernels.triton import _launch, _writer
 from halfulp.kernels.vector import _processor
 from halfulp.kernels.vector._machine_function import get_array_address
-from halfulp.kernels.vector._table_loop import compile_row_kernel, compile_table_kernel
+from halfulp.kernels.vector._table_loop import compile_pointer_table_kernel, compile_row_kernel
 from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import _kernels, get_rounding
 from halfulp.rounding._blocks import make_block_target
@@ -102,7 +102,7 @@ def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
     element = ElementRecording(2)
     source, target = element.arrays
     choose_container_functions(dtype, inexact=True)["store"](target, element.index, load32(source, element.index))
-    kernel = compile_table_kernel(f"narrowed_{dtype}".replace(".", "_"), TableFunction(element.trace, 2))
+    kernel = compile_pointer_table_kernel(f"narrowed_{dtype}".replace(".", "_"), PointerTableFunction(element.trace, 2))
     wide = triton_cases.elements(torch.float32, 2**18, seed)
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
     between = (

@@ -16,7 +16,7 @@ from .. import formats
 from ..formats import Format
 from ..kernels import _operations as o
 from ..kernels import product_error, select
-from ..kernels._device_function import ElementRecording, TableFunction
+from ..kernels._device_function import ElementRecording, PointerTableFunction
 from ..kernels._trace import block_largest
 from ..rounding._device_functions import widen_float16
 
@@ -133,7 +133,9 @@ def _cut_integer(whole: Any, bits: int, count: int) -> list[tuple[Any, int]]:
 
 
 @functools.cache
-def make_term_adding_kernel(dtype: torch.dtype, product: bool, reach: LimbRange, apart: int = 0) -> TableFunction:
+def make_term_adding_kernel(
+    dtype: torch.dtype, product: bool, reach: LimbRange, apart: int = 0
+) -> PointerTableFunction:
     """Return the kernel that adds terms to the counters of a row.
 
     Columns: the elements, for products those of the other factor, then int64 (copies, counters) `apart` words apart.
@@ -163,7 +165,7 @@ def make_term_adding_kernel(dtype: torch.dtype, product: bool, reach: LimbRange,
             word = select(special, coded, select(minus_zero, _WORD_ONE, word))
             window = select(special, np.uint32(last), select(minus_zero, np.uint32(last + 1), window))
         o.add_to_counter64(counters, window, word, apart)
-    return TableFunction(element.trace, len(element.arrays))
+    return PointerTableFunction(element.trace, len(element.arrays))
 
 
 # blocks ------------------------------------------------------------------------------------------------------
@@ -180,7 +182,9 @@ def get_cut_counts_for_near_and_far_terms(dtype: torch.dtype, product: bool) -> 
 
 
 @functools.cache
-def make_block_summing_kernel(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> TableFunction:
+def make_block_summing_kernel(
+    dtype: torch.dtype, product: bool, cuts: int, partial: bool = False
+) -> PointerTableFunction:
     """Return the kernel that sums a block into `cuts` + 1 float64 (or NaN), and counts its terms that are -0."""
     element = ElementRecording(1 + product)
     words = [_LOADS_BY_BITS[FORMAT_BY_ELEMENT_DTYPE[dtype].bits](array, element.index) for array in element.arrays]
@@ -189,7 +193,7 @@ def make_block_summing_kernel(dtype: torch.dtype, product: bool, cuts: int, part
     for part in parts:
         element.trace.emit_total("sum", part)
     element.trace.emit_total("count", minus_zero)
-    return TableFunction(
+    return PointerTableFunction(
         element.trace, len(element.arrays), block=count_block_elements(dtype, product), partial=partial
     )
 
@@ -262,7 +266,7 @@ def _convert_to_float64(dtype: torch.dtype, word: Any) -> Any:
 
 
 @functools.cache
-def make_accumulator_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None) -> TableFunction:
+def make_carry_and_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None) -> PointerTableFunction:
     """Return the kernel that passes carries on within an accumulator, and with a dtype rounds its value, ties to even.
 
     Columns: int64 of each counter; with a dtype how many terms there are, then the floats; without one int64 of each
@@ -282,7 +286,7 @@ def make_accumulator_rounding_kernel(reach: LimbRange, dtype: torch.dtype | None
             reach, layout, digits, [word != 0 for word in specials], (terms != 0) & (terms == zeros)
         )
         _STORES_BY_BITS[layout.bits](element.arrays[-1], element.index, bits if layout.bits == 64 else o.low_word(bits))
-    return TableFunction(element.trace, len(element.arrays))
+    return PointerTableFunction(element.trace, len(element.arrays))
 
 
 def _propagate_carries(reach: LimbRange, counters: list) -> list:

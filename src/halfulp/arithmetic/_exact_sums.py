@@ -22,10 +22,10 @@ from ..kernels import (
     run_trace_on_tensors,
     select_engine,
 )
-from ..kernels._device_function import TableFunction
+from ..kernels._device_function import PointerTableFunction
 from ..kernels._trace import ACCUMULATOR_COPIES
 from ..kernels.triton._launch import TILE_ELEMENTS, TableKernel, find_checked_kernel
-from ..kernels.vector._table_loop import compile_table_kernel
+from ..kernels.vector._table_loop import compile_pointer_table_kernel
 from ._exact_sum_kernels import (
     FORMAT_BY_ELEMENT_DTYPE,
     LIMB_BITS,
@@ -36,8 +36,8 @@ from ._exact_sum_kernels import (
     LimbRange,
     count_block_elements,
     get_cut_counts_for_near_and_far_terms,
-    make_accumulator_rounding_kernel,
     make_block_summing_kernel,
+    make_carry_and_rounding_kernel,
     make_term_adding_kernel,
 )
 
@@ -233,7 +233,7 @@ def _make_chunk_table(count: int) -> np.ndarray:
 def _round_windows(engine: str, words: WindowCounters, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
     """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORD_COUNT)."""
     words = words if isinstance(words, torch.Tensor) else torch.from_numpy(words)
-    rows, table, columns = len(words), make_accumulator_rounding_kernel(reach, dtype), words.t().contiguous()
+    rows, table, columns = len(words), make_carry_and_rounding_kernel(reach, dtype), words.t().contiguous()
     kind = torch.int64 if dtype is None else WORD_DTYPE_BY_BITS[FORMAT_BY_ELEMENT_DTYPE[dtype].bits]
     out = torch.empty(1 if dtype else reach.limbs, rows, dtype=kind, device=words.device)
     if engine == "reference":
@@ -267,9 +267,9 @@ def _round_windows(engine: str, words: WindowCounters, reach: LimbRange, dtype: 
 
 
 @functools.cache
-def _compile_table_kernel(engine: str, table: TableFunction) -> Any:
+def _compile_table_kernel(engine: str, table: PointerTableFunction) -> Any:
     if engine == "llvm":
-        return compile_table_kernel("exact_sums", table)
+        return compile_pointer_table_kernel("exact_sums", table)
     # All limbs of an accumulator are in a thread's registers at once.
     return TableKernel(table, TILE_ELEMENTS if table.trace.counter_additions else 128)
 

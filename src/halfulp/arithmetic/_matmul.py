@@ -134,7 +134,7 @@ def _merge_components(parts: Parts, out: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def multiply_float16_components_in_float32(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
+def borrow_float32_product_of_float16_components(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
     """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block."""
     shapes = a[0].shape, b[0].shape, (*a[0].shape[:-1], b[0].shape[-1])
     layout = tuple((tuple(shape), torch.float32) for shape in shapes)
@@ -401,7 +401,7 @@ def _add_block_product(block: _InnerBlock, known: Parts, last: bool) -> tuple[Pa
             cut, sizes, results = workspace[:count], workspace[count : count + 2], workspace[count + 2 :]
             # The magnitudes' product is read before the first result is written.
             sizes.append(results[0].view(torch.float32).as_strided(block.result_shape, results[0].stride()))
-            left, right = _cut_slices(block, slices, cut, sizes)
+            left, right = _cut_operands_into_slices(block, slices, cut, sizes)
             if not wanted:
                 wanted, missed = _choose_slice_count(block, slices, sizes)
             if wanted == slices:
@@ -422,11 +422,13 @@ def _plan_workspace(block: _InnerBlock, slices: int) -> _WorkspaceLayout:
     )
 
 
-def _cut_slices(block: _InnerBlock, slices: int, cut: list[Any], sizes: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the slices of either operand, the tail behind them; the magnitudes go to the first two of `sizes`."""
-    pieces = cut[: slices + 1], cut[slices + 1 :]
+def _cut_operands_into_slices(
+    block: _InnerBlock, slices: int, slice_buffers: list[Any], magnitude_buffers: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Return the slices of either operand, the tail behind them; the magnitudes go to the first two buffers."""
+    pieces = slice_buffers[: slices + 1], slice_buffers[slices + 1 :]
     scales = block.row_scales, block.column_scales
-    for parts, out, size, (_, *factors) in zip((block.a, block.b), pieces, sizes, scales, strict=False):
+    for parts, out, size, (_, *factors) in zip((block.a, block.b), pieces, magnitude_buffers, scales, strict=False):
         inputs = [*parts, *(_flatten_single_row(factor) for factor in factors)]
         make_slice_kernel(parts[0].dtype, len(parts), slices)(inputs, [*out, size])
     return pieces

@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from ..kernels import (
     BLOCK_ROWS,
+    LANES_OF_NARROW_MATRIX,
     MOST_SERIAL_ELEMENTS,
-    NARROW_LANES,
     ReductionSteps,
     address,
     compile_reduction,
@@ -134,7 +134,7 @@ def _view_as_matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[i
     if order != sorted(order):
         parts = tuple([part.permute(order) for part in parts])
     parts = tuple([part.contiguous() for part in parts])
-    if rows * columns > NARROW_LANES or columns >= NARROW_LANES or many < NARROW_LANES:
+    if rows * columns > LANES_OF_NARROW_MATRIX or columns >= LANES_OF_NARROW_MATRIX or many < LANES_OF_NARROW_MATRIX:
         return parts, sizes
     # Many small matrices lie side by side.
     beside = tuple([part.reshape(sizes).transpose(0, 1).contiguous() for part in parts])
@@ -179,7 +179,7 @@ def _reduce_columns(
 
 def _count_rows_side_by_side(rows: int, columns: int) -> int:
     """Return how many rows lie side by side in the lanes of a kernel."""
-    return NARROW_LANES if columns == 1 else max(1, min(NARROW_LANES // max(columns, 1), rows))
+    return LANES_OF_NARROW_MATRIX if columns == 1 else max(1, min(LANES_OF_NARROW_MATRIX // max(columns, 1), rows))
 
 
 class _ReadingOrder(NamedTuple):
@@ -281,7 +281,9 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, sh
         return made
     words = [rows, columns, length, segments, several, many * rows * columns, divisor]
     table = array.array("q", [*words, *map(address, (*parts, *made))])
-    kernel = _compile_kernel(reduction, "line" if columns == 1 else "narrow" if columns < NARROW_LANES else "wide")
+    kernel = _compile_kernel(
+        reduction, "line" if columns == 1 else "narrow" if columns < LANES_OF_NARROW_MATRIX else "wide"
+    )
     if count == 1 or many * rows * columns < MOST_SERIAL_ELEMENTS or torch.get_num_threads() == 1:
         kernel(0, count, table.buffer_info()[0])
     else:
@@ -322,8 +324,8 @@ def _run_on_triton(
 
 
 def _make_canary_matrices(reduction: _Reduction) -> Iterator[tuple[_ReadingOrder, list[torch.Tensor]]]:
-    """Yield fixed matrices of one, a few and many columns."""
-    for columns in (1, 5, NARROW_LANES + 3):
+    """Yield fixed matrices of one, a few and many columns, on which a kernel is compared with its reference."""
+    for columns in (1, 5, LANES_OF_NARROW_MATRIX + 3):
         cut = _ReadingOrder((2, 75, columns), 50, 2, _count_rows_side_by_side(75, columns), 75)
         made = []
         for k in range(reduction.inputs):

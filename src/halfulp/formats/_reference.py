@@ -183,7 +183,7 @@ def _find_overflow_result(sign: int, format: Format, policy: Overflow) -> float:
 def _round_magnitude(
     magnitude: Fraction, sign: int, format: Format, mode: RoundingName, u: Fraction | None
 ) -> Fraction:
-    """Round a magnitude to the format's grid, extended beyond its largest number."""
+    """Round a magnitude in a mode to the format's grid, as if that went on beyond its largest number."""
     if not format.zero and magnitude < Fraction(format.smallest_normal):
         return Fraction(format.smallest_normal)
     spacing = Fraction(format.smallest_subnormal)

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from .._messages import name_type
 from ..formats import Format
-from ..kernels import disable_compilation
+from ..kernels import break_graph_and_run_eagerly
 from ..rounding import Rounding
 from ._controller import ExponentController
 from ._policy import Policy, get_policy
@@ -124,7 +124,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
     # what GradScaler has --------------------------------------------------------------------------------------
 
-    @disable_compilation
+    @break_graph_and_run_eagerly
     @overload
     def scale(self, outputs: Outputs) -> Outputs: ...
     @overload
@@ -154,7 +154,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._controller.losses.append(outputs.detach())
         return scaled
 
-    @disable_compilation
+    @break_graph_and_run_eagerly
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer's parameters by ``get_scale()``, for instance before clipping.
 
@@ -205,7 +205,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._divided |= {id(one): weakref.ref(one.grad) for one in parameters if one.grad is not None}
         return flags
 
-    @disable_compilation
+    @break_graph_and_run_eagerly
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer if all gradients are finite, unscaling them first if needed; return its result.
 
@@ -244,7 +244,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self.last_step = self._controller.record_and_explain_skipped_step() if overflowed else LastStep(applied=True)
         return None if overflowed else optimizer.step(*args, **kwargs)
 
-    @disable_compilation
+    @break_graph_and_run_eagerly
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """End the iteration: lower the exponents that overflowed, set measured ones by the policy.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, fp16
-from ..kernels import disable_tracing
+from ..kernels import hide_own_frames_from_compiler
 
 GLOBAL_SITE_KEY = "global"
 # Differences of two exponents must be powers of two that float32 holds.
@@ -351,7 +351,7 @@ class CopyWithStrides(torch.autograd.Function):
         return restore_strides(tensor.clone(), tensor)
 
     @staticmethod
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def backward(ctx, gradient: Tensor) -> Tensor:
         """Return the gradient unchanged."""
         return gradient

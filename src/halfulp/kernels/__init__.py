@@ -23,10 +23,10 @@ from ._interpreter import run_trace_on_tensors
 from ._operations import divide, floor, maximum, select, sign_of, sqrt
 from ._operator import (
     assume_constant_result,
+    break_graph_and_run_eagerly,
     define_operator,
-    disable_compilation,
-    disable_tracing,
     find_operator_namespace,
+    hide_own_frames_from_compiler,
     is_under_transform,
     list_absent_operators,
     list_present_operators,
@@ -63,7 +63,7 @@ from ._trace import (
 from .vector._loop import BROADCAST_COPIES, ShortcutTrace, compile_trace
 from .vector._machine_function import compute_source_digest, get_array_address
 from .vector._processor import find_vector_bits
-from .vector._reductions import BLOCK_ROWS, NARROW_LANES, ReductionSteps, compile_reduction
+from .vector._reductions import BLOCK_ROWS, LANES_OF_NARROW_MATRIX, ReductionSteps, compile_reduction
 
 __all__ = ["KernelMismatchError", "count_fallbacks", "divide", "engine", "floor", "maximum", "same_bits"]
 __all__ += ["select", "sign_of", "sqrt"]

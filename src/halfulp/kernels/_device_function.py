@@ -22,7 +22,7 @@ STREAMING_STORE_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class TableFunction:
+class PointerTableFunction:
     """A traced device function with the layout of the table of pointers that it reads and writes."""
 
     trace: Trace  # what is computed per element, of inputs ("constant", k) and those of `RANDOM_STREAM_INPUTS`

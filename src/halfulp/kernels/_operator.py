@@ -129,26 +129,26 @@ class TorchOperators:
 FunctionType = TypeVar("FunctionType", bound=Callable)
 
 
-def disable_tracing(function: FunctionType) -> FunctionType:
+def hide_own_frames_from_compiler(function: FunctionType) -> FunctionType:
     """Let torch.compile never capture a function's own frames, as a decorator that costs a call nothing.
 
     Between the graphs of a compiled function, frames that torch itself enters (`__torch_dispatch__`, rules, hooks of
     autograd) look like the user's, and would be captured like those: with tensors in them that are only half made. What
     a graph calls is traced as ever. torch.compiler.disable does this at 2 us a call, and imports the compiler.
 
-    >>> disable_tracing(len.__call__) is len
+    >>> hide_own_frames_from_compiler(len.__call__) is len
     Traceback (most recent call last):
         ...
-    TypeError: disable_tracing takes a Python function, got method-wrapper
+    TypeError: hide_own_frames_from_compiler takes a Python function, got method-wrapper
     """
     if not hasattr(function, "__code__"):
-        raise TypeError(f"disable_tracing takes a Python function, got {type(function).__name__}")
+        raise TypeError(f"hide_own_frames_from_compiler takes a Python function, got {type(function).__name__}")
     return cast(FunctionType, hide_frames_from_dynamo(function))
 
 
-def disable_compilation(function: FunctionType) -> FunctionType:
+def break_graph_and_run_eagerly(function: FunctionType) -> FunctionType:
     """Let torch.compile run a function eagerly, breaking its graph there: torch.compiler.disable without a wrapper."""
-    marked: Any = disable_tracing(function)
+    marked: Any = hide_own_frames_from_compiler(function)
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = f"{function.__qualname__} of halfulp runs uncompiled"
     return cast(FunctionType, marked)

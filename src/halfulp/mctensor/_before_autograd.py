@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from ..kernels import disable_tracing, list_present_operators
+from ..kernels import hide_own_frames_from_compiler, list_present_operators
 from ..subclass._derivation import aten, find_functional_form, parse_operators
 from ._derivation import make_unrounded_writing_rule, note_float64_fallback
 from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_DISPATCH_KEY_NAME, MCTensor, attach_autograd_history
@@ -159,7 +159,7 @@ def _make_entry_kernel(operator: OpOverload) -> Callable:
             finally:
                 torch._C._set_mkldnn_enabled(before)
 
-    return disable_tracing(run_entry)
+    return hide_own_frames_from_compiler(run_entry)
 
 
 def _run_on_decoded_operands(operator: OpOverload, arguments: tuple, options: dict, form: ResultType) -> Any:

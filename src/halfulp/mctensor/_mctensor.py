@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..arithmetic import PRECISION_BY_DTYPE, Parts, merge
-from ..kernels import define_operator, disable_tracing, is_under_transform, list_present_operators
+from ..kernels import define_operator, hide_own_frames_from_compiler, is_under_transform, list_present_operators
 from ..subclass._composite_tensor import (
     CompositeTensor,
     check_pickled_layout,
@@ -98,7 +98,7 @@ class _EncodeFunction(torch.autograd.Function):
         return detached
 
     @staticmethod
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if context.dtype is None:
             return gradient, None
@@ -122,7 +122,7 @@ def _save_for_decoding_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tenso
     ctx.count = len(x._parts) if hasattr(x, "_parts") and x._gradients == COMPONENTS_GRADIENTS_MODE else 0
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def _compute_decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
     """Return the gradient of a decoded tensor, with components where it keeps such gradients."""
     if not context.count or isinstance(gradient, context.decoded):
@@ -190,7 +190,7 @@ class MCTensor(CompositeTensor):
         raise TypeError("make an MCTensor by MCTensor.encode(values) or MCTensor.from_components(tensors)")
 
     @classmethod
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
@@ -383,22 +383,22 @@ class MCTensor(CompositeTensor):
     # A compiler reads and replaces the components by name.
     _part_0, _part_1, _part_2, _part_3 = (
         property(
-            disable_tracing(lambda self, i=i: self._parts[i]),
-            disable_tracing(
+            hide_own_frames_from_compiler(lambda self, i=i: self._parts[i]),
+            hide_own_frames_from_compiler(
                 lambda self, part, i=i: setattr(self, "_parts", (*self._parts[:i], part, *self._parts[i + 1 :]))
             ),
         )
         for i in range(4)
     )
 
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int, bool]]:
         names = [f"_part_{i}" for i in range(len(self._parts))]
         scaled = self._scale is not None
         return names + (["_scale"] if scaled else []), (self._gradients, len(self._parts), scaled)
 
     @staticmethod
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[str, int, bool], size: Any, stride: Any
     ) -> MCTensor:
@@ -409,7 +409,7 @@ class MCTensor(CompositeTensor):
         gradients, components, scaled = context
         return MCTensor.encode(x.detach(), components, x.dtype, "auto" if scaled else "none", gradients=gradients)
 
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def __coerce_tangent_metadata__(self) -> MCTensor:
         return (
             wrap_components((round_to_plain(self),), None, FIRST_GRADIENTS_MODE)
@@ -417,14 +417,14 @@ class MCTensor(CompositeTensor):
             else self
         )
 
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: Any = None) -> Tensor | None:
         if expected is torch.Tensor:
             return round_to_plain(self)
         return self._from_plain_tangent(self, context) if expected in (None, MCTensor) else None
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def wrap_components(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
     """Make an MCTensor over components of equal shape and strides, without copying or checking."""
     first = parts[0]

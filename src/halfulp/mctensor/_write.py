@@ -18,8 +18,8 @@ from ._result_type import ResultType, count_float64_components, to_components
 _RESCALED_BELOW_BINADES = 8
 
 
-def copy_received_value(x: Tensor, value: Tensor) -> None:
-    """Copy a received value into a tensor: bit for bit between MCTensors alike that own their memory."""
+def copy_collective_result(x: Tensor, value: Tensor) -> None:
+    """Copy what a collective delivered into a tensor: bit for bit between MCTensors alike that own their memory."""
     mine, arrived = list_plain_tensors(x), list_plain_tensors(value)
     alike = isinstance(x, MCTensor) and isinstance(value, MCTensor) and x.shape == value.shape
     alike = alike and [part.dtype for part in mine] == [part.dtype for part in arrived]

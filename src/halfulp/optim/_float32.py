@@ -21,11 +21,11 @@ from ..kernels import (
     run_chunks,
     select_engine,
 )
-from ..kernels._device_function import ElementRecording, TableFunction, bind_names
+from ..kernels._device_function import ElementRecording, PointerTableFunction, bind_names
 from ..kernels._operations import store32, word
 from ..kernels.triton._launch import TableKernel, find_checked_kernel
 from ..kernels.vector._machine_function import get_array_address
-from ..kernels.vector._table_loop import compile_table_kernel
+from ..kernels.vector._table_loop import compile_pointer_table_kernel
 from ..subclass.models._conversion import check_is_module
 from ._storage import Store
 from .parameters._outside_writes import read_auxiliary_tensors
@@ -156,7 +156,7 @@ def _record_read_trace(update: WeightUpdate, store: Store) -> Trace:
 def make_read_kernel(update: WeightUpdate, store: Store) -> Callable[..., None]:
     """Return the kernel that reads one weight update and store, checked against its reference once per process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
-    kernel = compile_table_kernel(name, TableFunction(_record_read_trace(update, store), 5))
+    kernel = compile_pointer_table_kernel(name, PointerTableFunction(_record_read_trace(update, store), 5))
     parts = _make_check_tensors(update, store)
     out = torch.empty(64, dtype=torch.float32, device="cpu")
     check_bits(name, lambda: _run_read_kernel(kernel, [parts], [out]), lambda: [update.read(store, parts)])
@@ -180,7 +180,7 @@ def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.d
         ("read", update, store),
         f"read {update.name} {store.name}",
         device,
-        lambda: TableKernel(TableFunction(_record_read_trace(update, store), 5)),
+        lambda: TableKernel(PointerTableFunction(_record_read_trace(update, store), 5)),
         run_on_check_tensors,
         compute_reference,
     )

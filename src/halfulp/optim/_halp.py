@@ -110,7 +110,7 @@ class HALP(torch.optim.Optimizer):
                 state.clear()  # frozen until the next center
                 continue
             if group["bits"] is not None and ("spacing" not in state or group["bit_centering"]):
-                mu = group["mu"] or _choose_next_mu(state, group, norm)
+                mu = group["mu"] or _choose_mu_by_last_offsets(state, group, norm)
                 state |= {"mu": mu, "spacing": norm / (mu * (2 ** (group["bits"] - 1) - 1)), "farthest": 0}
             state |= {"center": parameter.detach().clone(), "gradient": gradients[parameter]}
             if group["bits"] is not None:
@@ -198,7 +198,7 @@ class HALP(torch.optim.Optimizer):
         super().__setstate__(state)
 
 
-def _choose_next_mu(state: dict[str, Any], group: dict[str, Any], norm: float) -> float:
+def _choose_mu_by_last_offsets(state: dict[str, Any], group: dict[str, Any], norm: float) -> float:
     """Return the mu whose range is 1.5 times as far as the offset went since the last center."""
     if "mu" not in state:
         return 1.0 / (32.0 * float(group["lr"]))  # of 32 steps

@@ -10,7 +10,7 @@ import torch
 from .._messages import name_type
 from .._names import describe_unknown_name, read_own_docstring, register_entry
 from ..formats import Format
-from ..kernels import disable_compilation, keeping_subnormals
+from ..kernels import break_graph_and_run_eagerly, keeping_subnormals
 from ..subclass.models._parameter_holders import wrap_distributed_checkpoint_functions
 from ._checkpoint import CheckpointMixin
 from ._group_options import (
@@ -26,7 +26,7 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store
-from .parameters._local_tensors import get_local, get_payload, get_scale, list_payloads
+from .parameters._local_tensors import get_local, get_payload, get_scaled_parameter_scale, list_payloads
 from .parameters._narrow_groups import (
     check_data_parallel_ranks,
     check_holders_and_list_sharded,
@@ -241,16 +241,16 @@ class Optimizer(CheckpointMixin):
         self,
         group: dict[str, Any],
         position: int,
-        gradient: Store,
+        gradient_store: Store,
         options: PlanOptions | None = None,
-        beside: torch.Tensor | None = None,
+        gradient: torch.Tensor | None = None,
     ) -> ParameterPlan:
-        """Make a parameter's plan, and the state tensors that it lacks; the gradient of a step stands `beside` it."""
+        """Make a parameter's plan, and the state tensors that it lacks; a step's gradient is checked beside them."""
         parameter = group["params"][position]
         if parameter not in self._identities:
             self._update_edited_groups()
         (_, identity), name = self._identities[parameter], read_parameter_name(group, position)
-        spec = self._choose_step_spec(group, parameter, gradient, name)
+        spec = self._choose_step_spec(group, parameter, gradient_store, name)
         if get_payload(parameter).dtype != spec.store.dtype:
             raise ValueError(
                 f"parameter {name} is {get_payload(parameter).dtype}, but its group holds {spec.store.dtype}: add "
@@ -261,7 +261,7 @@ class Optimizer(CheckpointMixin):
         refuse_changed_weight_update(state, None if known is None else known.spec, spec, name)
         add_missing_state_tensors(state, spec, group, parameter, name)
         options = options or self._plans.read_plan_options(group)
-        plan = self._plans.renew_plan(parameter, spec, state, options, name, identity, beside)
+        plan = self._plans.renew_plan(parameter, spec, state, options, name, identity, gradient)
         if CHECKSUMS_KEY in state:  # a copy, which says what a file does
             record_loaded_payload(plan, state)
             for key in PAYLOAD_IDENTITY_KEYS:
@@ -290,7 +290,7 @@ class Optimizer(CheckpointMixin):
     @overload
     def step(self, closure: Callable[[], Loss]) -> Loss: ...
 
-    @disable_compilation
+    @break_graph_and_run_eagerly
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """Take one optimizer step.
 
@@ -479,7 +479,7 @@ class Optimizer(CheckpointMixin):
             if parameter.requires_grad or self.state.get(parameter):
                 plan = self._find_valid_plan(group, position)
                 held += self._list_state_tensors(plan)
-                held += [get_scale(parameter)] if plan.spec.scaled else []
+                held += [get_scaled_parameter_scale(parameter)] if plan.spec.scaled else []
                 gradient = plan.spec.gradient.dtype if parameter.grad is None else get_payload(parameter.grad).dtype
                 total += get_local(parameter).numel() * gradient.itemsize
             total += sum(tensor.numel() * tensor.element_size() for tensor in held)

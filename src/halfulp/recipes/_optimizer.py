@@ -213,7 +213,7 @@ def _make_weight_update(update: str) -> object:
 
 
 class TorchOptimizer(torch.optim.Optimizer):
-    """The measurements of ``halfulp.optim``'s optimizers, for one of torch.optim."""
+    """The methods of ``halfulp.optim``'s optimizers for one of torch.optim: it counts bytes, and no lost updates."""
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
@@ -243,15 +243,15 @@ class TorchOptimizer(torch.optim.Optimizer):
 
 
 class SGD(TorchOptimizer, torch.optim.SGD):
-    """torch.optim.SGD with the measurements of halfulp's optimizers."""
+    """torch.optim.SGD with the methods of halfulp's optimizers: it counts bytes, and no lost updates."""
 
 
 class Adam(TorchOptimizer, torch.optim.Adam):
-    """torch.optim.Adam with the measurements of halfulp's optimizers."""
+    """torch.optim.Adam with the methods of halfulp's optimizers: it counts bytes, and no lost updates."""
 
 
 class AdamW(TorchOptimizer, torch.optim.AdamW):
-    """torch.optim.AdamW with the measurements of halfulp's optimizers."""
+    """torch.optim.AdamW with the methods of halfulp's optimizers: it counts bytes, and no lost updates."""
 
 
 # What `optimizer` gives: either measures itself.

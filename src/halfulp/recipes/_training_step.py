@@ -355,7 +355,10 @@ class OperatorCheckMode(TorchDispatchMode):
         wanted, got = run_plain_operator(narrow), _list_floating_results(results)
         # Where torch takes no such operands, the results count by what they lead to.
         if [x.shape for x in wanted] == [x.shape for x in got]:
-            wanted, got = list(map(_clamp_huge_values, wanted, got)), list(map(_clamp_huge_values, got, wanted))
+            wanted, got = (
+                list(map(_clamp_where_both_are_huge, wanted, got)),
+                list(map(_clamp_where_both_are_huge, got, wanted)),
+            )
             if not all(map(same_bits, wanted, got)):
                 self._record_difference(operator, wanted, got, run_plain_operator(wide))
         return results
@@ -366,13 +369,13 @@ class OperatorCheckMode(TorchDispatchMode):
         self.unequal = self.unequal or found
         best: list[Tensor | None] = [None] * len(wanted)
         if len(exact) == len(wanted):
-            best[:] = map(_clamp_huge_values, exact, wanted)
+            best[:] = map(_clamp_where_both_are_huge, exact, wanted)
         if not all(map(is_close_to_float32, wanted, got, best)):
             self.wrong.append(found)
 
 
-def _clamp_huge_values(x: Tensor, other: Tensor) -> Tensor:
-    """Return the tensor, clamped to 2^96 where both are beyond: there equal signs count as equal."""
+def _clamp_where_both_are_huge(x: Tensor, other: Tensor) -> Tensor:
+    """Return x, clamped to 2^96 where both are beyond: numbers there count as equal if their signs are."""
     if x.shape != other.shape:
         return x
     are_huge = (x.abs() >= _LARGEST_COMPARED_MAGNITUDE) & (other.abs() >= _LARGEST_COMPARED_MAGNITUDE)

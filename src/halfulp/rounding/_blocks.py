@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 from ..formats import BlockFormat
 from ..formats._block import ScaleRounding
 from ..kernels import address, check_bits, note_fallback, run_chunks
-from ..kernels._device_function import ElementRecording, TableFunction, bind_names
+from ..kernels._device_function import ElementRecording, PointerTableFunction, bind_names
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, divide, real, select, shl, shr, sub, word
 from ..kernels._trace import block_largest
 from ..kernels.vector._machine_function import Kernel, get_array_address
-from ..kernels.vector._table_loop import compile_table_kernel
+from ..kernels.vector._table_loop import compile_pointer_table_kernel
 from ._device_functions import compute_nearest_addend, round_word
 from ._kernels import (
     CANARY_KEY,
@@ -238,7 +238,7 @@ def choose_block_functions(target: BlockTarget, layout: WordLayout) -> dict[str,
 @lru_cache(maxsize=1024)
 def record_block_kernel(
     dtype: torch.dtype, target: BlockTarget, rounds: bool = True, scales_by_amax: bool = False
-) -> TableFunction:
+) -> PointerTableFunction:
     """Return the table that rounds, or that finds the largest of the finite blocks' largest magnitudes.
 
     Its columns are what is rounded and where it goes. Where it scales by amax, the kernel computes the tensor's own
@@ -261,7 +261,9 @@ def record_block_kernel(
         largest = block_largest(bit_and(w, c.magnitude))
         element.trace.emit_total("max", select(largest < c.infinity, largest, 0))
     return get_shared_table(
-        TableFunction(element.trace, 2, count, get_stream_position_trace(), int(WEYL_STEP), target.block, partial=True)
+        PointerTableFunction(
+            element.trace, 2, count, get_stream_position_trace(), int(WEYL_STEP), target.block, partial=True
+        )
     )
 
 
@@ -285,7 +287,7 @@ def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float,
         with np.errstate(over="ignore"):  # an infinity, as in `compute_tensor_scale`
             divisor = float(np.float32(target.element.max * target.scale.max)) if target.tensor_scale else 0.0
         numbers = {"unit": unit, "tensor": tensor, "divisor": divisor}
-        words |= {name: layout.encode_number(number) for name, number in numbers.items()}
+        words |= {name: layout.get_float_bits(number) for name, number in numbers.items()}
     known = [make_target_constants(one, layout).array for one in (target.element, target.scale)]
     return np.concatenate([*known, np.array([*words.values()], known[0].dtype)])
 
@@ -415,8 +417,8 @@ def _prepare_kernels(dtype: torch.dtype, target: BlockTarget) -> tuple[Kernel, K
 
 
 @cache
-def _compile_kernel(table: TableFunction) -> Kernel:
-    return compile_table_kernel("quantize_blocks" if table.trace.stores else "largest_blocks", table)
+def _compile_kernel(table: PointerTableFunction) -> Kernel:
+    return compile_pointer_table_kernel("quantize_blocks" if table.trace.stores else "largest_blocks", table)
 
 
 def _round_by_llvm(

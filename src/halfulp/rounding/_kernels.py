@@ -27,7 +27,7 @@ from ..kernels._device_function import (
     RANDOM_STREAM_INPUTS,
     STREAMING_STORE_ALIGNMENT,
     ElementRecording,
-    TableFunction,
+    PointerTableFunction,
     bind_names,
 )
 from ..kernels._engine import use_reference_in_thread
@@ -69,7 +69,7 @@ _MEMORY_FUNCTIONS_BY_DTYPE: dict[torch.dtype, dict[str, Callable]] = {
 
 
 @lru_cache(maxsize=1024)
-def record_rounding_kernel(dtype: torch.dtype, target: Target, streams: bool = False) -> TableFunction:
+def record_rounding_kernel(dtype: torch.dtype, target: Target, streams: bool = False) -> PointerTableFunction:
     """Return the table whose columns are what is rounded and where it goes: in place too, unless it streams."""
     layout, pieces = get_word_layout(dtype), choose_container_functions(dtype)
     known = make_target_constants(target, layout)
@@ -79,7 +79,7 @@ def record_rounding_kernel(dtype: torch.dtype, target: Target, streams: bool = F
     pieces["store"](goal, i, rounded(pieces["load"](source, i), draw_first_word(*element.stream_inputs), words))
     start = get_stream_position_trace()
     return get_shared_table(
-        TableFunction(element.trace, 2, len(known.words), start, int(WEYL_STEP), is_streaming=streams)
+        PointerTableFunction(element.trace, 2, len(known.words), start, int(WEYL_STEP), is_streaming=streams)
     )
 
 
@@ -88,10 +88,10 @@ def name_words(names: Iterable[str], values: Iterable[Any]) -> SimpleNamespace:
     return SimpleNamespace(**dict(zip(names, values)))
 
 
-_TABLE_BY_KEY: dict[str, TableFunction] = {}
+_TABLE_BY_KEY: dict[str, PointerTableFunction] = {}
 
 
-def get_shared_table(table: TableFunction) -> TableFunction:
+def get_shared_table(table: PointerTableFunction) -> PointerTableFunction:
     """Return the first table of these instructions: targets that differ in constants alone share their kernels."""
     return _TABLE_BY_KEY.setdefault(table.make_key(), table)
 
@@ -161,7 +161,7 @@ def round_by_reference(x: torch.Tensor, target: Target, key: int, first: int = 0
 
 
 def run_table_on_tensors(
-    table: TableFunction, x: torch.Tensor, words: np.ndarray, index: torch.Tensor, key: int, mode: str
+    table: PointerTableFunction, x: torch.Tensor, words: np.ndarray, index: torch.Tensor, key: int, mode: str
 ) -> torch.Tensor:
     """Return what a table that rounds gives for x, or for whole blocks, in plain torch.
 
@@ -342,7 +342,7 @@ def prepare_rounding_plan(target: Target, dtype: torch.dtype, streams: bool = Fa
 
 
 @cache
-def _compile_kernel(table: TableFunction) -> Kernel:
+def _compile_kernel(table: PointerTableFunction) -> Kernel:
     return compile_row_kernel("quantize", table)
 
 

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from ..formats import BlockFormat, Format, get
 from ..formats._block import get_format_or_block
-from ..kernels import assume_constant_result, define_operator, disable_tracing, get_plain_address_or_zero
+from ..kernels import assume_constant_result, define_operator, get_plain_address_or_zero, hide_own_frames_from_compiler
 from ..kernels._engine import allows_machine_code, choose_engine_and_reason
 from ..kernels._plain_memory import (
     has_operator_interceptors,
@@ -104,7 +104,7 @@ def quantize(
     return rounded.movedim(-1, dim) if out is None else out
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def _quantize_plain_memory(
     x: torch.Tensor,
     format: AnyFormat,

@@ -94,7 +94,7 @@ class WordLayout(NamedTuple):
             return (exponent + self.bias) << self.mantissa
         return 1 << (exponent - self.smallest_exponent) if exponent >= self.smallest_exponent else 0
 
-    def encode_number(self, value: float) -> int:
+    def get_float_bits(self, value: float) -> int:
         """Return the bits of a number as the container's own float, float32 or float64."""
         real, integer = ("<f", "<I") if self.width == 32 else ("<d", "<Q")
         return struct.unpack(integer, struct.pack(real, value))[0]
@@ -144,7 +144,7 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
     sign, infinity = 1 << (layout.width - 1), layout.make_power_word(layout.bias + 1)
     nan, ones = infinity | 1 << (layout.mantissa - 1), 2 * sign - 1
     greatest = float(np.finfo(np.float32 if layout.width == 32 else np.float64).max)
-    largest = infinity - 1 if target.max > greatest else layout.encode_number(target.max)
+    largest = infinity - 1 if target.max > greatest else layout.get_float_bits(target.max)
     lost = max(0, layout.mantissa - target.mantissa_bits)
     base = max(0, layout.mantissa - target.mantissa_bits + target.emin + layout.bias)
     highest, tiny = max(0, base - lost), target.tiny_exponent
@@ -188,7 +188,7 @@ def make_target_constants(target: Target, layout: WordLayout) -> TargetConstants
         words |= {
             "smallest_binade": layout.make_power_word(target.emin),
             "raise_by": (layout.mantissa - target.mantissa_bits) << layout.mantissa,
-            "limit": layout.encode_number(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
+            "limit": layout.get_float_bits(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
         }
     if path == "scaled":
         spare = _FIXED_POINT_BITS - target.mantissa_bits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import define_operator, disable_tracing
+from ..kernels import define_operator, hide_own_frames_from_compiler
 from ..subclass._in_backward import make_differentiable
 from ._operands import move_power_to_scale
 from ._registry import check_storage_dtype, implements
@@ -103,7 +103,7 @@ def normalize_and_cast_payload(
     return move_power_to_scale(x._payload, x._scale, measure_rms_scale(x._payload, forward), forward, x.dtype)
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     return gradient if context.dtype is None else _differentiable_cast(gradient, context.dtype, None), None, None
 

@@ -81,12 +81,12 @@ def clamp_finite_values(x, largest):
 
 
 def take_smaller_number(a, b):
-    """Device function: the smaller of two numbers."""
+    """Device function: the smaller of two numbers; b where either is NaN."""
     return select(a < b, a, b)
 
 
 def take_larger_number(a, b):
-    """Device function: the larger of two numbers."""
+    """Device function: the larger of two numbers; b where either is NaN."""
     return select(a > b, a, b)
 
 
@@ -186,7 +186,7 @@ _INTEGER_DTYPE_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @functools.cache
-def record_kernel_traces(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
+def record_scale_and_element_traces(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
     """Return the traces of a kernel's scales and elements, each with the instructions of its results."""
     scales, numbers, kept = kernel.operand_counts
     wide, found = record_function(
@@ -210,7 +210,7 @@ def record_kernel_traces(kernel: FusedKernel) -> tuple[Trace, tuple[int, ...], T
 
 def run_kernel_by_torch(kernel: FusedKernel, numbers: Sequence[float], *given: Tensor) -> list[Tensor]:
     """Return the results of a kernel's traces on payloads and scales: its payload, if any, and the kept scales."""
-    scale_trace, scale_results, element_trace, element_results = record_kernel_traces(kernel)
+    scale_trace, scale_results, element_trace, element_results = record_scale_and_element_traces(kernel)
     kept, count = kernel.operand_counts[2], len(kernel.payload_dtypes)
     payloads, scales = given[:count], given[count:]
     wide = [torch.full((), x, dtype=torch.float64, device=given[0].device) for x in numbers]
@@ -262,7 +262,7 @@ _TRITON_STORE_CAST_BY_DTYPE = {
 
 def write_kernel_source(kernel: FusedKernel) -> str:
     """Return the source of a Triton module, whose `kernel` takes payloads, scales, results, sizes and numbers."""
-    scale_trace, scale_results, element_trace, element_results = record_kernel_traces(kernel)
+    scale_trace, scale_results, element_trace, element_results = record_scale_and_element_traces(kernel)
     scales, numbers, kept = kernel.operand_counts
     made = [f"y{k}" for k in range(len(scale_results))]
     given = [f"tl.load(s{k}).to(tl.float64)" for k in range(scales)]
@@ -293,7 +293,7 @@ def write_kernel_source(kernel: FusedKernel) -> str:
 
 
 @functools.cache
-def record_rms_scale_kernel(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
+def record_rms_scale_traces(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
     """Return the traces that measure an element of a payload, and that turn the whole into a scale."""
     element = Trace(torch.float32)
     measured = measure_element_magnitude(PAYLOAD_CODEC_BY_DTYPE[dtype].decode(element.emit("input", (), 0, "w32")))
@@ -303,7 +303,7 @@ def record_rms_scale_kernel(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...],
 
 def write_rms_scale_source(dtype: torch.dtype) -> str:
     """Return the source of a Triton module: `measure` makes parts of a payload, and `level` a scale of these."""
-    element, measured, wide, made = record_rms_scale_kernel(dtype)
+    element, measured, wide, made = record_rms_scale_traces(dtype)
     functions = [*write_functions("element", element, measured), *write_functions("level_of", wide, made)]
     return write_module(
         functions, _TRITON_RMS_SCALE_TEMPLATE.replace("READ", _TRITON_LOAD_CAST_BY_ITEMSIZE[dtype.itemsize])
@@ -406,7 +406,7 @@ def measure_rms_scale(y: Tensor, storage: torch.dtype, zero_scale: float) -> Ten
         return [out]
 
     def compute_by_torch(y: Tensor) -> list[Tensor]:
-        element, measured, wide, made = record_rms_scale_kernel(y.dtype)
+        element, measured, wide, made = record_rms_scale_traces(y.dtype)
         (size, square, one), _ = run_trace_on_tensors(element, [], {0: _view_payload_as_words(y)}, measured)
         whole = [size.amax().double(), square.sum(), one.sum(dtype=torch.float64)]
         whole += [torch.full((), x, dtype=torch.float64, device=y.device) for x in (limit, zero_scale)]

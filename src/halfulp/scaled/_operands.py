@@ -347,13 +347,13 @@ def is_wider_than_home(x: Any) -> bool:
     return type(x) is ScaledTensor and x._home is not None and x._payload.dtype == torch.float32
 
 
-def _has_float32_values(x: Any) -> bool:
+def _makes_operands_wide(x: Any) -> bool:
     if type(x) is ScaledTensor or not isinstance(x, Tensor):
         return is_wider_than_home(x)
     return bool(x.dim()) and x.dtype in (torch.float32, torch.float64)
 
 
-def widen_payload(x: Any) -> Any:
+def with_float32_payload(x: Any) -> Any:
     """Return a scaled tensor with a float32 payload, and anything else unchanged."""
     if type(x) is not ScaledTensor or x._payload.dtype == torch.float32:
         return x
@@ -374,7 +374,7 @@ def _map_arguments_and_options(change: Callable[[Any], Any], arguments: tuple, o
     return map_tree(change, arguments), map_tree(change, options)
 
 
-widen_operands = functools.partial(_map_arguments_and_options, widen_payload)
+widen_operands = functools.partial(_map_arguments_and_options, with_float32_payload)
 round_operands_to_home = functools.partial(
     _map_arguments_and_options, lambda x: round_to_home(x) if is_wider_than_home(x) else x
 )
@@ -383,8 +383,10 @@ round_operands_to_home = functools.partial(
 def widen_operands_if_one_is_wide(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Widen every payload to float32 if one is, or a plain tensor is, as autocast; lists are left to their rules."""
     # The range of the plain float32 tensor that a narrow one meets may be all that holds the result.
-    if any(map(_has_float32_values, arguments)) or any(map(_has_float32_values, options.values())):
-        return tuple(map(widen_payload, arguments)), {name: widen_payload(x) for name, x in options.items()}
+    if any(map(_makes_operands_wide, arguments)) or any(map(_makes_operands_wide, options.values())):
+        return tuple(map(with_float32_payload, arguments)), {
+            name: with_float32_payload(x) for name, x in options.items()
+        }
     return arguments, options
 
 

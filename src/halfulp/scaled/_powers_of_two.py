@@ -111,11 +111,11 @@ def multiply_scales(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
     total = functools.reduce(operator.mul, scales[1:], scales[0].double())
     number = math.prod(factor for factor in factors if not isinstance(factor, Tensor))
     total = total if number == 1.0 else total * number
-    held = prevent_scale_recomputation(total.clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float32))
+    held = materialize_traced_scale(total.clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float32))
     return held, (total / held).to(torch.float32)
 
 
-def prevent_scale_recomputation(scale: Tensor) -> Tensor:
+def materialize_traced_scale(scale: Tensor) -> Tensor:
     """Return a traced scale that compilers materialize, so that its inputs are not computed again at every use."""
     return scale if is_untraced(scale) else torch.as_strided_copy(scale, (), ())
 
@@ -126,7 +126,7 @@ def take_largest_scale(*scales: Tensor) -> Tensor:
     if None not in values:
         return torch.tensor(max(values), dtype=torch.float32, device="cpu")
     result = functools.reduce(torch.maximum, scales)
-    return result.clone() if len(scales) == 1 else prevent_scale_recomputation(result)
+    return result.clone() if len(scales) == 1 else materialize_traced_scale(result)
 
 
 def choose_common_scale_value(values: Sequence[float]) -> float:
@@ -145,7 +145,7 @@ def choose_common_scale(*scales: Tensor) -> Tensor:
         usual = torch.where(held < HUGE_SCALE, held, ZERO_SCALE).amax()
         return torch.where(usual == ZERO_SCALE, held.amax(), usual)
     scale = take_largest_scale(*(torch.where(scale < HUGE_SCALE, scale, ZERO_SCALE) for scale in scales))
-    return prevent_scale_recomputation(torch.where(scale == ZERO_SCALE, take_largest_scale(*scales), scale))
+    return materialize_traced_scale(torch.where(scale == ZERO_SCALE, take_largest_scale(*scales), scale))
 
 
 def divide_scales(scale: Tensor, other: Tensor) -> Tensor | float:

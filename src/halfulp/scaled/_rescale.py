@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..kernels import define_operator, disable_tracing, is_under_transform
+from ..kernels import define_operator, hide_own_frames_from_compiler, is_under_transform
 from ..subclass._in_backward import make_differentiable
 from ._operands import move_power_to_scale
 from ._registry import implements
@@ -87,7 +87,7 @@ class _RescaleGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def backward(context: Any, gradient: Tensor) -> Tensor:
         rescaled: Tensor = _rescale_differentiably(gradient)
         return rescaled
@@ -101,12 +101,12 @@ class _RescaleGradientWithJvp(_RescaleGradient):
         return tangent.view_as(tangent)
 
 
-RescaledLayersOption = Literal["auto", "norms"] | None
+InputGradientRescaling = Literal["auto", "norms"] | None
 
 _NORM_CLASS_PATTERN = re.compile("Norm(?![a-z])")
 
 
-def find_rescaled_modules(model: nn.Module, rescale: RescaledLayersOption) -> list[nn.Module]:
+def find_rescaled_modules(model: nn.Module, rescale: InputGradientRescaling) -> list[nn.Module]:
     """Return the normalisation layers for "norms", by the names of their classes; modules that hold others are none."""
     if rescale not in (None, "norms"):
         raise ValueError(
@@ -117,7 +117,7 @@ def find_rescaled_modules(model: nn.Module, rescale: RescaledLayersOption) -> li
     return [m for m in found if _NORM_CLASS_PATTERN.search(type(m).__name__) and not m._modules]
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def rescale_input_gradient(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..kernels import disable_tracing, require_float64, to_plain_memory_unless_traced
+from ..kernels import hide_own_frames_from_compiler, require_float64, to_plain_memory_unless_traced
 from ..subclass._composite_tensor import (
     CompositeTensor,
     check_pickled_layout,
@@ -102,7 +102,7 @@ class ScaledTensor(CompositeTensor):
         )
 
     @classmethod
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
@@ -171,7 +171,7 @@ class ScaledTensor(CompositeTensor):
         if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
             x = x.decode(x.dtype)
         given = None if scale is None else _powers.make_scale(scale, x.device)
-        made: ScaledTensor = convert_tensor(x, _encode_tensor, (x.dtype, dtype, home), dtype, given, home)
+        made: ScaledTensor = apply_conversion(x, _encode_tensor, (x.dtype, dtype, home), dtype, given, home)
         return made
 
     @staticmethod
@@ -210,7 +210,7 @@ class ScaledTensor(CompositeTensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
-        made: ScaledTensor = convert_tensor(self, change_scale, None, _powers.make_scale(scale, self.device))
+        made: ScaledTensor = apply_conversion(self, change_scale, None, _powers.make_scale(scale, self.device))
         return made
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -221,7 +221,7 @@ class ScaledTensor(CompositeTensor):
         tensor([0.1250, 0.1875])
         """
         target = dtype or self.dtype
-        plain: Tensor = convert_tensor(self, _decode_tensor, (target, None, None), target)
+        plain: Tensor = apply_conversion(self, _decode_tensor, (target, None, None), target)
         return plain
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
@@ -289,13 +289,13 @@ class ScaledTensor(CompositeTensor):
         _DATA_DESCRIPTOR.__set__(self, held)
         self._payload, self._scale = held._payload, held._scale
 
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def __tensor_flatten__(self) -> tuple[list[str], DtypeStorageAndHome]:
         # The payload's dtype too: a compiled backward reads a gradient's memory as the dtype that it was traced with.
         return ["_payload", "_scale"], (self.dtype, self._payload.dtype, self._home)
 
     @staticmethod
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: DtypeStorageAndHome, size: Any, stride: Any
     ) -> ScaledTensor:
@@ -307,7 +307,7 @@ class ScaledTensor(CompositeTensor):
         made = ScaledTensor.encode(x, storage)
         return wrap_payload(made._payload, made._scale, dtype, home)
 
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
         if expected is torch.Tensor:
             return self.detach().decode()
@@ -316,7 +316,7 @@ class ScaledTensor(CompositeTensor):
         return convert_storage_and_dtype(self.detach(), *context)
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def wrap_payload(
     payload: Tensor, scale: Tensor, dtype: torch.dtype, home: torch.dtype | None = None, requires_grad: bool = False
 ) -> ScaledTensor:
@@ -402,7 +402,7 @@ class _ConvertTensor(torch.autograd.Function):
         context.kind_of_input = (x.dtype, x._payload.dtype, x._home) if scaled else (x.dtype, None, None)
 
     @staticmethod
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         return _convert_to_kind(gradient, *context.kind_of_input), *context.others
 
@@ -411,7 +411,7 @@ class _ConvertTensor(torch.autograd.Function):
         return tangent.clone() if context.kind is None else _convert_to_kind(tangent, *context.kind)
 
 
-convert_tensor: Callable[..., Any] = _ConvertTensor.apply
+apply_conversion: Callable[..., Any] = _ConvertTensor.apply
 
 
 def _convert_to_kind(x: Tensor, dtype: torch.dtype, storage: Any, home: torch.dtype | None) -> Tensor:

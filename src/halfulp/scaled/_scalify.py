@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .._messages import name_type
-from ..kernels import define_operator, disable_tracing
+from ..kernels import define_operator, hide_own_frames_from_compiler
 from ..subclass.models._conversion import (
     ParameterRef,
     ParameterSelector,
@@ -30,8 +30,8 @@ from ..subclass.models._float32_products import get_original_class
 from ._float8 import linear_fp8
 from ._operands import WideMode, choose_home_for_storage, encode_plain_tensor, is_wider_than_home, round_to_home
 from ._registry import FULL_RANGE_STORAGES, LOGICAL_DTYPES, check_storage_dtype, implements
-from ._rescale import RescaledLayersOption, find_rescaled_modules, rescale_input_gradient
-from ._scaled_tensor import ScaledTensor, convert_tensor
+from ._rescale import InputGradientRescaling, find_rescaled_modules, rescale_input_gradient
+from ._scaled_tensor import ScaledTensor, apply_conversion
 
 _RECURRENT_CLASSES = (nn.RNNBase, nn.RNNCellBase)
 _PRODUCT_LAYER_CLASSES = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, *_RECURRENT_CLASSES)
@@ -49,7 +49,7 @@ def round_copy_to_home(x: ScaledTensor) -> ScaledTensor:
     return round_to_home(x) if is_wider_than_home(x) else x.clone()
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def _round_inputs_to_home(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, ...] | None:
@@ -60,18 +60,18 @@ def _round_inputs_to_home(
 
     def round_once(x: Any) -> Any:
         if id(x) not in found:
-            found[id(x)] = convert_tensor(x, round_to_home, None) if is_wider_than_home(x) else x
+            found[id(x)] = apply_conversion(x, round_to_home, None) if is_wider_than_home(x) else x
         return found[id(x)]
 
     return tuple(map(round_once, arguments)), {name: round_once(x) for name, x in options.items()}
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def _round_results_to_home(module: nn.Module, arguments: tuple[Any, ...], results: Any) -> Any:
     """Round a recurrent layer's results to the home: without a fused kernel it ends in pointwise operators."""
     if torch.compiler.is_compiling():
         return tree_map(lambda x: _round_to_home_operator(x) if isinstance(x, ScaledTensor) else x, results)
-    return tree_map(lambda x: convert_tensor(x, round_to_home, None) if is_wider_than_home(x) else x, results)
+    return tree_map(lambda x: apply_conversion(x, round_to_home, None) if is_wider_than_home(x) else x, results)
 
 
 # `like` makes the result a scaled tensor, in compiled graphs too: operators of plain tensors give plain ones.
@@ -93,7 +93,7 @@ def _save_gradient_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> N
     ctx.dtype = inputs[0].dtype
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def _decode_gradient(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     plain = gradient.decode(context.dtype) if isinstance(gradient, ScaledTensor) else gradient
     return plain, None, None
@@ -135,7 +135,7 @@ torch.library.register_autograd(
 )
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Give plain inputs of a model that require gradients plain ones: a forward pre-hook."""
 
@@ -143,7 +143,7 @@ def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options
         if not isinstance(x, Tensor) or not x.requires_grad or x.layout != torch.strided or not _is_plain_float(x):
             return x
         # Compilers do not trace autograd functions whose gradients change class.
-        return _plain_input_operator(x) if torch.compiler.is_compiling() else convert_tensor(x, torch.clone, None)
+        return _plain_input_operator(x) if torch.compiler.is_compiling() else apply_conversion(x, torch.clone, None)
 
     return tree_map(keep_plain, (arguments, options))
 
@@ -214,7 +214,7 @@ def scalify(
     dtype: torch.dtype = torch.float16,
     matmul: str | None = None,
     where: ParameterSelector = None,
-    rescale: RescaledLayersOption = "auto",
+    rescale: InputGradientRescaling = "auto",
     wide: WideMode = "autocast",
 ) -> ModuleOrFunction:
     """Hold a model's parameters as payload x scale, in place, so that all tensors of its passes carry scales.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from .._torch_versions import get_saved_tensor_hooks
-from ..kernels import disable_tracing, is_under_transform
+from ..kernels import hide_own_frames_from_compiler, is_under_transform
 
 FIRST_GRADIENTS_MODE, COMPONENTS_GRADIENTS_MODE = "first", "components"
 _get_graph_task_id = torch._C._current_graph_task_id
@@ -93,7 +93,7 @@ def _is_computing_gradient() -> bool:
 _GRADIENT_CONVERSION_METHOD = "__coerce_same_metadata_as_tangent__"
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def _convert_plain_gradient(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
     """Convert a plain gradient to the class that torch expects; None (torch's error) where that is none of ours."""
     convert = getattr(expected, "_from_plain_tangent", None)

@@ -15,7 +15,7 @@ from halfulp.arithmetic._exact_sum_kernels import (
     LIMB_COUNT,
     WORD_COUNT,
     LimbRange,
-    make_accumulator_rounding_kernel,
+    make_carry_and_rounding_kernel,
     make_term_adding_kernel,
 )
 from halfulp.kernels import same_bits
@@ -146,4 +146,4 @@ def test_the_compiler_loads_whole_vectors_and_spills_nothing(product, capability
     for dtype in (torch.bfloat16, torch.float64):
         ptx = compiled(make_term_adding_kernel(dtype, product, LimbRange.for_terms(dtype, product)))
         assert any(f"ld.global.v{count}.b{bits}" in ptx for count, bits in ((2, 32), (4, 32), (2, 64)))
-    compiled(make_accumulator_rounding_kernel(LimbRange.for_terms(torch.float32, product), torch.float32))
+    compiled(make_carry_and_rounding_kernel(LimbRange.for_terms(torch.float32, product), torch.float32))

@@ -6,7 +6,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import address, square_root
-from halfulp.kernels._device_function import ElementRecording, TableFunction
+from halfulp.kernels._device_function import ElementRecording, PointerTableFunction
 from halfulp.kernels._operations import load64, real, store64, word
 from halfulp.kernels.triton._launch import TensorKernel
 
@@ -26,7 +26,7 @@ def _wide() -> TensorKernel:
     for number in NUMBERS:
         value = hu.kernels.select(a == np.float64(number), np.float64(number), value)
     store64(out, i, word(value))
-    return TensorKernel(TableFunction(element.trace, 3, 4))
+    return TensorKernel(PointerTableFunction(element.trace, 3, 4))
 
 
 def wide_results(device: str) -> list[bool]:

@@ -8,7 +8,7 @@ import torch
 
 from halfulp.kernels import Trace, same_bits
 from halfulp.kernels import _operations as o
-from halfulp.kernels._device_function import TableFunction, bind_names, record_word_function
+from halfulp.kernels._device_function import PointerTableFunction, bind_names, record_word_function
 from halfulp.kernels._operations import (
     add,
     add_to_counter64,
@@ -27,7 +27,7 @@ from halfulp.kernels._operations import (
 )
 from halfulp.kernels._trace import block_largest
 from halfulp.kernels.vector._machine_function import get_array_address
-from halfulp.kernels.vector._table_loop import compile_table_kernel
+from halfulp.kernels.vector._table_loop import compile_pointer_table_kernel
 
 from ..scalar.numbers import on_numbers
 from ..scalar.test_operations import words
@@ -41,7 +41,7 @@ def recorded(function, columns, **more):
     trace = Trace(torch.float32)
     i, block = (trace.emit(name, (), None, name) for name in ("index", "block"))
     function(trace, i, block, *(trace.emit("address", (), j, "address") for j in range(columns)))
-    return TableFunction(trace, columns, **more)
+    return PointerTableFunction(trace, columns, **more)
 
 
 def run(table, arrays, chunks=None, constants=None, keys=None):
@@ -53,7 +53,7 @@ def run(table, arrays, chunks=None, constants=None, keys=None):
     keys = np.zeros((1, 1), np.uint64) if keys is None else keys
     key = table.make_key()
     if key not in KERNELS:
-        KERNELS[key] = compile_table_kernel("test", table)
+        KERNELS[key] = compile_pointer_table_kernel("test", table)
     kernel = KERNELS[key]
     given = chunks, pointers, np.zeros(1, np.int64), constants, keys, sums
     kernel(0, len(chunks), *map(get_array_address, given))

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 
 from halfulp.kernels import Trace
-from halfulp.kernels._device_function import TableFunction
+from halfulp.kernels._device_function import PointerTableFunction
 from halfulp.kernels._operations import load32, real, store32, word
 from halfulp.kernels.vector._machine_function import get_array_address
-from halfulp.kernels.vector._table_loop import compile_table_kernel
+from halfulp.kernels.vector._table_loop import compile_pointer_table_kernel
 from halfulp.optim.states._int8_blocks import LARGEST_UNSIGNED_CUBE, approximate_cube_root
 
 
@@ -18,7 +18,7 @@ def _roots(x):
     store32(out, i, word(approximate_cube_root(real(load32(source, i)))))
     found = np.zeros_like(x)
     chunks, pointers = np.array([[0, 0, len(x), 0]]), np.array([[x.ctypes.data, found.ctypes.data]])
-    compile_table_kernel("test", TableFunction(trace, 2))(
+    compile_pointer_table_kernel("test", PointerTableFunction(trace, 2))(
         0, 1, get_array_address(chunks), get_array_address(pointers), *[0] * 4
     )
     return found

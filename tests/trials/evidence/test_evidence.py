@@ -9,7 +9,7 @@ import pytest
 
 from halfulp import recipes
 from halfulp.trials import Evidence
-from halfulp.trials.evidence._table import describe_losing_recipes, write_comparison_headline
+from halfulp.trials.evidence._table import describe_recipes_without_pass, write_comparison_headline
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 COMPARISONS = [path for path in sorted(RESULTS.glob("*.json")) if "trials" in json.loads(path.read_text("utf-8"))]
@@ -175,7 +175,9 @@ def test_one_unclear_recipe_keeps_no_other_from_the_headline(evidence: Evidence,
     more = tuple(make_record("bf16-split", seed, loss) for seed, loss in enumerate((0.5, 1.0, 1.5)))
     again = Evidence(trials=evidence.trials + more, run=RUN)
     assert write_comparison_headline(again).startswith("bf16-kahan keeps float32’s accuracy")
-    assert describe_losing_recipes(again)[-1].startswith("In need of more seeds for a verdict on tiny: bf16-split (")
+    assert describe_recipes_without_pass(again)[-1].startswith(
+        "In need of more seeds for a verdict on tiny: bf16-split ("
+    )
 
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)

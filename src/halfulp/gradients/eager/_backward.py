@@ -16,7 +16,7 @@ from torch.autograd import Variable
 
 from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
-from ...kernels import disable_tracing
+from ...kernels import hide_own_frames_from_compiler
 from ...rounding import Rounding, quantize
 from .._functions import SecondFactor
 from .._policy import Policy
@@ -65,7 +65,7 @@ class GradientWideningView(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def backward(ctx, gradient: Tensor) -> Tensor:
         """Return the gradient after the edge's hook."""
         changed = ctx.hook((gradient,))
@@ -121,7 +121,7 @@ class Backward:
 
     # what a backward pass goes through ----------------------------------------------------------------------
 
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def activate_edge_hooks(self, gradients: tuple) -> None:
         """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
@@ -134,7 +134,7 @@ class Backward:
         self._task = torch._C._current_graph_task_id()
         Variable._execution_engine.queue_callback(self.deactivate_edge_hooks)
 
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def deactivate_edge_hooks(self) -> None:
         """Deactivate the edges."""
         self.active = False
@@ -216,7 +216,7 @@ class Backward:
         if key in hooks:
             return hooks[key]
 
-        @disable_tracing
+        @hide_own_frames_from_compiler
         def move_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
             if self.has_inactive_hooks() or gradient is None:
@@ -246,7 +246,7 @@ class Backward:
             self.measurements.measure_gradient_on_device(site, kind, gradient, stored)
         return gradient
 
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def round_gradients(self, gradients: tuple) -> tuple | None:
         """Round a product's incoming gradients to the format (the hook of its result)."""
         if not self.active:
@@ -270,7 +270,7 @@ class Backward:
     def make_operand_reporting_hook(self, site: Site, factor: SecondFactor) -> GradientHook:
         """Return a hook of a product's result that shows the policy both factors."""
 
-        @disable_tracing
+        @hide_own_frames_from_compiler
         def show_operands(gradients: tuple) -> None:
             stored, gradient = self.format or site.stored, gradients[0]
             if self.active and gradient is not None and stored is not None:

@@ -17,7 +17,7 @@ from torch.autograd.function import Function, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
-from ...kernels import disable_tracing
+from ...kernels import hide_own_frames_from_compiler
 from .._functions import (
     classify_function,
     get_function_name,
@@ -223,7 +223,7 @@ def _make_slot_hook(backward: Backward, moves: SlotHooks) -> Callable:
     """Return a hook that moves some of the gradients that a node passes on."""
     if moves not in backward.reader_hooks:
 
-        @disable_tracing
+        @hide_own_frames_from_compiler
         def move_gradients(gradients: tuple, given: tuple) -> tuple | None:
             if not backward.active:
                 # Whether that is for a second derivative's sake.

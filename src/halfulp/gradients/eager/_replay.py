@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import disable_tracing
+from ...kernels import hide_own_frames_from_compiler
 from .._functions import is_parameter, list_differentiable_tensors, map_tensors, memoize_by_tensor
 from .._site import Site, copy_keeping_strides, make_power_of_two
 from ._backward import FIRST_LEAF_SEQUENCE_NUMBER, Backward, thread_region_state
@@ -88,7 +88,7 @@ def make_multiplying_hook(backward: Backward, node_name: str, moves: tuple[tuple
     """
     following, new = backward.loss_follower, node_name in _NODE_NAMES_MAKING_NEW_GRADIENTS
 
-    @disable_tracing
+    @hide_own_frames_from_compiler
     def multiply(gradients: tuple, given: tuple) -> tuple | None:
         if backward.has_inactive_hooks():
             return None
@@ -308,7 +308,7 @@ class GraphReplay:
         return out
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def _move_output_gradient(
     backward: Backward, move: tuple[int, int], opened: dict[Site, None], gradients: tuple
 ) -> tuple | None:

@@ -9,7 +9,7 @@ import torch
 
 from .._plain_memory import to_plain_memory
 from .._trace import Trace
-from ..vector._reductions import BLOCK_ROWS, NARROW_LANES, ReductionSteps
+from ..vector._reductions import BLOCK_ROWS, LANES_OF_NARROW_MATRIX, ReductionSteps
 from ._launch import use_device
 from ._writer import (
     COMPILE_OPTIONS,
@@ -114,7 +114,7 @@ def lay_out_operands(
     return held, modes, columns
 
 
-_TILE_COLUMNS = 128  # columns of a program, where there are at least NARROW_LANES
+_TILE_COLUMNS = 128  # columns of a program, where there are at least LANES_OF_NARROW_MATRIX
 # Instructions of a step up to which a block's rows are written out, so that they load together.
 _MOST_UNROLLED_INSTRUCTIONS = 40
 _SIZE_ARGUMENT_NAMES = ("rows", "columns", "length", "segments", "divisor", "several", "tiles")
@@ -185,7 +185,7 @@ class ReductionKernel(TritonKernel):
             "first = turns * 0",
             "while first < turns:",
             indent_lines(block),
-            f"for _ in range({NARROW_LANES.bit_length() - 1}):",
+            f"for _ in range({LANES_OF_NARROW_MATRIX.bit_length() - 1}):",
             indent_lines(merge),
             call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
             "to = segment * columns + lane",
@@ -209,8 +209,8 @@ class ReductionKernel(TritonKernel):
         matrix, and rows that lie side by side in the lanes of a program.
         """
         many, rows, columns, length, segments, several = cut
-        narrow = columns < NARROW_LANES
-        lanes = NARROW_LANES if narrow else _TILE_COLUMNS
+        narrow = columns < LANES_OF_NARROW_MATRIX
+        lanes = LANES_OF_NARROW_MATRIX if narrow else _TILE_COLUMNS
         tiles = 1 if narrow else -(-columns // lanes)
         if not many * segments * columns:
             return

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .._canary import check_bits
-from .._device_function import RANDOM_STREAM_INPUTS, TableFunction
+from .._device_function import RANDOM_STREAM_INPUTS, PointerTableFunction
 from .._engine import note_fallback, use_reference_in_thread, warn_once_of_fallback
 from .._index_map import CHUNK_ELEMENTS
 from .._operator import is_under_transform
@@ -97,7 +97,7 @@ class TensorKernel(TritonKernel):
     that order. A launch reads `memory_constants` from the device's memory, where they lie in order.
     """
 
-    def __init__(self, table: TableFunction, memory_constants: tuple[int, ...] = ()) -> None:
+    def __init__(self, table: PointerTableFunction, memory_constants: tuple[int, ...] = ()) -> None:
         self.table, self.memory_constants, trace = table, memory_constants, table.trace
         # A block is padded to a power of two, and is a row.
         columns = 1 << (table.block - 1).bit_length() if table.block else TILE_ELEMENTS
@@ -211,7 +211,7 @@ def copy_with_alignment(x: torch.Tensor, device: torch.device, aligned: bool) ->
 
 
 def write_kernel(
-    table: TableFunction,
+    table: PointerTableFunction,
     inputs: Iterable[tuple[str, int]],
     head: tuple[str, str],
     lines: Sequence[str],
@@ -264,7 +264,7 @@ class TableKernel(TritonKernel):
     elements of a tile are a power of two that divides CHUNK_ELEMENTS.
     """
 
-    def __init__(self, table: TableFunction, tile: int = TILE_ELEMENTS) -> None:
+    def __init__(self, table: PointerTableFunction, tile: int = TILE_ELEMENTS) -> None:
         self.table, self.tile_elements = table, tile
         self.largest_columns = sum(how == "max" for how, _ in table.trace.sums)
         sizes = [extra[0] for operation, _, extra in table.trace.lines if operation == "load" and not extra[1]]

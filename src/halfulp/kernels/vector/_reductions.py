@@ -14,7 +14,9 @@ from ._instructions import InstructionWriter
 from ._loop import count_native_lanes
 from ._machine_function import Kernel, compile_machine_function
 
-NARROW_LANES = 32  # lanes that the rows of a matrix with fewer columns are dealt to, whatever the processor's vectors
+LANES_OF_NARROW_MATRIX = (
+    32  # lanes that the rows of a matrix with fewer columns are dealt to, whatever the processor's vectors
+)
 BLOCK_ROWS = 16  # rows that a step takes up one after another before they are joined to what came before
 
 
@@ -44,13 +46,13 @@ def compile_reduction(
 ) -> Kernel:
     """Return a function (first segment, last segment, table address) that reduces segments of rows of matrices.
 
-    Their shape is "line" (one column), "narrow" (fewer than NARROW_LANES) or "wide" (at least as many); `stored` are
-    the dtypes in memory of a row's components, `written` those of the result's.
+    Their shape is "line" (one column), "narrow" (fewer than LANES_OF_NARROW_MATRIX) or "wide" (at least as many);
+    `stored` are the dtypes in memory of a row's components, `written` those of the result's.
 
     The table is an int64 array: rows and columns of a matrix, rows of a segment, segments of a matrix, rows that lie
-    side by side in the lanes of a narrow matrix (at most NARROW_LANES / columns; NARROW_LANES of a line), elements in
-    all, the number for `close`; then the addresses of the matrices' components, which lie one after another without
-    gaps, and of the results', one row for each segment.
+    side by side in the lanes of a narrow matrix (at most LANES_OF_NARROW_MATRIX / columns, of a line as many as there
+    are lanes), elements in all, the number for `close`; then the addresses of the matrices' components, which lie one
+    after another without gaps, and of the results', one row for each segment.
     """
     pieces = steps.record_steps(len(stored))
     told = [(trace.digest(), numbers) for trace, numbers in pieces]
@@ -140,10 +142,12 @@ class _NarrowMatrixLoop(_ReductionLoop):
     def prepare_shared_values(self) -> None:
         b = self.b
         self.width = b.mul(self.several, self.columns)
-        self.row_type = self.make_vector_type(self.f64, NARROW_LANES)
-        self.copies = [self.allocate_stack(neutral.type, NARROW_LANES) for neutral in self.list_neutral_elements()]
+        self.row_type = self.make_vector_type(self.f64, LANES_OF_NARROW_MATRIX)
+        self.copies = [
+            self.allocate_stack(neutral.type, LANES_OF_NARROW_MATRIX) for neutral in self.list_neutral_elements()
+        ]
         # Twice as many, since a vector is read from any lane on.
-        self.scratch = [self.allocate_stack(self.f64, 2 * NARROW_LANES) for _ in self.begin]
+        self.scratch = [self.allocate_stack(self.f64, 2 * LANES_OF_NARROW_MATRIX) for _ in self.begin]
         leading = b.ctlz(b.sub(self.several, self.int64(1)), self.ir.Constant(self.ir.IntType(1), 0))
         self.levels = b.sub(self.int64(64), leading)
 
@@ -155,7 +159,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
         def load(turn) -> list:
             return self.load_vector(start, count, b.mul(turn, self.width))
 
-        self.merge_lanes_and_store(self.reduce_vectors(NARROW_LANES, turns, load), out)
+        self.merge_lanes_and_store(self.reduce_vectors(LANES_OF_NARROW_MATRIX, turns, load), out)
 
     def merge_lanes_and_store(self, held: list, out) -> None:
         """Merge the lanes of each column, and write the results."""
@@ -169,7 +173,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
         b = self.b
         at, left = b.add(start, offset), b.sub(count, offset)
         whole = b.icmp_signed("<=", self.width, left)
-        readable = b.icmp_signed("<=", b.add(at, self.int64(NARROW_LANES)), self.total)
+        readable = b.icmp_signed("<=", b.add(at, self.int64(LANES_OF_NARROW_MATRIX)), self.total)
         direct = b.and_(whole, readable)
         with b.if_then(b.not_(direct), likely=False), b.if_else(readable) as (near, far):
             for case, copy_some in ((near, self.copy_vector), (far, self.copy_elements)):
@@ -187,7 +191,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
         b, wanted = self.b, self.mask_lanes_below(count)
         for source, copy, neutral, dtype in zip(self.sources, self.copies, self.list_neutral_elements(), self.stored):
             base = b.add(source, b.mul(at, self.int64(get_element_size(dtype))))
-            elements = self.load_bits(base, self.int64(0), dtype, NARROW_LANES)
+            elements = self.load_bits(base, self.int64(0), dtype, LANES_OF_NARROW_MATRIX)
             value = b.select(wanted, elements, self.constant(elements.type, neutral.constant))
             b.store(value, b.bitcast(copy, value.type.as_pointer()), align=get_element_size(dtype))
 
@@ -196,7 +200,7 @@ class _NarrowMatrixLoop(_ReductionLoop):
         b = self.b
         for source, copy, neutral in zip(self.sources, self.copies, self.list_neutral_elements()):
             elements = self.pointer(source, at, neutral.type)
-            with self.loop(self.int64(0), self.int64(NARROW_LANES), 1) as k:
+            with self.loop(self.int64(0), self.int64(LANES_OF_NARROW_MATRIX), 1) as k:
                 b.store(neutral, b.gep(copy, [k]))
             with self.loop(self.int64(0), count, 1) as k:
                 b.store(b.load(b.gep(elements, [k])), b.gep(copy, [k]))
@@ -212,8 +216,10 @@ class _NarrowMatrixLoop(_ReductionLoop):
 
     def mask_lanes_below(self, count):
         """Return a mask of the lanes below a number."""
-        lanes = self.ir.Constant(self.ir.VectorType(self.i64, NARROW_LANES), list(range(NARROW_LANES)))
-        return self.b.icmp_signed("<", lanes, self.splat(count, NARROW_LANES))
+        lanes = self.ir.Constant(
+            self.ir.VectorType(self.i64, LANES_OF_NARROW_MATRIX), list(range(LANES_OF_NARROW_MATRIX))
+        )
+        return self.b.icmp_signed("<", lanes, self.splat(count, LANES_OF_NARROW_MATRIX))
 
     def merge_lanes(self, held: list) -> list:
         """Merge the rows in the lanes into one row: the second half into the first, and so on."""
@@ -239,7 +245,7 @@ class _ColumnLoop(_NarrowMatrixLoop):
     """The loop for one column: the halves are merged in registers."""
 
     def merge_lanes_and_store(self, held: list, out) -> None:
-        half = NARROW_LANES
+        half = LANES_OF_NARROW_MATRIX
         while half > 1:
             half //= 2
             low, high = ([self.extract_lanes(value, first, half) for value in held] for first in (0, half))

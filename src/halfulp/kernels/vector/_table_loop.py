@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from .._device_function import CHUNK_FIELD_COUNT, RANDOM_STREAM_INPUTS, TableFunction
+from .._device_function import CHUNK_FIELD_COUNT, RANDOM_STREAM_INPUTS, PointerTableFunction
 from .._trace import ACCUMULATOR_COPIES
 from ._builder import VectorBuilder, get_lane_type
 from ._instructions import InstructionWriter
@@ -22,37 +22,44 @@ from ._processor import find_vector_bits
 _MOST_ELEMENTS_IN_TURNS = 512  # of small blocks whose computations alternate
 _LEAST_PREFETCHED_ARRAYS = 3
 _PREFETCH_BYTES, _FAR_PREFETCH_BYTES, _CACHE_LINE_BYTES = 1024, 8192, 64
-ArrayKey = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
 
 
-def compile_table_kernel(name: str, table: TableFunction) -> Kernel:
+class ArrayKey(NamedTuple):
+    """An array that a kernel reads or writes, as loads and stores of its trace name it."""
+
+    address_line: int
+    bits: int  # of an element
+    per_block: bool  # whether there is one element for each block, not one for each element
+
+
+def compile_pointer_table_kernel(name: str, table: PointerTableFunction) -> Kernel:
     """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
     (rows of constants, constants), uint64 (rows,): keys, and float64 (chunks, `table.sum_column_count`).
     """
     return compile_machine_function(
-        name, table.make_key(), 8, lambda b, *values: TableLoop(b.b, table).write_kernel(*values)
+        name, table.make_key(), 8, lambda b, *values: PointerTableLoop(b.b, table).write_kernel(*values)
     )
 
 
-def compile_row_kernel(name: str, table: TableFunction) -> Kernel:
-    """Return `compile_table_kernel`'s function of a single row, without sums.
+def compile_row_kernel(name: str, table: PointerTableFunction) -> Kernel:
+    """Return `compile_pointer_table_kernel`'s function of a single row, without sums.
 
     It takes first and last chunk, the addresses of chunks and constants, 0, the key, and the row's pointers.
     """
 
     def write(b: VectorBuilder, first, last, chunks, constants, *_) -> None:
         row, key, pointers = (b.b.add(b.arguments, b.int64(8 * k)) for k in (4, 5, 6))
-        TableLoop(b.b, table).write_kernel(first, last, chunks, pointers, row, constants, key, b.int64(0))
+        PointerTableLoop(b.b, table).write_kernel(first, last, chunks, pointers, row, constants, key, b.int64(0))
 
     return compile_machine_function(name, f"row {table.make_key()}", 6 + table.columns, write)
 
 
-class TableLoop(VectorBuilder):
+class PointerTableLoop(VectorBuilder):
     """Writes the loop of a kernel over a table of pointers."""
 
-    def __init__(self, builder, table: TableFunction) -> None:
+    def __init__(self, builder, table: PointerTableFunction) -> None:
         super().__init__(builder)
         self.table, self.trace = table, table.trace
         assert not (table.block and self.trace.counter_additions), (
@@ -75,8 +82,8 @@ class TableLoop(VectorBuilder):
             (x[2], kind) for x, kind in zip(lines, self.trace.kinds) if x[0] == "input" and x[2][0] == "constant"
         ]
         self.column = {k: extra for k, (name, _, extra) in enumerate(lines) if name == "address"}
-        self.loads: list[ArrayKey] = [(operands[0], *extra) for name, operands, extra in lines if name == "load"]
-        self.stores = self.trace.stores
+        self.loads = [ArrayKey(operands[0], *extra) for name, operands, extra in lines if name == "load"]
+        self.stores = {ArrayKey(*key): number for key, number in self.trace.stores.items()}
         self.arrays = list(dict.fromkeys([*self.loads, *self.stores]))
         assert not self.copied or all(bits > 4 for _, bits, _ in self.arrays), "half bytes are read in whole blocks"
         self.in_pairs = any(bits < 32 for _, bits, per_block in self.arrays if not per_block)
@@ -87,7 +94,7 @@ class TableLoop(VectorBuilder):
         # What elements are copied to, and what the loops over a block hand on.
         room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
-        self.copies = {array: self.allocate_stack(self.ir.IntType(array[1]), room) for array in copied}
+        self.copies = {array: self.allocate_stack(self.ir.IntType(array.bits), room) for array in copied}
         crossing = self.phases.carried_lines if table.block else []
         self.buffers = [
             self.allocate_stack(get_lane_type(self.get_vector_type_of_line(line)), room) for line in crossing
@@ -158,10 +165,10 @@ class TableLoop(VectorBuilder):
         zero, one = self.int64(0), self.int64(1)
         held = {array: b.ptrtoint(self.copies[array], self.i64) for array in self.arrays}
         bases = {
-            array: b.add(self.address[self.column[array[0]]], b.mul(begin, self.int64(array[1] // 8)))
+            array: b.add(self.address[self.column[array.address_line]], b.mul(begin, self.int64(array.bits // 8)))
             for array in self.arrays
         }
-        ends = {array: b.add(base, self.count_bytes(whole, array[1])) for array, base in bases.items()}
+        ends = {array: b.add(base, self.count_bytes(whole, array.bits)) for array, base in bases.items()}
         if self.trace.sums or self.trace.counter_additions:
             # Only of what remains it is asked which lanes are elements.
             with self.loop(zero, whole, self.width, totals) as i:
@@ -189,7 +196,7 @@ class TableLoop(VectorBuilder):
 
     def write_body_for_vector_pair(self, bases: dict, i, place, totals: list, limit) -> None:
         """Write what happens to two vectors from i on, at a place in the chunk; lanes beyond the limit are padding."""
-        loaded = {array: self.load_vector_pair(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
+        loaded = {array: self.load_vector_pair(bases[array], i, array.bits) for array in dict.fromkeys(self.loads)}
         self.prefetch_arrays(bases, i)
         values = self.compute_vectors(loaded, place)
         self.store_results(values, self.stores, bases, i)
@@ -216,8 +223,8 @@ class TableLoop(VectorBuilder):
     def compute_stage(self, lines: set[int], i, before, bases: dict, known: list[dict]) -> list[list]:
         """Return the values of two vectors in one stage, those known from the stage before too."""
         loads = [self.trace.lines[k] for k in lines if self.trace.lines[k][0] == "load"]
-        arrays: list[ArrayKey] = [(operands[0], *extra) for _, operands, extra in loads]
-        loaded = {array: self.load_vector_pair(bases[array], i, array[1]) for array in arrays}
+        arrays = [ArrayKey(operands[0], *extra) for _, operands, extra in loads]
+        loaded = {array: self.load_vector_pair(bases[array], i, array.bits) for array in arrays}
         return self.compute_vectors(loaded, self.b.add(before, i), known, lines | known[0].keys())
 
     def prefetch_arrays(self, bases: dict, i, ahead: int | None = None) -> None:
@@ -225,14 +232,14 @@ class TableLoop(VectorBuilder):
 
         Processors do that by themselves for a few arrays, and only within a page: 2,048 elements of 16 bits.
         """
-        arrays = [array for array in dict.fromkeys(self.loads) if not array[2]]
+        arrays = [array for array in dict.fromkeys(self.loads) if not array.per_block]
         is_far = self.table.is_far_memory
         if ahead is None and len(arrays) < _LEAST_PREFETCHED_ARRAYS and not is_far:
             return
         ahead = (_FAR_PREFETCH_BYTES if is_far else _PREFETCH_BYTES) if ahead is None else ahead
         for array in arrays:
-            first = self.b.add(bases[array], self.count_bytes(i, array[1]))
-            for line in range(ahead, ahead + self.width * array[1] // 8, _CACHE_LINE_BYTES):
+            first = self.b.add(bases[array], self.count_bytes(i, array.bits))
+            for line in range(ahead, ahead + self.width * array.bits // 8, _CACHE_LINE_BYTES):
                 # Far ones come into the second level, whose queue of pending lines is longer.
                 self.prefetch_line(self.b.add(first, self.int64(line)), 2 if is_far else 3)
 
@@ -241,9 +248,9 @@ class TableLoop(VectorBuilder):
         b = self.b
         with self.loop(self.int64(0), count, 1) as j:
             for array in self.stores:
-                value = b.load(b.gep(self.copies[array], [j]), align=array[1] // 8)
-                to = self.pointer(bases[array], j, self.ir.IntType(array[1]))
-                b.store(value, to, align=array[1] // 8)
+                value = b.load(b.gep(self.copies[array], [j]), align=array.bits // 8)
+                to = self.pointer(bases[array], j, self.ir.IntType(array.bits))
+                b.store(value, to, align=array.bits // 8)
 
     # blocks ----------------------------------------------------------------------------------------------------
 
@@ -288,14 +295,14 @@ class TableLoop(VectorBuilder):
         """Copy some elements, and zeros behind them up to a whole vector."""
         b = self.b
         for array in dict.fromkeys(self.loads):
-            kind, align = self.ir.IntType(array[1]), array[1] // 8
+            kind, align = self.ir.IntType(array.bits), array.bits // 8
             vectors = b.sub(self.round_up_to_vectors(size), self.int64(self.width))
             vector = self.make_vector_type(kind, self.width)
             with self.loop(self.int64(0), vectors, self.width) as j:
                 value = b.load(self.pointer(bases[array], j, vector), align=align)
                 b.store(value, b.bitcast(b.gep(self.copies[array], [j]), vector.as_pointer()), align=align)
                 # The next block may lie behind this one.
-                ahead = b.add(bases[array], self.count_bytes(b.add(size, j), array[1]))
+                ahead = b.add(bases[array], self.count_bytes(b.add(size, j), array.bits))
                 for line in range(0, self.width * align, _CACHE_LINE_BYTES):
                     self.prefetch_line(b.add(ahead, self.int64(line)))
             last = b.bitcast(b.gep(self.copies[array], [vectors]), vector.as_pointer())
@@ -324,7 +331,7 @@ class TableLoop(VectorBuilder):
                     b.store(self.reduce_lanes("umax", words), b.gep(self.block_results[line], [k]), align=4)
         self.compute_block_results()
         late = phases.late_lines | phases.waiting_lines
-        behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.late_lines}
+        behind = {array: n for array, n in self.stores.items() if not array.per_block and n in phases.late_lines}
         at_once = 2 if self.together > 1 and not late & {number for _, number in self.trace.sums} else 1
         with self.loop(self.int64(0), several, at_once, totals) as k:
             # Of an odd number the last block is written twice.
@@ -357,12 +364,12 @@ class TableLoop(VectorBuilder):
         b, phases = self.b, self.phases
         start, room = self.find_block_start(first, k), b.mul(k, self.int64(self.padded))
         shared = self.load_block_entries(bases)
-        own = [array for array in dict.fromkeys(self.loads) if not array[2]]
-        stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.late_lines}
+        own = [array for array in dict.fromkeys(self.loads) if not array.per_block]
+        stores = {array: n for array, n in self.stores.items() if not array.per_block and n not in phases.late_lines}
         kept = len(totals)
         carried = totals + [self.ir.Constant(self.get_vector_type_of_line(line), None) for line in phases.largest_lines]
         with self.loop(self.int64(0), self.round_up_to_vectors(size), self.width, carried) as i:
-            loaded = shared | {array: self.load_vector_pair(bases[array], i, array[1]) for array in own}
+            loaded = shared | {array: self.load_vector_pair(bases[array], i, array.bits) for array in own}
             turn = loaded, b.add(start, i)
             if not self.copied:
                 self.prefetch_arrays(bases, i)
@@ -448,10 +455,10 @@ class TableLoop(VectorBuilder):
         b = self.b
         results = {line: b.load(b.gep(buffer, [k]), align=4) for line, buffer in self.block_results.items()}
         for array, line in self.stores.items():
-            if array[2]:
-                word, kind = results[line], self.ir.IntType(array[1])
-                word = word if array[1] == 32 else b.trunc(word, kind)
-                b.store(word, self.pointer(bases[array], self.int64(0), kind), align=array[1] // 8)
+            if array.per_block:
+                word, kind = results[line], self.ir.IntType(array.bits)
+                word = word if array.bits == 32 else b.trunc(word, kind)
+                b.store(word, self.pointer(bases[array], self.int64(0), kind), align=array.bits // 8)
         for line in results:
             if self.trace.kinds[line] == "mask":
                 results[line] = b.trunc(results[line], self.ir.IntType(1))
@@ -465,9 +472,11 @@ class TableLoop(VectorBuilder):
         """Load a block's entries of arrays with one element per block, spread over all lanes."""
         b, shared = self.b, {}
         for array in self.loads:
-            if array[2]:
-                word = b.load(self.pointer(bases[array], self.int64(0), self.ir.IntType(array[1])), align=array[1] // 8)
-                word = word if array[1] == 32 else b.zext(word, self.i32)
+            if array.per_block:
+                word = b.load(
+                    self.pointer(bases[array], self.int64(0), self.ir.IntType(array.bits)), align=array.bits // 8
+                )
+                word = word if array.bits == 32 else b.zext(word, self.i32)
                 shared[array] = [self.splat(word, self.lanes)] * 2
         return shared
 
@@ -511,7 +520,7 @@ class TableLoop(VectorBuilder):
         found: list[list[list]] = [[[None] * len(self.trace.lines) for _ in range(2)] for _ in turns]
         for pair, (loaded, position, known) in zip(found, turns):
             for half, values in enumerate(pair):
-                given = self.inputs | {((array[0], array[1:])): both[half] for array, both in loaded.items()}
+                given = self.inputs | {((array.address_line, array[1:])): both[half] for array, both in loaded.items()}
                 if self.table.stream_start:
                     moved = b.mul(b.trunc(position, self.i32), self.ir.Constant(self.i32, step))
                     first = self.splat(b.add(self.first_counter, moved), self.lanes)
@@ -526,7 +535,7 @@ class TableLoop(VectorBuilder):
     def store_results(self, values: list, stores: dict, bases: dict, i) -> None:
         """Write what two vectors store."""
         for array, number in stores.items():
-            self.store_vector_pair(bases[array], i, array[1], [computed[number] for computed in values])
+            self.store_vector_pair(bases[array], i, array.bits, [computed[number] for computed in values])
 
     def add_to_totals(self, values: list, i, totals: list, limit, among: Collection[int]) -> None:
         """Add the lanes of two vectors to the totals, for sums of the instructions in `among`."""

@@ -173,13 +173,13 @@ def _floor_components(parts: Parts) -> Parts:
 def floor(x: MCTensor) -> Tensor:
     """Return the largest integer not above."""
     parts = to_components(x, x.device)
-    return make_result(_add_integer_components(_floor_components(parts), parts[0]), result_type((x,)))
+    return make_result(_sum_integers(_floor_components(parts), parts[0]), result_type((x,)))
 
 
 def _truncate_components(x: MCTensor) -> Parts:
     negative = x._parts[0].signbit()
     whole = _floor_components(tuple(torch.where(negative, -part, part) for part in to_components(x, x.device)))
-    return _add_integer_components(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
+    return _sum_integers(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
 
 
 implements(aten.ceil.default)(lambda x: -floor(-x))
@@ -191,11 +191,11 @@ implements(aten.frac.default)(
 )
 
 
-def _add_integer_components(floors: Parts, x: Tensor) -> Parts:
+def _sum_integers(integers: Parts, x: Tensor) -> Parts:
     """Return the sum of integers, largest first; a zero has the sign of x."""
-    total = floors[:1]
-    for part in floors[1:]:
-        total = pointwise("add", total, (part,), components=len(floors), dtype=part.dtype)
+    total = integers[:1]
+    for part in integers[1:]:
+        total = pointwise("add", total, (part,), components=len(integers), dtype=part.dtype)
     return torch.where(total[0] == 0, torch.copysign(total[0], x), total[0]), *total[1:]
 
 

@@ -17,7 +17,7 @@ from ...subclass._in_backward import is_storing_plain_gradient, wants_plain_resu
 from .._encode import choose_scale, divide_by_scale, find_largest_finite_magnitude
 from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_components
 from .._result_type import ResultType, make_result, result_type, to_components
-from .._write import copy_received_value, truncate_to_integers, write_value
+from .._write import copy_collective_result, truncate_to_integers, write_value
 from ._comparison import apply_per_component, map_components
 
 # From this magnitude on a value becomes infinite in float16 components, as in conversions of torch's; it does not
@@ -233,4 +233,4 @@ def compare_layouts(operator: OpOverload, *tensors: Tensor) -> Any:
     return operator(*(x._parts[0] if isinstance(x, MCTensor) else x for x in tensors))
 
 
-register_collectives(implements, copy_received_value)
+register_collectives(implements, copy_collective_result)

@@ -13,7 +13,11 @@ from torch import Tensor
 from ... import arithmetic
 from ..._torch_versions import has_transposed_factors_in_solve_backward
 from ...arithmetic import Parts
-from ...arithmetic._matmul import find_largest_magnitude, multiply_float16_components_in_float32, split_into_float16
+from ...arithmetic._matmul import (
+    borrow_float32_product_of_float16_components,
+    find_largest_magnitude,
+    split_into_float16,
+)
 from ...kernels import define_operator
 from ...subclass._derivation import aten
 from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE, wants_plain_result
@@ -76,7 +80,7 @@ def _multiply_in_float64(left: Parts, right: Parts, scales: list[Tensor], count:
 def _multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], components: int) -> list[Tensor]:
     """float16 components of a product and their scale: a float32 product, cut in two passes where it is finite."""
     payloads = tuple(flat[:left]), tuple(flat[left:])
-    with multiply_float16_components_in_float32(*payloads) as product:
+    with borrow_float32_product_of_float16_components(*payloads) as product:
         largest = find_largest_magnitude(product)
         if 0 < largest < math.inf:
             factor = math.prod([float(scale) for scale in scales])

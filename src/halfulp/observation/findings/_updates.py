@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 # Fewer elements say nothing of a share of 10%.
 FEWEST_UPDATES = 32
 # A tenth of the movement missing is a learning rate a tenth smaller, which no training shows; half is a different run.
-WARNING_BELOW_KEPT_SHARE_OF_UPDATES = 0.9
-ERROR_BELOW_KEPT_SHARE_OF_UPDATES = 0.5
+UPDATES_LOST_WARNING_BELOW_KEPT_SHARE = 0.9
+UPDATES_LOST_ERROR_BELOW_KEPT_SHARE = 0.5
 # Large updates are most of the movement and survive, so that nearly all of it may take place while most elements stand
 # still: a character GPT in bfloat16 that loses 51% of its updates and realises 99% ends with a validation loss of 2.16
 # instead of float32's 2.12 (docs/compare.md).
@@ -50,8 +50,8 @@ def grade_severity_of_lost_movement(dtype: torch.dtype, realised: float | None, 
     """
     if realised is None or realised != realised or is_wide_dtype(dtype):
         return None
-    if realised < WARNING_BELOW_KEPT_SHARE_OF_UPDATES:
-        return "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_UPDATES else "warning"
+    if realised < UPDATES_LOST_WARNING_BELOW_KEPT_SHARE:
+        return "error" if realised < UPDATES_LOST_ERROR_BELOW_KEPT_SHARE else "warning"
     return "warning" if cancelled >= WARNING_ABOVE_CANCELLED_UPDATE_SHARE else None
 
 
@@ -274,7 +274,7 @@ def _describe_lost_updates(update: RealisedChanges, dtype: torch.dtype, options:
     if realised is None:
         return f"{lost} of elements with a gradient unchanged{describe_lr(options)}"
     said = f"{lost} of updates lost in {name_dtype(dtype)}{describe_lr(options)}"
-    if realised < WARNING_BELOW_KEPT_SHARE_OF_UPDATES:
+    if realised < UPDATES_LOST_WARNING_BELOW_KEPT_SHARE:
         return said
     return f"{said}, the smaller ones, though {format_percent(min(1.0, realised))} of the movement took place"
 
@@ -298,7 +298,7 @@ def _grade_severity_of_lost_updates(parameter: ParameterRecord) -> Severity | No
 
 
 # Decay is a regularizer: half of it is the decay of another experiment, a little less is a slightly weaker one.
-WARNING_BELOW_KEPT_SHARE_OF_DECAY = 0.5
+DECAY_LOST_WARNING_BELOW_KEPT_SHARE = 0.5
 
 
 @register_finding
@@ -321,7 +321,7 @@ class WeightDecayLost(FindingKind):
             if decay is None or decay.seen < FEWEST_UPDATES or is_wide_dtype(parameter.dtype):
                 continue
             realised = decay.realised_share
-            if (realised if realised is not None else 1 - decay.lost_share) < WARNING_BELOW_KEPT_SHARE_OF_DECAY:
+            if (realised if realised is not None else 1 - decay.lost_share) < DECAY_LOST_WARNING_BELOW_KEPT_SHARE:
                 lr, rate = (read_option_number(parameter.options, key) for key in ("lr", "weight_decay"))
                 said = f"{format_percent(decay.lost_share)} of weight decay lost in {name_dtype(parameter.dtype)}"
                 said += "" if lr is None or rate is None else f" (1 - {lr * rate:.3g} a step)"
@@ -338,7 +338,7 @@ class WeightDecayLost(FindingKind):
             if layer.decay_lost is not None
             and layer.weight_update == "nearest"
             and not is_wide_dtype(layer.dtype)
-            and layer.decay_lost > 1 - WARNING_BELOW_KEPT_SHARE_OF_DECAY
+            and layer.decay_lost > 1 - DECAY_LOST_WARNING_BELOW_KEPT_SHARE
         ]
         if losing:
             lost, worst = max(losing, key=lambda pair: pair[0])
@@ -465,8 +465,8 @@ def _is_compensated_movement_overdue(record: Record, parameter: ParameterRecord)
 
 FEWEST_ACCUMULATED_ELEMENTS = 32
 # What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.
-WARNING_BELOW_KEPT_SHARE_OF_ACCUMULATION = 0.9
-ERROR_BELOW_KEPT_SHARE_OF_ACCUMULATION = 0.5
+ACCUMULATION_LOST_WARNING_BELOW_KEPT_SHARE = 0.9
+ACCUMULATION_LOST_ERROR_BELOW_KEPT_SHARE = 0.5
 
 
 @register_finding
@@ -486,12 +486,12 @@ class GradientAccumulationSwamped(FindingKind):
             realised = sums.realised_share
             if (
                 realised is None
-                or realised >= WARNING_BELOW_KEPT_SHARE_OF_ACCUMULATION
+                or realised >= ACCUMULATION_LOST_WARNING_BELOW_KEPT_SHARE
                 or sums.seen < FEWEST_ACCUMULATED_ELEMENTS
             ):
                 continue
             held_in = parameter.gradient_dtype or parameter.dtype
-            severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_ACCUMULATION else "warning"
+            severity: Severity = "error" if realised < ACCUMULATION_LOST_ERROR_BELOW_KEPT_SHARE else "warning"
             sure, is_wide = compute_confidence(sums.seen, FEWEST_ACCUMULATED_ELEMENTS), is_wide_dtype(held_in)
             said = f"{format_percent(1 - realised)} of what is added to .grad is lost in {name_dtype(held_in)}"
             yield self.make_finding(
@@ -501,8 +501,8 @@ class GradientAccumulationSwamped(FindingKind):
 
 FEWEST_AVERAGE_CHANGES = 16
 # An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
-WARNING_BELOW_KEPT_SHARE_OF_AVERAGE = 0.5
-ERROR_BELOW_KEPT_SHARE_OF_AVERAGE = 0.1
+AVERAGE_STUCK_WARNING_BELOW_KEPT_SHARE = 0.5
+AVERAGE_STUCK_ERROR_BELOW_KEPT_SHARE = 0.1
 
 
 @register_finding
@@ -521,8 +521,8 @@ class AverageStuck(FindingKind):
             realised = change.realised_share
             if change.seen < FEWEST_AVERAGE_CHANGES or realised is None or is_wide_dtype(average.dtype):
                 continue
-            if realised < WARNING_BELOW_KEPT_SHARE_OF_AVERAGE:
-                severity: Severity = "error" if realised < ERROR_BELOW_KEPT_SHARE_OF_AVERAGE else "warning"
+            if realised < AVERAGE_STUCK_WARNING_BELOW_KEPT_SHARE:
+                severity: Severity = "error" if realised < AVERAGE_STUCK_ERROR_BELOW_KEPT_SHARE else "warning"
                 sure = compute_confidence(change.seen, FEWEST_AVERAGE_CHANGES)
                 said = f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}"
                 yield self.make_finding(name, severity, sure, said, **make_lost_change_evidence(change, average.dtype))
@@ -591,7 +591,7 @@ FEWEST_MOMENT_DECREASES = 32
 STUCK_MOMENT_SHARE = 0.5
 # Squares of gradients spread over decades, and a few of the largest decide how much movement took place: 400 decreases
 # that were rounded stochastically have shown 15% of it by chance.
-FEWEST_STOCHASTIC_DECREASES = 4000
+FEWEST_STOCHASTIC_MOMENT_DECREASES = 4000
 
 
 @register_finding
@@ -633,6 +633,6 @@ def _is_moment_stuck(parameter: ParameterRecord, change: RealisedChanges) -> boo
     if parameter.optimizer_module.startswith("torch.optim."):
         return change.known and change.lost_share >= STUCK_MOMENT_SHARE
     realised = change.realised_share
-    if realised is None or realised >= STUCK_MOMENT_SHARE or change.seen < FEWEST_STOCHASTIC_DECREASES:
+    if realised is None or realised >= STUCK_MOMENT_SHARE or change.seen < FEWEST_STOCHASTIC_MOMENT_DECREASES:
         return False
     return not is_explained_by_chance(change, realised)

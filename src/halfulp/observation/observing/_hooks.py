@@ -231,7 +231,7 @@ _FEWEST_POSITIONS = min(_EXACT_INTEGER_LIMIT_BY_DTYPE.values()) + _FIRST_REPEATS
 # As many pairs of equal neighbours chance does not place where rounding does.
 _FEWEST_REPEATED_POSITIONS = 16
 # Two positions may have one sine in 8 bits.
-_LARGEST_SHARE_OF_CHANCE_REPEATS = 0.2
+_LARGEST_SHARE_OF_UNEXPECTED_REPEATS = 0.2
 
 
 def _record_position_collisions(recorder: Recorder, name: str, output: torch.Tensor) -> None:
@@ -256,7 +256,7 @@ def _record_position_collisions(recorder: Recorder, name: str, output: torch.Ten
 def _find_columns_repeating_at(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the columns whose elements repeat wherever they are expected to, and hardly anywhere else."""
     repeats = rows[1:] == rows[:-1]
-    return repeats[expected].all(0) & (repeats[~expected].double().mean(0) < _LARGEST_SHARE_OF_CHANCE_REPEATS)
+    return repeats[expected].all(0) & (repeats[~expected].double().mean(0) < _LARGEST_SHARE_OF_UNEXPECTED_REPEATS)
 
 
 class GradientHooks:
@@ -389,13 +389,15 @@ class CompiledModuleCheck:
     def attach(self) -> None:
         """Attach the hooks around compiled modules, which run outside of what was compiled."""
         for name, module in self._modules.items():
-            before = functools.partial(self._prepare_comparison, name)
+            before = functools.partial(self._sample_eager_outputs, name)
             self.recorder.hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             # Before hooks of the user's that change outputs.
             after = functools.partial(self._compare_with_eager, name)
             self.recorder.hooks.append(module.register_forward_hook(after, prepend=True))
 
-    def _prepare_comparison(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _sample_eager_outputs(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._expected.pop(name, None)  # of a run that did not end
         if self.recorder.sampling and name in self._modules and torch.is_grad_enabled():
             self._run_original_twice(name, module, args, kwargs)

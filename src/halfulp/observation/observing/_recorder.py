@@ -76,13 +76,13 @@ class Recorder:
             self.record.unseen.append(sentence)
 
     def record_tensor(
-        self, role: Role, name: str, kind: str, tensor: torch.Tensor, scale: float = 1.0
+        self, role: Role, name: str, kind: str, tensor: torch.Tensor, loss_scale: float = 1.0
     ) -> TensorRecord | None:
-        """Count a tensor under a role and a name; None where its numbers cannot be read."""
+        """Count a tensor under a role and a name, its loss scale noted; None where its numbers cannot be read."""
         if (found := read_numbers(tensor)) is None:
             return None
-        if scale != 1.0:
-            found = found._replace(scale=found.scale * scale)
+        if loss_scale != 1.0:
+            found = found._replace(scale=found.scale * loss_scale)
         return self.record_numbers(role, name, kind, found, take_sample(found.flat, self.get_sampling_key(name)))
 
     def record_numbers(

@@ -35,7 +35,7 @@ def get_payload(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.payload if isinstance(parameter, ScaledTensor) else get_local(parameter)
 
 
-def get_scale(parameter: torch.Tensor) -> torch.Tensor:
+def get_scaled_parameter_scale(parameter: torch.Tensor) -> torch.Tensor:
     """Return the scale of a scaled parameter."""
     assert isinstance(parameter, ScaledTensor)
     return parameter.scale

@@ -9,7 +9,7 @@ import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
-from ._local_tensors import get_local, get_payload, get_scale, list_payloads
+from ._local_tensors import get_local, get_payload, get_scaled_parameter_scale, list_payloads
 from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
@@ -98,7 +98,7 @@ class ParameterPlan:
     @property
     def scale(self) -> float:
         """The scale of a scaled parameter; 1 of any other."""
-        return get_scale(self.parameter).item() if self.spec.scaled else 1.0
+        return get_scaled_parameter_scale(self.parameter).item() if self.spec.scaled else 1.0
 
     @property
     def auxiliary_tensors(self) -> tuple[torch.Tensor, ...]:

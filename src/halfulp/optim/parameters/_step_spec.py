@@ -15,7 +15,7 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from .._storage import PAYLOAD_STORE_BY_DTYPE, STORE_BY_DTYPE, Store, make_format_store
 from ..rules._update_rule import UpdateRule
-from ..states._codec import ScaledCodec
+from ..states._codec import TensorScaleCodec
 from ..states._int8_blocks import Int8Blocks
 from ..states._state import BF16_PAIR, Codec, refuse_coarse_states, resolve_codecs
 from ..weight_updates._components import choose_mctensor_update
@@ -82,9 +82,9 @@ class StepSpec:
         return {name: place for place, name in enumerate(self.constant_names)}
 
     @property
-    def scaled_codec_by_state(self) -> dict[int, ScaledCodec]:
+    def scaled_codec_by_state(self) -> dict[int, TensorScaleCodec]:
         """The codecs of the states that have a scale, by the states' numbers."""
-        return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, ScaledCodec)}
+        return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, TensorScaleCodec)}
 
     @property
     def block_length(self) -> int | None:
@@ -251,7 +251,7 @@ def _choose_codecs(
     is_scaled, is_wide = isinstance(parameter, ScaledTensor), store.dtype == torch.float32
     default = torch.float32 if is_wide else torch.float16 if is_scaled else torch.bfloat16
     codecs = resolve_codecs(group["state_dtype"], rule.states, default, parameter.shape)
-    under_scales = [slot.name for slot, codec in zip(rule.states, codecs) if isinstance(codec, ScaledCodec)]
+    under_scales = [slot.name for slot, codec in zip(rule.states, codecs) if isinstance(codec, TensorScaleCodec)]
     if under_scales and not is_scaled:
         raise ValueError(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "

@@ -146,7 +146,7 @@ class DoubleBF16(TensorCodec):
 
 
 @dataclass(frozen=True)
-class ScaledCodec(PlainCodec):
+class TensorScaleCodec(PlainCodec):
     """value = payload x scale, or its square for second moments, whose roots are stored: half the range, no sign.
 
     The scale is a power of two per tensor, chosen at each step from the largest finite magnitude that is about to be

@@ -74,7 +74,7 @@ class Int8Blocks(BlockCodec):
         codes, scales = torch.uint8 if self.squared else torch.int8, compute_scale_shape(shape, self.block)
         return {f"{name}_codes": (shape, codes), f"{name}_scale": (scales, torch.bfloat16)}
 
-    def load_root(self, arrays: Sequence[Any], i: Any, block: Any) -> Any:
+    def load_unsquared(self, arrays: Sequence[Any], i: Any, block: Any) -> Any:
         """Device function: the float32 of element i before squaring; code -128 of a first moment is NaN."""
         codes, scales = arrays
         code, scale = load8(codes, i), real(shl(load16(scales, block), SHIFT_16))
@@ -82,7 +82,7 @@ class Int8Blocks(BlockCodec):
         root = k * k * k * (INVERSE_UNSIGNED_CUBE if self.squared else INVERSE_SIGNED_CUBE) * scale
         return root if self.squared else select(code == SIGN_MASK_8, NAN, root)
 
-    def save_root(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
+    def save_unsquared(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
         """Device function: store element i, given before squaring, and the scale of its block."""
         codes, scales = arrays
         scale = encode_scale(find_largest_finite_magnitude_word(root))
@@ -94,11 +94,11 @@ class Int8Blocks(BlockCodec):
         store8(codes, i, select(root <= ZERO, ZERO_WORD, select(code > ONE, code, ONE)) if self.squared else code)
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
-        root = self.load_root(arrays, i, block)
+        root = self.load_unsquared(arrays, i, block)
         return root * root if self.squared else root
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
-        self.save_root(arrays, i, block, sqrt(value) if self.squared else value, random)
+        self.save_unsquared(arrays, i, block, sqrt(value) if self.squared else value, random)
 
 
 def compute_scale_shape(shape: torch.Size, block: int) -> torch.Size:

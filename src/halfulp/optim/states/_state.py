@@ -14,7 +14,7 @@ from ..._names import register_entry
 from .._storage import BF16, F32, PAYLOAD_STORE_BY_DTYPE, Store
 from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
-from ._codec import DoubleBF16, PlainCodec, ScaledCodec
+from ._codec import DoubleBF16, PlainCodec, TensorScaleCodec
 from ._int4_blocks import Int4Blocks
 from ._int8_blocks import BlockCodec, Int8Blocks
 
@@ -235,5 +235,5 @@ def _choose_codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
         return PlainCodec(F32, False)
     stochastic = state.rounding != "nearest"
     if state.dtype in SCALED_DTYPES:
-        return ScaledCodec(store, stochastic, slot.degree == 2)
+        return TensorScaleCodec(store, stochastic, slot.degree == 2)
     return PlainCodec(store, stochastic)

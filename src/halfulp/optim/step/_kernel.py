@@ -13,13 +13,13 @@ from ...kernels import IndexMap, Trace, Traced, record_function, run_trace_on_te
 from ...kernels._device_function import (
     RANDOM_STREAM_INPUTS,
     ElementRecording,
-    TableFunction,
+    PointerTableFunction,
     bind_names,
     call_users_function,
 )
 from ...kernels._operations import bit_and, select, shr, sqrt
 from ...kernels._trace import RecordedFunction
-from ...kernels.vector._table_loop import compile_table_kernel
+from ...kernels.vector._table_loop import compile_pointer_table_kernel
 from ...rounding._random_bits import (
     WEYL_STEP,
     compute_stream_counters,
@@ -38,7 +38,7 @@ from ..parameters._step_spec import (
     list_state_columns,
 )
 from ..rules._update_rule import UpdateRule
-from ..states._codec import ScaledCodec, find_finite_magnitude_word
+from ..states._codec import TensorScaleCodec, find_finite_magnitude_word
 from ..states._int8_blocks import GROW_FACTOR, HUGE_ROOT, HUGE_SQUARE, SHRINK_FACTOR, Int8Blocks
 
 GRADIENT_COLUMN = 4
@@ -49,12 +49,12 @@ NO_RANDOM_WORD = np.uint32(0)
 @functools.cache
 def compile_step(spec: StepSpec) -> Callable:
     """Return the kernel `step(first, last, chunks, pointers, rows, constants, keys, meter)` of a specification."""
-    return compile_table_kernel(f"step_{spec.name}", make_step_function(spec))
+    return compile_pointer_table_kernel(f"step_{spec.name}", make_step_function(spec))
 
 
-def make_step_function(spec: StepSpec) -> TableFunction:
+def make_step_function(spec: StepSpec) -> PointerTableFunction:
     """Return the step of a specification as a device function on a table of pointers."""
-    return TableFunction(
+    return PointerTableFunction(
         record_step(spec),
         count_pointer_columns(spec),
         len(spec.constant_names),
@@ -136,8 +136,8 @@ class _StepRecorder:
         """Load state k as it is stored: a second moment in blocks before squaring."""
         codec, arrays = self.spec.codecs[k], self.list_state_addresses(k)
         if isinstance(codec, Int8Blocks):
-            return codec.load_root(arrays, self.i, self.block)
-        scale = self.scales[f"scale_{k}"] if isinstance(codec, ScaledCodec) else None
+            return codec.load_unsquared(arrays, self.i, self.block)
+        scale = self.scales[f"scale_{k}"] if isinstance(codec, TensorScaleCodec) else None
         return codec.load(arrays, self.i, self.block, scale)
 
     def list_state_addresses(self, k: int) -> Sequence[Any]:
@@ -228,13 +228,13 @@ class _StepRecorder:
         codec, slot = self.spec.codecs[k], self.spec.rule.states[k]
         if isinstance(codec, Int8Blocks):
             root = sqrt(value) if slot.degree == 2 else value
-            codec.save_root(
+            codec.save_unsquared(
                 self.list_state_addresses(k), self.i, self.block, self.multiply_if_rescaled(root, self.grow), bits
             )
             return
         value = self.multiply_if_rescaled(value, self.grow)
         value = self.multiply_if_rescaled(value, self.grow) if slot.degree == 2 else value
-        inverse = self.scales[f"inverse_{k}"] if isinstance(codec, ScaledCodec) else None
+        inverse = self.scales[f"inverse_{k}"] if isinstance(codec, TensorScaleCodec) else None
         codec.save(self.list_state_addresses(k), self.i, self.block, value, inverse, bits)
 
     def draw_random_bits(self, drawn: RandomBitDraw | None) -> Any:

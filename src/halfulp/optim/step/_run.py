@@ -30,7 +30,7 @@ from ...kernels import (
 from ...kernels.vector._machine_function import get_array_address
 from ...rounding._random_bits import mix64, mix64_all
 from .._float32 import read_float32_weights
-from ..parameters._local_tensors import get_local, get_scale, is_dtensor, wrap_like_dtensor
+from ..parameters._local_tensors import get_local, get_scaled_parameter_scale, is_dtensor, wrap_like_dtensor
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, count_pointer_columns
 from ._batch import Batch
@@ -145,7 +145,7 @@ def _run_triton(batch: Batch) -> bool:
     if spec.scaled:
         # The scales of weights, of gradients, of those without one as a tensor too, and of each scaled state.
         one = torch.ones((), dtype=torch.float32, device=device)
-        present.append([get_scale(plan.parameter) for plan in batch.plans])
+        present.append([get_scaled_parameter_scale(plan.parameter) for plan in batch.plans])
         present.append([scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales])
         present += [[plan.states[k][1] for plan in batch.plans] for k in spec.scaled_codec_by_state]
     if len(kernels) < len(specs) or any(scale.device != device for scales in present for scale in scales):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..parameters._local_tensors import get_scale
+from ..parameters._local_tensors import get_scaled_parameter_scale
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec
 from ..states._codec import compute_finite_amax, find_array_library, find_power_of_two_below
@@ -58,7 +58,7 @@ def write_stored_scales(spec: StepSpec, plan: ParameterPlan, constants: Constant
     """Write the scales of the weight and the states that a step has stored."""
     at = spec.constant_columns
     if constants[at["new_scale"]] != constants[at["weight_scale"]]:
-        get_scale(plan.parameter).fill_(constants[at["new_scale"]])
+        get_scaled_parameter_scale(plan.parameter).fill_(constants[at["new_scale"]])
     for k in spec.scaled_codec_by_state:
         plan.states[k][1].fill_(1 / constants[at[f"inverse_{k}"]])
 

@@ -263,7 +263,7 @@ def add_scaled_product(
     factors = (x._scale, invert_scale(y._scale) if quotient else y._scale)
     added = None
     if not of_matrices:
-        added, places = _multiply_plain_operands(a, b, like, alpha, quotient)
+        added, places = _encode_product_of_plain_operands(a, b, like, alpha, quotient)
         large += places
     powers = split_off_power_of_two(beta)[1], split_off_power_of_two(alpha)[1] * sum_scale
     is_ordinary = all(_powers.SMALLEST_SCALE < power <= _powers.LARGEST_SCALE for power in powers)
@@ -302,7 +302,7 @@ def _is_added_after_product(base: ScaledTensor, x: ScaledTensor, y: ScaledTensor
     return not is_bfloat16 and _powers.has_fused_kernels(base._payload) and _powers.has_fused_kernels(x._payload)
 
 
-def _multiply_plain_operands(
+def _encode_product_of_plain_operands(
     a: Any, b: Any, like: ScaledTensor, alpha: Any, quotient: bool
 ) -> tuple[ScaledTensor | None, list[Tensor | None]]:
     """Return alpha a b (a / b) of two plain operands, None of others, and where it stands for infinity."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._messages import ENV_HINT, name_type
-from ...kernels import disable_tracing
+from ...kernels import hide_own_frames_from_compiler
 from .. import _rule_table
 from .._in_backward import refuse_jit_trace_of_model
 from . import _state_dict
@@ -178,7 +178,7 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
     return dict(sum(counts, Counter()))
 
 
-@disable_tracing
+@hide_own_frames_from_compiler
 def _attribute_fallbacks_to_model(module: nn.Module, arguments: Any) -> None:
     """Attribute the following fallbacks to this model, and refuse recorders: a forward pre-hook."""
     if not torch.compiler.is_compiling():

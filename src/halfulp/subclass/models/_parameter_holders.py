@@ -120,7 +120,7 @@ def _restore_state_dtypes(found: Any, before: Any) -> Any:
 
 @functools.cache
 def install_registration_hooks() -> None:
-    """Install the registration hooks, once."""
+    """Watch modules and parameters that any module gets, and wrap torch's distributed checkpoint functions, once."""
     register_module_module_registration_hook(_check_inner_module)
     register_module_parameter_registration_hook(_refuse_dtensor)
     wrap_distributed_checkpoint_functions()

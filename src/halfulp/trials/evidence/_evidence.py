@@ -15,7 +15,7 @@ from ._row import FinishedTrials, Row, check_trial_record
 from ._table import (
     compute_stored_bytes,
     describe_judged_loss,
-    describe_losing_recipes,
+    describe_recipes_without_pass,
     format_number,
     format_row_cells,
     format_tables,
@@ -36,7 +36,7 @@ def render_comparison_page(evidence: FinishedTrials) -> str:
         "halfulp.trials.page",
         "compare.html.j2",
         headline=write_comparison_headline(evidence),
-        losers=[*describe_losing_recipes(evidence), *(f"{one['recipe']} {one['why']}." for one in refused)],
+        losers=[*describe_recipes_without_pass(evidence), *(f"{one['recipe']} {one['why']}." for one in refused)],
         indication=has_few_seeds(evidence),
         is_script="notes" in evidence.run,
         tasks=[_make_task_for_template(evidence, task) for task in evidence.tasks()],

@@ -176,7 +176,7 @@ def write_comparison_headline(evidence: FinishedTrials) -> str:
     return f"{best.recipe} keeps float32’s accuracy {size}{where}."
 
 
-def describe_losing_recipes(evidence: FinishedTrials) -> list[str]:
+def describe_recipes_without_pass(evidence: FinishedTrials) -> list[str]:
     """Return sentences per task: which recipes diverged, are worse by how much, or need more seeds."""
     said = []
     for task in evidence.tasks():

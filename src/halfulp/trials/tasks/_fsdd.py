@@ -40,7 +40,7 @@ class SpokenDigits(TaskWithDataFiles):
     def load(self) -> Data:
         """Load logarithms of spectra, normalized by the training part."""
         (train, labels), (validation, others) = (
-            _read_recordings(f"{self.data}/{name}.parquet") for name in ("train", "test")
+            _read_spectra_and_labels(f"{self.data}/{name}.parquet") for name in ("train", "test")
         )
         mean, deviation = train.mean(), train.std()
         note = f"Free Spoken Digits: {len(train):,} recordings to train on, {len(validation):,} to validate"
@@ -72,7 +72,7 @@ class SpokenDigitNetwork(nn.Module):
         return self.head(self.recurrent(found).mean(1))
 
 
-def _read_recordings(path: str) -> Batch:
+def _read_spectra_and_labels(path: str) -> Batch:
     """Read the spectra (n, 1, FRAMES, BANDS) and labels of a file."""
     recordings, labels = read_parquet(path, ["audio", "label"])
     samples = [

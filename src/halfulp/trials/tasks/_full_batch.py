@@ -117,7 +117,7 @@ class CancerLogistic(Logistic):
 
 
 class CancerMLP(CancerLogistic):
-    """A network 30-128-64-1 without biases on scikit-learn's breast cancer data."""
+    """Classification of scikit-learn's breast cancer data by a network 30-128-64-1 without biases."""
 
     name: ClassVar[str] = "cancer-mlp"
     title: ClassVar[str] = "small network on the breast cancer data"
