@@ -190,7 +190,7 @@ def nearest_table() -> Table:
     return table
 
 
-def compile_pointer_table_kernel() -> Table:
+def compile_table() -> Table:
     """Kahan summation under torch.compile."""
     table = Table(
         "torch.compile of the step: error of weight + residual against float32, over the size of the whole update",
@@ -212,7 +212,7 @@ def main() -> None:
     """Everything."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     set_threads(1)
-    tables = [decay_table(), moment_table(), nan_table(), nearest_table(), compile_pointer_table_kernel()]
+    tables = [decay_table(), moment_table(), nan_table(), nearest_table(), compile_table()]
     for table in tables[:2]:
         table.note += (
             " Peers: " + ", ".join(f"{name} {text.split(' (')[0]}" for name, text in peers.status().items()) + "."

@@ -127,7 +127,7 @@ def steps_table(shapes: list[str], dtypes: list[str], processes: int) -> Table:
     return made
 
 
-def compile_pointer_table_kernel(shapes: list[str]) -> Table:
+def compile_table(shapes: list[str]) -> Table:
     """Times of the first compiled call."""
     made = Table(
         "Time to compile, float32 payloads",
@@ -164,7 +164,7 @@ def main() -> None:
         return
     result = Result("scaled", "Scaled tensors: what they cost", TEXT, "python -m benchmarks.bench_scaled")
     result.tables.append(steps_table(chosen.shapes, chosen.dtypes, chosen.processes))
-    result.tables.append(compile_pointer_table_kernel(chosen.shapes))
+    result.tables.append(compile_table(chosen.shapes))
     save(result)
 
 

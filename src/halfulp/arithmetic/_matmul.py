@@ -425,7 +425,7 @@ def _plan_workspace(block: _InnerBlock, slices: int) -> _WorkspaceLayout:
 def _cut_operands_into_slices(
     block: _InnerBlock, slices: int, slice_buffers: list[Any], magnitude_buffers: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return the slices of either operand, the tail behind them; the magnitudes go to the first two buffers."""
+    """Return the slices of either operand, the tail behind them; magnitudes go to the first two of their buffers."""
     pieces = slice_buffers[: slices + 1], slice_buffers[slices + 1 :]
     scales = block.row_scales, block.column_scales
     for parts, out, size, (_, *factors) in zip((block.a, block.b), pieces, magnitude_buffers, scales, strict=False):

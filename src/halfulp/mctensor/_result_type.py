@@ -37,7 +37,7 @@ from ._encode import (
 from ._mctensor import MCTensor, attach_autograd_history, wrap_components
 
 # A sum of positive numbers is not to become 0 beside large ones: it may be divided by.
-FUNCTIONS_KEPT_NONZERO = ("add", "sub", "addcmul", "hypot")
+FUNCTIONS_WITH_NONZERO_RESULTS = ("add", "sub", "addcmul", "hypot")
 
 
 class ResultType(NamedTuple):
@@ -124,13 +124,13 @@ def run_pointwise_function(name: str, *operands: Any, form: ResultType | None = 
         if can_evaluate_scaled_operands(name, given):
             wide, sizes = evaluate_scaled_operands_in_float64(name, given, count_float64_components(form))
             largest = sizes.amax() if sizes.numel() else sizes.new_zeros(())
-            return _scale_result(wide, largest, form, name in FUNCTIONS_KEPT_NONZERO)
+            return _scale_result(wide, largest, form, name in FUNCTIONS_WITH_NONZERO_RESULTS)
     converted = convert_operands(name, operands, form.dtype, form.components, form.device)
     if wants_plain_result(form.gradients, form.has_gradient):
         return pointwise(name, *converted, components=1, dtype=form.dtype)[0]
     if form.scaled:
         wide = pointwise(name, *converted, components=count_float64_components(form), dtype=torch.float64)
-        return _scale_result(wide, find_largest_finite_magnitude(wide[0]), form, name in FUNCTIONS_KEPT_NONZERO)
+        return _scale_result(wide, find_largest_finite_magnitude(wide[0]), form, name in FUNCTIONS_WITH_NONZERO_RESULTS)
     parts = pointwise(name, *converted, components=form.components, dtype=form.dtype)
     return wrap_components(parts, None, form.gradients)
 
@@ -188,9 +188,10 @@ def _make_scaled_result(parts: Parts, form: ResultType) -> MCTensor:
     return _scale_result(wide, find_largest_finite_magnitude(wide[0]), form)
 
 
-def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps: bool = False) -> MCTensor:
+def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps_nonzero: bool = False) -> MCTensor:
     scale = choose_scale(largest, form.dtype)
-    return wrap_components(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
+    parts = divide_by_scale(wide, scale, form.components, form.dtype, keeps_nonzero)
+    return wrap_components(parts, scale, form.gradients)
 
 
 def match_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:

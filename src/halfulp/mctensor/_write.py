@@ -39,11 +39,11 @@ def choose_computing_type(x: MCTensor) -> ResultType:
 
 
 def write_components(
-    x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None, is_sum: bool = False
+    x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None, keeps_nonzero: bool = False
 ) -> Tensor:
     """Copy a result's components, without a scale, into x; all its views see it."""
     # exact: makes the result in float64, to tell an infinity from a finite value that does not fit.
-    # is_sum: whether the result is a sum, of which no element becomes 0 beside large ones.
+    # keeps_nonzero: whether no element becomes 0 beside large ones, as of a sum.
     if parts[0].shape != x.shape:
         check_shape(x, parts[0].shape)
     if not isinstance(x, MCTensor):
@@ -51,7 +51,7 @@ def write_components(
     if x._scale is not None:
         wide = tuple(part.double() for part in parts)
         _fit_scale(x, x._scale, find_largest_finite_magnitude(wide[0]))
-        for target, part in zip(x._parts, divide_by_scale(wide, x._scale, len(x._parts), x.dtype, is_sum)):
+        for target, part in zip(x._parts, divide_by_scale(wide, x._scale, len(x._parts), x.dtype, keeps_nonzero)):
             target.copy_(part)
         return x
     if len(parts) != len(x._parts) or parts[0].dtype != x.dtype:

@@ -254,7 +254,7 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW with the methods of halfulp's optimizers: it counts bytes, and no lost updates."""
 
 
-# What `optimizer` gives: either measures itself.
+# What `optimizer` gives.
 RecipeOptimizer = Optimizer | TorchOptimizer
 _TORCH_OPTIMIZERS = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 

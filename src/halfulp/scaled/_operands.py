@@ -353,7 +353,7 @@ def _makes_operands_wide(x: Any) -> bool:
     return bool(x.dim()) and x.dtype in (torch.float32, torch.float64)
 
 
-def with_float32_payload(x: Any) -> Any:
+def convert_to_float32_payload(x: Any) -> Any:
     """Return a scaled tensor with a float32 payload, and anything else unchanged."""
     if type(x) is not ScaledTensor or x._payload.dtype == torch.float32:
         return x
@@ -374,7 +374,7 @@ def _map_arguments_and_options(change: Callable[[Any], Any], arguments: tuple, o
     return map_tree(change, arguments), map_tree(change, options)
 
 
-widen_operands = functools.partial(_map_arguments_and_options, with_float32_payload)
+widen_operands = functools.partial(_map_arguments_and_options, convert_to_float32_payload)
 round_operands_to_home = functools.partial(
     _map_arguments_and_options, lambda x: round_to_home(x) if is_wider_than_home(x) else x
 )
@@ -384,9 +384,8 @@ def widen_operands_if_one_is_wide(arguments: tuple, options: dict) -> tuple[tupl
     """Widen every payload to float32 if one is, or a plain tensor is, as autocast; lists are left to their rules."""
     # The range of the plain float32 tensor that a narrow one meets may be all that holds the result.
     if any(map(_makes_operands_wide, arguments)) or any(map(_makes_operands_wide, options.values())):
-        return tuple(map(with_float32_payload, arguments)), {
-            name: with_float32_payload(x) for name, x in options.items()
-        }
+        widened = {name: convert_to_float32_payload(x) for name, x in options.items()}
+        return tuple(map(convert_to_float32_payload, arguments)), widened
     return arguments, options
 
 

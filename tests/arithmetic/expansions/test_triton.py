@@ -26,7 +26,7 @@ from halfulp.kernels.triton._expansions import PointwiseKernel, ReductionKernel
 from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_triton_module
 
 from ...kernels.triton.interpreted import interpreted
-from ...kernels.triton.source import check_names
+from ...kernels.triton.source import check_functions
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SHAPES = [((70,), 0), ((3, 70), 1), ((70, 3), 0), ((5, 33, 4), 1), ((40, 50), 0), ((3, 4, 5), (0, 2)), ((0, 3), 0)]
@@ -143,7 +143,7 @@ def _sources(kept):
 
 def test_every_function_is_written_in_what_triton_can_compile(seed):
     for _, text in _sources((seed % 7, 7)):
-        assert "run" in check_names(text)
+        assert "run" in check_functions(text)
 
 
 def test_interpreted_functions_equal_plain_torch_bit_for_bit(seed):

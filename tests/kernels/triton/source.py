@@ -14,8 +14,11 @@ SWITCHES = ("aligned", "ragged")
 TYPE_TESTS = ("x.dtype == tl.float64", "a.dtype == tl.float64", "w.dtype == tl.uint64")
 
 
-def check_names(text: str) -> set[str]:
-    """Assert that each function of a module is defined once, after all that it names; return the functions' names."""
+def check_functions(text: str) -> set[str]:
+    """Assert that each function of a module is defined once, after all that it names, in expressions that Triton takes.
+
+    Return the functions' names.
+    """
     known: set[str] = set()
     for function in _list_functions(text):
         assert function.name not in known, f"{function.name} is defined twice"
@@ -45,7 +48,7 @@ def check_source(text: str) -> set[str]:
                 assert isinstance(node.op, OPERATORS), ast.unparse(node)
                 # Of float32 it is correctly rounded by div_rn alone.
                 assert not isinstance(node.op, ast.Div) or function.name == "div", ast.unparse(node)
-    return check_names(text)
+    return check_functions(text)
 
 
 def _list_functions(text: str) -> list[ast.FunctionDef]:

@@ -26,13 +26,11 @@ DTYPES = [
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
 ]
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _from_bytes(dtype: str, *codes: int) -> torch.Tensor:
     return torch.tensor(codes, dtype=torch.uint8).view(getattr(torch, dtype))
-
-
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def log2_floor(x: Fraction) -> int:
@@ -160,14 +158,16 @@ def test_views_empty_and_constant_tensors():
 @pytest.mark.parametrize(
     ("first", "second", "equal"),
     [
-        # Code 127 is NaN.
-        (_from_bytes("float8_e4m3fn", 56, 57, 127), _from_bytes("float8_e4m3fn", 56, 56, 127), 1),
+        (_from_bytes("float8_e4m3fn", 56, 57, 127), _from_bytes("float8_e4m3fn", 56, 56, 127), 2),
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]), 1),
         (_from_bytes("float8_e4m3fn", 0, 128, 56), torch.tensor([0.0, 0.0, 1.0], dtype=torch.bfloat16), 3),
         (torch.tensor([2**24, 7], dtype=torch.uint32), torch.tensor([2**24 + 1, 7], dtype=torch.uint32), 1),
         (torch.tensor([1, 2], dtype=torch.uint16), torch.tensor([1.0, 2.5]), 1),
+        (torch.tensor([1, 2], dtype=torch.uint64), torch.tensor([1, 3]), 1),
+        (torch.tensor([1, 2], dtype=torch.complex64), torch.tensor([1.0, 3.0]), 1),
         (torch.tensor([1, 2]), torch.tensor([[1, 2]]), 0),
     ],
-    ids=["NaN", "two dtypes", "beyond float32", "an integer and a float", "two shapes"],
+    ids=["codes", "NaN", "floats", "beyond float32", "integer and float", "integers", "complex and float", "shapes"],
 )
 def test_equal_elements_are_counted_by_value(first: torch.Tensor, second: torch.Tensor, equal: int) -> None:
     assert count_equal_elements(first, second) == equal

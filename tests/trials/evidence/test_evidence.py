@@ -9,7 +9,11 @@ import pytest
 
 from halfulp import recipes
 from halfulp.trials import Evidence
+from halfulp.trials.evidence._evidence import render_comparison_page
 from halfulp.trials.evidence._table import describe_recipes_without_pass, write_comparison_headline
+
+from ...pages.words import check_page
+from ...records import list_differences
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 COMPARISONS = [path for path in sorted(RESULTS.glob("*.json")) if "trials" in json.loads(path.read_text("utf-8"))]
@@ -183,10 +187,14 @@ def test_one_unclear_recipe_keeps_no_other_from_the_headline(evidence: Evidence,
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_stored_rows_follow_from_their_trials(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    fields = ("task", "recipe", "verdict")
-    found = [tuple(getattr(row, field) for field in fields) for row in Evidence.from_json(text).rows()]
-    stored = [tuple(row[field] for field in fields) for row in json.loads(text)["rows"]]
-    assert stored == found, "run python docs/fill.py"
+    found = json.loads(Evidence.from_json(text).to_json())["rows"]
+    assert not list_differences(found, json.loads(text)["rows"], 1e-9), "run python docs/fill.py"
+
+
+@pytest.mark.parametrize("name", ["compare", "e5m2", "scaled"])
+def test_a_page_shows_what_is_on_record(name: str) -> None:
+    evidence = Evidence.from_json((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    check_page(f"compare {name}", render_comparison_page(evidence))
 
 
 def test_page_when_nothing_kept_up(make_record, tmp_path: Path) -> None:

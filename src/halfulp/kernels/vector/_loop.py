@@ -67,7 +67,7 @@ def split_into_block_phases(trace: Trace) -> BlockPhases:
     # What is computed in both loops, such as a hash of the counter, is kept instead, but for what it is made from.
     crossing |= {k for k in both if k not in {n for other in both for n in lines[other][1]}}
     used = {operand for k in behind for operand in lines[k][1]} | summed
-    used |= {line for array, line in trace.stores.items() if array[2]}
+    used |= {line for (_, _, per_block), line in trace.stores.items() if per_block}
     return BlockPhases(
         largest_lines=largest,
         early_lines=everything - waits,

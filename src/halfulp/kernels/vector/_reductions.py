@@ -14,9 +14,8 @@ from ._instructions import InstructionWriter
 from ._loop import count_native_lanes
 from ._machine_function import Kernel, compile_machine_function
 
-LANES_OF_NARROW_MATRIX = (
-    32  # lanes that the rows of a matrix with fewer columns are dealt to, whatever the processor's vectors
-)
+# Lanes that the rows of a matrix with fewer columns are dealt to, whatever the processor's vectors.
+LANES_OF_NARROW_MATRIX = 32
 BLOCK_ROWS = 16  # rows that a step takes up one after another before they are joined to what came before
 
 

@@ -27,7 +27,7 @@ _PREFETCH_BYTES, _FAR_PREFETCH_BYTES, _CACHE_LINE_BYTES = 1024, 8192, 64
 class ArrayKey(NamedTuple):
     """An array that a kernel reads or writes, as loads and stores of its trace name it."""
 
-    address_line: int
+    address_line: int  # the instruction of its address
     bits: int  # of an element
     per_block: bool  # whether there is one element for each block, not one for each element
 
@@ -85,8 +85,8 @@ class PointerTableLoop(VectorBuilder):
         self.loads = [ArrayKey(operands[0], *extra) for name, operands, extra in lines if name == "load"]
         self.stores = {ArrayKey(*key): number for key, number in self.trace.stores.items()}
         self.arrays = list(dict.fromkeys([*self.loads, *self.stores]))
-        assert not self.copied or all(bits > 4 for _, bits, _ in self.arrays), "half bytes are read in whole blocks"
-        self.in_pairs = any(bits < 32 for _, bits, per_block in self.arrays if not per_block)
+        assert not self.copied or all(array.bits > 4 for array in self.arrays), "half bytes are read in whole blocks"
+        self.in_pairs = any(array.bits < 32 for array in self.arrays if not array.per_block)
         self.order = schedule_instructions(self.trace)
         self.scalars: dict[Any, Any] = {}
         self.inputs: dict[Any, Any] = {}
@@ -520,7 +520,9 @@ class PointerTableLoop(VectorBuilder):
         found: list[list[list]] = [[[None] * len(self.trace.lines) for _ in range(2)] for _ in turns]
         for pair, (loaded, position, known) in zip(found, turns):
             for half, values in enumerate(pair):
-                given = self.inputs | {((array.address_line, array[1:])): both[half] for array, both in loaded.items()}
+                given = dict(self.inputs)
+                for (address_line, *kind), both in loaded.items():
+                    given[address_line, tuple(kind)] = both[half]
                 if self.table.stream_start:
                     moved = b.mul(b.trunc(position, self.i32), self.ir.Constant(self.i32, step))
                     first = self.splat(b.add(self.first_counter, moved), self.lanes)

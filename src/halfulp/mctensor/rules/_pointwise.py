@@ -17,7 +17,7 @@ from ...subclass._in_backward import COMPONENTS_GRADIENTS_MODE
 from .._derivation import fall_back_to_float64, implements_beyond_exact_float64, prefer_float64, run_in_float64
 from .._mctensor import MCTensor, implements, implements_each
 from .._result_type import (
-    FUNCTIONS_KEPT_NONZERO,
+    FUNCTIONS_WITH_NONZERO_RESULTS,
     convert_operands,
     count_float64_components,
     is_plain_floating,
@@ -132,7 +132,7 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, addend: Callable[[], 
     if x._scale is not None:
         result = limit_large_elements(result, name, operands if addend is None else (addend(),))
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
-    return write_components(x, result, exact, is_sum=name in FUNCTIONS_KEPT_NONZERO)
+    return write_components(x, result, exact, keeps_nonzero=name in FUNCTIONS_WITH_NONZERO_RESULTS)
 
 
 for _name in ("sqrt", "exp", "log", "log1p", "expm1", "tanh", "asinh", "sigmoid"):

@@ -244,19 +244,24 @@ def _compare_tensor(name: str, pair: tuple[Tensor, Tensor], parameters: set[str]
 
 
 def count_equal_elements(a: Tensor, b: Tensor) -> int:
-    """Return how many elements of two tensors of one shape are equal, NaN being equal to none."""
-    if a.shape != b.shape:
+    """Return how many elements of two tensors of one shape are equal; NaN is to none, but by its code in one byte.
+
+    A packed pair of numbers is one element, equal to none of another dtype.
+    """
+    packed = find_torch_dtype("float4_e2m1fn_x2")
+    if a.shape != b.shape or (a.dtype != b.dtype and packed in (a.dtype, b.dtype)):
         return 0
-    return sum(
-        int((_convert_for_comparison(x) == _convert_for_comparison(y)).sum())
-        for x, y in split_tensors_into_chunks(a, b)
-    )
+    convert = _convert_to_comparable if a.dtype == b.dtype else _convert_to_float64
+    return sum(int((convert(x) == convert(y)).sum()) for x, y in split_tensors_into_chunks(a, b))
 
 
-def _convert_for_comparison(x: Tensor) -> Tensor:
-    """Return a tensor whose elements torch compares with those of every other dtype; of packed pairs the bytes."""
-    if x.dtype == find_torch_dtype("float4_e2m1fn_x2"):
-        return x.view(torch.uint8)
+def _convert_to_comparable(x: Tensor) -> Tensor:
+    """Return what torch compares of a dtype: codes of one-byte floats, values else."""
     if x.dtype.is_floating_point and x.dtype.itemsize == 1:
-        return x.float()
+        return x.view(torch.uint8)
     return x.long() if x.dtype in (torch.uint16, torch.uint32) else x
+
+
+def _convert_to_float64(x: Tensor) -> Tensor:
+    """Return values that torch compares with those of any other dtype, complex ones as they are."""
+    return x if x.is_complex() else x.double()

@@ -78,7 +78,10 @@ class Recorder:
     def record_tensor(
         self, role: Role, name: str, kind: str, tensor: torch.Tensor, loss_scale: float = 1.0
     ) -> TensorRecord | None:
-        """Count a tensor under a role and a name, its loss scale noted; None where its numbers cannot be read."""
+        """Count a tensor under a role and a name; None where its numbers cannot be read.
+
+        Its record's scale is its own times the loss scale, by which nothing is divided here.
+        """
         if (found := read_numbers(tensor)) is None:
             return None
         if loss_scale != 1.0:

@@ -31,12 +31,13 @@ _WIDE_SIZE, _NARROW_SIZE = (820, 560), (340, 560)
 def render_comparison_page(evidence: FinishedTrials) -> str:
     """Return a comparison's page as HTML text; it refers to nothing outside itself."""
     require_page_packages("matplotlib", instead="give no out folder")
-    first, refused = evidence.trials[0]["settings"], evidence.run.get("refused", [])
+    first = evidence.trials[0]["settings"]
+    refused = [f"{one['recipe']} {one['why']}." for one in evidence.run.get("refused", [])]
     return render_template(
         "halfulp.trials.page",
         "compare.html.j2",
         headline=write_comparison_headline(evidence),
-        losers=[*describe_recipes_without_pass(evidence), *(f"{one['recipe']} {one['why']}." for one in refused)],
+        recipes_without_pass=[*describe_recipes_without_pass(evidence), *refused],
         indication=has_few_seeds(evidence),
         is_script="notes" in evidence.run,
         tasks=[_make_task_for_template(evidence, task) for task in evidence.tasks()],
