@@ -259,3 +259,22 @@ def test_interrupted_while_packages_are_imported(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
     done = halfulp("formats", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, "halfulp: interrupted\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
+def test_a_full_disk_behind_standard_output_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MAIN, "formats"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+        )
+    assert_one_line_error(done, "No space left on device")
+
+
+def test_json_into_a_closed_standard_output_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print(1)\n")
+    command = f"{sys.executable} -c '{MAIN}' observe --json script.py >&-"
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+    )
+    assert_one_line_error(done, "standard output, which is closed")

@@ -113,6 +113,8 @@ KINDS = {
     ),
     "no loss": ("print('nothing')", [], "called no backward of a loss"),
     "option of tasks": ("", ["--task", "digits"], "give --recipe and --out alone"),
+    "no steps": ("", ["--steps", "0"], "give --recipe and --out alone"),
+    "no workers": ("", ["--workers", "0"], "give --recipe and --out alone"),
     "unknown recipe": ("", ["--recipe", "bf61"], "unknown recipe 'bf61'"),
     "exit code": (f"{PLAIN}sys.exit(3)", [], "fp32 exited with exit code 3"),
     "killed": (

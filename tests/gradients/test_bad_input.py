@@ -185,6 +185,8 @@ def test_a_closure(seed):
     scaler.scale(loss()).backward()
     with untouched(model), pytest.raises(ValueError, match=r"a closure would be called without the scale"):
         scaler.step(opt, closure=lambda: loss())
+    with untouched(model), pytest.raises(ValueError, match=r"a closure would be called without the scale"):
+        scaler.step(opt, lambda: loss())
 
 
 def test_an_optimizer_without_gradients(seed):

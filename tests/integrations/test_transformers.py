@@ -164,6 +164,10 @@ def test_options_come_from_the_arguments_too(tmp_path):
     assert made.defaults["betas"] == (0.9, 0.95)
     assert made.defaults["seed"] == 4
     assert made.param_groups[0]["weight_update"].name == "split8"
+    for words, options, decay in (("weight_decay=0.05", {}, 0.05), ("weight_decay=0.05", {"weight_decay": 0.02}, 0.02)):
+        make, chosen = optimizer(_arguments(tmp_path, optim_args=words), **options)
+        made = make()(_model(0).bfloat16(), **chosen)
+        assert [group["weight_decay"] for group in made.param_groups] == [decay, 0.0]
 
 
 @pytest.mark.parametrize("rule", hu.optim.OPTIMIZERS)

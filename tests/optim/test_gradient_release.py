@@ -138,9 +138,33 @@ def test_what_is_wrong_is_said():
     with pytest.raises(NotImplementedError, match="unscales gradients after they were freed"):
         released.backward(_loss(late, 0))
     scaled = _model(torch.float32)
-    hu.AdaptiveGradScaler(scaled)
-    with pytest.raises(NotImplementedError, match="unscales gradients after they were freed"):
-        hu.optim.release_gradients(scaled, _made)
+    scaler = hu.AdaptiveGradScaler(scaled)
+    compiled = torch.compile(scaled, backend=scaler.backend("aot_eager"))
+    for given in (scaled, compiled, torch.nn.Sequential(scaled)):
+        with pytest.raises(NotImplementedError, match="unscales gradients after they were freed"):
+            hu.optim.release_gradients(given, _made)
+
+
+@pytest.mark.parametrize("weight_update", ["split", "kahan", "master"])
+def test_parameters_cut_from_one_tensor_keep_their_low_bits(weight_update):
+    def train(release: bool) -> list[torch.Tensor]:
+        model = torch.nn.Module()
+        model.a, model.b = map(torch.nn.Parameter, torch.ones(64).bfloat16().chunk(2))
+        opt = hu.SGD(model.named_parameters(), lr=2.0**-11, weight_update=weight_update)
+        released = hu.optim.release_gradients(model, opt) if release else None
+        for _ in range(32):
+            loss = model.a.sum() + model.b.sum()
+            if released is not None:
+                released.backward(loss)
+            else:
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+        return list(opt.float32_state_dict(model).values())
+
+    found, wanted = train(True), train(False)
+    assert all(map(torch.equal, found, wanted))
+    assert all(bool((value < 0.99).all()) for value in found)
 
 
 SHARDED = """

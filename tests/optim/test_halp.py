@@ -216,6 +216,15 @@ def test_what_it_refuses():
         opt.center(lambda: (w.sum() * torch.inf).backward())
     with pytest.raises(ValueError, match="no gradient"):
         opt.center(lambda: w.sum())
+    opt.param_groups[0]["lr"] = 0.0  # as a warm-up begins
+    with pytest.raises(ValueError, match=r"chooses mu by the learning rate, which is 0\.0: call center\(\) where"):
+        opt.center(lambda: w.sum().backward())
+    opt.param_groups[0]["lr"] = 0.1
+    opt.center(lambda: w.square().sum().backward())
+    opt.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="a finite lr, got lr=nan"):
+        opt.step(lambda: w.square().sum().backward())
+    assert torch.equal(w.detach(), torch.ones(2))
     with pytest.raises(ValueError, match="no 'steps', 'norm'"):
         opt.load_state_dict(torch.optim.SGD([w], lr=0.1).state_dict())
     with pytest.raises(ValueError, match="2 to 16"):

@@ -203,3 +203,70 @@ def test_muon_steps_matrices_and_adamw_the_rest(seed):
     chosen = recipes.optimizer(two, "Muon", lr=0.02, adamw_lr=1e-3, use_muon="0.weight")
     found = [(group["lr"], group["param_names"]) for group in chosen.param_groups]
     assert found == [(0.02, ["0.weight"]), (1e-3, ["0.bias", "1.weight", "1.bias"])]
+
+
+def _steps(ours: nn.Module, optimizer, count: int, first: int = 0) -> None:
+    for step in range(first, first + count):
+        for place, parameter in enumerate(ours.parameters()):
+            parameter.grad = torch.full_like(parameter, 2.0 ** -(step % 5 + place))
+        optimizer.step()
+
+
+def test_a_float32_master_stays_float32_under_a_format():
+    ours = nn.Linear(8, 8, bias=False)
+    nn.init.ones_(ours.weight)
+    recipes.convert(ours, recipes.get("e8m3").replace(name="mine", weight_update="master"))
+    optimizer = recipes.optimizer(ours, "SGD", lr=2.0**-7)
+    for _ in range(64):
+        ours.weight.grad = torch.ones_like(ours.weight)
+        optimizer.step()
+    assert (ours.weight == 0.5).all()
+
+
+def test_a_resumed_run_draws_the_bits_of_the_states_anew(seed):
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        return converted(recipes.get("e8m3-stochastic"), model(), "AdamW", seed=seed, lr=0.1)
+
+    torch.manual_seed(seed)
+    ours, optimizer = make()
+    _steps(ours, optimizer, 5)
+    again, resumed = make()
+    again.load_state_dict(ours.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    optimizer.state["mine"] = {"kept": torch.zeros(3)}  # an entry of the user's own
+    for one, stepped in ((ours, optimizer), (again, resumed)):
+        _steps(one, stepped, 5, 5)
+    assert all(map(torch.equal, ours.state_dict().values(), again.state_dict().values()))
+
+
+@pytest.mark.parametrize("name", ["e8m3", "e5m2-none"])
+def test_an_optimizer_that_rounds_by_hooks_is_not_copied(name):
+    _, optimizer = converted(recipes.get(name), model(), "SGD", lr=0.1)
+    with pytest.raises(NotImplementedError, match=f"recipe '{name}' rounds .* which copies and pickles"):
+        copy.deepcopy(optimizer)
+
+
+def test_muon_and_the_adamw_beside_it_store_states_as_the_recipe_says():
+    ours, optimizer = converted(recipes.get("bf16-mc2"), nn.Linear(32, 32), "Muon", lr=1e-3)
+    ours(torch.randn(4, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+    optimizer.step()
+    assert {"exp_avg_sq", "exp_avg_sq_residual"} <= optimizer.state[ours.bias].keys()
+    assert "momentum_buffer" in optimizer.state[ours.weight]
+
+
+@pytest.mark.parametrize("wrap", ["compiled", "wrapped"])
+def test_rounded_gradients_are_asked_of_the_model_within_a_wrapper(wrap):
+    inner = nn.Linear(4, 2)
+    recipes.convert(inner, "e5m2-adaptive")
+    outer = torch.compile(inner, backend="eager") if wrap == "compiled" else nn.Sequential(inner)
+    optimizer = recipes.optimizer(outer, "SGD", lr=0.1)
+    outer(torch.ones(3, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="these were not rounded"):
+        optimizer.step()
+    if wrap == "compiled":  # by another backend than a scaler's, which refuses that
+        return
+    scaler = recipes.scaler(recipes.get("e5m2-adaptive"), inner)
+    optimizer.zero_grad()
+    scaler.scale(outer(torch.ones(3, 4)).square().mean()).backward()
+    scaler.step(optimizer)
+    assert scaler.last_step.applied

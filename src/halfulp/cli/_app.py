@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = make_application()(arguments, prog_name="halfulp", standalone_mode=False)
     except KeyboardInterrupt:
         code = _INTERRUPTED_EXIT_CODE
-    except (ValueError, NotImplementedError, ImportError) as error:
+    except (ValueError, NotImplementedError, ImportError, OSError) as error:
         exit_with_error(error)
     except Exception as error:
         if type(error).__name__ == "Abort":

@@ -110,7 +110,7 @@ def compare(
     refuse_torchrun("compare")
     recipes = split_names(recipe, DEFAULT_RECIPES)
     if script is not None:
-        if task or steps or data or workers or resume or overwrite or seeds != 3:
+        if task or data or resume or overwrite or (steps, workers, seeds) != (None, None, 3):
             exit_with_error("a script has its own length, data and seeds: give --recipe and --out alone")
         compare_script(script, arguments or [], recipes, out, json)
         return

@@ -41,6 +41,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a progr
 @contextlib.contextmanager
 def redirect_stdout_to_stderr() -> Iterator[None]:
     """Send what a script and its processes print in a block to stderr, so that stdout has JSON alone."""
+    if sys.stdout is None:
+        raise ValueError("--json writes to standard output, which is closed: give it a file or a pipe")
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
         kept = os.dup(1)

@@ -213,12 +213,12 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         An optimizer that could handle overflow itself (``_step_supports_amp_scaling``) is treated as any other.
 
         Raises:
-            ValueError: as `unscale_`; no gradients; ``closure=`` is given.
+            ValueError: as `unscale_`; no gradients; a closure is given.
             RuntimeError: called twice since the last update.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if "closure" in kwargs:
+        if "closure" in kwargs or any(map(callable, args)):
             raise ValueError("a closure would be called without the scale: call backward first, and step without one")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:

@@ -37,7 +37,7 @@ from ..recipes._contract import Contract
 CONTRACT_FILE_NAME, WEIGHTS_FILE_NAME = "precision_contract.json", "float32_weights.safetensors"
 
 
-def _make_optimizer(rule: str, weight_decay: float, model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
+def _make_optimizer(rule: str, decay: float, model: torch.nn.Module, /, **options: Any) -> torch.optim.Optimizer:
     """Make the optimizer of a model's trainable parameters, in the Trainer's two groups of weight decay."""
     if type(model).__name__ == "FullyShardedDataParallel":
         raise NotImplementedError(
@@ -48,7 +48,7 @@ def _make_optimizer(rule: str, weight_decay: float, model: torch.nn.Module, **op
         raise ValueError("no parameter of the model requires a gradient: nothing is to be trained")
     # Which names decay depends on the model alone, and not on a Trainer.
     decaying = set(Trainer.get_decay_parameter_names(object.__new__(Trainer), model))
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)]
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": each} for each in (decay, 0.0)]
     for (name, parameter), plain in zip(trained, strip_wrapper_names(name for name, _ in trained), strict=True):
         groups[name not in decaying]["params"].append((plain, parameter))
     groups = [group for group in groups if group["params"]]
@@ -95,8 +95,9 @@ def optimizer(
     pairs = [entry.partition("=") for entry in (args.optim_args or "").split(",") if entry.strip()]
     if not all(name.strip() and equal for name, equal, _ in pairs):
         raise ValueError(f"optim_args={args.optim_args!r}: write name=value,name=value")
-    given |= {name.strip(): value.strip() for name, _, value in pairs}
-    return lambda: partial(_make_optimizer, rule, args.weight_decay), {**given, **options}
+    given |= {"weight_decay": args.weight_decay, **{name.strip(): value.strip() for name, _, value in pairs}, **options}
+    decay = given.pop("weight_decay")
+    return lambda: partial(_make_optimizer, rule, decay), given
 
 
 class PrecisionCallback(TrainerCallback):

@@ -75,6 +75,8 @@ class CheckpointMixin(torch.optim.Optimizer):
     """state_dict, load_state_dict and their float32 counterparts, for Optimizer, which has the rest."""
 
     _plans: PlanCache
+    # Why a copy would step in another way, where it would.
+    _why_not_copied = ""
 
     if TYPE_CHECKING:
 
@@ -386,7 +388,9 @@ class CheckpointMixin(torch.optim.Optimizer):
                     module.set_extra_state(extra[name])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copy and pickle, without the caches."""
+        """Return the state for copy and pickle, without the caches and hooks."""
+        if self._why_not_copied:
+            raise NotImplementedError(self._why_not_copied)
         self._update_edited_groups()
         state: dict[str, Any] = super().__getstate__()
         held = state["state"] = state["state"].copy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ..subclass.models._conversion import check_is_module
 from ..subclass.models._parameter_holders import list_live_data_parallel_modules
 from ._optimizer import Optimizer, find_halfulp_optimizer
+from .parameters._local_tensors import get_local
 from .parameters._narrow_groups import walk_group_parameters
 
 
@@ -27,6 +28,8 @@ class GradientRelease:
         self._model = model
         self._handles: dict[torch.Tensor, RemovableHandle] = {}
         self._group_and_position: dict[torch.Tensor, tuple[dict[str, Any], int]] = {}
+        # Other parameters cut from the tensor that a parameter is cut from.
+        self._siblings: dict[torch.Tensor, list[torch.Tensor]] = {}
         self._is_stepping = self._has_begun = False
         self._attach_hooks()
 
@@ -61,11 +64,13 @@ class GradientRelease:
 
     def _attach_hooks(self) -> None:
         """Hook the parameters that require a gradient, also those that were frozen or in no group before."""
-        self._group_and_position = {}
+        known, self._group_and_position = self._group_and_position, {}
         for group, position, parameter in walk_group_parameters(self.optimizer):
             self._group_and_position[parameter] = group, position
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._step_parameter)
+        if known.keys() != self._group_and_position.keys():
+            self._siblings = _find_parameters_of_one_storage(self._group_and_position)
         # During a pass fully_shard shows other parameters than its shards.
         is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in self._group_and_position)
         if not is_sharded and not any(parameter in self._handles for parameter in self._model.parameters()):
@@ -83,7 +88,8 @@ class GradientRelease:
                 "loss.backward(), a scaled loss's too, or released.remove() before; to sum gradients of several "
                 "batches or to clip them, call step() after backward instead"
             )
-        self.optimizer._step_one_parameter(parameter, *self._group_and_position[parameter])
+        siblings = self._siblings.get(parameter, ())
+        self.optimizer._step_one_parameter(parameter, *self._group_and_position[parameter], siblings)
         parameter.grad = None
 
 
@@ -129,6 +135,15 @@ def release_gradients(model: torch.nn.Module, optimizer: Optimizer | Callable[..
     return GradientRelease(model, own)
 
 
+def _find_parameters_of_one_storage(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, list[torch.Tensor]]:
+    """Return, of each parameter that shares its storage, the others of this storage."""
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        by_storage.setdefault(get_local(parameter).untyped_storage().data_ptr(), []).append(parameter)
+    shared = [members for storage, members in by_storage.items() if storage and len(members) > 1]
+    return {parameter: [one for one in members if one is not parameter] for members in shared for parameter in members}
+
+
 def _refuse_wrappers_and_scalers(model: torch.nn.Module, with_wrappers: bool) -> None:
     """Refuse DistributedDataParallel and gradient scalers, which change gradients after backward."""
     held = {id(parameter) for parameter in model.parameters()} if with_wrappers else set()
@@ -138,7 +153,13 @@ def _refuse_wrappers_and_scalers(model: torch.nn.Module, with_wrappers: bool) ->
                 "DistributedDataParallel reduces gradients after they were freed: shard the model by fully_shard, or "
                 "step after backward"
             )
-    if type(vars(model).get("forward")).__module__.startswith("halfulp.gradients"):
+    if has_gradient_scaler(model):
         raise NotImplementedError(
             "an AdaptiveGradScaler unscales gradients after they were freed: train in bfloat16, or step after backward"
         )
+
+
+def has_gradient_scaler(model: torch.nn.Module) -> bool:
+    """Return whether an AdaptiveGradScaler is made for a model, or for a module in it, as behind torch.compile."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return any(type(forward).__module__.startswith("halfulp.gradients") for forward in forwards)

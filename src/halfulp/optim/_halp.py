@@ -98,8 +98,16 @@ class HALP(torch.optim.Optimizer):
             What the closure returns.
 
         Raises:
-            ValueError: a gradient that is not finite; the center stays where it was.
+            ValueError: a gradient that is not finite, or a learning rate of 0 by which mu is to be chosen; the center
+                stays where it was.
         """
+        for group in self.param_groups:
+            is_first = any("mu" not in self.state[parameter] for parameter in group["params"])
+            if is_first and group["bits"] is not None and group["mu"] is None and not 0 < group["lr"] < math.inf:
+                raise ValueError(
+                    f"the first center of HALP(mu=None) chooses mu by the learning rate, which is {group['lr']!r}: "
+                    "call center() where the schedule is above 0, or give mu="
+                )
         result, gradients = self._compute_gradients(closure)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         if not math.isfinite(norm):
@@ -132,6 +140,9 @@ class HALP(torch.optim.Optimizer):
             raise TypeError("HALP.step takes a closure that computes the loss and calls backward: it is called twice")
         if not any("center" in state for state in self.state.values()):
             raise RuntimeError("HALP has no center yet: call opt.center(closure over all data) before the first step")
+        for group in self.param_groups:
+            if not math.isfinite(group["lr"]):
+                raise ValueError(f"HALP steps by a finite lr, got lr={group['lr']!r}: mend the schedule that wrote it")
         before = torch.get_rng_state()
         result, here = self._compute_gradients(closure)
         weights = {p: p.detach().clone() for p, state in self.state.items() if "center" in state}

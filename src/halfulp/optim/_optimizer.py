@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar, overload
 
 import torch
@@ -312,8 +312,10 @@ class Optimizer(CheckpointMixin):
     @torch._disable_dynamo
     @torch.no_grad()
     @keeping_subnormals()
-    def _step_one_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        """Step one parameter alone, inside of backward."""
+    def _step_one_parameter(
+        self, parameter: torch.Tensor, group: dict[str, Any], position: int, siblings: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Step one parameter alone, inside of backward; `siblings` are cut from the same tensor."""
         self._update_groups_if_edited()
         self._check_hyperparameters(group)
         alone = {**group, "params": [parameter], "param_names": [read_parameter_name(group, position)]}
@@ -327,7 +329,12 @@ class Optimizer(CheckpointMixin):
             [alone], [parameter], gradients, scales
         )
         assert batches is not None, "one parameter is metered or not"
+        # They share its version counter, which the step moves.
+        known = [plan for one in siblings if (plan := self._plans.get(one)) is not None]
+        waiting = [plan for plan in known if is_payload_version_current(plan)]
         self._step_batches(batches)
+        for plan in waiting:
+            record_payload_version(plan)
         # Schedulers ask whether there was a step.
         self._opt_called = True
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +17,10 @@ from .._names import describe_unknown_name, read_registered_descriptions
 from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer
 from ..optim._algorithms import MuonSelector
+from ..optim._gradient_release import has_gradient_scaler
 from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import list_payloads
+from ..optim.parameters._narrow_groups import walk_group_parameters
 from ..rounding import Nearest, Stochastic, quantize
 from ._convert import read_recipe_of_model
 from ._plan import assign_weight_updates
@@ -55,7 +58,7 @@ def optimizer(
 
     Returns:
         The optimizer. Of a recipe with a ``gradient_format`` it steps only while the model has a scaler, as `scaler`
-        makes it.
+        makes it. Where the recipe rounds states or gradients by hooks, copies and pickles of it are refused.
 
     Raises:
         ValueError: a model that is not converted, an unknown rule, a rule that the recipe does not go with, an option
@@ -82,10 +85,7 @@ def optimizer(
                 f"model by recipe.replace({name}=...)"
             )
     kind = optim.OPTIMIZERS[rule]
-    choices: dict[str, Any] = {
-        "state_dtype": choose_optimizer_state_dtype(recipe, kind, hyper),
-        "format": recipe.format,
-    }
+    choices: dict[str, Any] = {"format": recipe.format}
     is_float32 = recipe.is_narrow and all(parameter.dtype == torch.float32 for parameter in model.parameters())
     if isinstance(recipe.weight_update, str) and not is_float32:
         choices["weight_update"] = _make_weight_update(recipe.weight_update)
@@ -94,13 +94,20 @@ def optimizer(
     if isinstance(recipe.weight_update, tuple):
         groups = split_groups_by_update(recipe, model, groups)
     groups = kind.split_groups(groups, **({} if use_muon is None else {"use_muon": use_muon}))
+    split = [group if isinstance(group, dict) else {} for group in groups]
+    stored = [choose_optimizer_state_dtype(recipe, kind, hyper, group) for group in split]
+    if all(dtype == stored[0] for dtype in stored):
+        options |= {} if not stored or stored[0] is None else {"state_dtype": stored[0]}
+    else:  # groups of several rules
+        for group, dtype in zip(split, stored, strict=True):
+            group |= {} if dtype is None else {"state_dtype": dtype}
     made = kind(groups, seed=seed, report_interval=report_interval, **options, **hyper)
     if recipe.format and recipe.state_dtype == recipe.format:
         round_states_after_steps(made, recipe.format, seed)
     if recipe.gradient_format:
 
         def refuse_unrounded_gradients(*_: object) -> None:
-            if "forward" not in vars(model):
+            if not has_gradient_scaler(model):
                 options = ", ".join(f"{key}={value!r}" for key, value in _make_scaler_options(recipe).items())
                 raise RuntimeError(
                     f"recipe {recipe.name!r} rounds gradients, and these were not rounded: make scaler = "
@@ -109,6 +116,11 @@ def optimizer(
                 )
 
         made.register_step_pre_hook(refuse_unrounded_gradients)
+    if made._optimizer_step_pre_hooks or made._optimizer_step_post_hooks:
+        made._why_not_copied = (
+            f"an optimizer of recipe {recipe.name!r} rounds its states or checks gradients by hooks, which copies and "
+            "pickles of optimizers lose: make another one by halfulp.recipes.optimizer, and load this one's state_dict"
+        )
     return made
 
 
@@ -185,8 +197,10 @@ def split_groups_by_update(
     ]
 
 
-def choose_optimizer_state_dtype(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> object:
-    """Return the optimizer's ``state_dtype``; values of a format live in float32 states.
+def choose_optimizer_state_dtype(
+    recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any], group: Mapping[str, Any] = MappingProxyType({})
+) -> object:
+    """Return the optimizer's ``state_dtype`` for a group; values of a format live in float32 states.
 
     States that the rule uses to the last digits, a running maximum and the state that it is taken of stay as the
     optimizer keeps them unless they may be stored so.
@@ -194,7 +208,9 @@ def choose_optimizer_state_dtype(recipe: Recipe, kind: type[Optimizer], hyper: d
     if recipe.state_dtype is None:
         return None
     # The states of an optimizer of one number, as a matrix, with these options.
-    single = kind([nn.Parameter(torch.zeros(1, 1, device="cpu", dtype=torch.float32))], **hyper)
+    own = {name: value for name, value in group.items() if name not in ("params", "weight_update")}
+    one = nn.Parameter(torch.zeros(1, 1, device="cpu", dtype=torch.float32))
+    single = kind([{**own, "params": [one]}], **hyper)
     held = single.rule(single.param_groups[0]).states
     chosen: Any = recipe.state_dtype
     if chosen == "bfloat16x2":
@@ -263,24 +279,21 @@ def round_states_after_steps(optimizer: Optimizer, format: str, seed: int) -> No
     """Round the float32 states to ``format`` after every step: to nearest, second moments stochastically.
 
     A second moment changes by less than half an ulp per step, so that nearest rounding would freeze it. States that
-    the rule uses to the last digits, and factors, stay float32.
+    the rule uses to the last digits, factors and master weights stay float32. Random bits are those of the parameter's
+    place and its number of steps, also after a state dict was loaded.
     """
-    steps = 0
 
     def round_states(*_: object) -> None:
-        nonlocal steps
-        steps += 1
-        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-        for position, (parameter, state) in enumerate(optimizer.state.items()):
-            rule = optimizer.rule(groups[id(parameter)])
+        for position, (group, _place, parameter) in enumerate(walk_group_parameters(optimizer)):
+            state, rule = optimizer.state.get(parameter, {}), optimizer.rule(group)
             slots = {slot.name: slot for slot in rule.states}
-            left = {"step", *(slot.name for slot in rule.states if slot.exact)}
+            left = {"master", *(slot.name for slot in rule.states if slot.exact)}
             left.update(rule.factors(tuple(parameter.shape)) if rule.factors else ())
             for name, value in state.items():
                 if name in left or not torch.is_tensor(value) or value.dtype != torch.float32:
                     continue
                 second = name in slots and slots[name].degree == 2
                 rounding = Stochastic(seed=seed + position) if second else Nearest()
-                quantize(value, format, rounding, out=value, counter=steps if second else 0)
+                quantize(value, format, rounding, out=value, counter=state["step"] if second else 0)
 
     optimizer.register_step_post_hook(round_states)
