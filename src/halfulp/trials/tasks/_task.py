@@ -171,9 +171,7 @@ class Task(abc.ABC):
         That is of the instance its fields, and numbers and strings that it holds under public names.
         """
         fields: tuple[Any, ...] = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
-        held = {key: value for key, value in vars(self).items() if isinstance(value, bool | int | float | str)}
-        return {
-            **{key: value for key, value in held.items() if not key.startswith("_")},
+        told = {
             "name": self.name,
             "rule": self.rule,
             "hyper": {key: list(v) if isinstance(v, tuple) else v for key, v in self.hyper.items()},
@@ -183,6 +181,8 @@ class Task(abc.ABC):
             "title": self.title,
             **{field.name: getattr(self, field.name) for field in fields},
         }
+        plain = {key: value for key, value in vars(self).items() if isinstance(value, bool | int | float | str)}
+        return told | {key: value for key, value in plain.items() if not key.startswith("_") and key not in told}
 
 
 def compute_warm_cosine_factor(step: int, steps: int, warm: float = 0.1, last: float = 0.01) -> float:
