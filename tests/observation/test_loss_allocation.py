@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import halfulp as hu
 
@@ -55,6 +56,117 @@ def test_shares_sum_to_the_change_of_the_loss_and_training_is_untouched(name, se
     assert costs.change == pytest.approx(change, rel=1e-3)
     rounding = sum(abs(share.rounding) for share in costs.shares.values())
     assert rounding < 1e-4 * abs(costs.change)  # float32 weights are hardly rounded
+
+
+LOOPS = {
+    "closure": (lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9), False),
+    "closure of halfulp": (lambda p: hu.optim.AdamW(p, lr=1e-2), False),
+    "fused SGD": (lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, fused=True), True),
+    "fused AdamW": (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), True),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_closures_and_scaled_gradients_of_fused_steps_are_no_rounding(name, seed):
+    x, y = data(seed)
+    model = small(seed)
+    make, fused = LOOPS[name]
+    optimizer, scaler = make(model.parameters()), torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=fused)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_on(x, y)(model)
+        scaler.scale(loss).backward()
+        return loss
+
+    with hu.observation.allocate_loss(model, optimizer, loss_on(x, y)) as costs:
+        for step in range(5):
+            if fused:
+                closure()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+                assert loss > 0
+    assert costs.unsplit == ("halfulp" in name)
+    assert costs.change != 0
+    rounding = sum(abs(share.rounding) for share in costs.shares.values())
+    assert rounding < 1e-4 * abs(costs.change)
+
+
+def test_a_fused_step_that_the_scaler_skips_wants_nothing():
+    x, y = data(0)
+    model = small(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with hu.observation.allocate_loss(model, optimizer, loss_on(x, y)) as costs:
+        scaler.scale(loss_on(x, y)(model) * 1e3).backward()
+        scaler.step(optimizer)
+    assert costs.steps == 1
+    assert costs.unsplit == 0
+    assert all(share.change == share.rounding == 0 for share in costs.shares.values())
+
+
+def test_what_calls_its_closure_at_points_of_its_own_is_movement(seed):
+    x, y = data(seed)
+    model = small(seed)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_on(x, y)(model)
+        loss.backward()
+        return loss
+
+    with hu.observation.allocate_loss(model, optimizer, loss_on(x, y)) as costs:
+        for _ in range(2):
+            optimizer.step(closure)
+    assert costs.unsplit == costs.steps == 2
+    assert costs.error < 1e-3
+    assert all(share.rounding == 0 for share in costs.shares.values())
+
+
+def test_the_gradients_of_the_model_in_training_stay_whatever_the_loss_reads(seed):
+    x, y = data(seed)
+    model, alone = small(seed), small(seed)
+    loss = loss_on(x, y)
+
+    def train_by_two(model, optimizer):
+        for _ in range(2):  # accumulated over two steps
+            loss(model).backward()
+            optimizer.step()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss(model).backward()
+    with (
+        pytest.raises(ValueError, match="use its argument"),
+        hu.observation.allocate_loss(model, optimizer, lambda _: loss(model)),
+    ):
+        pass
+    with hu.observation.allocate_loss(model, optimizer, lambda copy: loss(copy) + loss(model)):
+        train_by_two(model, optimizer)
+    loss(alone).backward()
+    train_by_two(alone, torch.optim.SGD(alone.parameters(), lr=0.1))
+    assert all(map(torch.equal, model.state_dict().values(), alone.state_dict().values()))
+
+
+def test_a_reentrant_checkpoint_whose_parameters_would_get_no_gradient_is_refused():
+    x, y = data(0)
+    model = small(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def make_loss(use_reentrant):
+        given = x.double().requires_grad_()
+        return lambda m: (m[2](checkpoint(m[:2], given, use_reentrant=use_reentrant)) - y).square().mean()
+
+    with (
+        pytest.raises(NotImplementedError, match="use_reentrant=False"),
+        hu.observation.allocate_loss(model, optimizer, make_loss(True)),
+    ):
+        pass
+    with hu.observation.allocate_loss(model, optimizer, make_loss(False)) as costs:
+        train(model, optimizer, x, y, 2)
+    assert costs.error < 1e-3
 
 
 def test_each_share_is_the_integral_of_the_gradient_along_the_step(seed):

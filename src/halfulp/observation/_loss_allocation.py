@@ -25,6 +25,8 @@ from .observing._updates import (
     ShadowOptimizer,
     has_elementwise_rule,
     has_float32_weight,
+    read_scaler_attributes,
+    run_before_update,
 )
 
 _MOST_SIMPSON_INTERVALS = 32
@@ -76,7 +78,7 @@ class LossAllocation:
         if math.isnan(self.first):
             self.first = self.last
         self._handles = [
-            self._optimizer.register_step_pre_hook(self._record_unrounded_changes),
+            self._optimizer.register_step_pre_hook(self._handle_step_begin),
             self._optimizer.register_step_post_hook(self._allocate_step),
         ]
         return self
@@ -100,12 +102,17 @@ class LossAllocation:
         """The distance of `allocated` from `change`, as a share of `change`."""
         return abs(self.allocated - self.change) / abs(self.change) if self.change else abs(self.allocated)
 
+    def _handle_step_begin(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._wanted = None
+        return run_before_update(self._record_unrounded_changes, args, kwargs)
+
     @torch.no_grad()
-    def _record_unrounded_changes(self, *_: Any) -> None:
+    def _record_unrounded_changes(self) -> None:
         """Note the changes that a step would make without rounding the weights, by name; None where one is unknown."""
-        self._before, self._wanted = self._copy_weights(), None
+        self._before = self._copy_weights()
         wanted: NameTensorPairs = {}
-        for group in self._optimizer.param_groups:
+        _, is_skipped = read_scaler_attributes(self._optimizer)
+        for group in self._optimizer.param_groups if not is_skipped else ():
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None:
@@ -150,7 +157,6 @@ class LossAllocation:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             for name, value in point.items():
                 self._wide[name].data.copy_(value)
-                self._wide[name].grad = None
             loss = self._loss(self._copy)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise TypeError(
@@ -158,9 +164,17 @@ class LossAllocation:
                 )
             if not bool(loss.isfinite()):
                 raise ValueError(f"the loss is {loss.item()}: there is no change of it to allocate")
-            loss.backward()
-        made = {name: self._wide[name].grad for name in point}
-        return float(loss.detach()), {n: torch.zeros_like(point[n]) if g is None else g.cpu() for n, g in made.items()}
+            if math.isnan(self.first):
+                _refuse_reentrant_checkpoints(loss)
+            # Not backward(), which would add to the gradients of whatever else trains that the function reads.
+            made = torch.autograd.grad(loss, [self._wide[name] for name in point], allow_unused=True)
+        if all(gradient is None for gradient in made):
+            raise ValueError(
+                "loss= depends on no trained parameter of the model that it is given: use its argument, not the model "
+                "outside"
+            )
+        gradients = zip(point, made, strict=True)
+        return float(loss.detach()), {n: torch.zeros_like(point[n]) if g is None else g.cpu() for n, g in gradients}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold; None before the start."""
@@ -211,7 +225,9 @@ def allocate_loss(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss
 
     Raises:
         TypeError: no module or optimizer, or parameters that are tensor subclasses.
-        ValueError: no parameter trains, or an emulated model, whose loss is a step function.
+        ValueError: no parameter trains, or an emulated model, whose loss is a step function; on entry, a loss that does
+            not depend on its argument.
+        NotImplementedError: on entry, a loss through torch's checkpoints with use_reentrant=True.
 
     >>> import torch, halfulp as hu
     >>> model = torch.nn.Linear(4, 1)
@@ -264,8 +280,25 @@ def _compute_wanted_change(
         for key, value in optimizer.state.get(parameter, {}).items()
     }
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    after, _ = ShadowOptimizer(optimizer).step(weight, gradient.double().reshape(-1), states, options)
+    divisor, _ = read_scaler_attributes(optimizer)
+    after, _ = ShadowOptimizer(optimizer).step(weight, gradient.double().reshape(-1) / divisor, states, options)
     return after - weight
+
+
+def _refuse_reentrant_checkpoints(loss: Tensor) -> None:
+    """Refuse checkpoints whose parameters are in no graph, so that torch.autograd.grad would give them no gradient."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            raise NotImplementedError(
+                "the loss goes through torch.utils.checkpoint with use_reentrant=True, which gives gradients to "
+                "backward() alone: pass use_reentrant=False, or leave checkpoints out in evaluation mode"
+            )
+        waiting += [before for before, _ in node.next_functions]
 
 
 def _make_float64_copy(model: nn.Module) -> nn.Module:

@@ -130,6 +130,7 @@ class ParameterRecord:
         optimizer: class name of the optimizer that holds it; None if none does.
         optimizer_module: name of the module that defines that class: what starts with "torch.optim." computes in the
             dtypes of parameter and states, what starts with "halfulp." in float32; empty where unknown.
+        is_wrappable: whether `hu.optim.wrap` takes that class.
         weight_update: of halfulp's optimizers; "nearest" for every other.
         options: numbers of its group (lr, weight_decay, eps, betas, momentum) at the last step.
         gradients: sampled steps in which it had a gradient.
@@ -150,6 +151,7 @@ class ParameterRecord:
     requires_grad: bool
     optimizer: str | None = None
     optimizer_module: str = ""
+    is_wrappable: bool = True
     weight_update: str = "nearest"
     options: dict[str, Any] = field(default_factory=dict)
     gradients: int = 0

@@ -186,7 +186,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         base = make(inner, **options)
         if not isinstance(base, torch.optim.Optimizer):
             raise TypeError(f"{make!r} made {base!r}, which is no torch.optim.Optimizer")
-        _refuse_unsupported_base(base)
+        _refuse_unsupported_step(base)
+        _refuse_extra_saved_entries(base)
         if len(base.param_groups) != len(groups):
             raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
         self.base = base
@@ -357,8 +358,17 @@ def _widen_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient if gradient.dtype == torch.float32 else gradient.detach().to(torch.float32)
 
 
-def _refuse_unsupported_base(base: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose options, closures, inner optimizers or files wrap cannot follow."""
+def is_wrappable(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `wrap` takes another of this kind with its options, as far as shows without saving this one."""
+    try:
+        _refuse_unsupported_step(optimizer)
+    except (NotImplementedError, ValueError):
+        return False
+    return True
+
+
+def _refuse_unsupported_step(base: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose options, closures or inner optimizers wrap cannot follow."""
     if any(group.get("differentiable") for group in base.param_groups):
         raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
     if claimed := sorted(HALFULP_OPTION_NAMES & base.defaults.keys()):
@@ -383,7 +393,6 @@ def _refuse_unsupported_base(base: torch.optim.Optimizer) -> None:
                     f"cannot put float32 weights behind: step float32 parameters by {name}, or wrap "
                     f"{type(inner).__name__} alone: hu.optim.wrap({type(inner).__name__}, params, ...)"
                 )
-    _refuse_extra_saved_entries(base)
 
 
 def _refuse_extra_saved_entries(base: torch.optim.Optimizer) -> None:

@@ -252,6 +252,49 @@ def test_a_closure_is_watched_between_gradients_and_step():
     assert seen.record.parameters["0.weight"].gradients == 3
 
 
+def test_a_step_that_calls_its_closure_several_times_is_sampled_at_the_first(seed):
+    torch.manual_seed(seed % 2**31)
+    x, model = torch.randn(64, 8), nn.Linear(8, 4).bfloat16()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_eval=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(x.bfloat16()) - 1).float().square().mean()
+        loss.backward()
+        return loss
+
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for _ in range(3):
+            optimizer.step(closure)
+    weight = seen.record.parameters["weight"]
+    assert weight.gradients == 3
+    assert weight.update.lost_share < 0.3
+    assert not any(finding.code == "updates-lost" for finding in seen.findings)
+
+
+def test_no_cure_wraps_an_optimizer_that_wrap_refuses(seed):
+    """At a rate that moves no weight the finding is right, and a float32 weight is all that helps under LBFGS."""
+    torch.manual_seed(seed % 2**31)
+    for kind, options in ((torch.optim.LBFGS, {"max_eval": 2}), (torch.optim.ASGD, {})):
+        x, model = torch.randn(64, 8), nn.Linear(8, 8).bfloat16()
+        optimizer = kind(model.parameters(), lr=1e-8, **options)
+
+        def closure(model=model, optimizer=optimizer, x=x):
+            optimizer.zero_grad()
+            loss = (model(x.bfloat16()) - 1).float().square().mean()
+            loss.backward()
+            return loss
+
+        with hu.observe(model, optimizer, interval=1) as seen:
+            for _ in range(3):
+                optimizer.step(closure)
+        lost = [finding for finding in seen.findings if finding.code in ("updates-lost", "weight-frozen")]
+        assert lost
+        for finding in lost:
+            assert ("hu.optim.wrap(" in finding.write) == (kind is torch.optim.ASGD)
+            assert ("takes no LBFGS" in finding.cure) == (kind is torch.optim.LBFGS)
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 def test_scalers_are_found_and_their_skips_counted():
     model, optimizer = small()

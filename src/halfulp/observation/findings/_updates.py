@@ -76,8 +76,12 @@ def make_lost_change_evidence(change: RealisedChanges, dtype: torch.dtype | None
     return {**shares, "seen": change.seen, "dtype": name_dtype(dtype)}
 
 
-def _write_kahan_code(parameter: ParameterRecord) -> str:
-    return write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_held_by_halfulp_optimizer)
+def _describe_kahan_cure(parameter: ParameterRecord) -> dict[str, Any]:
+    """Return what `make_finding` takes: the class's cure with lines of code, or another one where hu.optim has none."""
+    is_halfulp = parameter.is_held_by_halfulp_optimizer
+    if not (is_halfulp or parameter.is_wrappable or parameter.optimizer in OPTIMIZERS):
+        return {"cure": f"keep these in float32: hu.optim.wrap takes no {parameter.optimizer}", "write": ""}
+    return {"write": write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, is_halfulp)}
 
 
 def has_compensated_rounding(parameter: ParameterRecord) -> bool:
@@ -242,10 +246,10 @@ class UpdatesLost(FindingKind):
             sure = compute_confidence(update.seen, FEWEST_UPDATES) * (1.0 if update.known else 0.5)
             said = _describe_lost_updates(update, parameter.dtype, parameter.options)
             says = self.says if update.known else ""
-            code = _write_kahan_code(parameter)
             evidence = make_lost_change_evidence(update, parameter.dtype)
             evidence["lr"] = read_option_number(parameter.options, "lr")
-            yield self.make_finding(name, severity, sure, said, says=says, write=code, **evidence)
+            told: dict[str, Any] = {"says": says, **_describe_kahan_cure(parameter)}
+            yield self.make_finding(name, severity, sure, said, **told, **evidence)
 
     def find_in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state in audit.states.items():
@@ -325,11 +329,10 @@ class WeightDecayLost(FindingKind):
                 lr, rate = (read_option_number(parameter.options, key) for key in ("lr", "weight_decay"))
                 said = f"{format_percent(decay.lost_share)} of weight decay lost in {name_dtype(parameter.dtype)}"
                 said += "" if lr is None or rate is None else f" (1 - {lr * rate:.3g} a step)"
-                code = _write_kahan_code(parameter)
                 evidence: dict[str, Any] = {"realised": realised, "seen": decay.seen, "lost": decay.lost_share}
                 evidence |= {"lr": lr, "weight_decay": rate}
-                sure = compute_confidence(decay.seen, FEWEST_UPDATES)
-                yield self.make_finding(name, "warning", sure, said, write=code, **evidence)
+                sure, cure = compute_confidence(decay.seen, FEWEST_UPDATES), _describe_kahan_cure(parameter)
+                yield self.make_finding(name, "warning", sure, said, **cure, **evidence)
 
     def find_in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
@@ -398,7 +401,7 @@ class WeightFrozen(FindingKind):
             said = f"has not moved in {steps} sampled steps in {dtype}{describe_lr(parameter.options)}"
             told: dict[str, Any] = {"cure": OVERWRITTEN_WEIGHT_CURE, "says": "", "write": ""}
             if rounded:
-                told = {"is_wide": is_wide_dtype(parameter.dtype), "write": _write_kahan_code(parameter)}
+                told = {"is_wide": is_wide_dtype(parameter.dtype), **_describe_kahan_cure(parameter)}
             else:
                 said += ", though updates changed it"
             evidence: dict[str, Any] = {"moved": 0.0, "sampled_steps": steps, "seen": update.seen}

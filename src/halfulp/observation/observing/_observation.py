@@ -25,6 +25,7 @@ from ..._messages import name_type
 from ...gradients import AdaptiveGradScaler
 from ...optim import EMA, Optimizer
 from ...optim._optimizer import find_inner_optimizer
+from ...optim._wrap import is_wrappable
 from ...optim.parameters._local_tensors import get_local, get_payload
 from ...optim.parameters._narrow_groups import walk_group_parameters
 from ...optim.parameters._random_identity import strip_wrapper_names
@@ -45,7 +46,7 @@ from ._hooks import GradientHooks, ModuleHooks
 from ._ranks import RankComparison
 from ._recorder import Recorder, RowWriter, make_safe_hook_method, run_safely
 from ._sampler import make_sampling_key, read_numbers, take_sample
-from ._updates import UpdateWatcher, WeightAverageWatcher
+from ._updates import UpdateWatcher, WeightAverageWatcher, run_before_update
 
 
 def observe(
@@ -337,7 +338,7 @@ class Observation:
     def _handle_step_begin(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Sample before an optimizer's step; with a closure, behind that, which computes the gradients."""
+        """Sample before an optimizer's update; with a closure, behind its first call, which computes the gradients."""
         if (ended := self._steps.end_run_step_if_stepped_again(optimizer)) is not None:
             self._end_run_step(ended)
         if self._scales.searches_left:
@@ -346,19 +347,7 @@ class Observation:
             return None
         if self._averages is not None:
             run_safely(self.recorder, self._averages.compare_averages)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-        if not callable(closure):
-            self._sample_before_update(optimizer)
-            return None
-
-        def call_and_sample() -> Any:
-            loss = closure()
-            self._sample_before_update(optimizer)
-            return loss
-
-        if len(args) > 1:
-            return (args[0], call_and_sample, *args[2:]), kwargs
-        return args, {**kwargs, "closure": call_and_sample}
+        return run_before_update(functools.partial(self._sample_before_update, optimizer), args, kwargs)
 
     @make_safe_hook_method
     def _sample_before_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -583,6 +572,7 @@ class ObservedParameters:
 
     def _add_stepped_parameters(self, prefix: str, optimizer: torch.optim.Optimizer) -> None:
         numbers = {id(group): k for k, group in enumerate(optimizer.param_groups)}
+        wrappable = is_wrappable(optimizer)
         for group, position, parameter in walk_group_parameters(optimizer):
             name, given = self.names.get(id(parameter)), group.get("param_names")
             if name is None:
@@ -591,6 +581,7 @@ class ObservedParameters:
             self.names[id(group["params"][position])] = name
             record = self._record.parameters[name]
             record.optimizer, record.optimizer_module = type(optimizer).__name__, type(optimizer).__module__
+            record.is_wrappable = wrappable
             record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
             if isinstance(optimizer, Optimizer):
                 record.weight_update = "none"

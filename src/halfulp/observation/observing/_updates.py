@@ -109,6 +109,39 @@ class ShadowOptimizer:
         return weight.detach(), one.state[weight]
 
 
+def run_before_update(
+    action: Callable[[], object], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Run an action, in a pre-hook of a step, where the gradients are there: now, or behind the closure's first call.
+
+    Return the arguments to step with in place of these; None where they stay.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+    if not callable(closure):
+        action()
+        return None
+    is_first_call = True
+
+    def call_closure_and_run() -> Any:
+        nonlocal is_first_call
+        result = closure()
+        # At further calls of one step, as LBFGS makes, the weights have moved already.
+        if is_first_call:
+            is_first_call = False
+            action()
+        return result
+
+    if len(args) > 1:
+        return (args[0], call_closure_and_run, *args[2:]), kwargs
+    return args, {**kwargs, "closure": call_closure_and_run}
+
+
+def read_scaler_attributes(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:
+    """Return what a GradScaler leaves to a fused step: the divisor of its gradients, and whether it is skipped."""
+    divisor = _convert_number_to_float(getattr(optimizer, "grad_scale", None), 1.0)
+    return divisor, bool(_convert_number_to_float(getattr(optimizer, "found_inf", None), 0.0))
+
+
 class ParameterBeforeStep(NamedTuple):
     """A parameter that is about to step, and its numbers, held until they have been sampled."""
 
@@ -286,7 +319,7 @@ class UpdateWatcher:
         records, parameters, weights, gradients, all_states = map(list, zip(*members))
         samples = sample_tensors(self.recorder, records, weights, "weight")
         weight, gradient = torch.cat(samples), torch.cat(sample_tensors(self.recorder, records, gradients))
-        divisor = _convert_number_to_float(getattr(self.optimizer, "grad_scale", None), 1.0)
+        divisor, _ = read_scaler_attributes(self.optimizer)
         if divisor != 1.0:
             gradient = gradient / divisor
         sizes = [numbers.flat.numel() for numbers in weights]
@@ -347,7 +380,8 @@ class UpdateWatcher:
     def compare_after_step(self) -> None:
         """Compare the changes and states that the step wanted with those that it made."""
         batches, self._batches = self._batches, []
-        if not batches or _convert_number_to_float(getattr(self.optimizer, "found_inf", None), 0.0):
+        _, is_skipped = read_scaler_attributes(self.optimizer)
+        if not batches or is_skipped:
             return
         for batch in batches:
             numbers = [one for parameter in batch.parameters if (one := read_numbers(parameter)) is not None]
