@@ -258,6 +258,31 @@ def test_what_floats_is_read_or_named(content, names, unread):
     assert all(said.startswith(start) for said, start in zip(found.unseen, unread))
 
 
+def test_a_folder_of_several_indices_is_read_by_the_name_that_loading_takes(tmp_path):
+    model, _ = trained()
+    for variant in ("", ".fp16", ".a"):
+        weights = {name: value + (variant != "") for name, value in model.state_dict().items()}
+        save_file(weights, tmp_path / f"shard{variant}.safetensors")
+        index = {"weight_map": dict.fromkeys(weights, f"shard{variant}.safetensors")}
+        (tmp_path / f"model{variant}.safetensors.index.json").write_text(json.dumps(index))
+    said = check(tmp_path, model).unseen
+    names = "'model.a.safetensors.index.json', 'model.fp16.safetensors.index.json'"
+    assert said == [f"{names} lie beside model.safetensors.index.json, and were not compared"]
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=rf"holds several checkpoints \({names}\): give one of the files"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.a.safetensors.index.json").unlink()
+    assert open_checkpoint(tmp_path).tensors.keys() == model.state_dict().keys()
+
+
+def test_a_dtype_that_torch_lacks_is_refused_by_name(tmp_path):
+    header = b'{"x":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'.ljust(64)
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    # Releases before this dtype refuse the header, which names it too.
+    with pytest.raises(ValueError, match=r"model\.safetensors (holds 'x' in |cannot be read as safetensors).*F6_E2M3"):
+        open_checkpoint(tmp_path)
+
+
 def test_empty_tensors_alone_are_no_checkpoint(tmp_path):
     torch.save({"w": torch.empty(0), "v": torch.empty(3, 0)}, tmp_path / "zero.pt")
     with pytest.raises(ValueError, match="only empty tensors"):

@@ -414,14 +414,14 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
-    indices = sorted(path for path in files if path.name.endswith((".safetensors.index.json", ".bin.index.json")))
-    if indices:
-        return _open_sharded(indices[0])
+    indices = [path for path in files if path.name.endswith(".safetensors.index.json")]
+    torch_indices = [path for path in files if path.name.endswith(".bin.index.json")]
     weights = [path for path in files if not _FILES_WITHOUT_WEIGHTS_PATTERN.match(path.name)]
     tensors = [path for path in weights if path.suffix == ".safetensors"]
     saved = [path for path in weights if path.suffix in _TORCH_SUFFIXES]
-    for group in (tensors, saved):
-        known = [path for path in group if path.stem in _WEIGHT_FILE_STEMS]
+    for group in (indices, torch_indices, tensors, saved):
+        # Variants, as model.fp16.safetensors, stand beside the file that loading takes.
+        known = [path for path in group if Path(path.name.removesuffix(".index.json")).stem in _WEIGHT_FILE_STEMS]
         if len(known) == 1 or len(group) == 1:
             found = _open_file((known or group)[0])
             rest = [path.name for path in group if path not in (known[:1] or group)]
@@ -430,7 +430,8 @@ def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
             return found
         if group:
             names = quote(path.name for path in group)
-            raise ValueError(f"{folder} holds several checkpoints ({names}) and no index: give one of the files")
+            without = " and no index" if group in (tensors, saved) else ""
+            raise ValueError(f"{folder} holds several checkpoints ({names}){without}: give one of the files")
     inner = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
     if inner:
         raise ValueError(f"{folder} is no checkpoint, but holds the folders {quote(inner)}: give one of them")
@@ -521,5 +522,14 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             f"{path} cannot be read as safetensors ({said}): it is truncated, damaged or of another kind; copy it "
             "again, or take another checkpoint"
         ) from None
-    names = file.offset_keys() if hasattr(file, "offset_keys") else file.keys()
-    return {name: file.get_tensor(name) for name in names}
+    found: dict[str, Tensor] = {}
+    for name in file.offset_keys() if hasattr(file, "offset_keys") else file.keys():
+        try:
+            found[name] = file.get_tensor(name)
+        except (SafetensorError, AttributeError) as error:  # a dtype without one of torch, or of a later torch
+            said = " ".join(str(error).split())
+            raise ValueError(
+                f"{path} holds {name!r} in {file.get_slice(name).get_dtype()}, which the installed safetensors and "
+                f"torch cannot read ({said}): save it in a dtype of torch, or install later versions of both"
+            ) from None
+    return found
